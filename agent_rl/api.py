@@ -1,7 +1,7 @@
-"""What an environment's author imports: ``from agent_rl.api import Task, ToolCall, ToolError``. Light: no torch."""
+"""The public API for environment authors: ``from agent_rl.api import Task, ToolCall, ToolError``. Imports no torch."""
 
 from envs import (
-    Audited,
+    Auditable,
     Dialogue,
     EnvContext,
     Environment,
@@ -21,7 +21,7 @@ from sandbox import ExecResult, Sandbox, SandboxBackend, SandboxError, SandboxSp
 from tools import FunctionToolSet, ToolCall, ToolError, ToolResult, ToolSet, swe_tools
 
 __all__ = [
-    "Audited",
+    "Auditable",
     "Dialogue",
     "EnvContext",
     "Environment",

@@ -1,26 +1,21 @@
-"""Errors of agent_rl.
+"""The exceptions of agent_rl.
 
 ::
 
     AgentRlError
-    ├── UserError                a user's mistake: one line saying what, where and what would be right; exit code 2
-    │   ├── ConfigError          a config file or an override is wrong
-    │   └── TemplateError        a chat template that is not prefix-preserving
-    ├── EngineError              the engine failed: infrastructure, never the policy's fault
-    │   ├── EngineStartError     the server could not be started; the message holds its log's reason
-    │   ├── EngineUnreachable    no answer (connection refused, timeout): retried on a budget
-    │   ├── EngineOverloaded     429 or 503: retried on a budget
-    │   ├── EngineRejected       4xx: the request is wrong, never retried
-    │   │   └── EngineKeyRefused 401 or 403: another key is wanted
-    │   ├── EngineAborted        the request was aborted by the server
-    │   ├── EngineStale          it answered from other weights than the published ones: retried on a budget
-    │   ├── EngineLost           no engine serves, and none will in time
-    │   └── RoutesMissingError   routes absent, of the wrong shape or out of range: stops the run
-    ├── WeightSyncError          a weight update was not taken
-    ├── TrainerError             the trainer failed
-    │   └── TrainerDied          a process of it ended: started again, it goes on from its last checkpoint
-    ├── GuardStop                the run's guard ended it, a checkpoint is there; exit code 3
-    └── RolloutFailed            a group could not be collected within its retry budget
+    ├── UserError                a user's mistake; exit code 2; one line with the error, its place and the expected
+    value │   ├── ConfigError          invalid config file or override │   └── TemplateError        chat template that
+    is not prefix-preserving ├── EngineError              the engine failed; counted as infrastructure │   ├──
+    EngineStartError     the server failed to start; the message quotes its log │   ├── EngineUnreachable    no response
+    (connection refused, timeout); retried within a budget │   ├── EngineOverloaded     status 429 or 503; retried
+    within a budget │   ├── EngineRejected       status 4xx; never retried │   │   └── EngineKeyRefused status 401 or
+    403; the API key is missing or wrong │   ├── EngineAborted        the server aborted the request │   ├── EngineStale
+    the response used other weights than the published ones; retried within a budget │   ├── EngineLost           no
+    engine serves, and none will in time │   └── RoutesMissingError   routes are missing, misshapen or out of range;
+    stops the run ├── HarnessError             an agent program failed; counted as infrastructure ├── WeightSyncError
+    a weight update failed ├── TrainerError             the trainer failed │   └── TrainerDied          a trainer
+    process died; restarts from the last checkpoint ├── GuardStop                the guard ended the run after a
+    checkpoint; exit code 3 └── RolloutFailed            a group was not completed within its retry budget
 """
 
 from __future__ import annotations
@@ -35,7 +30,7 @@ class UserError(AgentRlError):
 
 
 class ConfigError(UserError):
-    """A config file or an override is wrong."""
+    """A config file or an override is invalid."""
 
 
 class TemplateError(UserError):
@@ -47,15 +42,15 @@ class EngineError(AgentRlError):
 
 
 class EngineStartError(EngineError):
-    """The engine server could not be started."""
+    """The engine server failed to start."""
 
 
 class EngineUnreachable(EngineError):
-    """The engine gave no answer."""
+    """The engine did not respond."""
 
 
 class EngineOverloaded(EngineError):
-    """The engine asked to come back later."""
+    """The engine is overloaded (status 429 or 503)."""
 
 
 class EngineRejected(EngineError):
@@ -63,7 +58,7 @@ class EngineRejected(EngineError):
 
 
 class EngineKeyRefused(EngineRejected):
-    """The engine, or a gateway before it, wants another key."""
+    """The API key is missing or wrong (status 401 or 403)."""
 
 
 class EngineAborted(EngineError):
@@ -71,7 +66,7 @@ class EngineAborted(EngineError):
 
 
 class EngineStale(EngineError):
-    """The engine answered from other weights than the published ones."""
+    """The response used other weights than the published ones."""
 
 
 class EngineLost(EngineError):
@@ -79,15 +74,15 @@ class EngineLost(EngineError):
 
 
 class RoutesMissingError(EngineError):
-    """Routes absent, of the wrong shape, or out of range."""
+    """Routes are missing, misshapen or out of range."""
 
 
 class HarnessError(AgentRlError):
-    """An agent program broke, or ended without having asked for anything: infrastructure."""
+    """An agent program failed, or ended without sending a request."""
 
 
 class WeightSyncError(AgentRlError):
-    """A weight update was not taken."""
+    """A weight update failed."""
 
 
 class TrainerError(AgentRlError):
@@ -95,12 +90,12 @@ class TrainerError(AgentRlError):
 
 
 class TrainerDied(TrainerError):
-    """A process of the trainer ended."""
+    """A trainer process died."""
 
 
 class GuardStop(AgentRlError):
-    """The run's guard ended it."""
+    """The guard ended the run."""
 
 
 class RolloutFailed(AgentRlError):
-    """A group could not be collected within its retry budget."""
+    """A group was not completed within its retry budget."""

@@ -1,8 +1,7 @@
-"""Keeps a user's own ``tools``, ``envs``, ``sandbox`` or ``r3`` from being taken for our packages of these names.
+"""Protects the packages ``tools``, ``envs``, ``sandbox`` and ``r3`` from user directories with the same names.
 
-``import agent_rl`` puts a finder before Python's import path, which would ask the working directory first. Where
-both are wanted in one process only one can have the name: then the import fails with a line that names both
-directories.
+``import agent_rl`` installs a finder before Python's path finder, which would search the working directory first. If a
+process needs a user's package of such a name, the import fails with a line that names both directories.
 """
 
 from __future__ import annotations
@@ -16,49 +15,50 @@ from pathlib import Path
 from types import ModuleType
 
 PACKAGES = ("sandbox", "tools", "envs", "r3")
-HOME = Path(__file__).parent.parent
+PACKAGE_ROOT = Path(__file__).parent.parent
 
 
-class OwnPackages(MetaPathFinder):
-    """Finds our packages beside ``agent_rl``, wherever else a directory of their names lies."""
+class PackageFinder(MetaPathFinder):
+    """Finds these packages next to ``agent_rl``, regardless of the import path."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The place of our package or of a module in it; None for any other name.
+        """The spec of one of these packages or of a module in it; None for other names.
 
-        Raises ImportError for a module that ours lacks where a foreign directory of the package's name may have it.
+        Raises ImportError if the module is missing here and a user's package of that name may contain it.
         """
         package, _, module = fullname.partition(".")
-        if package not in PACKAGES or (path is not None and not _is_ours(package, path)):
+        if package not in PACKAGES or (path is not None and not _is_own(package, path)):
             return None
-        found = PathFinder.find_spec(fullname, [str(HOME)] if path is None else path)
-        if found is None and module and (foreign := _foreign(package)):
+        spec = PathFinder.find_spec(fullname, [str(PACKAGE_ROOT)] if path is None else path)
+        if spec is None and module and (shadow := _shadowing_path(package)):
             raise ImportError(
-                f"{foreign} has the name of agent-rl's package {package} (at {HOME / package}), which has no "
-                f"{module!r}: rename that directory"
+                f"{shadow} has the same name as agent-rl's package {package} (at {PACKAGE_ROOT / package}), which has "
+                f"no module {module!r}: rename your directory"
             )
-        return found
+        return spec
 
 
-def claim_names() -> None:
-    """Let our packages' names mean ours in this process. Raises ImportError where a foreign one is imported already."""
+def protect_package_names() -> None:
+    """Install the finder. Raises ImportError if another package of one of these names is imported already."""
     for name in PACKAGES:
-        places = getattr(sys.modules.get(name), "__path__", None)
-        if name in sys.modules and not _is_ours(name, places or ()):
-            foreign = next(iter(places or ()), sys.modules[name].__file__)
+        paths = getattr(sys.modules.get(name), "__path__", None)
+        if name in sys.modules and not _is_own(name, paths or ()):
+            shadow = next(iter(paths or ()), sys.modules[name].__file__)
             raise ImportError(
-                f"{foreign} shadows agent-rl's package {name} (at {HOME / name}): rename it or run from elsewhere"
+                f"{shadow} shadows agent-rl's package {name} (at {PACKAGE_ROOT / name}): rename it or run from another "
+                "directory"
             )
-    if not any(isinstance(finder, OwnPackages) for finder in sys.meta_path):
-        sys.meta_path.insert(0, OwnPackages())
+    if not any(isinstance(finder, PackageFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, PackageFinder())
 
 
-def _is_ours(package: str, places: Sequence[str]) -> bool:
-    return any(os.path.realpath(place) == os.path.realpath(HOME / package) for place in places)
+def _is_own(package: str, paths: Sequence[str]) -> bool:
+    return any(os.path.realpath(path) == os.path.realpath(PACKAGE_ROOT / package) for path in paths)
 
 
-def _foreign(package: str) -> Path | None:
-    """The first directory or module of that name on the import path that is not ours."""
-    named = [Path(entry).absolute() / name for entry in sys.path for name in (package, f"{package}.py")]
-    return next((path for path in named if path.exists() and not _is_ours(package, [str(path)])), None)
+def _shadowing_path(package: str) -> Path | None:
+    """The first other directory or module of that name on the import path."""
+    candidates = [Path(entry).absolute() / name for entry in sys.path for name in (package, f"{package}.py")]
+    return next((path for path in candidates if path.exists() and not _is_own(package, [str(path)])), None)

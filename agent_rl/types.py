@@ -1,11 +1,11 @@
-"""The data that flows from engine to trainer. All frozen; no torch.
+"""Data types shared by engine, rollout and trainer. All frozen; no torch.
 
-A worked example, one trajectory of two turns (``p`` prompt, ``a`` sampled, ``o`` observation tokens)::
+Example: a trajectory of two turns (``p`` prompt, ``a`` sampled, ``o`` observation tokens)::
 
     tokens     p p p a a a o o a a
     loss_mask  0 0 0 1 1 1 0 0 1 1
-    logprobs   0 0 0 x x x 0 0 x x     of token i given tokens[:i], as sampled
-    routing    r r r r r r r r r -     row i: experts used when token i was the input; the last is absent
+    logprobs   0 0 0 x x x 0 0 x x     log-prob of token i given tokens[:i], as sampled
+    routing    r r r r r r r r r -     row i: experts used with token i as input; the last row is absent
 """
 
 from __future__ import annotations
@@ -26,28 +26,30 @@ class StopReason(StrEnum):
 
     SUBMITTED = "submitted"  # the agent called submit
     MAX_TURNS = "max_turns"  # max_turns turns were taken without a submit
-    CONTEXT_FULL = "context_full"  # the next turn or observation would pass max_tokens
+    CONTEXT_FULL = "context_full"  # the next turn or observation would exceed max_tokens
     TIME_LIMIT = "time_limit"  # the episode's wall-clock limit passed
     PARSE_FAILURES = "parse_failures"  # too many turns in a row held no well-formed tool call
-    PROGRAM_FAILED = "program_failed"  # the agent program failed after a reply had reached it, whoever's fault that is
-    SANDBOX_FAILURE = "sandbox_failure"  # infrastructure: the sandbox or the grading broke
-    HOST_LOST = "host_lost"  # infrastructure: the machine that its sandbox was on is gone
-    HARNESS_FAILURE = "harness_failure"  # infrastructure: the agent program ended before a reply reached it
+    PROGRAM_FAILED = "program_failed"  # the agent program failed after it had received a response
+    SANDBOX_FAILURE = "sandbox_failure"  # infrastructure: the sandbox or the grading failed
+    NODE_LOST = "node_lost"  # infrastructure: the sandbox's node is lost
+    HARNESS_FAILURE = "harness_failure"  # infrastructure: the agent program ended before it received a response
+    ENVIRONMENT_ERROR = "environment_error"  # infrastructure: an unexpected exception; the record has its traceback
     ENGINE_FAILURE = "engine_failure"  # infrastructure: the engine failed past its retry budget
-    UNDECIDABLE = "undecidable"  # the task's own parts keep it from ever being graded
-    CANCELLED = "cancelled"  # stopped from outside: by Ctrl-C, or by another part of the run that failed
+    UNDECIDABLE = "undecidable"  # the task itself cannot be graded
+    CANCELLED = "cancelled"  # stopped by Ctrl-C or by a failure elsewhere in the run
 
     @property
     def infrastructure(self) -> bool:
-        """Whether the ending says nothing about the policy: such a trajectory has no reward."""
+        """Whether infrastructure or the task caused the end. Such a trajectory has no reward."""
         return self in _WITHOUT_REWARD
 
 
 _WITHOUT_REWARD = frozenset(
     {
         StopReason.SANDBOX_FAILURE,
-        StopReason.HOST_LOST,
+        StopReason.NODE_LOST,
         StopReason.HARNESS_FAILURE,
+        StopReason.ENVIRONMENT_ERROR,
         StopReason.ENGINE_FAILURE,
         StopReason.UNDECIDABLE,
         StopReason.CANCELLED,
@@ -56,19 +58,19 @@ _WITHOUT_REWARD = frozenset(
 
 
 class TrainingStatus(StrEnum):
-    """What training made of a trajectory."""
+    """How training used a trajectory."""
 
     TRAINED = "trained"
     DISCARDED = "discarded"  # with its whole group, by dynamic sampling
-    MASKED = "masked"  # for the way it ended
-    DROPPED = "dropped"  # for want of routes
-    UNIFORM = "uniform"  # all rewards that it is compared with are equal
-    EMPTY = "empty"  # nothing was sampled
+    MASKED = "masked"  # by train.filter, because of its stop reason
+    DROPPED = "dropped"  # because routes are missing
+    UNIFORM = "uniform"  # all rewards of its group (or batch) are equal
+    EMPTY = "empty"  # no token was sampled
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingDecision:
-    """A trajectory's training status, and its advantage where one was taken; None where nobody trained."""
+    """A trajectory's training status and advantage. None: the trajectory was not considered for training."""
 
     training_status: TrainingStatus | None
     advantage: float | None = None
@@ -84,7 +86,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are drawn. ``temperature`` 0 is greedy. ``stop_token_ids`` end a turn and are kept in the output."""
+    """Sampling parameters. ``temperature`` 0 is greedy. ``stop_token_ids`` end a turn and stay in the output."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -95,7 +97,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """The sampled tokens among ``start`` to ``stop`` (exclusive) are of weights ``version``."""
+    """The sampled tokens in ``[start, stop)`` come from weights ``version``."""
 
     start: int
     stop: int
@@ -103,23 +105,21 @@ class VersionSpan:
 
 
 def append_version(spans: list[VersionSpan], span: VersionSpan, further: int = 0) -> None:
-    """Append ``span``, ``further`` tokens further on; one of the version that the last is of goes on from it."""
+    """Append ``span``, moved by ``further`` tokens. It extends the last span if the version is the same."""
     start = spans.pop().start if spans and spans[-1].version == span.version else span.start + further
     spans.append(VersionSpan(start, span.stop + further, span.version))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion:
-    """What the engine answered to one request.
+    """The engine's response to one request.
 
     ``tokens`` and ``logprobs``: the sampled tokens and each one's log-prob, ``[completion]``.
-    ``routing``: rows ``[routes_from, prompt + completion - 1)`` of the whole sequence, or None where none were asked
-    for, or none came.
-    With ``finish`` ABORT they are what came before the engine gave the request up; ``routing`` is None with no tokens.
-    ``weight_version`` sampled the last token; ``earlier`` tells, where an update fell within it, which tokens (counted
-    from 0) were sampled before.
-    ``retractions``: how often the engine put the request back into its queue and computed its tokens again.
-    ``cut``: it was ABORTed because new weights were published, as may happen to a turn any number of times.
+    ``routing``: rows ``[routes_from, prompt + completion - 1)`` of the whole sequence, or None if no routes were
+    requested or received. With ``finish`` ABORT they are the tokens before the abort; without tokens ``routing`` is
+    None. ``weight_version`` sampled the last token. ``earlier``: spans (counted from 0) that older versions sampled.
+    ``retractions``: how often the engine requeued the request and recomputed its tokens. ``cut``: a weight update
+    aborted the request. This can happen several times in one turn.
     """
 
     tokens: tuple[int, ...]
@@ -130,14 +130,14 @@ class Completion:
     routing: Routing | None = None
     earlier: tuple[VersionSpan, ...] = ()
     retractions: int = 0
-    cut: bool = False
+    interrupted: bool = False
     cached_tokens: int = 0
     wire_bytes: int = 0
     seconds: float = 0.0
 
     @property
     def versions(self) -> tuple[VersionSpan, ...]:
-        """Which weights sampled which tokens, counted from 0; none where no token was sampled."""
+        """The weight versions of all tokens, counted from 0; empty if no token was sampled."""
         first = self.earlier[-1].stop if self.earlier else 0
         last = VersionSpan(first, len(self.tokens), self.weight_version)
         return (*self.earlier, last) if first < len(self.tokens) else self.earlier
@@ -145,10 +145,10 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn of an episode: what was sampled, what was called, what came back, and the time each took in seconds.
+    """One turn of an episode: sampled text, tool call, observation, and times in seconds.
 
-    ``retractions``: how often the engine put the turn's requests back into its queue. ``began``: seconds after the
-    episode did.
+    ``retractions``: how often the engine requeued the turn's requests. ``began``: start of the turn, in seconds since
+    the start of the episode.
     """
 
     text: str
@@ -169,9 +169,9 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rescored:
-    """A trajectory's log-probs as the engine gave them when it evaluated the whole of it again, ``n`` times.
+    """A trajectory's log-probs from ``n`` new evaluations by the engine.
 
-    ``values`` float32 ``[n, sampled tokens]``, in the order of the tokens; ``seconds`` all evaluations took together.
+    ``values``: float32 ``[n, sampled tokens]``. ``seconds``: total time of all evaluations.
     """
 
     values: NDArray[np.float32]
@@ -185,10 +185,10 @@ class Rescored:
 
 @dataclass(frozen=True, slots=True)
 class RouteAudit:
-    """A trajectory's routes compared with what the engine answered when it was asked for them again.
+    """A trajectory's routes compared with those of a second request.
 
-    Counted in sets, one a token and layer: those that came out of the prefix cache, those computed by a prefill, and
-    how many of each differ from the trajectory's.
+    Counts expert sets, one per token and layer: sets from the prefix cache, sets computed by a prefill, and how many of
+    each differ from the trajectory's sets.
     """
 
     cached: int
@@ -198,22 +198,22 @@ class RouteAudit:
 
 
 class BranchCause(StrEnum):
-    """Why an agent program's conversation went on in a sequence of its own."""
+    """Why an agent program's conversation started a new branch."""
 
-    START = "start"  # it was the first
-    TOOLS = "tools"  # other tools were offered
-    REWRITE = "rewrite"  # the messages before were changed, dropped or compacted; or it is a sub-agent's
-    PARALLEL = "parallel"  # two requests ran at once
-    RETRY = "retry"  # the same request was made again after its reply had been given
+    START = "start"  # the first branch
+    TOOLS = "tools"  # the tools changed
+    REWRITE = "rewrite"  # earlier messages were changed, dropped or compacted; or a sub-agent began
+    PARALLEL = "parallel"  # two requests ran concurrently
+    RETRY = "retry"  # the same request was repeated after its response
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Branch:
-    """One sequence of a trajectory: what the engine saw and sampled along one line of a conversation.
+    """One token sequence of a trajectory: a path through the conversation tree.
 
-    Arrays as in :class:`Trajectory`. ``loss_mask`` is True where a token was sampled and is trained *here*: one that
-    several branches hold is trained in the first of them and is context in the others. ``parent`` is the number of the
-    earlier branch whose first ``shared`` tokens this one begins with (None and 0 for one that begins afresh).
+    Arrays as in :class:`Trajectory`. ``loss_mask`` is True for sampled tokens that are trained in this branch. A token
+    that several branches share is trained in the first one and is context in the others. ``parent``: number of the
+    earlier branch that shares the first ``shared`` tokens (None and 0 for a branch without parent).
     """
 
     tokens: NDArray[np.int32]
@@ -227,41 +227,41 @@ class Branch:
 
     @property
     def weight_versions(self) -> tuple[str, ...]:
-        """The distinct weight versions that sampled, in order of first use."""
+        """The distinct weight versions of the sampled tokens, in order of first use."""
         return tuple(dict.fromkeys(span.version for span in self.versions))
 
     @property
     def sampled_tokens(self) -> int:
-        """Tokens that are trained in this branch."""
+        """Number of tokens trained in this branch."""
         return int(self.loss_mask.sum())
 
     @property
     def routes_needed(self) -> int:
-        """Rows of routes that a trainer replays: all but the last token's; 0 where nothing was sampled."""
+        """Rows of routes that the trainer replays: one per token except the last; 0 if no token was sampled."""
         return len(self.tokens) - 1 if self.loss_mask.any() else 0
 
     @property
     def routes_missing(self) -> int:
-        """How many of those the engine did not send."""
-        held = 0 if self.routing is None else int(self.routing.present[:-1].sum())
-        return self.routes_needed - held
+        """Number of these rows that the engine did not send."""
+        present = 0 if self.routing is None else int(self.routing.present[:-1].sum())
+        return self.routes_needed - present
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trajectory:
-    """A finished episode: all tokens in order, which were sampled, their log-probs, and every token's routes.
+    """A finished episode.
 
-    ``tokens`` int32 ``[S]``, ``loss_mask`` bool ``[S]`` (True where sampled), ``logprobs`` float32 ``[S]`` (0 where not
-    sampled), ``routing`` of S rows (the last absent) or None. ``reward`` is None iff ``stop.infrastructure``.
-    ``versions``: which weights sampled which tokens, in order, each sampled token in one span; a span of one version
-    goes on over observations.
-    ``tests`` and ``test_log`` are the grading's, for a person to read; of the log a run's records keep the end.
-    ``began``: the Unix time at which it got its place among the episodes in flight, after ``queue_seconds`` of waiting
-    (0: not recorded); its task took ``start_seconds`` to start, and grading began ``grade_began`` seconds after it did.
-    ``recovered``: it was sampled by an earlier start of the run, so this process's clock says nothing of it.
-    ``replayed_turns``: so many of its turns were sampled before its sandbox or its run was lost, and taken again.
-    These arrays are the first branch's; ``further`` are those that an agent program's conversation had besides.
-    ``harness`` counts what its program did: ``rewrites``, ``retries``, ``echo_differs``.
+    ``tokens`` int32 ``[S]``; ``loss_mask`` bool ``[S]``, True for sampled tokens; ``logprobs`` float32 ``[S]``, 0 for
+    other tokens; ``routing`` with S rows (the last is absent) or None. They belong to the first branch; ``further``
+    holds the other branches of an agent program's conversation. ``reward`` is None iff ``stop.infrastructure``.
+    ``versions``: weight versions of the sampled tokens, in order; a span may include observation tokens. ``error``:
+    reason of an infrastructure failure in the first line; for ``environment_error`` a traceback follows. ``tests``,
+    ``test_log``: results and log of the hidden tests. A run's records keep only the end of the log. ``began``: Unix
+    time at which the episode got its concurrency slot, after waiting ``queue_seconds`` (0: not recorded).
+    ``start_seconds``: time to start the task. ``grade_began``: start of grading, in seconds since ``began``.
+    ``recovered``: an earlier start of the run sampled it, so its times are not of this process. ``replayed_turns``:
+    turns reused after the loss of the sandbox or the run. ``harness``: counters of the agent program: ``rewrites``,
+    ``retries``, ``echo_differs``.
     """
 
     task_id: str
@@ -296,39 +296,39 @@ class Trajectory:
 
     @property
     def branches(self) -> tuple[Branch, ...]:
-        """All its sequences, at least one."""
+        """All branches, at least one."""
         first = Branch(self.tokens, self.loss_mask, self.logprobs, self.routing, self.versions)
         return first, *self.further
 
     @property
     def total_tokens(self) -> int:
-        """Tokens of all branches, what several hold counted in each."""
+        """Tokens of all branches. Shared tokens count in every branch."""
         return len(self.tokens) + sum(len(branch.tokens) for branch in self.further)
 
     @property
     def sampled_tokens(self) -> int:
-        """Tokens that are trained, over all branches."""
+        """Trained tokens of all branches."""
         return sum(branch.sampled_tokens for branch in self.branches)
 
     @property
     def weight_versions(self) -> tuple[str, ...]:
-        """The distinct weight versions that sampled, in order of first use."""
+        """The distinct weight versions of the sampled tokens, in order of first use."""
         return tuple(dict.fromkeys(version for branch in self.branches for version in branch.weight_versions))
 
     @property
     def routes_needed(self) -> int:
-        """Rows of routes that a trainer replays, over all branches."""
+        """Rows of routes that the trainer replays, over all branches."""
         return sum(branch.routes_needed for branch in self.branches)
 
     @property
     def routes_missing(self) -> int:
-        """How many of those the engine did not send."""
+        """Number of these rows that the engine did not send."""
         return sum(branch.routes_missing for branch in self.branches)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """The n trajectories of one task; every one has a reward (infrastructure failures were retried or dropped)."""
+    """The n trajectories of one task. All have a reward; infrastructure failures were retried or dropped."""
 
     task_id: str
     trajectories: tuple[Trajectory, ...]
@@ -337,14 +337,13 @@ class Group:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """What the trainer trains on: one branch of a trajectory with the trajectory's advantage (a scalar, the same for
-    all its sampled tokens).
+    """A training sample: one branch of a trajectory with the trajectory's advantage (a scalar for all sampled tokens).
 
-    ``logprobs`` float32 ``[S]`` are those it was sampled with; ``old_logprobs`` float32 ``[S]`` those that the ratio is
-    to be taken against, where they are neither these nor the trainer's own (0 where nothing was sampled).
-    ``trajectory`` names what it is a branch of: samples of one name are siblings, counted as one sequence and updated
-    in the same mini step. None: it has no sibling. ``lag`` int32 ``[S]``: how many updates older than the weights
-    before this step those are that sampled a token (0 where nothing was sampled); None where all are the same.
+    ``logprobs`` float32 ``[S]``: log-probs as sampled. ``old_logprobs`` float32 ``[S]``: denominator of the importance
+    ratio; None takes the sampled ones or the trainer's own. Both are 0 for tokens that were not sampled.
+    ``trajectory``: samples with the same value are branches of one trajectory; they count as one sequence and share a
+    mini step; None: no other branch. ``lag`` int32 ``[S]``: age of a sampled token's weights in updates before this
+    step; None: the same for all tokens.
     """
 
     tokens: NDArray[np.int32]
@@ -359,21 +358,21 @@ class Sample:
 
 
 class TokenFlag(IntFlag):
-    """What an update made of a sampled token."""
+    """How an update treated a sampled token."""
 
-    CLIPPED = 1  # the objective's clip took its gradient
+    CLIPPED = 1  # the objective's clip removed its gradient
     REWEIGHTED = 2  # the correction changed its weight
-    MASKED = 4  # the correction left it out
+    MASKED = 4  # the correction masked it
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenDetail:
-    """What the trainer saw of one sample's ``S`` tokens, ``n`` of them sampled, in ``layers`` MoE layers.
+    """Details of one sample's ``S`` tokens, ``n`` of them sampled, in ``layers`` MoE layers.
 
-    ``gap`` and ``gap_without_replay`` float32 ``[n]``: the trainer's log-prob less the engine's, with the configured
-    replay and without any. ``entropy`` float16 ``[n]``, ``flags`` uint8 ``[n]`` (:class:`TokenFlag`). ``differs`` and
-    ``differs_without_replay`` uint8 ``[S, ceil(layers / 8)]``: a bit for each MoE layer whose experts differ from the
-    rollout's, where the token was the input. None: not measured.
+    ``gap`` and ``gap_without_replay`` float32 ``[n]``: trainer log-prob minus engine log-prob, with the configured
+    replay and without replay. ``entropy`` float16 ``[n]``, ``flags`` uint8 ``[n]`` (:class:`TokenFlag`). ``differs``
+    and ``differs_without_replay`` uint8 ``[S, ceil(layers / 8)]``: one bit per MoE layer, set if the experts for that
+    input token differ from the rollout's. None: not measured.
     """
 
     gap: NDArray[np.float32]
@@ -387,7 +386,7 @@ class TokenDetail:
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """One step's numbers by metric name (the names are listed in docs/metrics.md)."""
+    """The metrics of one step by name; docs/reference/metrics.md lists them."""
 
     step: int
     values: Mapping[str, float] = field(default_factory=dict)

@@ -1,6 +1,6 @@
 """The four stages of ForeMoE's paper, each of which can be left out, for comparison with the planner ``foremoe``.
 
-1. homes by the loads of whole steps (:func:`r3.balance.expert_placement.measured_home`, in the grid);
+1. expert placement by the loads of whole steps (:func:`r3.balance.plan.measured_placement`, in the layout);
 2. swaps: an expert of the fullest rank changes places with one of another rank;
 3. replicas, by turns: the fullest rank lends one of its heaviest experts to the rank where that helps most, of load and
    links; the machine that sends most tokens of one expert away gets a replica of it;
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from r3.balance.baselines import as_plans, replicas
-from r3.balance.plan import Grid, Ints, Plans
+from r3.balance.plan import ExpertLayout, Ints, PlanArrays
 
 WINDOW = 4
 """Experts of a rank, the heaviest, that are looked at for a swap or a replica."""
@@ -39,41 +39,41 @@ class Stages:
     link_weight: float = 0.5
 
 
-def staged(counts: Ints, grid: Grid, stages: Stages) -> Plans:
-    """Plans for ``counts`` ``[M, L, R, E]``, on the homes that the grid has."""
-    state = _State.at_home(counts, grid)
+def staged(counts: Ints, layout: ExpertLayout, stages: Stages) -> PlanArrays:
+    """Plans for ``counts`` ``[M, L, R, E]``, on the placement of the layout."""
+    state = _State.on_owners(counts, layout)
     for _ in range(stages.swaps):
         state.swap()
-    for turn in range(stages.replicas * grid.ranks):
-        if turn % 2 and grid.machines > 1:
+    for turn in range(stages.replicas * layout.ranks):
+        if turn % 2 and layout.nodes > 1:
             state.spare_link()
         else:
             state.replicate(stages.link_weight)
     for _ in range(stages.sweeps):
         share(state.load, state.held)
-    return as_plans(state.load, state.held, grid, counts)
+    return as_plans(state.load, state.held, layout, counts)
 
 
-def update_within_machine(counts: Ints, grid: Grid, redundant: int) -> Plans:
+def update_within_machine(counts: Ints, layout: ExpertLayout, redundant: int) -> PlanArrays:
     """Algorithm 3 of the paper: in each machine the heaviest experts get a replica more, replicas go longest first to
     the ranks, and shares are filled like water. A rank needs N + ``redundant`` borrowed slots."""
-    state = _State.at_home(counts, grid)
-    each = grid.ranks // grid.machines
-    home = np.broadcast_to(grid.home_rank, (*counts.shape[:2], grid.experts)).reshape(len(state.load), -1)
-    members = np.argsort(home // each, axis=1, kind="stable").reshape(-1, grid.experts // grid.machines)
-    rows = np.repeat(np.arange(len(home)), grid.machines)[:, None]
+    state = _State.on_owners(counts, layout)
+    each = layout.ranks // layout.nodes
+    home = np.broadcast_to(layout.owner_rank, (*counts.shape[:2], layout.experts)).reshape(len(state.load), -1)
+    members = np.argsort(home // each, axis=1, kind="stable").reshape(-1, layout.experts // layout.nodes)
+    rows = np.repeat(np.arange(len(home)), layout.nodes)[:, None]
     tokens = state.load.sum(axis=2)[rows, members]
     nowhere = np.zeros((members.shape[1], each), bool)
-    held = replicas(tokens, nowhere, redundant, grid.homes + redundant)
+    held = replicas(tokens, nowhere, redundant, layout.experts_per_rank + redundant)
     state.held[:] = False
-    for machine in range(grid.machines):
-        ranks = np.arange(machine * each, (machine + 1) * each)
-        mine = slice(machine, None, grid.machines)
+    for node in range(layout.nodes):
+        ranks = np.arange(node * each, (node + 1) * each)
+        mine = slice(node, None, layout.nodes)
         state.held[rows[mine, :, None], members[mine, :, None], ranks] = held[mine]
     state.load[:] = np.where(state.held.cumsum(axis=2) * state.held == 1, state.load.sum(axis=2, keepdims=True), 0)
     for _ in range(4):
         share(state.load, state.held)
-    return as_plans(state.load, state.held, grid, counts)
+    return as_plans(state.load, state.held, layout, counts)
 
 
 def share(load: Ints, held: NDArray[np.bool_]) -> None:
@@ -110,7 +110,7 @@ class _State:
     """Changed in place. ``held`` and ``load`` ``[B, E, R]``, ``home`` the same before any change, ``free`` ``[B, R]``
     slots; ``seen`` ``[B, E, K]``: tokens by source machine."""
 
-    grid: Grid
+    layout: ExpertLayout
     home: NDArray[np.bool_]
     held: NDArray[np.bool_]
     load: Ints
@@ -118,23 +118,23 @@ class _State:
     seen: Ints
 
     @staticmethod
-    def at_home(counts: Ints, grid: Grid) -> _State:
-        load = Plans.identity(grid, counts).load.reshape(-1, grid.experts, grid.ranks).astype(np.int64)
-        home = np.broadcast_to(grid.at_home, (*counts.shape[:2], *load.shape[1:])).reshape(load.shape)
-        seen = counts.reshape(len(load), grid.machines, -1, grid.experts).sum(axis=2).swapaxes(1, 2)
-        return _State(grid, home, home.copy(), load, np.full((len(load), grid.ranks), grid.slots), seen)
+    def on_owners(counts: Ints, layout: ExpertLayout) -> _State:
+        load = PlanArrays.identity(layout, counts).load.reshape(-1, layout.experts, layout.ranks).astype(np.int64)
+        home = np.broadcast_to(layout.owner_mask, (*counts.shape[:2], *load.shape[1:])).reshape(load.shape)
+        seen = counts.reshape(len(load), layout.nodes, -1, layout.experts).sum(axis=2).swapaxes(1, 2)
+        return _State(layout, home, home.copy(), load, np.full((len(load), layout.ranks), layout.slots), seen)
 
     def swap(self) -> None:
         """Of the heaviest experts at home on the fullest rank and on each other, the pair that leaves least on both."""
         at, total = np.arange(len(self.load)), self.load.sum(axis=1)
         full = total.argmax(axis=1)
         here = np.where(self.held & self.home, self.load, -1)
-        experts = np.argsort(-here, axis=1, kind="stable")[:, : max(WINDOW, self.grid.homes)]
+        experts = np.argsort(-here, axis=1, kind="stable")[:, : max(WINDOW, self.layout.experts_per_rank)]
         tokens = np.take_along_axis(here, experts, axis=1)
         less = tokens[at, :, full][:, :WINDOW, None, None] - tokens[:, None]
         worst = np.maximum(total[at, full][:, None, None, None] - less, total[:, None, None] + less)
         possible = (tokens >= 0)[:, None] & (tokens[at, :, full] >= 0)[:, :WINDOW, None, None]
-        possible &= ((self.free > 0) & (np.arange(self.grid.ranks) != full[:, None]))[:, None, None]
+        possible &= ((self.free > 0) & (np.arange(self.layout.ranks) != full[:, None]))[:, None, None]
         possible &= (self.free[at, full] > 0)[:, None, None, None]
         worst = np.where(possible, worst, _FAR).reshape(len(at), -1)
         best = worst.argmin(axis=1)
@@ -170,11 +170,11 @@ class _State:
 
     def spare_link(self) -> None:
         """The machine with most tokens of one expert that it does not compute gets the expert, on its emptiest rank."""
-        at, total, machine = np.arange(len(self.load)), self.load.sum(axis=1), np.array(self.grid.machine)
-        computed = self.load.reshape(*self.load.shape[:2], self.grid.machines, -1).sum(axis=3)
+        at, total, node = np.arange(len(self.load)), self.load.sum(axis=1), np.array(self.layout.node_of_rank)
+        computed = self.load.reshape(*self.load.shape[:2], self.layout.nodes, -1).sum(axis=3)
         missing = (self.seen - computed).reshape(len(at), -1)
-        expert, target = np.divmod(missing.argmax(axis=1), self.grid.machines)
-        inside = machine == target[:, None]
+        expert, target = np.divmod(missing.argmax(axis=1), self.layout.nodes)
+        inside = node == target[:, None]
         possible = inside & (self.free > 0) & ~self.held[at, expert]
         rank = np.where(possible, total, _FAR).argmin(axis=1)
         source = np.where(inside, -1, self.load[at, expert]).argmax(axis=1)
@@ -190,9 +190,9 @@ class _State:
 
     def _crossing(self, experts: Ints, source: Ints, moved: Ints) -> Ints:
         """``[B, w, R]``: how many more tokens cross between machines when so many are ``moved`` from the source."""
-        rows, machine = np.arange(len(self.load))[:, None], np.array(self.grid.machine)
-        computed = self.load[rows, experts].reshape(*experts.shape, self.grid.machines, -1).sum(axis=3)
+        rows, node = np.arange(len(self.load))[:, None], np.array(self.layout.node_of_rank)
+        computed = self.load[rows, experts].reshape(*experts.shape, self.layout.nodes, -1).sum(axis=3)
         excess = computed - self.seen[rows, experts]
-        here, there = excess[rows, :, machine[source][:, None]].swapaxes(1, 2), excess[:, :, machine]
+        here, there = excess[rows, :, node[source][:, None]].swapaxes(1, 2), excess[:, :, node]
         more = np.maximum(there + moved, 0) - np.maximum(there, 0) + np.maximum(here - moved, 0) - np.maximum(here, 0)
-        return np.where(machine == machine[source][:, None], 0, more.swapaxes(0, 1)).swapaxes(0, 1)
+        return np.where(node == node[source][:, None], 0, more.swapaxes(0, 1)).swapaxes(0, 1)

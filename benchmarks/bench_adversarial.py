@@ -26,9 +26,9 @@ from functools import partial
 from timing import time_call
 
 from envs.swe.diff.git_diff import screen, split_patch
-from envs.swe.diff.snapshot import Base
+from envs.swe.diff.snapshot import BaseSnapshot
 from envs.swe.diff.tree_diff import changes
-from envs.swe.pytest_log import count_summaries, judge
+from envs.swe.pytest_log import count_summaries, judge_pytest_log
 from sandbox import TreeFile
 
 SIZE = 1 << 20
@@ -83,13 +83,13 @@ def read_patch(patch: str) -> None:
 
 
 def read_log(log: str) -> None:
-    judge(log, EXPECTED)
+    judge_pytest_log(log, EXPECTED)
     count_summaries(log)
 
 
 def compare(case: str) -> None:
     old, new = FILES[case]
-    base = Base.of_files({"a.py": old})
+    base = BaseSnapshot.from_files({"a.py": old})
     list(changes(base, {"a.py": TreeFile(stat.S_IFREG | 0o644, new.encode())}, ["a.py"], base.contents))
 
 

@@ -31,7 +31,7 @@ from support.trajectories import trajectory
 from agent_rl.config import RunConfig
 from agent_rl.controller.async_rollout.buffer import BufferRules, RolloutBuffer
 from agent_rl.controller.async_rollout.producer import RolloutProducer
-from agent_rl.controller.async_rollout.task_ledger import Ledger
+from agent_rl.controller.async_rollout.task_ledger import TaskLedger
 from agent_rl.engine.generation_gate import GenerationGate
 from agent_rl.rollout.group import EpisodeRunner
 from agent_rl.rollout.limiter import Limiter
@@ -111,10 +111,10 @@ class Episodes:
     async def __call__(self, task: Task, log: TurnLog | None = None) -> Trajectory:
         loop, left, first = asyncio.get_running_loop(), next(self.seconds), None
         while left > 0:
-            await self.gate.opened()
+            await self.gate.wait_open()
             first = self.version if first is None else first
             began, cut = loop.time(), asyncio.Event()
-            with self.gate.passing(_setter(cut)):
+            with self.gate.in_flight(_setter(cut)):
                 try:
                     async with asyncio.timeout(left):
                         await cut.wait()
@@ -142,7 +142,7 @@ async def run(depth: int, staleness: int, train_seconds: float, seed: int = 0) -
             "async_rollout": {"depth": depth, "max_staleness": staleness},
         }
     )  # fmt: skip
-    buffer = RolloutBuffer(BufferRules(GROUPS, depth, staleness, 4 * GROUPS, STEPS), Ledger())
+    buffer = RolloutBuffer(BufferRules(GROUPS, depth, staleness, 4 * GROUPS, STEPS), TaskLedger())
     episodes = Episodes(GenerationGate(), durations(seed))
     journal: Any = NoJournal()
     pump = RolloutProducer(config, TASKS, buffer, journal, episodes, limiter=Limiter(SLOTS))

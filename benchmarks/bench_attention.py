@@ -19,7 +19,7 @@ from timing import time_call
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from agent_rl.engine.cpu.padded_attention import are_attended_at_once, attend
+from agent_rl.engine.cpu.cpu_kernels import attend, is_batched_attention_faster
 
 HEADS, KEYS_OF, SIZE, ENTRIES = 4, 2, 64, 65536
 CASES = (
@@ -60,7 +60,7 @@ def main() -> None:
         found = [way() for way in ways]
         times = [[1e3 * time_call(way, time.thread_time) for way in ways] for _ in range(ROUNDS)]
         slow, fast = (statistics.median(column) for column in zip(*times, strict=True))
-        taken = "yes" if are_attended_at_once(lengths, asked, HEADS) else "no"
+        taken = "yes" if is_batched_attention_faster(lengths, asked, HEADS) else "no"
         apart = float((found[0].float() - found[1].float()).abs().max())
         ratio = f"{slow:>8.2f} ms {fast:>5.2f} ms {fast / slow:>5.2f}"
         print(f"{str(stored)[6:]:>14} {batch:>9} {length:>6} {new:>4} {ratio} {taken:>6} {apart:>11.1e}")

@@ -36,7 +36,13 @@ from torch import Tensor
 
 from agent_rl.config import BalanceConfig, ParallelConfig
 from agent_rl.train.batching.packing import MicroBatch
-from agent_rl.train.expert_balancing.worker import RankBalance, borrowing, count_experts, expert_grid, expert_group
+from agent_rl.train.expert_balancing.worker import (
+    RankBalancer,
+    balancing_spec,
+    count_experts,
+    expert_group,
+    expert_layout,
+)
 from agent_rl.train.megatron.packed_batch import PackedBatch
 from agent_rl.train.megatron.parallel import destroy_parallel, init_parallel
 from agent_rl.train.step import packed
@@ -138,7 +144,7 @@ class Bench:
     """One rank's model and data."""
 
     model: Any
-    balance: RankBalance
+    balance: RankBalancer
     clock: ProductClock
     batches: Sequence[MicroBatch]
     shares: Sequence[RouteShard]
@@ -163,7 +169,7 @@ class Bench:
         kind = "update" if update else "recompute"
         made: Any = nullcontext()
         if plans:
-            made = self.balance.planned(kind, self.balance.foresee(self.batches, self.shares))
+            made = self.balance.planned(kind, self.balance.count_foreseen(self.batches, self.shares))
         with made as coming:
             if update:
                 self.model.train_microbatches(inputs, self.shares, _loss, entropy=False, plans=coming)
@@ -181,9 +187,12 @@ def bench_of(ranks: int, rank: int, load: float, tokens: int, directory: Path, d
 
     config = BalanceConfig(enabled=True)
     group = expert_group()
-    grid = expert_grid(config, group, EXPERTS)
+    layout = expert_layout(config, group, EXPERTS)
     model = PolicyModel.build(
-        directory, ParallelConfig(world_size=ranks, expert=ranks), device=device, balance=borrowing(config, group, grid)
+        directory,
+        ParallelConfig(world_size=ranks, expert=ranks),
+        device=device,
+        balance=balancing_spec(config, group, layout),
     )
     clock = ProductClock(device.type == "cuda")
     for module in (module for chunk in model.modules for module in chunk.modules() if isinstance(module, Experts)):
@@ -196,7 +205,7 @@ def bench_of(ranks: int, rank: int, load: float, tokens: int, directory: Path, d
         )
         for at, batch in enumerate(batches)
     ]
-    return Bench(model, RankBalance.of(config, group, grid, model), clock, batches, shares)
+    return Bench(model, RankBalancer.for_model(config, group, layout, model), clock, batches, shares)
 
 
 def one_rank_of(plan: dict[str, Any], rank: int) -> None:

@@ -23,14 +23,15 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+import checkout  # noqa: F401  (puts the checkout's scripts on the path)
 import numpy as np
 
 from agent_rl.config import EngineConfig
-from agent_rl.demo_model.init import TinyMoe, initial_weights, save_checkpoint
 from agent_rl.engine.launch import EngineServer, group_members
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.models.spec import read_model_spec
 from agent_rl.types import SamplingParams
+from scripts.tiny_moe import TinyMoe, initial_weights, save_checkpoint
 
 PROMPT_TOKENS = 64
 
@@ -83,7 +84,7 @@ async def sample(
 
 
 async def measure(model: Path, logs: Path, batch: int, tokens: int, rounds: int) -> dict[str, float]:
-    facts = read_model_spec(model)
+    model_spec = read_model_spec(model)
     config = EngineConfig(max_total_tokens=65536, max_running_requests=max(batch, 1))
     # The prompts' first token differs from request to request and round to round: nothing is served from the cache.
     rng = np.random.default_rng(0)
@@ -93,12 +94,12 @@ async def measure(model: Path, logs: Path, batch: int, tokens: int, rounds: int)
         for capture in (True, False):
             server = EngineServer(config, model, logs / f"capture-{capture}.log", capture_routes=capture)
             await stack.enter_async_context(server)
-            engine = SGLangEngine(server.url, facts, config)
+            engine = SGLangEngine(server.url, model_spec, config)
             stack.push_async_callback(engine.close)
             arms[capture] = Arm(server, engine, 0 if capture else None)
         for turn in range(rounds + 1):
             for size in {batch, 1}:
-                prompts = rng.integers(2, facts.vocab_size - 2, (size, PROMPT_TOKENS)).tolist()
+                prompts = rng.integers(2, model_spec.vocab_size - 2, (size, PROMPT_TOKENS)).tolist()
                 order = (True, False) if turn % 2 else (False, True)
                 for capture in order:
                     done = await arms[capture].burst(prompts, tokens)

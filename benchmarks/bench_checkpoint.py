@@ -22,9 +22,10 @@ from support.moe_checkpoint import write_moe
 from timing import time_call
 
 from agent_rl.config import ParallelConfig, RunConfig
+from agent_rl.models.spec import read_model_spec
 from agent_rl.train.checkpoint import directory as checkpoint
 from agent_rl.train.requests import OptimizerSpec, WorkerRequest
-from agent_rl.train.worker import TrainerRank
+from agent_rl.train.worker import TrainerWorker
 
 VOCAB, SEQUENCES, LENGTH = 4096, 4, 256
 
@@ -44,11 +45,13 @@ class Bench:
             inter=256,
             vocab=VOCAB,
         )
-        order = WorkerRequest(RunConfig(name="bench", model=model), model, None, device="cpu", threads=1)
+        order = WorkerRequest(
+            RunConfig(name="bench", model=model), read_model_spec(model), model, None, device="cpu", threads=1
+        )
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        self.rank = TrainerRank(order, OptimizerSpec(lr=1e-5), 0, master_addr="127.0.0.1", master_port=port)
+        self.rank = TrainerWorker(order, OptimizerSpec(lr=1e-5), 0, master_addr="127.0.0.1", master_port=port)
         self.directory = directory / "step-000001"
         tokens = np.random.default_rng(0).integers(0, VOCAB, (SEQUENCES, LENGTH)).astype(np.int32)
         self._sequences = [(row, np.ones(LENGTH, np.float32)) for row in tokens]

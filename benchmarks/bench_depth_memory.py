@@ -30,10 +30,10 @@ from bench_loop import LAYOUT, SlowEnvironment, tensor_bytes
 from resident_memory import resident
 
 from agent_rl.config import R3Config, RolloutConfig, RunConfig
-from agent_rl.controller.advantages import samples_of
+from agent_rl.controller.advantages import build_samples
 from agent_rl.controller.async_rollout.buffer import BufferRules, RolloutBuffer
 from agent_rl.controller.async_rollout.producer import RolloutProducer
-from agent_rl.controller.async_rollout.task_ledger import Ledger, Outcome
+from agent_rl.controller.async_rollout.task_ledger import Outcome, TaskLedger
 from agent_rl.controller.journal import Journal
 from agent_rl.engine.scripted import ScriptedEngine
 from agent_rl.rollout.episode import EpisodeRules, run_episode
@@ -42,7 +42,7 @@ from agent_rl.rollout.records import write_trajectories
 from agent_rl.rollout.scripted_policies import ByteRenderer
 from agent_rl.rollout.turn_log import LoggedRunner, TurnLog
 from agent_rl.types import Completion, Group, SamplingParams, TokenIds, Trajectory
-from agent_rl.utils.concurrency import collect_rarely
+from agent_rl.utils.concurrency import reduce_gc_pauses
 from envs import Grade, Task
 from tools import ToolCall
 from tools.formats import tool_format
@@ -108,7 +108,7 @@ async def steps(depth: int, directory: Path, train_seconds: float) -> dict[str, 
             "rollout": {"tasks_per_step": GROUPS, "group_size": SIZE}, "async_rollout": {"depth": depth},
         }
     )  # fmt: skip
-    buffer = RolloutBuffer(BufferRules(GROUPS, depth, depth, 4 * GROUPS, STEPS), Ledger())
+    buffer = RolloutBuffer(BufferRules(GROUPS, depth, depth, 4 * GROUPS, STEPS), TaskLedger())
     journal, gathered, size = Journal(directory / "journal", "run"), 0, 0
     journal.recover(0, {0: "start"}, lambda position: True)
     await journal.begin(1, "start")
@@ -119,7 +119,7 @@ async def steps(depth: int, directory: Path, train_seconds: float) -> dict[str, 
             gathered = max(gathered, buffer.ledger.count(Outcome.KEPT))
             groups = [group for group in taken.values() if isinstance(group, Group)]
             size = sum(tensor_bytes(trajectory) for group in groups for trajectory in group.trajectories)
-            samples = samples_of(groups).samples
+            samples = build_samples(groups).samples
             await asyncio.sleep(train_seconds)
             await asyncio.to_thread(write_trajectories, directory, step, groups)
             await journal.begin(step + 1, str(step))
@@ -131,7 +131,7 @@ async def steps(depth: int, directory: Path, train_seconds: float) -> dict[str, 
 
 def measured(depth: int, train_seconds: float) -> dict[str, float]:
     """A run in this process, which is a fresh one."""
-    collect_rarely()  # as the commands do
+    reduce_gc_pauses()  # as the commands do
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as directory:
         figures = asyncio.run(steps(depth, Path(directory), train_seconds))

@@ -19,7 +19,7 @@ from timing import time_call
 from torch import Tensor
 from torch.nn import functional as F
 
-from agent_rl.engine.cpu.small_experts import mix_experts
+from agent_rl.engine.cpu.cpu_kernels import mix_experts
 
 SHAPES = {"quickstart": (8, 2, 128, 128), "paper": (128, 8, 128, 16)}
 """Experts, chosen of them, hidden size, inner size."""

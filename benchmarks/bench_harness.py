@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from agent_rl.config import R3Config, RolloutConfig
-from agent_rl.endpoint.server import open_gateway
+from agent_rl.endpoint.server import serve_endpoint
 from agent_rl.endpoint.session import HarnessRenderer, Session
 from agent_rl.engine.scripted import ScriptedEngine
 from agent_rl.monitoring.loop_lag import LoopLag
@@ -33,9 +33,9 @@ from agent_rl.rollout.conversation_tree import ChatMessage, ConversationTree
 from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.scripted_policies import ByteRenderer
 from agent_rl.types import TokenIds
-from agent_rl.utils.concurrency import beside, collect_rarely
+from agent_rl.utils.concurrency import reduce_gc_pauses, run_alongside
 from r3.payload import RouteLayout
-from tools import Spoken, tool_format
+from tools import ParsedTurn, tool_format
 
 LAYOUT = RouteLayout(4, (0, 1, 2, 3), 32, 4)
 SAID = [*b"ok", ByteRenderer.STOP]
@@ -44,11 +44,11 @@ SAID = [*b"ok", ByteRenderer.STOP]
 class Words(ByteRenderer):
     """A token for every 64 characters: rendering itself is not what is measured."""
 
-    def opening(self, messages: Sequence[Any], tools: Any) -> list[int]:
+    def initial_prompt(self, messages: Sequence[Any], tools: Any) -> list[int]:
         return [len(message["content"]) % 251 for message in messages for _ in range(len(message["content"]) // 64 + 1)]
 
     def extension(self, messages: Sequence[Any], *, stop_included: bool) -> list[int]:
-        return self.opening(messages, None)
+        return self.initial_prompt(messages, None)
 
 
 def session(name: str, latency: float) -> Session:
@@ -102,10 +102,10 @@ def talk_all(port: int, keys: Sequence[str], turns: int, took: Connection) -> No
 async def request_cpu(messages: int = 100, size: int = 250_000, requests: int = 20) -> float:
     """Milliseconds of the server thread's processor time a request of a conversation that grows to ``messages`` of
     ``size`` bytes; its client is in a thread of its own."""
-    async with open_gateway() as gateway, gateway.serving(session("cpu", 0.0)) as served:
+    async with serve_endpoint() as endpoint, endpoint.serving(session("cpu", 0.0)) as served:
         clock = time.pthread_getcpuclockid(threading.get_ident())
         path = f"/s/{served.key}/v1/chat/completions"
-        costs = await asyncio.to_thread(grow, gateway.port, path, clock, messages + requests, size // messages)
+        costs = await asyncio.to_thread(grow, endpoint.port, path, clock, messages + requests, size // messages)
     return 1000 * statistics.median(costs[-requests:])
 
 
@@ -137,15 +137,15 @@ class Many:
 
 async def many(latency: float, sessions: int = 256, turns: int = 50) -> Many:
     """Conversations whose every answer is ``latency`` seconds away; their clients are in a process of their own."""
-    lag, spawn = LoopLag(every=0.005), multiprocessing.get_context("spawn")
-    async with open_gateway() as gateway, AsyncExitStack() as open_sessions, beside(lag.watch()):
+    lag, spawn = LoopLag(interval=0.005), multiprocessing.get_context("spawn")
+    async with serve_endpoint() as endpoint, AsyncExitStack() as open_sessions, run_alongside(lag.watch()):
         served = [
-            await open_sessions.enter_async_context(gateway.serving(session(f"many-{number}", latency)))
+            await open_sessions.enter_async_context(endpoint.serving(session(f"many-{number}", latency)))
             for number in range(sessions)
         ]
         took, sent = spawn.Pipe(duplex=False)
         keys = [each.key for each in served]
-        clients = spawn.Process(target=talk_all, args=(gateway.port, keys, turns, sent), daemon=True)
+        clients = spawn.Process(target=talk_all, args=(endpoint.port, keys, turns, sent), daemon=True)
         began = time.thread_time()
         clients.start()
         sent.close()  # so that clients that fail end the wait
@@ -164,28 +164,28 @@ async def fork(tokens: int = 60_000, turns: int = 50) -> tuple[float, float]:
     await engine.generate([0] * (2 * tokens), rules.sampling(99, ()), routes_from=0, session="s")  # makes all its rows
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
-    forest = ConversationTree(rendering, routes=R3Config())
+    tree = ConversationTree(rendering, routes=R3Config())
     said = [ChatMessage("user", each)]
     for turn in range(turns):
-        node = forest.begin(forest.plan(said, []))
+        node = tree.begin(tree.plan_request(said, []))
         completion = await engine.generate(
-            forest.tokens(node).tolist(), rules.sampling(99, ()), routes_from=forest.routes_from(node), session="s"
+            tree.tokens(node).tolist(), rules.sampling(99, ()), routes_from=tree.routes_from(node), session="s"
         )
         assert completion.routing is not None  # copied, as an answer over HTTP has rows of its own
         routing = replace(completion.routing, experts=completion.routing.experts.copy())
-        forest.sampled(node, replace(completion, routing=routing))
-        forest.commit(node, "ok", Spoken(text="ok"))
-        forest.deliver(node)
+        tree.sampled(node, replace(completion, routing=routing))
+        tree.commit(node, "ok", ParsedTurn(text="ok"))
+        tree.deliver(node)
         said = [*said, ChatMessage("assistant", "ok", reply=node.id), ChatMessage("user", each + str(turn))]
     texts = sum(len(message.text) for message in said)
     held = tracemalloc.get_traced_memory()[0] - before - texts
     tracemalloc.stop()
-    (branch,) = forest.branches()
+    (branch,) = tree.branches()
     assert branch.routing is not None
     tensors = branch.tokens.nbytes + 8 * branch.sampled_tokens + branch.routing.experts.nbytes
     changed = [*said[: turns - 2], ChatMessage("assistant", "edited"), *said[turns - 1 :]]
     began = time.process_time()
-    forest.routes_from(forest.begin(forest.plan(changed, [])))
+    tree.routes_from(tree.begin(tree.plan_request(changed, [])))
     return 1000 * (time.process_time() - began), held / tensors
 
 
@@ -193,7 +193,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("seconds", nargs="*", type=float, default=[0.05, 0.2, 0.5, 2.0], help="of an answer")
     latencies = parser.parse_args().seconds
-    collect_rarely()  # as every run does that opens an engine
+    reduce_gc_pauses()  # as every run does that opens an engine
     print(f"processor time a request (100 messages, 250 kB)   {asyncio.run(request_cpu()):.2f} ms (goal 2)")
     for latency in latencies:
         found = asyncio.run(many(latency))

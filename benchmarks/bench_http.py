@@ -28,12 +28,12 @@ import numpy as np
 import orjson
 
 from agent_rl.config import EngineConfig
-from agent_rl.engine.response import Asked, read_answer
+from agent_rl.engine.response import RequestContext, read_completion
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.models.spec import ModelSpec
 from agent_rl.monitoring.loop_lag import LoopLag
 from agent_rl.types import SamplingParams
-from agent_rl.utils.concurrency import beside, collect_rarely
+from agent_rl.utils.concurrency import reduce_gc_pauses, run_alongside
 
 REQUESTS, PROMPT, SAMPLED, ROWS = 2, 8000, 256, 1500
 LAYERS, TOP_K = 12, 4
@@ -99,13 +99,13 @@ def serve(seconds: float, ports: multiprocessing.Queue[int]) -> None:
 
 async def measure(callers: int, seconds: float, call: Call) -> str:
     """Wall time over ideal and the loop's longest stall; then, by the same once more, processor time a request."""
-    lag = LoopLag(every=0.01)  # at 16 requests a second its looks would cost a third of what the requests cost
-    async with beside(lag.watch()):
+    lag = LoopLag(interval=0.01)  # at 16 requests a second its looks would cost a third of what the requests cost
+    async with run_alongside(lag.watch()):
         wall = await load(callers, seconds, call)
     before = _processor_seconds()
     again = await load(callers, seconds, call)
     each = 1e3 * (_processor_seconds() - before) / (callers * REQUESTS)
-    stall = 1e3 * max(lag.late)
+    stall = 1e3 * max(lag.delays)
     return (
         f"wall over ideal {max(wall, again):.2f}, {each:.2f} ms of processor time a request (goal 2), longest stall "
         f"{stall:.0f} ms (goal 100)"
@@ -127,12 +127,12 @@ async def load(callers: int, seconds: float, call: Call) -> float:
 
 async def reading(pace: float, times: int = 32) -> float:
     """Processor time of reading an answer, ``pace`` seconds after the one before, in ms."""
-    body, asked = answer(), Asked("request", "session", "engine", PROMPT, ROUTES_FROM, FACTS.layout)
+    body, asked = answer(), RequestContext("request", "session", "engine", PROMPT, ROUTES_FROM, FACTS.layout)
     spent = 0.0
     for _ in range(times):
         await asyncio.sleep(pace)
         before = _processor_seconds()
-        read_answer(body, asked, 0.0)
+        read_completion(body, asked, 0.0)
         spent += _processor_seconds() - before
     return 1e3 * spent / times
 
@@ -143,7 +143,7 @@ def _processor_seconds() -> float:
 
 
 async def main(url: str, callers: int, seconds: float) -> None:
-    collect_rarely()  # as every run does that opens an engine
+    reduce_gc_pauses()  # as every run does that opens an engine
     prompt, sampling = array("i", range(PROMPT)), SamplingParams(max_new_tokens=SAMPLED)
     engine = SGLangEngine(url, FACTS, EngineConfig(retries=0))
 

@@ -28,7 +28,7 @@ from agent_rl.monitoring.loop_lag import LoopLag
 from agent_rl.train.batching.cost import sequence_cost
 from agent_rl.train.ray_trainer import RayTrainer
 from agent_rl.types import Sample
-from agent_rl.utils.concurrency import beside
+from agent_rl.utils.concurrency import run_alongside
 from r3.routing import Routing
 
 TOKENS, LAYERS, TOP_K, EXPERTS, RANKS, BUDGET = 16_384, 48, 8, 128, 8, 65_536
@@ -69,15 +69,15 @@ async def on_the_loop(call: Callable[..., Any], *args: Any, **options: Any) -> A
 
 async def watched(doing: Awaitable[T]) -> tuple[T, str]:
     """What comes of it, and a line: the seconds and processor seconds it took, and how late the loop was meanwhile."""
-    lag = LoopLag(every=0.005)
-    async with beside(lag.watch()):
+    lag = LoopLag(interval=0.005)
+    async with run_alongside(lag.watch()):
         await asyncio.sleep(0.1)
-        lag.late.clear()
+        lag.delays.clear()
         began, worked = time.perf_counter(), time.process_time()
         result = await doing
         took, worked = time.perf_counter() - began, time.process_time() - worked
         await asyncio.sleep(0.02)
-    p50, p99, longest = 1e3 * np.percentile(lag.late, [50, 99, 100])
+    p50, p99, longest = 1e3 * np.percentile(lag.delays, [50, 99, 100])
     late = f"lag p50 {p50:.1f} ms, p99 {p99:.1f} ms (goal: at most 50), longest {longest:.0f} ms"
     return result, f"{took:5.2f} s ({worked:.2f} of processor time); {late}"
 
@@ -85,7 +85,7 @@ async def watched(doing: Awaitable[T]) -> tuple[T, str]:
 async def main(count: int) -> None:
     samples = trajectories(count)
     trainer = RayTrainer(RunConfig.model_validate(CONFIG))
-    trainer.ranks, trainer._cost = FakeWorkers(samples, RANKS, LAYERS), sequence_cost(FACTS)  # type: ignore[assignment]
+    trainer.workers, trainer._cost = FakeWorkers(samples, RANKS, LAYERS), sequence_cost(FACTS)  # type: ignore[assignment]
     print(f"{count} trajectories of {TOKENS:,} tokens, {LAYERS} layers")
     _, line = await watched(asyncio.sleep(5.0))
     print(f"  nothing done  {line}", flush=True)

@@ -19,7 +19,7 @@ from typing import Any
 
 from agent_rl.config import ParallelConfig
 from agent_rl.train.megatron.parallel import destroy_parallel, init_parallel
-from agent_rl.train.parallel_checks import shares_optimizer
+from agent_rl.train.parallel_checks import uses_distributed_optimizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "megatron"))
 import layout_matrix as matrix
@@ -50,7 +50,7 @@ def described(parallel: dict[str, Any], world_size: int) -> str:
     said += [str(parallel["dispatcher"])] if "dispatcher" in parallel else []
     data = world_size // math.prod(parallel.get(key, 1) for key in ("tensor", "pipeline", "context"))
     said = [f"DP{data}"] * (data > 1) + said
-    shared = shares_optimizer(ParallelConfig(world_size=world_size, **parallel))
+    shared = uses_distributed_optimizer(ParallelConfig(world_size=world_size, **parallel))
     return " ".join(said) + ", optimizer shared" * shared
 
 

@@ -42,7 +42,7 @@ from agent_rl.rollout.group import GroupSettings, collect_groups
 from agent_rl.rollout.limiter import Limiter
 from agent_rl.rollout.scripted_policies import ByteRenderer
 from agent_rl.types import SamplingParams, Trajectory
-from agent_rl.utils.concurrency import beside, collect_rarely
+from agent_rl.utils.concurrency import reduce_gc_pauses, run_alongside
 from envs import Grade, Task
 from r3.payload import RouteLayout
 from tools import FunctionToolSet, ToolCall, ToolSet
@@ -149,10 +149,10 @@ async def stand_ins(episodes: int, turns: int, answer: float, tool: float) -> No
 
 
 async def measure_wall(episodes: int, turns: int, answer: float, tool: float) -> dict[str, float]:
-    lag = LoopLag(every=0.01)
+    lag = LoopLag(interval=0.01)
     strip = await sleeps(episodes, turns, answer, tool)
     others = await time_await(stand_ins(episodes, turns, answer, tool), time.process_time)
-    async with beside(lag.watch()):
+    async with run_alongside(lag.watch()):
         wall, processor = time.perf_counter(), time.process_time()
         await collect(episodes, turns, answer, tool)
         wall, processor = time.perf_counter() - wall, time.process_time() - processor
@@ -222,7 +222,7 @@ async def measure_scaling(short: int = 50, long: int = 400) -> dict[str, float]:
 
 
 async def bench(episodes: int, turns: int, answer: float, tool: float) -> dict[str, float]:
-    collect_rarely()  # as the commands do
+    reduce_gc_pauses()  # as the commands do
     return {
         "episodes": episodes,
         "turns": turns,

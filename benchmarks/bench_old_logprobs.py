@@ -34,10 +34,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agent_rl.config import EngineConfig, RunConfig
-from agent_rl.controller.advantages import samples_of
+from agent_rl.config.builtin import install_model
+from agent_rl.controller.advantages import build_samples
 from agent_rl.engine.launch import EngineServer
 from agent_rl.engine.sglang import SGLangEngine
-from agent_rl.models.builtin import install_model
 from agent_rl.models.spec import read_model_spec
 from agent_rl.monitoring.metrics_log import read_metrics
 from agent_rl.rollout.records import read_trajectories
@@ -126,7 +126,7 @@ def _companies(
 
 
 async def _sampled(engine: SGLangEngine, rng: np.random.Generator) -> Scored:
-    prompt = rng.integers(2, engine.facts.vocab_size - 2, PROMPT_TOKENS).tolist()
+    prompt = rng.integers(2, engine.model_spec.vocab_size - 2, PROMPT_TOKENS).tolist()
     got = await engine.generate(prompt, SamplingParams(max_new_tokens=SAMPLED_TOKENS), routes_from=None, session="s")
     return Scored([*prompt, *got.tokens], np.array(got.logprobs))
 
@@ -309,20 +309,22 @@ def updates(model: Path, batches: Sequence[Sequence[Sample]]) -> list[dict[str, 
     """For every batch, the metrics of one update under every variant, by its name; the weights stay as they were."""
     from one_rank import free_port
 
-    from agent_rl.train.batching.mini_steps import split_step
+    from agent_rl.train.batching.partition import split_step
     from agent_rl.train.requests import OptimizerSpec, StepRequest, WorkerRequest
-    from agent_rl.train.route_sharding import cut, without_routes
+    from agent_rl.train.route_sharding import shard_routes, without_routes
     from agent_rl.train.step_metrics import step_metrics
-    from agent_rl.train.worker import TrainerRank
+    from agent_rl.train.worker import TrainerWorker
 
-    one = WorkerRequest(RunConfig(name="pairs", model=model), model, None, device="cpu", threads=1)
+    one = WorkerRequest(
+        RunConfig(name="pairs", model=model), read_model_spec(model), model, None, device="cpu", threads=1
+    )
     # So small a rate leaves every float32 weight as it is.
-    rank = TrainerRank(one, OptimizerSpec(lr=1e-30), 0, master_addr="127.0.0.1", master_port=free_port())
+    rank = TrainerWorker(one, OptimizerSpec(lr=1e-30), 0, master_addr="127.0.0.1", master_port=free_port())
     found = []
     for samples in batches:
         shares = split_step(samples, mini_steps=1, budget=8192, ranks=1)[0]
         ids = [each for share in shares for each in share.micro_batches]
-        shards = [cut(samples, each, rank.info().shard) for each in ids]
+        shards = [shard_routes(samples, each, rank.info().shard) for each in ids]
         figures = {}
         for replay, source, correction in VARIANTS:
             train = {"replay": replay, "old_logprob": {"source": source}, "correction": CORRECTIONS[correction]}
@@ -344,7 +346,7 @@ def pairs(out: Path, n: int) -> None:
     flat = asyncio.run(rescored(out / "model", out, [group for each in groups for group in each], n))
     batches, at = [], 0
     for each in groups:
-        batches.append(samples_of(flat[at : at + len(each)]).samples)
+        batches.append(build_samples(flat[at : at + len(each)]).samples)
         at += len(each)
     measured = updates(out / "model", [batch for batch in batches if batch])
     spread_of = rescore_metrics([trajectory for group in flat for trajectory in group.trajectories])

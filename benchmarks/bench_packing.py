@@ -30,7 +30,7 @@ from timing import timed
 from agent_rl.config import ParallelConfig
 from agent_rl.models.spec import ModelSpec
 from agent_rl.train.batching.cost import TOKENS, SequenceCost, sequence_cost
-from agent_rl.train.batching.partition import Deal, deal
+from agent_rl.train.batching.partition import Partition, partition_sequences
 
 QWEN3_30B: dict[str, Any] = {
     "model_type": "qwen3_moe",
@@ -68,11 +68,11 @@ def lengths_of(count: int, seed: int) -> list[int]:
     return [int(n) for n in np.clip(drawn, 512, LONGEST)]
 
 
-def by_tokens_in_rows(lengths: Sequence[int], budget: int, ranks: int) -> Deal:
-    return deal(lengths, budget=budget, ranks=ranks, lockstep=ranks)
+def by_tokens_in_rows(lengths: Sequence[int], budget: int, ranks: int) -> Partition:
+    return partition_sequences(lengths, budget=budget, ranks=ranks, lockstep=ranks)
 
 
-def first_fit(lengths: Sequence[int], budget: int, ranks: int) -> Deal:
+def first_fit(lengths: Sequence[int], budget: int, ranks: int) -> Partition:
     bins: list[list[int]] = []
     for index, length in enumerate(lengths):
         room = (b for b in bins if sum(lengths[i] for i in b) + length <= budget)
@@ -84,12 +84,12 @@ def first_fit(lengths: Sequence[int], budget: int, ranks: int) -> Deal:
     return tuple(tuple(tuple(ids) for ids in bins[rank::ranks]) for rank in range(ranks))
 
 
-def rank_imbalance(dealt: Deal, costs: Sequence[float]) -> float:
+def rank_imbalance(dealt: Partition, costs: Sequence[float]) -> float:
     totals = [sum(costs[i] for ids in rank for i in ids) for rank in dealt]
     return max(totals) / statistics.mean(totals)
 
 
-def row_imbalance(dealt: Deal, costs: Sequence[float]) -> float:
+def row_imbalance(dealt: Partition, costs: Sequence[float]) -> float:
     spent = [[sum(costs[i] for i in ids) for ids in rank] for rank in dealt]
     rows = max(len(rank) for rank in spent)
     dearest = sum(max(rank[row] if row < len(rank) else 0.0 for rank in spent) for row in range(rows))
@@ -100,9 +100,11 @@ def report_plans(count: int, ranks: int, draws: int = 5) -> None:
     cost = sequence_cost(ModelSpec.of(QWEN3_30B))
     print(f"\n{count} sequences over {ranks} ranks, budget {LONGEST}: imbalance (worst of {draws} draws) and seconds")
     for lockstep, measure in ((1, rank_imbalance), (ranks, row_imbalance)):
-        plans: dict[str, Callable[[list[int]], Deal]] = {
-            "cost": lambda n, g=lockstep: deal(n, budget=LONGEST, ranks=ranks, cost=cost, lockstep=g),
-            "tokens": lambda n, g=lockstep: deal(n, budget=LONGEST, ranks=ranks, cost=TOKENS, lockstep=g),
+        plans: dict[str, Callable[[list[int]], Partition]] = {
+            "cost": lambda n, g=lockstep: partition_sequences(n, budget=LONGEST, ranks=ranks, cost=cost, lockstep=g),
+            "tokens": lambda n, g=lockstep: partition_sequences(
+                n, budget=LONGEST, ranks=ranks, cost=TOKENS, lockstep=g
+            ),
             "rows by tokens": lambda n: by_tokens_in_rows(n, LONGEST, ranks),
             "first-fit": lambda n: first_fit(n, LONGEST, ranks),
         }
@@ -129,7 +131,7 @@ def batches_of(ids: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[Any
     ]
 
 
-def rank_main(rank: int, port: int, plans: dict[str, Deal], lengths: list[int], rounds: int, queue: Any) -> None:
+def rank_main(rank: int, port: int, plans: dict[str, Partition], lengths: list[int], rounds: int, queue: Any) -> None:
     """One data rank: every plan in turn, ``rounds`` times; its own processor seconds a plan."""
     torch.set_num_threads(1)
     parallel = ParallelConfig(world_size=2)
@@ -156,7 +158,7 @@ def report_step(rounds: int) -> None:
     )
     lengths = [max(2, n // SHRINK) for n in lengths_of(24, seed=3)]
     plans = {
-        "cost": deal(lengths, budget=budget, ranks=2, cost=cost),
+        "cost": partition_sequences(lengths, budget=budget, ranks=2, cost=cost),
         "rows by tokens": by_tokens_in_rows(lengths, budget, 2),
         "first-fit": first_fit(lengths, budget, 2),
     }

@@ -93,10 +93,11 @@ def compare(directory: Path) -> None:
         return float(flips.float().mean()), k3_kl(*pair), logprob_abs_diff(*pair)
 
     print(
-        f"{directory.name}: {int(sampled.sum())} sampled tokens, {model.moe_layers} layers, top-{model.top_k} of ",
+        f"{directory.name}: {int(sampled.sum())} sampled tokens, {model.moe_layers} layers, "
+        f"top-{model.model_spec.top_k} of ",
         end="",
     )
-    print(f"{model.num_experts}; medians of {SEEDS} draws of noise")
+    print(f"{model.model_spec.num_experts}; medians of {SEEDS} draws of noise")
     print(
         "| noise | routers flipped, native | replayed | k3-KL native | replayed | ratio | abs diff native | replayed |"
     )

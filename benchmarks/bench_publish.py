@@ -51,14 +51,14 @@ async def episodes(engine: SGLangEngine, number: int, sampled: Sampled) -> None:
     """One turn after the other, each until it is of the full length."""
     while True:
         transcript, cuts = Transcript(range(number, number + 8), max_tokens=LENGTH, routes=R3Config()), 0
-        while transcript.room:
-            asked = SamplingParams(max_new_tokens=transcript.room)
+        while transcript.remaining:
+            asked = SamplingParams(max_new_tokens=transcript.remaining)
             rows, session = transcript.routes_from, f"s{number}"
             completion = await engine.generate(transcript.tokens, asked, routes_from=rows, session=session)
             transcript.sampled(completion)
             sampled.completions += 1
             sampled.mixed += len({span.version for span in completion.versions}) > 1
-            cuts += completion.cut
+            cuts += completion.interrupted
         *_, routing = transcript.arrays()
         assert routing is not None
         assert routing.present[:-1].all()

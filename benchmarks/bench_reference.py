@@ -54,12 +54,12 @@ def cost(device: torch.device, rounds: int) -> None:
         model.train_microbatches([batch], None, lambda logprobs, _, __: (-logprobs.mean(), {}))
 
     def with_reference() -> None:
-        with reference.in_place():
+        with reference.swapped_in():
             model.forward_logprobs([batch], None)
         step()
 
     def exchange() -> None:
-        with reference.in_place():
+        with reference.swapped_in():
             pass
 
     times = interleaved({"step": step, "with": with_reference, "exchange": exchange}, device, rounds=rounds)
@@ -112,7 +112,7 @@ def kl_by_routes(directory: Path, device: torch.device) -> None:
             return model.forward_logprobs([batch], [routes])[0].logprobs
 
         own, replayed = score(None), score(given)
-        with reference.in_place():
+        with reference.swapped_in():
             theirs, theirs_replayed = score(None), score(given)
         sampled = torch.ones(len(batch), dtype=torch.bool)
         sampled[batch.cu_seqlens[:-1].long()] = False

@@ -37,7 +37,7 @@ def calls_of(model: Any, tokens: int) -> dict[str, Callable[[], None]]:
 
     draw = torch.Generator().manual_seed(0)
     sequences = [
-        torch.randint(0, model.facts.vocab_size, (SEQUENCE,), generator=draw) for _ in range(tokens // SEQUENCE)
+        torch.randint(0, model.model_spec.vocab_size, (SEQUENCE,), generator=draw) for _ in range(tokens // SEQUENCE)
     ]
     batch = PackedBatch.from_sequences(sequences)
     native = model.forward_logprobs([batch], None, record=True)[0].routes

@@ -20,10 +20,10 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+import checkout  # noqa: F401  (puts the checkout's scripts on the path)
 import numpy as np
 
 from agent_rl.config import EngineConfig
-from agent_rl.demo_model.init import SHAPES, initial_weights, save_checkpoint
 from agent_rl.engine.factory import open_engine
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.models.spec import read_model_spec
@@ -31,11 +31,12 @@ from agent_rl.types import SamplingParams
 from r3 import archive
 from r3.routing import validate
 from r3.stitch import RouteStitcher
+from scripts.tiny_moe import SHAPES, initial_weights, save_checkpoint
 
 
 async def converse(engine: SGLangEngine, turns: int, sampled: int, observed: int) -> dict[str, float]:
-    rng, layout = np.random.default_rng(0), engine.facts.layout
-    tokens = rng.integers(2, engine.facts.vocab_size - 2, 200).tolist()
+    rng, layout = np.random.default_rng(0), engine.model_spec.layout
+    tokens = rng.integers(2, engine.model_spec.vocab_size - 2, 200).tolist()
     stitcher = RouteStitcher(moe_layers=len(layout.moe_layer_ids), top_k=layout.top_k, num_experts=layout.num_experts)
     received = wire = naive = 0
     for turn in range(turns):
@@ -46,7 +47,7 @@ async def converse(engine: SGLangEngine, turns: int, sampled: int, observed: int
         stitcher.append(got.routing, sequence=len(tokens))
         received, wire, naive = received + got.routing.tokens, wire + got.wire_bytes, naive + len(tokens) - 1
         if turn < turns - 1:
-            tokens += rng.integers(2, engine.facts.vocab_size - 2, observed).tolist()
+            tokens += rng.integers(2, engine.model_spec.vocab_size - 2, observed).tolist()
     routing = stitcher.finish(len(tokens))
     validate(routing)
     needed = len(tokens) - 1

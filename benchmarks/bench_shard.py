@@ -18,8 +18,8 @@ import time
 
 import numpy as np
 
-from agent_rl.train.batching.partition import deal
-from agent_rl.train.route_sharding import cut
+from agent_rl.train.batching.partition import partition_sequences
+from agent_rl.train.route_sharding import shard_routes
 from agent_rl.types import Sample
 from r3.routing import Routing
 from r3.shard import Packing, ShardSpec, check_identity, moe_columns, router_places, stage_layers
@@ -61,13 +61,13 @@ def measure(samples: list[Sample], data: int, context: int, tensor: int, pipelin
     needed, routes, pickled, cutting, checking = 0, 0, 0, 0.0, 0.0
     specs = specs_of(context, tensor, pipeline, virtual)
     lengths = [len(sample.tokens) for sample in samples]
-    for batches in deal(lengths, budget=BUDGET, ranks=data):
+    for batches in partition_sequences(lengths, budget=BUDGET, ranks=data):
         for ids in batches:
             packing = Packing(tuple(lengths[index] for index in ids), specs[0].multiple)
             tokens = np.concatenate([samples[index].tokens for index in ids])
             for spec in specs:
                 started = time.process_time()
-                shard = cut(samples, ids, spec)
+                shard = shard_routes(samples, ids, spec)
                 cutting += time.process_time() - started
                 started = time.process_time()
                 check_identity(shard, ids, tokens, packing, spec)

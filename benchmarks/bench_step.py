@@ -81,7 +81,7 @@ def main() -> None:
                 flush=True,
             )
             if options.peak_tflops:
-                flops = 3 * sum(sequence_cost(model.facts).of(lengths))
+                flops = 3 * sum(sequence_cost(model.model_spec).of(lengths))
                 print(f"{'':9} MFU {flops / median(times['ours'], 'wall') / options.peak_tflops / 1e12:.1%}")
 
 

@@ -36,17 +36,17 @@ from timing import Ratio, interleaved, median, ratio
 
 from agent_rl.config import RunConfig
 from agent_rl.rollout.token_details import details_path, worst, write_details
-from agent_rl.train.batching.mini_steps import split_step
+from agent_rl.train.batching.partition import split_step
 from agent_rl.train.requests import OptimizerSpec, StepRequest
-from agent_rl.train.route_sharding import RankInfo, count_all_differing, cut
-from agent_rl.train.token_detail import LayerBits, token_details
+from agent_rl.train.route_sharding import WorkerInfo, count_all_differing, shard_routes
+from agent_rl.train.step_metrics import RouteDifferenceBits, token_details
 from agent_rl.types import Group, Sample, StopReason, Trajectory
 from r3.routing import Routing
 
 LENGTH = 512
 
 
-def samples_of(model: Any, count: int) -> list[Sample]:
+def build_samples(model: Any, count: int) -> list[Sample]:
     """Trajectories with routes of which one router in a hundred is not the model's own choice."""
     from agent_rl.train.megatron.packed_batch import PackedBatch
 
@@ -77,8 +77,8 @@ class Step:
         self.model, self.samples, self.stem = model, samples, directory / "step-000001"
         (self.shares,) = split_step(samples, mini_steps=1, budget=4096, ranks=1)
         self.batches = [[ids for share in self.shares for ids in share.micro_batches]]
-        self.shards = [cut(samples, ids, model.shard) for ids in self.batches[0]]
-        self.infos = [RankInfo(0, 0, 1, True, model.shard, len(model.shard.columns))]
+        self.shards = [shard_routes(samples, ids, model.shard) for ids in self.batches[0]]
+        self.infos = [WorkerInfo(0, 0, 1, True, model.shard, len(model.shard.columns))]
         self.group = Group("t", tuple(_trajectory(sample) for sample in samples))
 
     def __call__(self, detail: bool) -> None:
@@ -95,7 +95,7 @@ class Step:
         if not detail:
             count_all_differing(self.samples, self.batches, self.infos, [differs])
             return
-        bits = LayerBits(self.samples), LayerBits(self.samples)
+        bits = RouteDifferenceBits(self.samples), RouteDifferenceBits(self.samples)
         count_all_differing(self.samples, self.batches, self.infos, [differs], *(part.take for part in bits))
         details = token_details(self.samples, self.batches, {0: report}, *bits)
         write_details(self.stem, {(number, 0): own for number, own in details.items()}, [self.group])
@@ -184,7 +184,7 @@ def main() -> None:
     options = parser.parse_args()
     with one_rank(options.device) as device, tempfile.TemporaryDirectory() as directory:
         model = policy(device, QUICKSTART)[1]
-        step = Step(model, samples_of(model, options.tokens // LENGTH), options.device, Path(directory))
+        step = Step(model, build_samples(model, options.tokens // LENGTH), options.device, Path(directory))
         calls = {"without": partial(step, False), "with": partial(step, True)}
         times = interleaved(calls, device, rounds=options.rounds)
         clock = "processor" if options.device == "cpu" else "wall"

@@ -24,36 +24,36 @@ import torch.multiprocessing
 from timing import timed
 
 from agent_rl.train.expert_balancing.exchange import Exchange
-from agent_rl.train.expert_balancing.host_pool import Pool
-from r3.balance import Grid, Plan
+from agent_rl.train.expert_balancing.host_pool import HostPool
+from r3.balance import ExpertLayout, LayerPlan
 
 
-def experts(grid: Grid, hidden: int, inner: int, device: torch.device) -> SimpleNamespace:
+def experts(layout: ExpertLayout, hidden: int, inner: int, device: torch.device) -> SimpleNamespace:
     """A rank's home experts, with gradients in float32."""
-    shapes = (grid.homes, 2 * inner, hidden), (grid.homes, hidden, inner)
+    shapes = (layout.experts_per_rank, 2 * inner, hidden), (layout.experts_per_rank, hidden, inner)
     weights = [torch.nn.Parameter(torch.randn(shape, device=device, dtype=torch.bfloat16)) for shape in shapes]
     for weight in weights:
         weight.main_grad = torch.zeros(weight.shape, device=device)
     return SimpleNamespace(weight1=weights[0], weight2=weights[1])
 
 
-def even_plan(grid: Grid) -> Plan:
+def even_plan(layout: ExpertLayout) -> LayerPlan:
     """Every rank borrows of the ranks after it in turn, and lends as many."""
-    borrowed = np.empty((grid.ranks, grid.slots), np.int32)
-    for rank in range(grid.ranks):
-        for slot in range(grid.slots):
-            lender = (rank + 1 + slot % (grid.ranks - 1)) % grid.ranks
-            borrowed[rank, slot] = lender * grid.homes + (slot + rank) % grid.homes
-    identity = Plan.identity(grid)
-    return Plan(grid, borrowed, identity.load, identity.counts)
+    borrowed = np.empty((layout.ranks, layout.slots), np.int32)
+    for rank in range(layout.ranks):
+        for slot in range(layout.slots):
+            lender = (rank + 1 + slot % (layout.ranks - 1)) % layout.ranks
+            borrowed[rank, slot] = lender * layout.experts_per_rank + (slot + rank) % layout.experts_per_rank
+    identity = LayerPlan.identity(layout)
+    return LayerPlan(layout, borrowed, identity.load, identity.counts)
 
 
-def plain(plan: Plan, each: int, device: torch.device) -> Callable[[], object]:
+def plain(plan: LayerPlan, each: int, device: torch.device) -> Callable[[], object]:
     """An all-to-all of what ``plan`` fetches, ``each`` bytes an expert."""
-    grid, rank = plan.grid, dist.get_rank()
-    homes = grid.home_rank[plan.borrowed]
-    sent = [int((homes[other] == rank).sum()) * each for other in range(grid.ranks)]
-    received = [int((homes[rank] == other).sum()) * each for other in range(grid.ranks)]
+    layout, rank = plan.layout, dist.get_rank()
+    homes = layout.owner_rank[plan.borrowed]
+    sent = [int((homes[other] == rank).sum()) * each for other in range(layout.ranks)]
+    received = [int((homes[rank] == other).sum()) * each for other in range(layout.ranks)]
     source, target = (torch.zeros(sum(sizes), dtype=torch.uint8, device=device) for sizes in (sent, received))
     return lambda: dist.all_to_all_single(target, source, received, sent)
 
@@ -76,16 +76,16 @@ def rank_main(rank: int, options: argparse.Namespace, directory: str) -> None:
     store = dist.FileStore(os.path.join(directory, "store"), options.ranks)
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=options.ranks)
-    grid = Grid(options.homes * options.ranks, options.ranks, options.slots)
-    plan, layers = even_plan(grid), {0: experts(grid, options.hidden, options.inner, device)}
-    exchange = Exchange(layers, grid, range(grid.ranks), prefetch=False)
-    pool = Pool(layers, grid, range(grid.ranks), exchange, prefetch=False)
+    layout = ExpertLayout(options.experts_per_rank * options.ranks, options.ranks, options.slots)
+    plan, layers = even_plan(layout), {0: experts(layout, options.hidden, options.inner, device)}
+    exchange = Exchange(layers, layout, range(layout.ranks), prefetch=False)
+    pool = HostPool(layers, layout, range(layout.ranks), exchange, prefetch=False)
     gradients = exchange.fetch(0, plan)
     runs: dict[str, Callable[[], object]] = {
         "plain all-to-all": plain(plan, sum(gradient[0].nbytes for gradient in gradients), device),
         "exchange": lambda: exchange.fetch(0, plan),
         "pool": lambda: pool.fetch(0, plan),
-        "gradients home": lambda: exchange.give_back(0, plan, *gradients),
+        "gradients home": lambda: exchange.return_gradients(0, plan, *gradients),
         "refresh": pool.refresh,
     }
     taken = np.array([[seconds(run, device) for run in runs.values()] for _ in range(options.rounds + 1)])[1:]

@@ -26,7 +26,7 @@ from playwright.sync_api import Page, sync_playwright
 
 from agent_rl.config.builtin import MODELS
 from agent_rl.monitoring.metrics import METRICS
-from agent_rl.rollout.framed_log import as_frame
+from agent_rl.rollout.framed_log import encode_frame
 from agent_rl.rollout.records import encode_trajectory, write_trajectories
 from agent_rl.types import (
     Group,
@@ -100,21 +100,21 @@ class Run:
             self.end_step()
         one = long_trajectory(65_536, self._random)
         details = {(0, 0): detail_of(one, self._random)}
-        verdicts = [TrainingDecision(TrainingStatus.TRAINED, 0.5)]
-        write_trajectories(directory, STEPS + 1, [Group("long", (one,))], verdicts=verdicts, details=details)
+        decisions = [TrainingDecision(TrainingStatus.TRAINED, 0.5)]
+        write_trajectories(directory, STEPS + 1, [Group("long", (one,))], decisions=decisions, details=details)
         self._step += 1
-        self._episode = as_frame(b"{}\n" + encode_trajectory(long_trajectory(16_384, self._random)))
+        self._episode = encode_frame(b"{}\n" + encode_trajectory(long_trajectory(16_384, self._random)))
 
     def end_step(self) -> None:
         """Write the trajectories of the next step, and its metrics."""
         self._step += 1
         first = self._step * GROUPS
         groups = [Group("t", tuple(short_trajectory(first + at) for _ in range(GROUP))) for at in range(GROUPS)]
-        verdicts = [
+        decisions = [
             TrainingDecision(TrainingStatus.TRAINED, float(advantage))
             for advantage in self._random.random(GROUPS * GROUP)
         ]
-        write_trajectories(self.directory, self._step, groups, verdicts=verdicts)
+        write_trajectories(self.directory, self._step, groups, decisions=decisions)
         values = dict(zip(NAMES, self._random.random(len(NAMES)).tolist(), strict=True))
         with (self.directory / "metrics.jsonl").open("ab") as file:
             file.write(orjson.dumps({"step": self._step, **values, "time/ended": 1.7e9 + self._step}) + b"\n")
@@ -123,7 +123,7 @@ class Run:
         """Add an episode of 16,384 tokens to the journal of the step that is under way."""
         journal = self.directory / "journal" / f"step-{self._step + 1:06d}.journal"
         with journal.open("ab") as file:
-            file.write(self._episode if journal.stat().st_size else as_frame(b"{}") + self._episode)
+            file.write(self._episode if journal.stat().st_size else encode_frame(b"{}") + self._episode)
 
 
 def timed(page: Page, action: str) -> float:

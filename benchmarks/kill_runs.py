@@ -27,7 +27,7 @@ import checkout
 from support.moe_checkpoint import write_moe
 
 from agent_rl.controller.async_rollout.ledger_file import faults as ledger_faults
-from agent_rl.controller.async_rollout.ledger_file import gaps, read_history
+from agent_rl.controller.async_rollout.ledger_file import gaps, read_ledger
 from agent_rl.monitoring.metrics_log import read_metrics
 
 sys.path.insert(0, str(checkout.ROOT / "tests" / "integration"))
@@ -165,7 +165,7 @@ class KilledRun:
         self._tell(life, faults)
 
     def _finished(self, life: Life) -> bool:
-        rows = read_history(life.run)
+        rows = read_ledger(life.run)
         faults = self._broken(life.run) + rests(life.run) + ledger_faults(life.run, rows)
         faults += [f"position {position} has not ended" for position in gaps(rows)]
         if life.process.returncode or step_reached(life.run) != self.options.steps:

@@ -11,13 +11,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import checkout  # noqa: F401  (puts the checkout's scripts on the path)
 import torch
 
 from agent_rl.config import ParallelConfig
-from agent_rl.demo_model import init
 from agent_rl.train.megatron.parallel import destroy_parallel, init_parallel
+from scripts import tiny_moe
 
-SHAPES: dict[str, dict[str, Any]] = {name: asdict(sizes) for name, sizes in init.SHAPES.items()}
+SHAPES: dict[str, dict[str, Any]] = {name: asdict(sizes) for name, sizes in tiny_moe.SHAPES.items()}
 """Sizes of the starting models by name, as transformers' configs have them."""
 QUICKSTART = SHAPES["tiny"]
 """The quickstart's model, 2.1 M parameters."""

@@ -6,8 +6,8 @@
 Prints the command of every run before it starts it, so each can be made again alone. A run that has its summary is left
 out, and one that was stopped goes on from its checkpoint: start the same command again. Seed after seed, so that all
 settings have as many runs whenever it is stopped. The six settings of the paper are the default; the others are the
-ablations of docs/replay.md. After ``--minutes`` the run under way is stopped (it resumes), and so it is by Ctrl-C and
-SIGTERM. Last, the command that draws the runs. Exit code 1: not all runs have ended.
+ablations of docs/research/paper-small.md. After ``--minutes`` the run under way is stopped (it resumes), and so it is
+by Ctrl-C and SIGTERM. Last, the command that draws the runs. Exit code 1: not all runs have ended.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def train(arguments: Sequence[str], deadline: float) -> bool:
 def finish(runs: Sequence[Path]) -> None:
     """Print the command that draws the runs that have made a step."""
     if directories := shlex.join(str(run) for run in runs if (run / "metrics.jsonl").exists()):
-        print(f"$ agent-rl r3 figures {directories} --out {runs[0].parent / 'figures'}")
+        print(f"$ python benchmarks/paper_figures.py {directories} --out {runs[0].parent / 'figures'}")
 
 
 if __name__ == "__main__":

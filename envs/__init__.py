@@ -1,10 +1,10 @@
-"""What a task is, how it starts, how it is graded."""
+"""Tasks, the environments that start and grade them, and the scaffolds in which agents work."""
 
 from envs.context import EnvContext, ToolStyle
-from envs.registry import ENVIRONMENTS, EnvironmentLoadError, load_environment, needs_sandboxes
-from envs.scaffold import HasScaffold, Scaffold, ScaffoldError, find_scaffold
+from envs.registry import ENVIRONMENTS, EnvironmentLoadError, load_environment, needs_sandbox
+from envs.scaffold import HasScaffold, Scaffold, ScaffoldError, load_scaffold
 from envs.types import (
-    Audited,
+    Auditable,
     Dialogue,
     Environment,
     EnvsError,
@@ -22,7 +22,7 @@ from envs.types import (
 
 __all__ = [
     "ENVIRONMENTS",
-    "Audited",
+    "Auditable",
     "Dialogue",
     "EnvContext",
     "Environment",
@@ -42,7 +42,7 @@ __all__ = [
     "TaskRecordError",
     "ToolStyle",
     "UndecidableError",
-    "find_scaffold",
     "load_environment",
-    "needs_sandboxes",
+    "load_scaffold",
+    "needs_sandbox",
 ]

@@ -1,8 +1,7 @@
-"""What every environment is given: the backend that starts sandboxes, and the limits it works under."""
+"""The context of every environment: the sandbox backend, the scaffold and the limits."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -10,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
 from envs.scaffold import Scaffold
-from envs.scaffolds.own import AGENT_RL
+from envs.scaffolds.default import AGENT_RL
 from sandbox import Sandbox, SandboxBackend, SandboxSpec, SandboxStartError
 from tools import Style as ToolStyle
 
@@ -19,14 +18,12 @@ from tools import Style as ToolStyle
 class EnvContext:
     """The first argument of every environment's constructor: ``Env(context, **options)``.
 
-    ``limits`` is the template of every sandbox (memory, processes, CPUs, output cap, and the image of tasks that name
-    none). ``scaffold`` is how agents meet the tasks, where the environment has no tools of its own. ``tool_style``
-    "concise" shortens the opening messages, the tool schemas and what tools answer, for models with a short context (in
-    the interface ``agent-rl``). ``tool_timeout`` and ``grade_timeout`` are seconds a tool call and a run of the hidden
-    tests may take. ``start_retries`` is how often a sandbox that did not start is tried again. ``pairs`` bounds the
-    runs of tests in two sandboxes that wait for each other, for more than half as many as commands may run at once
-    would stand still. ``agent_binds`` are directories of the host that agents' sandboxes see read-only, as in
-    ``SandboxSpec.ro_binds``, and those that grade do not.
+    ``limits`` is the template of every sandbox: memory, processes, CPUs, output limit, and the image of tasks that name
+    none. ``scaffold`` has the prompts and tools, unless the environment has its own. ``tool_style`` "concise" shortens
+    the initial messages, tool schemas and tool results for models with a short context (scaffold ``agent-rl`` only).
+    ``tool_timeout`` (a tool call) and ``grade_timeout`` (one run of the hidden tests) are in seconds. ``start_retries``
+    is the number of further attempts to start a sandbox. ``agent_binds`` are host directories that are mounted
+    read-only into agents' sandboxes, as in ``SandboxSpec.ro_binds``, but not into grading sandboxes.
     """
 
     backend: SandboxBackend
@@ -37,21 +34,19 @@ class EnvContext:
     grade_timeout: float = 300.0
     start_retries: int = 2
     agent_binds: Mapping[str, str] = field(default_factory=dict)
-    pairs: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(4))
 
     def for_agent(self, spec: SandboxSpec) -> SandboxSpec:
-        """``spec`` as an agent's sandbox has it."""
+        """``spec`` for an agent's sandbox: with ``agent_binds``."""
         return replace(spec, ro_binds={**spec.ro_binds, **self.agent_binds}) if self.agent_binds else spec
 
     def without_agent(self, spec: SandboxSpec) -> SandboxSpec:
-        """``spec`` of an agent's sandbox as other sandboxes of its task have it."""
-        kept = {place: inside for place, inside in spec.ro_binds.items() if place not in self.agent_binds}
-        return replace(spec, ro_binds=kept) if self.agent_binds else spec
+        """The ``spec`` of an agent's sandbox for other sandboxes of its task: without ``agent_binds``."""
+        ro_binds = {host: inside for host, inside in spec.ro_binds.items() if host not in self.agent_binds}
+        return replace(spec, ro_binds=ro_binds) if self.agent_binds else spec
 
     @asynccontextmanager
     async def sandbox(self, spec: SandboxSpec) -> AsyncIterator[Sandbox]:
-        """A started sandbox, closed on leaving, also when cancelled. Raises ``SandboxError`` once the retries are
-        spent."""
+        """A started sandbox, closed on exit, also on cancellation. Raises ``SandboxError`` after the last retry."""
         sandbox = await self._start(spec)
         try:
             yield sandbox

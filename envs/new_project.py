@@ -1,4 +1,4 @@
-"""``agent-rl envs new NAME``: a working environment with its test and config, to start your own from."""
+"""``agent-rl envs new NAME``: writes a working environment with a test and a config as a starting point."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from envs.types import EnvsError
 
-_ENVIRONMENT = '''"""The environment {name}: count letters. Replace the tasks, the tools and the grade by your own."""
+_ENVIRONMENT = '''"""The environment {name}: count letters. Replace tasks, tools and grade with your own."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ class {class_name}:
     """Answer the question with the tools you have, then finish."""
 
     class Options(BaseModel):
-        """What a config may set under env.options."""
+        """The keys of env.options."""
 
         count: int = 100
 
     @classmethod
     def tasks(cls, split: str, options: Options) -> list[dict[str, Any]]:
-        """One row a task, the same every time; the splits train and heldout must not share tasks."""
+        """One row for each task, in a fixed order. The splits train and heldout must not share tasks."""
         first = 0 if split == "train" else options.count
-        places = range(first, first + options.count)
-        return [{{"word": WORDS[at % 5] * (1 + at // 5), "letter": "aeioun"[at % 6]}} for at in places]
+        indexes = range(first, first + options.count)
+        return [{{"word": WORDS[i % 5] * (1 + i // 5), "letter": "aeioun"[i % 6]}} for i in indexes]
 
     async def setup(self, task: Task) -> str:
-        """Make one episode ready and return what the user says."""
+        """Prepare one episode and return the user message."""
         self.word, self.letter = task.record["word"], task.record["letter"]
-        self.given: int | None = None
+        self.number: int | None = None
         self.finished = False
         return f"How many times does the word of this task hold the letter {{self.letter!r}}?"
 
@@ -62,7 +62,7 @@ class {class_name}:
         """
         if number < 0:
             raise ToolError("a number of times is 0 or more")
-        self.given = number
+        self.number = number
         return "noted; finish when you are done"
 
     async def finish(self, command: Literal["submit"] = "submit") -> ToolResult:
@@ -75,16 +75,16 @@ class {class_name}:
         return ToolResult("submitted", submitted=True)
 
     async def grade(self) -> float:
-        """The reward; 1.0 counts as resolved. A little for finishing in time is something to begin learning with."""
-        return 1.0 if self.given == self.word.count(self.letter) else 0.1 * self.finished
+        """The reward; 1.0 counts as resolved. A small reward for finishing gives an early learning signal."""
+        return 1.0 if self.number == self.word.count(self.letter) else 0.1 * self.finished
 
     @classmethod
     def solution(cls, task: Task) -> list[ToolCall]:
-        """The calls that solve a task: `agent-rl eval --policy gold` and the conformance suite use them."""
+        """The calls that solve a task: used by `agent-rl eval --policy gold` and by the conformance checks."""
         return [ToolCall("answer", {{"number": task.record["word"].count(task.record["letter"])}})]
 '''
 
-_TEST = '''"""{class_name} keeps every promise that the training loop relies on."""
+_TEST = '''"""Checks that {class_name} meets the requirements of the training loop."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ import asyncio
 from agent_rl.api import EnvContext, Finding, check_environment, load_environment, open_backend
 
 
-async def broken_promises() -> list[Finding]:
+async def failed_checks() -> list[Finding]:
     backend = open_backend("auto", run_id="test-{name}")
     try:
         environment = load_environment("{name}:{class_name}", EnvContext(backend=backend), {{"count": 5}})
@@ -103,21 +103,21 @@ async def broken_promises() -> list[Finding]:
 
 
 def test_{name}_conforms() -> None:
-    assert asyncio.run(broken_promises()) == []
+    assert asyncio.run(failed_checks()) == []
 
 
 if __name__ == "__main__":
     test_{name}_conforms()
-    print("every promise is kept")
+    print("all checks passed")
 '''
 
-_CONFIG = """# Trains on {name}.py. The directory with both is where these commands run:
+_CONFIG = """# Trains on {name}.py. Run these commands in the directory of both files:
 #   agent-rl envs check {name}:{class_name}
 #   agent-rl eval {name}.yaml --policy gold
 #   agent-rl train {name}.yaml
 name: {name}
-# tiny-moe comes with the package. It knows other tools than these, and learns no more here than to finish in time: name
-# the directory of a capable model's Hugging Face checkpoint instead, and take out the limits of `rollout`.
+# The shipped tiny-moe knows other tools and learns here only to finish. For real training set the directory of a
+# Hugging Face checkpoint and remove the limits of `rollout`.
 model: tiny-moe
 env:
   name: {name}:{class_name}
@@ -132,18 +132,18 @@ eval: {{tasks: 16, greedy: false}}
 
 
 FIRST = "letters"
-"""The environment of a new project."""
+"""The name of the environment of a new project."""
 
-TAKEN = frozenset({"agent_rl", "envs", "r3", "sandbox", "tools"})
+RESERVED_NAMES = frozenset({"agent_rl", "envs", "r3", "sandbox", "tools"})
 
 
 class TemplateError(EnvsError):
-    """A template that cannot be written: one line."""
+    """The files cannot be files: one line for the user."""
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """The files of a new environment, and the dotted path that names it."""
+class ProjectFiles:
+    """The files of a new environment and its dotted path."""
 
     environment: Path
     test: Path
@@ -151,7 +151,7 @@ class Written:
     dotted_path: str
 
     def next_steps(self) -> str:
-        """What was written, and the commands to go on with, a line each."""
+        """The files files and the next commands, one for each line."""
         enter = "" if self.config.parent == Path() else f"cd {shlex.quote(str(self.config.parent))}\n  "
         return (
             f"wrote {self.environment}, {self.test}, {self.config}\nnext:\n  {enter}"
@@ -160,23 +160,23 @@ class Written:
         )
 
 
-def write_template(name: str, directory: Path) -> Written:
+def write_template(name: str, directory: Path) -> ProjectFiles:
     """Write ``<name>.py``, ``test_<name>.py`` and ``<name>.yaml`` into ``directory``.
 
-    Raises TemplateError for a name that is no module's or is taken, or where a file is there already.
+    Raises TemplateError for a name that is not a free module name, or if a file exists.
     """
     if not name.isidentifier() or name != name.lower() or keyword.iskeyword(name):
-        raise TemplateError(f"{name!r} can't be a module's name: right would be lower-case letters, digits and _")
-    if name in TAKEN or name in sys.stdlib_module_names:
-        raise TemplateError(f"{name!r} is the name of another module, which would be imported instead: take another")
+        raise TemplateError(f"{name!r} is not a valid module name; use lower-case letters, digits and _")
+    if name in RESERVED_NAMES or name in sys.stdlib_module_names:
+        raise TemplateError(f"{name!r} is the name of another module; choose another name")
     class_name = "".join(part.capitalize() for part in name.split("_"))
-    written = Written(
+    files = ProjectFiles(
         directory / f"{name}.py", directory / f"test_{name}.py", directory / f"{name}.yaml", f"{name}:{class_name}"
     )
-    files = {written.environment: _ENVIRONMENT, written.test: _TEST, written.config: _CONFIG}
-    if there := [path for path in files if path.exists()]:
-        raise TemplateError(f"{there[0]}: is there already; give another name or --directory")
+    texts = {files.environment: _ENVIRONMENT, files.test: _TEST, files.config: _CONFIG}
+    if existing := [path for path in texts if path.exists()]:
+        raise TemplateError(f"{existing[0]}: exists already; choose another name or --directory")
     directory.mkdir(parents=True, exist_ok=True)
-    for path, text in files.items():
+    for path, text in texts.items():
         path.write_text(text.format(name=name, class_name=class_name))
-    return written
+    return files

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from envs.context import EnvContext
-from envs.scaffold import OWN, HasScaffold, ScaffoldError
+from envs.scaffold import DEFAULT_SCAFFOLD, HasScaffold, ScaffoldError
 from envs.tool_environment import ToolClassEnvironment, is_tool_class, takes_sandbox
 from envs.types import Environment, EnvsError
 from sandbox.registry import Registry
@@ -18,7 +18,7 @@ _METHODS = ("name", "prepare", "tasks", "start", "gold")
 
 
 class EnvironmentLoadError(EnvsError):
-    """An environment cannot be loaded: a user's mistake, in one line."""
+    """An environment that cannot be loaded: one line for the user."""
 
 
 ENVIRONMENTS = Registry(
@@ -30,71 +30,70 @@ ENVIRONMENTS = Registry(
 
 
 def load_environment(name: str, context: EnvContext, options: Mapping[str, Any] | None = None) -> Environment:
-    """The environment ``name`` made as ``Class(context, **options)``, or of a class of tools
+    """Create the environment ``name`` as ``Class(context, **options)``, or from a tool class
     (:mod:`envs.tool_environment`).
 
-    Raises ``EnvironmentLoadError`` for an unknown name (with the nearest known one), a path that does not import, an
-    option that the class does not take, or a class that is no environment; ``ScaffoldError`` for one that has its own
-    tools, where the context has another project's interface.
+    Raises ``EnvironmentLoadError`` for an unknown name, a path that does not import, an unknown option, or a class that
+    is not an environment; ``ScaffoldError`` if the environment has its own tools and the context another scaffold.
     """
-    environment = _made(name, context, options)
-    if context.scaffold.name != OWN and not isinstance(environment, HasScaffold):
+    environment = _create(name, context, options)
+    if context.scaffold.name != DEFAULT_SCAFFOLD and not isinstance(environment, HasScaffold):
         raise ScaffoldError(
-            f"env.scaffold {context.scaffold.name}: environment {name!r} has tools and prompts of its own, which "
-            f"leave no room for it: leave env.scaffold out, or take an environment that serves interfaces (swe, mini)"
+            f"env.scaffold {context.scaffold.name}: environment {name!r} has its own tools and prompts: "
+            f"omit env.scaffold, or use an environment that supports scaffolds (swe, mini)"
         )
     return environment
 
 
-def _made(name: str, context: EnvContext, options: Mapping[str, Any] | None) -> Environment:
-    make = ENVIRONMENTS.load(name)
-    if not callable(make):
-        raise EnvironmentLoadError(f"environment {name!r} is a {type(make).__name__}, not a class")
-    if _is_small(make):
-        return ToolClassEnvironment(context, make, name, options or {})
-    _check_options(name, make, options or {})
-    environment = make(context, **(options or {}))
+def _create(name: str, context: EnvContext, options: Mapping[str, Any] | None) -> Environment:
+    cls = ENVIRONMENTS.load(name)
+    if not callable(cls):
+        raise EnvironmentLoadError(f"environment {name!r} is a {type(cls).__name__}, not a class")
+    if _uses_tool_class(cls):
+        return ToolClassEnvironment(context, cls, name, options or {})
+    _check_options(name, cls, options or {})
+    environment = cls(context, **(options or {}))
     missing = [method for method in _METHODS if not hasattr(environment, method)]
     if missing:
-        raise EnvironmentLoadError(f"environment {name!r} is no environment, it lacks {', '.join(missing)}")
+        raise EnvironmentLoadError(f"environment {name!r} is not an environment, it lacks {', '.join(missing)}")
     return environment
 
 
-def needs_sandboxes(name: str) -> bool:
-    """Whether environment ``name`` starts sandboxes: a class of tools does where its constructor takes a sandbox,
-    another class unless it says ``sandboxes = False``. Raises ``EnvironmentLoadError`` where it does not load."""
-    make = ENVIRONMENTS.load(name)
-    return takes_sandbox(make) if _is_small(make) else getattr(make, "sandboxes", True)
+def needs_sandbox(name: str) -> bool:
+    """Whether environment ``name`` starts sandboxes. A tool class does if its constructor takes a sandbox, another
+    class unless it sets ``needs_sandbox = False``. Raises ``EnvironmentLoadError``."""
+    cls = ENVIRONMENTS.load(name)
+    return takes_sandbox(cls) if _uses_tool_class(cls) else getattr(cls, "needs_sandbox", True)
 
 
-def _is_small(make: Any) -> bool:
-    """Whether ``make`` is a class of tools, and not an environment of the whole protocol."""
-    return is_tool_class(make) and not hasattr(make, "start")
+def _uses_tool_class(cls: Any) -> bool:
+    """Whether ``cls`` is a tool class and not an implementation of the whole protocol."""
+    return is_tool_class(cls) and not hasattr(cls, "start")
 
 
 def path_options(name: str) -> frozenset[str]:
-    """The options of environment ``name`` that its constructor, or its class ``Options``, annotates with ``Path``.
+    """The options of environment ``name`` that its constructor or its class ``Options`` annotates with ``Path``.
 
-    None where it does not load: :func:`load_environment` tells why.
+    Empty if it does not load; :func:`load_environment` reports the reason.
     """
     try:
-        make = ENVIRONMENTS.load(name)
-        hints = get_type_hints(make.Options if is_tool_class(make) and hasattr(make, "Options") else make.__init__)
+        cls = ENVIRONMENTS.load(name)
+        hints = get_type_hints(cls.Options if is_tool_class(cls) and hasattr(cls, "Options") else cls.__init__)
     except (EnvsError, NameError, AttributeError):
         return frozenset()
     return frozenset(option for option, hint in hints.items() if Path in (hint, *get_args(hint)))
 
 
-def _check_options(name: str, make: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    parameters = list(inspect.signature(make).parameters.values())[1:]
+def _check_options(name: str, cls: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    parameters = list(inspect.signature(cls).parameters.values())[1:]
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return
-    takes = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_POSITIONAL]
+    accepted = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_POSITIONAL]
     for option in options:
-        if option not in takes:
-            near = difflib.get_close_matches(option, takes, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}?" if near else f"options: {', '.join(takes) or 'none'}"
+        if option not in accepted:
+            matches = difflib.get_close_matches(option, accepted, n=1, cutoff=0.5)
+            hint = f"did you mean {matches[0]!r}?" if matches else f"options: {', '.join(accepted) or 'none'}"
             raise EnvironmentLoadError(f"environment {name!r}: unknown option {option!r}: {hint}")
     for parameter in parameters:
-        if parameter.default is parameter.empty and parameter.name in takes and parameter.name not in options:
-            raise EnvironmentLoadError(f"environment {name!r}: option {parameter.name!r} is required, and not given")
+        if parameter.default is parameter.empty and parameter.name in accepted and parameter.name not in options:
+            raise EnvironmentLoadError(f"environment {name!r}: option {parameter.name!r} is required")

@@ -1,4 +1,4 @@
-"""Rows from a file (JSONL, JSON, Parquet), or from a data set's directory or name on the Hugging Face hub."""
+"""Reads rows from a file (JSONL, JSON, Parquet), a data set's directory, or a data set on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -12,61 +12,61 @@ from envs.types import TaskRecordError
 
 FILE_TYPES = (".jsonl", ".json", ".parquet")
 HUB_SECONDS = 5.0
-_LISTED = 4
+_MAX_LISTED_PROBLEMS = 4
 
 Record = TypeVar("Record")
 Row = tuple[int, Mapping[str, Any] | str]
-"""A row's number, from 1, and the row; or a sentence on why there is none."""
+"""A row's number, from 1, and the row, or the reason why it cannot be read."""
 
 
 class BrokenRowsError(TaskRecordError):
-    """Rows cannot be used. ``problems`` has a line for every broken field: the row's number, the field, its fault."""
+    """Broken rows. ``problems`` has a line for each broken field: row number, field, fault."""
 
     def __init__(self, source: str, problems: Sequence[str]) -> None:
         self.problems = tuple(problems)
         if len(problems) == 1:
             message = f"{source}: {problems[0]}"
         else:
-            more = [f"and {len(problems) - _LISTED} more"] if len(problems) > _LISTED else []
-            listed = "; ".join([*problems[:_LISTED], *more])
+            more = [f"and {len(problems) - _MAX_LISTED_PROBLEMS} more"] if len(problems) > _MAX_LISTED_PROBLEMS else []
+            listed = "; ".join([*problems[:_MAX_LISTED_PROBLEMS], *more])
             message = f"{source}: {len(problems)} broken fields (skip_broken: true leaves their rows out): {listed}"
         super().__init__(message)
 
 
-def of_split(
-    path: Path, split: str, heldout: int | None, read: Callable[[str], Sequence[Record]], *, whole: bool
+def select_split(
+    path: Path, split: str, heldout: int | None, read: Callable[[str], Sequence[Record]], *, is_data_set: bool
 ) -> Sequence[Record]:
-    """The records of ``split``, which ``read`` reads of a source.
+    """The records of ``split``; ``read`` returns the records of a source.
 
-    A directory that is not the ``whole`` of a data set has a file for each split. Of anything else the last ``heldout``
-    records are the split "heldout" and the others "train"; with None every split holds all of them. Raises
-    ``TaskRecordError`` for a split that there is not.
+    A directory has a file for each split, unless ``is_data_set``. In any other source the last ``heldout`` records are
+    the split "heldout" and the others "train"; with None every split has all records. Raises ``TaskRecordError`` for an
+    unknown split.
     """
-    if path.is_dir() and not whole:
+    if path.is_dir() and not is_data_set:
         files = {file.stem: file for file in sorted(path.iterdir()) if file.suffix in FILE_TYPES}
         if not files:
-            raise TaskRecordError(f"{path}: a directory without a file of task records ({', '.join(FILE_TYPES)})")
+            raise TaskRecordError(f"{path}: the directory has no file of task records ({', '.join(FILE_TYPES)})")
         if split not in files:
             raise TaskRecordError(f"{path}: no split {split!r}; it holds: {', '.join(sorted(files))}")
         return read(str(files[split]))
     records = read(str(path))
     if heldout is None:
         return records
-    cut = max(0, len(records) - heldout)
-    parts = {"train": records[:cut], "heldout": records[cut:]}
-    if split not in parts:
+    count = max(0, len(records) - heldout)
+    splits = {"train": records[:count], "heldout": records[count:]}
+    if split not in splits:
         raise TaskRecordError(f"{path}: no split {split!r}; a single file has train and heldout")
-    return parts[split]
+    return splits[split]
 
 
-def is_one_data_set(path: Path) -> bool:
-    """Whether ``path`` is a directory that holds one data set: saved, or cloned from the hub."""
+def is_data_set_directory(path: Path) -> bool:
+    """Whether ``path`` is the directory of one data set: saved with ``save_to_disk``, or cloned from the hub."""
     return _is_saved(path) or any((path / "data").glob("*.parquet"))
 
 
 def read_rows(source: Path | str, split: str | None, *, missing: str = "") -> Iterator[Row]:
-    """The rows of ``source``; ``split`` says which part of a data set is meant, where it has several. ``missing`` ends
-    the line on a file that is not there. Raises ``TaskRecordError`` for a source that cannot be read."""
+    """The rows of ``source``. ``split`` selects the part of a data set with several. ``missing`` is appended to the
+    error for a missing file. Raises ``TaskRecordError`` for a source that cannot be read."""
     path = Path(source)
     if path.suffix not in FILE_TYPES:
         return _data_set(str(source), split)
@@ -77,12 +77,12 @@ def read_rows(source: Path | str, split: str | None, *, missing: str = "") -> It
 
 
 def _is_saved(path: Path) -> bool:
-    """Whether ``path`` is a directory that ``datasets`` wrote with ``save_to_disk``."""
+    """Whether ``datasets`` wrote the directory with ``save_to_disk``."""
     return any((path / file).is_file() for file in ("dataset_dict.json", "state.json"))
 
 
 def _jsonl(path: Path) -> Iterator[Row]:
-    # What is not UTF-8 becomes text that no field of a record may hold, so that its row is named.
+    # surrogateescape turns bytes that are not UTF-8 into text that no field accepts, so that the error names the row.
     with path.open(encoding="utf-8", errors="surrogateescape") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
@@ -125,7 +125,7 @@ def _parquet(path: Path) -> Iterator[Row]:
 
 
 def _data_set(name: str, split: str | None) -> Iterator[Row]:
-    """The rows of a data set: a directory that ``save_to_disk`` wrote, or one that ``load_dataset`` finds."""
+    """The rows of a data set: a directory of ``save_to_disk``, or a name for ``load_dataset``."""
     try:
         import datasets
     except ImportError:
@@ -136,36 +136,36 @@ def _data_set(name: str, split: str | None) -> Iterator[Row]:
         ) from None
     try:
         if _is_saved(Path(name)):
-            found = datasets.load_from_disk(name)
+            data = datasets.load_from_disk(name)
         else:
-            with nullcontext() if _hub_answers(name) else _from_cache_alone():
-                found = datasets.load_dataset(name, split=split)
-    except Exception as error:  # hub, network and file errors of a dozen classes; all mean that it can't be read
+            with nullcontext() if _is_reachable(name) else _offline():
+                data = datasets.load_dataset(name, split=split)
+    except Exception as error:  # hub, network and file errors have no common base
         raise TaskRecordError(f"{name}: no such data set, or it cannot be read ({first_line(error)})") from None
-    if isinstance(found, Mapping):
-        if split is None and len(found) == 1:
-            split = next(iter(found))
-        if split not in found:
-            raise TaskRecordError(f"{name}: data_split is {split!r}; it has {', '.join(sorted(found))}")
-        found = found[split]
-    yield from enumerate(found, start=1)
+    if isinstance(data, Mapping):
+        if split is None and len(data) == 1:
+            split = next(iter(data))
+        if split not in data:
+            raise TaskRecordError(f"{name}: data_split is {split!r}; it has {', '.join(sorted(data))}")
+        data = data[split]
+    yield from enumerate(data, start=1)
 
 
-def _hub_answers(name: str) -> bool:
-    """Whether the hub can be asked for data set ``name``; a directory does not need it."""
+def _is_reachable(name: str) -> bool:
+    """Whether the hub is reachable; True for a directory, which does not need it."""
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
 
     try:
         Path(name).exists() or get_session().head(constants.ENDPOINT, timeout=HUB_SECONDS)
-    except Exception:  # of whichever HTTP library the client uses
+    except Exception:  # depends on the client's HTTP library
         return False
     return True
 
 
 @contextmanager
-def _from_cache_alone() -> Iterator[None]:
-    """Let the hub's client read its cache and ask nothing: it would go on for half a minute and print each failure."""
+def _offline() -> Iterator[None]:
+    """Make the hub's client use only its cache. Online it would retry for 30 s and print each failure."""
     import datasets
     from huggingface_hub import constants
 
@@ -178,5 +178,5 @@ def _from_cache_alone() -> Iterator[None]:
 
 
 def first_line(error: Exception) -> str:
-    """What it says first, for a message of one line."""
+    """The first line of the error's message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,7 +1,7 @@
-"""How an agent meets a task: its prompts, its tools, the form of its calls, what it is answered, and its limits.
+"""Scaffolds: the prompts, tools, call format, observations and limits of an agent.
 
-A model that was trained in another project's scaffold knows that scaffold's words. ``env.scaffold`` chooses whose an
-agent meets here; ``agent-rl``, the default, is this project's own. docs/interfaces.md describes those that there are.
+A model that was trained in the scaffold of another project is off its distribution in any other. ``env.scaffold``
+selects one; the default is ``agent-rl``. docs/reference/tools.md describes them.
 """
 
 from __future__ import annotations
@@ -19,70 +19,68 @@ from tools import Style, ToolCall, ToolSet
 
 
 class ScaffoldError(EnvsError):
-    """An interface that cannot be loaded, or that an environment cannot serve: a user's mistake, in one line."""
+    """A scaffold that cannot be loaded, or that an environment does not support: one line for the user."""
 
 
-class Opening(Protocol):
-    """The system and the user message of a task."""
+class InitialMessages(Protocol):
+    """Returns the system and the user message of a task."""
 
     def __call__(self, statement: str, workdir: str, style: Style) -> tuple[Message, Message]: ...
 
 
-class OpenTools(Protocol):
-    """The tools of one episode in its sandbox. ``timeout`` is in seconds, for each command."""
+class ToolSetFactory(Protocol):
+    """Returns the tools of one episode in its sandbox. ``timeout`` is in seconds for each command."""
 
     def __call__(self, sandbox: Sandbox, *, style: Style, timeout: float) -> ToolSet: ...
 
 
-def no_remark(turns: int, max_turns: int) -> str:
-    """Nothing stands beside what the tools answer."""
+def no_turn_note(turns: int, max_turns: int) -> str:
+    """Add nothing to observations."""
     return ""
 
 
 @dataclass(frozen=True, slots=True)
 class Scaffold:
-    """An interface as data.
+    """One scaffold.
 
-    ``opening`` and ``tools`` are what an environment takes from it. ``shell`` makes the call that runs a shell command,
-    and ``submit`` is the one that ends the task: policies without a model use them. ``remark`` is given how many turns
-    were taken and how many may be; what it returns stands on a line of its own at the end of what the agent reads next.
-    ``observation_role`` is the role of the messages that hold what tools answer; None: what the chat template prefers.
-    ``fixed`` and ``defaults`` are keys of the config's section ``rollout``: those that the interface cannot do without,
-    and those that hold where the config says nothing.
+    Environments use ``initial_messages`` and ``tools``. Policies without a model use ``shell``, which returns the call
+    for a shell command, and ``submit``, the call that ends the task. ``turn_note`` gets the number of turns taken and
+    the maximum; its text becomes the last line of the next observation. ``observation_role`` is the role of messages
+    with tool results; None selects the role that the chat template prefers. ``required_rollout`` and
+    ``default_rollout`` are keys of the config section ``rollout``: values that the config cannot change, and defaults.
     """
 
     name: str
-    opening: Opening
-    tools: OpenTools
+    initial_messages: InitialMessages
+    tools: ToolSetFactory
     shell: Callable[[str], ToolCall]
     submit: ToolCall
-    remark: Callable[[int, int], str] = no_remark
+    turn_note: Callable[[int, int], str] = no_turn_note
     observation_role: Literal["tool", "user"] | None = None
-    fixed: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    defaults: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    required_rollout: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    default_rollout: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
-    def with_remark(self, text: str, turns: int, max_turns: int) -> str:
-        """``text`` as the agent reads it before its next turn."""
-        remark = self.remark(turns, max_turns)
-        return f"{text}\n{remark}" if remark else text
+    def with_turn_note(self, text: str, turns: int, max_turns: int) -> str:
+        """``text`` with the note for the next turn."""
+        note = self.turn_note(turns, max_turns)
+        return f"{text}\n{note}" if note else text
 
 
 @runtime_checkable
 class HasScaffold(Protocol):
-    """An environment whose agents meet its tasks through an :class:`Scaffold`. Optional; others have tools of their
-    own."""
+    """Optional: an environment that supports every scaffold. Other environments have their own prompts and tools."""
 
     @property
     def scaffold(self) -> Scaffold: ...
 
 
-OWN = "agent-rl"
+DEFAULT_SCAFFOLD = "agent-rl"
 
-INTERFACES = Registry(
+SCAFFOLDS = Registry(
     "scaffold",
-    "agent_rl.interfaces",
+    "agent_rl.scaffolds",
     {
-        OWN: "envs.scaffolds.own:AGENT_RL",
+        DEFAULT_SCAFFOLD: "envs.scaffolds.default:AGENT_RL",
         "r2egym": "envs.scaffolds.r2egym:R2EGYM",
         "mini-swe-agent": "envs.scaffolds.mini_swe_agent:MINI_SWE_AGENT",
         "openhands": "envs.scaffolds.openhands:OPENHANDS",
@@ -92,13 +90,13 @@ INTERFACES = Registry(
 
 
 def shipped_text(name: str) -> str:
-    """A prompt that stands in a file of its own, since a model must see it to the character; NOTICE.txt says whose."""
+    """A prompt file of ``envs/scaffolds``, unchanged from its project; NOTICE.txt names the origin."""
     return (Path(__file__).parent / "scaffolds" / name).read_text(encoding="utf-8")
 
 
-def find_scaffold(name: str) -> Scaffold:
-    """The interface ``name``, or at the path ``package.module:attribute``. Raises ``ScaffoldError`` in one line."""
-    found = INTERFACES.load(name)
-    if not isinstance(found, Scaffold):
-        raise ScaffoldError(f"interface {name!r} is a {type(found).__name__}, not an envs.scaffold.Interface")
-    return found
+def load_scaffold(name: str) -> Scaffold:
+    """The scaffold ``name``, registered or at ``package.module:attribute``. Raises ``ScaffoldError``."""
+    scaffold = SCAFFOLDS.load(name)
+    if not isinstance(scaffold, Scaffold):
+        raise ScaffoldError(f"scaffold {name!r} is a {type(scaffold).__name__}, not an envs.scaffold.Scaffold")
+    return scaffold

@@ -1,18 +1,18 @@
-"""The small way to write an environment: a class whose object is one episode, its async methods the tools.
+"""Environments as tool classes: an instance is one episode, its public async methods are the tools.
 
 ::
 
     class Sums:
         '''Work out the sum and answer it.'''             the system message; its first line is listed
 
-        class Options(BaseModel):                         optional: the config's env.options, validated
+        class Options(BaseModel):                         optional: validates the config's env.options
             count: int = 100
 
         @classmethod
-        def tasks(cls, split: str, options: Options) -> list[dict]:     one row a task, the same every time
+        def tasks(cls, split: str, options: Options) -> list[dict]:     one row for each task, in a fixed order
             return [{"a": index, "b": 7} for index in range(options.count)]
 
-        async def setup(self, task: Task) -> str:         called once; what it returns is the user's message
+        async def setup(self, task: Task) -> str:         called once; returns the user message
             self.total = task.record["a"] + task.record["b"]
             return f"{task.record['a']} + {task.record['b']}?"
 
@@ -21,16 +21,15 @@
             self.given = number
             return "noted"
 
-        async def grade(self) -> float:                   the reward, 1.0 and more counts as resolved; or a Grade
+        async def grade(self) -> float:                   the reward; 1.0 or more counts as resolved. Or a Grade
             return float(self.given == self.total)
 
-        async def close(self) -> None: ...                optional: called at the end, also after a failure
+        async def close(self) -> None: ...                optional: called at the end, also on failure
 
         @classmethod
-        def solution(cls, task: Task) -> list[ToolCall]: ...     optional: calls that solve it, for `--policy gold`
+        def solution(cls, task: Task) -> list[ToolCall]: ...     optional: calls that solve the task (`--policy gold`)
 
-``__init__`` may take ``options`` and ``sandbox``, by name; one that takes a sandbox has a sandbox of its own each
-episode.
+``__init__`` may take ``options`` and ``sandbox`` by name. If it takes ``sandbox``, each episode gets its own sandbox.
 """
 
 from __future__ import annotations
@@ -48,104 +47,107 @@ from envs.context import EnvContext
 from envs.types import EnvsError, Grade, Message, Task
 from tools import FunctionToolSet, ToolCall, ToolDefinitionError, ToolResult, ToolSet
 
-_NO_TOOLS = frozenset({"setup", "grade", "close", "tasks", "solution"})
+_NOT_TOOLS = frozenset({"setup", "grade", "close", "tasks", "solution"})
 
 
 class NoOptions(BaseModel):
-    """The options of a class that names none."""
+    """The options of a class without ``Options``."""
 
 
 class ToolClassError(EnvsError):
-    """A class, or the options it is given, that no environment can be made of: one line."""
+    """A tool class or options that cannot be used: one line for the user."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolEpisode:
-    """One object of the class, set up."""
+    """One instance of the tool class, after ``setup``."""
 
     messages: Sequence[Message]
     tools: ToolSet
-    subject: Any
+    instance: Any
 
     async def grade(self) -> Grade:
-        """What the object's own ``grade`` says; a number becomes a Grade. Raises TypeError for anything else."""
-        grade = await self.subject.grade()
+        """The result of the instance's ``grade``. A number becomes a Grade. Raises TypeError for other values."""
+        grade = await self.instance.grade()
         if isinstance(grade, Grade):
             return grade
         if isinstance(grade, bool | int | float):
             return Grade(reward=float(grade), resolved=float(grade) >= 1.0)
-        raise TypeError(f"{type(self.subject).__name__}.grade returned a {type(grade).__name__}, not a number or Grade")
+        raise TypeError(
+            f"{type(self.instance).__name__}.grade returned a {type(grade).__name__}, not a number or Grade"
+        )
 
 
-def takes_sandbox(made: type[Any]) -> bool:
-    """Whether the constructor of such a class asks for a sandbox."""
-    return "sandbox" in _parameters(made)
+def takes_sandbox(cls: type[Any]) -> bool:
+    """Whether the constructor of the tool class takes a sandbox."""
+    return "sandbox" in _parameters(cls)
 
 
-def is_tool_class(made: Any) -> bool:
-    """Whether ``made`` is such a class: it has ``tasks``, and async ``setup`` and ``grade``."""
+def is_tool_class(cls: Any) -> bool:
+    """Whether ``cls`` is a tool class: it has ``tasks``, and async ``setup`` and ``grade``."""
     return (
-        inspect.isclass(made)
-        and hasattr(made, "tasks")
-        and all(inspect.iscoroutinefunction(getattr(made, name, None)) for name in ("setup", "grade"))
+        inspect.isclass(cls)
+        and hasattr(cls, "tasks")
+        and all(inspect.iscoroutinefunction(getattr(cls, name, None)) for name in ("setup", "grade"))
     )
 
 
 class ToolClassEnvironment:
-    """Implements :class:`envs.types.Environment` over such a class. Raises ToolClassError for options it refuses."""
+    """Implements :class:`envs.types.Environment` for a tool class. Raises ToolClassError for wrong options."""
 
-    def __init__(self, context: EnvContext, made: type[Any], name: str, options: Mapping[str, Any]) -> None:
-        self._context, self._class, self._name = context, made, name
-        self._options = _validated(made, name, options)
-        self._takes = _constructor_takes(made, name)
-        _check_tools(made, name)
+    def __init__(self, context: EnvContext, cls: type[Any], name: str, options: Mapping[str, Any]) -> None:
+        self._context, self._class, self._name = context, cls, name
+        self._options = _validate_options(cls, name, options)
+        self._parameters = _check_constructor(cls, name)
+        _check_tools(cls, name)
 
     @property
     def name(self) -> str:
         return self._name
 
     async def prepare(self, *splits: str) -> None:
-        """Make the rows of ``splits`` once, so that what is wrong with them is told before anything is started."""
+        """Create the rows of ``splits``, so that errors in them appear before the first episode."""
         for split in splits:
             self.tasks(split)
 
     def tasks(self, split: str) -> Sequence[Task]:
-        """The class' rows of ``split``; a row's ``id`` is the task's, else its place in the split."""
+        """The class's rows of ``split``. A task's id is the row's ``id``, else ``SPLIT-INDEX``."""
         rows = list(self._class.tasks(split, self._options))
-        return [Task(str(row.get("id", f"{split}-{at}")), self._name, row) for at, row in enumerate(rows)]
+        return [Task(str(row.get("id", f"{split}-{index}")), self._name, row) for index, row in enumerate(rows)]
 
     @asynccontextmanager
     async def start(self, task: Task) -> AsyncIterator[ToolEpisode]:
-        """Make an object, set it up, and close it at the end."""
+        """Create an instance, set it up, and close it at the end."""
         async with AsyncExitStack() as stack:
-            given: dict[str, Any] = {"options": self._options} if "options" in self._takes else {}
-            if "sandbox" in self._takes:
-                given["sandbox"] = await stack.enter_async_context(self._context.sandbox(self._context.limits))
-            subject = self._class(**given)
-            if hasattr(subject, "close"):
-                stack.push_async_callback(subject.close)
-            opening = await subject.setup(task)
-            yield ToolEpisode(self._messages(opening), tool_set(subject), subject)
+            arguments: dict[str, Any] = {"options": self._options} if "options" in self._parameters else {}
+            if "sandbox" in self._parameters:
+                arguments["sandbox"] = await stack.enter_async_context(self._context.sandbox(self._context.limits))
+            instance = self._class(**arguments)
+            if hasattr(instance, "close"):
+                stack.push_async_callback(instance.close)
+            initial = await instance.setup(task)
+            yield ToolEpisode(self._messages(initial), tool_set(instance), instance)
 
     def gold(self, task: Task) -> str:
-        """No patch: there is no repository. :meth:`solution` has the calls that solve a task."""
+        """Empty: there is no repository to patch. :meth:`solution` returns the calls that solve a task."""
         return ""
 
     def solution(self, task: Task) -> Sequence[ToolCall]:
-        """The calls that solve ``task``; none where the class tells none."""
+        """The calls that solve ``task``; empty if the class has no ``solution``."""
         return list(self._class.solution(task)) if hasattr(self._class, "solution") else []
 
-    def _messages(self, opening: str | Sequence[Message]) -> Sequence[Message]:
-        if not isinstance(opening, str):
-            return opening
+    def _messages(self, initial: str | Sequence[Message]) -> Sequence[Message]:
+        if not isinstance(initial, str):
+            return initial
         system = inspect.getdoc(self._class) or f"You are given a task of {self._name} and tools to solve it."
-        return ({"role": "system", "content": system}, {"role": "user", "content": opening})
+        return ({"role": "system", "content": system}, {"role": "user", "content": initial})
 
 
-def tool_set(subject: Any) -> FunctionToolSet:
-    """The public async methods of ``subject`` that are not the environment's own, and ``finish`` if it has none."""
-    tools = [getattr(subject, name) for name in _tool_names(type(subject))]
-    return FunctionToolSet(tools if hasattr(subject, "finish") else [*tools, finish])
+def tool_set(instance: Any) -> FunctionToolSet:
+    """The public async methods of ``instance`` except ``setup``, ``grade`` and ``close``; plus ``finish`` if
+    missing."""
+    tools = [getattr(instance, name) for name in _tool_names(type(instance))]
+    return FunctionToolSet(tools if hasattr(instance, "finish") else [*tools, finish])
 
 
 async def finish(command: Literal["submit"] = "submit", result: str = "") -> ToolResult:
@@ -158,27 +160,27 @@ async def finish(command: Literal["submit"] = "submit", result: str = "") -> Too
     return ToolResult("submitted", submitted=True)
 
 
-def _tool_names(made: type[Any]) -> list[str]:
-    names = [name for kind in reversed(made.__mro__) for name in vars(kind) if not name.startswith("_")]
-    return [n for n in dict.fromkeys(names) if n not in _NO_TOOLS and inspect.iscoroutinefunction(getattr(made, n))]
+def _tool_names(cls: type[Any]) -> list[str]:
+    names = [name for kind in reversed(cls.__mro__) for name in vars(kind) if not name.startswith("_")]
+    return [n for n in dict.fromkeys(names) if n not in _NOT_TOOLS and inspect.iscoroutinefunction(getattr(cls, n))]
 
 
-def _check_tools(made: type[Any], name: str) -> None:
-    """Every tool must have a schema: told when the environment is loaded, not in an episode."""
-    if not _tool_names(made):
-        raise ToolClassError(f"environment {name!r}: {made.__name__} has no tool: right would be a public async method")
+def _check_tools(cls: type[Any], name: str) -> None:
+    """Raise ToolClassError when the environment is loaded if a tool has no schema."""
+    if not _tool_names(cls):
+        raise ToolClassError(f"environment {name!r}: {cls.__name__} has no tool; expected a public async method")
     try:
-        tool_set(object.__new__(made)).schemas()  # schemas need no constructor
+        tool_set(object.__new__(cls)).schemas()  # schemas need no constructor
     except ToolDefinitionError as error:
-        raise ToolClassError(f"environment {name!r}: {made.__name__}: {error}") from None
+        raise ToolClassError(f"environment {name!r}: {cls.__name__}: {error}") from None
 
 
-def _validated(made: type[Any], name: str, options: Mapping[str, Any]) -> BaseModel:
-    schema: type[BaseModel] = getattr(made, "Options", NoOptions)
+def _validate_options(cls: type[Any], name: str, options: Mapping[str, Any]) -> BaseModel:
+    schema: type[BaseModel] = getattr(cls, "Options", NoOptions)
     known = list(schema.model_fields)
     if unknown := [key for key in options if key not in known]:
-        near = difflib.get_close_matches(unknown[0], known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"options: {', '.join(known) or 'none'}"
+        matches = difflib.get_close_matches(unknown[0], known, n=1, cutoff=0.5)
+        hint = f"did you mean {matches[0]!r}?" if matches else f"options: {', '.join(known) or 'none'}"
         raise ToolClassError(f"environment {name!r}: unknown option {unknown[0]!r}: {hint}")
     try:
         return schema.model_validate(dict(options))
@@ -188,15 +190,15 @@ def _validated(made: type[Any], name: str, options: Mapping[str, Any]) -> BaseMo
         raise ToolClassError(f"environment {name!r}: option {key!r}: {first['msg']}") from None
 
 
-def _parameters(made: type[Any]) -> frozenset[str]:
-    return frozenset() if made.__init__ is object.__init__ else frozenset(inspect.signature(made).parameters)
+def _parameters(cls: type[Any]) -> frozenset[str]:
+    return frozenset() if cls.__init__ is object.__init__ else frozenset(inspect.signature(cls).parameters)
 
 
-def _constructor_takes(made: type[Any], name: str) -> frozenset[str]:
-    parameters = _parameters(made)
+def _check_constructor(cls: type[Any], name: str) -> frozenset[str]:
+    parameters = _parameters(cls)
     if unknown := parameters - {"options", "sandbox"}:
         raise ToolClassError(
-            f"environment {name!r}: {made.__name__}.__init__ takes {', '.join(sorted(unknown))}; it may take options "
+            f"environment {name!r}: {cls.__name__}.__init__ takes {', '.join(sorted(unknown))}; it may take options "
             "and sandbox"
         )
     return parameters

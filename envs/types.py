@@ -1,4 +1,4 @@
-"""What a task is, how it starts, and how it is graded."""
+"""Tasks, grades, and the protocols of episodes and environments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Message = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One thing to do. ``id`` is unique in its environment; ``record`` is the environment's own data (a row)."""
+    """One task. ``id`` is unique in its environment; ``record`` is the environment's data of the task (a row)."""
 
     id: str
     env: str
@@ -25,11 +25,10 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Grade:
-    """The verdict on one finished episode.
+    """The grade of a finished episode.
 
-    ``reward`` is what the trainer sees, ``resolved`` what Pass@1 counts. ``tests`` maps a test's name to its status,
-    ``log`` is the end of what they printed, for a person to read.
-    A grading that broke is no Grade but an exception (``GradingError`` or ``SandboxError``).
+    The trainer uses ``reward``, Pass@1 counts ``resolved``. ``tests`` maps each test's name to its status; ``log`` is
+    the end of the tests' output. A failed grading raises ``GradingError`` or ``SandboxError`` instead.
     """
 
     reward: float
@@ -43,7 +42,7 @@ class Grade:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one check of a task found. ``check`` is the check's name, ``detail`` one line of what was seen."""
+    """The result of one check. ``check`` is its name, ``detail`` one line of explanation."""
 
     check: str
     ok: bool
@@ -51,103 +50,103 @@ class Finding:
 
 
 class EnvsError(Exception):
-    """Base of the package's errors. The message is made printable: it may quote what was printed in a sandbox."""
+    """Base of the package's errors. The message is made printable, because it may quote output of a sandbox."""
 
     def __init__(self, message: str = "") -> None:
         super().__init__(printable(message))
 
 
 class TaskRecordError(EnvsError):
-    """A task record is broken: the message names the row, the field and what would be right."""
+    """A broken task record. The message names the row, the field and the expected value."""
 
 
 class GradingError(EnvsError):
-    """The grading itself broke (no parseable log, say): infrastructure, never a reward of 0."""
+    """The grading failed, e.g. without a parseable log: an infrastructure failure, not a reward of 0."""
 
 
 class UndecidableError(GradingError):
-    """The task's own parts keep it from ever being graded, whatever the patch: no other try will tell more.
+    """The task cannot be graded, whatever the patch, because of its own files. It is not retried.
 
-    Never raised for what a machine did, such as a limit that cut the tests off.
+    Not for failures of the machine, such as a limit that stopped the tests.
     """
 
 
 class Episode(Protocol):
-    """One started task: what the agent is told, what it may call, and the verdict at the end."""
+    """One started task: its initial messages, its tools and its grade."""
 
     @property
     def messages(self) -> Sequence[Message]:
-        """The opening messages: system and user."""
+        """The initial messages: system and user."""
         ...
 
     @property
     def tools(self) -> ToolSet: ...
 
     async def grade(self) -> Grade:
-        """Grade what the agent left behind, in a fresh sandbox with the hidden tests."""
+        """Grade the agent's result, e.g. in a fresh sandbox with the hidden tests."""
         ...
 
 
 @runtime_checkable
 class Dialogue(Protocol):
-    """An episode whose agent answers in words and has no tools to call. Optional: others have their tools called."""
+    """Optional: an episode without tools. It takes each turn of the agent as text."""
 
-    async def hear(self, text: str) -> ToolResult:
-        """Take a whole turn of the agent. The result is what the agent reads next; ``submitted`` ends the episode."""
+    async def respond(self, text: str) -> ToolResult:
+        """Take a turn of the agent. The result is its next observation; ``submitted`` ends the episode."""
         ...
 
 
 @runtime_checkable
 class HasSandbox(Protocol):
-    """An episode whose agent works in a sandbox, where a program of its own may run. Optional."""
+    """Optional: an episode whose agent works in a sandbox, where an agent program can run."""
 
     @property
     def sandbox(self) -> Sandbox: ...
 
 
 class Environment(Protocol):
-    """A source of tasks and the way to start one. Plugged in by registry name, dotted path or entry point.
+    """A source of tasks that can start them. Selected by registry name, dotted path or entry point.
 
-    One that starts no sandboxes says so with the class attribute ``sandboxes = False``: then no sandbox is asked for.
+    An environment that starts no sandbox sets the class attribute ``needs_sandbox = False``.
     """
 
     @property
     def name(self) -> str: ...
 
     async def prepare(self, *splits: str) -> None:
-        """Make the tasks of ``splits`` ready for :meth:`tasks` (download, build, verify); what is done is skipped."""
+        """Download, build and verify the tasks of ``splits`` for :meth:`tasks`. Completed work is skipped."""
         ...
 
     def tasks(self, split: str) -> Sequence[Task]:
-        """The tasks of ``split`` (``train`` or ``heldout``, or a name of the environment's own), in a fixed order."""
+        """The tasks of ``split`` (``train``, ``heldout`` or an environment-specific name), in a fixed order."""
         ...
 
     def start(self, task: Task) -> AbstractAsyncContextManager[Episode]:
-        """Start ``task``; leaving the context closes its sandbox, also when cancelled."""
+        """Start ``task``. Leaving the context closes its sandbox, also on cancellation."""
         ...
 
     def gold(self, task: Task) -> str:
-        """The true fix as a git diff, for the gold solver and the doctor."""
+        """The reference fix as a git diff, for the gold policy and the doctor."""
         ...
 
 
 @runtime_checkable
 class Solvable(Protocol):
-    """An environment whose tasks are solved by tool calls or words, not by a patch. Optional; the gold solver asks."""
+    """Optional: an environment whose reference solutions are turns, not a patch. The gold policy uses them."""
 
     def solution(self, task: Task) -> Sequence[ToolCall | str]:
-        """The turns that solve ``task``: calls, without the last one that says so, or what is said in a
-        :class:`Dialogue`; none where that is not known."""
+        """The turns that solve ``task``: tool calls without the submitting call, or texts for a :class:`Dialogue`.
+        Empty if unknown."""
         ...
 
 
 @runtime_checkable
-class Audited(Protocol):
-    """An environment that can tell whether a task could be won without solving it. Optional; the doctor asks."""
+class Auditable(Protocol):
+    """Optional: an environment that checks whether a task rewards a reward hack. The doctor uses it."""
 
     async def audit(self, task: Task) -> Sequence[Finding]:
-        """Look at ``task`` as a cheating agent would, in sandboxes of its own: one finding a check, in a fixed order.
+        """Try to win ``task`` without solving it, in separate sandboxes. Returns one finding for each check, in order.
 
-        Raises ``SandboxError`` or ``GradingError`` where a check could not be done: infrastructure, no finding.
+        Raises ``SandboxError`` or ``GradingError`` if a check could not run.
         """
         ...

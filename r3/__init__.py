@@ -1,6 +1,6 @@
-"""Rollout Routing Replay (R3, arXiv 2510.11370): routing tensors from the engine to the trainer.
+"""Rollout Routing Replay (R3, arXiv 2510.11370): brings routing tensors from the engine to the trainer.
 
-numpy at its core; torch and Megatron only in the modules named for them.
+Imports numpy only; ``megatron_replay`` imports torch and Megatron.
 """
 
 from r3.payload import RouteLayout

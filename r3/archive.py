@@ -1,18 +1,18 @@
-"""Routes on disk: a small self-describing format, a sixth of the wire's int32 bytes.
+"""The file format of routes: self-describing, a sixth of the size of int32 ids.
 
 ::
 
     magic 8 | version u16 | header bytes u32 | body bytes u64 | CRC-32 of all the rest u32 | header | body
 
-All numbers are little-endian. The header is JSON, so that a file can be read without this module: ``tokens``,
+All numbers are little-endian. The header is JSON and readable without this module: ``tokens``,
 ``moe_layers``, ``top_k``, ``num_experts``, ``dtype`` (of the ids), ``sorted``, ``layer_ids`` (null, or which of the
 model's layers the MoE layers are) and ``spans``. Rows of spans of kind ``missing`` are not stored: the spans are the
 mask.
 
 The body is one zstandard frame of the P present rows as ``[top_k, P, moe_layers]``. Unless ``sorted`` is false the ids
-ascend within a row, and each but the first is the difference to the one before: the smaller numbers are what makes it
-compress. **Sorting loses the order within a row**, which a top-k's sum does not depend on but for rounding. Ids of two
-bytes are cut in two, first all low bytes, then all high ones.
+ascend within a row, and each but the first is the difference to the one before: smaller numbers compress
+better. **Sorting loses the order within a row**, which changes a top-k sum only by rounding. Two-byte ids are stored as
+all low bytes, then all high bytes.
 
 Axes: T tokens, P present rows, M MoE layers, K experts a token, N = P * M.
 """
@@ -35,19 +35,19 @@ from r3.atomic_write import write_atomic
 from r3.routing import Routing, RoutingError, Span, SpanKind, narrowest_dtype, validate
 
 MAGIC = b"\x89R3\r\n\x1a\n\0"
-"""Begins every archive. Like PNG's it holds a byte over 127 and line ends, so that a transfer as text shows."""
+"""First bytes of every archive. As in PNG, a byte over 127 and line ends reveal a transfer as text."""
 VERSION = 1
 MAX_BYTES = 1 << 30
-"""Bytes of expert ids that an archive may claim to hold, unless the reader allows more."""
+"""Default limit on the bytes of expert ids in an archive."""
 
 _PREFIX = struct.Struct("<8sHIQI")
 _MAX_HEADER_BYTES = 1 << 24
-_LEVEL = 1  # higher levels gain nothing on routes (measured), and take several times as long
+_LEVEL = 1  # higher levels do not compress routes better (measured) and take several times as long
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What an archive says of itself. ``layer_ids`` are the 0-based layers of the model that the rows belong to."""
+    """The header of an archive. ``layer_ids``: the 0-based model layers of the rows."""
 
     tokens: int
     moe_layers: int
@@ -69,9 +69,9 @@ class Header:
 
 
 def encode(routing: Routing, *, layer_ids: Sequence[int] | None = None, keep_order: bool = False) -> bytes:
-    """``routing`` as an archive. ``keep_order`` keeps the experts' order within a row, for a third more bytes.
+    """Encode ``routing`` as an archive. ``keep_order`` keeps the experts' order within a row, for a third more bytes.
 
-    Raises RoutingError for a routing that disagrees with itself, and for layer ids that aren't its layers'.
+    Raises RoutingError for an inconsistent routing, and for layer ids that do not match its layers.
     """
     validate(routing, "archive")
     header = Header(
@@ -99,9 +99,9 @@ def encode(routing: Routing, *, layer_ids: Sequence[int] | None = None, keep_ord
 
 
 def decode(data: bytes | memoryview, *, max_bytes: int = MAX_BYTES, where: str = "archive") -> Routing:
-    """The routing that ``data`` holds, checked as one that came over the wire is.
+    """Decode ``data`` and validate the routing.
 
-    Raises RoutingError, its message led by ``where``, for anything that is not exactly an archive of at most
+    Raises RoutingError, with ``where`` in front of its message, for anything but an archive of at most
     ``max_bytes`` of expert ids.
     """
     header, body = _parse(memoryview(data), max_bytes, where)
@@ -121,7 +121,7 @@ def decode(data: bytes | memoryview, *, max_bytes: int = MAX_BYTES, where: str =
 
 
 def header_of(data: bytes | memoryview, *, where: str = "archive") -> Header:
-    """What an archive says of itself; its rows are not unpacked. Raises RoutingError as :func:`decode`."""
+    """Returns the header without unpacking the rows. Raises RoutingError as :func:`decode`."""
     return _parse(memoryview(data), MAX_BYTES, where)[0]
 
 
@@ -131,7 +131,7 @@ def write(path: Path, routing: Routing, *, layer_ids: Sequence[int] | None = Non
 
 
 def read(path: Path, *, max_bytes: int = MAX_BYTES) -> Routing:
-    """The routing in the file at ``path``. Raises RoutingError as :func:`decode`, and where there is no such file."""
+    """Read the routing at ``path``. Raises RoutingError as :func:`decode`, and if the file does not exist."""
     try:
         size = path.stat().st_size
         if size > max_bytes + _MAX_HEADER_BYTES:
@@ -143,7 +143,7 @@ def read(path: Path, *, max_bytes: int = MAX_BYTES) -> Routing:
 
 
 def _parse(data: memoryview, max_bytes: int, where: str) -> tuple[Header, memoryview]:
-    """The checked header, and the body as it is on disk."""
+    """Returns the checked header and the compressed body."""
     if len(data) < _PREFIX.size or data[: len(MAGIC)] != MAGIC:
         raise RoutingError(f"{where}: not an archive of routes (expected {MAGIC!r} first)")
     magic, version, header_bytes, body_bytes, checksum = _PREFIX.unpack(data[: _PREFIX.size])
@@ -196,7 +196,8 @@ def _span(values: Sequence[Any]) -> Span:
 
 
 def _typed(values: Sequence[Any], *types: type) -> list[Any]:
-    """The values, each exactly of its type (a bool is no int here). Raises TypeError, ValueError for their count."""
+    """Returns the values, each of exactly its type (bool is not int). Raises TypeError, or ValueError for their
+    count."""
     for value, kind in zip(values, types, strict=True):
         if type(value) is not kind:
             raise TypeError(f"expected {kind.__name__}, got {value!r:.60}")
@@ -204,7 +205,7 @@ def _typed(values: Sequence[Any], *types: type) -> list[Any]:
 
 
 def _check(header: Header, max_bytes: int, where: str) -> None:
-    """Bounds, before anything is allocated by them; what lies within the bounds is :func:`validate`'s to check."""
+    """Check sizes before anything is allocated; :func:`validate` checks the contents."""
     if not 1 <= header.top_k <= header.num_experts <= 1 << 16 or header.moe_layers < 1 or header.tokens < 0:
         raise RoutingError(
             f"{where}: impossible shape: {header.tokens} tokens, {header.moe_layers} MoE layers, "
@@ -231,12 +232,12 @@ def _check(header: Header, max_bytes: int, where: str) -> None:
 
 
 def _dtype(num_experts: int) -> np.dtype[np.unsignedinteger]:
-    """The ids' dtype on disk: little-endian wherever it is written."""
+    """Returns the dtype of the ids on disk, always little-endian."""
     return narrowest_dtype(num_experts).newbyteorder("<")
 
 
 def _sort(planes_KN: NDArray[np.unsignedinteger]) -> None:
-    """Sort each column in place: an odd-even transposition network, far faster on planes than sorting short rows."""
+    """Sort each column in place with an odd-even transposition network, much faster than sorting short rows."""
     top_k = len(planes_KN)
     for first in (start for turn in range(top_k) for start in range(turn % 2, top_k - 1, 2)):
         lower = np.minimum(planes_KN[first], planes_KN[first + 1])
@@ -245,7 +246,7 @@ def _sort(planes_KN: NDArray[np.unsignedinteger]) -> None:
 
 
 def _split(planes_KN: NDArray[np.unsignedinteger], dtype: str) -> NDArray[np.uint8]:
-    """The ids' bytes, all low ones first."""
+    """Returns the bytes of the ids, all low bytes first."""
     width = np.dtype(dtype).itemsize
     return np.ascontiguousarray(planes_KN.astype(dtype, copy=False).view(np.uint8).reshape(-1, width).T)
 

@@ -1,4 +1,4 @@
-"""Atomic file writes: a process that is killed leaves nothing half-written."""
+"""Atomic file writes: a killed process leaves no partial file."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from contextlib import contextmanager
 from pathlib import Path
 
 UNFINISHED = re.compile(r"\..+\.\d+\.tmp")
-"""The names under which files are written before they get their own."""
+"""Names of temporary files before they are renamed."""
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Write ``data`` to ``path``, whose directory is made if need be. Raises OSError, leaving what was there before."""
+    """Write ``data`` to ``path`` and create its directory. On OSError, an existing file is unchanged."""
     with replacing(path) as temporary:
         temporary.write_bytes(data)
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A name beside ``path`` for the caller to write a file under; afterwards that file is flushed to disk and renamed
-    to ``path``. Where the caller raises, ``path`` stays as it was."""
+    """A context that yields a temporary path beside ``path``; on success the file is flushed to disk and renamed to
+    ``path``. If the block raises, ``path`` is unchanged."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

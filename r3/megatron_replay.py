@@ -1,13 +1,13 @@
-"""Routing replay inside Megatron-core 0.16.1's routers: given experts in, gate weights from the trainer's own logits.
+"""Routing replay inside Megatron-core 0.16.1's routers: experts are given, gates use the trainer's logits.
 
 With softmax scoring after the top-k (as in Qwen3) a replayed router computes exactly Eq. 8 of the R3 paper (arXiv
 2510.11370): ``g_i = I_i exp(s_i) / sum_j I_j exp(s_j)``, I the given experts and s the trainer's logits, so gradients
-still reach the router.
+reach the router.
 
-Megatron's protocol has an action per router (replay in the forward pass, replay in the recomputation under the backward
-pass) and a process-global list of all routers. Here every router gets a replay object of its own that belongs to one
-:class:`RouterReplayer`, so that two models in one process do not meet; rows that are absent take the native top-k; and
-a router that was not asked exactly once a micro-batch raises.
+Megatron sets an action per router (replay in the forward pass, replay in the recomputation under the backward pass) and
+keeps a process-global list of all routers. Here every router has its own replay object, which belongs to one
+:class:`RouterReplayer`, so that two models in one process are independent. Absent rows use the router's own top-k. A
+router that does not run exactly once per micro-batch raises ReplayError.
 
 Axes of routes: ``[tokens, moe_layers, top_k]``.
 """
@@ -30,22 +30,22 @@ from torch import Tensor
 
 
 class ReplayError(Exception):
-    """Routes that cannot be replayed as they are, or were not consumed exactly once; the message says where."""
+    """Routes that cannot be replayed, or were not consumed exactly once; the message says where."""
 
 
 class ReplayObserver(Protocol):
-    """Is told what the routers of one model do; ``action`` is ``replay_forward`` or ``replay_backward``.
+    """Receives the actions of the routers of one model; ``action`` is ``replay_forward`` or ``replay_backward``.
 
-    ``layer_number`` is 1-based over the whole model, ``microbatch`` counts a pass' micro-batches from 0. Experts are
-    ``[tokens, top_k]`` of this rank's tokens (a tensor and context rank's share). Tensors are on the model's device and
-    must not be changed.
+    ``layer_number`` is 1-based over the whole model, ``microbatch`` counts the micro-batches of a pass from 0. Experts
+    are ``[tokens, top_k]`` of this rank's tokens (a tensor and context rank's share). Tensors are on the model's device
+    and must not be changed.
     """
 
     def assigned(self, layer_number: int, microbatch: int, experts: Tensor) -> None:
-        """A router was given ``experts``, in the order they came in; absent rows hold anything."""
+        """A router received ``experts``, in their original order; the values of absent rows have no meaning."""
 
     def action(self, layer_number: int, microbatch: int, action: str) -> None:
-        """A router was switched to ``action`` for a micro-batch; backward only where a backward pass will follow."""
+        """A router was switched to ``action`` for a micro-batch; backward only if a backward pass follows."""
 
     def forwarded(
         self,
@@ -56,26 +56,26 @@ class ReplayObserver(Protocol):
         expected: Tensor | None,
         fallback_rows: int,
     ) -> None:
-        """A router has run (``replay_backward``: once more, under the backward pass).
+        """A router ran (``replay_backward``: again, under the backward pass).
 
-        ``used`` is read from the map the router gave to its token dispatcher, ``expected`` is what was asked for:
-        forward the given experts (absent rows: the native top-k; None where all is native), backward those of the
-        forward pass. Both int64, each row ascending. ``fallback_rows``: rows that took the native top-k.
+        ``used`` comes from the map that the router passed to its token dispatcher. ``expected``: in the forward pass
+        the given experts (absent rows: the router's own top-k; None without replay), in the backward pass those of the
+        forward pass. Both int64, each row ascending. ``fallback_rows``: rows that used the router's own top-k.
         """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Choice:
-    """What a router was made to use for one micro-batch, ``[tokens, top_k]``; ``asked`` is None where it was native."""
+    """The experts of one micro-batch in one router, ``[tokens, top_k]``; ``expected`` is None without replay."""
 
     microbatch: int
     experts: Tensor
-    asked: Tensor | None
+    expected: Tensor | None
     fallback_rows: int
 
 
 class LayerReplay(RouterReplay):
-    """The replay state of one router. ``recomputed``: whether its layer is run again under the backward pass."""
+    """The replay state of one router. ``recomputed``: its layer runs again under the backward pass."""
 
     def __init__(self, layer_number: int, *, recomputed: bool) -> None:
         # The base class' constructor would append this object to a list shared by the whole process.
@@ -85,7 +85,7 @@ class LayerReplay(RouterReplay):
         self.clear()
 
     def clear(self) -> None:
-        """Forget all routes and route natively. Idempotent."""
+        """Discard all routes and route without replay. Idempotent."""
         self.clear_indices()
         self.clear_router_replay_action()
         self.present: Tensor | None = None
@@ -95,12 +95,12 @@ class LayerReplay(RouterReplay):
         self._kept: deque[_Choice] = deque()
 
     @property
-    def left(self) -> int:
-        """Micro-batches that were run forward and not yet recomputed."""
+    def pending_recomputations(self) -> int:
+        """Micro-batches that ran forward and were not yet recomputed."""
         return len(self._kept)
 
     def begin(self, microbatch: int, experts: Tensor | None, present: Tensor | None, *, backward: bool) -> None:
-        """Before a forward pass: the rows to use (None: native routing) and which of them are there (None: all)."""
+        """Call before a forward pass with the rows to use (None: no replay) and which are present (None: all)."""
         self.microbatch, self.target_topk_idx, self.present = microbatch, experts, present
         self.forwards = 0
         self._keep = backward and self.recomputed
@@ -111,10 +111,11 @@ class LayerReplay(RouterReplay):
         self.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
 
     def end(self, *, backward: bool) -> Tensor:
-        """After it: the experts used. Raises ReplayError unless the router was asked exactly once."""
+        """Call after the forward pass; returns the experts used. Raises ReplayError unless the router ran exactly
+        once."""
         if self.forwards != 1 or self._chosen is None:
             raise ReplayError(f"layer {self.layer_number}: its routes were consumed {self.forwards} times, not once")
-        # At once, not after the step: in a pipeline the recomputation of another micro-batch may come next.
+        # Not after the step: in a pipeline, the recomputation of another micro-batch may follow at once.
         self.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
         if backward and self.observer is not None:
             self.observer.action(self.layer_number, self.microbatch, "replay_backward")
@@ -128,7 +129,7 @@ class LayerReplay(RouterReplay):
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The scores of the experts to use and their ids; called by the router in place of its top-k."""
+        """Returns the scores and ids of the experts to use; the router calls it instead of its top-k."""
         assert default_compute_topk is not None
         if self.router_replay_action is RouterReplayAction.REPLAY_FORWARD:
             experts = self._forward(scores, topk, lambda: default_compute_topk(scores, topk, num_groups, group_topk)[1])
@@ -172,22 +173,22 @@ class LayerReplay(RouterReplay):
                 f"layer {self.layer_number}: the recomputation has {len(scores)} tokens, the forward pass had "
                 f"{len(kept.experts)}"
             )
-        self._chosen = replace(kept, asked=kept.experts)
+        self._chosen = replace(kept, expected=kept.experts)
         return kept.experts
 
     def routed(self, _router: torch.nn.Module, _inputs: Any, output: tuple[Tensor, Tensor]) -> None:
-        """Forward hook of the router: tells the observer which experts its dispatch map really names."""
+        """Forward hook of the router: reports the experts of its dispatch map to the observer."""
         if self.observer is None or self._chosen is None or self.router_replay_action is None:
             return
         chosen, routing_map = self._chosen, output[1]
         used = routing_map.nonzero()[:, 1].view(len(routing_map), -1)
-        asked = None if chosen.asked is None else chosen.asked.sort(-1).values
+        expected = None if chosen.expected is None else chosen.expected.sort(-1).values
         action = self.router_replay_action.value
-        self.observer.forwarded(self.layer_number, chosen.microbatch, action, used, asked, chosen.fallback_rows)
+        self.observer.forwarded(self.layer_number, chosen.microbatch, action, used, expected, chosen.fallback_rows)
 
 
 class RouterReplayer:
-    """Drives the routers of one model's chunks on this rank.
+    """Controls the routers of one model's chunks on this rank.
 
     ``moe_layers``: the 1-based numbers of all layers with experts, in order, over the whole model; column i of the
     routes is layer ``moe_layers[i]``. Which layers are recomputed under the backward pass follows from the model's own
@@ -197,24 +198,24 @@ class RouterReplayer:
 
     def __init__(self, chunks: Sequence[torch.nn.Module], moe_layers: Sequence[int]) -> None:
         self._columns = {number: column for column, number in enumerate(moe_layers)}
-        self._layers = [self._adopt_chunk(chunk) for chunk in chunks]
+        self._layers = [self._attach_chunk(chunk) for chunk in chunks]
         self._microbatches = [0] * len(chunks)
         self._observer: ReplayObserver | None = None
 
     @property
     def observer(self) -> ReplayObserver | None:
-        """Who is told what the routers do; None (as at first): nobody."""
+        """Receives the actions of the routers; None (the default): nothing is reported."""
         return self._observer
 
     @observer.setter
     def observer(self, observer: ReplayObserver | None) -> None:
         self._observer = observer
-        for layer in self._all():
+        for layer in self._all_layers():
             layer.observer = observer
 
-    def _adopt_chunk(self, chunk: torch.nn.Module) -> list[LayerReplay]:
-        adopted = []
-        _take_off_shared_list(chunk)
+    def _attach_chunk(self, chunk: torch.nn.Module) -> list[LayerReplay]:
+        attached = []
+        _remove_from_shared_list(chunk)
         for module in (module for module in chunk.modules() if isinstance(module, MoELayer)):
             check_experts(module)
         for router, place in _decoder_routers(chunk):
@@ -224,39 +225,39 @@ class RouterReplayer:
             layer = LayerReplay(router.layer_number, recomputed=is_recomputed(router.config, place))
             router.router_replay = layer
             router.register_forward_hook(layer.routed)
-            adopted.append(layer)
-        return adopted
+            attached.append(layer)
+        return attached
 
-    def _all(self) -> list[LayerReplay]:
+    def _all_layers(self) -> list[LayerReplay]:
         return [layer for layers in self._layers for layer in layers]
 
     @contextmanager
     def forward(
         self, chunk: int, experts: Tensor | None, present: Tensor | None, *, backward: bool
     ) -> Iterator[dict[int, Tensor]]:
-        """Around one forward pass of one micro-batch through chunk ``chunk``.
+        """A context around one forward pass of one micro-batch through chunk ``chunk``.
 
         ``experts`` ``[tokens, moe_layers, top_k]`` and ``present`` bool ``[tokens]`` or ``[tokens, moe_layers]`` (None:
-        all) are this rank's rows; ``experts`` None routes natively. ``backward`` says that a backward pass will follow.
+        all) are this rank's rows; ``experts`` None: no replay. ``backward``: a backward pass follows.
         After the block the yielded mapping holds the experts used, ``[tokens, top_k]`` by column of ``moe_layers``.
-        Raises ReplayError unless every router was asked exactly once.
+        Raises ReplayError unless every router ran exactly once.
         """
         layers, used = self._layers[chunk], dict[int, Tensor]()
         for layer in layers:
             column = self._columns[layer.layer_number]
             rows = None if experts is None else experts[:, column]
-            there = present[:, column] if present is not None and present.ndim == 2 else present
-            layer.begin(self._microbatches[chunk], rows, there, backward=backward)
+            row_mask = present[:, column] if present is not None and present.ndim == 2 else present
+            layer.begin(self._microbatches[chunk], rows, row_mask, backward=backward)
         yield used
         for layer in layers:
             used[self._columns[layer.layer_number]] = layer.end(backward=backward)
         self._microbatches[chunk] += 1
 
     def finish(self, microbatches: int, *, backward: bool) -> None:
-        """After a step of so many micro-batches: every chunk must have run as many, and every router of a recomputed
-        layer must have been asked once more for each. Clears. Raises ReplayError."""
+        """End a step of ``microbatches`` micro-batches and discard its routes. Raises ReplayError unless every chunk
+        ran that many, and every router of a recomputed layer ran once more for each."""
         passes = list(self._microbatches)
-        counts = [(layer, layer.backwards, layer.left) for layer in self._all()]
+        counts = [(layer, layer.backwards, layer.pending_recomputations) for layer in self._all_layers()]
         self.clear()
         for chunk, count in enumerate(passes):
             if count != microbatches:
@@ -270,14 +271,15 @@ class RouterReplayer:
                 )
 
     def clear(self) -> None:
-        """Forget all routes and let the routers route natively. Idempotent."""
+        """Discard all routes and route without replay. Idempotent."""
         self._microbatches = [0] * len(self._layers)
-        for layer in self._all():
+        for layer in self._all_layers():
             layer.clear()
 
 
 def _decoder_routers(chunk: torch.nn.Module) -> Iterator[tuple[TopKRouter, int]]:
-    """The routers of a chunk's decoder with their layers' places in it; others must be multi-token prediction's."""
+    """Yields the routers of a chunk's decoder with the indices of their layers. Other routers must belong to
+    multi-token prediction."""
     known: set[TopKRouter] = set()
     for block in (module for module in chunk.modules() if isinstance(module, TransformerBlock)):
         for place, layer in enumerate(block.layers):
@@ -296,22 +298,22 @@ def _parents(name: str) -> list[str]:
     return [".".join(parts[:count]) for count in range(1, len(parts))]
 
 
-def _take_off_shared_list(chunk: torch.nn.Module) -> None:
-    """Megatron's constructor put every router's replay object on a list of the whole process."""
+def _remove_from_shared_list(chunk: torch.nn.Module) -> None:
+    """Remove the chunk's replay objects from the process-wide list to which Megatron's constructor added them."""
     own = {id(module.router_replay) for module in chunk.modules() if isinstance(module, TopKRouter)}
     shared = RouterReplay.global_router_replay_instances
     shared[:] = [other for other in shared if id(other) not in own]
 
 
-def is_recomputed(config: Any, place: int) -> bool:
-    """Whether Megatron runs the router of the decoder layer at ``place`` in its chunk again under the backward pass.
+def is_recomputed(config: Any, index: int) -> bool:
+    """Whether Megatron recomputes the router of decoder layer ``index`` of a chunk under the backward pass.
 
-    Full recomputation does: of all layers (uniform) or the first ``recompute_num_layers`` of a chunk (block). Of the
+    Full recomputation does, for all layers (uniform) or the first ``recompute_num_layers`` of a chunk (block). Of the
     selective modules only ``moe`` holds the router; ``core_attn``, ``layernorm``, ``mlp`` (of dense layers),
-    ``moe_act`` and ``shared_experts`` leave it alone.
+    ``moe_act`` and ``shared_experts`` do not.
     """
     if config.recompute_granularity == "full":
-        return config.recompute_method == "uniform" or place < config.recompute_num_layers
+        return config.recompute_method == "uniform" or index < config.recompute_num_layers
     return config.recompute_granularity == "selective" and "moe" in config.recompute_modules
 
 
@@ -319,8 +321,8 @@ def check_experts(layer: MoELayer) -> None:
     """Refuse experts whose gradients Megatron-core 0.16.1 would reduce wrongly. Raises ReplayError.
 
     Tensor ranks route different tokens (sequence parallelism). Where each holds whole experts, and expert parallelism
-    is 1, Megatron's own experts are reduced with the dense weights, over data ranks alone: those of the tensor ranks
-    drift apart in silence. Experts that say ``allreduce=False`` are reduced over both.
+    is 1, Megatron's own experts are reduced with the dense weights, over data ranks alone: the experts of the
+    tensor ranks then diverge without an error. Experts with ``allreduce=False`` are reduced over both.
     """
     config = layer.config
     alone = config.expert_model_parallel_size == 1 and config.expert_tensor_parallel_size == 1
@@ -376,9 +378,9 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def validate_routes(experts: Tensor, present: Tensor, *, moe_layers: int, top_k: int, num_experts: int) -> None:
-    """Every present row must name ``top_k`` different experts below ``num_experts`` a layer. Raises ReplayError.
+    """Raises ReplayError unless every present row has ``top_k`` different experts below ``num_experts`` per layer.
 
-    A duplicate runs silently and changes the loss, which is why this is checked before every pass.
+    A duplicate raises no error in Megatron and changes the loss; so this is checked before every pass.
     """
     if experts.ndim != 3 or experts.shape[1:] != (moe_layers, top_k):
         raise ReplayError(f"routes are {tuple(experts.shape)}, the model needs [tokens, {moe_layers}, {top_k}]")

@@ -1,7 +1,7 @@
-"""The engine's route payload to an expert tensor.
+"""Decodes the engine's route payload to an expert tensor.
 
 SGLang (0.5.23, ``sglang/srt/state_capturer/routed_experts.py``) sends base64 of little-endian int32
-``[rows, num_hidden_layers, top_k]``; dense layers are zeros, which read like expert 0, and are dropped here.
+``[rows, num_hidden_layers, top_k]``; dense layers are zeros, which look like expert 0, and are removed.
 
 Axes: T rows (tokens), L all layers, M MoE layers, K experts a token.
 """
@@ -23,7 +23,7 @@ _BLOCK_BYTES = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class RouteLayout:
-    """How a model's routes lie on the wire.
+    """The shape of a model's routes in the engine's response.
 
     ``moe_layer_ids`` are the 0-based ids, ascending, of the layers that have a router, out of ``num_layers``.
     """
@@ -51,14 +51,14 @@ def decode_payload(
 ) -> NDArray[np.unsignedinteger]:
     """Decode ``payload`` (base64) to experts ``[T=rows, M, K]`` in the narrowest dtype.
 
-    Raises RoutingError, its message led by ``where``, when it is not base64, does not hold exactly ``rows`` rows, names
-    an expert out of range, or names one twice in a row.
+    Raises RoutingError, with ``where`` in front of its message, if the payload is not base64, has another number of
+    rows, or contains an expert out of range or twice in a row.
     """
     payload = memoryview(payload)
     _check_length(payload, layout, rows, where)
     shape = (rows, len(layout.moe_layer_ids), layout.top_k)
     experts_TMK = np.empty(shape, dtype=narrowest_dtype(layout.num_experts))
-    # Blocks that fit a core's cache, of a multiple of three bytes each, which is where base64 can be cut.
+    # Blocks fit a core's cache; base64 can be split only at multiples of three bytes.
     block = 3 * max(1, _BLOCK_BYTES // (3 * layout.wire_bytes_per_row))
     for start in range(0, rows, block):
         stop = min(start + block, rows)
@@ -79,7 +79,7 @@ def _check_length(payload: memoryview, layout: RouteLayout, rows: int, where: st
 
 
 def _decode_block(payload: memoryview, layout: RouteLayout, start: int, stop: int, where: str) -> NDArray[np.uint32]:
-    """Rows ``start`` to ``stop`` as they are on the wire; ``start`` rows are a multiple of three bytes."""
+    """Returns rows ``start`` to ``stop`` of the payload; ``start`` rows are a multiple of three bytes."""
     first, last = start * layout.wire_bytes_per_row, stop * layout.wire_bytes_per_row
     try:
         raw = pybase64.b64decode(payload[first // 3 * 4 : (last + 2) // 3 * 4], validate=True)
@@ -99,7 +99,7 @@ def _moe_layers(wire_TLK: NDArray[np.uint32], layout: RouteLayout) -> NDArray[np
 def narrow(
     experts_TMK: NDArray[np.integer], num_experts: int, where: str, first_row: int = 0
 ) -> NDArray[np.unsignedinteger]:
-    """Check the ids and return them in the narrowest dtype. Negative ids are out of range like too large ones.
+    """Check the ids and return them in the narrowest dtype. Negative ids are out of range.
 
     Raises RoutingError, rows counted from ``first_row``.
     """
@@ -118,19 +118,19 @@ def narrow(
 
 
 def extract_payload(body: bytes) -> tuple[memoryview, bytes] | None:
-    """Cut the base64 payload out of a response body without parsing it as JSON: ``(payload, body without it)``.
+    """Extract the base64 payload from a response body without parsing JSON: ``(payload, body without it)``.
 
-    The routes are nearly all of the body, and a JSON parser would walk, copy and validate them for nothing. Inside a
-    JSON string the key's quotes are escaped, so the key can't be mistaken for text. None unless it occurs exactly once
-    with a string value free of escapes: the caller then parses the whole body. The payload is a view, not a copy.
+    The routes are nearly all of the body, and a JSON parser would scan, copy and validate them. Inside a JSON string
+    the key's quotes are escaped, so text cannot contain the key. Returns None unless the key occurs exactly once with a
+    string value without escapes; the caller then parses the whole body. The payload is a view, not a copy.
     """
     at = body.find(_KEY)
     if at < 0:
         return None
     start = at + len(_KEY)
     stop = body.find(b'"', start)
-    # A server may escape base64's slashes. A second key can only come after the payload, which holds no quote, and
-    # searching the payload for it too would cost more than decoding it.
+    # A server may escape base64's slashes. A second key can only follow the payload, which contains no quote;
+    # searching the payload would cost more than decoding it.
     if stop < 0 or body.find(b"\\", start, stop) >= 0 or body.find(_KEY, stop) >= 0:
         return None
     return memoryview(body)[start:stop], body[:start] + body[stop:]

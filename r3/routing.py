@@ -1,8 +1,8 @@
-"""Routing tensors: which experts every token used, layer by layer, with provenance.
+"""Routing tensors: the experts of every token and MoE layer, with provenance.
 
 Row *i* is the routing used when token *i* was the *input* of a forward pass. A finished sequence of S tokens has
-S - 1 rows computed; its last row stays absent until a later turn really computes it (the last sampled token was never
-fed back). Dense layers have no row: only MoE layers are kept.
+S - 1 rows computed; its last row stays absent until a later turn computes it (the last sampled token was never
+an input). Only MoE layers have routes.
 """
 
 from __future__ import annotations
@@ -15,21 +15,23 @@ from numpy.typing import NDArray
 
 
 class RoutingError(Exception):
-    """Routes that do not line up: the message names where, how many rows were expected and how many came."""
+    """Inconsistent routes; the message says where, and the expected and received rows."""
 
 
 class SpanKind(StrEnum):
-    """How the rows of a span came to be known."""
+    """How the rows of a span were computed."""
 
     SAMPLED = "sampled"  # computed while the token after it was sampled
     PREFILLED = "prefilled"  # computed by a prefill (prompt and observation tokens)
-    RECOMPUTED = "recomputed"  # sampled, and perhaps computed again by a prefill: not those it was sampled with
-    MISSING = "missing"  # not known
+    RECOMPUTED = (
+        "recomputed"  # sampled, then perhaps computed again by a prefill: may differ from the routes of sampling
+    )
+    MISSING = "missing"  # unknown
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Provenance of rows ``start`` to ``stop`` (exclusive): who computed them, with which weights."""
+    """Provenance of rows ``start`` to ``stop`` (exclusive): the engine and the weight version."""
 
     start: int
     stop: int
@@ -38,11 +40,11 @@ class Span:
     kind: SpanKind
 
     def shifted(self, rows: int) -> Span:
-        """The same provenance, ``rows`` further on."""
+        """Returns the span moved by ``rows``."""
         return Span(self.start + rows, self.stop + rows, self.weight_version, self.engine, self.kind)
 
     def continues(self, other: Span) -> bool:
-        """Whether this span starts where ``other`` stops, and tells the same of its rows."""
+        """Whether this span starts where ``other`` stops and has the same provenance."""
         return (
             self.start == other.stop
             and self.weight_version == other.weight_version
@@ -56,8 +58,8 @@ class Routing:
     """Expert ids of a token sequence.
 
     ``experts``: ``[tokens, moe_layers, top_k]`` in the narrowest unsigned dtype that holds ``num_experts - 1``.
-    ``present``: bool ``[tokens]``; rows that are absent hold zeros which mean nothing (there is no in-band sentinel:
-    255 is a real id at 256 experts).
+    ``present``: bool ``[tokens]``; absent rows hold meaningless zeros (there is no sentinel value: 255 is a
+    valid id at 256 experts).
     ``spans``: run-length provenance, sorted, without gaps, covering all rows.
     """
 
@@ -87,10 +89,10 @@ def narrowest_dtype(num_experts: int) -> np.dtype[np.unsignedinteger]:
 
 
 def check_experts(experts: NDArray[np.unsignedinteger], num_experts: int, where: str, first_row: int = 0) -> None:
-    """Raise RoutingError unless every id of ``[rows, moe_layers, top_k]`` is in range and distinct within its row.
+    """Raises RoutingError unless every id of ``[rows, moe_layers, top_k]`` is in range and distinct within its row.
 
-    Rows are counted from ``first_row`` in the message. Zeroed rows of an engine that captured nothing are caught here
-    too (top_k >= 2): they name expert 0 twice.
+    Rows are counted from ``first_row`` in the message. This also detects zeroed rows of an engine that captured
+    nothing (top_k >= 2): they contain expert 0 twice.
     """
     if experts.size == 0:
         return
@@ -101,7 +103,7 @@ def check_experts(experts: NDArray[np.unsignedinteger], num_experts: int, where:
             f"{where}: row {first_row + row}, MoE layer {layer}, slot {slot} names expert {highest}, "
             f"expected ids in [0, {num_experts})"
         )
-    # One contiguous plane a slot: pairwise equality is then a plain vector compare, far cheaper than sorting rows.
+    # One contiguous plane per slot: comparing planes is much cheaper than sorting rows.
     planes = np.ascontiguousarray(experts.reshape(-1, experts.shape[2]).T)
     for first in range(len(planes)):
         for second in range(first + 1, len(planes)):
@@ -113,7 +115,7 @@ def check_experts(experts: NDArray[np.unsignedinteger], num_experts: int, where:
 
 
 def validate(routing: Routing, where: str = "routing") -> None:
-    """Raise RoutingError unless shapes, dtype, ids, presence and spans of ``routing`` agree with each other."""
+    """Raises RoutingError unless shapes, dtype, ids, presence and spans of ``routing`` are consistent."""
     experts, present = routing.experts, routing.present
     if experts.ndim != 3:
         raise RoutingError(f"{where}: experts must be [tokens, moe_layers, top_k], got shape {experts.shape}")
@@ -132,20 +134,20 @@ def validate(routing: Routing, where: str = "routing") -> None:
 
 
 def _check_spans(routing: Routing, where: str) -> None:
-    at = 0
+    row = 0
     for span in routing.spans:
-        if span.start != at or span.stop <= span.start:
-            raise RoutingError(f"{where}: spans must follow each other without gaps, expected one at {at}, got {span}")
-        at = span.stop
+        if span.start != row or span.stop <= span.start:
+            raise RoutingError(f"{where}: spans must follow each other without gaps, expected one at {row}, got {span}")
+        row = span.stop
         rows = routing.present[span.start : span.stop]
         if bool(rows.any() if span.kind is SpanKind.MISSING else not rows.all()):
             raise RoutingError(f"{where}: {span} disagrees with the present-row mask")
-    if at != routing.tokens:
-        raise RoutingError(f"{where}: spans cover {at} rows, expected {routing.tokens}")
+    if row != routing.tokens:
+        raise RoutingError(f"{where}: spans cover {row} rows, expected {routing.tokens}")
 
 
 def append_span(spans: list[Span], span: Span) -> None:
-    """Append ``span``, merging it into the last one where their provenance is the same. Empty spans are dropped."""
+    """Append ``span``, or merge it into the last one if their provenance is equal. Empty spans are dropped."""
     if span.start == span.stop:
         return
     if spans and span.continues(spans[-1]):

@@ -1,4 +1,4 @@
-"""Which rows and columns of a packed micro-batch's routes a rank's routers see, and the way back. numpy only, pure.
+"""Selects the rows and columns of a micro-batch's routes for a rank's routers, and reverses it. Pure; numpy only.
 
 A worked example: sequences of 6 and 3 tokens, 2 context ranks (zig-zag), 2 tensor ranks; lengths padded to a multiple
 of ``2 * 2 * 2 = 8``. ``.`` is padding; the numbers are tokens of the packed batch::
@@ -10,8 +10,8 @@ of ``2 * 2 * 2 = 8``. ``.`` is padding; the numbers are tokens of the packed bat
     context 0, tensor 0 sees  0 1 . .         tensor 1 sees  6 7 . .
     context 1, tensor 0 sees  2 3 4 5         tensor 1 sees  8 . . .
 
-Everything is an index into the padded row: ``Packing`` says which token stands at a place, ``context_places`` and
-``router_places`` which places a rank has, and :func:`unshard` puts the ranks' rows back, each exactly once. Columns are
+All indices (*places*) refer to the padded row: ``Packing`` gives the token at each place, ``context_places`` and
+``router_places`` the places of a rank, and :func:`unshard` reassembles the ranks' rows, each exactly once. Columns are
 the MoE layers of a rank's pipeline stages (:func:`stage_layers`, :func:`moe_columns`).
 
 Axes: ``P`` places of the padded row, ``R`` rows of a rank, ``L`` MoE layers, ``C`` columns of a rank, ``K`` experts a
@@ -36,9 +36,10 @@ Index = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class ShardSpec:
-    """What a rank's routers see: a context rank's rows, of those a tensor rank's share, and ``columns`` of the layers.
+    """The part of the routes that a rank's routers need: rows of its context and tensor rank, and ``columns`` of
+    layers.
 
-    ``columns`` count the model's MoE layers from 0 and rise. ``cut``: how a sequence is cut over context ranks,
+    ``columns`` count the model's MoE layers from 0 and rise. ``cut``: how a sequence is split over context ranks,
     ``zigzag`` (chunks r and ``2 * size - 1 - r`` of ``2 * size``, so that causal attention is even work) or
     ``contiguous``. Raises RoutingError for a rank outside its size and for columns that do not rise.
     """
@@ -77,7 +78,7 @@ class ShardSpec:
 
     @property
     def multiple(self) -> int:
-        """Every sequence is padded to a multiple of this, so that all ranks have equally many rows."""
+        """Every sequence is padded to a multiple of this, so that all ranks have the same number of rows."""
         return self.chunks_total * self.tensor_size
 
 
@@ -115,7 +116,7 @@ class Packing:
         return np.cumsum([0, *self.padded_lengths], dtype=np.int32)
 
     def rows(self, places: Index) -> Rows:
-        """What stands at ``places``."""
+        """Returns the tokens at ``places``."""
         sequence = np.searchsorted(self.cu_padded, places, side="right") - 1
         positions = places - self.cu_padded.astype(np.int64)[sequence]
         real = positions < np.asarray(self.lengths, np.int64)[sequence]
@@ -131,18 +132,18 @@ class Packing:
 
     @property
     def positions(self) -> Index:
-        """``[P]``: each place's position in its sequence; padding goes on counting."""
+        """``[P]``: each place's position in its sequence; padding continues the count."""
         return self._all().positions
 
     @property
     def source(self) -> Index:
-        """``[P]``: which token of the packed batch stands at each place, -1 where it is padding."""
+        """``[P]``: the token of the packed batch at each place, -1 for padding."""
         return self._all().source
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """Places looked up in a :class:`Packing`, ``[R]`` each: as its properties of the same names."""
+    """The values of :class:`Packing`'s properties of the same names at some places, ``[R]`` each."""
 
     sequence: Index
     positions: Index
@@ -151,11 +152,11 @@ class Rows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RouteShard:
-    """A rank's share of one micro-batch's routes, in the order its routers see the tokens.
+    """A rank's shard of one micro-batch's routes, in the order of its routers' tokens.
 
-    ``experts`` ``[R, C, K]``: ids; rows that are padding or absent hold distinct experts that mean nothing.
-    ``present`` bool ``[R]``: rows the engine recorded (``[R, C]`` where an experiment keeps some layers back).
-    ``identity`` uint32 ``[R]``: whose each row is (:func:`identify`); ``columns``: which MoE layers these are, as in
+    ``experts`` ``[R, C, K]``: ids; padding and absent rows have distinct filler experts.
+    ``present`` bool ``[R]``: rows the engine recorded (``[R, C]`` if an experiment withholds some layers).
+    ``identity`` uint32 ``[R]``: each row's token (:func:`identify`); ``columns``: which MoE layers these are, as in
     :class:`ShardSpec`.
     """
 
@@ -166,7 +167,7 @@ class RouteShard:
 
 
 def context_places(packing: Packing, spec: ShardSpec) -> Index:
-    """The places a context rank holds, sequence by sequence.
+    """Returns the places of a context rank, sequence by sequence.
 
     >>> packing = Packing((6, 3), 4)
     >>> context_places(packing, ShardSpec((0,), context_rank=0, context_size=2)).tolist()
@@ -184,7 +185,7 @@ def context_places(packing: Packing, spec: ShardSpec) -> Index:
 
 
 def router_slice(rows: int, spec: ShardSpec) -> slice:
-    """The part of a context rank's ``rows`` that a tensor rank's routers see (they run sequence-parallel).
+    """Returns the part of a context rank's ``rows`` for a tensor rank's routers (they run sequence-parallel).
 
     >>> router_slice(12, ShardSpec((0,), tensor_rank=1, tensor_size=4))
     slice(3, 6, None)
@@ -196,7 +197,7 @@ def router_slice(rows: int, spec: ShardSpec) -> slice:
 
 
 def router_places(packing: Packing, spec: ShardSpec) -> Index:
-    """The places whose tokens a rank's routers see, ``[R]``."""
+    """Returns the places of the tokens of a rank's routers, ``[R]``."""
     places = context_places(packing, spec)
     return places[router_slice(len(places), spec)]
 
@@ -240,10 +241,10 @@ def cut_routes(
     packing: Packing,
     spec: ShardSpec,
 ) -> RouteShard:
-    """A rank's share of the routes of the sequences in ``packing``; nothing but that share is copied.
+    """Returns a rank's shard of the routes of the sequences in ``packing``, without copying other rows.
 
     ``samples[n]`` is the index of sequence n in the whole batch, ``tokens`` the packed token ids. Raises RoutingError
-    where routes are not those of the lengths packed, or not of one model.
+    if the routes do not match the packed lengths, or are not of one model.
     """
     _check_routings(routings, packing, spec)
     rows, first = packing.rows(router_places(packing, spec)), routings[0]
@@ -269,7 +270,8 @@ def own_routes(
     packing: Packing,
     spec: ShardSpec,
 ) -> RouteShard:
-    """Experts that a rank's own routers used, ``[R, C, K]``, as routes that it can replay; all but padding is there."""
+    """Returns the experts that a rank's routers used, ``[R, C, K]``, as routes for replay; all but padding is
+    present."""
     rows = packing.rows(router_places(packing, spec))
     return RouteShard(experts, rows.source >= 0, _identities(rows, samples, tokens), spec.columns)
 
@@ -284,7 +286,7 @@ def _check_routings(routings: Sequence[Routing], packing: Packing, spec: ShardSp
 
 
 def _runs(values: Index) -> list[tuple[slice, slice]]:
-    """Runs of rising neighbours, as slices of where they are and of what they hold: plain copies, not one by one.
+    """Returns runs of consecutive values, as slices of indices and of values, so that whole runs can be copied.
 
     >>> _runs(np.array([4, 5, 6, 9]))
     [(slice(0, 3, None), slice(4, 7, None)), (slice(3, 4, None), slice(9, 10, None))]
@@ -300,10 +302,10 @@ def _runs(values: Index) -> list[tuple[slice, slice]]:
 def check_identity(
     shard: RouteShard, samples: Sequence[int], tokens: NDArray[np.integer], packing: Packing, spec: ShardSpec
 ) -> int:
-    """Every row must belong to the token that is fed at its place, and the layers must be this rank's. Returns how many
-    rows were compared.
+    """Check that every row belongs to the token at its place, and that the layers are this rank's. Returns the number
+    of compared rows.
 
-    Raises RoutingError naming the sample and the token of the first that does not.
+    Raises RoutingError with the sample and the token of the first mismatch.
     """
     rows = packing.rows(router_places(packing, spec))
     wanted = _identities(rows, samples, tokens)
@@ -328,12 +330,12 @@ def check_identity(
 
 
 def unshard(packing: Packing, specs: Sequence[ShardSpec], parts: Sequence[NDArray], layers: int) -> NDArray:
-    """The ranks' rows ``[R, C, ...]`` put back into ``[T, L, ...]`` without padding.
+    """Reassemble the ranks' rows ``[R, C, ...]`` into ``[T, L, ...]`` without padding.
 
     Raises RoutingError unless every (token, layer) is held by exactly one rank.
     """
     tokens = sum(packing.lengths)
-    whole = np.zeros((tokens, layers, *parts[0].shape[2:]), parts[0].dtype)
+    routes = np.zeros((tokens, layers, *parts[0].shape[2:]), parts[0].dtype)
     times = np.zeros((tokens, layers), np.uint8)
     for spec, part in zip(specs, parts, strict=True):
         source = packing.rows(router_places(packing, spec)).source
@@ -341,19 +343,19 @@ def unshard(packing: Packing, specs: Sequence[ShardSpec], parts: Sequence[NDArra
             raise RoutingError(f"{spec} should hold {[len(source), len(spec.columns)]} rows and columns, it holds "
                                f"{list(part.shape[:2])}")  # fmt: skip
         real, columns = source >= 0, _runs(np.array(spec.columns, np.int64))
-        held = part if real.all() else part[real]
+        values = part if real.all() else part[real]
         for places, rows in _runs(source[real]):
             for of, to in columns:
-                whole[rows, to] = held[places, of]
+                routes[rows, to] = values[places, of]
                 times[rows, to] += 1
     if (times != 1).any():
         token, layer = np.argwhere(times != 1)[0].tolist()
         raise RoutingError(f"token {token}, MoE layer {layer} is held by {times[token, layer]} ranks, expected one")
-    return whole
+    return routes
 
 
 def stage_layers(layers: int, pipeline_size: int = 1, virtual_size: int = 1) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """``[pipeline rank][model chunk]``: the 1-based numbers of the layers held there, as Megatron spreads them.
+    """Returns ``[pipeline rank][model chunk]``: the 1-based numbers of its layers, as Megatron assigns them.
 
     >>> stage_layers(8, pipeline_size=2)
     (((1, 2, 3, 4),), ((5, 6, 7, 8),))
@@ -369,19 +371,19 @@ def stage_layers(layers: int, pipeline_size: int = 1, virtual_size: int = 1) -> 
 
 
 def moe_columns(layers: Sequence[int], moe_layers: Sequence[int]) -> tuple[int, ...]:
-    """Columns of the routes that belong to ``layers``; ``moe_layers`` are the 1-based numbers of those with experts.
+    """Returns the columns of the routes for ``layers``; ``moe_layers``: the 1-based numbers of the MoE layers.
 
     A model whose first three of eight layers are dense, its second stage:
 
     >>> moe_columns((5, 6, 7, 8), moe_layers=(4, 5, 6, 7, 8))
     (1, 2, 3, 4)
     """
-    held = set(layers)
-    return tuple(column for column, number in enumerate(moe_layers) if number in held)
+    selected = set(layers)
+    return tuple(column for column, number in enumerate(moe_layers) if number in selected)
 
 
 def filler(rows: int, layers: int, top_k: int, num_experts: int) -> NDArray[np.int64]:
-    """Distinct experts for rows that have none of their own, ``[rows, layers, top_k]``, spread evenly over all experts.
+    """Returns distinct experts for rows without routes, ``[rows, layers, top_k]``, spread evenly over all experts.
 
     >>> filler(2, 1, 2, 3).tolist()
     [[[0, 1]], [[2, 0]]]

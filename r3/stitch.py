@@ -1,7 +1,7 @@
-"""Routes of a growing sequence, put together from what each turn adds.
+"""Collects the routes of a growing sequence from the rows of each turn.
 
-Every turn asks the engine only for the rows not yet held (:attr:`RouteStitcher.next_row`), so each token's routes cross
-the wire once and those kept for a sampled token are those it was sampled with. A worked example, two turns::
+Every turn requests only the missing rows from the engine (:attr:`RouteStitcher.next_row`), so each token's routes are
+sent once, and a sampled token keeps the routes it was sampled with. A worked example, two turns::
 
     turn 0  prompt 3, sampled 3      sequence  6: rows 0..4 arrive (row 5 needs token 5 as an input)
     turn 1  prompt 8 (2 observed),   sequence 10: rows 5..8 arrive
@@ -29,15 +29,13 @@ _RESERVE_BYTES = 1 << 28
 class RouteStitcher:
     """Appends each turn's rows to one buffer.
 
-    ``capacity`` rows are set aside at once, within 256 MiB. The system backs only pages that were written to, so the
-    capacity may be the longest sequence there can be: a short one does not pay for it, also once it is finished, and a
-    long one is written once. Past the capacity the buffer grows geometrically: appending stays linear in the rows
-    overall.
+    ``capacity`` rows are reserved at once, up to 256 MiB. Only written pages take memory, so the capacity may be that
+    of the longest possible sequence. Beyond the capacity the buffer doubles: appending is linear in the rows overall.
     """
 
     def __init__(self, *, moe_layers: int, top_k: int, num_experts: int, capacity: int = 0) -> None:
         self._num_experts = num_experts
-        self._wanted = [moe_layers, top_k, num_experts]
+        self._shape = [moe_layers, top_k, num_experts]
         dtype = narrowest_dtype(num_experts)
         capacity = min(capacity, _RESERVE_BYTES // max(1, moe_layers * top_k * dtype.itemsize))
         self._buffer = _reserved((capacity, moe_layers, top_k), dtype)
@@ -47,21 +45,21 @@ class RouteStitcher:
 
     @property
     def next_row(self) -> int:
-        """The first row not yet held: what the next turn must ask for."""
+        """The first missing row: the next turn must request rows from here on."""
         return self._rows
 
     @property
     def turns(self) -> int:
-        """Turns taken; a turn counts once its last part is in."""
+        """The number of completed turns; a turn in parts counts after its last part."""
         return self._turns
 
     def append(self, delta: Routing | None, *, sequence: int, start: int | None = None, partial: bool = False) -> None:
-        """Take the rows of a turn after which prompt and completion together are ``sequence`` tokens long.
+        """Append the rows of a turn after which prompt and completion have ``sequence`` tokens together.
 
-        ``delta`` holds exactly rows ``[start, sequence - 1)``, all present and of this model's shape. ``start`` is
-        ``next_row`` where it is not given; below it the rows already held from there on are replaced. ``partial`` says
-        that the turn goes on with the next call. Raises RoutingError, naming the turn, the expected and the received
-        rows, for anything else. Nothing is kept of a refused turn.
+        ``delta`` has exactly rows ``[start, sequence - 1)``, all present and of this model's shape. ``start`` None is
+        ``next_row``; a smaller start replaces the stored rows from there on. ``partial``: the turn continues with the
+        next call. Raises RoutingError, with the turn and the expected and received rows, for anything else, and then
+        stores nothing.
         """
         start = self._rows if start is None else start
         expected = self._expected(sequence, start)
@@ -78,9 +76,10 @@ class RouteStitcher:
         self._turns += not partial
 
     def append_missing(self, *, sequence: int, version: str, engine: str, partial: bool = False) -> None:
-        """As :meth:`append` for a turn whose rows ``[next_row, sequence - 1)`` never came: they are recorded as absent.
+        """As :meth:`append` for a turn whose rows ``[next_row, sequence - 1)`` are missing: records them as absent.
 
-        ``version`` and ``engine`` say who should have sent them. Raises RoutingError for a sequence shorter than held.
+        ``version`` and ``engine``: the expected source. Raises RoutingError if the sequence is shorter than the stored
+        rows.
         """
         self._expected(sequence, self._rows)
         self._reserve(sequence - 1)
@@ -102,9 +101,9 @@ class RouteStitcher:
         rows, *received = (*delta.experts.shape, delta.num_experts)
         if rows != expected:
             raise self._error(f"expected {expected} rows [{start}, {start + expected}), received {rows}")
-        if received != self._wanted:
-            wanted = tuple(self._wanted)
-            raise self._error(f"expected (layers, top_k, experts) {wanted}, received {tuple(received)}")
+        if received != self._shape:
+            shape = tuple(self._shape)
+            raise self._error(f"expected (layers, top_k, experts) {shape}, received {tuple(received)}")
         if np.count_nonzero(delta.present) != expected:
             absent = int(np.argmin(delta.present)) + start
             raise self._error(f"row {absent} is absent, expected all {expected} rows to be present")
@@ -126,7 +125,8 @@ class RouteStitcher:
         self._buffer = grown
 
     def truncate(self, rows: int) -> None:
-        """Forget the rows from ``rows`` on: their tokens were taken back. Raises RoutingError for rows not held."""
+        """Remove the rows from ``rows`` on, whose tokens were discarded. Raises RoutingError for rows that do not
+        exist."""
         if not 0 <= rows <= self._rows:
             raise RoutingError(f"{rows} rows to be kept of {self._rows} held")
         while self._spans and self._spans[-1].stop > rows:
@@ -135,11 +135,11 @@ class RouteStitcher:
         self._rows = rows
 
     def finish(self, total_tokens: int, *, unseen: int = 0) -> Routing:
-        """The routing of the whole sequence of ``total_tokens``.
+        """Returns the routing of the complete sequence of ``total_tokens``.
 
-        Absent are rows recorded as missing, the last sampled token's row and those of ``unseen`` tokens after it that
-        the engine was never shown (an observation appended after the last turn). Raises RoutingError if that does not
-        add up. The rows are a view of the stitcher's own: don't append afterwards.
+        Absent rows: those recorded as missing, the last sampled token's, and those of ``unseen`` tokens after it that
+        were never sent to the engine (an observation after the last turn). Raises RoutingError if the numbers do not
+        add up. The rows are a view of the stitcher's buffer: do not append afterwards.
         """
         if total_tokens - self._rows != 1 + unseen:
             raise RoutingError(
@@ -159,8 +159,8 @@ class RouteStitcher:
 
 
 def _reserved(shape: tuple[int, int, int], dtype: np.dtype[np.unsignedinteger]) -> NDArray[np.unsignedinteger]:
-    """An array whose pages are backed one by one as they are written. Of one of numpy's own the first row may take a
-    huge page, 2 MiB: more than all routes of a sequence of a small model."""
+    """Returns an array whose pages get memory one by one when written. With np.empty, the first row may take a huge
+    page of 2 MiB, more than all routes of a sequence of a small model."""
     size = math.prod(shape) * dtype.itemsize
     if not size:
         return np.empty(shape, dtype)

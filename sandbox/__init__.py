@@ -1,4 +1,4 @@
-"""Where commands run: isolated sandboxes with limits, behind one protocol."""
+"""Isolated sandboxes with resource limits, in which commands run: one protocol, several backends."""
 
 from sandbox.errors import (
     ImageMissingError,
@@ -6,16 +6,14 @@ from sandbox.errors import (
     SandboxDiskFullError,
     SandboxError,
     SandboxFileError,
-    SandboxHostLostError,
     SandboxLostError,
+    SandboxNodeLostError,
     SandboxStartError,
     SandboxUnavailableError,
     printable,
 )
-from sandbox.factory import BACKENDS, open_backend
+from sandbox.factory import BACKENDS, NullBackend, open_backend
 from sandbox.files import blob_name
-from sandbox.null_backend import NullBackend
-from sandbox.pipes import open_pipes
 from sandbox.pool import SandboxPool
 from sandbox.shell_session import open_session
 from sandbox.timeouts import bounded
@@ -43,8 +41,8 @@ __all__ = [
     "SandboxDiskFullError",
     "SandboxError",
     "SandboxFileError",
-    "SandboxHostLostError",
     "SandboxLostError",
+    "SandboxNodeLostError",
     "SandboxPool",
     "SandboxSpec",
     "SandboxStartError",
@@ -56,7 +54,6 @@ __all__ = [
     "blob_name",
     "bounded",
     "open_backend",
-    "open_pipes",
     "open_session",
     "printable",
 ]

@@ -1,29 +1,31 @@
-"""What the sandboxes of every backend share: a name, the form of a command, and an end that comes once."""
+"""Base classes of sandboxes: :class:`BaseSandbox` for local backends, :class:`ForwardingSandbox` for wrappers."""
 
 from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import PurePosixPath
+from typing import Any
 
 from sandbox.disk import Usage
-from sandbox.disk_watch import GrowthWatch
+from sandbox.disk_watch import DiskWatch
 from sandbox.errors import SandboxDiskFullError, SandboxFileError, SandboxLostError
-from sandbox.output_throttle import Toll
+from sandbox.files import TreeCollector
+from sandbox.process import OutputThrottle
 from sandbox.shielded import shielded
-from sandbox.types import OVERGROWN, ExecResult, SandboxSpec
+from sandbox.types import EXIT_DISK_LIMIT, ExecResult, SandboxSpec, TreeFile, TreeLimits
 
 
 class BaseSandbox(ABC):
-    """The part of :class:`sandbox.types.Sandbox` that does not depend on what a sandbox is made of."""
+    """The backend-independent part of :class:`sandbox.types.Sandbox`."""
 
     def __init__(self, id: str, spec: SandboxSpec) -> None:
         self._id, self._spec = id, spec
         self._closed = False
         self._closing: asyncio.Future[None] | None = None
-        self._toll = Toll(spec.cpus)
-        self.growth = GrowthWatch(id, Usage(spec.disk_mb << 20, spec.inodes), self._used, self._give_back)
+        self._throttle = OutputThrottle(spec.cpus)
+        self.disk_watch = DiskWatch(id, Usage(spec.disk_mb << 20, spec.inodes), self._measure_disk, self._empty_disk)
 
     @property
     def id(self) -> str:
@@ -33,67 +35,174 @@ class BaseSandbox(ABC):
     def spec(self) -> SandboxSpec:
         return self._spec
 
+    async def exec(
+        self,
+        command: str | Sequence[str],
+        *,
+        timeout: float,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        stdin: bytes | None = None,
+    ) -> ExecResult:
+        """Run ``command``; see :class:`sandbox.types.Sandbox`. Its background processes end with it."""
+        argv = ["bash", "-c", command] if isinstance(command, str) else list(command)
+        directory = str(PurePosixPath(self._spec.workdir) / (cwd or ""))
+        env = env or {}
+        if any("\0" in text for text in (*argv, directory, *env.values())):
+            return ExecResult(126, b"", b"a command can't hold a null byte\n", seconds=0.0)
+        return await self._exec(argv, timeout, directory, env, stdin)
+
+    async def read_file(self, path: str, *, max_bytes: int = 1 << 20) -> bytes:
+        """Return the content of the file; see :class:`sandbox.types.Sandbox`."""
+        self._check_files(path)
+        return await self._read_file(path, max_bytes)
+
+    async def read_tree(
+        self,
+        path: str,
+        *,
+        skip: Collection[str] = (),
+        limits: TreeLimits | None = None,
+        known: Mapping[str, str] | None = None,
+    ) -> Mapping[str, TreeFile]:
+        """Return the files and links below the directory; see :class:`sandbox.types.Sandbox`."""
+        self._check_files(path)
+        tree = TreeCollector(path, limits or TreeLimits(), known)
+        await self._read_tree(path, tree, skip)
+        return tree.files
+
+    async def write_files(self, files: Mapping[str, bytes]) -> None:
+        """Write ``files``; see :class:`sandbox.types.Sandbox`."""
+        self._check_files(*files)
+        await self._write_files(files)
+
     async def close(self) -> None:
-        """Kill what runs and remove the sandbox."""
+        """Kill all processes and remove the sandbox."""
         if self._closing is None:
             self._closed = True
-            self._closing = asyncio.ensure_future(self._end())
+            self._closing = asyncio.ensure_future(self._destroy())
         await shielded(self._closing)
 
     @abstractmethod
-    async def _end(self) -> None:
-        """Kill what runs and remove the sandbox; called once."""
+    async def _exec(
+        self, argv: Sequence[str], timeout: float, cwd: str, env: Mapping[str, str], stdin: bytes | None
+    ) -> ExecResult:
+        """Run ``argv`` in the absolute directory ``cwd``."""
 
     @abstractmethod
-    async def _used(self) -> Usage | None:
-        """What the sandbox takes of the disk; None where that can't be found out."""
+    async def _read_file(self, path: str, max_bytes: int) -> bytes:
+        """Return the content of the file."""
 
     @abstractmethod
-    async def _give_back(self) -> None:
-        """Kill what runs and remove the files of a sandbox that has grown too much. What can't be removed is left to
-        ``_end``, which raises."""
+    async def _read_tree(self, path: str, tree: TreeCollector, skip: Collection[str]) -> None:
+        """Add the files and links below the directory to ``tree``."""
 
     @abstractmethod
-    def _check_room(self) -> None:
-        """Raise ``SandboxDiskFullError`` where the disk that the sandbox is on is full."""
+    async def _write_files(self, files: Mapping[str, bytes]) -> None:
+        """Write ``files``."""
 
-    async def _check_growth_or_room(self) -> None:
-        """After what failed: a full disk is the sandbox's own doing where it grew beyond its limit, else it is a
-        ``SandboxDiskFullError``."""
+    @abstractmethod
+    async def _destroy(self) -> None:
+        """Kill all processes and remove the sandbox; called once."""
+
+    @abstractmethod
+    async def _measure_disk(self) -> Usage | None:
+        """Return the sandbox's disk usage, or None if it cannot be measured."""
+
+    @abstractmethod
+    async def _empty_disk(self) -> None:
+        """Kill all processes and remove the files of a sandbox that exceeded its disk limit.
+
+        Ignores files that cannot be removed; ``_destroy`` raises for those.
+        """
+
+    @abstractmethod
+    def _check_free_space(self) -> None:
+        """Raise ``SandboxDiskFullError`` if the disk of the sandbox is full."""
+
+    async def _check_disk(self) -> None:
+        """After a failed command, raise ``SandboxDiskFullError`` if the disk is full for another reason than this
+        sandbox's own growth beyond its limit."""
         self._check_open()
         try:
-            self._check_room()
+            self._check_free_space()
         except SandboxDiskFullError:
-            await self.growth.check()
-            if not self.growth.overgrown:
+            await self.disk_watch.check()
+            if not self.disk_watch.overgrown:
                 raise
 
-    async def _overgrown(self, stdout: bytes, seconds: float) -> ExecResult:
-        """What every command of a sandbox that has grown too much gives, once its files are gone."""
-        await self.growth.emptied()
-        return ExecResult(OVERGROWN, stdout, f"{self.growth.overgrown}\n".encode(), seconds=seconds)
+    async def _disk_limit_result(self, stdout: bytes, seconds: float) -> ExecResult:
+        """Wait until the files are removed, then return the result of every command after the disk limit.
 
-    def _check_in_use(self) -> None:
-        """Raise where the sandbox is closed, or ended as it has grown too much."""
+        Raises ``SandboxLostError`` if the sandbox ended because its disk use could not be measured.
+        """
+        await self.disk_watch.emptied()
+        self.disk_watch.raise_if_unmeasurable()
+        return ExecResult(EXIT_DISK_LIMIT, stdout, f"{self.disk_watch.overgrown}\n".encode(), seconds=seconds)
+
+    def _check_files(self, *paths: str) -> None:
+        """Raise if the sandbox is closed or over its disk limit, or if one of ``paths`` is invalid."""
         self._check_open()
-        if self.growth.overgrown:
-            raise SandboxFileError(self.growth.overgrown)
-
-    def _invocation(self, command: str | Sequence[str], cwd: str | None) -> tuple[list[str], str]:
-        """The argument list of ``command`` and the directory that it runs in."""
-        argv = ["bash", "-c", command] if isinstance(command, str) else list(command)
-        return argv, str(PurePosixPath(self._spec.workdir) / (cwd or ""))
-
-    def _unspeakable(self, *texts: str) -> ExecResult | None:
-        """The answer to a command whose texts no program can be given; None where they can be."""
-        if any("\0" in text for text in texts):
-            return ExecResult(126, b"", b"a command can't hold a null byte\n", seconds=0.0)
-        return None
-
-    def _check_path(self, path: str) -> None:
-        if "\0" in path:
-            raise SandboxFileError(f"{path!r}: a path can't hold a null byte")
+        self.disk_watch.raise_if_unmeasurable()
+        if self.disk_watch.overgrown:
+            raise SandboxFileError(self.disk_watch.overgrown)
+        for path in paths:
+            if "\0" in path:
+                raise SandboxFileError(f"{path!r}: a path can't hold a null byte")
 
     def _check_open(self) -> None:
         if self._closed:
             raise SandboxLostError(f"sandbox {self._id} is closed")
+
+
+class ForwardingSandbox(ABC):
+    """A :class:`sandbox.types.Sandbox` whose methods call :meth:`_forward` with their name and arguments."""
+
+    def __init__(self, id: str, spec: SandboxSpec) -> None:
+        self._id, self._spec = id, spec
+
+    @abstractmethod
+    async def _forward(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call ``method`` of the wrapped sandbox."""
+
+    @property
+    def id(self) -> str:
+        return self._id
+
+    @property
+    def spec(self) -> SandboxSpec:
+        return self._spec
+
+    async def exec(
+        self,
+        command: str | Sequence[str],
+        *,
+        timeout: float,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        stdin: bytes | None = None,
+    ) -> ExecResult:
+        """Run ``command``; see :class:`sandbox.types.Sandbox`."""
+        result: ExecResult = await self._forward("exec", command, timeout=timeout, cwd=cwd, env=env, stdin=stdin)
+        return result
+
+    async def read_file(self, path: str, *, max_bytes: int = 1 << 20) -> bytes:
+        """Return the content of the file; see :class:`sandbox.types.Sandbox`."""
+        data: bytes = await self._forward("read_file", path, max_bytes=max_bytes)
+        return data
+
+    async def read_tree(
+        self,
+        path: str,
+        *,
+        skip: Collection[str] = (),
+        limits: TreeLimits | None = None,
+        known: Mapping[str, str] | None = None,
+    ) -> Mapping[str, TreeFile]:
+        """Return the files and links below the directory; see :class:`sandbox.types.Sandbox`."""
+        files: Mapping[str, TreeFile] = await self._forward("read_tree", path, skip=skip, limits=limits, known=known)
+        return files
+
+    async def write_files(self, files: Mapping[str, bytes]) -> None:
+        """Write ``files``; see :class:`sandbox.types.Sandbox`."""
+        await self._forward("write_files", dict(files))

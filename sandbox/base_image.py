@@ -1,7 +1,7 @@
-"""Builds the default container image from the distribution's own packages: ``python -m sandbox.base_image``.
+"""Command ``python -m sandbox.base_image``: builds the default sandbox image from the distribution's packages.
 
-No image registry is needed: ``debootstrap`` makes a root file system from the mirror that this machine's apt uses, and
-the engine imports it. ``--rootfs DIR`` leaves the directory instead, which is an image for bubblewrap.
+It needs no image registry: ``debootstrap`` creates a root file system from this machine's apt mirror, and the container
+engine imports it. ``--rootfs DIR`` creates only the directory, which is an image for bubblewrap.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import Any
 from sandbox.errors import SandboxError, SandboxUnavailableError
 
 ENGINES = ("docker", "podman")
-"""The backends whose sandboxes are containers."""
+"""The backends that use container images."""
 DEBIAN_PACKAGES = ("bash", "ca-certificates", "git", "grep", "less", "patch", "procps", "python3", "python3-pytest")
-"""What the image holds beside the distribution's minimal base (coreutils, sed, tar, findutils, diffutils, ...)."""
+"""Packages of the image on top of the distribution's minimal base (coreutils, sed, tar, findutils, diffutils, ...)."""
 _BUILD_SECONDS = 1800.0
 _IMAGE_SETTINGS = (
     "ENV PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
@@ -33,21 +33,21 @@ _IMAGE_SETTINGS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit code (2: a mistake or a missing part, told in one line)."""
+    """Run the command line; return the exit code (2 after a one-line error)."""
     from sandbox.docker.backend import DEFAULT_IMAGE
 
     parser = argparse.ArgumentParser(
         prog="python -m sandbox.base_image", description="Build the default sandbox image."
     )
-    parser.add_argument("--engine", choices=ENGINES, default="docker", help="default %(default)s")
-    parser.add_argument("--name", default=DEFAULT_IMAGE, help="the image's name (default %(default)s)")
-    parser.add_argument("--rootfs", type=Path, help="make this directory, for bubblewrap, and no container image")
-    parser.add_argument("--suite", help="the distribution's release (default: this machine's)")
-    parser.add_argument("--mirror", help="where packages come from (default: where this machine's apt gets them)")
+    parser.add_argument("--engine", choices=ENGINES, default="docker", help="container engine (default %(default)s)")
+    parser.add_argument("--name", default=DEFAULT_IMAGE, help="image name (default %(default)s)")
+    parser.add_argument("--rootfs", type=Path, help="create this directory for bubblewrap instead of a container image")
+    parser.add_argument("--suite", help="release of the distribution (default: this machine's)")
+    parser.add_argument("--mirror", help="package mirror (default: this machine's apt mirror)")
     parser.add_argument(
         "--pip", nargs="*", default=[], metavar="REQ", help="Python packages to add, e.g. pytest==8.3.5"
     )
-    parser.add_argument("--force", action="store_true", help="build again what is there already")
+    parser.add_argument("--force", action="store_true", help="rebuild an existing image")
     options = parser.parse_args(argv)
     try:
         if options.rootfs is not None:
@@ -70,12 +70,12 @@ def build_image(
     force: bool = False,
     engine: str = "docker",
 ) -> None:
-    """Build the container image ``name`` unless ``engine`` has it; podman takes docker's. Raises ``SandboxError``."""
+    """Build the container image ``name`` unless ``engine`` has it; podman copies docker's. Raises ``SandboxError``."""
     from sandbox.docker.engine import connect
 
     api = connect(engine)
     if not force and api.images(name):
-        _say(f"{name} is there already")
+        _log(f"{name} exists already")
         return
     if not force and engine == "podman" and _copy_from_docker(api, name):
         return
@@ -94,35 +94,33 @@ def build_rootfs(
     *,
     force: bool = False,
 ) -> None:
-    """Make the root file system in ``directory`` unless it is there. Raises ``SandboxError``."""
+    """Create the root file system in ``directory`` unless it exists. Raises ``SandboxError``."""
     if (directory / "usr").is_dir() and not force:
-        _say(f"{directory} is there already")
+        _log(f"{directory} exists already")
         return
     if os.geteuid() != 0:
         raise SandboxUnavailableError("building a root file system needs root: run it with sudo")
     if shutil.which("debootstrap") is None:
         raise SandboxUnavailableError("debootstrap is not installed: apt-get install debootstrap")
-    found_suite = suite or _codename()
-    found_mirror, components = _apt_source(found_suite)
+    suite = suite or _codename()
+    default_mirror, components = _apt_source(suite)
     directory.parent.mkdir(parents=True, exist_ok=True)
-    # Built beside and renamed, so that a directory of this name is always whole.
+    # Built in a scratch directory and renamed, so that an existing directory is always complete.
     with tempfile.TemporaryDirectory(prefix=f".{directory.name}-", dir=directory.parent) as scratch:
-        made = Path(scratch) / "rootfs"
-        with _step(f"installing {found_suite} with {', '.join(DEBIAN_PACKAGES)} (about a minute)"):
-            _debootstrap(made, found_suite, mirror or found_mirror, components)
+        rootfs = Path(scratch) / "rootfs"
+        with _step(f"installing {suite} with {', '.join(DEBIAN_PACKAGES)} (about a minute)"):
+            _debootstrap(rootfs, suite, mirror or default_mirror, components)
         if pip:
             with _step(f"adding {', '.join(pip)}"):
-                _add_python_packages(made, pip)
+                _add_python_packages(rootfs, pip)
         if directory.exists():
             shutil.rmtree(directory)
-        made.rename(directory)
+        rootfs.rename(directory)
 
 
 def _debootstrap(directory: Path, suite: str, mirror: str | None, components: Sequence[str]) -> None:
     if mirror is None:
-        raise SandboxUnavailableError(
-            f"this machine's apt has no source for {suite}: name one with --suite SUITE --mirror URL"
-        )
+        raise SandboxUnavailableError(f"this machine's apt has no source for {suite}: use --suite SUITE --mirror URL")
     _run(
         "debootstrap",
         "--variant=minbase",
@@ -139,7 +137,7 @@ def _debootstrap(directory: Path, suite: str, mirror: str | None, components: Se
 
 
 def _add_python_packages(directory: Path, requirements: Sequence[str]) -> None:
-    """Install wheels for the image's Python, fetched by the pip of this one: the image has no network and no pip."""
+    """Install wheels for the image's Python with the pip of this Python: the image has no pip and no network."""
     version = max(path.name.removeprefix("python3.") for path in (directory / "usr/lib").glob("python3.*"))
     target = directory / f"usr/local/lib/python3.{version}/dist-packages"
     target.mkdir(parents=True, exist_ok=True)
@@ -151,7 +149,7 @@ def _add_python_packages(directory: Path, requirements: Sequence[str]) -> None:
 
 
 def _copy_from_docker(api: Any, name: str) -> bool:
-    """Load docker's image ``name``; False where docker has none."""
+    """Load docker's image ``name``; return False if docker does not have it."""
     from sandbox.docker.engine import connect
 
     try:
@@ -171,9 +169,9 @@ def _copy_from_docker(api: Any, name: str) -> bool:
 def _import(api: Any, rootfs: Path, name: str) -> None:
     with subprocess.Popen(["tar", "-C", str(rootfs), "-c", "."], stdout=subprocess.PIPE) as tar:
         assert tar.stdout is not None
-        answer = api.import_image_from_stream(tar.stdout, repository=name, tag="latest", changes=list(_IMAGE_SETTINGS))
-    if tar.returncode != 0 or '"error"' in str(answer):
-        raise SandboxUnavailableError(f"the engine did not take the image: {answer}")
+        reply = api.import_image_from_stream(tar.stdout, repository=name, tag="latest", changes=list(_IMAGE_SETTINGS))
+    if tar.returncode != 0 or '"error"' in str(reply):
+        raise SandboxUnavailableError(f"the engine could not import the image {name}: {reply}")
 
 
 def _codename() -> str:
@@ -181,11 +179,11 @@ def _codename() -> str:
         key, _, value = line.partition("=")
         if key == "VERSION_CODENAME":
             return value.strip('"')
-    raise SandboxUnavailableError("this machine's distribution has no codename: name one with --suite SUITE")
+    raise SandboxUnavailableError("this machine's distribution has no codename: use --suite SUITE")
 
 
 def _apt_source(suite: str) -> tuple[str | None, list[str]]:
-    """The mirror and the components of ``suite`` in this machine's apt configuration; (None, [main]) without one."""
+    """Return the mirror and the components of ``suite`` from this machine's apt; (None, [main]) if it has none."""
     if shutil.which("apt-get") is None:
         return None, ["main"]
     listing = _run("apt-get", "indextargets", "--format", "$(REPO_URI) $(RELEASE) $(COMPONENT)", "Created-By: Packages")
@@ -197,24 +195,24 @@ def _apt_source(suite: str) -> tuple[str | None, list[str]]:
 
 def _run(*argv: str) -> str:
     try:
-        done = subprocess.run(argv, capture_output=True, timeout=_BUILD_SECONDS, text=True)
+        completed = subprocess.run(argv, capture_output=True, timeout=_BUILD_SECONDS, text=True)
     except subprocess.TimeoutExpired:
         raise SandboxUnavailableError(f"{argv[0]} did not end within {_BUILD_SECONDS:.0f} s") from None
-    if done.returncode != 0:
-        last = (done.stdout + done.stderr).strip().splitlines()[-1:] or ["no reason given"]
-        raise SandboxUnavailableError(f"{argv[0]} failed with exit code {done.returncode}: {last[0]}")
-    return done.stdout
+    if completed.returncode != 0:
+        last = (completed.stdout + completed.stderr).strip().splitlines()[-1:] or ["no output"]
+        raise SandboxUnavailableError(f"{argv[0]} failed with exit code {completed.returncode}: {last[0]}")
+    return completed.stdout
 
 
 @contextlib.contextmanager
-def _step(what: str) -> Iterator[None]:
-    _say(f"{what} ...")
+def _step(name: str) -> Iterator[None]:
+    _log(f"{name} ...")
     started = time.monotonic()
     yield
-    _say(f"  done in {time.monotonic() - started:.0f} s")
+    _log(f"  done in {time.monotonic() - started:.0f} s")
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(f"sandbox image: {text}", flush=True)
 
 

@@ -1,7 +1,7 @@
-"""Control groups, version 1 and 2: memory, process and CPU limits for a sandbox without a container engine.
+"""Control groups, versions 1 and 2: memory, process and CPU limits of a sandbox without a container engine.
 
-Version 1 has a tree for each controller, version 2 one tree for all; a sandbox's group is a directory in each tree
-that is used. Groups are made below this process's own where it may, so that limits set on it from outside keep holding.
+Version 1 has one tree per controller, version 2 one tree for all. The group of a sandbox is a directory in each tree in
+use. If possible, it is created below the group of this process, so that limits of this process still apply.
 """
 
 from __future__ import annotations
@@ -21,19 +21,18 @@ CONTROLLERS = ("memory", "pids", "cpu")
 _CPU_PERIOD_US = 100_000
 _REMOVE_SECONDS = 5.0
 _PROBE_SECONDS = 5.0
-_LOG_RECORD = 8192  # bytes, the kernel's own limit; a read of its log gives one record
+_LOG_RECORD_BYTES = 8192  # the kernel's maximum; each read of /dev/kmsg returns one record
 
 
 @dataclass(frozen=True, slots=True)
 class CgroupParents:
-    """Directories below which groups can be made and joined, by controller; version 2 names the same directory for
-    each."""
+    """Directories below which groups can be created and joined, by controller (version 2: one for all controllers)."""
 
     version: int
     directories: dict[str, Path]
 
     def make(self, name: str, *, memory_mb: int, pids: int, cpus: float) -> Cgroup:
-        """Make the group ``name`` with its limits. Raises ``OSError``."""
+        """Create the group ``name`` with its limits. Raises ``OSError``."""
         group = Cgroup(self.version, {c: directory / name for c, directory in self.directories.items()})
         try:
             for path in group.paths:
@@ -45,7 +44,7 @@ class CgroupParents:
         return group
 
     def leftovers(self, prefix: str) -> list[Cgroup]:
-        """The groups whose name begins with ``prefix``."""
+        """Return the groups whose name begins with ``prefix``."""
         names = {path.name for directory in set(self.directories.values()) for path in directory.glob(f"{prefix}*")}
         return [
             Cgroup(self.version, {c: directory / name for c, directory in self.directories.items()}) for name in names
@@ -56,7 +55,7 @@ class CgroupParents:
 
     @classmethod
     def from_json(cls, text: str) -> CgroupParents:
-        """Read what ``to_json`` wrote."""
+        """Parse the output of ``to_json``."""
         version, directories = json.loads(text)
         return cls(version, {name: Path(directory) for name, directory in directories.items()})
 
@@ -67,7 +66,7 @@ class CgroupParents:
 
 @dataclass(frozen=True, slots=True)
 class Cgroup:
-    """One sandbox's group."""
+    """The control group of one sandbox."""
 
     version: int
     directories: dict[str, Path]
@@ -78,7 +77,7 @@ class Cgroup:
 
     @property
     def procs_files(self) -> list[str]:
-        """The files that a process writes its id (or 0) to in order to join."""
+        """The files to which a process writes its id, or 0 for itself, to join the group."""
         return [str(path / "cgroup.procs") for path in self.paths]
 
     def limit(self, *, memory_mb: int, pids: int, cpus: float) -> None:
@@ -95,7 +94,7 @@ class Cgroup:
         self._set("pids", "pids.max", pids)
 
     def oom_kills(self) -> int:
-        """How many processes the kernel has killed here for want of memory."""
+        """Return how many processes the kernel has killed in the group at the memory limit."""
         if "memory" not in self.directories:
             return 0
         return oom_kills(self.directories["memory"])
@@ -109,7 +108,7 @@ class Cgroup:
                         os.kill(int(pid), signal.SIGKILL)
 
     def remove(self) -> None:
-        """Kill what is left and remove the group. Raises ``OSError`` where it can't be removed within some seconds."""
+        """Kill its processes and remove the group. Raises ``OSError`` if that takes more than 5 seconds."""
         deadline = time.monotonic() + _REMOVE_SECONDS
         for path in self.paths:
             while True:
@@ -118,7 +117,7 @@ class Cgroup:
                 except FileNotFoundError:
                     break
                 except OSError:
-                    # Busy: a process has not quite died yet.
+                    # Busy: a killed process still exists.
                     if time.monotonic() > deadline:
                         raise
                     self.kill()
@@ -136,7 +135,7 @@ class Cgroup:
 
 
 def oom_kills(memory_dir: Path) -> int:
-    """The count of out-of-memory kills in a memory group's directory, of either version; 0 where it can't be read."""
+    """Return the out-of-memory kills of the memory group ``memory_dir`` (either version); 0 if it cannot be read."""
     for name in ("memory.events", "memory.oom_control"):
         with contextlib.suppress(OSError):
             for line in (memory_dir / name).read_text().splitlines():
@@ -147,22 +146,23 @@ def oom_kills(memory_dir: Path) -> int:
 
 
 def ran_out_of_memory(group: str, log: Path = Path("/dev/kmsg")) -> bool:
-    """Whether the kernel's log has a process killed for the memory limit of a control group of this name, or of one
-    below it; False also where the log can't be read. Of a group that was removed nothing else is left."""
+    """Whether the kernel log reports an out-of-memory kill in the control group ``group`` or below it.
+
+    The log is the only trace of a removed group. Returns False if it cannot be read.
+    """
     killed = re.compile(rf"oom_memcg=[^,\s]*/(?:\w+-)?{re.escape(group)}(?:\.scope)?[/,]".encode())
     with (
         contextlib.suppress(OSError),
         open(log, "rb", buffering=0, opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as records,
     ):
-        while record := records.read(_LOG_RECORD):
+        while record := records.read(_LOG_RECORD_BYTES):
             if killed.search(record):
                 return True
     return False
 
 
-def dirs_of(pid: int | str) -> dict[str, Path]:
-    """The directory of process ``pid`` in each mounted controller's tree ("" is version 2's). Empty where none is
-    seen."""
+def cgroup_directories(pid: int | str) -> dict[str, Path]:
+    """Return the control-group directory of process ``pid`` by controller ("" for version 2); empty if not visible."""
     mounts = _mounts()
     directories = {}
     with contextlib.suppress(OSError):
@@ -175,19 +175,19 @@ def dirs_of(pid: int | str) -> dict[str, Path]:
 
 
 def find_parents() -> CgroupParents | None:
-    """Where this process can make groups and a child of it can join them, tried out; None where it can't."""
+    """Return the directories in which this process can create groups that a child can join, or None; tests it."""
     return _find_v1() or _find_v2()
 
 
 def _find_v1() -> CgroupParents | None:
-    mounts, own = _mounts(), dirs_of("self")
+    mounts, own = _mounts(), cgroup_directories("self")
     directories = {}
     for controller in CONTROLLERS:
         if controller in mounts:
-            # Inside a container the path may be one of the host's that is not visible here: take the root of the view.
-            mine = own.get(controller, mounts[controller])
-            directories[controller] = mine if mine.is_dir() else mounts[controller]
-    # Without these two a limit in the spec would silently not hold; a missing CPU limit only lets a sandbox run faster.
+            # In a container, the path may be a host path that is not visible here: use the mount point instead.
+            current = own.get(controller, mounts[controller])
+            directories[controller] = current if current.is_dir() else mounts[controller]
+    # Both are required: without them a limit of the spec would silently not hold. The CPU limit is optional.
     if not {"memory", "pids"} <= directories.keys():
         return None
     parents = CgroupParents(1, directories)
@@ -198,7 +198,7 @@ def _find_v2() -> CgroupParents | None:
     root = _mounts().get("")
     if root is None:
         return None
-    own = dirs_of("self")[""]
+    own = cgroup_directories("self")[""]
     candidates = [own, *own.parents] if own.is_relative_to(root) and own.is_dir() else [root]
     for directory in candidates:
         if not directory.is_relative_to(root):
@@ -211,10 +211,10 @@ def _find_v2() -> CgroupParents | None:
 
 
 def _enabled_v2(directory: Path) -> list[str]:
-    """The wanted controllers that children of ``directory`` have, after trying to hand them down."""
+    """Try to enable the controllers for children of ``directory``; return the enabled ones."""
     control = directory / "cgroup.subtree_control"
     for controller in CONTROLLERS:
-        # Refused where it is not ours or holds processes: what is handed down already is what counts.
+        # Fails if the directory belongs to another user or contains processes; it may be enabled already.
         with contextlib.suppress(OSError):
             control.write_text(f"+{controller}")
     try:
@@ -237,9 +237,9 @@ def _joinable(parents: CgroupParents) -> bool:
 
 
 def join_command(procs_files: Iterable[str], argv: Sequence[str], *, prologue: str = "") -> list[str]:
-    """``argv`` run in the groups whose ``cgroup.procs`` are given, after the shell text ``prologue``.
+    """Return a command that runs the shell ``prologue``, joins the groups of ``procs_files`` and executes ``argv``.
 
-    A shell joins and then becomes ``argv``: a fork in this process to do it would copy all of its page tables.
+    A shell joins the groups and then becomes ``argv``; a fork of this process would copy all of its page tables.
     """
     files = list(procs_files)
     joins = "".join(f'echo 0 > "${{{i}}}" || exit 125; ' for i in range(1, len(files) + 1))
@@ -247,15 +247,15 @@ def join_command(procs_files: Iterable[str], argv: Sequence[str], *, prologue: s
 
 
 def _mounts() -> dict[str, Path]:
-    """Mount points of control groups: each version 1 controller, and "" for version 2."""
-    found: dict[str, Path] = {}
+    """Return the mount points of control groups by version 1 controller, and "" for version 2."""
+    mounts: dict[str, Path] = {}
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/mounts").read_text().splitlines():
             _, point, kind, options, *_ = line.split(" ")
             if kind == "cgroup2":
-                found.setdefault("", Path(point))
+                mounts.setdefault("", Path(point))
             elif kind == "cgroup":
                 for option in options.split(","):
                     if option in CONTROLLERS:
-                        found.setdefault(option, Path(point))
-    return found
+                        mounts.setdefault(option, Path(point))
+    return mounts

@@ -1,4 +1,4 @@
-"""Room on the disk that sandboxes are on, and what one sandbox takes of it."""
+"""Free space on the disk of the sandboxes, and the disk usage of one sandbox."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from pathlib import Path
 from sandbox.errors import SandboxDiskFullError
 from sandbox.process import run_process
 
-_LEAST_BYTES = 16 << 20
-_LEAST_INODES = 1000
-_BLOCK = 512  # bytes of find's %b
+_MIN_FREE_BYTES = 16 << 20
+_MIN_FREE_INODES = 1000
+_BLOCK_BYTES = 512  # the unit of find's %b
 _MEASURE_SECONDS = 60.0
-_MOST_OUTPUT = 64 << 20
+_MAX_OUTPUT_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What files take: ``bytes`` of the disk (holes take none), and ``inodes`` (files, directories, links)."""
+    """Disk usage: allocated ``bytes`` (holes count as 0) and ``inodes`` (files, directories and links)."""
 
     bytes: int = 0
     inodes: int = 0
@@ -26,38 +26,38 @@ class Usage:
     def __add__(self, other: Usage) -> Usage:
         return Usage(self.bytes + other.bytes, self.inodes + other.inodes)
 
-    def within(self, most: Usage) -> bool:
-        return self.bytes <= most.bytes and self.inodes <= most.inodes
+    def within(self, limit: Usage) -> bool:
+        return self.bytes <= limit.bytes and self.inodes <= limit.inodes
 
     def __str__(self) -> str:
         return f"{self.bytes >> 20} MiB in {self.inodes} files"
 
 
-def check_room(directory: Path) -> None:
-    """Raise ``SandboxDiskFullError`` where the disk of ``directory`` has next to no bytes or inodes left."""
+def check_free_space(directory: Path) -> None:
+    """Raise ``SandboxDiskFullError`` if the disk of ``directory`` has less than 16 MiB or 1000 inodes free."""
     disk = os.statvfs(directory)
     free = disk.f_bavail * disk.f_frsize
-    if free < _LEAST_BYTES:
+    if free < _MIN_FREE_BYTES:
         raise SandboxDiskFullError(
-            f"{directory}: {free >> 10} KiB free on its disk, sandboxes need {_LEAST_BYTES >> 20} MiB"
+            f"{directory}: {free >> 10} KiB free on its disk, sandboxes need {_MIN_FREE_BYTES >> 20} MiB"
         )
-    if disk.f_files and disk.f_favail < _LEAST_INODES:  # some file systems have no fixed number, and tell none
+    if disk.f_files and disk.f_favail < _MIN_FREE_INODES:  # f_files is 0 on file systems without a fixed number
         raise SandboxDiskFullError(
-            f"{directory}: {disk.f_favail} inodes free on its disk, sandboxes need {_LEAST_INODES}"
+            f"{directory}: {disk.f_favail} inodes free on its disk, sandboxes need {_MIN_FREE_INODES}"
         )
 
 
 async def usage(*directories: Path) -> Usage | None:
-    """What all below ``directories`` takes, a file with several names once; None where that takes more than a minute.
+    """Return the disk usage of everything below ``directories``, or None if measuring takes more than 60 seconds.
 
-    Asked of ``find``, which follows no link and goes to any depth, whatever hostile code does there meanwhile.
+    Hard links count once. It runs ``find``, which follows no link and handles any depth while hostile code writes.
     """
     command = ["find", *map(str, directories), "-xdev", "-printf", "%D:%i %b\\n"]
     try:
-        found = await run_process(command, timeout=_MEASURE_SECONDS, limit=_MOST_OUTPUT)
+        result = await run_process(command, timeout=_MEASURE_SECONDS, limit=_MAX_OUTPUT_BYTES)
     except (OSError, TimeoutError):
         return None
-    if found.timed_out:
+    if result.timed_out:
         return None
-    files = {line for line in found.stdout.split(b"\n") if line.count(b" ") == 1}
-    return Usage(sum(int(line.split()[1]) for line in files) * _BLOCK, len(files))
+    files = {line for line in result.stdout.split(b"\n") if line.count(b" ") == 1}
+    return Usage(sum(int(line.split()[1]) for line in files) * _BLOCK_BYTES, len(files))

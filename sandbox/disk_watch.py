@@ -1,24 +1,34 @@
-"""Ends a sandbox whose files grow beyond its limit: measured on a timer while commands run, and when the disk is
-full."""
+"""Ends a sandbox that exceeds its disk limit. It measures on a timer while commands run, and when the disk is full.
+
+It repeats a failed measurement. After 5 consecutive failures it ends the sandbox with ``SandboxLostError``.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Coroutine
 from contextvars import Context
 
 from sandbox.disk import Usage
+from sandbox.errors import SandboxLostError
+
+_log = logging.getLogger(__name__)
 
 _EVERY = 3.0
 """Seconds between two measurements."""
 _SHARE = 10.0
-"""A measurement takes at most one part in so many of the time."""
+"""The pause after a measurement is at least this multiple of its duration."""
+_MAX_FAILURES = 5
+"""Consecutive failed measurements after which the sandbox is ended, because its limit is not enforced."""
 
 
-class GrowthWatch:
-    """Watches one sandbox. ``measure`` says what it takes of the disk, None where that can't be found out; ``empty``
-    kills what runs in the sandbox and removes its files."""
+class DiskWatch:
+    """Watches the disk usage of one sandbox.
+
+    ``measure`` returns the usage, or None if it is unknown. ``empty`` kills all processes and removes the files.
+    """
 
     def __init__(
         self,
@@ -30,41 +40,47 @@ class GrowthWatch:
         self._sandbox, self._limit, self._measure, self._empty = sandbox, limit, measure, empty
         self._timer: asyncio.Task[None] | None = None
         self._emptying: asyncio.Task[None] | None = None
-        self._commands = 0
+        self._commands = self._failures = 0
         self.overgrown = ""
-        """Why the sandbox was ended, in a line; empty as long as it was not."""
+        """One line with the reason after the sandbox was ended; empty before."""
+        self.unmeasurable = False
+        """Whether it was ended because measurements failed: a failure of the sandbox, not of the agent."""
 
-    async def start_from_here(self) -> None:
-        """Take what is in the sandbox now as given: what an image brings along is no growth."""
+    async def set_baseline(self) -> None:
+        """Add the current usage (the files of the image) to the limit."""
         self._limit += await self._measure() or Usage()
 
     def command_begins(self) -> None:
-        """Measure from now on, unless that is done already."""
+        """Start measuring, if not started yet."""
         self._commands += 1
         if self._timer is None or self._timer.done():
             self._timer = asyncio.create_task(self._watch(), context=Context())
 
     def command_ends(self) -> None:
-        """Measure once more, and no more after that until another command begins."""
+        """Stop after one more measurement, unless another command runs."""
         self._commands -= 1
 
     async def check(self) -> None:
-        """Measure now, and end the sandbox if it has grown beyond its limit."""
+        """Measure now, and end the sandbox if it exceeds its limit."""
         used = await self._measure()
         if used is not None and not used.within(self._limit) and not self.overgrown:
-            self.overgrown = (
+            self._end(
                 f"sandbox {self._sandbox}: it was ended, as its files grew to {used}; the limit is {self._limit} "
                 "(sandbox.disk_mb, sandbox.inodes)"
             )
-            self._emptying = asyncio.create_task(self._empty(), context=Context())
+
+    def raise_if_unmeasurable(self) -> None:
+        """Raise ``SandboxLostError`` if the sandbox was ended because measurements failed."""
+        if self.unmeasurable:
+            raise SandboxLostError(self.overgrown)
 
     async def emptied(self) -> None:
-        """Wait until an ended sandbox's files are gone."""
+        """Wait until the files of an ended sandbox are removed."""
         if self._emptying is not None:
             await asyncio.wait({self._emptying})
 
     async def close(self) -> None:
-        """Measure no more."""
+        """Stop measuring."""
         if self._timer is not None:
             self._timer.cancel()
             await asyncio.wait({self._timer})
@@ -75,5 +91,24 @@ class GrowthWatch:
         while self._commands and not self.overgrown:
             await asyncio.sleep(pause)
             began = time.perf_counter()
-            await self.check()
+            await self._check_again()
             pause = max(_EVERY, _SHARE * (time.perf_counter() - began))
+
+    async def _check_again(self) -> None:
+        """Call :meth:`check`; log a failure, and end the sandbox after ``_MAX_FAILURES`` consecutive ones."""
+        try:
+            await self.check()
+        except Exception as error:
+            self._failures += 1
+            _log.warning("sandbox %s: its files could not be measured: %r", self._sandbox, error)
+            if self._failures >= _MAX_FAILURES:
+                self.unmeasurable = True
+                self._end(
+                    f"sandbox {self._sandbox}: ended after {self._failures} failed measurements in a row: {error!r}"
+                )
+        else:
+            self._failures = 0
+
+    def _end(self, why: str) -> None:
+        self.overgrown = why
+        self._emptying = asyncio.create_task(self._empty(), context=Context())

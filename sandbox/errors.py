@@ -2,43 +2,45 @@
 
 ::
 
-    SandboxError                 the sandbox broke: infrastructure, never the policy's fault
-    ├── SandboxUnavailableError  no container engine and no bubblewrap answers here
-    ├── ImageMissingError        the image or root file system is not on this machine, or not the same on all hosts
-    ├── ImagePullError           the image could not be pulled, its retries spent
-    ├── SandboxStartError        the sandbox could not be started (worth a retry)
-    ├── SandboxLostError         the sandbox died under a command
-    │   └── SandboxHostLostError the machine that the sandbox was on is gone
-    ├── SandboxDiskFullError     no room left on the host
-    └── SandboxFileError         a file operation on a path that does not allow it
+    SandboxError                 infrastructure failure; never the policy's fault
+    ├── SandboxUnavailableError  this machine has no usable backend
+    ├── ImageMissingError        the image or root file system is missing, or differs between nodes
+    ├── ImagePullError           the image could not be pulled; all attempts failed
+    ├── SandboxStartError        the sandbox could not be started (retryable)
+    ├── SandboxLostError         the sandbox died while it was in use
+    │   └── SandboxNodeLostError the node of the sandbox is gone
+    ├── SandboxDiskFullError     the disk of the sandboxes is full
+    └── SandboxFileError         the path does not allow the file operation
 """
 
 from __future__ import annotations
 
 
 def printable(text: str) -> str:
-    """``text`` without what would steer a terminal or could not be encoded for it: U+FFFD in the place of each control
-    character but newline and tab. Much of what errors quote was printed in a sandbox."""
+    """Return ``text`` with U+FFFD in place of every unprintable character except newline and tab.
+
+    Errors quote text that was printed in a sandbox; it must not control the user's terminal.
+    """
     return "".join(each if each.isprintable() or each in "\n\t" else "\N{REPLACEMENT CHARACTER}" for each in text)
 
 
 class SandboxError(Exception):
-    """A sandbox broke. The message is made :func:`printable`."""
+    """A sandbox failed. The message is passed through :func:`printable`."""
 
     def __init__(self, message: str = "") -> None:
         super().__init__(printable(message))
 
 
 class SandboxUnavailableError(SandboxError):
-    """No usable backend on this machine."""
+    """This machine has no usable backend."""
 
 
 class ImageMissingError(SandboxError):
-    """The spec's image is not on this machine, or is not the same on all sandbox hosts."""
+    """The spec's image is not on this machine, or differs between sandbox nodes."""
 
 
 class ImagePullError(SandboxError):
-    """A registry did not give an image, however often it was asked."""
+    """Every attempt to pull an image failed."""
 
 
 class SandboxStartError(SandboxError):
@@ -49,12 +51,12 @@ class SandboxLostError(SandboxError):
     """A sandbox died while it was in use."""
 
 
-class SandboxHostLostError(SandboxLostError):
-    """The machine that a sandbox was on is gone, and with it all its sandboxes."""
+class SandboxNodeLostError(SandboxLostError):
+    """The node of a sandbox is gone, with all its sandboxes."""
 
 
 class SandboxDiskFullError(SandboxError):
-    """The host has no room left."""
+    """The disk of the sandboxes is full."""
 
 
 class SandboxFileError(SandboxError):

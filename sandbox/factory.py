@@ -1,4 +1,4 @@
-"""Opens the sandbox backend that a run asked for, or the best one this machine has."""
+"""Opens the configured sandbox backend, or the best one of this machine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import inspect
 
 from sandbox.errors import SandboxUnavailableError
 from sandbox.registry import Registry
-from sandbox.types import ImagePolicy, SandboxBackend
+from sandbox.types import ImagePolicy, Sandbox, SandboxBackend, SandboxSpec
 
 BACKENDS = Registry(
     "sandbox backend",
@@ -15,39 +15,56 @@ BACKENDS = Registry(
         "auto": "sandbox.factory:best_backend",
         "bubblewrap": "sandbox.bubblewrap.backend:BubblewrapBackend",
         "docker": "sandbox.docker.backend:DockerBackend",
-        "podman": "sandbox.docker.podman:PodmanBackend",
+        "podman": "sandbox.docker.backend:PodmanBackend",
     },
     SandboxUnavailableError,
 )
-"""What makes a :class:`sandbox.types.SandboxBackend`, called as ``make(run_id=..., images=...)``, and with ``runtime``
-where one is chosen and it takes that."""
+"""Factories of :class:`sandbox.types.SandboxBackend`, called as ``make(run_id=..., images=...)``. A factory that has a
+parameter ``runtime`` also receives ``sandbox.runtime`` if it is set."""
+
+
+class NullBackend:
+    """The :class:`sandbox.types.SandboxBackend` of an environment that starts no sandbox."""
+
+    name = "none"
+
+    async def start(self, spec: SandboxSpec) -> Sandbox:
+        """Raise ``SandboxUnavailableError``."""
+        raise SandboxUnavailableError("the environment starts a sandbox although it sets needs_sandbox = False")
+
+    async def reap(self) -> int:
+        """Return 0: there are no sandboxes."""
+        return 0
+
+    async def close(self) -> None:
+        """Do nothing."""
 
 
 def open_backend(
     name: str = "auto", *, run_id: str, images: ImagePolicy | None = None, runtime: str | None = None
 ) -> SandboxBackend:
-    """The backend registered as ``name``, or the one that the path ``package.module:Class`` names.
+    """Open the backend registered as ``name``, or the class at the path ``package.module:Class``.
 
-    ``run_id`` marks the sandboxes of this run; ``images`` says what becomes of container images; ``runtime`` is what a
-    container engine starts sandboxes with, ``runsc`` for gVisor. It starts as many sandboxes at once as it is asked
-    to: many episodes at once go through a :class:`sandbox.pool.SandboxPool`. Raises ``SandboxUnavailableError``, in
-    one line that says what to install or start, or which names there are.
+    ``run_id`` labels the sandboxes of this run. ``images`` is the policy for pulling and accepting images. ``runtime``
+    is the OCI runtime of a container engine, for example ``runsc`` for gVisor. The backend does not limit concurrent
+    starts; use a :class:`sandbox.pool.SandboxPool` for that. Raises ``SandboxUnavailableError`` with one line that
+    names the program to install or start, or the registered backends.
     """
     make = BACKENDS.load(name)
     options = {} if runtime is None else {"runtime": runtime}
     if not options.keys() <= inspect.signature(make).parameters.keys():
         raise SandboxUnavailableError(
-            f"sandbox.runtime={runtime}: only container engines have runtimes, and {name!r} is none; right would be "
-            "sandbox.backend=docker, or no sandbox.runtime"
+            f"sandbox.runtime={runtime}: the backend {name!r} has no runtimes; set sandbox.backend=docker or remove "
+            "sandbox.runtime"
         )
     backend: SandboxBackend = make(run_id=run_id, images=images, **options)
     return backend
 
 
 def best_backend(*, run_id: str, images: ImagePolicy | None = None, runtime: str | None = None) -> SandboxBackend:
-    """Docker where an engine answers, otherwise bubblewrap. Raises ``SandboxUnavailableError`` where neither is.
+    """Open docker if its engine responds, otherwise bubblewrap. Raises ``SandboxUnavailableError`` if neither works.
 
-    With a ``runtime`` only docker will do: bubblewrap would be another isolation than the one that was asked for.
+    With a ``runtime`` only docker is tried, because bubblewrap would give a different isolation.
     """
     if runtime is not None:
         return open_backend("docker", run_id=run_id, images=images, runtime=runtime)

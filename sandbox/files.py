@@ -1,4 +1,4 @@
-"""Reads and writes files by a command inside the sandbox, where links mean what they should."""
+"""File contents: reads and writes by a command inside the sandbox, git object names, and limits of directory reads."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from sandbox.types import Sandbox, TreeFile, TreeLimits
 
 _SECONDS = 60.0
 _CHUNK = 1 << 20
-# Exit codes of the script below: told apart because the words of the programs vary.
+# The scripts report failures by exit code because the messages of the programs vary.
 _READ = """
 [ -e "$1" ] || exit 41
 [ -f "$1" ] || exit 42
 [ "$(stat -L -c %s -- "$1")" -le "$2" ] || exit 43
 exec cat -- "$1"
 """
-# Writing to a pipe would wait for its other end.
+# The type check comes first: writing to a pipe would wait for its other end.
 _WRITE = """
 while [ $# -gt 0 ]; do
     mkdir -p -- "$(dirname -- "$1")" || exit 1
@@ -32,8 +32,11 @@ done
 _REASONS = {41: "no such file", 42: "not a regular file", 43: "larger than allowed"}
 
 
-async def read_through(sandbox: Sandbox, path: str, max_bytes: int) -> bytes:
-    """The file's bytes, read by a command in ``sandbox``, in pieces that its output cap allows."""
+async def read_by_command(sandbox: Sandbox, path: str, max_bytes: int) -> bytes:
+    """Return the content of ``path``, read by a command in ``sandbox``; the sandbox's output limit applies.
+
+    Raises ``SandboxFileError`` and ``SandboxLostError``.
+    """
     result = await sandbox.exec(["sh", "-c", _READ, "sh", path, str(max_bytes)], timeout=_SECONDS)
     if result.timed_out:
         raise SandboxLostError(f"sandbox {sandbox.id}: reading {path} took more than {_SECONDS:.0f} s")
@@ -46,8 +49,11 @@ async def read_through(sandbox: Sandbox, path: str, max_bytes: int) -> bytes:
     return result.stdout
 
 
-async def write_through(sandbox: Sandbox, files: Mapping[str, bytes]) -> None:
-    """Write ``files`` by a command in ``sandbox``: one round trip."""
+async def write_by_command(sandbox: Sandbox, files: Mapping[str, bytes]) -> None:
+    """Write ``files`` by one command in ``sandbox``.
+
+    Raises ``SandboxFileError``, ``SandboxDiskFullError`` and ``SandboxLostError``.
+    """
     sizes = [part for path, data in files.items() for part in (path, str(len(data)))]
     result = await sandbox.exec(["sh", "-c", _WRITE, "sh", *sizes], timeout=_SECONDS, stdin=b"".join(files.values()))
     if result.timed_out:
@@ -60,53 +66,53 @@ async def write_through(sandbox: Sandbox, files: Mapping[str, bytes]) -> None:
 
 
 def blob_name(content: bytes) -> str:
-    """Git's name of a file's content: the SHA-1 of its size and its bytes, in hexadecimal."""
+    """Return git's object name of a file's content: the hexadecimal SHA-1 of its size and bytes."""
     return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
 
 
-class _Reads(Protocol):
+class _Readable(Protocol):
     def read(self, size: int, /) -> bytes | None: ...
 
 
-class Tree:
-    """Gathers the files of a directory, named ``name`` in errors, up to a limit.
+class TreeCollector:
+    """Collects the files of the directory ``name`` up to ``limits``.
 
-    ``known`` gives git's names of contents by path; a file whose content has its name is kept without it.
+    ``known`` maps paths to git object names; a file with that content is stored by its object name only.
     """
 
     def __init__(self, name: str, limits: TreeLimits, known: Mapping[str, str] | None = None) -> None:
         self.files: dict[str, TreeFile] = {}
         self.limits = limits
         self._known = known or {}
-        self._name, self._bytes, self._seen = name, 0, 0
+        self._name, self._bytes, self._entries = name, 0, 0
 
-    def see(self) -> None:
-        """Count one more thing, kept or not. Raises ``SandboxFileError`` if they are more than the limits allow."""
-        self._seen += 1
-        if self._seen > self.limits.files:
+    def count_entry(self) -> None:
+        """Count a directory entry. Raises ``SandboxFileError`` above ``limits.files``."""
+        self._entries += 1
+        if self._entries > self.limits.files:
             raise SandboxFileError(f"{self._name}: more than the {self.limits.files} files and directories allowed")
 
-    def read(self, path: str, mode: int, size: int, stream: _Reads) -> None:
-        """Take in a regular file of ``size`` bytes from ``stream``, which is read only where its content is wanted."""
+    def read(self, path: str, mode: int, size: int, stream: _Readable) -> None:
+        """Add a regular file of ``size`` bytes; reads ``stream`` only if its content is needed."""
         known = self._known.get(path)
-        is_kept = size <= self.limits.file_bytes
-        if known is None and not is_kept:
+        with_data = size <= self.limits.file_bytes
+        if known is None and not with_data:
             self.add(path, TreeFile(mode, None))
             return
-        digest, chunks, left = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False), list[bytes](), size
-        while left > 0 and (chunk := stream.read(min(_CHUNK, left))):
-            left -= len(chunk)
+        digest, chunks, remaining = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False), list[bytes](), size
+        while remaining > 0 and (chunk := stream.read(min(_CHUNK, remaining))):
+            remaining -= len(chunk)
             if known is not None:
                 digest.update(chunk)
-            if is_kept:
+            if with_data:
                 chunks.append(chunk)
         if known is not None and digest.hexdigest() == known:
             self.add(path, TreeFile(mode, None, known))
         else:
-            self.add(path, TreeFile(mode, b"".join(chunks) if is_kept else None))
+            self.add(path, TreeFile(mode, b"".join(chunks) if with_data else None))
 
     def add(self, path: str, file: TreeFile) -> None:
-        """Take a file in. Raises ``SandboxFileError`` if its bytes are more than the limits allow."""
+        """Add ``file``. Raises ``SandboxFileError`` above ``limits.total_bytes``."""
         self.files[path] = file
         self._bytes += len(file.data or b"")
         if self._bytes > self.limits.total_bytes:
@@ -114,7 +120,7 @@ class Tree:
 
 
 def archive(files: Mapping[str, bytes], *, directories: Iterable[str] = ()) -> bytes:
-    """``files`` (absolute path -> bytes) and ``directories`` as an uncompressed tar whose members are relative to /."""
+    """Pack ``files`` (absolute path -> bytes) and ``directories`` into an uncompressed tar relative to /."""
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w") as tar:
         for path in directories:
@@ -125,5 +131,5 @@ def archive(files: Mapping[str, bytes], *, directories: Iterable[str] = ()) -> b
             member = tarfile.TarInfo(path.lstrip("/"))
             member.size, member.mode = len(data), 0o644
             tar.addfile(member, io.BytesIO(data))
-    # Without the padding after the end mark: podman stops reading there, and fails on what is still being sent.
+    # Without the padding after the end mark: podman stops reading there and fails on further data.
     return stream.getvalue()[: tar.offset]

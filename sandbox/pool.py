@@ -1,44 +1,45 @@
-"""A pool over any backend: bounded starts, bounded commands, and sandboxes started ahead of need.
+"""A pool over any backend: limits concurrent starts and commands, and prewarms sandboxes.
 
-A pool is itself a :class:`sandbox.types.SandboxBackend`, and asks nothing of the one below but that protocol, which may
-as well start sandboxes on another machine.
+A pool is a :class:`sandbox.types.SandboxBackend` and uses only that protocol of the backend below, which may be on
+another node.
 
-Each sandbox that is asked for orders one more like it, up to ``prewarmed`` idle ones in all; the one that has stood
-idle longest makes room. So what stands ready follows what is being asked for: after a burst of eight sandboxes of
-one image, eight stand ready for the next. A sandbox is handed out once and never comes back: no episode sees what
-another one left.
+Each start prewarms one more sandbox of the same spec, up to ``prewarmed`` idle sandboxes in total; the one that is idle
+longest is closed to make space. So after 8 starts of one image, 8 sandboxes are ready for the next batch. A sandbox is
+used once: no episode sees the files of another one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextvars import Context
 from dataclasses import fields
+from typing import Any
 
+from sandbox.base import ForwardingSandbox
 from sandbox.errors import SandboxError, SandboxStartError
 from sandbox.shielded import shielded
-from sandbox.timeouts import turn
-from sandbox.types import ExecResult, Sandbox, SandboxBackend, SandboxSpec, TreeFile, TreeLimits
+from sandbox.timeouts import acquire_slot
+from sandbox.types import ExecResult, Sandbox, SandboxBackend, SandboxSpec
 
 _log = logging.getLogger(__name__)
 
-_Kind = tuple[object, ...]
+_SpecKey = tuple[object, ...]
 
 
 class SandboxPool:
-    """At most ``max_starts`` sandboxes being started and ``max_execs`` commands running at once; ``prewarmed`` idle
-    sandboxes."""
+    """Starts at most ``max_starts`` sandboxes and runs at most ``max_execs`` commands at once; keeps up to
+    ``prewarmed`` idle sandboxes."""
 
     def __init__(
         self, backend: SandboxBackend, *, max_starts: int = 8, max_execs: int = 64, prewarmed: int = 0
     ) -> None:
         self._backend, self._prewarmed = backend, prewarmed
         self._starts, self._execs = asyncio.Semaphore(max_starts), asyncio.Semaphore(max_execs)
-        self._idle: list[tuple[_Kind, Sandbox]] = []  # idle longest first
-        self._ordered = 0
-        self._order_turn = asyncio.Lock()
+        self._idle: list[tuple[_SpecKey, Sandbox]] = []  # longest idle first
+        self._prewarming = 0
+        self._prewarm_lock = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
 
@@ -48,17 +49,17 @@ class SandboxPool:
 
     @property
     def idle(self) -> int:
-        """Sandboxes that stand ready."""
+        """Number of idle sandboxes."""
         return len(self._idle)
 
     async def start(self, spec: SandboxSpec) -> Sandbox:
-        """A sandbox that stands ready, or a new one. Raises what the backend's ``start`` raises."""
+        """Return an idle sandbox or a new one. Raises the errors of the backend's ``start``."""
         if self._closed:
             raise SandboxStartError("the pool is closed")
-        sandbox = self._take(_kind(spec))
-        self._order(spec)
+        sandbox = self._take_idle(_spec_key(spec))
+        self._prewarm(spec)
         if sandbox is None:
-            async with turn(self._starts):
+            async with acquire_slot(self._starts):
                 sandbox = await self._backend.start(spec)
         return PooledSandbox(sandbox, self._execs)
 
@@ -67,7 +68,7 @@ class SandboxPool:
         return await self._backend.reap()
 
     async def close(self) -> None:
-        """Close every sandbox, handed out or idle."""
+        """Close every sandbox, in use or idle."""
         self._closed = True
         await shielded(self._close())
 
@@ -76,80 +77,66 @@ class SandboxPool:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
-        self._idle.clear()  # the backend started them, and closes them
+        self._idle.clear()  # the backend closes them
         await self._backend.close()
 
-    def _take(self, kind: _Kind) -> Sandbox | None:
-        for place, (other, sandbox) in enumerate(self._idle):
-            if other == kind:
-                del self._idle[place]
+    def _take_idle(self, key: _SpecKey) -> Sandbox | None:
+        for index, (other, sandbox) in enumerate(self._idle):
+            if other == key:
+                del self._idle[index]
                 return sandbox
         return None
 
-    def _order(self, spec: SandboxSpec) -> None:
-        """Have one more sandbox like ``spec`` made ready, if there is room for it or another kind's can make some."""
-        if len(self._idle) + self._ordered >= self._prewarmed:
-            unlike = next((place for place, (kind, _) in enumerate(self._idle) if kind != _kind(spec)), None)
-            if unlike is None:
-                return
-            self._own(self._drop(self._idle.pop(unlike)[1]))
-        self._ordered += 1
-        self._own(self._fill(spec))
+    def _prewarm(self, spec: SandboxSpec) -> None:
+        """Start one more idle sandbox of ``spec`` in the background.
 
-    async def _fill(self, spec: SandboxSpec) -> None:
+        At the limit, it first closes the longest idle sandbox of another spec; without one it does nothing.
+        """
+        if len(self._idle) + self._prewarming >= self._prewarmed:
+            oldest = next((index for index, (key, _) in enumerate(self._idle) if key != _spec_key(spec)), None)
+            if oldest is None:
+                return
+            self._run_in_background(self._close_idle(self._idle.pop(oldest)[1]))
+        self._prewarming += 1
+        self._run_in_background(self._start_idle(spec))
+
+    async def _start_idle(self, spec: SandboxSpec) -> None:
         try:
-            # One at a time, so that sandboxes which somebody waits for have all other starts.
-            async with self._order_turn, self._starts:
+            # One at a time: the other starts are for callers that wait.
+            async with self._prewarm_lock, self._starts:
                 sandbox = await self._backend.start(spec)
         except SandboxError as error:
-            # Whoever asks for such a sandbox next meets the same error, and can do something about it.
-            _log.warning("a sandbox could not be started ahead of need: %s", error)
+            # Not raised here: the next start of this spec meets the same error, and its caller handles it.
+            _log.warning("a sandbox could not be prewarmed: %s", error)
         else:
-            self._idle.append((_kind(spec), sandbox))
+            self._idle.append((_spec_key(spec), sandbox))
         finally:
-            self._ordered -= 1
+            self._prewarming -= 1
 
-    async def _drop(self, sandbox: Sandbox) -> None:
+    async def _close_idle(self, sandbox: Sandbox) -> None:
         try:
             await sandbox.close()
         except SandboxError as error:
             _log.warning("an idle sandbox could not be closed: %s", error)
 
-    def _own(self, work: Coroutine[object, object, None]) -> None:
-        task = asyncio.create_task(work, context=Context())  # not on the clock of whoever asked for a sandbox
+    def _run_in_background(self, work: Coroutine[object, object, None]) -> None:
+        task = asyncio.create_task(work, context=Context())  # an empty context: the caller's timeouts do not apply
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
 
-class PooledSandbox:
-    """A sandbox whose commands wait for their turn among all of the pool's. Waiting takes nothing of a command's
-    time."""
+class PooledSandbox(ForwardingSandbox):
+    """A sandbox whose commands wait for one of the pool's slots. Timeouts of commands start after the wait."""
 
     def __init__(self, sandbox: Sandbox, execs: asyncio.Semaphore) -> None:
+        super().__init__(sandbox.id, sandbox.spec)
         self._sandbox, self._execs = sandbox, execs
 
-    @property
-    def id(self) -> str:
-        return self._sandbox.id
+    async def _forward(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        async with acquire_slot(self._execs):
+            return await getattr(self._sandbox, method)(*args, **kwargs)
 
-    @property
-    def spec(self) -> SandboxSpec:
-        return self._sandbox.spec
-
-    async def exec(
-        self,
-        command: str | Sequence[str],
-        *,
-        timeout: float,
-        cwd: str | None = None,
-        env: Mapping[str, str] | None = None,
-        stdin: bytes | None = None,
-    ) -> ExecResult:
-        """Run ``command``; see :class:`sandbox.types.Sandbox`."""
-        async with turn(self._execs):
-            return await self._sandbox.exec(command, timeout=timeout, cwd=cwd, env=env, stdin=stdin)
-
-    async def exec_beside(
+    async def exec_without_slot(
         self,
         command: str | Sequence[str],
         *,
@@ -157,38 +144,18 @@ class PooledSandbox:
         env: Mapping[str, str] | None = None,
         stdin: bytes | None = None,
     ) -> ExecResult:
-        """As :meth:`exec` outside the pool's turns: for a command that mostly waits and runs as long as an episode,
-        many of which would keep all others from running."""
+        """Run ``command`` like :meth:`exec` without taking a slot.
+
+        For a command that runs as long as its episode and mostly waits; many of these would occupy every slot.
+        """
         return await self._sandbox.exec(command, timeout=timeout, env=env, stdin=stdin)
-
-    async def read_file(self, path: str, *, max_bytes: int = 1 << 20) -> bytes:
-        """The file's bytes."""
-        async with turn(self._execs):
-            return await self._sandbox.read_file(path, max_bytes=max_bytes)
-
-    async def read_tree(
-        self,
-        path: str,
-        *,
-        skip: Collection[str] = (),
-        limits: TreeLimits | None = None,
-        known: Mapping[str, str] | None = None,
-    ) -> Mapping[str, TreeFile]:
-        """The files and links below the directory."""
-        async with turn(self._execs):
-            return await self._sandbox.read_tree(path, skip=skip, limits=limits, known=known)
-
-    async def write_files(self, files: Mapping[str, bytes]) -> None:
-        """Write ``files``."""
-        async with turn(self._execs):
-            await self._sandbox.write_files(files)
 
     async def close(self) -> None:
         """Remove the sandbox."""
         await self._sandbox.close()
 
 
-def _kind(spec: SandboxSpec) -> _Kind:
-    """What two specs share whose sandboxes can stand in for each other: everything."""
+def _spec_key(spec: SandboxSpec) -> _SpecKey:
+    """Return a hashable key that is equal for equal specs."""
     values = (getattr(spec, field.name) for field in fields(spec))
     return tuple(tuple(sorted(value.items())) if isinstance(value, Mapping) else value for value in values)

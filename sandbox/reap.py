@@ -1,8 +1,7 @@
-"""Removes what killed runs left behind, from outside of any run: ``python -m sandbox.reap``.
+"""Command ``python -m sandbox.reap``: removes the sandboxes of killed runs.
 
-A run removes the sandboxes of dead ones when it starts. This command does the same without one: by hand, from a
-timer, or beside the runs with ``--every``. It looks at each kind of sandbox that this machine has, and needs nothing
-of a run's configuration.
+A run does the same when it starts. This command needs no run and no config: use it by hand, from a timer, or with
+``--every`` beside the runs. It covers every backend of this machine.
 """
 
 from __future__ import annotations
@@ -17,29 +16,29 @@ from functools import partial
 from sandbox.errors import SandboxError, SandboxUnavailableError
 from sandbox.lease import Lease
 
-KINDS = ("bubblewrap", "docker", "podman")
+BACKEND_NAMES = ("bubblewrap", "docker", "podman")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """One kind of sandboxes on this machine. ``leases`` lists them; ``remove`` removes one's sandboxes and returns
-    how many."""
+class LeaseStore:
+    """The leases of one backend on this machine. ``leases`` lists them; ``remove`` removes the sandboxes of a lease
+    and returns how many."""
 
     leases: Callable[[], list[Lease]]
     remove: Callable[[Lease], int]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit code (2: a missing part, told in one line)."""
+    """Run the command line; return the exit code (2 after a one-line error)."""
     parser = argparse.ArgumentParser(prog="python -m sandbox.reap", description="Remove the sandboxes of dead runs.")
-    parser.add_argument("--backend", choices=KINDS, action="append", help="only this kind (default: all that answer)")
-    parser.add_argument("--list", action="store_true", help="only show the runs, remove nothing")
-    parser.add_argument("--every", type=float, metavar="SECONDS", help="go on, once in so many seconds")
+    parser.add_argument("--backend", choices=BACKEND_NAMES, action="append", help="backend (default: all usable ones)")
+    parser.add_argument("--list", action="store_true", help="show the runs; remove nothing")
+    parser.add_argument("--every", type=float, metavar="SECONDS", help="repeat at this interval")
     options = parser.parse_args(argv)
     try:
         while True:
-            for kind in options.backend or KINDS:
-                _visit(kind, remove=not options.list, asked=options.backend is not None)
+            for name in options.backend or BACKEND_NAMES:
+                _reap(name, remove=not options.list, required=options.backend is not None)
             if options.every is None:
                 return 0
             time.sleep(options.every)
@@ -50,37 +49,37 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _visit(kind: str, *, remove: bool, asked: bool) -> None:
+def _reap(backend: str, *, remove: bool, required: bool) -> None:
     try:
-        place = open_place(kind)
+        store = open_lease_store(backend)
     except SandboxUnavailableError as error:
-        if asked:
+        if required:
             raise
-        print(f"{kind}: {error}", flush=True)
+        print(f"{backend}: {error}", flush=True)
         return
-    for lease in place.leases():
-        removed = f"; removed {place.remove(lease)}" if lease.dead and remove else ""
+    for lease in store.leases():
+        removed = f"; removed {store.remove(lease)}" if lease.dead and remove else ""
         print(
-            f"{kind}: run {lease.owner.run_id}, {len(lease.sandboxes)} sandbox(es), {lease.verdict}{removed}",
+            f"{backend}: run {lease.owner.run_id}, {len(lease.sandboxes)} sandbox(es), {lease.status}{removed}",
             flush=True,
         )
 
 
-def open_place(kind: str) -> Place:
-    """The sandboxes of ``kind``. Raises ``SandboxUnavailableError`` where there can be none here."""
-    if kind == "bubblewrap":
+def open_lease_store(backend: str) -> LeaseStore:
+    """Return the leases of ``backend``. Raises ``SandboxUnavailableError`` if this machine cannot use it."""
+    if backend == "bubblewrap":
         from sandbox.bubblewrap.backend import default_base
         from sandbox.bubblewrap.run_dir import dir_leases
         from sandbox.bubblewrap.run_dir import remove_lease as remove_dir
 
-        return Place(partial(dir_leases, default_base()), remove_dir)
-    from sandbox.docker.engine import connect, converted
+        return LeaseStore(partial(dir_leases, default_base()), remove_dir)
+    from sandbox.docker.engine import connect, translate_errors
     from sandbox.docker.lease import engine_leases, remove_lease
 
-    api = connect(kind)
-    return Place(
-        lambda: converted(partial(engine_leases, api, kind), SandboxError),
-        lambda lease: converted(partial(remove_lease, api, lease), SandboxError),
+    api = connect(backend)
+    return LeaseStore(
+        lambda: translate_errors(partial(engine_leases, api, backend), SandboxError),
+        lambda lease: translate_errors(partial(remove_lease, api, lease), SandboxError),
     )
 
 

@@ -1,9 +1,9 @@
-"""A shell session: commands that go on where the last one stopped, in any sandbox.
+"""Shell sessions: commands that continue from the state of the previous one, in any sandbox.
 
-What lasts is a shell's state, not a process: after each command the shell writes down its directory, variables,
-functions, aliases and options, and the next one starts from there. So a session keeps a sandbox's promise that
-nothing outlives its command, a killed command leaves the state from before it, and other commands of the sandbox do
-not disturb it. What such a session does not have is background jobs from one command to the next.
+A session keeps the state of a shell, not a process. After each command the shell saves its directory, variables,
+functions, aliases and options to a file, and the next command loads them. So no process outlives its command, a killed
+command leaves the previous state, and other commands of the sandbox do not interfere. Background jobs end with their
+command.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import uuid
 from sandbox.errors import SandboxFileError
 from sandbox.types import Sandbox, SessionResult, ShellSession
 
-# $1 the state's file, $2 the command's number, $3 the command. Variables that only the shell can set are left out.
-# Options come last, as they may make the shell stop at what fails before; the number, when all else is written.
+# $1 the state file, $2 the number of the command, $3 the command. Variables that only the shell can set are left out.
+# Options come last because they may make the shell stop at an error; the number is written after everything else.
 _SCRIPT = r"""
 if [ -e "$1" ]; then . "$1"
 elif [ "$2" -gt 1 ]; then echo "session: its state $1 is gone" >&2; exit 125; fi
@@ -46,32 +46,32 @@ _CLOSE_SECONDS = 20.0
 
 
 def open_session(sandbox: Sandbox) -> ShellSession:
-    """A shell session in ``sandbox``, which goes on to serve other commands beside it."""
+    """Return a new shell session in ``sandbox``; the sandbox can run other commands too."""
     return _Session(sandbox)
 
 
 class _Session:
     def __init__(self, sandbox: Sandbox) -> None:
         self._sandbox, self._state = sandbox, f"/tmp/.agent-rl-session-{uuid.uuid4().hex[:12]}"
-        self._number = 1  # of the next command; 1 until a state was kept
-        self._turn = asyncio.Lock()
+        self._number = 1  # of the next command; 1 until a state is saved
+        self._lock = asyncio.Lock()
 
     async def run(self, command: str, *, timeout: float) -> SessionResult:
-        async with self._turn:
+        async with self._lock:
             argv = ["bash", "-c", _SCRIPT, "bash", self._state, str(self._number), command]
             result = await self._sandbox.exec(argv, timeout=timeout)
-            kept = await self._saved() == self._number
-            self._number += kept
-        return SessionResult(result, kept)
+            state_saved = await self._read_saved_number() == self._number
+            self._number += state_saved
+        return SessionResult(result, state_saved)
 
     async def close(self) -> None:
-        async with self._turn:
+        async with self._lock:
             self._number = 1
             files = [self._state, f"{self._state}.number", f"{self._state}.new"]
             await self._sandbox.exec(["rm", "-f", "--", *files], timeout=_CLOSE_SECONDS)
 
-    async def _saved(self) -> int | None:
-        """The number of the last command whose state was written."""
+    async def _read_saved_number(self) -> int | None:
+        """Return the number of the last command whose state was saved, or None."""
         try:
             return int(await self._sandbox.read_file(f"{self._state}.number", max_bytes=32))
         except (SandboxFileError, ValueError):

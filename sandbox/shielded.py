@@ -1,4 +1,4 @@
-"""Work that a cancelled caller does not cut short."""
+"""Awaits work to its end although the caller is cancelled."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ T = TypeVar("T")
 
 
 async def shielded(work: Awaitable[T]) -> T:
-    """Await ``work`` to its end, however often the caller is cancelled meanwhile, and return its result.
+    """Await ``work`` to its end, ignoring cancellations until then, and return its result.
 
-    Raises what ``work`` raises; where the caller was cancelled, that cancellation once ``work`` has ended, with the
-    work's own error as its cause.
+    Raises the error of ``work``. If the caller was cancelled, raises the first cancellation after ``work`` has ended,
+    with the error of ``work`` as its cause.
     """
     task = asyncio.ensure_future(work)
-    cancellation = await outlast(task)
+    cancellation = await wait_until_done(task)
     if cancellation is None:
         return task.result()
     raise cancellation from (None if task.cancelled() else task.exception())
 
 
-async def outlast(work: asyncio.Future[Any]) -> asyncio.CancelledError | None:
-    """Wait until ``work`` is done, whatever its outcome; the first cancellation that the caller met meanwhile."""
+async def wait_until_done(work: asyncio.Future[Any]) -> asyncio.CancelledError | None:
+    """Wait until ``work`` is done; return the caller's first cancellation during the wait, or None."""
     cancellation: asyncio.CancelledError | None = None
     while not work.done():
         try:

@@ -1,7 +1,7 @@
-"""Runs a command in a sandbox that has no network, with a port on its loopback that leads to a unix socket.
+"""Runs a command with a loopback port that forwards to a unix socket, in a sandbox without network.
 
-``python3 bridge.py SOCKET PORT COMMAND [ARGUMENT...]``. It ends as the command does. The file is copied into sandboxes:
-the standard library alone, and any Python from 3.7 on.
+Usage: ``python3 socket_proxy.py SOCKET PORT COMMAND [ARGUMENT...]``. It exits with the exit code of the command. The
+file is copied into sandboxes, so it uses only the standard library and supports Python 3.7 and newer.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import threading
 _CHUNK = 1 << 16
 
 
-def _pump(source: socket.socket, target: socket.socket) -> None:
-    """Hand on what ``source`` sends until it sends no more."""
+def _copy_stream(source: socket.socket, target: socket.socket) -> None:
+    """Copy bytes from ``source`` to ``target`` until the end of the stream."""
     with contextlib.suppress(OSError):
         while True:
             data = source.recv(_CHUNK)
@@ -28,29 +28,29 @@ def _pump(source: socket.socket, target: socket.socket) -> None:
             end.shutdown(how)
 
 
-def _carry(client: socket.socket, path: str) -> None:
-    """Join ``client`` to the socket at ``path`` until both sides have ended."""
-    client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else the second part of an answer waits 40 ms
+def forward(client: socket.socket, path: str) -> None:
+    """Connect ``client`` to the unix socket at ``path`` until both directions have ended."""
+    client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else the second part of a response waits 40 ms
     with client, socket.socket(socket.AF_UNIX) as upstream:
         try:
             upstream.connect(path)
         except OSError as error:
-            sys.stderr.write(f"bridge: {path}: {error}\n")
+            sys.stderr.write(f"socket_proxy: {path}: {error}\n")
             return
-        up = threading.Thread(target=_pump, args=(client, upstream), daemon=True)
+        up = threading.Thread(target=_copy_stream, args=(client, upstream), daemon=True)
         up.start()
-        _pump(upstream, client)
+        _copy_stream(upstream, client)
         up.join()
 
 
 def _serve(listening: socket.socket, path: str) -> None:
     while True:
         client, _ = listening.accept()
-        threading.Thread(target=_carry, args=(client, path), daemon=True).start()
+        threading.Thread(target=forward, args=(client, path), daemon=True).start()
 
 
 def main(path: str, port: int, command: list[str]) -> int:
-    """Run ``command`` beside the forwarder and return its exit code."""
+    """Forward ``port`` to the unix socket ``path`` while ``command`` runs; return its exit code."""
     listening = socket.socket()
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listening.bind(("127.0.0.1", port))

@@ -1,4 +1,4 @@
-"""A directory for temporary files that is removed also where its owner was killed: by the next that makes one."""
+"""A temporary directory that is removed even if its owner was killed: the next owner removes it."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from pathlib import Path
 
 
 class TempDirectory:
-    """A directory, ``path``, among the temporary files, its name beginning with ``prefix``.
+    """A directory ``path`` in the system's temporary directory; its name starts with ``prefix``.
 
-    Making one removes those of the same prefix that no living process holds.
+    A lock on the directory shows that its owner is alive. Creating one removes unlocked directories of the same prefix.
     """
 
     def __init__(self, prefix: str) -> None:
         _remove_stale(prefix)
         hidden = Path(tempfile.mkdtemp(prefix=f".{prefix}"))
         self._lock = os.open(hidden, os.O_RDONLY)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)  # before it gets the name by which stale ones are found
+        fcntl.flock(self._lock, fcntl.LOCK_EX)  # before the rename: stale directories are found by name
         self.path = hidden.rename(hidden.with_name(hidden.name[1:]))
 
     def remove(self) -> None:
-        """Remove it and what is in it. Once only."""
+        """Remove the directory with its contents. Call this once."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
 
 
 def _remove_stale(prefix: str) -> None:
     for directory in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
-        with suppress(OSError):  # another user's, or just being removed
-            lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)  # nothing else: opening a pipe waits for its writer
+        with suppress(OSError):  # locked, owned by another user, or being removed
+            lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)  # O_DIRECTORY: opening a pipe would block
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(directory)

@@ -1,4 +1,4 @@
-"""How long infrastructure may take, not counting what it waits for: its turn in a pool, and images that are fetched."""
+"""Timeouts of infrastructure that pause while it waits for a pool slot or an image pull."""
 
 from __future__ import annotations
 
@@ -6,42 +6,79 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
+from types import TracebackType
+from typing import Self
 
 from sandbox.errors import SandboxError
 
 
-class _Clock:
-    """An ``asyncio.timeout`` that stands still while anything under it waits."""
+class PausableTimeout:
+    """An ``asyncio.timeout`` of ``seconds`` whose time can be paused; pauses nest.
 
-    def __init__(self, limit: asyncio.Timeout) -> None:
-        self._limit, self._waits, self._left = limit, 0, 0.0
+    Outside its block, and once it has expired, a pause changes nothing.
+    """
 
-    def stop(self) -> None:
-        if self._waits == 0:
-            self._left = (self._limit.when() or 0.0) - _now()
-            self._limit.reschedule(None)
-        self._waits += 1
+    def __init__(self, seconds: float) -> None:
+        self._timeout = asyncio.timeout(seconds)
+        self._active, self._pauses, self._left = False, 0, 0.0
 
-    def go_on(self) -> None:
-        self._waits -= 1
-        if self._waits == 0:
-            self._limit.reschedule(_now() + self._left)
+    async def __aenter__(self) -> Self:
+        await self._timeout.__aenter__()
+        self._active = True
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._active = False
+        await self._timeout.__aexit__(kind, error, trace)
+
+    def expired(self) -> bool:
+        """Whether the block was, or is being, cancelled because its time was over."""
+        return self._timeout.expired()
+
+    @property
+    def paused(self) -> bool:
+        return self._pauses > 0
+
+    @property
+    def left(self) -> float:
+        """The seconds that the block may still run."""
+        due = self._timeout.when()
+        return self._left if due is None else due - _now()
+
+    def pause(self) -> None:
+        """Stop the time until :meth:`resume` was called as often."""
+        if not self._pauses and self._running:
+            self._left = self.left
+            self._timeout.reschedule(None)
+        self._pauses += 1
+
+    def resume(self) -> None:
+        """Take one :meth:`pause` back."""
+        self._pauses -= 1
+        if not self._pauses and self._running:
+            self._timeout.reschedule(_now() + self._left)
+
+    @property
+    def _running(self) -> bool:
+        return self._active and not self._timeout.expired()
 
 
-_clock: ContextVar[_Clock | None] = ContextVar("clock", default=None)
-"""The clock of the innermost :func:`bounded` block around the running task."""
+_clock: ContextVar[PausableTimeout | None] = ContextVar("clock", default=None)
+"""The time-out of the innermost :func:`bounded` block around the running task."""
 
 
 @asynccontextmanager
 async def bounded(seconds: float, what: str) -> AsyncIterator[None]:
-    """Raise ``SandboxError``, which names ``what``, where the block takes longer than ``seconds``.
+    """Raise ``SandboxError`` with ``what`` in its message if the block takes longer than ``seconds``.
 
-    Time inside :func:`uncharged` does not count, also that of tasks which the block starts.
+    Time inside :func:`uncharged` does not count, including that of tasks started in the block.
     """
-    limit = asyncio.timeout(seconds)
+    limit = PausableTimeout(seconds)
     try:
         async with limit:
-            token = _clock.set(_Clock(limit))
+            token = _clock.set(limit)
             try:
                 yield
             finally:
@@ -54,21 +91,21 @@ async def bounded(seconds: float, what: str) -> AsyncIterator[None]:
 
 @contextmanager
 def uncharged() -> Iterator[None]:
-    """Stop the clock of the :func:`bounded` block around, where there is one: what is waited for has its own bound."""
+    """Pause the timeout of the enclosing :func:`bounded` block, if any, for a wait that has its own limit."""
     clock = _clock.get()
     if clock is None:
         yield
         return
-    clock.stop()
+    clock.pause()
     try:
         yield
     finally:
-        clock.go_on()
+        clock.resume()
 
 
 @asynccontextmanager
-async def turn(slots: asyncio.Semaphore) -> AsyncIterator[None]:
-    """Hold one of ``slots``; waiting for it is uncharged."""
+async def acquire_slot(slots: asyncio.Semaphore) -> AsyncIterator[None]:
+    """Acquire one of ``slots`` for the block; the wait is :func:`uncharged`."""
     with uncharged():
         await slots.acquire()
     try:

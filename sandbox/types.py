@@ -1,7 +1,7 @@
-"""What a sandbox is: the spec it starts from, the protocol it serves, the result of a command.
+"""Protocols and data types of sandboxes: spec, sandbox, backend and command result.
 
-A command that fails is a value (:class:`ExecResult`); a sandbox that breaks is an exception
-(:mod:`sandbox.errors`). Every backend passes ``tests/sandbox/test_conformance.py``.
+A failed command is a value (:class:`ExecResult`); a failed sandbox is an exception (:mod:`sandbox.errors`). Every
+backend passes ``tests/sandbox/test_conformance.py``.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-OVERGROWN = 122
-"""Exit code of the commands of a sandbox that grew beyond its limit on the disk (the number of ``EDQUOT``)."""
+EXIT_DISK_LIMIT = 122
+"""Exit code of commands in a sandbox that exceeded its disk limit (the number of ``EDQUOT``)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExecResult:
-    """What a command in a sandbox did.
+    """The result of a command in a sandbox.
 
-    ``exit_code`` is the process's own (128 + signal where a signal ended it, as a shell tells it), 126 where ``cwd``
-    does not exist, 127 where the program does not, and -9 where the timeout killed it. ``stdout`` and ``stderr`` hold
-    at most the spec's ``output_limit_bytes`` each; ``truncated`` says that more was written and dropped, while the
-    command went on.
+    ``exit_code`` is the exit code of the process (128 + signal after a signal, as in a shell), 126 if ``cwd`` does not
+    exist, 127 if the program does not exist, and -9 after a timeout. ``stdout`` and ``stderr`` hold at most
+    ``SandboxSpec.output_limit_bytes`` each; ``truncated`` means that further output was dropped. ``seconds`` is wall
+    time. ``oom_killed`` means that the kernel killed a process at the memory limit.
     """
 
     exit_code: int
@@ -39,20 +39,20 @@ class ExecResult:
 
     @property
     def text(self) -> str:
-        """Standard output followed by standard error, undecodable bytes replaced."""
+        """Standard output followed by standard error; undecodable bytes are replaced."""
         return (self.stdout + self.stderr).decode("utf-8", errors="replace")
 
 
 @dataclass(frozen=True, slots=True)
 class SandboxSpec:
-    """What a sandbox starts from and the limits it runs under. There is never a network.
+    """The image and the limits of a sandbox. A sandbox has no network.
 
-    ``image`` is a container image for docker; for bubblewrap the directory of a root file system, or ``"host"`` for
-    the machine's own system directories, read-only. ``ro_binds`` maps host paths to where they appear in the sandbox,
-    read-only (docker: volumes with mode ``ro``); a host path that is absent is a ``SandboxStartError``.
+    ``image`` is a container image for docker; for bubblewrap it is the directory of a root file system, or ``"host"``
+    for the machine's system directories, read-only. ``ro_binds`` maps host paths to read-only paths in the sandbox; a
+    missing host path raises ``SandboxStartError``. ``memory_mb`` is in MiB and ``cpus`` in cores.
 
-    A sandbox whose files grow by more than ``disk_mb`` MiB or ``inodes`` files, directories and links is ended: its
-    commands, and all that come after, fail with exit code ``OVERGROWN``, and its files are removed.
+    If the files of a sandbox grow by more than ``disk_mb`` MiB or ``inodes`` files, directories and links, its
+    processes are killed and its files removed. The running command and all later ones fail with ``EXIT_DISK_LIMIT``.
     """
 
     image: str = "host"
@@ -70,29 +70,31 @@ class SandboxSpec:
 
 @dataclass(frozen=True, slots=True)
 class ImagePolicy:
-    """``pull``: fetch missing images, ``pulls_at_once`` at a time. ``budget_gb``: GB that pulled images may take.
+    """Which images a backend may pull and use.
 
-    ``root`` and ``own`` concern bubblewrap, whose images are directories of the host, so that a name from a task's row
-    could be any of them: such a name must lead below ``root`` (None: there are no such images), or be ``own``, the
-    image that the user chose.
+    ``pull`` allows pulling missing images. ``budget_gb`` limits the disk space of pulled images in GB (10^9 bytes).
+
+    ``root`` and ``configured`` apply to bubblewrap, where images are directories of the host and a dataset row could
+    name any of them. An image must be below ``root`` (None: no such images), or be ``configured``, the image of the
+    user's config.
     """
 
     pull: bool = False
     budget_gb: float | None = None
-    pulls_at_once: int = 2
+    max_concurrent_pulls: int = 2
     attempts: int = 6
-    first_wait: float = 2.0
-    """Seconds of the first wait between attempts; they double, with jitter, up to a minute."""
+    initial_backoff: float = 2.0
+    """Seconds before the second attempt; doubles with jitter up to 60 s."""
     root: Path | None = None
-    own: str | None = None
+    configured: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TreeFile:
     """A regular file or a symbolic link. ``mode`` is its type and permissions, as in ``st_mode``.
 
-    ``data`` is the content, or the link's target; None where it is larger than asked for, or where ``blob`` is given.
-    ``blob`` is git's name of the content (:func:`sandbox.blob_name`) where that is how it is known to who reads it.
+    ``data`` is the content or the target of the link. It is None if the file exceeds the size limit, or if ``blob`` is
+    set. ``blob`` is git's object name (:func:`sandbox.blob_name`) if the content equals the one that the caller knows.
     """
 
     mode: int
@@ -102,7 +104,7 @@ class TreeFile:
 
 @dataclass(frozen=True, slots=True)
 class TreeLimits:
-    """What may be read of a directory: bytes of one file (a larger one comes without data), bytes and files in all."""
+    """Limits of reading a directory: bytes per file (larger files come without data), total bytes, number of files."""
 
     file_bytes: int = 1 << 20
     total_bytes: int = 64 << 20
@@ -111,7 +113,7 @@ class TreeLimits:
 
 @runtime_checkable
 class Sandbox(Protocol):
-    """One isolated sandbox. Made by a :class:`SandboxBackend`, closed by whoever started it."""
+    """One isolated sandbox, started by a :class:`SandboxBackend` and closed by the caller of ``start``."""
 
     @property
     def id(self) -> str: ...
@@ -128,15 +130,15 @@ class Sandbox(Protocol):
         env: Mapping[str, str] | None = None,
         stdin: bytes | None = None,
     ) -> ExecResult:
-        """Run ``command`` (a string runs under ``bash -c``) and return what it did.
+        """Run ``command`` (a string runs under ``bash -c``) and return its result.
 
-        After ``timeout`` seconds the command's whole process group is killed inside the sandbox and the result says
-        ``timed_out``. Raises ``SandboxError`` only when the sandbox itself is broken.
+        After ``timeout`` seconds all processes of the command are killed and the result has ``timed_out``. Raises
+        ``SandboxError`` only if the sandbox itself fails.
         """
         ...
 
     async def read_file(self, path: str, *, max_bytes: int = 1 << 20) -> bytes:
-        """The file's bytes. Raises ``SandboxFileError`` if absent, not regular, or larger than ``max_bytes``."""
+        """Return the content. Raises ``SandboxFileError`` if missing, not regular, or larger than ``max_bytes``."""
         ...
 
     async def read_tree(
@@ -147,18 +149,17 @@ class Sandbox(Protocol):
         limits: TreeLimits | None = None,
         known: Mapping[str, str] | None = None,
     ) -> Mapping[str, TreeFile]:
-        """The regular files and links below the directory ``path``, by their path from there; links are not followed.
+        """Return the regular files and links below the directory ``path`` by relative path; links are not followed.
 
-        No program of the sandbox takes part, so that nothing in the sandbox can say otherwise. Files and directories
-        whose name is one of ``skip`` are left out. ``known`` gives git's names of the contents that files are
-        thought to have: a file that has it comes with that name instead of its data, whatever its size. The
-        directory is the working directory or below it. Raises ``SandboxFileError`` if it is no directory, or holds
-        more than ``limits`` allow.
+        No program of the sandbox takes part, so code in the sandbox cannot falsify the result. ``path`` is the working
+        directory or below it. Files and directories with a name in ``skip`` are left out. ``known`` maps paths to git
+        object names; a file with that content has ``blob`` instead of ``data``, whatever its size. Raises
+        ``SandboxFileError`` if ``path`` is not a directory or exceeds ``limits``.
         """
         ...
 
     async def write_files(self, files: Mapping[str, bytes]) -> None:
-        """Write all ``files`` (path -> bytes), making parent directories; one round trip however many there are."""
+        """Write ``files`` (path -> bytes) in one round trip, creating parent directories."""
         ...
 
     async def close(self) -> None:
@@ -168,64 +169,64 @@ class Sandbox(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SessionResult:
-    """What a command of a :class:`ShellSession` did. ``kept``: whether the next one starts from what it left."""
+    """The result of a command of a :class:`ShellSession`. ``state_saved``: the next command continues it."""
 
     result: ExecResult
-    kept: bool
+    state_saved: bool
 
     @property
     def note(self) -> str:
-        """One line for whoever gave the command where its state was not kept, else nothing."""
-        if self.kept:
+        """One line for the agent if the state was not saved, else an empty string."""
+        if self.state_saved:
             return ""
         why = f"was killed after {self.result.seconds:.0f} s" if self.result.timed_out else "took its shell with it"
         return f"the command {why}; directory and variables are as they were before it"
 
 
 class ShellSession(Protocol):
-    """Commands of one shell: directory, variables, functions and options last from one to the next."""
+    """Commands that share directory, variables, functions and options like commands of one shell."""
 
     async def run(self, command: str, *, timeout: float) -> SessionResult:
-        """Run ``command`` and return what it did; one at a time. ``exit`` ends the command, not the session.
+        """Run ``command`` and return its result; one command runs at a time. ``exit`` ends only the command.
 
-        After ``timeout`` seconds all that it started is killed, and the session goes on from before it. Raises
-        ``SandboxError`` only when the sandbox itself is broken.
+        After ``timeout`` seconds its processes are killed and the session keeps the state from before it. Raises
+        ``SandboxError`` only if the sandbox itself fails.
         """
         ...
 
     async def close(self) -> None:
-        """Forget the session's state. The sandbox stays as it is."""
+        """Delete the state of the session; the sandbox stays open."""
         ...
 
 
 @runtime_checkable
 class SandboxBackend(Protocol):
-    """Starts sandboxes for one run, and cleans up after dead ones."""
+    """Starts the sandboxes of one run and removes those of dead runs."""
 
     @property
     def name(self) -> str: ...
 
     async def start(self, spec: SandboxSpec) -> Sandbox:
-        """Start a sandbox. Raises ``SandboxStartError`` (retryable) or ``ImageMissingError`` (a user's mistake)."""
+        """Start a sandbox. Raises ``SandboxStartError`` (retryable) or ``ImageMissingError`` (a user error)."""
         ...
 
     async def reap(self) -> int:
-        """Remove sandboxes whose owning run is dead (killed, say); return how many."""
+        """Remove the sandboxes of dead runs; return how many."""
         ...
 
     async def close(self) -> None:
-        """Close every sandbox this backend started and still owns. Idempotent, shielded."""
+        """Close every open sandbox of this backend. Idempotent, shielded from cancellation."""
         ...
 
 
 @runtime_checkable
-class ImageKeeper(Protocol):
-    """A backend that can tell which images are on its machine. Optional; backends of several machines ask."""
+class ImageProvider(Protocol):
+    """Optional methods of a backend that report and pull the images of its machine; used on several nodes."""
 
     async def image_id(self, image: str) -> str:
-        """What ``image`` is here, the same on all machines that have the same. Raises ``ImageMissingError``."""
+        """Return an id of ``image`` that is equal on nodes with equal images. Raises ``ImageMissingError``."""
         ...
 
     async def fetch(self, image: str) -> None:
-        """Have ``image`` fetched. Raises ``ImageMissingError`` or ``ImagePullError``."""
+        """Pull ``image``. Raises ``ImageMissingError`` or ``ImagePullError``."""
         ...

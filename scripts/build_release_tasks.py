@@ -1,7 +1,7 @@
 """Builds the real tasks: ``python -m scripts.build_release_tasks --out .cache/tasks/real.jsonl``.
 
-They are steps between releases as ``agent-rl tasks from-releases`` takes them (:mod:`.harvest`), but chosen by hand,
-with issues written by hand (:mod:`.releases`). Only the downloads use the network; what is there is not made again.
+They are steps between releases, as in ``agent-rl tasks from-releases``, but selected by hand and with issues written by
+hand (:mod:`.release_catalog`). Only the downloads use the network. Existing files are not made again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from envs.context import EnvContext
 from envs.swe.records import SweRecord, write_jsonl
 from envs.swe.sources import read_jsonl
-from envs.swe.task_synthesis.candidate import Candidate, Change, Fallen, draft
+from envs.swe.task_synthesis.candidate import Candidate, CandidateRejected, CodeChange, make_candidate
 from envs.swe.task_synthesis.checkout import Checkout, read_release
 from envs.swe.task_synthesis.from_releases import download
 from envs.swe.task_synthesis.requirements import PYTEST
@@ -26,69 +26,71 @@ from envs.types import EnvsError
 from sandbox import ImageMissingError, SandboxError, SandboxSpec, open_backend
 from scripts.release_catalog import RELEASES, Release
 
-SITE = "site"
+SITE_PACKAGES_NAME = "site"
 REQUIREMENTS = (PYTEST, "markupsafe", "pretend")
 
-Say = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 class BuildError(EnvsError):
-    """A real task could not be built: the message names the package and the step."""
+    """A real task could not be built. The message names the package and the step."""
 
 
-async def build(out: Path, backend_name: str = "auto", say: Say = print) -> list[SweRecord]:
-    """Write the real tasks to ``out`` and return them; those it holds already are kept.
+async def build(out: Path, backend_name: str = "auto", report: Report = print) -> list[SweRecord]:
+    """Write the real tasks to ``out`` and return them. Tasks that are already in the file are kept.
 
     Raises ``BuildError``, ``EnvsError`` or ``SandboxError``.
     """
-    done = await asyncio.to_thread(_held, out)
+    records = await asyncio.to_thread(_existing_records, out)
     backend = open_backend(backend_name, run_id=f"real-{uuid.uuid4().hex[:8]}")
     context = EnvContext(backend, limits=SandboxSpec(memory_mb=1024, cpus=2.0))
     try:
         for release in RELEASES:
-            if release.task_id in done:
-                say(f"{release.task_id}: already built")
+            if release.task_id in records:
+                report(f"{release.task_id}: already built")
                 continue
-            done[release.task_id] = await _build_one(release, out.parent, context, say)
-            write_jsonl(out, done.values())
+            records[release.task_id] = await _build_one(release, out.parent, context, report)
+            write_jsonl(out, records.values())
     finally:
         await backend.close()
-    say(f"{len(done)} real tasks in {out}")
-    return list(done.values())
+    report(f"{len(records)} real tasks in {out}")
+    return list(records.values())
 
 
-def _held(out: Path) -> dict[str, SweRecord]:
+def _existing_records(out: Path) -> dict[str, SweRecord]:
     return {record.id: record for record in read_jsonl(out)} if out.is_file() else {}
 
 
-async def _build_one(release: Release, directory: Path, context: EnvContext, say: Say) -> SweRecord:
+async def _build_one(release: Release, directory: Path, context: EnvContext, report: Report) -> SweRecord:
     """The verified record of a release."""
     try:
-        async with context.sandbox(context.limits):  # a missing image is told before anything is downloaded
+        async with context.sandbox(context.limits):  # a missing image raises before any download
             pass
-        say(f"{release.task_id}: downloading what is not there yet")
-        await SitePackages(directory, f"{sys.version_info.major}.{sys.version_info.minor}").named(SITE, REQUIREMENTS)
+        report(f"{release.task_id}: downloading missing files")
+        await SitePackages(directory, f"{sys.version_info.major}.{sys.version_info.minor}").install_as(
+            SITE_PACKAGES_NAME, REQUIREMENTS
+        )
         paths = [
             await download(release.package, version, directory / "sdists") for version in (release.old, release.new)
         ]
-        say(f"{release.task_id}: running its tests with the old and the new code ({context.backend.name})")
-        record = await Validation(context, directory).judge(curated(release, *map(read_release, paths)))
-    except Fallen as fallen:
-        raise BuildError(f"{release.task_id}: {fallen}") from None
+        report(f"{release.task_id}: running its tests with the old and the new code ({context.backend.name})")
+        record = await Validation(context, directory).validate(catalog_candidate(release, *map(read_release, paths)))
+    except CandidateRejected as error:
+        raise BuildError(f"{release.task_id}: {error}") from None
     if release.fails not in record.expected:
         raise BuildError(f"{release.task_id}: {release.fails} does not pass with the new code")
-    say(f"{release.task_id}: {len(record.expected)} tests expected to pass")
+    report(f"{release.task_id}: {len(record.expected)} tests expected to pass")
     return record
 
 
-def curated(release: Release, old: Checkout, new: Checkout) -> Candidate:
-    """The draft of a release: its own directories, and its own issue."""
-    in_code = sorted(path for path in {*old.files, *new.files} if _is_code(path, release))
-    change = Change(
+def catalog_candidate(release: Release, old: Checkout, new: Checkout) -> Candidate:
+    """The candidate of a release, with the directories and the issue of its catalog entry."""
+    code_paths = sorted(path for path in {*old.files, *new.files} if _is_code(path, release))
+    change = CodeChange(
         repo=release.package,
         task_id=release.task_id,
         files=old.files,
-        fixed={path: new.files.get(path) for path in in_code if old.files.get(path) != new.files.get(path)},
+        fixed={path: new.files.get(path) for path in code_paths if old.files.get(path) != new.files.get(path)},
         hidden={path: text for path, text in new.files.items() if path.startswith(f"{release.tests}/")},
         run=[release.run or release.tests],
         commit=release.new,
@@ -96,7 +98,7 @@ def curated(release: Release, old: Checkout, new: Checkout) -> Candidate:
         root=release.root,
         issue=release.issue,
     )
-    return draft(change, SITE)
+    return make_candidate(change, SITE_PACKAGES_NAME)
 
 
 def _is_code(path: str, release: Release) -> bool:
@@ -104,10 +106,10 @@ def _is_code(path: str, release: Release) -> bool:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line. Exit code 2 and one line for what went wrong."""
+    """The command line. Errors exit with code 2 and one line."""
     parser = argparse.ArgumentParser(prog="python -m scripts.build_release_tasks", description="Build the real tasks.")
     parser.add_argument("--out", type=Path, default=Path(".cache/tasks/real.jsonl"), help="the JSONL file to write")
-    parser.add_argument("--backend", default="auto", help="the sandbox where the tests run (default %(default)s)")
+    parser.add_argument("--backend", default="auto", help="sandbox backend for the tests (default %(default)s)")
     arguments = parser.parse_args(argv)
     try:
         asyncio.run(build(arguments.out, arguments.backend))

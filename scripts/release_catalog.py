@@ -1,4 +1,4 @@
-"""Five real tasks: a bug of a published package that its next release fixed, told as a user would report it."""
+"""Catalog of five real tasks: bugs of published packages that the next release fixed, with issues as users report."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from dataclasses import dataclass
 class Release:
     """The step of ``package`` from ``old`` to ``new``.
 
-    ``code`` is the directory of the package's code and ``tests`` that of its tests (hidden, as of ``new``), ``run``
-    what of them is run, ``root`` the directory put on the import path. ``fails`` is one test that the old code fails.
+    ``code`` is the directory of the package's code, ``tests`` the directory of its tests (hidden, from ``new``),
+    ``run`` the tests to run (default: all), ``root`` the import path. ``fails`` is one test that fails with the old
+    code.
     """
 
     package: str

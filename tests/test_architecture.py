@@ -42,14 +42,13 @@ INSIDE_AGENT_RL = {
     "viewer": BASE | {"rollout", "evaluation"},
     "weight_sync": BASE | {"engine"},
     "train": BASE | {"weight_sync"},
-    "demo_model": BASE | {"render", "train"},
     "planner": BASE | {"train"},
     "dryrun": BASE | {"weight_sync", "train", "planner"},
     "controller": BASE | {"render", "engine", "rollout", "endpoint", "evaluation", "weight_sync", "train"},
     "commands": BASE
-    | {"render", "engine", "rollout", "endpoint", "evaluation", "train", "demo_model", "planner"}
+    | {"render", "engine", "rollout", "endpoint", "evaluation", "train", "planner"}
     | {"controller", "viewer"},
-    "cli": BASE | {"bootstrap", "engine", "train", "demo_model", "planner", "dryrun", "controller", "commands"},
+    "cli": BASE | {"bootstrap", "engine", "train", "planner", "dryrun", "controller", "commands"},
 }
 """What each part of ``agent_rl`` may import of the others; ``rollout`` and ``train`` meet only in the controller."""
 
@@ -128,15 +127,9 @@ def test_light_modules_import_without_heavy_packages(module: str) -> None:
     assert result.stdout.strip() == "[]", result.stdout + result.stderr
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_package_names_are_served_by_this_distribution_alone(package: str) -> None:
-    owners = set(importlib.metadata.packages_distributions().get(package, ["agent-rl"]))
-    assert owners == {"agent-rl"}, f"{package} is also installed by {owners - {'agent-rl'}}"
-    found = subprocess.run(
-        [sys.executable, "-c", f"import {package}; print({package}.__file__)"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd="/",
-    ).stdout.strip()
-    assert found == str(ROOT / package / "__init__.py"), f"{package} is imported from {found}"
+def test_package_names_are_served_by_this_distribution_alone() -> None:
+    distributions = importlib.metadata.packages_distributions()
+    assert [distributions.get(package, ["agent-rl"]) for package in PACKAGES] == [["agent-rl"]] * len(PACKAGES)
+    code = f"import {', '.join(PACKAGES)}; print(*(module.__file__ for module in ({', '.join(PACKAGES)})))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd="/").stdout
+    assert found.split() == [str(ROOT / package / "__init__.py") for package in PACKAGES]

@@ -139,6 +139,7 @@ def test_trajectories_longer_than_a_micro_batch_or_the_model(
 
 @pytest.mark.sglang
 @pytest.mark.bubblewrap
+@pytest.mark.slow
 def test_port_taken(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny: Path
 ) -> None:
@@ -263,7 +264,7 @@ async def test_a_ray_address_that_takes_no_connection_is_given_up() -> None:
         for client in waiting:
             client.setblocking(False)
             client.connect_ex((host, port))
-        with pytest.raises(UserError, match=r"train\.ray_address: .*: no answer within 0\.2 s"):
+        with pytest.raises(UserError, match=r"train\.ray_address: .*: no response within 0\.2 s"):
             await check_ray(f"{host}:{port}", seconds=0.2)
         for client in waiting:
             client.close()
@@ -289,13 +290,13 @@ def test_disk_without_room(
     finally:
         subprocess.run(["umount", str(disk)], check=True)
     assert "MiB free" in told
-    assert "free some room" in told
+    assert "free some space" in told
 
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> Path:
     """The shipped model, unpacked."""
-    from agent_rl.models.builtin import install_model
+    from agent_rl.config.builtin import install_model
 
     assert install_model(tmp_path / "tiny-moe")
     assert shutil.disk_usage(tmp_path).free

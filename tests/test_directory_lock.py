@@ -1,4 +1,4 @@
-"""A directory is held by one process, and by nobody after that process is gone, however it went."""
+"""A directory is locked by one process at most, and unlocked after its end or kill."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from agent_rl.utils.directory_lock import lock_directory
 HOLD = """
 import sys, time
 from pathlib import Path
-from agent_rl.utils.directory_lock import hold_folder
-with hold_folder(Path(sys.argv[1])):
-    print("held", flush=True)
+from agent_rl.utils.directory_lock import lock_directory
+with lock_directory(Path(sys.argv[1])):
+    print("locked", flush=True)
     sys.stdin.read()
 """
 
 
-def holder(directory: Path) -> subprocess.Popen[str]:
-    """A process that holds ``directory`` until its standard input is closed."""
+def lock_in_process(directory: Path) -> subprocess.Popen[str]:
+    """A process that locks ``directory`` until its standard input is closed."""
     command = [sys.executable, "-c", HOLD, str(directory)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    assert process.stdout.readline() == "held\n"
+    assert process.stdout.readline() == "locked\n"
     return process
 
 
 @pytest.mark.parametrize("end", ["exit", "kill -9"])
-def test_a_held_directory_is_refused_until_its_holder_is_gone(tmp_path: Path, end: str) -> None:
+def test_locked_directory_is_rejected_until_its_owner_ends(tmp_path: Path, end: str) -> None:
     directory = tmp_path / "runs" / "first"
-    process = holder(directory)
+    process = lock_in_process(directory)
     with (
         pytest.raises(UserError, match=rf"first: in use by process {process.pid} on \S+: wait until it ends"),
         lock_directory(directory),
@@ -53,7 +53,10 @@ def test_a_held_directory_is_refused_until_its_holder_is_gone(tmp_path: Path, en
 def test_a_directory_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("a file")
     for directory in (tmp_path / "runs", tmp_path / "runs" / "first"):
-        with pytest.raises(UserError, match=r"cannot be written .*: choose another one"), lock_directory(directory):
+        with (
+            pytest.raises(UserError, match=r"cannot be written .*; choose another directory"),
+            lock_directory(directory),
+        ):
             pass
 
 

@@ -1,4 +1,4 @@
-"""What `agent-rl --help` says: of every command, option and argument, at once."""
+"""Help texts of all commands, options and arguments."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ def commands(command: click.Command, name: str = "agent-rl") -> Iterator[tuple[s
 
 
 def test_every_command_option_and_argument_has_help() -> None:
-    found = list(commands(typer.main.get_command(app)))
-    assert len(found) > 15
-    silent = [name for name, command in found if not command.help]
-    silent += [f"{name} {p.name}" for name, command in found for p in command.params if not getattr(p, "help", None)]
-    assert not silent
+    all_commands = list(commands(typer.main.get_command(app)))
+    assert len(all_commands) > 15
+    undocumented = [name for name, command in all_commands if not command.help]
+    undocumented += [
+        f"{name} {p.name}" for name, command in all_commands for p in command.params if not getattr(p, "help", None)
+    ]
+    assert not undocumented
 
 
-def test_help_opens_with_what_the_command_is_for() -> None:
+def test_help_begins_with_the_purpose() -> None:
     text = " ".join(CliRunner().invoke(app, ["--help"]).output.split())
-    assert "Train, evaluate and extend software-engineering agents" in text
+    assert "Train and evaluate software-engineering agents" in text
     assert "import" not in text
 
 

@@ -1,4 +1,4 @@
-"""Every make target brings what it needs: the steps that ``make`` would run, read without running them."""
+"""Order of the steps of make targets, from ``make -n``."""
 
 from __future__ import annotations
 
@@ -21,11 +21,7 @@ def steps(target: str) -> str:
 @pytest.mark.parametrize(
     ("target", "before", "after"),
     [
-        (
-            "real-tasks",
-            "sandbox.base_image",
-            "scripts.build_release_tasks",
-        ),  # where docker answers, its sandboxes need the image
+        ("real-tasks", "sandbox.base_image", "scripts.build_release_tasks"),
         ("test", "sandbox.base_image", "-m pytest"),
         ("test", "agent-rl setup", "-m pytest"),
         ("test", "agent_rl.bootstrap agents", "-m pytest"),
@@ -35,13 +31,13 @@ def steps(target: str) -> str:
         ("docs", "agent_rl.bootstrap docs", "sphinx-build"),
     ],
 )
-def test_a_target_makes_what_it_needs_first(target: str, before: str, after: str) -> None:
+def test_target_runs_its_requirements_first(target: str, before: str, after: str) -> None:
     planned = steps(target)
     assert 0 <= planned.find(before) < planned.find(after), planned
 
 
-def test_the_set_up_starts_on_a_python_that_has_imported_nothing() -> None:
-    """Debian's own, for one: run as a file, the set-up took agent_rl/types.py for the standard library's ``types``."""
+def test_setup_runs_without_site_packages() -> None:
+    """Run as a file, the setup would import agent_rl/types.py instead of the standard library's ``types``."""
     _, *arguments = shlex.split(steps("setup").splitlines()[0])
     assert arguments[-3:] == ["trainer", "engine", "sandbox"]
     subprocess.run([sys.executable, "-S", *arguments[:-3], "sandbox"], cwd=ROOT, timeout=60, check=True)

@@ -12,18 +12,18 @@ import pytest
 from support.trajectories import trajectory
 
 from agent_rl.config import MAX_STALENESS, Clip, GuardConfig
-from agent_rl.controller.advantages import samples_of
-from agent_rl.controller.async_rollout.ledger_file import History
+from agent_rl.controller.advantages import build_samples
+from agent_rl.controller.async_rollout.ledger_file import LedgerFile
 from agent_rl.controller.guard import Guard
 from agent_rl.controller.journal import Journal
 from agent_rl.controller.rollout_runtime import TaskRuntime
-from agent_rl.endpoint.server import Gateway
+from agent_rl.endpoint.server import EndpointServer
 from agent_rl.engine.fleet import Fleet
 from agent_rl.engine.generation_gate import GenerationGate
-from agent_rl.engine.utilization import EngineLoad
+from agent_rl.engine.utilization import EngineUtilization
 from agent_rl.errors import AgentRlError
 from agent_rl.monitoring.loop_lag import LoopLag
-from agent_rl.monitoring.metrics import METRICS, NAMES, with_tables
+from agent_rl.monitoring.metrics import METRICS, NAMES
 from agent_rl.monitoring.metrics_log import MetricsLog, read_metrics
 from agent_rl.rollout.filters import filter_metrics
 from agent_rl.rollout.group import Rollout
@@ -62,30 +62,32 @@ def made_by_calling() -> Mapping[str, set[str]]:
         "agent_rl/rollout/route_audit.py": audited,
         "agent_rl/rollout/filters.py": set(filter_metrics([group], [Group("u", (won, won))])),
         "agent_rl/rollout/rescore.py": set(rescore_metrics([won])),
-        "agent_rl/controller/advantages.py": set(samples_of([group]).metrics),
+        "agent_rl/controller/advantages.py": set(build_samples([group]).metrics),
         "agent_rl/engine/fleet.py": set(Fleet().metrics()),
         "agent_rl/engine/generation_gate.py": set(GenerationGate().metrics()),
         "agent_rl/engine/utilization.py": set(loaded().metrics(["e"])),
         "agent_rl/monitoring/loop_lag.py": set(lag().metrics()),
         "agent_rl/controller/journal.py": set(Journal(Path("none"), "run", turns=True).metrics(1)),
-        "agent_rl/controller/async_rollout/ledger_file.py": set(History(Path("none")).figures()),
+        "agent_rl/controller/async_rollout/ledger_file.py": set(LedgerFile(Path("none")).counts()),
         "agent_rl/controller/guard.py": set(Guard(GuardConfig(), Path("none"), print).judge(1, {}, [])),
-        "agent_rl/controller/rollout_runtime.py": set(TaskRuntime(ClusterBackend([], most=1), env=None).metrics()),
-        "agent_rl/endpoint/server.py": set(Gateway(Path("none"), 0).metrics()),
+        "agent_rl/controller/rollout_runtime.py": set(
+            TaskRuntime(ClusterBackend([], max_per_node=1), env=None).metrics()
+        ),
+        "agent_rl/endpoint/server.py": set(EndpointServer(Path("none"), 0).metrics()),
         "agent_rl/train/expert_balancing/report.py": set(balance_metrics([balanced()])),
         "agent_rl/train/step_metrics.py": set(step_metrics([report()], routes(), routes(), Clip(0.2, 0.2))),
     }
 
 
-def loaded() -> EngineLoad:
-    load = EngineLoad()
+def loaded() -> EngineUtilization:
+    load = EngineUtilization()
     load.add("e", 1)
     return load
 
 
 def lag() -> LoopLag:
     measured = LoopLag()
-    measured.late.append(0.001)
+    measured.delays.append(0.001)
     return measured
 
 
@@ -164,10 +166,3 @@ def test_every_metric_that_the_code_names_is_registered() -> None:
 
 def test_a_name_is_registered_once() -> None:
     assert len(NAMES) == sum(len(metric.names) for metric in METRICS)
-
-
-def test_the_page_is_made_from_the_registry() -> None:
-    page = (ROOT / "docs/metrics.md").read_text()
-    assert page == with_tables(page), "run: python -m agent_rl.monitoring.metrics docs/metrics.md"
-    for metric in METRICS:
-        assert f"| `{metric.name}` | {metric.unit} |" in page

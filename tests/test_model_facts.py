@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from agent_rl.errors import ConfigError
-from agent_rl.models.spec import ModelSpec, check_alike, read_model_spec, read_moe_spec
+from agent_rl.models.spec import ModelSpec, check_same_architecture, read_model_spec, read_moe_spec
 from r3.payload import RouteLayout
 
 GOOD: dict[str, Any] = {
@@ -39,13 +39,18 @@ def directory(tmp_path: Path, **changes: Any) -> Path:
 
 
 def test_a_model_of_moe_layers_only(tmp_path: Path) -> None:
-    facts = read_model_spec(directory(tmp_path))
-    assert facts == ModelSpec(
+    model_spec = read_model_spec(directory(tmp_path))
+    assert model_spec == ModelSpec(
         "qwen3_moe", moe=(True,) * 6, hidden=2048, heads=32, kv_heads=4, head_dim=64, inner=6144, vocab_size=151936,
         max_positions=40960, num_experts=128, top_k=8, expert_inner=768,
     )  # fmt: skip
-    assert (facts.num_layers, facts.moe_layer_ids, facts.q_width, facts.kv_width) == (6, tuple(range(6)), 2048, 256)
-    assert facts.layout == RouteLayout(6, tuple(range(6)), 128, 8)
+    assert (model_spec.num_layers, model_spec.moe_layer_ids, model_spec.q_width, model_spec.kv_width) == (
+        6,
+        tuple(range(6)),
+        2048,
+        256,
+    )
+    assert model_spec.layout == RouteLayout(6, tuple(range(6)), 128, 8)
 
 
 def test_what_a_config_says_otherwise_is_taken(tmp_path: Path) -> None:
@@ -56,16 +61,22 @@ def test_what_a_config_says_otherwise_is_taken(tmp_path: Path) -> None:
         "rope_theta": 5e6,
         "initializer_range": 1.0,
     }
-    facts = read_model_spec(directory(tmp_path, **SHARED, **said))
-    assert (facts.head_dim, facts.tied, facts.norm_eps, facts.rope_theta, facts.init_std) == (128, True, 1e-5, 5e6, 1.0)
-    assert (facts.shared_inner, facts.qkv_bias, facts.family.shared_expert) == (1024, True, True)
+    model_spec = read_model_spec(directory(tmp_path, **SHARED, **said))
+    assert (model_spec.head_dim, model_spec.tied, model_spec.norm_eps, model_spec.rope_theta, model_spec.init_std) == (
+        128,
+        True,
+        1e-5,
+        5e6,
+        1.0,
+    )
+    assert (model_spec.shared_inner, model_spec.qkv_bias, model_spec.family.shared_expert) == (1024, True, True)
 
 
 def test_a_family_that_names_its_experts_otherwise(tmp_path: Path) -> None:
-    facts = read_model_spec(
+    model_spec = read_model_spec(
         directory(tmp_path, model_type="mixtral", num_local_experts=16, **dict.fromkeys(NOT_MIXTRALS))
     )
-    assert (facts.num_experts, facts.expert_inner) == (16, 6144)
+    assert (model_spec.num_experts, model_spec.expert_inner) == (16, 6144)
 
 
 @pytest.mark.parametrize(
@@ -78,10 +89,10 @@ def test_a_family_that_names_its_experts_otherwise(tmp_path: Path) -> None:
     ],
 )
 def test_dense_layers_are_told_apart(tmp_path: Path, changes: dict[str, Any], layers: tuple[int, ...]) -> None:
-    facts = read_model_spec(directory(tmp_path, **changes))
-    assert facts.moe_layer_ids == layers
-    assert facts.layout.moe_layer_ids == layers
-    assert facts.layout.num_layers == 6
+    model_spec = read_model_spec(directory(tmp_path, **changes))
+    assert model_spec.moe_layer_ids == layers
+    assert model_spec.layout.moe_layer_ids == layers
+    assert model_spec.layout.num_layers == 6
 
 
 @pytest.mark.parametrize(
@@ -93,7 +104,7 @@ def test_dense_layers_are_told_apart(tmp_path: Path, changes: dict[str, Any], la
         ({"mlp_only_layers": [0, 1, 2, 3, 4, 5]}, "has no MoE layer"),
         ({"decoder_sparse_step": 0}, "has no MoE layer"),
         (DENSE, "has no MoE layer"),
-        ({"num_experts_per_tok": 129}, "takes 129 experts a token of 128"),
+        ({"num_experts_per_tok": 129}, "num_experts_per_tok is 129"),
     ],
 )
 def test_a_wrong_config_is_one_line(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -112,7 +123,7 @@ def test_a_missing_directory_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not valid JSON"):
         read_model_spec(tmp_path)
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(ConfigError, match="holds a list"):
+    with pytest.raises(ConfigError, match="contains a list"):
         read_model_spec(tmp_path)
 
 
@@ -125,9 +136,11 @@ def test_a_missing_directory_is_one_line(tmp_path: Path) -> None:
     ],
 )
 def test_a_reference_of_another_architecture_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    facts = read_model_spec(directory(tmp_path, initializer_range=0.02))
+    model_spec = read_model_spec(directory(tmp_path, initializer_range=0.02))
     other = tmp_path / "other"
     other.mkdir()
-    check_alike(facts, tmp_path, directory(other, initializer_range=0.01, head_dim=64), "train.kl.reference")
+    check_same_architecture(
+        model_spec, tmp_path, directory(other, initializer_range=0.01, head_dim=64), "train.kl.reference"
+    )
     with pytest.raises(ConfigError, match=f"train.kl.reference: .*{message}"):
-        check_alike(facts, tmp_path, directory(other, **changes), "train.kl.reference")
+        check_same_architecture(model_spec, tmp_path, directory(other, **changes), "train.kl.reference")

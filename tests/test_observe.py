@@ -15,11 +15,11 @@ from rich.console import Console
 from agent_rl.config import RunConfig
 from agent_rl.errors import UserError
 from agent_rl.monitoring.console import Display, sparkline
-from agent_rl.monitoring.loop_lag import EVERY, LoopLag
+from agent_rl.monitoring.loop_lag import INTERVAL, LoopLag
 from agent_rl.monitoring.metrics_log import MetricsLog, read_metrics
 from agent_rl.monitoring.plots import draw_run
 from agent_rl.monitoring.sinks import Sink, TensorBoard, check_sinks
-from agent_rl.utils.concurrency import beside
+from agent_rl.utils.concurrency import run_alongside
 from agent_rl.utils.run_files import read_json, replacing, write_atomic, write_json
 
 
@@ -83,8 +83,8 @@ def test_a_sink_that_fails_is_one_line_and_ends_nothing(tmp_path: Path) -> None:
         log.append(step, {"reward/mean": 0.5})
     log.close()
     assert lines == [
-        "monitoring.sinks: b is not written to any more: no key",
-        "monitoring.sinks: a is not written to any more: the service is away",
+        "monitoring.sinks: b failed and is disabled: no key",
+        "monitoring.sinks: a failed and is disabled: the service is away",
     ]
     assert away.closed
     assert (there.closed, len(read_metrics(tmp_path))) == (True, 3)
@@ -93,8 +93,8 @@ def test_a_sink_that_fails_is_one_line_and_ends_nothing(tmp_path: Path) -> None:
 def test_a_sink_whose_library_is_absent_is_refused_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     config = RunConfig.model_validate({"name": "x", "model": "m", "monitoring": {"sinks": ["wandb"]}})
-    with pytest.raises(UserError, match=r"observe\.sinks names wandb, .*: pip install 'agent-rl\[wandb\]'"):
-        check_sinks(config)
+    with pytest.raises(UserError, match=r"monitoring\.sinks.* wandb .*: pip install 'agent-rl\[wandb\]'"):
+        check_sinks(config.monitoring)
 
 
 def test_sparkline_spans_its_own_range() -> None:
@@ -178,9 +178,9 @@ def test_a_log_that_is_closed_while_a_row_is_written_closes_its_sinks_after_it(t
 
 async def test_a_loop_that_is_held_up_tells_for_how_long() -> None:
     lag = LoopLag()
-    async with beside(lag.watch()):
+    async with run_alongside(lag.watch()):
         await asyncio.sleep(0)
-        time.sleep(EVERY + 0.2)  # noqa: ASYNC251  (what the loop must not do)
+        time.sleep(INTERVAL + 0.2)  # noqa: ASYNC251  (what the loop must not do)
         await asyncio.sleep(0.01)
     assert lag.metrics()["loop/lag_p99_ms"] >= 200
     assert lag.metrics() == {}

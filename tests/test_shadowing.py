@@ -1,4 +1,4 @@
-"""A user's own directories named as our packages are: what works beside them, and what is told. Real processes."""
+"""User directories with the names of agent-rl's packages: imports still work, or fail with one line."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ def python(project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.bubblewrap
 @pytest.mark.parametrize(
     "command",
@@ -44,32 +45,34 @@ def python(project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     ],
     ids=["script", "pytest", "check", "eval"],
 )
-def test_ours_are_found_beside_foreign_directories_of_their_names(project: Path, command: list[str]) -> None:
+def test_own_packages_are_imported_despite_user_directories(project: Path, command: list[str]) -> None:
     ran = python(project, *command)
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
-def test_a_foreign_package_that_was_imported_first_is_told(project: Path) -> None:
+def test_user_package_imported_first_is_an_import_error(project: Path) -> None:
     ran = python(project, "-c", "import tools, agent_rl.api")
     assert ran.stderr.splitlines()[-1] == (
         f"ImportError: {project}/tools shadows agent-rl's package tools (at {ROOT}/tools): "
-        "rename it or run from elsewhere"
+        "rename it or run from another directory"
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", ["from tools.helpers import WORD", "from tools import helpers"])
-def test_a_module_that_only_the_foreign_directory_has_is_told_in_one_line(project: Path, line: str) -> None:
+def test_module_of_the_user_package_is_a_one_line_error(project: Path, line: str) -> None:
     source = project / "letters.py"
     source.write_text(source.read_text().replace("WORDS =", f"{line}\nWORDS ="))
-    told = f"{project}/tools has the name of agent-rl's package tools (at {ROOT}/tools), which has no 'helpers'"
+    message = f"{project}/tools has the same name as agent-rl's package tools (at {ROOT}/tools), which has no module"
     ran = python(project, "-m", "agent_rl.cli", "eval", "letters.yaml", "--policy", "gold")
     assert ran.returncode == 2
     assert len(ran.stderr.splitlines()) == 1
     assert ran.stderr.startswith("error: environment 'letters:Letters': letters does not import: ")
-    assert told in ran.stderr
-    assert f"ImportError: {told}" in python(project, "-c", f"import agent_rl.api\n{line}").stderr
+    assert message in ran.stderr
+    assert f"ImportError: {message}" in python(project, "-c", f"import agent_rl.api\n{line}").stderr
 
 
+@pytest.mark.slow
 def test_commands_resolve_dotted_paths_alike_and_the_directory_comes_last(tmp_path: Path) -> None:
     write_template("letters", tmp_path)
     (tmp_path / "numpy.py").write_text("raise SystemExit('the working directory hides an installed package')\n")

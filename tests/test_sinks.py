@@ -11,7 +11,7 @@ import pytest
 
 from agent_rl.config import RunConfig
 from agent_rl.monitoring.metrics_log import MetricsLog
-from agent_rl.monitoring.sinks import SinkRun, check_sinks, openers
+from agent_rl.monitoring.sinks import SinkRun, check_sinks, sink_factories
 
 pytestmark = pytest.mark.exhaustive
 
@@ -25,10 +25,10 @@ def write(directory: Path, sink: str) -> None:
         "monitoring": {"sinks": [sink], "project": "tests"},
     }
     config, lines = RunConfig.model_validate(data), list[str]()
-    check_sinks(config)
+    check_sinks(config.monitoring)
     config.run_dir.mkdir(exist_ok=True)
     for done in (0, 1):
-        log = MetricsLog(config.run_dir, openers(SinkRun(config.run_dir, "abc123", config)), lines.append)
+        log = MetricsLog(config.run_dir, sink_factories(SinkRun(config.run_dir, "abc123", config)), lines.append)
         log.forget_after(done)
         for step in (done + 1, done + 2):
             log.append(step, {"reward/mean": step / 10 + done, "train/loss": float("nan")})

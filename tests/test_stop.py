@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: told at once, cleaned up after, and obeyed also where something can't be cancelled."""
+"""Ctrl-C and SIGTERM: an immediate message, clean-up, and an exit even if a thread cannot be cancelled."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agent_rl.monitoring.console import Display
 WAITS = """
 import asyncio, sys, threading
 import agent_rl.utils.concurrency
-from agent_rl.cli import root, running
+from agent_rl.cli import common, root
 agent_rl.utils.concurrency.STOP_SECONDS = 0.5
 
 async def work():
@@ -27,7 +27,7 @@ async def work():
         print("cleaned up", flush=True)
 
 sys.argv = ["agent-rl"]
-root.app = lambda: running.run_async(work(), running.RESUMES)
+root.app = lambda: common.run_async(work(), common.RESUMABLE)
 root.main()
 """
 PATIENT = "await asyncio.sleep(600)"
@@ -36,7 +36,7 @@ STUCK = "await agent_rl.utils.concurrency.shielded(asyncio.to_thread(threading.E
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("wait", [PATIENT, STUCK])
-def test_a_stopped_command_says_so_and_ends(number: signal.Signals, wait: str) -> None:
+def test_stopped_command_prints_a_message_and_exits(number: signal.Signals, wait: str) -> None:
     """``STUCK`` waits for a thread that never ends, as a connection to a dead Ray cluster does."""
     command = [sys.executable, "-c", WAITS.format(wait=wait)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -45,13 +45,13 @@ def test_a_stopped_command_says_so_and_ends(number: signal.Signals, wait: str) -
     process.send_signal(number)
     out, error = process.communicate(timeout=20)
     assert process.returncode == 130
-    assert error.startswith("stopping: ending what was started")
+    assert error.startswith("stopping: cleaning up")
     if wait == PATIENT:
         assert out == "cleaned up\n"
         assert error.splitlines()[-1] == "stopped; start again to resume"
 
 
-async def test_the_panel_is_gone_as_soon_as_the_command_is_stopped() -> None:
+async def test_panel_is_removed_when_the_command_is_stopped() -> None:
     out = io.StringIO()
     begun = asyncio.Event()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -31,15 +32,21 @@ def run(*command: str | Path, cwd: Path, **variables: str) -> subprocess.Complet
     )
 
 
+def repository_files(*directories: str) -> list[str]:
+    """The files of the checkout that git does not ignore."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *directories]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    return [file for file in listed if os.path.lexists(ROOT / file)]
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of a copy of the tracked files, so that nothing else of the checkout gets into it."""
+    """The wheel of a copy of the files that git does not ignore, so that nothing else gets into it."""
     directory = tmp_path_factory.mktemp("wheel")
-    files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
-    copy = ["tar", "-C", str(ROOT), "--null", "--files-from=-", "--create", f"--file={directory}/source.tar"]
-    subprocess.run(copy, input=files, check=True)
-    (directory / "source").mkdir()
-    subprocess.run(["tar", "-C", str(directory / "source"), "--extract", f"--file={directory}/source.tar"], check=True)
+    for file in repository_files(*PACKAGES, "configs", "pyproject.toml", "README.md", "LICENSE"):
+        copy = directory / "source" / file
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / file, copy, follow_symlinks=False)
     options = ("--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", directory)
     made = run(sys.executable, "-m", "pip", "wheel", *options, directory / "source", cwd=directory)
     assert made.returncode == 0, made.stderr
@@ -76,9 +83,8 @@ def test_the_wheel_holds_what_the_commands_need(wheel: Path) -> None:
     wanted |= {f"agent_rl/configs/{name}.yaml" for name in shipped_configs()}
     wanted |= {f"agent_rl/demo_model/data/{name}/{path.name}" for name in MODELS for path in MODELS[name].iterdir()}
     wanted |= {"agent_rl/engine/requirements.txt", "agent_rl/engine/requirements-nodeps.txt"}
-    tracked = subprocess.run(["git", "ls-files", *PACKAGES], cwd=ROOT, capture_output=True, text=True, check=True)
     wanted |= {
-        line for line in tracked.stdout.splitlines() if line != "agent_rl/configs" and not line.startswith(BUILT_FROM)
+        file for file in repository_files(*PACKAGES) if file != "agent_rl/configs" and not file.startswith(BUILT_FROM)
     }
     assert wanted <= names, sorted(wanted - names)
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == set(PACKAGES)

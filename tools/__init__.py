@@ -1,20 +1,19 @@
-"""What the agent may call: tools, their schemas, and the text formats of tool calls."""
+"""The agent's tools, their schemas, and the text formats of tool calls."""
 
 from tools.errors import ToolDefinitionError, ToolError, ToolFormatError, ToolsError
-from tools.formats import TOOL_FORMATS, HermesFormat, XmlFormat, tool_format
+from tools.formats import TOOL_FORMATS, HermesFormat, XmlFormat, parse_turn, tool_format
 from tools.schema import tool_function
 from tools.swe import swe_tools
 from tools.text import Style
 from tools.toolset import FunctionToolSet
-from tools.turns import parse_turn
-from tools.types import ParseFailure, Spoken, ToolCall, ToolCallFormat, ToolResult, ToolSet
+from tools.types import ParsedTurn, ParseFailure, ToolCall, ToolCallFormat, ToolResult, ToolSet
 
 __all__ = [
     "TOOL_FORMATS",
     "FunctionToolSet",
     "HermesFormat",
     "ParseFailure",
-    "Spoken",
+    "ParsedTurn",
     "Style",
     "ToolCall",
     "ToolCallFormat",

@@ -1,24 +1,28 @@
 """The tool that shows and edits files, with the semantics of R2E-Gym's and SWE-agent's editor.
 
-Viewing a file costs one round trip to the sandbox and editing one two; the undo history stays on this side.
+A view takes one round trip to the sandbox and an edit two. The undo history stays outside of the sandbox.
 """
 
 from __future__ import annotations
 
+import ast
+import itertools
+from collections.abc import Iterator
 from typing import Literal
 
 from sandbox import SandboxFileError
 from tools.errors import ToolError
-from tools.outline import outline
 from tools.runtime import ToolRuntime
 from tools.text import DOS, line_end, number_lines, split_lines, with_line_ends
 
 Command = Literal["view", "create", "str_replace", "insert", "undo_edit"]
 
 _CONTEXT_LINES = 4  # lines shown on either side of an edit
-_NOTE_ROOM = 120  # characters kept for the note that a view was cut
+_MAX_LISTED_MATCHES = 10
+_MIN_HIDDEN_BODY = 5  # lines
+_NOTE_CHARS = 120  # reserved for the note of a truncated view
 
-# Writing through cat keeps a file's mode and follows links, which replacing the file would not.
+# cat keeps the file's mode and follows links; replacing the file would not.
 _OVERWRITE = 'cat > "$1"'
 _CREATE = 'if [ -e "$1" ]; then echo exists; exit 3; fi; mkdir -p -- "$(dirname -- "$1")" && cat > "$1"'
 _LIST = (
@@ -32,7 +36,7 @@ class FileEditor:
 
     def __init__(self, runtime: ToolRuntime) -> None:
         self._runtime = runtime
-        self._history: dict[str, list[bytes | None]] = {}  # None: the file was not there
+        self._history: dict[str, list[bytes | None]] = {}  # None: the file did not exist
 
     async def file_editor(
         self,
@@ -62,18 +66,18 @@ class FileEditor:
             view_range: The first and last line to show, e.g. [11, 20]; -1 as the last means the end; for `view`.
             concise: Leave out the bodies of longer functions of a Python file; for `view`.
         """
-        where = self._runtime.path(path)
+        absolute = self._runtime.path(path)
         if command == "view":
-            return await self._view(where, view_range, concise)
+            return await self._view(absolute, view_range, concise)
         if command == "create":
-            return await self._create(where, _given(file_text, "create", "file_text"))
+            return await self._create(absolute, _required(file_text, "create", "file_text"))
         if command == "str_replace":
-            return await self._str_replace(where, _given(old_str, "str_replace", "old_str"), new_str or "")
+            return await self._str_replace(absolute, _required(old_str, "str_replace", "old_str"), new_str or "")
         if command == "insert":
             if insert_line is None:
                 raise ToolError("insert needs the argument 'insert_line'")
-            return await self._insert(where, insert_line, _given(new_str, "insert", "new_str"))
-        return await self._undo(where)
+            return await self._insert(absolute, insert_line, _required(new_str, "insert", "new_str"))
+        return await self._undo(absolute)
 
     async def _view(self, path: str, view_range: list[int] | None, condensed: bool) -> str:
         try:
@@ -90,18 +94,18 @@ class FileEditor:
         return self._numbered(path, shown, first, len(lines)) if lines else f"{path} is empty."
 
     def _numbered(self, path: str, shown: list[str], first: int, count: int) -> str:
-        """The lines with their numbers; of more than fits into an answer the first, and how to see the others."""
+        """The lines with their numbers, truncated at ``max_chars`` with a note on how to see the rest."""
         head = f"{path}, {count} lines:\n"
         text = head + number_lines(shown, first)
-        whole = text[: self._runtime.max_chars - _NOTE_ROOM].rpartition("\n")[0]
-        kept = whole.count("\n")
-        if len(text) <= self._runtime.max_chars or not kept:
+        complete = text[: self._runtime.max_chars - _NOTE_CHARS].rpartition("\n")[0]
+        lines = complete.count("\n")
+        if len(text) <= self._runtime.max_chars or not lines:
             return text
-        last = first + kept - 1
-        return f"{whole}\n[cut after line {last}: view_range [{last + 1}, {count}] shows more, search finds lines]"
+        last = first + lines - 1
+        return f"{complete}\n[cut after line {last}: view_range [{last + 1}, {count}] shows more, search finds lines]"
 
     async def _list(self, path: str) -> str:
-        """The directory at ``path``; raises ``ToolError`` with the reason where it is none."""
+        """The listing of the directory ``path``. Raises ``ToolError`` if it is not a directory."""
         result = await self._runtime.run("bash", "-c", _LIST, "-", path)
         text = result.stdout.decode("utf-8", errors="replace")
         if result.exit_code == 4:
@@ -127,25 +131,26 @@ class FileEditor:
         if old == new:
             raise ToolError("old_str and new_str are the same; nothing would change")
         text = await self._read(path)
-        end = line_end(text) if old in text else DOS if DOS in text else "\n"  # a model writes plain line ends
+        end = line_end(text) if old in text else DOS if DOS in text else "\n"  # models write plain newlines
         old, new = with_line_ends(old, end), with_line_ends(new, end)
         count = text.count(old)
         if count != 1:
-            raise ToolError(self._not_unique(path, text, old, count))
+            raise ToolError(self._match_error(path, text, old, count))
         start = text.index(old)
         edited = text[:start] + new + text[start + len(old) :]
         await self._write(path, text, edited)
         first = text.count("\n", 0, start) + 1
-        return self._edited(path, edited, first, first + new.count("\n"))
+        return self._edit_result(path, edited, first, first + new.count("\n"))
 
-    def _not_unique(self, path: str, text: str, old: str, count: int) -> str:
+    def _match_error(self, path: str, text: str, old: str, count: int) -> str:
         if self._runtime.concise:
             return f"found {count} times" if count else "not found"
         if not count:
             return f"Nothing replaced: old_str does not occur in {path}. It must match to the character."
-        pieces = text.split(old)[:-1]
-        lines = [1 + sum(piece.count("\n") for piece in pieces[: n + 1]) + n * old.count("\n") for n in range(count)]
-        shown = ", ".join(map(str, lines[:10])) + (", ..." if count > 10 else "")
+        pieces = text.split(old, _MAX_LISTED_MATCHES)[:-1]
+        before = itertools.accumulate(piece.count("\n") for piece in pieces)
+        lines = [1 + newlines + n * old.count("\n") for n, newlines in enumerate(before)]
+        shown = ", ".join(map(str, lines)) + (", ..." if count > _MAX_LISTED_MATCHES else "")
         return f"Nothing replaced: old_str occurs {count} times in {path}, at lines {shown}. Give more of its context."
 
     async def _insert(self, path: str, line: int, new: str) -> str:
@@ -160,7 +165,7 @@ class FileEditor:
         else:
             edited = end.join([*lines[:line], new.removesuffix(end), *lines[line:]])
         await self._write(path, text, edited)
-        return self._edited(path, edited, line + 1, line + 1 + new.removesuffix(end).count("\n"))
+        return self._edit_result(path, edited, line + 1, line + 1 + new.removesuffix(end).count("\n"))
 
     async def _undo(self, path: str) -> str:
         history = self._history.get(path)
@@ -176,7 +181,7 @@ class FileEditor:
         return "undone" if self._runtime.concise else f"The last edit of {path} was taken back."
 
     async def _read(self, path: str) -> str:
-        """The file's text; bytes that are no UTF-8 come through an edit unchanged (surrogateescape)."""
+        """The file's text. Bytes that are not UTF-8 survive an edit unchanged (surrogateescape)."""
         try:
             return (await self._runtime.sandbox.read_file(path)).decode("utf-8", errors="surrogateescape")
         except SandboxFileError:
@@ -193,8 +198,8 @@ class FileEditor:
             reason = output.strip().splitlines()[-1:] or ["no reason given"]
             raise ToolError(f"{path} could not be written: {reason[0]}")
 
-    def _edited(self, path: str, text: str, first: int, last: int) -> str:
-        """The answer to an edit of lines ``first`` to ``last``."""
+    def _edit_result(self, path: str, text: str, first: int, last: int) -> str:
+        """The result of an edit of lines ``first`` to ``last``."""
         if self._runtime.concise:
             return "edited"
         lines = split_lines(text.encode("utf-8", "surrogateescape").decode("utf-8", "replace"))
@@ -202,14 +207,14 @@ class FileEditor:
         return f"Edited {path}. It now reads:\n{number_lines(lines[top - 1 : last + _CONTEXT_LINES], top)}"
 
 
-def _given(value: str | None, command: str, name: str) -> str:
+def _required(value: str | None, command: str, name: str) -> str:
     if value is None:
         raise ToolError(f"{command} needs the argument {name!r}")
     return value
 
 
 def _line_range(view_range: list[int] | None, count: int) -> tuple[int, int]:
-    """First and last line to show, counted from 1. Raises ``ToolError`` for a range outside the file."""
+    """First and last line to show, from 1. Raises ``ToolError`` for a range outside of the file."""
     if view_range is None:
         return 1, count
     if len(view_range) != 2:
@@ -221,3 +226,34 @@ def _line_range(view_range: list[int] | None, count: int) -> tuple[int, int]:
     if first > count:
         raise ToolError(f"view_range {view_range} starts past the end; the file has {count} lines")
     return first, min(last, count)
+
+
+def outline(lines: list[str]) -> str:
+    """Numbered lines with a note for each function body of 5 lines or more. Text that does not parse is shown in
+    full."""
+    hidden: dict[int, int] = {}
+    for first, last in _long_bodies("\n".join(lines)):
+        hidden.setdefault(first, last)
+    shown = []
+    number = 1
+    while number <= len(lines):
+        if number in hidden:
+            shown.append(f"       ... lines {number}-{hidden[number]} left out ...")
+            number = hidden[number] + 1
+        else:
+            shown.append(f"{number:6d}\t{lines[number - 1]}")
+            number += 1
+    return "\n".join(shown)
+
+
+def _long_bodies(source: str) -> Iterator[tuple[int, int]]:
+    """First and last line of each long function body, outer functions before those inside them."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # not Python, or too complex
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            first, last = node.body[0].lineno, node.body[-1].end_lineno or node.body[-1].lineno
+            if last - first + 1 >= _MIN_HIDDEN_BODY and first > node.lineno:
+                yield first, last

@@ -3,9 +3,9 @@
 ::
 
     ToolsError
-    ├── ToolFormatError      a tool-call format cannot be loaded: a user's mistake, in one line
-    ├── ToolDefinitionError  a function cannot be offered as a tool: the author's mistake, found when the set is made
-    └── ToolError            raised by a tool to answer its caller: becomes a ``failed`` result, never escapes the set
+    ├── ToolFormatError      a tool-call format cannot be loaded: a mistake of the user, one line
+    ├── ToolDefinitionError  a function cannot become a tool: a mistake of its author, raised when the set is created
+    └── ToolError            a tool raises it for a wrong call; the tool set turns it into a ``failed`` result
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class ToolFormatError(ToolsError):
 
 
 class ToolDefinitionError(ToolsError):
-    """A function that cannot be offered as a tool."""
+    """A function that cannot become a tool."""
 
 
 class ToolError(ToolsError):
-    """A call that went wrong; the message is what the agent is shown."""
+    """A wrong call. The message is the agent's observation."""

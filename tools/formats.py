@@ -1,8 +1,8 @@
 """Two text formats of tool calls: Qwen's Hermes JSON and R2E-Gym's XML.
 
-Both parsers are total: any text gives a :class:`ToolCall` or a :class:`ParseFailure` with one line for the agent. A
-turn's *first* call is taken and what follows it is ignored, as R2E-Gym does; :func:`tools.turns.parse_turn` gives them
-all. A leading ``<think>`` block is skipped, so that a call that is only thought about is not run.
+Both parsers are total: any text gives a :class:`ToolCall` or a :class:`ParseFailure` with one line for the agent. As in
+R2E-Gym, ``parse`` takes the *first* call of a turn and ignores the rest; :func:`parse_turn` returns all calls. Both
+skip a leading ``<think>`` block, so that a call in the reasoning does not run.
 """
 
 from __future__ import annotations
@@ -10,14 +10,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import orjson
 
 from sandbox.registry import Registry
 from tools.errors import ToolFormatError
-from tools.types import CallScanner, ParseFailure, ToolCall, ToolCallFormat
+from tools.schema import accepts_string
+from tools.types import CallScanner, ParsedTurn, ParseFailure, ToolCall, ToolCallFormat
 
+_THINK, _END_THINK = "<think>", "</think>"
+_SPACE = re.compile(r"\s*")
 _ESCAPED = re.compile(r"<\\(\\*)/parameter>")
 
 
@@ -26,29 +30,30 @@ class HermesFormat:
 
     name = "hermes"
     _open, _close = "<tool_call>", "</tool_call>"
-    # Raw newlines inside strings are let through (strict=False): models write them often and they are unambiguous.
+    # strict=False accepts raw newlines in strings: models write them often, and they are unambiguous.
     _decoder = json.JSONDecoder(strict=False, parse_constant=lambda text: _refuse_constant(text))
 
     def parse(self, text: str) -> ToolCall | ParseFailure:
-        none = f"no tool call found; write {self._open}, a JSON object, {self._close}"
-        return _first_call(self, text, none)
+        return _first_call(self, text, f"no tool call found; write {self._open}, a JSON object, {self._close}")
 
-    def scan(self, answer: str, position: int) -> tuple[ToolCall, int, int] | ParseFailure | None:
-        start = answer.find(self._open, position)
+    def scan(self, content: str, position: int) -> tuple[ToolCall, int, int] | ParseFailure | None:
+        start = content.find(self._open, position)
         if start < 0:
             return None
-        body = answer[start + len(self._open) :].lstrip()
+        body = _after_space(content, start + len(self._open))
         try:
-            value, end = self._decoder.raw_decode(body)
+            value, end = self._decoder.raw_decode(content, body)
         except json.JSONDecodeError as error:
-            return ParseFailure(f"bad JSON in the tool call, line {error.lineno} column {error.colno}: {error.msg}")
+            before = content[body : error.pos].split("\n")
+            position_text = f"line {len(before)} column {len(before[-1]) + 1}"
+            return ParseFailure(f"bad JSON in the tool call, {position_text}: {error.msg}")
         except (ValueError, RecursionError) as error:
             return ParseFailure(f"bad JSON in the tool call: {_one_line(error)}")
-        after = body[end:].lstrip()
-        if not after.startswith(self._close):
+        after = _after_space(content, end)
+        if not content.startswith(self._close, after):
             return ParseFailure(f"the tool call is not closed; write {self._close} after the JSON object")
         call = _call_from_json(value)
-        return call if isinstance(call, ParseFailure) else (call, start, len(answer) - len(after) + len(self._close))
+        return call if isinstance(call, ParseFailure) else (call, start, after + len(self._close))
 
     def render(self, call: ToolCall) -> str:
         body = json.dumps({"name": call.name, "arguments": dict(call.arguments)}, ensure_ascii=False)
@@ -66,14 +71,14 @@ class HermesFormat:
 class XmlFormat:
     r"""``<function=NAME>`` around ``<parameter=ARG>value</parameter>``, one of each argument.
 
-    Two layouts are read: tags on lines of their own, as R2E-Gym writes them and :meth:`describe` shows, and tags with
-    nothing between them, as the starting model writes them. Calls are rendered in the second: a call of the starting
-    model, parsed and rendered again, is the same text.
+    The parser reads two layouts: each tag on its own line, as R2E-Gym writes and :meth:`describe` shows, and tags
+    without space between them, as the demo model writes. Calls are rendered in the second layout, so that a call of the
+    demo model is unchanged when it is parsed and rendered.
 
-    Values are strings; others are written as JSON and read back by the tool's schema. The parser takes one leading and
-    one trailing newline of a value away, so a value that begins or ends with a newline is written between two more.
-    Everything else is kept to the character. Nothing is escaped but ``</parameter>`` inside a value, which is written
-    ``<\/parameter>`` (one backslash more for each that is there already).
+    Values are strings; other types are written as JSON, and the tool's schema converts them back. The parser removes
+    one leading and one trailing newline of a value; the renderer adds both to a value that begins or ends with a
+    newline. It escapes only ``</parameter>`` inside a value, as ``<\/parameter>`` (one more backslash for each existing
+    one).
     """
 
     name = "xml"
@@ -85,8 +90,8 @@ class XmlFormat:
     def parse(self, text: str) -> ToolCall | ParseFailure:
         return _first_call(self, text, "no tool call found; write <function=NAME>, its parameters, </function>")
 
-    def scan(self, answer: str, position: int) -> tuple[ToolCall, int, int] | ParseFailure | None:
-        opened = self._function.search(answer, position)
+    def scan(self, content: str, position: int) -> tuple[ToolCall, int, int] | ParseFailure | None:
+        opened = self._function.search(content, position)
         if not opened:
             return None
         name = opened[1].strip()
@@ -94,14 +99,14 @@ class XmlFormat:
             return ParseFailure("the tool call has no name; write <function=NAME>")
         arguments: dict[str, Any] = {}
         position = opened.end()
-        while parameter := self._parameter.match(answer, position):
+        while parameter := self._parameter.match(content, position):
             key = parameter[1].strip()
-            close = answer.find("</parameter>", parameter.end())
+            close = content.find("</parameter>", parameter.end())
             if problem := _parameter_problem(key, close, arguments):
                 return ParseFailure(problem)
-            arguments[key] = _read_value(answer[parameter.end() : close])
+            arguments[key] = _read_value(content[parameter.end() : close])
             position = close + len("</parameter>")
-        closed = self._end.match(answer, position)
+        closed = self._end.match(content, position)
         if not closed:
             return ParseFailure(f"<function={name}> is not closed; only parameters may stand before </function>")
         return ToolCall(name, arguments), opened.start(), closed.end()
@@ -135,31 +140,98 @@ TOOL_FORMATS = Registry(
 
 
 def tool_format(name: str) -> ToolCallFormat:
-    """The format ``name``, made of its registered class. Raises ``ToolFormatError`` where there is none to load."""
-    make = TOOL_FORMATS.load(name)
-    fmt: ToolCallFormat = make() if callable(make) else make
+    """An instance of the registered format ``name``. Raises ``ToolFormatError`` if it cannot be loaded."""
+    factory = TOOL_FORMATS.load(name)
+    fmt: ToolCallFormat = factory() if callable(factory) else factory
     missing = [part for part in ("name", "parse", "render", "describe") if not hasattr(fmt, part)]
     if missing:
-        raise ToolFormatError(f"tool-call format {name!r} is no format, it lacks {', '.join(missing)}")
+        raise ToolFormatError(f"tool-call format {name!r} lacks {', '.join(missing)}")
     return fmt
 
 
-def _first_call(scanner: CallScanner, text: str, none: str) -> ToolCall | ParseFailure:
-    """The first call of a turn; a failure of the reason ``none`` where it has none."""
-    answer = _after_thinking(text)
-    if isinstance(answer, ParseFailure):
-        return answer
-    found = scanner.scan(answer, 0)
-    if found is None:
-        return ParseFailure(none)
-    return found if isinstance(found, ParseFailure) else found[0]
+def parse_turn(fmt: ToolCallFormat, text: str, schemas: Sequence[Mapping[str, Any]]) -> ParsedTurn:
+    """Split a model's turn into reasoning, text and calls, for an agent program that speaks a chat API.
+
+    ``schemas`` are the OpenAI function schemas of the offered tools. Without schemas the text is not searched for
+    calls. A string argument whose schema requires another type is read as JSON.
+    """
+    reasoning, content, closed = split_reasoning(text)
+    if not schemas:
+        return ParsedTurn(reasoning, content)
+    if not closed:
+        return ParsedTurn(reasoning, content, failure=f"no tool call found; {_THINK} is not closed")
+    calls, text_around, failure = _scan_calls(fmt, content)
+    typed = tuple(with_typed_arguments(call, schemas) for call in calls)
+    return ParsedTurn(reasoning, text_around.strip() if calls else content, typed, failure)
 
 
-def _after_thinking(text: str) -> str | ParseFailure:
-    if not text.lstrip().startswith("<think>"):
-        return text
-    _, closed, answer = text.partition("</think>")
-    return answer if closed else ParseFailure("no tool call found; <think> is not closed")
+def split_reasoning(text: str) -> tuple[str, str, bool]:
+    """``(reasoning, content, closed)``. The turn or its prompt may have opened the ``<think>`` block. ``closed`` is
+    False for a block without an end; the content is then empty."""
+    before, closed, after = text.partition(_END_THINK)
+    opened = before.lstrip().startswith(_THINK)
+    reasoning = before.lstrip().removeprefix(_THINK).strip()
+    if closed:
+        return reasoning, after.strip(), True
+    return (reasoning, "", False) if opened else ("", text.strip(), True)
+
+
+def with_typed_arguments(call: ToolCall, schemas: Sequence[Mapping[str, Any]]) -> ToolCall:
+    """``call`` with string arguments converted to the types of the tool's schema where they are valid JSON."""
+    named = (each["function"] for each in schemas if each["function"].get("name") == call.name)
+    function: Mapping[str, Any] = next(named, {})
+    properties = (function.get("parameters") or {}).get("properties") or {}
+    known = {name: schema for name, schema in properties.items() if isinstance(schema, dict)}
+    arguments = {name: _convert(value, known.get(name, {})) for name, value in call.arguments.items()}
+    return replace(call, arguments=arguments)
+
+
+def _convert(value: Any, schema: Mapping[str, Any]) -> Any:
+    if not isinstance(value, str) or accepts_string(schema):
+        return value
+    try:
+        return orjson.loads(value)
+    except orjson.JSONDecodeError:
+        return value
+
+
+def _scan_calls(fmt: ToolCallFormat, content: str) -> tuple[list[ToolCall], str, str | None]:
+    """The calls, the text around them, and the reason if there are none."""
+    if not isinstance(fmt, CallScanner):
+        call = fmt.parse(content)
+        return ([], content, call.reason) if isinstance(call, ParseFailure) else ([call], content, None)
+    calls: list[ToolCall] = []
+    text, position = "", 0
+    while match := fmt.scan(content, position):
+        if isinstance(match, ParseFailure):
+            break
+        call, start, end = match
+        calls.append(call)
+        text, position = text + content[position:start], end
+    if calls:
+        return calls, text + content[position:], None
+    parsed = fmt.parse(content)
+    return [], content, parsed.reason if isinstance(parsed, ParseFailure) else None
+
+
+def _first_call(scanner: CallScanner, text: str, failure: str) -> ToolCall | ParseFailure:
+    """The first call of a turn, or a failure with the reason ``failure``."""
+    content = text
+    if text.lstrip().startswith(_THINK):
+        _, closed, content = text.partition(_END_THINK)
+        if not closed:
+            return ParseFailure(f"no tool call found; {_THINK} is not closed")
+    match = scanner.scan(content, 0)
+    if match is None:
+        return ParseFailure(failure)
+    return match if isinstance(match, ParseFailure) else match[0]
+
+
+def _after_space(text: str, position: int) -> int:
+    """The end of the white space that begins at ``position``."""
+    space = _SPACE.match(text, position)
+    assert space is not None, "the pattern also matches the empty text"
+    return space.end()
 
 
 def _call_from_json(value: Any) -> ToolCall | ParseFailure:
@@ -171,7 +243,7 @@ def _call_from_json(value: Any) -> ToolCall | ParseFailure:
     if not isinstance(arguments, dict):
         return ParseFailure('"arguments" of the tool call must be a JSON object')
     try:
-        orjson.dumps(value)  # half surrogate pairs and integers past 64 bits could not be kept on record
+        orjson.dumps(value)  # half surrogate pairs and integers over 64 bits cannot be recorded
     except TypeError as error:
         return ParseFailure(f"the tool call holds a value that cannot be kept: {_one_line(error)}")
     return ToolCall(name, arguments)

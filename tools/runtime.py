@@ -1,4 +1,4 @@
-"""What the sandboxed tools share: their sandbox, their style of answer, their time limit."""
+"""The sandbox, result style and limits that the tools of an episode share."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from sandbox import ExecResult, Sandbox
 from tools.errors import ToolError
 from tools.text import MAX_CHARS, Style
 
-# Linux takes at most 128 KiB in one argument of a command; past that exec fails, which would look like a broken
+# Linux limits one argument of a command to 128 KiB. A longer one makes exec fail, which would look like a broken
 # sandbox.
-_ARGUMENT_BYTES = 120_000
+_MAX_ARGUMENT_BYTES = 120_000
 
 
 @dataclass(frozen=True, slots=True)
 class ToolRuntime:
-    """A sandbox as the tools use it. ``timeout`` is in seconds, for each command; ``max_chars`` caps each answer."""
+    """A sandbox with the tools' limits: ``timeout`` in seconds for each command, ``max_chars`` for each result."""
 
     sandbox: Sandbox
     style: Style = "full"
@@ -29,7 +29,7 @@ class ToolRuntime:
         return self.style == "concise"
 
     def path(self, path: str) -> str:
-        """``path`` made absolute (against the sandbox's working directory) and normal."""
+        """``path`` as a normalized absolute path, relative to the sandbox's working directory."""
         if not path:
             raise ToolError("path is empty; give a file or a directory")
         if len(path.encode()) > 4000:
@@ -37,10 +37,12 @@ class ToolRuntime:
         return posixpath.normpath(posixpath.join(self.sandbox.spec.workdir, path))
 
     async def run(self, *command: str, stdin: bytes | None = None, env: Mapping[str, str] | None = None) -> ExecResult:
-        """Run ``command``, an argument a string, in the working directory, with ``env`` beside the sandbox's
-        variables."""
+        """Run ``command``, one string for each argument, in the working directory. ``env`` adds environment variables.
+
+        Raises ``ToolError`` for an argument over 120,000 bytes.
+        """
         longest = max(len(argument.encode()) for argument in command)
-        if longest > _ARGUMENT_BYTES:
-            raise ToolError(f"an argument of {longest} bytes is too long; {_ARGUMENT_BYTES} is the most")
+        if longest > _MAX_ARGUMENT_BYTES:
+            raise ToolError(f"an argument of {longest} bytes is too long; {_MAX_ARGUMENT_BYTES} is the most")
         workdir = self.sandbox.spec.workdir
         return await self.sandbox.exec(list(command), timeout=self.timeout, cwd=workdir, env=env, stdin=stdin)

@@ -1,8 +1,8 @@
-"""A tool's schema from its function's signature and docstring, and its arguments checked against it.
+"""Derives a tool's schema from its function's signature and docstring, and checks arguments against the schema.
 
-Types come from the annotations, descriptions from a Google-style docstring (what stands before ``Args:`` describes the
-tool, each entry under it one argument). Text formats such as XML carry only strings, so a string that stands where the
-signature wants another type is read as JSON first: ``"3"`` becomes 3, ``"[1, 10]"`` a list.
+Types come from the annotations, descriptions from a Google-style docstring: the text before ``Args:`` describes the
+tool, each entry below it one argument. Text formats such as XML carry only strings. If the signature requires another
+type, a string is read as JSON first: ``"3"`` becomes 3, ``"[1, 10]"`` a list.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ from tools.errors import ToolDefinitionError, ToolError
 
 AsyncFunction = Callable[..., Awaitable[Any]]
 
-ToolOutline = tuple[str, Mapping[str, Mapping[str, Any]], Sequence[str]]
-"""A tool in short: its description, the schema of each argument, and the arguments that it must have."""
+ToolSpec = tuple[str, Mapping[str, Mapping[str, Any]], Sequence[str]]
+"""A tool's description, the JSON schema of each argument, and the required arguments."""
+
+MAX_NESTING = 100
+"""The maximum nesting of lists and objects in an argument. Python can print and compare values of this depth."""
 
 _TYPE_WORDS = {
     "string": "a string",
@@ -40,7 +43,7 @@ _TYPE_WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """One argument of a tool. ``schema`` is its JSON schema, description and default included."""
+    """One argument of a tool. ``schema`` is its JSON schema with description and default."""
 
     name: str
     schema: Mapping[str, Any]
@@ -53,11 +56,11 @@ class Argument:
         return _type_words(self.schema)
 
     def read(self, value: Any) -> Any:
-        """``value`` in the argument's type. Raises ``ToolError``: one line that says what would be right."""
+        """``value`` converted to the argument's type. Raises ``ToolError``, one line with the expected type."""
         if isinstance(value, str):
             check_text(self.name, value)
         if isinstance(value, str) and not accepts_string(self.schema):
-            value = _from_text(value)
+            value = _parse_json_text(value)
         try:
             return self.adapter.validate_python(value)
         except ValidationError:
@@ -91,7 +94,7 @@ class ToolFunction:
         }
 
     def bind(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The keyword arguments for the function. Raises ``ToolError`` for the first one that is wrong."""
+        """The keyword arguments for the function. Raises ``ToolError`` for the first wrong argument."""
         for name in arguments:
             if name not in self.arguments:
                 raise ToolError(f"{self.name} has no argument {name!r}{nearest(name, self.arguments, 'arguments')}")
@@ -102,7 +105,7 @@ class ToolFunction:
         for name, value in arguments.items():
             argument = self.arguments[name]
             if value is None and not argument.required:
-                continue  # models write null for what they leave out
+                continue  # models write null for omitted arguments
             bound[name] = argument.read(value)
         return bound
 
@@ -110,8 +113,8 @@ class ToolFunction:
 def tool_function(function: AsyncFunction) -> ToolFunction:
     """Describe ``function`` as a tool.
 
-    Raises ``ToolDefinitionError`` where it is not async, has an argument without a type (or a ``*args``, ``**kwargs``
-    or positional-only one), has no docstring, or documents an argument that it does not have.
+    Raises ``ToolDefinitionError`` if it is not async, has no docstring, has an argument without a type or one that
+    cannot be passed by name, or documents an argument that it does not have.
     """
     method = getattr(function, "__func__", None)
     if method is None:
@@ -121,8 +124,8 @@ def tool_function(function: AsyncFunction) -> ToolFunction:
 
 @functools.lru_cache(maxsize=256)
 def _describe_method(method: AsyncFunction) -> ToolFunction:
-    """The tool that a class's method is, whatever object it is bound to. Every episode binds the same methods anew,
-    and pydantic takes 5 ms for the schemas of a set of tools."""
+    """The tool for a method, independent of the bound object. It is cached because every episode binds the same methods
+    and pydantic takes 5 ms for the schemas of a tool set."""
     return _describe(types.MethodType(method, object()))
 
 
@@ -132,16 +135,16 @@ def _describe(function: AsyncFunction) -> ToolFunction:
         raise ToolDefinitionError(f"tool {name}: must be an async function")
     description, documented = parse_docstring(inspect.getdoc(function) or "")
     if not description:
-        raise ToolDefinitionError(f"tool {name}: needs a docstring that tells the agent what it does")
+        raise ToolDefinitionError(f"tool {name}: needs a docstring, the description for the agent")
     parameters = inspect.signature(function).parameters
     for unknown in documented.keys() - parameters.keys():
-        raise ToolDefinitionError(f"tool {name}: the docstring describes {unknown!r}, which is no argument of it")
+        raise ToolDefinitionError(f"tool {name}: the docstring describes {unknown!r}, which is not an argument")
     hints = typing.get_type_hints(function, include_extras=True)
     arguments: dict[str, Argument] = {}
     definitions: dict[str, Any] = {}
     for parameter in parameters.values():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise ToolDefinitionError(f"tool {name}: {parameter} cannot be given by name")
+            raise ToolDefinitionError(f"tool {name}: {parameter} cannot be passed by name")
         if parameter.name not in hints:
             raise ToolDefinitionError(f"tool {name}: argument {parameter.name!r} needs a type")
         argument = _argument(parameter, hints[parameter.name], documented.get(parameter.name, ""), definitions)
@@ -150,7 +153,7 @@ def _describe(function: AsyncFunction) -> ToolFunction:
 
 
 def parse_docstring(doc: str) -> tuple[str, dict[str, str]]:
-    """Split a Google-style docstring, dedented, into the tool's description and those of its arguments."""
+    """The description of the tool and of each argument, from a dedented Google-style docstring."""
     lines = doc.splitlines()
     start = lines.index("Args:") if "Args:" in lines else len(lines)
     section = list(itertools.takewhile(lambda line: not line or line[0].isspace(), lines[start + 1 :]))
@@ -168,7 +171,7 @@ def parse_docstring(doc: str) -> tuple[str, dict[str, str]]:
 
 
 def nearest(name: str, known: Iterable[str], kind: str) -> str:
-    """A hint that ends an error line: the nearest known name, or all of them."""
+    """The hint at the end of an error line: the nearest known name, or all names."""
     known = list(known)
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f"; did you mean {near[0]!r}?" if near else f"; {kind}: {', '.join(known) or 'none'}"
@@ -189,7 +192,7 @@ def _argument(parameter: inspect.Parameter, hint: Any, description: str, definit
 
 
 def _without_null(schema: dict[str, Any]) -> dict[str, Any]:
-    """An optional argument is one that is not required; ``anyOf [X, null]`` says so twice."""
+    """The schema without ``null``: an optional argument is already marked by its absence from ``required``."""
     options = [option for option in schema.get("anyOf", []) if option != {"type": "null"}]
     if len(options) != 1:
         return schema
@@ -197,7 +200,7 @@ def _without_null(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def accepts_string(schema: Mapping[str, Any]) -> bool:
-    """Whether a string may stand where ``schema`` is asked for."""
+    """Whether a string can be a value of ``schema``."""
     if "anyOf" in schema:
         return any(accepts_string(option) for option in schema["anyOf"])
     values = schema.get("enum", [schema["const"]] if "const" in schema else [])
@@ -207,8 +210,8 @@ def accepts_string(schema: Mapping[str, Any]) -> bool:
     return ("string" in kind if isinstance(kind, list) else kind == "string") and "$ref" not in schema
 
 
-def outlined(tools: Mapping[str, ToolOutline]) -> list[Mapping[str, Any]]:
-    """The OpenAI function schemas of tools that are outlined by name."""
+def function_schemas(tools: Mapping[str, ToolSpec]) -> list[Mapping[str, Any]]:
+    """The OpenAI function schemas of ``tools``, by name."""
     return [
         {
             "type": "function",
@@ -223,7 +226,7 @@ def outlined(tools: Mapping[str, ToolOutline]) -> list[Mapping[str, Any]]:
 
 
 def check_text(name: str, value: str) -> None:
-    """Refuse what no command line and no file name can hold."""
+    """Raise ``ToolError`` for text that a command line or a file name cannot contain."""
     if "\0" in value:
         raise ToolError(f"argument {name!r} holds a NUL character; leave it out")
     try:
@@ -232,10 +235,42 @@ def check_text(name: str, value: str) -> None:
         raise ToolError(f"argument {name!r} holds half a surrogate pair; write the whole character") from None
 
 
-def _from_text(value: str) -> Any:
+def check_nesting(arguments: Mapping[str, Any]) -> None:
+    """Raise ``ToolError`` if an argument is nested more than ``MAX_NESTING`` levels deep."""
+    for name, value in arguments.items():
+        if not _is_within_nesting(value):
+            raise ToolError(f"argument {name!r} is nested more than {MAX_NESTING} levels deep; write it flatter")
+
+
+def read_json(text: str) -> Any:
+    """The JSON value in ``text``. Raises ValueError if it is not JSON or nested too deeply."""
     try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if not _is_within_nesting(value):
+        raise ValueError("nested too deeply")
+    return value
+
+
+def _is_within_nesting(value: Any) -> bool:
+    level = [value]
+    for _ in range(MAX_NESTING + 1):
+        parts = [each.values() if isinstance(each, Mapping) else each for each in level if _is_nested(each)]
+        if not parts:
+            return True
+        level = list(itertools.chain.from_iterable(parts))
+    return False
+
+
+def _is_nested(value: Any) -> bool:
+    return isinstance(value, Mapping | list | tuple)
+
+
+def _parse_json_text(value: str) -> Any:
+    try:
+        return read_json(value)
+    except ValueError:
         return value
 
 

@@ -1,35 +1,35 @@
-"""How tools put text before the agent: two styles of answer, and a cap that keeps head and tail."""
+"""Text of tool results: two styles, a character limit that keeps head and tail, and line numbers."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 Style = Literal["full", "concise"]
-"""``full`` answers in sentences, as R2E-Gym's tools do; ``concise`` in as few tokens as can be."""
+"""``full``: results in sentences, as in R2E-Gym. ``concise``: results in as few tokens as possible."""
 
 MAX_CHARS = 10_000
-"""Characters one answer may hold unless told otherwise."""
+"""The default limit of a result, in characters."""
 
 DOS = "\r\n"
-_NOTE_ROOM = 60
+_NOTE_CHARS = 60
 
 
 def clip(text: str, limit: int = MAX_CHARS) -> str:
-    """``text`` in at most ``limit`` characters: its head and its tail, with a note of what was left out between them.
+    """``text`` in at most ``limit`` characters: its head, a note on the omitted part, its tail.
 
-    ``limit`` is at least 100, so that the note has room.
+    Raises ValueError for a ``limit`` below 100, which leaves no space for the note.
     """
     if limit < 100:
         raise ValueError(f"a limit of {limit} characters leaves no room for the note; 100 is the least")
     if len(text) <= limit:
         return text
-    kept = limit - _NOTE_ROOM
+    kept = limit - _NOTE_CHARS
     head, tail = (kept + 1) // 2, kept // 2
     return f"{text[:head]}\n[... {len(text) - kept} characters left out ...]\n{text[-tail:]}"
 
 
 def split_lines(text: str) -> list[str]:
-    """The lines of ``text`` as grep and sed count them: only a newline ends a line."""
+    """The lines of ``text`` as grep and sed count them: only ``\\n`` ends a line."""
     lines = text.split("\n")
     if lines[-1] == "":
         lines.pop()
@@ -37,12 +37,12 @@ def split_lines(text: str) -> list[str]:
 
 
 def line_end(text: str) -> str:
-    """What ends the lines of ``text``: ``DOS`` where that ends each of them, else a newline."""
+    """``DOS`` if it ends every line of ``text``, else a newline."""
     return DOS if 0 < text.count(DOS) == text.count("\n") else "\n"
 
 
 def with_line_ends(text: str, end: str) -> str:
-    """``text`` with the line ends of a file that has DOS's; for another it stays as it is."""
+    """``text`` with DOS line ends if ``end`` is ``DOS``; else unchanged."""
     return text.replace(DOS, "\n").replace("\n", DOS) if end == DOS else text
 
 

@@ -1,4 +1,4 @@
-"""A set of tools made of plain async functions: this package's own, or those of an environment's author."""
+"""A set of tools made from plain async functions: this package's, or those of an environment."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tools.errors import ToolDefinitionError, ToolError
-from tools.schema import AsyncFunction, ToolFunction, nearest, tool_function
+from tools.schema import AsyncFunction, ToolFunction, check_nesting, nearest, tool_function
 from tools.text import MAX_CHARS, clip
 from tools.types import ToolCall, ToolResult
 
 
 class FunctionToolSet:
-    """Offers async functions (or bound methods) as tools; the function's name is the tool's.
+    """Offers async functions or bound methods as tools under their names. Implements :class:`tools.types.ToolSet`.
 
-    A function returns a string or a :class:`ToolResult`. One that raises :class:`ToolError` answers a ``failed`` result
-    with its message; any other exception is a broken sandbox or a bug and goes through. Answers are capped at
-    ``max_chars`` characters, head and tail kept.
+    A function returns a string or a :class:`ToolResult`. A :class:`ToolError` becomes a ``failed`` result with its
+    message; any other exception (a broken sandbox, a bug) propagates. Results are limited to ``max_chars`` characters;
+    longer ones keep head and tail.
     """
 
     def __init__(self, functions: Iterable[AsyncFunction], *, max_chars: int = MAX_CHARS) -> None:
@@ -31,26 +31,27 @@ class FunctionToolSet:
 
     @classmethod
     def from_object(cls, source: object, *, max_chars: int = MAX_CHARS) -> FunctionToolSet:
-        """The public async methods of ``source``, in the order its class defines them."""
+        """The public async methods of ``source``, in the order of their definition."""
         names = [name for kind in reversed(type(source).__mro__) for name in vars(kind) if not name.startswith("_")]
         methods = (getattr(source, name) for name in dict.fromkeys(names))
         return cls([method for method in methods if inspect.iscoroutinefunction(method)], max_chars=max_chars)
 
     def schemas(self) -> Sequence[Mapping[str, Any]]:
-        """OpenAI function schemas, in the order the functions were given."""
+        """OpenAI function schemas, in the order of the functions."""
         return [tool.schema() for tool in self._tools.values()]
 
     async def call(self, call: ToolCall) -> ToolResult:
-        """Run ``call``. A wrong name or argument is a ``failed`` result of one line."""
+        """Run ``call``. A wrong name or argument gives a ``failed`` result of one line."""
         try:
             tool = self._tools.get(call.name)
             if tool is None:
                 raise ToolError(f"there is no tool {call.name!r}{nearest(call.name, self._tools, 'tools')}")
-            answer = await tool.function(**tool.bind(call.arguments))
+            check_nesting(call.arguments)
+            result = await tool.function(**tool.bind(call.arguments))
         except ToolError as error:
             return ToolResult(clip(str(error), self._max_chars), failed=True)
-        if isinstance(answer, str):
-            return ToolResult(clip(answer, self._max_chars))
-        if not isinstance(answer, ToolResult):
-            raise TypeError(f"tool {call.name} returned a {type(answer).__name__}, not a string or a ToolResult")
-        return ToolResult(clip(answer.text, self._max_chars), answer.submitted, answer.failed)
+        if isinstance(result, str):
+            return ToolResult(clip(result, self._max_chars))
+        if not isinstance(result, ToolResult):
+            raise TypeError(f"tool {call.name} returned a {type(result).__name__}, not a string or a ToolResult")
+        return ToolResult(clip(result.text, self._max_chars), result.submitted, result.failed)

@@ -1,4 +1,4 @@
-"""What an agent may call: calls, results, and the set of tools an environment offers."""
+"""Tool calls, their results, and the protocols of tool sets and call formats."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ParseFailure:
-    """Model text that is not a well-formed tool call. ``reason`` is one line that the agent is shown."""
+    """Model text that is not a well-formed tool call. ``reason`` is one line, the agent's next observation."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Spoken:
-    """One turn of a model in its parts: what it thought, what it said, and all its calls in their order.
+class ParsedTurn:
+    """One turn of a model: its reasoning, its text and all its calls in order.
 
-    ``text`` is what stands around the calls, without outer blanks. Where there is no well-formed call ``failure`` says
-    why, in a line, and ``text`` is all that was said; a malformed call after a good one is left in the text."""
+    ``text`` is the stripped text around the calls. Without a well-formed call ``failure`` is the reason, one line, and
+    ``text`` the whole turn after the reasoning. A malformed call after a well-formed one stays in the text.
+    """
 
     reasoning: str = ""
     text: str = ""
@@ -37,7 +38,7 @@ class Spoken:
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What the agent is shown after a call. ``submitted`` ends the episode; ``failed`` marks a call that went wrong."""
+    """The observation after a call. ``submitted`` ends the episode; ``failed`` marks an error."""
 
     text: str
     submitted: bool = False
@@ -45,7 +46,7 @@ class ToolResult:
 
 
 class ToolCallFormat(Protocol):
-    """One text format of tool calls: how they are parsed, written, and described in the system prompt."""
+    """One text format of tool calls: its parser, its renderer and its description for the system prompt."""
 
     @property
     def name(self) -> str: ...
@@ -57,22 +58,22 @@ class ToolCallFormat(Protocol):
         ...
 
     def describe(self, schemas: Sequence[Mapping[str, Any]]) -> str:
-        """The part of the system prompt that tells the agent which tools there are and how to call them."""
+        """The part of the system prompt that lists the tools and explains how to call them."""
         ...
 
 
 @runtime_checkable
 class CallScanner(Protocol):
-    """A format that finds one call after another. Optional: of others, a turn's first call is taken."""
+    """A format that can find every call of a turn. Optional: other formats yield the first call only."""
 
-    def scan(self, answer: str, position: int) -> tuple[ToolCall, int, int] | ParseFailure | None:
-        """The next call from ``position`` on, with where it begins and ends; a failure where it is malformed; None
-        where no further one begins. ``answer`` is a turn without its thoughts."""
+    def scan(self, content: str, position: int) -> tuple[ToolCall, int, int] | ParseFailure | None:
+        """The next call from ``position`` on, with its start and end; a failure if it is malformed; None if no further
+        call begins. ``content`` is a turn without its reasoning."""
         ...
 
 
 class ToolSet(Protocol):
-    """The tools one episode may call."""
+    """The tools of one episode."""
 
     def schemas(self) -> Sequence[Mapping[str, Any]]:
         """OpenAI function schemas, ``{"type": "function", "function": {...}}``."""

@@ -1,4 +1,4 @@
-"""The command line. Heavy imports come after the arguments are parsed, so that ``--help`` answers at once."""
+"""The command line. Commands import heavy modules when they run, so that ``--help`` stays fast."""
 
 from agent_rl.cli.root import app, main
 

@@ -1,4 +1,4 @@
-"""Commands that start something of one's own: projects, configs, environments, a model."""
+"""Commands that set up a project: ``install``, ``init``, ``config``, ``envs`` and ``model``."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from typing import Annotated
 
 import typer
 
-from agent_rl.cli.arguments import ConfigPath, Overrides
-from agent_rl.cli.running import RESUMES, run_async
+from agent_rl.cli.common import ConfigPath, Overrides, run_async
 
 app = typer.Typer()
 config_app = typer.Typer(no_args_is_help=True, help="List and show configs.")
-envs_app = typer.Typer(no_args_is_help=True, help="List, write and check environments.")
-model_app = typer.Typer(no_args_is_help=True, help="Make a starting model.")
+envs_app = typer.Typer(no_args_is_help=True, help="List, create and check environments.")
+model_app = typer.Typer(no_args_is_help=True, help="Create a starting model.")
 
 
-class Part(StrEnum):
+class Component(StrEnum):
     """What `agent-rl install` installs."""
 
     ENGINE = "engine"
@@ -25,32 +24,30 @@ class Part(StrEnum):
     SANDBOX = "sandbox"
 
 
-class Shape(StrEnum):
-    """The sizes of a starting model."""
+class ModelShape(StrEnum):
+    """Sizes of the starting model."""
 
     TINY = "tiny"
     PAPER = "paper"
 
 
 @app.command()
-def install(
-    parts: Annotated[list[Part], typer.Argument(help="What to install.")],
-) -> None:
-    """Install what pip leaves out: the engine's own environment, the trainer's packages, a sandbox.
+def install(components: Annotated[list[Component], typer.Argument(help="Components to install.")]) -> None:
+    """Install the engine environment, the trainer's packages or a sandbox, which pip does not install.
 
-    The engine environment is the directory .venv-engine beside the one that agent-rl is installed in.
+    The engine environment is the directory .venv-engine next to the environment that contains agent-rl.
     """
     from agent_rl.bootstrap import main as bootstrap
 
-    steps = {Part.ENGINE: "engine", Part.TRAINER: "trainer-packages", Part.SANDBOX: "sandbox"}
-    raise typer.Exit(bootstrap([steps[part] for part in parts]))
+    steps = {Component.ENGINE: "engine", Component.TRAINER: "trainer-packages", Component.SANDBOX: "sandbox"}
+    raise typer.Exit(bootstrap([steps[component] for component in components]))
 
 
 @app.command()
 def init(
-    directory: Annotated[Path, typer.Argument(help="The project's directory; made where it is missing.")] = Path("."),
+    directory: Annotated[Path, typer.Argument(help="Directory of the project; created if missing.")] = Path("."),
 ) -> None:
-    """Start a project: a directory with a first environment, its test and a config that trains on it."""
+    """Create a project with an environment, its test and a training config."""
     from envs.new_project import FIRST, write_template
 
     typer.echo(write_template(FIRST, directory).next_steps())
@@ -58,7 +55,7 @@ def init(
 
 @config_app.command("list")
 def config_list() -> None:
-    """List the configs that come with the package and go by their name."""
+    """List the configs that ship with the package."""
     from agent_rl.config.builtin import shipped_configs
 
     for name, summary in shipped_configs().items():
@@ -67,7 +64,7 @@ def config_list() -> None:
 
 @config_app.command("show")
 def config_show(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Print a config as it is resolved, defaults included. Fails where its parallel layout can't be trained in."""
+    """Print the resolved config, defaults included. Fails if the parallel layout is not supported."""
     import yaml
 
     from agent_rl.config.loader import load_config
@@ -80,7 +77,7 @@ def config_show(config: ConfigPath, overrides: Overrides = None) -> None:
 
 @envs_app.command("list")
 def envs_list() -> None:
-    """List the environments that a config can name."""
+    """List the registered environments."""
     from envs import ENVIRONMENTS
 
     for name, target in ENVIRONMENTS.targets().items():
@@ -89,10 +86,10 @@ def envs_list() -> None:
 
 @envs_app.command("new")
 def envs_new(
-    name: Annotated[str, typer.Argument(help="The module's name, lower case.")],
-    directory: Annotated[Path, typer.Option(help="Where to write it.")] = Path("."),
+    name: Annotated[str, typer.Argument(help="Module name, in lower case.")],
+    directory: Annotated[Path, typer.Option(help="Directory to write to.")] = Path("."),
 ) -> None:
-    """Write a working environment with its test and config, to start your own from."""
+    """Create an environment with its test and config, as a starting point for your own."""
     from envs.new_project import write_template
 
     typer.echo(write_template(name, directory).next_steps())
@@ -101,10 +98,13 @@ def envs_new(
 @envs_app.command("check")
 def envs_check(
     name: Annotated[str, typer.Argument(help="A registered name or package.module:Class.")],
-    options: Annotated[list[str] | None, typer.Argument(metavar="[option=value]...", help="Its options.")] = None,
-    splits: Annotated[str, typer.Option(help="Its splits, separated by commas.")] = "train,heldout",
+    options: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[option=value]...", help="Options of the environment; values are YAML."),
+    ] = None,
+    splits: Annotated[str, typer.Option(help="Splits to check, separated by commas.")] = "train,heldout",
 ) -> None:
-    """Check that an environment keeps every promise the training loop relies on. Exit code 1 if one is broken."""
+    """Check an environment against the environment protocol. Exit code 1: a check failed."""
     from agent_rl.commands.envs_check import run_check
 
     if not run_async(run_check(name, options or (), splits.split(","))):
@@ -113,24 +113,12 @@ def envs_check(
 
 @model_app.command("init")
 def model_init(
-    out: Annotated[Path, typer.Argument(help="Directory to make.")] = Path(".cache/models/tiny-moe"),
-    from_scratch: Annotated[
-        bool, typer.Option("--from-scratch", help="Warm it up anew on recorded demonstrations (10 to 30 minutes).")
-    ] = False,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of a warm-up from scratch.")] = 0,
-    shape: Annotated[Shape, typer.Option(help="Its sizes: the quickstart's, or 8 layers of 128 experts.")] = Shape.TINY,
+    out: Annotated[Path, typer.Argument(help="Directory of the new model.")] = Path(".cache/models/tiny-moe"),
+    shape: Annotated[
+        ModelShape, typer.Option(help="Model size. tiny: the quickstart's model. paper: 8 layers of 128 experts.")
+    ] = ModelShape.TINY,
 ) -> None:
-    """Make the tiny Qwen3-MoE that the quickstart starts from, or the one of configs/paper-small.yaml.
+    """Create the tiny Qwen3-MoE model of the quickstart, or the model of configs/paper-small.yaml."""
+    from agent_rl.config.builtin import install_model
 
-    A warm-up from scratch that was stopped goes on where it was.
-    """
-    from agent_rl.models.builtin import install_model
-
-    if not from_scratch:
-        typer.echo(f"{out}: {'made' if install_model(out, f'{shape}-moe') else 'there already'}")
-        return
-    from agent_rl.commands.setup import warm_up
-    from agent_rl.controller.preflight import check_trainer
-
-    check_trainer()
-    run_async(warm_up(out, shape, seed), RESUMES)
+    typer.echo(f"{out}: {'created' if install_model(out, f'{shape}-moe') else 'exists already'}")

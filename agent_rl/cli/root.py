@@ -1,4 +1,4 @@
-"""The commands together, and how they end."""
+"""The root command and its exit codes."""
 
 from __future__ import annotations
 
@@ -11,23 +11,22 @@ import typer
 from typer.core import TyperGroup
 
 from agent_rl import __version__
-from agent_rl.cli import looking, projects, routing, tasks, training
-from agent_rl.cli.running import Stopped, complain
+from agent_rl.cli import projects, routing, runs, tasks, training
+from agent_rl.cli.common import CommandStopped, print_error
 
 
-class Commands(TyperGroup):
-    """Commands of one word or of two: `eval compare` beside `eval CONFIG`, whose own arguments begin at the same
-    place."""
+class TwoWordCommandGroup(TyperGroup):
+    """A group with commands of one or two words, such as `eval CONFIG` and `eval compare A B`."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command that ``args`` begin with, its name, and the arguments after it."""
+        """Returns the name of the command at the start of ``args``, the command, and the remaining arguments."""
         name = " ".join(args[:2])
         return (name, self.commands[name], args[2:]) if name in self.commands else super().resolve_command(ctx, args)
 
 
-app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(cls=TwoWordCommandGroup, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(training.app)
-app.add_typer(looking.app)
+app.add_typer(runs.app)
 app.add_typer(projects.app)
 app.add_typer(projects.config_app, name="config")
 app.add_typer(projects.envs_app, name="envs")
@@ -36,8 +35,8 @@ app.add_typer(routing.app, name="r3")
 app.add_typer(tasks.app, name="tasks")
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"agent-rl {__version__}")
         raise typer.Exit()
 
@@ -48,17 +47,17 @@ def about(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Train, evaluate and extend software-engineering agents by RL with rollout routing replay.
+    """Train and evaluate software-engineering agents by RL with rollout routing replay.
 
-    A first project: agent-rl init PROJECT. A first training run on this machine: agent-rl train quickstart.
+    First project: agent-rl init PROJECT. First training run on this machine: agent-rl train quickstart.
     """
-    # Last, so that a directory of the user's never hides an installed package.
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.append(here)
+    # Appended, so that a user's directory never shadows an installed package.
+    if (working_directory := str(Path.cwd())) not in sys.path:
+        sys.path.append(working_directory)
 
 
 def main() -> None:
-    """Entry point: one clear line and exit code 2 for what the user can mend, a traceback for what only we can."""
+    """Entry point. Prints one line and exits with code 2 for errors of the user; shows a traceback for bugs."""
     from agent_rl.errors import EngineError, GuardStop, RolloutFailed, TrainerError, UserError, WeightSyncError
     from envs import EnvsError
     from sandbox import SandboxError
@@ -66,23 +65,25 @@ def main() -> None:
     try:
         app()
     except (UserError, EngineError, WeightSyncError, TrainerError, RolloutFailed, EnvsError, SandboxError) as error:
-        sys.exit(complain(str(error)))
+        sys.exit(print_error(str(error)))
     except GuardStop as error:
         print(f"stopped by the guard: {error}", file=sys.stderr)
         sys.exit(3)
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        sys.exit(complain(f"{error.filename or 'disk'}: no room left on the disk; free some and start again to resume"))
-    except Stopped as stopped:
+        sys.exit(
+            print_error(f"{error.filename or 'disk'}: the disk is full; free some space and start again to resume")
+        )
+    except CommandStopped as stopped:
         print(f"stopped; {stopped}", file=sys.stderr)
         sys.exit(130)
     except BaseExceptionGroup as group:
-        sys.exit(_complain_of_group(group))
+        sys.exit(_print_group_error(group))
 
 
-def _complain_of_group(group: BaseExceptionGroup[BaseException]) -> int:
-    """A task group's failure is told as its first cause; an unexpected one keeps its traceback."""
+def _print_group_error(group: BaseExceptionGroup[BaseException]) -> int:
+    """Print the first known error of a task group and return its exit code; reraise a group of unknown errors."""
     from agent_rl.errors import AgentRlError
     from envs import EnvsError
     from sandbox import SandboxError
@@ -93,4 +94,4 @@ def _complain_of_group(group: BaseExceptionGroup[BaseException]) -> int:
     first: BaseException = known
     while isinstance(first, BaseExceptionGroup):
         first = first.exceptions[0]
-    return complain(str(first))
+    return print_error(str(first))

@@ -1,4 +1,4 @@
-"""Commands about routing replay: ``agent-rl r3``."""
+"""Commands for routing replay: ``agent-rl r3``."""
 
 from __future__ import annotations
 
@@ -7,71 +7,59 @@ from typing import Annotated
 
 import typer
 
-from agent_rl.cli.arguments import Overrides
-from agent_rl.cli.running import complain, run_async
+from agent_rl.cli.common import Overrides, print_error, run_async
 
-app = typer.Typer(no_args_is_help=True, help="Probe, compare, draw, check and balance routing replay.")
+app = typer.Typer(no_args_is_help=True, help="Probe, compare, check and balance routing replay.")
 
 
 @app.command()
 def compare(
-    source: Annotated[Path, typer.Argument(metavar="CONFIG|RUN", help="A YAML config, or a finished run's directory.")],
+    source: Annotated[
+        Path, typer.Argument(metavar="CONFIG|RUN", help="A YAML config, or the directory of a finished run.")
+    ],
     overrides: Overrides = None,
-    tasks: Annotated[int, typer.Option(min=1, help="Tasks to roll out, each group_size times.")] = 16,
-    split: Annotated[str, typer.Option(help="Split to take them from.")] = "train",
-    out: Annotated[Path | None, typer.Option(help="Directory for what is found; by default in the run's own.")] = None,
+    tasks: Annotated[int, typer.Option(min=1, help="Tasks to roll out; each gets group_size episodes.")] = 16,
+    split: Annotated[str, typer.Option(help="Split of the tasks.")] = "train",
+    out: Annotated[Path | None, typer.Option(help="Output directory. Default: compare in the run's directory.")] = None,
     trajectories: Annotated[
-        Path | None, typer.Option(help="Directory with trajectories (an earlier --out, or a run): roll none out anew.")
+        Path | None, typer.Option(help="Directory with trajectories to reuse: an earlier --out, or a run.")
     ] = None,
     rescore: Annotated[
-        bool, typer.Option("--rescore", help="Let the engine compute the trajectories again, and compare with that.")
+        bool,
+        typer.Option(
+            "--rescore", help="Let the engine evaluate the trajectories again and compare with these log-probs."
+        ),
     ] = False,
 ) -> None:
-    """Roll out once, run the trainer on it with and without replay, and report how far it is from the engine."""
+    """Measure the mismatch between trainer and engine with and without routing replay."""
     from agent_rl.commands.compare import run_compare
     from agent_rl.controller.preflight import check_trainer
 
     check_trainer()
     run_async(
         run_compare(
-            source,
-            overrides or (),
-            tasks=tasks,
-            split=split,
-            out=out,
-            trajectories=trajectories,
-            rescore=rescore,
+            source, overrides or (), tasks=tasks, split=split, out=out, trajectories=trajectories, rescore=rescore
         )
     )
 
 
 @app.command()
-def figures(
-    runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Directories of training runs, the baseline first.")
-    ],
-    out: Annotated[Path, typer.Option(help="Directory for the pictures and the table.")] = Path("figures"),
-) -> None:
-    """Draw training runs over each other, a colour a setting, and tabulate what their seeds say of the difference."""
-    from agent_rl.commands.figures import run_figures
-
-    run_figures(runs, out)
-
-
-@app.command()
 def check(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of a trace (r3.trace in the config).")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of a trace (config section r3.trace).")],
     require_forward_verify: Annotated[
-        bool, typer.Option("--require-forward-verify", help="Demand a record of what every router used.")
+        bool,
+        typer.Option(
+            "--require-forward-verify", help="Fail if the trace does not record the experts that every router used."
+        ),
     ] = False,
     require_shard_identity: Annotated[
-        bool, typer.Option("--require-shard-identity", help="Demand that all rows were compared with the tokens fed.")
+        bool, typer.Option("--require-shard-identity", help="Fail if not all rows were compared with the input tokens.")
     ] = False,
-    json: Annotated[Path | None, typer.Option(help="Write the report here as JSON.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the report as JSON to this file.")] = None,
 ) -> None:
-    """Prove from a trace that the routers used the rollout's routes, or name the hand-over that first broke.
+    """Verify from a trace that the routers used the rollout's routes; else name the first hand-over that changed them.
 
-    Exit code 0: it holds, 1: broken, 2: no trace, or one that cannot be read.
+    Exit code 0: verified. 1: routes differ. 2: no readable trace.
     """
     from agent_rl.commands.trace_check import run_check
     from r3.trace.events import TraceError
@@ -81,58 +69,61 @@ def check(
             directory, forward_verify=require_forward_verify, shard_identity=require_shard_identity, json=json
         )
     except TraceError as error:
-        raise typer.Exit(complain(str(error))) from None
+        raise typer.Exit(print_error(str(error))) from None
     raise typer.Exit(0 if holds else 1)
 
 
 @app.command()
 def balance(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run, or of `agent-rl rollout`.")],
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Directory of a run, or the output of `agent-rl rollout`.")
+    ],
     expert_ranks: Annotated[
-        str, typer.Option(metavar="R,...", help="Expert-parallel sizes to look at (train.parallel.expert).")
+        str, typer.Option(metavar="R,...", help="Expert-parallel sizes to simulate (train.parallel.expert).")
     ] = "2,4,8",
-    slots: Annotated[int, typer.Option(min=1, help="Experts that a rank may borrow (train.balance.slots).")] = 4,
+    slots: Annotated[
+        int, typer.Option(min=1, help="Experts that a rank may borrow per layer (train.balance.slots).")
+    ] = 4,
     ranks_per_node: Annotated[
-        int | None, typer.Option(min=1, help="Expert ranks of a machine; all of them by default.")
+        int | None, typer.Option(min=1, help="Expert ranks per node. Default: all on one node.")
     ] = None,
-    tokens: Annotated[
-        int | None, typer.Option(min=2, help="Tokens of a micro-batch; the run's own by default.")
-    ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="The newest so many steps.")] = 4,
-    json: Annotated[Path | None, typer.Option(help="Write the figures here as JSON.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=2, help="Tokens per micro-batch. Default: the run's value.")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Number of most recent steps to use.")] = 4,
+    json: Annotated[Path | None, typer.Option(help="Write the table as JSON to this file.")] = None,
 ) -> None:
-    """Say from a run's captured routes what balancing expert ranks (train.balance) would make of their load."""
+    """Simulate expert load balancing (train.balance) on the captured routes of a run."""
     from agent_rl.controller.preflight import check_trainer
 
     check_trainer()
-    from agent_rl.commands.balance import Question, run_balance
+    from agent_rl.commands.balance import SimulationOptions, run_balance
     from agent_rl.errors import ConfigError
 
     if not all(part.isdigit() for part in expert_ranks.split(",")):
-        raise ConfigError(f"--expert-ranks {expert_ranks}: write numbers between commas, as 2,4,8")
-    question = Question(slots, ranks_per_node, tokens, steps)
-    run_balance(run, [int(part) for part in expert_ranks.split(",")], question, json)
+        raise ConfigError(f"--expert-ranks {expert_ranks}: expected integers separated by commas, such as 2,4,8")
+    options = SimulationOptions(slots, ranks_per_node, tokens, steps)
+    run_balance(run, [int(part) for part in expert_ranks.split(",")], options, json)
 
 
 @app.command()
 def probe(
-    url: Annotated[str, typer.Argument(metavar="URL", help="The server's address, as in engine.urls.")],
+    url: Annotated[str, typer.Argument(metavar="URL", help="URL of the server, as in engine.urls.")],
     model: Annotated[
-        Path | None, typer.Option(help="Directory with the model's config.json, where the server's own is not here.")
+        Path | None, typer.Option(help="Directory with the model's config.json. Default: the server's model path.")
     ] = None,
     retract: Annotated[
-        bool, typer.Option("--retract", help="Also put running requests back once: on an engine nobody else uses.")
+        bool,
+        typer.Option("--retract", help="Also retract running requests once. Use only if no one else uses the engine."),
     ] = False,
-    json: Annotated[Path | None, typer.Option(help="Write the findings here as JSON.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the report as JSON to this file.")] = None,
     api_key_env: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Environment variable with the key of a gateway before it.")
+        str | None, typer.Option(metavar="NAME", help="Environment variable that holds the API key of the server.")
     ] = None,
 ) -> None:
-    """Ask a running engine for routes in every way that training will, and say whether they can be replayed.
+    """Check that a running engine captures routes correctly for replay.
 
-    Some twenty short requests (one of up to 1,024 tokens, aborted as it starts): a training that uses the engine
-    meanwhile is slowed by that much; its cache is left alone, and nothing of it is aborted or retracted.
-    Exit code 0: all is right, 1: a check failed, 2: no answer.
+    Sends about twenty short requests; one of up to 1,024 tokens is aborted as it starts. It does not flush the engine's
+    cache, and does not abort or retract other requests, so a training run may use the engine at the same time.
+    Exit code 0: all checks passed. 1: a check failed. 2: no response.
     """
     from rich.console import Console
 
@@ -142,9 +133,9 @@ def probe(
     from agent_rl.models.spec import read_moe_spec
     from agent_rl.utils.run_files import write_json
 
-    facts = read_moe_spec(model) if model else None
+    model_spec = read_moe_spec(model) if model else None
     headers = EngineConfig(api_key_env=api_key_env).headers
-    report = run_async(probe_server(url, facts, retract=retract, headers=headers))
+    report = run_async(probe_server(url, model_spec, retract=retract, headers=headers))
     Console().print(table(report))
     typer.echo(report.line())
     if json is not None:

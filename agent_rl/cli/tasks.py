@@ -1,4 +1,4 @@
-"""Commands that make tasks of one's own code: ``agent-rl tasks``."""
+"""``agent-rl tasks``: commands that make tasks from your own code."""
 
 from __future__ import annotations
 
@@ -10,73 +10,72 @@ from typing import Annotated, Any
 
 import typer
 
-from agent_rl.cli.running import RESUMES, run_async
+from agent_rl.cli.common import RESUMABLE, run_async
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Make tasks from your own code: from its commits, from a package's releases, or by putting bugs into it.\n\n"
-    "Each candidate's tests run before and after the fix, three times each, in sandboxes without a network; what is "
-    "flaky, "
-    "leaks or can be hacked falls. OUT/tasks.jsonl has the healthy tasks of all three commands, OUT/report.json says "
-    "why the others fell. A command that was stopped goes on where it was.",
+    help="Make tasks from your own code: from its commits, from a package's releases, or by injecting bugs.\n\n"
+    "Each candidate's tests run three times before and three times after the fix, in sandboxes without a network. "
+    "Candidates that are flaky, leak the fix or can be hacked are rejected. OUT/tasks.jsonl has the healthy tasks of "
+    "all three commands, OUT/report.json the reasons of the rejections. A stopped command resumes where it stopped.",
 )
 
 
 def build_options(
-    out: Annotated[Path, typer.Option("--out", help="Directory of the tasks; a build in it is gone on with.")] = Path(
+    out: Annotated[Path, typer.Option("--out", help="Output directory; an existing build in it is resumed.")] = Path(
         "tasks"
     ),
     tasks: Annotated[
-        int | None, typer.Option("--tasks", min=1, help="Stop at so many healthy tasks of this source.")
+        int | None, typer.Option("--tasks", min=1, help="Stop after this many healthy tasks of this source.")
     ] = None,
     candidates: Annotated[
-        int | None, typer.Option("--candidates", min=1, help="Try so many candidates at most.")
+        int | None, typer.Option("--candidates", min=1, help="Largest number of candidates to try.")
     ] = None,
-    jobs: Annotated[int, typer.Option(min=1, help="Candidates at once.")] = 2,
-    timeout: Annotated[
-        float, typer.Option("--timeout", min=1.0, help="Seconds that one run of the tests may take.")
-    ] = 120.0,
-    disk_mb: Annotated[int, typer.Option(min=64, help="MiB that OUT may have, installed packages included.")] = 16384,
-    memory_mb: Annotated[int, typer.Option(min=128, help="MiB of memory of a sandbox.")] = 2048,
-    backend: Annotated[str, typer.Option(help="The sandbox where the tests run.")] = "bubblewrap",
+    jobs: Annotated[int, typer.Option(min=1, help="Candidates validated in parallel.")] = 2,
+    timeout: Annotated[float, typer.Option("--timeout", min=1.0, help="Timeout of one test run in seconds.")] = 120.0,
+    disk_mb: Annotated[int, typer.Option(min=64, help="Largest size of OUT in MiB, with installed packages.")] = 16384,
+    memory_mb: Annotated[int, typer.Option(min=128, help="Memory limit of a sandbox in MiB.")] = 2048,
+    backend: Annotated[str, typer.Option(help="Sandbox backend for the tests.")] = "bubblewrap",
     writer: Annotated[
-        str | None, typer.Option(help="An OpenAI-compatible endpoint, http(s)://HOST/v1, that writes the issues.")
+        str | None, typer.Option(help="OpenAI-compatible endpoint that writes the issues, http(s)://HOST/v1.")
     ] = None,
-    writer_model: Annotated[str | None, typer.Option(help="The model's name at --writer.")] = None,
+    writer_model: Annotated[str | None, typer.Option(help="Name of the model at --writer.")] = None,
 ) -> Any:
-    """The BuildOptions of what all three commands are given."""
-    from agent_rl.commands.tasks import Bounds, BuildOptions
+    """The options that the three commands share, as ``BuildOptions``."""
+    from agent_rl.commands.tasks import BuildOptions, SynthesisLimits
 
-    bounds = Bounds(tasks, candidates, jobs, disk_mb)
-    return BuildOptions(out, bounds, timeout, backend, memory_mb, writer, writer_model)
+    limits = SynthesisLimits(tasks, candidates, jobs, disk_mb)
+    return BuildOptions(out, limits, timeout, backend, memory_mb, writer, writer_model)
 
 
-def builds(opens: Callable[..., Any]) -> Callable[..., None]:
-    """A command of a function that opens a source of tasks: its own arguments, and then those of every build."""
-    own, shared = (inspect.signature(function, eval_str=True).parameters for function in (opens, build_options))
+def build_command(open_source: Callable[..., Any]) -> Callable[..., None]:
+    """A command from a function that returns a candidate source: its arguments followed by the shared options."""
+    specific, shared = (
+        inspect.signature(function, eval_str=True).parameters for function in (open_source, build_options)
+    )
 
-    @wraps(opens)
+    @wraps(open_source)
     def command(**values: Any) -> None:
         from agent_rl.commands.tasks import build
 
         options = build_options(**{name: values.pop(name) for name in shared})
-        run_async(build(opens(**values), options), RESUMES)
+        run_async(build(open_source(**values), options), RESUMABLE)
 
-    parameters = [*own.values(), *shared.values()]
+    parameters = [*specific.values(), *shared.values()]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return command
 
 
 @app.command("from-git")
-@builds
+@build_command
 def tasks_from_git(
     repo: Annotated[Path, typer.Argument(metavar="REPO", help="Directory of a git repository.")],
-    commits: Annotated[int, typer.Option(min=1, help="Look at so many of the newest commits.")] = 500,
+    commits: Annotated[int, typer.Option(min=1, help="Number of newest commits to examine.")] = 500,
 ) -> Any:
-    """Make tasks of the commits that change code and its tests; the hidden tests are those of the commit.
+    """Make tasks from commits that change code and its tests. The hidden tests are the commit's tests.
 
-    The issue is the commit's message, or written by the model at --writer; one that gives the fix away is not used.
+    The issue is the commit message, or is written by the model at --writer. Text that leaks the fix is not used.
     """
     from agent_rl.commands.tasks import from_git
 
@@ -84,16 +83,16 @@ def tasks_from_git(
 
 
 @app.command("from-releases")
-@builds
+@build_command
 def tasks_from_releases(
-    package: Annotated[str, typer.Argument(metavar="PACKAGE", help="A package of the index that pip uses.")],
-    old: Annotated[str | None, typer.Argument(metavar="[OLD", help="The release that the agent finds.")] = None,
-    new: Annotated[str | None, typer.Argument(metavar="NEW]", help="The release whose tests it must pass.")] = None,
+    package: Annotated[str, typer.Argument(metavar="PACKAGE", help="Name of a package on pip's index.")],
+    old: Annotated[str | None, typer.Argument(metavar="[OLD", help="Release that the agent starts from.")] = None,
+    new: Annotated[str | None, typer.Argument(metavar="NEW]", help="Release whose tests must pass.")] = None,
 ) -> Any:
-    """Make tasks of the steps from one release of a package to the next, all of them or the one that is named.
+    """Make tasks from the steps between releases of a package: all steps, or the step from OLD to NEW.
 
-    The source releases are kept in OUT/sdists; `agent-rl tasks inject` takes them, too. None of their code is run
-    outside a sandbox.
+    The source releases are stored in OUT/sdists, where `agent-rl tasks inject` can read them. Their code runs only in
+    sandboxes.
     """
     from agent_rl.commands.tasks import from_releases
 
@@ -101,16 +100,18 @@ def tasks_from_releases(
 
 
 @app.command("inject")
-@builds
+@build_command
 def tasks_inject(
     repo: Annotated[
-        Path, typer.Argument(metavar="REPO", help="A git repository (its newest commit), a directory, or a .tar.gz.")
+        Path,
+        typer.Argument(metavar="REPO", help="Git repository (its newest commit is used), directory, or .tar.gz file."),
     ],
-    seed: Annotated[int, typer.Option(min=0, help="Which bugs are put where, and in which order.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed for the bugs and their order.")] = 0,
 ) -> Any:
-    """Put one bug at a time into functions that tests run; kept where a test notices it and no other change would do.
+    """Make tasks by injecting one bug at a time into tested functions.
 
-    The bugs are of the families of the environment mini. The test files that notice are hidden from the agent.
+    A bug becomes a task if a test fails with it and no other mutation at the same place passes the tests. The bugs
+    belong to the families of the environment mini. The failing test files are hidden from the agent.
     """
     from agent_rl.commands.tasks import inject
 

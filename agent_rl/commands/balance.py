@@ -1,8 +1,10 @@
-"""``agent-rl r3 balance``: what balancing expert ranks would make of the routes that a run captured.
+"""``agent-rl r3 balance``: simulates expert load balancing on the captured routes of a run.
 
 ::
 
-    trajectories of the newest steps ─ dealt out as the trainer would ─> counts [M, L, R, E] ─ each planner ─> a table
+    trajectories of the last steps ─ split as by the trainer ─> counts [M, L, R, E] ─ each planner ─> table
+
+``M`` micro-batches, ``L`` MoE layers, ``R`` expert ranks, ``E`` experts.
 """
 
 from __future__ import annotations
@@ -20,21 +22,21 @@ from agent_rl.errors import ConfigError
 from agent_rl.planner.known_models import planned_model
 from agent_rl.rollout.records import read_trajectories, steps_on_disk
 from agent_rl.train.batching.cost import TOKENS, SequenceCost, sequence_cost
-from agent_rl.train.batching.mini_steps import split_step
 from agent_rl.train.batching.packing import pack
-from agent_rl.train.expert_balancing.worker import Counts, foresee
-from agent_rl.train.route_sharding import cut
+from agent_rl.train.batching.partition import split_step
+from agent_rl.train.expert_balancing.worker import Counts, count_foreseen
+from agent_rl.train.route_sharding import shard_routes
 from agent_rl.types import Sample
 from agent_rl.utils.run_files import write_json
-from r3.balance import Grid, Options, Plans, plan_pass
+from r3.balance import ExpertLayout, PlanArrays, PlannerOptions, plan_pass
 from r3.balance.cost import borrowed, busiest_link, imbalance, rank_load
 from r3.balance.planners import Planner
 from r3.shard import ShardSpec
 
 MICROBATCH_TOKENS = 8192
 CAPTION = (
-    "max / mean: the fullest expert rank's tokens over the mean, of every layer and micro-batch. borrowed: experts a "
-    "rank. link: tokens over the busiest link between machines. gain: of a whole step by its FLOPs, at most."
+    "max / mean: tokens of the busiest expert rank over the mean, per layer and micro-batch. borrowed: experts per "
+    "rank. link: tokens over the busiest link between nodes. gain: upper limit of a step's speed-up, from its FLOPs."
 )
 PLANNERS: dict[Planner, str] = {
     "sequential": "none",
@@ -45,10 +47,13 @@ PLANNERS: dict[Planner, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a planner makes of all micro-batches and layers: the fullest rank's tokens over the mean, the experts that a
-    rank borrows, tokens over the fullest link between machines, and how much faster than without balancing a step
-    could be by its FLOPs (None where the model is not known)."""
+class PlannerResult:
+    """A planner's result over all micro-batches and layers.
+
+    ``imbalance_*``: tokens of the busiest rank over the mean. ``borrowed``: mean experts borrowed per rank. ``link``:
+    mean tokens over the busiest link between nodes. ``gain``: upper limit of a step's speed-up, from its FLOPs; None
+    for an unknown model.
+    """
 
     expert_ranks: int
     planner: str
@@ -61,9 +66,10 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """``slots`` that a rank borrows at most, neighbours that share a machine (None: all do), tokens of a micro-batch
-    (None: the run's own), and how many of the newest steps are looked at."""
+class SimulationOptions:
+    """``slots``: experts that a rank may borrow per layer. ``ranks_per_node``: None puts all ranks on one node.
+    ``tokens``:
+    tokens per micro-batch; None takes the run's value. ``steps``: number of last steps to read."""
 
     slots: int
     ranks_per_node: int | None
@@ -71,38 +77,42 @@ class Question:
     steps: int
 
 
-def run_balance(run: Path, expert_ranks: Sequence[int], question: Question, json: Path | None) -> None:
-    """Print the table, and write it as JSON. Raises ConfigError where the run has no routes, or its experts can't be
-    spread so."""
-    steps = [_samples(run, step) for step in _newest(run, question.steps)]
-    tokens, cost = _batching(run, question.tokens)
-    outcomes = [
-        outcome for ranks in expert_ranks for outcome in _outcomes(steps, ranks, replace(question, tokens=tokens), cost)
+def run_balance(run: Path, expert_ranks: Sequence[int], options: SimulationOptions, json: Path | None) -> None:
+    """Print the table and write it to ``json``.
+
+    Raises ConfigError if the run has no routes or its experts do not divide into ``expert_ranks``.
+    """
+    steps = [_samples(run, step) for step in _last_steps(run, options.steps)]
+    tokens, cost = _batching(run, options.tokens)
+    results = [
+        result for ranks in expert_ranks for result in _simulate(steps, ranks, replace(options, tokens=tokens), cost)
     ]
     sequences = sum(map(len, steps))
     title = f"{run}: {sequences} trajectories of {len(steps)} step(s), micro-batches of {tokens} tokens"
-    Console().print(_table(title, outcomes))
+    Console().print(_table(title, results))
     if json is not None:
-        write_json(json, [asdict(outcome) for outcome in outcomes])
+        write_json(json, [asdict(result) for result in results])
 
 
-def _newest(run: Path, count: int) -> list[int]:
+def _last_steps(run: Path, count: int) -> list[int]:
     steps = steps_on_disk(run)[-count:]
     if not steps:
-        raise ConfigError(f"{run}: no trajectories there; name a run's directory, or one of `agent-rl rollout`")
+        raise ConfigError(
+            f"{run}: no trajectories found; expected the directory of a run or the output of `agent-rl rollout`"
+        )
     return steps
 
 
 def _samples(run: Path, step: int) -> list[Sample]:
-    found = [t for group in read_trajectories(run, step) for t in group.trajectories]
-    samples = [Sample(t.tokens, t.loss_mask, t.logprobs, 0.0, t.routing) for t in found if t.routing is not None]
+    trajectories = [t for group in read_trajectories(run, step) for t in group.trajectories]
+    samples = [Sample(t.tokens, t.loss_mask, t.logprobs, 0.0, t.routing) for t in trajectories if t.routing is not None]
     if not samples:
-        raise ConfigError(f"{run}: the trajectories of step {step} were kept without their routes")
+        raise ConfigError(f"{run}: the trajectories of step {step} have no routes; run with train.replay=r3")
     return samples
 
 
 def _batching(run: Path, tokens: int | None) -> tuple[int, SequenceCost]:
-    """The tokens of a micro-batch and what a token costs, of the run's config where it has one."""
+    """Tokens per micro-batch and the cost model, from the run's config if it exists."""
     path = run / "config.yaml"
     if not path.is_file():
         return tokens or MICROBATCH_TOKENS, TOKENS
@@ -110,20 +120,20 @@ def _batching(run: Path, tokens: int | None) -> tuple[int, SequenceCost]:
     return tokens or config.train.microbatch_tokens, sequence_cost(planned_model(config.model))
 
 
-def _outcomes(
-    steps: Sequence[Sequence[Sample]], ranks: int, question: Question, cost: SequenceCost
-) -> Iterator[Outcome]:
-    grid = _grid(steps[0][0], ranks, question)
-    counts = [_counts(samples, grid, question.tokens or MICROBATCH_TOKENS, cost) for samples in steps]
+def _simulate(
+    steps: Sequence[Sequence[Sample]], ranks: int, options: SimulationOptions, cost: SequenceCost
+) -> Iterator[PlannerResult]:
+    layout = _layout(steps[0][0], ranks, options)
+    counts = [_counts(samples, layout, options.tokens or MICROBATCH_TOKENS, cost) for samples in steps]
     share = _expert_share(steps, cost)
     for planner, name in PLANNERS.items():
         known = list(zip(counts, [None, *counts], strict=False))
         if planner == "eplb" and not (known := known[1:]):
-            continue  # the first step has none before it
-        plans = [_planned(planner, grid, step, last) for step, last in known]
-        before = np.concatenate([imbalance(rank_load(Plans.identity(grid, step))).ravel() for step, _ in known])
+            continue  # the first step has no previous loads
+        plans = [_planned(planner, layout, step, last) for step, last in known]
+        before = np.concatenate([imbalance(rank_load(PlanArrays.identity(layout, step))).ravel() for step, _ in known])
         after = np.concatenate([imbalance(rank_load(one)).ravel() for one in plans])
-        yield Outcome(
+        yield PlannerResult(
             expert_ranks=ranks,
             planner=name,
             imbalance_mean=float(after.mean()),
@@ -135,44 +145,51 @@ def _outcomes(
         )
 
 
-def _planned(planner: Planner, grid: Grid, counts: Counts, last: Counts | None) -> Plans:
+def _planned(planner: Planner, layout: ExpertLayout, counts: Counts, last: Counts | None) -> PlanArrays:
     expected = None if last is None else last.sum(axis=(0, 2))
-    return plan_pass(counts, grid, Options(planner, expected=expected))
+    return plan_pass(counts, layout, PlannerOptions(planner, expected=expected))
 
 
-def _grid(sample: Sample, ranks: int, question: Question) -> Grid:
+def _layout(sample: Sample, ranks: int, options: SimulationOptions) -> ExpertLayout:
     assert sample.routing is not None
-    experts, each = sample.routing.num_experts, min(question.ranks_per_node or ranks, ranks)
-    if ranks < 2 or experts % ranks or ranks % each:
+    experts, per_node = sample.routing.num_experts, min(options.ranks_per_node or ranks, ranks)
+    if ranks < 2 or experts % ranks or ranks % per_node:
         raise ConfigError(
-            f"--expert-ranks {ranks}: the model has {experts} experts: name numbers from 2 that divide it, and that "
-            f"{each} ranks of a machine divide"
+            f"--expert-ranks {ranks}: expected a divisor of the model's {experts} experts, at least 2, and a multiple "
+            f"of --ranks-per-node ({per_node})"
         )
-    slots = min(question.slots, experts - experts // ranks)
-    return Grid(experts, ranks, slots, tuple(rank // each for rank in range(ranks)))
+    slots = min(options.slots, experts - experts // ranks)
+    return ExpertLayout(experts, ranks, slots, tuple(rank // per_node for rank in range(ranks)))
 
 
-def _counts(samples: Sequence[Sample], grid: Grid, tokens: int, cost: SequenceCost) -> Counts:
-    """``[M, L, R, E]``, every expert rank a data rank of its own."""
+def _counts(samples: Sequence[Sample], layout: ExpertLayout, tokens: int, cost: SequenceCost) -> Counts:
+    """Tokens per expert ``[M, L, R, E]``. Every expert rank is its own data-parallel rank."""
     routing = samples[0].routing
     assert routing is not None
     spec = ShardSpec(tuple(range(routing.moe_layers)))
-    dealt = split_step(
-        samples, mini_steps=1, budget=tokens, ranks=grid.ranks, cost=cost, lockstep=grid.ranks, expert_ranks=grid.ranks
+    shares = split_step(
+        samples,
+        mini_steps=1,
+        budget=tokens,
+        ranks=layout.ranks,
+        cost=cost,
+        lockstep=layout.ranks,
+        expert_ranks=layout.ranks,
     )
-    named, parts = dict(enumerate(samples)), []
-    for ((share,),) in zip(dealt, strict=True):
-        batches = [pack(named, ids) for ids in share.micro_batches]
-        parts.append(foresee(batches, [cut(samples, ids, spec) for ids in share.micro_batches], spec, grid.experts))
-    most = max(len(part.counts) for part in parts)
-    counts = np.zeros((most, routing.moe_layers, grid.ranks, grid.experts), np.int32)
+    by_id, parts = dict(enumerate(samples)), []
+    for ((share,),) in zip(shares, strict=True):
+        batches = [pack(by_id, ids) for ids in share.micro_batches]
+        shards = [shard_routes(samples, ids, spec) for ids in share.micro_batches]
+        parts.append(count_foreseen(batches, shards, spec, layout.experts))
+    micro_batches = max(len(part.counts) for part in parts)
+    counts = np.zeros((micro_batches, routing.moe_layers, layout.ranks, layout.experts), np.int32)
     for rank, part in enumerate(parts):
         counts[: len(part.counts), :, rank] = part.counts
     return counts
 
 
 def _expert_share(steps: Sequence[Sequence[Sample]], cost: SequenceCost) -> float | None:
-    """The experts' part of all FLOPs; None where the model's cost is not known."""
+    """The experts' share of all FLOPs; None for an unknown model."""
     if not cost.expert:
         return None
     samples = [sample for step in steps for sample in step]
@@ -180,19 +197,19 @@ def _expert_share(steps: Sequence[Sequence[Sample]], cost: SequenceCost) -> floa
     return cost.expert * pairs / sum(cost.of([len(sample.tokens) for sample in samples]))
 
 
-def _table(title: str, outcomes: Sequence[Outcome]) -> Table:
+def _table(title: str, results: Sequence[PlannerResult]) -> Table:
     table = Table("ranks", "planner", title=title, title_justify="left", caption=CAPTION, caption_justify="left")
     for column in ("max / mean", "median", "p95", "borrowed", "link", "gain"):
         table.add_column(column, justify="right")
-    for one in outcomes:
+    for result in results:
         table.add_row(
-            str(one.expert_ranks),
-            one.planner,
-            *(f"{value:.3f}" for value in (one.imbalance_mean, one.imbalance_median, one.imbalance_p95)),
-            f"{one.borrowed:.1f}",
-            f"{one.link:,.0f}",
-            "" if one.gain is None else f"{one.gain:.2f} x",
+            str(result.expert_ranks),
+            result.planner,
+            *(f"{value:.3f}" for value in (result.imbalance_mean, result.imbalance_median, result.imbalance_p95)),
+            f"{result.borrowed:.1f}",
+            f"{result.link:,.0f}",
+            "" if result.gain is None else f"{result.gain:.2f} x",
         )
-        if one.planner == PLANNERS["foremoe"]:
+        if result.planner == PLANNERS["foremoe"]:
             table.add_section()
     return table

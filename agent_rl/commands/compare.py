@@ -1,17 +1,15 @@
-"""``agent-rl r3 compare``: one rollout, then trainer passes over it with and without replay, and what differs.
+"""``agent-rl r3 compare``: one rollout, then trainer passes with and without replay, and their mismatch reports.
 
 ::
 
-    config or run ── rollout (or trajectories on disk) ──▶ samples ──▶ replay        against the engine
-                            │                                     ├──▶ native        against the engine
-                            │                                     └──▶ native again  against without_replay: the
-                            noise floor
-                            └─ --rescore: the config's engine computes them again, and takes the engine's place
-                               (engine again, against what it or another engine sampled: the engine's own noise)
+    config or run ── rollout (or stored trajectories) ──▶ samples ──▶ with replay            against the engine
+                                                                 ├──▶ without replay         against the engine
+                                                                 └──▶ without replay, again  against without replay
     ──▶ OUT/compare.json, probabilities.png, f_tau.png, routers.png, trajectories/
 
-The second native pass packs the same sequences into other micro-batches: the same ones would give the same bits on a
-CPU, whose kernels are deterministic.
+The second pass without replay measures the trainer's noise. It packs the sequences into other micro-batches, because
+the same micro-batches give identical bits on a CPU. With ``--rescore`` the engine evaluates the trajectories again; the
+trainer is compared with this evaluation, and a fourth report compares it with the sampled values (the engine's noise).
 """
 
 from __future__ import annotations
@@ -29,12 +27,11 @@ from rich.table import Table
 from agent_rl.commands.rollout import roll_out
 from agent_rl.config import RunConfig
 from agent_rl.config.loader import load_config, load_recorded
-from agent_rl.controller.preflight import check_lengths, check_model
+from agent_rl.controller import preflight
+from agent_rl.controller.preflight import Checked
 from agent_rl.controller.rollout_runtime import open_rollout_runtime
 from agent_rl.engine.types import Scores
 from agent_rl.errors import ConfigError
-from agent_rl.models.hub import with_models
-from agent_rl.models.spec import read_model_spec
 from agent_rl.monitoring.console import Display
 from agent_rl.rollout.records import read_trajectories, steps_on_disk
 from agent_rl.train.ray_trainer import RayTrainer
@@ -48,12 +45,12 @@ from r3.routing import Routing
 from r3.stitch import RouteStitcher
 
 PASS_TOKENS = 65_536
-"""Tokens of one call to the trainer: what lies between two moves of the progress bar."""
+"""Tokens per call to the trainer. The progress bar advances after every call."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainerPass:
-    """What one pass gave for each sample: log-probs ``[S]`` and the experts used ``[S, moe_layers, top_k]``."""
+    """Results of one pass for each sample: log-probs ``[S]`` and the experts used ``[S, moe_layers, top_k]``."""
 
     logprobs: Sequence[NDArray[np.float32]]
     routes: Sequence[Routing]
@@ -61,19 +58,22 @@ class TrainerPass:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Comparison:
-    """The reports of the passes. ``engine``: of the engine that computed the trajectories again, against what was
-    sampled; None where none did. ``without_over_with_replay``: the ratio of the two means of each log-prob metric."""
+    """The mismatch reports of all passes.
+
+    ``noise``: second pass without replay against the first. ``without_over_with_replay``: per log-prob metric, the mean
+    without replay over the mean with replay. ``engine``: rescored against sampled values; None without ``--rescore``.
+    """
 
     replay: MismatchReport
     without_replay: MismatchReport
-    floor: MismatchReport
+    noise: MismatchReport
     without_over_with_replay: Mapping[str, Estimate]
     engine: MismatchReport | None = None
 
     @property
     def reports(self) -> dict[str, MismatchReport]:
-        again = {} if self.engine is None else {"engine again": self.engine}
-        return {"without_replay": self.without_replay, "replay": self.replay, "native again": self.floor, **again}
+        reports = {"without_replay": self.without_replay, "replay": self.replay, "without_replay_again": self.noise}
+        return reports if self.engine is None else {**reports, "engine_again": self.engine}
 
 
 async def run_compare(
@@ -86,53 +86,53 @@ async def run_compare(
     trajectories: Path | None,
     rescore: bool,
 ) -> None:
-    """Compare engine and trainer on the model of ``source``, a config or a finished run's directory.
+    """Compare engine and trainer on the model of ``source``, a config or the directory of a finished run.
 
-    ``tasks`` of ``split`` are rolled out ``group_size`` times each, unless ``trajectories`` names a directory that
-    holds some (of an earlier comparison, or of a run: all its steps). ``rescore``: the config's engine computes them
-    again, and the trainer is compared with that pass. Raises ConfigError for what cannot be compared.
+    Rolls out ``tasks`` of ``split``, ``group_size`` times each, unless ``trajectories`` names a directory with
+    trajectories (of an earlier comparison, or all steps of a run). ``rescore``: the engine evaluates them again, and
+    the trainer is compared with that evaluation. Raises ConfigError if the inputs cannot be compared.
     """
-    config = config_of(source, overrides)
+    config = load_source(source, overrides)
     if rescore and config.rollout.logprob_temperature != 1:
         raise ConfigError(
-            "--rescore: SGLang gives a prompt's log-probs at temperature 1 whatever is asked, and "
-            f"rollout.temperature is {config.rollout.temperature:g}: add rollout.temperature=1"
+            "--rescore requires rollout.temperature=1: SGLang returns prompt log-probs at temperature 1 only, and "
+            f"rollout.temperature is {config.rollout.temperature:g}"
         )
-    config = with_models(config)
-    config = config.model_copy(update={"train": config.train.model_copy(update={"replay": "r3"})})  # to be replayed
-    check_model(config.model)
-    check_lengths(config, read_model_spec(config.model))
+    config = config.model_copy(update={"train": config.train.model_copy(update={"replay": "r3"})})
+    checked = preflight.run(config, "rollout" if trajectories is None or rescore else "model")
+    config = checked.config
+    preflight.check_lengths(config.rollout, config.train, config.model, checked.model_spec)
     out = out or _directory(source, config) / "compare"
     display = Display(f"r3 compare {config.name}")
     with display:
         if trajectories is None:
-            groups = (await roll_out(config, out, display, tasks=tasks, split=split)).groups
+            groups = (await roll_out(checked, out, display, tasks=tasks, split=split)).groups
         else:
-            groups = read_all(trajectories)
-        sampled = comparable([trajectory for group in groups for trajectory in group.trajectories])
-        kept = await rescored(config, out, display, sampled) if rescore else sampled
+            groups = read_groups(trajectories)
+        sampled = comparable_trajectories([trajectory for group in groups for trajectory in group.trajectories])
+        compared = await rescore_trajectories(checked, out, display, sampled) if rescore else sampled
         display.stage("starting the trainer")
-        async with RayTrainer(config) as trainer:
+        async with RayTrainer(config, checked.model_spec) as trainer:
             cancel_on_signals()
-            passes = await _passes(trainer, config, kept, display)
+            passes = await _run_passes(trainer, config, compared, display)
         display.stage("reports")
-        comparison = compare(kept, *passes)
+        comparison = compare(compared, *passes)
         if rescore:
-            comparison = replace(comparison, engine=_report(sampled, of_engine(kept), of_engine(sampled)))
-        write_json(out / "compare.json", {**_facts(config, kept), **_json(comparison)})
-        _draw(out, kept, passes[0], passes[1], comparison)
+            comparison = replace(comparison, engine=_report(sampled, engine_pass(compared), engine_pass(sampled)))
+        write_json(out / "compare.json", {**_settings(config, compared), **_json(comparison)})
+        _draw(out, compared, passes[0], passes[1], comparison)
     for table in tables(comparison):
         display.table(table)
     display.note(f"{out}: compare.json, probabilities.png, f_tau.png, routers.png")
 
 
-def config_of(source: Path, overrides: Sequence[str]) -> RunConfig:
-    """The config at ``source``; of a run's directory its resolved one, with the model it trained."""
+def load_source(source: Path, overrides: Sequence[str]) -> RunConfig:
+    """The config at ``source``. For a run's directory: its resolved config, with the trained model."""
     if not source.is_dir():
         return load_config(source, overrides)
     config = load_recorded(source / "config.yaml", overrides)
     if not (source / "model" / "config.json").is_file():
-        raise ConfigError(f"{source}: no trained model there ({source / 'model'}): the run has not finished")
+        raise ConfigError(f"{source}: no trained model in {source / 'model'}: the run has not finished")
     return config.model_copy(update={"model": source / "model"})
 
 
@@ -140,70 +140,71 @@ def _directory(source: Path, config: RunConfig) -> Path:
     return source if source.is_dir() else config.run_dir
 
 
-def read_all(directory: Path) -> tuple[Group, ...]:
-    """The trajectories of all steps in ``directory``. Raises ConfigError where there are none."""
+def read_groups(directory: Path) -> tuple[Group, ...]:
+    """The groups of all steps in ``directory``. Raises ConfigError if there is none."""
     steps = steps_on_disk(directory)
     if not steps:
         raise ConfigError(
-            f"--trajectories {directory}: no trajectories there; name a run's directory, or a comparison's"
+            f"--trajectories {directory}: no trajectories found; expected the directory of a run or of a comparison"
         )
     return tuple(group for step in steps for group in read_trajectories(directory, step))
 
 
-def comparable(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-    """Those with a sampled token. Raises ConfigError where there is none, or one has no routes."""
-    kept = [trajectory for trajectory in trajectories if trajectory.loss_mask[1:].any()]
-    if not kept:
+def comparable_trajectories(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+    """The trajectories with a sampled token. Raises ConfigError if there is none, or if one has no routes."""
+    sampled = [trajectory for trajectory in trajectories if trajectory.loss_mask[1:].any()]
+    if not sampled:
         raise ConfigError(f"nothing to compare: none of {len(trajectories)} trajectories has a sampled token")
-    for trajectory in kept:
+    for trajectory in sampled:
         if trajectory.routing is None:
-            raise ConfigError(f"nothing to compare: a trajectory of {trajectory.task_id} was kept without its routes")
-    return kept
+            raise ConfigError(f"nothing to compare: a trajectory of {trajectory.task_id} has no routes")
+    return sampled
 
 
-async def rescored(
-    config: RunConfig, out: Path, display: Display, trajectories: Sequence[Trajectory]
+async def rescore_trajectories(
+    checked: Checked, out: Path, display: Display, trajectories: Sequence[Trajectory]
 ) -> list[Trajectory]:
-    """The trajectories with the log-probs and routes of one more pass of the config's engine, a prefill each."""
-    facts = read_model_spec(config.model)
-    async with open_rollout_runtime(config, facts, out / "logs", display, routes=True) as runtime:
-        display.stage("the engine again", total=len(trajectories))
+    """The trajectories with log-probs and routes from a new prefill by the engine."""
+    async with open_rollout_runtime(checked, out / "logs", display, routes=True) as runtime:
+        display.stage("evaluation by the engine", total=len(trajectories))
 
-        async def again(index: int, trajectory: Trajectory) -> Trajectory:
+        async def rescore(index: int, trajectory: Trajectory) -> Trajectory:
             async with runtime.limiter:
                 scores = await runtime.engine.rescore(trajectory.tokens.tolist(), session=str(index), routes=True)
             display.advance()
             return _with_scores(trajectory, scores)
 
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(again(*pair)) for pair in enumerate(trajectories)]
+            tasks = [group.create_task(rescore(*pair)) for pair in enumerate(trajectories)]
     return [task.result() for task in tasks]
 
 
 def _with_scores(trajectory: Trajectory, scores: Scores) -> Trajectory:
-    held, length = _routing(trajectory), len(trajectory.tokens)
-    stitcher = RouteStitcher(moe_layers=held.moe_layers, top_k=held.top_k, num_experts=held.num_experts)
+    routing, length = _routing(trajectory), len(trajectory.tokens)
+    stitcher = RouteStitcher(moe_layers=routing.moe_layers, top_k=routing.top_k, num_experts=routing.num_experts)
     stitcher.append(scores.routing, sequence=length)
     logprobs = np.where(trajectory.loss_mask, scores.logprobs, 0).astype(np.float32)
     return replace(trajectory, logprobs=logprobs, routing=stitcher.finish(length))
 
 
-async def _passes(
+async def _run_passes(
     trainer: RayTrainer, config: RunConfig, trajectories: Sequence[Trajectory], display: Display
 ) -> tuple[TrainerPass, TrainerPass, TrainerPass]:
-    """Replay, without_replay, and native once more in other micro-batches."""
+    """One pass with replay and two without; the second uses other micro-batches."""
     samples = [Sample(t.tokens, t.loss_mask, t.logprobs, 0.0, t.routing) for t in trajectories]
 
     async def run(name: str, budget: int, *, replay: bool) -> TrainerPass:
         display.stage(name, total=len(samples))
-        found: list[tuple[NDArray[np.float32], NDArray[np.unsignedinteger]]] = []
-        for chunk in chunks([len(sample.tokens) for sample in samples], budget):
-            # A greedy rollout's log-probs are the raw ones, so 0 counts as 1.
-            found += await trainer.routes(samples[chunk], replay=replay, temperature=config.rollout.logprob_temperature)
+        outputs: list[tuple[NDArray[np.float32], NDArray[np.unsignedinteger]]] = []
+        for chunk in token_chunks([len(sample.tokens) for sample in samples], budget):
+            # Greedy rollouts record log-probs at temperature 1.
+            outputs += await trainer.routes(
+                samples[chunk], replay=replay, temperature=config.rollout.logprob_temperature
+            )
             display.advance(chunk.stop - chunk.start)
         return TrainerPass(
-            [logprobs for logprobs, _ in found],
-            [_used(sample, experts) for sample, (_, experts) in zip(samples, found, strict=True)],
+            [logprobs for logprobs, _ in outputs],
+            [_routing_of_pass(sample, experts) for sample, (_, experts) in zip(samples, outputs, strict=True)],
         )
 
     half = max(1, min(PASS_TOKENS, sum(len(sample.tokens) for sample in samples)) // 2)
@@ -214,19 +215,19 @@ async def _passes(
     )
 
 
-def chunks(lengths: Sequence[int], budget: int) -> list[slice]:
-    """Runs of sequences that hold at most ``budget`` tokens together; a longer sequence is one of its own."""
-    cuts, held = [0], 0
+def token_chunks(lengths: Sequence[int], budget: int) -> list[slice]:
+    """Slices of consecutive sequences with at most ``budget`` tokens in total; a longer sequence gets its own slice."""
+    starts, tokens = [0], 0
     for index, length in enumerate(lengths):
-        if held and held + length > budget:
-            cuts.append(index)
-            held = 0
-        held += length
-    return [slice(start, stop) for start, stop in zip(cuts, [*cuts[1:], len(lengths)], strict=True)]
+        if tokens and tokens + length > budget:
+            starts.append(index)
+            tokens = 0
+        tokens += length
+    return [slice(start, stop) for start, stop in zip(starts, [*starts[1:], len(lengths)], strict=True)]
 
 
-def _used(sample: Sample, experts: NDArray[np.unsignedinteger]) -> Routing:
-    """The experts of a pass where the rollout's routes are known, under the rollout's spans."""
+def _routing_of_pass(sample: Sample, experts: NDArray[np.unsignedinteger]) -> Routing:
+    """The experts of a trainer pass, with the rollout's presence mask and spans."""
     assert sample.routing is not None
     return replace(sample.routing, experts=experts)
 
@@ -234,8 +235,8 @@ def _used(sample: Sample, experts: NDArray[np.unsignedinteger]) -> Routing:
 def compare(
     trajectories: Sequence[Trajectory], replay: TrainerPass, without_replay: TrainerPass, again: TrainerPass
 ) -> Comparison:
-    """Both passes against the engine, and the second native one against the first."""
-    engine = of_engine(trajectories)
+    """Reports of both passes against the engine, and of the second pass without replay against the first."""
+    engine = engine_pass(trajectories)
     sums = {
         name: _metric_sums(trajectories, passed, engine)
         for name, passed in (("without_replay", without_replay), ("replay", replay))
@@ -243,7 +244,7 @@ def compare(
     return Comparison(
         replay=_report(trajectories, replay, engine),
         without_replay=_report(trajectories, without_replay, engine),
-        floor=_report(trajectories, again, without_replay),
+        noise=_report(trajectories, again, without_replay),
         without_over_with_replay={
             name: estimate_ratios({name: column}, sums["replay"][name])[name]
             for name, column in sums["without_replay"].items()
@@ -251,8 +252,8 @@ def compare(
     )
 
 
-def of_engine(trajectories: Sequence[Trajectory]) -> TrainerPass:
-    """The engine's log-probs and experts of the trajectories, as a pass."""
+def engine_pass(trajectories: Sequence[Trajectory]) -> TrainerPass:
+    """The engine's log-probs and experts of the trajectories, in the form of a trainer pass."""
     return TrainerPass([t.logprobs for t in trajectories], [_routing(t) for t in trajectories])
 
 
@@ -263,7 +264,7 @@ def _report(trajectories: Sequence[Trajectory], passed: TrainerPass, reference: 
                 logprobs=passed.logprobs[index],
                 reference_logprobs=reference.logprobs[index],
                 sampled=trajectory.loss_mask,
-                turns=turns_of(trajectory),
+                turns=turn_numbers(trajectory),
                 routes=passed.routes[index],
                 reference_routes=reference.routes[index],
             )
@@ -275,7 +276,7 @@ def _report(trajectories: Sequence[Trajectory], passed: TrainerPass, reference: 
 def _metric_sums(
     trajectories: Sequence[Trajectory], passed: TrainerPass, engine: TrainerPass
 ) -> dict[str, NDArray[np.float64]]:
-    """Each metric's sum over the sampled tokens of each trajectory, ``[trajectories]``."""
+    """Each metric's sum over the sampled tokens of each trajectory, shape ``[trajectories]``."""
     trainer_T, engine_T = _sampled(trajectories, passed), _sampled(trajectories, engine)
     sequence = np.repeat(np.arange(len(trajectories)), [t.loss_mask[1:].sum() for t in trajectories])
     log_r = log_ratios(trainer_T, engine_T)
@@ -288,8 +289,8 @@ def _sampled(trajectories: Sequence[Trajectory], passed: TrainerPass) -> NDArray
     return np.concatenate([logprobs[1:][trajectory.loss_mask[1:]] for trajectory, logprobs in both])
 
 
-def turns_of(trajectory: Trajectory) -> NDArray[np.int64]:
-    """The turn each token belongs to, from 1, ``[S]``: prompt and observation tokens belong to the turn they open."""
+def turn_numbers(trajectory: Trajectory) -> NDArray[np.int64]:
+    """Turn number of each token, from 1, ``[S]``. Prompt and observation tokens belong to the turn that follows."""
     ends = [turn.prompt_tokens + turn.completion_tokens for turn in trajectory.turns]
     return np.searchsorted(ends, np.arange(len(trajectory.tokens)), side="right") + 1
 
@@ -299,7 +300,7 @@ def _routing(trajectory: Trajectory) -> Routing:
     return trajectory.routing
 
 
-def _facts(config: RunConfig, trajectories: Sequence[Trajectory]) -> dict[str, Any]:
+def _settings(config: RunConfig, trajectories: Sequence[Trajectory]) -> dict[str, Any]:
     return {
         "model": str(config.model),
         "engine_dtype": config.engine.dtype,
@@ -316,7 +317,7 @@ def _json(comparison: Comparison) -> dict[str, Any]:
         "without_over_with_replay": {
             name: asdict(ratio) for name, ratio in comparison.without_over_with_replay.items()
         },
-        **{name.replace(" ", "_"): report.to_json() for name, report in comparison.reports.items()},
+        **{name: report.to_json() for name, report in comparison.reports.items()},
     }
 
 
@@ -331,7 +332,7 @@ def _draw(
     scatter = {"without replay": without_replay, "with replay": replay}
     panels = {name: (_sampled(trajectories, passed), engine) for name, passed in scatter.items()}
     logprobs = {name: report.total.logprobs for name, report in comparison.reports.items()}
-    curves = {name: found.f_tau for name, found in logprobs.items() if found is not None}
+    curves = {name.replace("_", " "): values.f_tau for name, values in logprobs.items() if values is not None}
     write_atomic(out / "probabilities.png", probability_scatter(panels))
     write_atomic(out / "f_tau.png", f_tau_curves(curves))
     if comparison.without_replay.total.routes is not None:
@@ -339,57 +340,62 @@ def _draw(
 
 
 def tables(comparison: Comparison) -> list[Table]:
-    """The log-prob metrics of the passes; where the experts of the native pass differ; both by turn and version."""
+    """Log-prob metrics of all passes; differing experts without replay by layer; both by turn and weight version."""
     return [
         _metrics_table(comparison),
         _layers_table(comparison),
-        _parts_table("turn", comparison.without_replay.by_turn, comparison.replay.by_turn),
-        _parts_table(
+        _breakdown_table("turn", comparison.without_replay.by_turn, comparison.replay.by_turn),
+        _breakdown_table(
             "weight version", comparison.without_replay.by_weight_version, comparison.replay.by_weight_version
         ),
     ]
 
 
 def _metrics_table(comparison: Comparison) -> Table:
-    noise = ["native again, against native"] + ["engine again, against what was sampled"] * bool(comparison.engine)
-    table = Table("against the engine", "without_replay", "replay", "native / replay", *noise)
+    noise = ["noise of the trainer"] + ["noise of the engine"] * bool(comparison.engine)
+    table = Table("against the engine", "without replay", "replay", "without / with", *noise)
     totals = [report.total for report in comparison.reports.values()]
     for name in TOKEN_VALUES:
-        # The mean factor differs from 1 in its last digits only.
+        # The mean factor is close to 1.
         digits = ".5f" if name == "token_mult_prob_error" else ".3g"
         without_replay, replay, *again = [_text(t.logprobs.metrics[name], digits) if t.logprobs else "" for t in totals]
         table.add_row(name, without_replay, replay, _text(comparison.without_over_with_replay[name]), *again)
-    for level, unit in (("router", "share of routers"), ("token", "share of tokens"), ("sequence", "layers a token")):
+    for level, unit in (("router", "share of routers"), ("token", "share of tokens"), ("sequence", "layers per token")):
         without_replay, replay, *again = [f"{getattr(t.routes, level):.3g}" if t.routes else "" for t in totals]
         table.add_row(f"{level}_mismatch\n({unit})", without_replay, replay, "", *again)
     return table
 
 
 def _text(estimate: Estimate, digits: str = ".3g") -> str:
-    """The value over its interval; a ratio to 0 is no number."""
+    """The value and its interval; "-" for a ratio to 0."""
     if not np.isfinite(estimate.value):
         return "-"
     return f"{estimate.value:{digits}}\n[{estimate.low:{digits}}, {estimate.high:{digits}}]"
 
 
 def _layers_table(comparison: Comparison) -> Table:
-    table = Table("MoE layer", "sets that differ, native", title="routers by layer")
+    table = Table("MoE layer", "expert sets that differ, without replay", title="routers by layer")
     routes = comparison.without_replay.total.routes
     for layer, share in enumerate(routes.by_layer if routes else ()):
         table.add_row(str(layer), f"{share:.3%}")
     return table
 
 
-def _parts_table(what: str, without_replay: Mapping[Any, Mismatch], replay: Mapping[Any, Mismatch]) -> Table:
+def _breakdown_table(label: str, without_replay: Mapping[Any, Mismatch], replay: Mapping[Any, Mismatch]) -> Table:
     table = Table(
-        what, "sampled tokens", "k3-KL native", "k3-KL replay", "sets that differ, native", title=f"by {what}"
+        label,
+        "sampled tokens",
+        "k3-KL without replay",
+        "k3-KL replay",
+        "expert sets that differ, without replay",
+        title=f"by {label}",
     )
-    for label, part in without_replay.items():
-        own, replayed = part.logprobs, replay[label].logprobs
+    for value, part in without_replay.items():
+        logprobs, replayed = part.logprobs, replay[value].logprobs
         table.add_row(
-            str(label),
-            f"{own.tokens:,}" if own else "0",
-            _text(own.metrics["k3_kl"]) if own else "",
+            str(value),
+            f"{logprobs.tokens:,}" if logprobs else "0",
+            _text(logprobs.metrics["k3_kl"]) if logprobs else "",
             _text(replayed.metrics["k3_kl"]) if replayed else "",
             f"{part.routes.router:.3%}" if part.routes else "",
         )

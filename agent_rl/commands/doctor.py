@@ -1,10 +1,9 @@
-"""``agent-rl doctor``: can what a config names be trusted? The parts first, then every task.
+"""``agent-rl doctor``: checks the components and every task of a config.
 
-For each task the gold patch must be rewarded and doing nothing must not, several times over with the same outcome, and
-where the environment can audit itself (:class:`envs.Audited`) no leak and no hack may win. What fails is written to a
-quarantine file, and so is a task that can't be graded for a reason of its own, each time again; what the infrastructure
-did is no such reason, and none is believed where no task at all was graded. A doctor that was stopped goes on where it
-was: each of its parts is resumable by itself.
+Several runs of each task must agree: the reference fix is rewarded, and submitting nothing is not. If the environment
+supports audits (:class:`envs.Audited`), no leak and no reward hack may succeed. Tasks that fail a check, and tasks that
+can never be graded, go to the quarantine file. Infrastructure failures leave a task undecided; if no task at all could
+be graded, no task is called ungradable. A stopped doctor resumes, because each of its parts is resumable.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from tenacity import (
 from agent_rl.commands.health import Check, check_parts, checks_table
 from agent_rl.commands.policy import advance
 from agent_rl.config import RunConfig
-from agent_rl.controller.preflight import check_room
+from agent_rl.controller.preflight import check_disk_space
 from agent_rl.controller.rollout_runtime import TaskRuntime, open_task_runtime
 from agent_rl.errors import ConfigError
 from agent_rl.evaluation.directory import EvaluationDirectory
@@ -43,17 +42,20 @@ from agent_rl.rollout.scripted_policies import has_gold, solver_runner
 from agent_rl.types import StopReason, Trajectory
 from agent_rl.utils.directory_lock import lock_directory
 from agent_rl.utils.run_files import write_json
-from envs import Audited, Environment, Finding, GradingError, Task, TaskRecordError, UndecidableError
+from envs import Auditable, Environment, Finding, GradingError, Task, TaskRecordError, UndecidableError
 from sandbox import SandboxError
 
-SHOWN = 20
-"""Sick tasks in the table; all of them are in doctor.json."""
+MAX_ROWS = 20
+"""Rows per kind in the table; doctor.json contains all tasks."""
 
 
 @dataclass(frozen=True, slots=True)
-class Diagnosis:
-    """What was found of one task. ``reasons`` quarantine it; ``undecided`` says what the infrastructure kept from being
-    found out. ``gold`` and ``noop``: whether each run was resolved."""
+class TaskDiagnosis:
+    """The check results of one task.
+
+    ``gold``, ``noop``: outcome of each run with the reference fix and without changes; None: not graded. ``reasons``:
+    why it is quarantined. ``undecided``: checks that infrastructure failures prevented.
+    """
 
     task_id: str
     gold: tuple[bool | None, ...] = ()
@@ -66,8 +68,8 @@ class Diagnosis:
 async def run_doctor(
     config: RunConfig, *, tasks: int | None, split: str, repeats: int, audit: bool, out: Path | None
 ) -> bool:
-    """Examine ``config`` and print what was found; True if nothing is wrong."""
-    check_room(config.runs_dir)
+    """Check ``config`` and print the results. Returns True if every check passed."""
+    check_disk_space(config.runs_dir)
     directory = out or config.run_dir / "doctor"
     display = Display(f"doctor {config.name}")
     with lock_directory(directory), display:
@@ -77,37 +79,39 @@ async def run_doctor(
             return False
         async with open_task_runtime(config, display) as task_runtime:
             await task_runtime.env.prepare(split)
-            # All tasks, also those in quarantine: they may have recovered.
-            chosen = list(task_runtime.env.tasks(split))[:tasks]
-            if not chosen:
-                raise ConfigError(f"--split {split}: environment {task_runtime.env.name!r} has no tasks there")
-            broken = _broken(task_runtime.env, chosen)
-            whole = [task for task in chosen if task.id not in broken]
+            # Includes quarantined tasks: they may be fixed by now.
+            selected = list(task_runtime.env.tasks(split))[:tasks]
+            if not selected:
+                raise ConfigError(f"--split {split}: environment {task_runtime.env.name!r} has no tasks in this split")
+            unreadable = _unreadable_tasks(task_runtime.env, selected)
+            readable = [task for task in selected if task.id not in unreadable]
             runs = {
-                policy: await _repeat(config, task_runtime, policy, whole, repeats, directory, display)
+                policy: await _run_policy(config, task_runtime, policy, readable, repeats, directory, display)
                 for policy in ("gold", "noop")
             }
-            findings = await _audit_all(config, task_runtime, whole, directory, display) if audit else {}
-    able = any(r.resolved is not None for tasks_ in runs.values() for results in tasks_.values() for r in results)
+            findings = await _audit_tasks(config, task_runtime, readable, directory, display) if audit else {}
+    by_policy = [results for by_task in runs.values() for results in by_task.values()]
+    grading_works = any(result.resolved is not None for results in by_policy for result in results)
     diagnoses = [
-        broken.get(task.id) or diagnose(task.id, runs["gold"], runs["noop"], findings.get(task.id), machine_grades=able)
-        for task in chosen
+        unreadable.get(task.id)
+        or diagnose(task.id, runs["gold"], runs["noop"], findings.get(task.id), grading_works=grading_works)
+        for task in selected
     ]
-    return _tell(display, directory, checks, diagnoses)
+    return _write_report(display, directory, checks, diagnoses)
 
 
-def _broken(env: Environment, tasks: Sequence[Task]) -> dict[str, Diagnosis]:
-    """The diagnoses of tasks whose true fix can't be read: their record is what is wrong with them."""
-    found: dict[str, Diagnosis] = {}
+def _unreadable_tasks(env: Environment, tasks: Sequence[Task]) -> dict[str, TaskDiagnosis]:
+    """Diagnoses of tasks whose record has no readable reference fix."""
+    diagnoses: dict[str, TaskDiagnosis] = {}
     for task in tasks:
         try:
             has_gold(env, task)
         except TaskRecordError as error:
-            found[task.id] = Diagnosis(task.id, reasons=(str(error),))
-    return found
+            diagnoses[task.id] = TaskDiagnosis(task.id, reasons=(str(error),))
+    return diagnoses
 
 
-async def _repeat(
+async def _run_policy(
     config: RunConfig,
     task_runtime: TaskRuntime,
     policy: str,
@@ -116,64 +120,66 @@ async def _repeat(
     directory: Path,
     out: Display,
 ) -> dict[str, list[EpisodeResult]]:
-    """``repeats`` runs of ``policy`` on every task that it can be run on, by task."""
-    able = [_as_new(task) for task in tasks if policy != "gold" or has_gold(task_runtime.env, task)]
-    place = EvaluationDirectory(
-        directory / policy, {"policy": policy, "env": config.env.name, "options": _plain(config)}
+    """Results of ``repeats`` runs of ``policy`` per task. Tasks without a reference fix are skipped for policy gold."""
+    runnable = [_unverified(task) for task in tasks if policy != "gold" or has_gold(task_runtime.env, task)]
+    evaluation = EvaluationDirectory(
+        directory / policy, {"policy": policy, "env": config.env.name, "options": _env_options(config)}
     )
-    known = {task.id for task in able}
-    results = [r for r in place.results() if r.task_id in known and r.sample < repeats]
+    known = {task.id for task in runnable}
+    results = [r for r in evaluation.results() if r.task_id in known and r.sample < repeats]
     graded = sum(result.resolved is not None for result in results)
-    out.stage(f"{policy}, {repeats} run(s) a task", total=len(able) * repeats - graded)
+    out.stage(f"{policy}, {repeats} run(s) per task", total=len(runnable) * repeats - graded)
     fresh: list[EpisodeResult] = []
 
-    def take(result: EpisodeResult, trajectory: Trajectory | None) -> None:
-        place.record(result, trajectory)
+    def record(result: EpisodeResult, trajectory: Trajectory | None) -> None:
+        evaluation.record(result, trajectory)
         fresh.append(result)
 
     await evaluate(
-        able,
-        solver_runner(task_runtime.env, policy, EpisodeRules.of(config)),
+        runnable,
+        solver_runner(task_runtime.env, policy, EpisodeRules.from_config(config)),
         policy=policy,
         limiter=Limiter(config.rollout.concurrency),
         samples=repeats,
         retries=config.rollout.sandbox_retries,
         done=results,
-        on_result=take,
+        on_result=record,
         on_event=lambda event: advance(out, event),
     )
     return _by_task([*results, *fresh])
 
 
-def _as_new(task: Task) -> Task:
-    """The task without the mark that it was verified before, which lets an empty patch go ungraded."""
+def _unverified(task: Task) -> Task:
+    """The task without its ``verified`` mark. With the mark an empty patch would not be graded."""
     return replace(task, record={**task.record, "verified": False}) if "verified" in task.record else task
 
 
-def _plain(config: RunConfig) -> object:
+def _env_options(config: RunConfig) -> object:
     return config.env.model_dump(mode="json")["options"]
 
 
 def _by_task(results: Iterable[EpisodeResult]) -> dict[str, list[EpisodeResult]]:
-    """Each task's results, the last one of a sample that was run again."""
+    """The results by task. Only the last result of each sample counts."""
     last = {(result.task_id, result.sample): result for result in results}
-    found: dict[str, list[EpisodeResult]] = defaultdict(list)
-    for key in sorted(last):
-        found[key[0]].append(last[key])
-    return found
+    by_task: dict[str, list[EpisodeResult]] = defaultdict(list)
+    for task_id, sample in sorted(last):
+        by_task[task_id].append(last[task_id, sample])
+    return by_task
 
 
-async def _audit_all(
+async def _audit_tasks(
     config: RunConfig, task_runtime: TaskRuntime, tasks: Sequence[Task], directory: Path, display: Display
 ) -> dict[str, list[Finding] | str]:
-    """Every task's findings, or why there are none; those that ``audits.jsonl`` holds are not made again."""
+    """Each task's findings, or the error of its audit. Audits stored in ``audits.jsonl`` are reused."""
     if not hasattr(task_runtime.env, "audit"):
-        display.note(f"environment {task_runtime.env.name!r} has no audit: leaks and hacks were not looked for")
+        display.note(
+            f"environment {task_runtime.env.name!r} does not support audits: leaks and reward hacks were not checked"
+        )
         return {}
-    env, file = cast(Audited, task_runtime.env), directory / "audits.jsonl"
-    held = _read_audits(file)
-    found: dict[str, list[Finding] | str] = {task.id: held[task.id] for task in tasks if task.id in held}
-    display.stage("audit", total=len(tasks) - len(found))
+    env, file = cast(Auditable, task_runtime.env), directory / "audits.jsonl"
+    stored = _read_audits(file)
+    audits: dict[str, list[Finding] | str] = {task.id: stored[task.id] for task in tasks if task.id in stored}
+    display.stage("audit", total=len(tasks) - len(audits))
     limiter = Limiter(config.rollout.concurrency)
     retrying = AsyncRetrying(
         retry=retry_if_exception_type((SandboxError, GradingError)) & retry_if_not_exception_type(UndecidableError),
@@ -182,14 +188,14 @@ async def _audit_all(
         reraise=True,
     )
 
-    async def one(task: Task) -> None:
+    async def audit(task: Task) -> None:
         async with limiter:
             try:
                 findings: list[Finding] = list(await retrying(env.audit, task))
             except (SandboxError, GradingError) as error:
-                found[task.id] = f"{type(error).__name__}: {error}"
+                audits[task.id] = f"{type(error).__name__}: {error}"
                 return
-        found[task.id] = findings
+        audits[task.id] = findings
         row = {"task_id": task.id, "findings": [asdict(finding) for finding in findings]}
         with file.open("ab") as lines:
             lines.write(json.dumps(row).encode() + b"\n")
@@ -197,19 +203,19 @@ async def _audit_all(
 
     async with asyncio.TaskGroup() as group:
         for task in tasks:
-            if task.id not in found:
-                group.create_task(one(task), name=f"audit-{task.id}")
-    return found
+            if task.id not in audits:
+                group.create_task(audit(task), name=f"audit-{task.id}")
+    return audits
 
 
 def _read_audits(file: Path) -> dict[str, list[Finding]]:
-    """What an earlier start wrote; a line that a kill cut off is left out, and its audit made again."""
+    """The audits of earlier starts. Removes a last line that a kill truncated; its audit runs again."""
     if not file.exists():
         return {}
-    whole, _, torn = file.read_bytes().rpartition(b"\n")
-    if torn:
-        file.write_bytes(whole + b"\n" if whole else b"")
-    rows = map(json.loads, whole.splitlines())
+    complete, _, truncated = file.read_bytes().rpartition(b"\n")
+    if truncated:
+        file.write_bytes(complete + b"\n" if complete else b"")
+    rows = map(json.loads, complete.splitlines())
     return {row["task_id"]: [Finding(**finding) for finding in row["findings"]] for row in rows}
 
 
@@ -219,63 +225,67 @@ def diagnose(
     noop: Mapping[str, Sequence[EpisodeResult]],
     findings: Sequence[Finding] | str | None,
     *,
-    machine_grades: bool = True,
-) -> Diagnosis:
-    """Put together what was found of a task. ``machine_grades``: whether any task at all could be graded."""
+    grading_works: bool = True,
+) -> TaskDiagnosis:
+    """Combine the results of one task. ``grading_works``: whether at least one task could be graded."""
     reasons: list[str] = []
     undecided: list[str] = []
     if task_id not in gold:
-        undecided.append("the environment knows no true fix or solution to try")
-    for name, results, right in (("gold", gold.get(task_id, ()), True), ("no-op", noop.get(task_id, ()), False)):
+        undecided.append("the environment has no reference fix or solution")
+    for name, results, expected in (("gold", gold.get(task_id, ()), True), ("no-op", noop.get(task_id, ()), False)):
         outcomes = [result.resolved for result in results]
-        broken = next((result.error for result in results if result.resolved is None), None)
-        if results and machine_grades and all(result.stop == StopReason.UNDECIDABLE for result in results):
-            reasons.append(f"{name} can never be graded: {broken}")
-        elif broken is not None:
-            undecided.append(f"{name} could not be graded: {broken}")
+        error = next((result.error.partition("\n")[0] for result in results if result.resolved is None), None)
+        if results and grading_works and all(result.stop == StopReason.UNDECIDABLE for result in results):
+            reasons.append(f"{name} can never be graded: {error}")
+        elif error is not None:
+            undecided.append(f"{name} could not be graded: {error}")
         if {True, False} <= set(outcomes):
             reasons.append(f"flaky: {name} resolved in {outcomes.count(True)} of {len(outcomes)} runs")
-        elif (not right) in outcomes:
-            reasons.append("its true fix or solution does not resolve it" if right else "resolved by doing nothing")
+        elif (not expected) in outcomes:
+            reasons.append(
+                "the reference fix or solution does not resolve it" if expected else "resolved without any change"
+            )
     if isinstance(findings, str):
         undecided.append(f"audit: {findings}")
-    kept = () if findings is None or isinstance(findings, str) else tuple(findings)
-    reasons += [f"{finding.check}: {finding.detail}" for finding in kept if not finding.ok]
-    return Diagnosis(
+    completed = () if findings is None or isinstance(findings, str) else tuple(findings)
+    reasons += [f"{finding.check}: {finding.detail}" for finding in completed if not finding.ok]
+    return TaskDiagnosis(
         task_id=task_id,
         gold=tuple(result.resolved for result in gold.get(task_id, ())),
         noop=tuple(result.resolved for result in noop.get(task_id, ())),
-        findings=kept,
+        findings=completed,
         reasons=tuple(reasons),
         undecided=tuple(undecided),
     )
 
 
-def _tell(display: Display, directory: Path, checks: Sequence[Check], diagnoses: Sequence[Diagnosis]) -> bool:
-    """Write doctor.json and the quarantine file, print both as tables; True if nothing is wrong."""
-    sick = {item.task_id: item.reasons for item in diagnoses if item.reasons}
+def _write_report(
+    display: Display, directory: Path, checks: Sequence[Check], diagnoses: Sequence[TaskDiagnosis]
+) -> bool:
+    """Write doctor.json and the quarantine file and print a summary. Returns True if every check passed."""
+    invalid = {item.task_id: item.reasons for item in diagnoses if item.reasons}
     undecided = [item for item in diagnoses if item.undecided and not item.reasons]
     write_json(
         directory / "doctor.json",
         {"checks": [asdict(check) for check in checks], "tasks": [asdict(item) for item in diagnoses]},
     )
-    write_quarantine(directory / "quarantine.json", sick)
-    healthy = len(diagnoses) - len(sick) - len(undecided)
-    display.note(f"{healthy} of {len(diagnoses)} tasks healthy, {len(sick)} sick, {len(undecided)} undecided")
-    if sick or undecided:
-        display.table(_tasks_table(sick, undecided))
+    write_quarantine(directory / "quarantine.json", invalid)
+    valid = len(diagnoses) - len(invalid) - len(undecided)
+    display.note(f"{valid} of {len(diagnoses)} tasks valid, {len(invalid)} invalid, {len(undecided)} undecided")
+    if invalid or undecided:
+        display.table(tasks_table(invalid, undecided))
     display.note(f"report: {directory / 'doctor.json'}")
-    if sick:
-        display.note(f"leave the sick tasks out: env.quarantine={directory / 'quarantine.json'}")
-    return not sick and not undecided and all(check.ok for check in checks)
+    if invalid:
+        display.note(f"to skip the invalid tasks, set env.quarantine={directory / 'quarantine.json'}")
+    return not invalid and not undecided and all(check.ok for check in checks)
 
 
-def _tasks_table(sick: Mapping[str, Sequence[str]], undecided: Sequence[Diagnosis]) -> Table:
-    table = Table("task", "what is wrong")
-    for task_id, reasons in list(sick.items())[:SHOWN]:
+def tasks_table(invalid: Mapping[str, Sequence[str]], undecided: Sequence[TaskDiagnosis]) -> Table:
+    table = Table("task", "problem")
+    for task_id, reasons in list(invalid.items())[:MAX_ROWS]:
         table.add_row(cell(task_id), cell("; ".join(reasons)))
-    for item in undecided[:SHOWN]:
+    for item in undecided[:MAX_ROWS]:
         table.add_row(cell(item.task_id), cell("undecided: " + "; ".join(item.undecided)))
-    if len(sick) > SHOWN or len(undecided) > SHOWN:
-        table.add_row("...", "the others are in doctor.json")
+    if len(invalid) > MAX_ROWS or len(undecided) > MAX_ROWS:
+        table.add_row("...", "doctor.json lists all")
     return table

@@ -1,4 +1,4 @@
-"""``agent-rl envs check``: the conformance suite on one environment."""
+"""``agent-rl envs check``: runs the conformance suite on one environment."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from rich.table import Table
 
 from agent_rl.errors import UserError
 from agent_rl.monitoring.console import cell
-from envs import EnvContext, load_environment, needs_sandboxes
+from envs import EnvContext, load_environment, needs_sandbox
 from envs.conformance import check_environment
 from sandbox import NullBackend, open_backend
 
 
 async def run_check(name: str, options: Sequence[str], splits: Sequence[str]) -> bool:
-    """Check environment ``name`` and print a row a promise; True if all are kept."""
-    backend = open_backend("auto", run_id=uuid.uuid4().hex[:12]) if needs_sandboxes(name) else NullBackend()
+    """Check the environment ``name`` and print one row per check. Returns True if all passed."""
+    backend = open_backend("auto", run_id=uuid.uuid4().hex[:12]) if needs_sandbox(name) else NullBackend()
     try:
-        environment = load_environment(name, EnvContext(backend=backend), dict(map(_option, options)))
+        environment = load_environment(name, EnvContext(backend=backend), dict(map(_parse_option, options)))
         findings = await check_environment(environment, splits)
     finally:
         await backend.close()
-    table = Table("promise", "", "found")
+    table = Table("check", "", "details")
     for finding in findings:
-        table.add_row(finding.check, "kept" if finding.ok else "BROKEN", cell(finding.detail))
+        table.add_row(finding.check, "passed" if finding.ok else "FAILED", cell(finding.detail))
     Console().print(table)
     return all(finding.ok for finding in findings)
 
 
-def _option(text: str) -> tuple[str, Any]:
+def _parse_option(text: str) -> tuple[str, Any]:
     key, separator, value = text.partition("=")
     if not separator:
-        raise UserError(f"{text!r}: write an option as name=value")
+        raise UserError(f"{text!r}: expected option=value")
     return key, yaml.safe_load(value)

@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import quote
 
 from agent_rl.commands.policy import Policy, PolicyChoice, advance, open_policy, pick_tasks
-from agent_rl.config import OWN_SCAFFOLD, RunConfig
+from agent_rl.config import DEFAULT_SCAFFOLD, EvalConfig, RolloutConfig, RunConfig
 from agent_rl.controller import preflight
 from agent_rl.evaluation.directory import EvaluationDirectory
 from agent_rl.evaluation.evaluate import evaluate
@@ -22,12 +22,12 @@ from agent_rl.rollout.limiter import Limiter
 from agent_rl.utils.directory_lock import lock_directory
 from envs import Task
 
-_BOUNDS = {"start_timeout", "grade_timeout"}
+_TIMEOUTS = {"start_timeout", "grade_timeout"}
 
 
 @dataclass(frozen=True, slots=True)
 class EvalOptions:
-    """What to evaluate. ``tasks`` and ``split`` are the config's where None; of a recording, ``split`` is train."""
+    """What to evaluate. ``tasks`` and ``split`` are the config's where None; the split of a recording is train."""
 
     policy: PolicyChoice = field(default_factory=PolicyChoice)
     tasks: int | None = None
@@ -35,47 +35,47 @@ class EvalOptions:
     split: str | None = None
     out: Path | None = None
 
-    def tasks_of(self, config: RunConfig) -> int | None:
-        """How many tasks at most; all of the split where the config has its evaluations turned off."""
-        return self.tasks or config.eval.tasks or None
+    def max_tasks(self, config: EvalConfig) -> int | None:
+        """The largest number of tasks; None for all of the split, where the config turns its evaluations off."""
+        return self.tasks or config.tasks or None
 
-    def split_of(self, config: RunConfig) -> str:
-        return self.split or ("train" if self.policy.is_recording else config.eval.split)
+    def split_name(self, config: EvalConfig) -> str:
+        return self.split or ("train" if self.policy.is_recording else config.split)
 
     def directory(self, config: RunConfig) -> Path:
         model = "" if self.policy.model is None else f"-{quote(self.policy.model, safe='')}"
         policy = f"{quote(self.policy.name, safe='')}{model}"
-        name = f"{policy}-{self.split_of(config)}{'-greedy' if self.policy.greedy else ''}"
+        name = f"{policy}-{self.split_name(config.eval)}{'-greedy' if self.policy.greedy else ''}"
         return self.out or config.run_dir / "eval" / name
 
 
 async def run_evaluation(config: RunConfig, options: EvalOptions) -> str | None:
-    """Evaluate and print Pass@1 with its interval; what was there of an earlier start in the directory is kept.
+    """Evaluate and print Pass@1 with its interval. Results of an earlier start in the directory are kept.
 
-    Returns why nothing could be graded, or None where something was.
+    Returns why nothing could be graded; None where something was.
     """
     options.policy.check()
-    preflight.check_room(config.runs_dir)
+    preflight.check_disk_space(config.runs_dir)
     path, display = options.directory(config), Display(f"eval {config.name}")
     with lock_directory(path):
-        directory = EvaluationDirectory(path, _facts(config, options), defaults=_settings(EpisodeRules()))
+        directory = EvaluationDirectory(path, _identity(config, options), defaults=_settings(EpisodeRules()))
         with display:
             async with open_policy(config, options.policy, path, display) as policy:
-                picked = await pick_tasks(policy, options.split_of(config), options.tasks_of(config))
-                report = await _evaluate(config, options, policy, picked, directory, display)
+                picked = await pick_tasks(policy, options.split_name(config.eval), options.max_tasks(config.eval))
+                report = await _evaluate(config.rollout, options, policy, picked, directory, display)
         directory.finish(report, picked, options.policy.model or options.policy.name)
-    return _tell(display, report, path)
+    return _print_report(display, report, path)
 
 
 async def _evaluate(
-    config: RunConfig,
+    rollout: RolloutConfig,
     options: EvalOptions,
     policy: Policy,
     tasks: Sequence[Task],
     directory: EvaluationDirectory,
     display: Display,
 ) -> EvalReport:
-    """Run the samples of ``tasks`` that ``directory`` does not hold yet."""
+    """Run the samples of ``tasks`` that ``directory`` does not have yet."""
     known = {task.id for task in tasks}
     done = [result for result in directory.results() if result.task_id in known and result.sample < options.samples]
     if done:
@@ -85,19 +85,19 @@ async def _evaluate(
         tasks,
         policy.run,
         policy=options.policy.name,
-        limiter=Limiter(config.rollout.concurrency),
+        limiter=Limiter(rollout.concurrency),
         samples=options.samples,
-        retries=config.rollout.sandbox_retries,
+        retries=rollout.sandbox_retries,
         done=done,
         on_result=directory.record,
         on_event=lambda event: advance(display, event),
     )
 
 
-def _tell(display: Display, report: EvalReport, path: Path) -> str | None:
-    """Print the report. Where nothing was graded there is none to print: why not is returned."""
+def _print_report(display: Display, report: EvalReport, path: Path) -> str | None:
+    """Print the report. Where nothing was graded, print nothing and return why."""
     if not report.graded:
-        reasons = Counter(outcome.error for outcome in report.outcomes)
+        reasons = Counter(outcome.error.partition("\n")[0] for outcome in report.outcomes)
         (reason, count), *_ = reasons.most_common(1)
         return f"none of {report.tasks} tasks could be graded; {count} of them: {reason}"
     display.table(table([report]))
@@ -110,38 +110,38 @@ def _tell(display: Display, report: EvalReport, path: Path) -> str | None:
 
 
 def _settings(rules: EpisodeRules) -> dict[str, object]:
-    """What of the rules an evaluation's figures depend on."""
+    """The settings of ``rules`` that an evaluation's results depend on."""
     limits = {"max_turns", "max_tokens", "max_new_tokens", "temperature", "top_p", "time_limit"}
     rollout = rules.rollout.model_dump(include=limits | {"max_parse_failures", "describe_tools"})
-    bounds = {f"env.{key}": value for key, value in rules.env.model_dump(include=_BOUNDS).items()}
-    return rollout | bounds
+    timeouts = {f"env.{key}": value for key, value in rules.env.model_dump(include=_TIMEOUTS).items()}
+    return rollout | timeouts
 
 
 def _graded(results: Sequence[EpisodeResult]) -> int:
     return len({(result.task_id, result.sample) for result in results if result.resolved is not None})
 
 
-def _facts(config: RunConfig, options: EvalOptions) -> dict[str, Any]:
-    """What the figures depend on; an evaluation that differs in any of it gets a directory of its own."""
+def _identity(config: RunConfig, options: EvalOptions) -> dict[str, Any]:
+    """Everything the results depend on; an evaluation that differs in any of it needs a directory of its own."""
     policy = options.policy
     endpoint = {"native_tools": policy.native_tools, "request": dict(policy.request)} if policy.model else {}
     return {
         "policy": policy.name,
-        "model": policy.model or _model_mark(config, policy.name),
-        "split": options.split_of(config),
+        "model": policy.model or _checkpoint_identity(config.model, policy.name),
+        "split": options.split_name(config.eval),
         "env": config.env.name,
         "env_options": config.env.model_dump(mode="json")["options"],
         "tool_format": config.rollout.tool_format,
-        **({} if config.env.scaffold == OWN_SCAFFOLD else {"scaffold": config.env.scaffold}),
+        **({} if config.env.scaffold == DEFAULT_SCAFFOLD else {"scaffold": config.env.scaffold}),
         **({} if (harness := config.rollout.harness) is None else {"harness": harness.model_dump(mode="json")}),
         **endpoint,
         **_settings(policy.rules(config)),
     }
 
 
-def _model_mark(config: RunConfig, policy: str) -> str:
-    """What tells one model in a directory from the next one written there."""
+def _checkpoint_identity(model: Path, policy: str) -> str:
+    """Distinguishes a checkpoint from the next one written to the same directory: sizes and times of its weights."""
     if policy != "engine":
         return ""
-    files = sorted(config.model.glob("*.safetensors"))
-    return f"{config.model} " + " ".join(f"{f.name}:{f.stat().st_size}:{f.stat().st_mtime_ns}" for f in files)
+    files = sorted(model.glob("*.safetensors"))
+    return f"{model} " + " ".join(f"{f.name}:{f.stat().st_size}:{f.stat().st_mtime_ns}" for f in files)

@@ -1,4 +1,4 @@
-"""The doctor's look at the parts a config names: model, engine, sandbox, disk."""
+"""``agent-rl doctor``: checks of the parts that a config names: model, engine, trainer, sandbox, disk."""
 
 from __future__ import annotations
 
@@ -13,28 +13,29 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from agent_rl.config import RunConfig
+from agent_rl.config import RunConfig, SandboxConfig
 from agent_rl.config.loader import load_config
 from agent_rl.controller import preflight
-from agent_rl.controller.placement import EngineNode, engines_on_ray, find_placement, open_ray
+from agent_rl.controller.cluster_resources import ClusterRequest
+from agent_rl.controller.placement import EngineNode, find_placement, open_ray
 from agent_rl.controller.sandboxes import open_sandboxes, sandbox_limits
 from agent_rl.engine.factory import open_engine
 from agent_rl.engine.launch import sglang_version
-from agent_rl.engine.ray_actor import Answer
-from agent_rl.engine.ray_servers import look_at_hosts
+from agent_rl.engine.ray_actor import CallResult
+from agent_rl.engine.ray_servers import check_nodes
 from agent_rl.errors import AgentRlError
 from agent_rl.models.spec import read_model_spec
 from agent_rl.monitoring.console import cell
-from envs import EnvsError, needs_sandboxes
+from envs import EnvsError, needs_sandbox
 from sandbox import SandboxBackend, SandboxError
-from sandbox.ray.backend import ClusterBackend, Place
+from sandbox.ray.backend import ClusterBackend, SandboxNode
 
 _SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One part: whether it is as it should be, and what was found."""
+    """The result for one part: whether it works, and a line of detail."""
 
     name: str
     ok: bool
@@ -42,14 +43,14 @@ class Check:
 
 
 async def check_installation() -> bool:
-    """Look at the parts that a run on this machine takes and print them; True if nothing is missing."""
+    """Check and print the parts that a run on this machine needs; True if nothing is missing."""
     checks = await check_parts(load_config(Path("quickstart"), ["sandbox.backend=auto"]))
     Console().print(checks_table(checks))
     return all(check.ok for check in checks)
 
 
 def checks_table(checks: Sequence[Check]) -> Table:
-    """The parts, a row each, for a terminal."""
+    """The checks as a table for a terminal, one row each."""
     table = Table("part", "", "found")
     for check in checks:
         table.add_row(check.name, "ok" if check.ok else "WRONG", cell(check.detail))
@@ -57,90 +58,90 @@ def checks_table(checks: Sequence[Check]) -> Table:
 
 
 async def check_parts(config: RunConfig) -> list[Check]:
-    """Look at every part; a part that is wrong keeps none of the others from being looked at."""
+    """Check every part; one that is wrong does not keep the others from being checked."""
     return [
-        await _check("model", lambda: _model(config)),
+        await _check("model", lambda: _check_model(config.model)),
         *await check_engines_of(config),
-        await _check("trainer", _trainer),
+        await _check("trainer", _check_trainer),
         *await check_sandboxes(config),
-        await _check("disk", lambda: _disk(config)),
+        await _check("disk", lambda: _check_disk(config.runs_dir)),
     ]
 
 
-async def _check(name: str, look: Callable[[], Awaitable[str]]) -> Check:
+async def _check(name: str, check: Callable[[], Awaitable[str]]) -> Check:
     try:
-        return Check(name, True, await look())
+        return Check(name, True, await check())
     except (AgentRlError, SandboxError) as error:
         return Check(name, False, str(error))
 
 
-async def _model(config: RunConfig) -> str:
-    preflight.check_model(config.model)
-    facts = read_model_spec(config.model)
-    experts = f"{facts.num_experts} experts, top-{facts.top_k}" if facts.num_experts else "dense"
-    return f"{config.model}: {facts.num_layers} layers, {experts}"
+async def _check_model(model: Path) -> str:
+    preflight.check_model(model)
+    model_spec = read_model_spec(model)
+    experts = f"{model_spec.num_experts} experts, top-{model_spec.top_k}" if model_spec.num_experts else "dense"
+    return f"{model}: {model_spec.num_layers} layers, {experts}"
 
 
 async def check_engines_of(config: RunConfig) -> list[Check]:
-    """The engine of this machine, the running ones, or on a cluster the room for them and every machine they may run
-    on."""
-    if not engines_on_ray(config):
-        return [await _check("engine", lambda: _engine(config))]
+    """Check SGLang on this machine, or the running engines, or on a cluster its resources and every node that engines
+    may run on."""
+    cluster, engine = ClusterRequest.of(config), config.engine
+    if not cluster.engines:
+        check = (lambda: _check_local_engine(engine.python)) if engine.launched else (lambda: _check_running(config))
+        return [await _check("engine", check)]
     try:
-        async with open_ray(config):
-            lacking, nodes = await find_placement(config)
-            found = await look_at_hosts(config.engine, config.model, [node.id for node in nodes])
+        async with open_ray(cluster):
+            shortage, nodes = await find_placement(cluster)
+            answers = await check_nodes(engine, config.model, [node.id for node in nodes])
     except AgentRlError as error:
         return [Check("engine", False, str(error))]
-    room = Check("engine", lacking is None, lacking or f"room for {config.engine.count} on {len(nodes)} machines")
-    return [room, *(_engine_host(node, answer) for node, answer in zip(nodes, found, strict=True))]
+    placement = Check("engine", shortage is None, shortage or f"enough for {engine.count} on {len(nodes)} nodes")
+    return [placement, *(_engine_node(node, answer) for node, answer in zip(nodes, answers, strict=True))]
 
 
-def _engine_host(node: EngineNode, answer: Answer) -> Check:
-    return Check(f"engine on {node.name}", not answer.fault, answer.fault or f"SGLang {answer.text}, {node.has}")
+def _engine_node(node: EngineNode, answer: CallResult) -> Check:
+    return Check(f"engine on {node.name}", not answer.error, answer.error or f"SGLang {answer.text}, {node.resources}")
 
 
-async def _engine(config: RunConfig) -> str:
-    if not config.engine.launched:
-        return await _running(config)
-    found = await asyncio.to_thread(sglang_version, config.engine.python)
-    return f"SGLang {found} in {config.engine.python}"
+async def _check_local_engine(python: str) -> str:
+    return f"SGLang {await asyncio.to_thread(sglang_version, python)} in {python}"
 
 
-async def _running(config: RunConfig) -> str:
-    facts, routes = read_model_spec(config.model), config.wants_routes
-    opening = open_engine(config.engine, config.model, facts, config.runs_dir, routes=routes, publishing=True)
+async def _check_running(config: RunConfig) -> str:
+    model_spec, routes = read_model_spec(config.model), config.captures_routes
+    opening = open_engine(config.engine, config.model, model_spec, config.runs_dir, routes=routes, publishing=True)
     async with opening as engine:
-        found = [await engine.info(url) for url in engine.urls]
-    return ", ".join(f"{info.url}: {info.model}, {info.dtype}" for info in found)
+        infos = [await engine.info(url) for url in engine.urls]
+    return ", ".join(f"{info.url}: {info.model}, {info.dtype}" for info in infos)
 
 
-async def _trainer() -> str:
+async def _check_trainer() -> str:
     preflight.check_trainer()
     return ", ".join(f"{name} {version(name)}" for name in preflight.TRAINER_PACKAGES)
 
 
 async def check_sandboxes(config: RunConfig) -> list[Check]:
-    """The sandbox of this machine, or of each host; with several hosts also whether they have the same image."""
+    """Check the sandbox of this machine, or of each node; with several nodes also that they have the same image."""
+    sandbox, env = config.sandbox, config.env.name
     try:
-        if not needs_sandboxes(config.env.name):
-            return [Check("sandbox", True, f"environment {config.env.name} starts no sandbox")]
-        async with open_sandboxes(config, lambda line: None) as backend:
+        if not needs_sandbox(env):
+            return [Check("sandbox", True, f"environment {env} starts no sandbox")]
+        async with open_sandboxes(sandbox, env, ClusterRequest.of(config), lambda line: None) as backend:
             if not isinstance(backend, ClusterBackend):
-                return [await _check("sandbox", lambda: _used_sandbox(config, backend))]
+                return [await _check("sandbox", lambda: _use_sandbox(sandbox, backend))]
             checks = [
-                await _check(f"sandbox on {place.host.host_name}", partial(_host, config, backend, place))
-                for place in backend.places
+                await _check(f"sandbox on {node.remote.node_name}", partial(_check_node, sandbox, backend, node))
+                for node in backend.nodes
             ]
-            return [*checks, await _check("sandbox image", lambda: _image(config, backend))]
+            return [*checks, await _check("sandbox image", lambda: _check_image(sandbox, backend))]
     except (AgentRlError, EnvsError, SandboxError) as error:
         return [Check("sandbox", False, str(error))]
 
 
-async def _used_sandbox(config: RunConfig, backend: SandboxBackend) -> str:
+async def _use_sandbox(config: SandboxConfig, backend: SandboxBackend) -> str:
     """Start a sandbox of the config's image, run a command in it, close it."""
     started = time.perf_counter()
-    sandbox = await backend.start(sandbox_limits(config.sandbox))
+    sandbox = await backend.start(sandbox_limits(config))
     try:
         result = await sandbox.exec("python3 --version && git --version", timeout=_SECONDS)
     finally:
@@ -149,30 +150,30 @@ async def _used_sandbox(config: RunConfig, backend: SandboxBackend) -> str:
     if not result.ok:
         raise SandboxError(f"python3 and git do not run in a sandbox: {result.text.strip()[-200:]}")
     versions = ", ".join(result.text.split("\n")[:2])
-    runtime = f" with runtime {config.sandbox.runtime}" if config.sandbox.runtime else ""
+    runtime = f" with runtime {config.runtime}" if config.runtime else ""
     return f"{backend.name}{runtime}: {versions}; started, used and closed in {seconds:.2f} s"
 
 
-async def _host(config: RunConfig, cluster: ClusterBackend, place: Place) -> str:
-    """A sandbox used on one host, and what the host says of itself."""
-    report, wanted = await cluster.report(place), config.sandbox.disk_mb << 20
-    used = await _used_sandbox(config, place.backend)
+async def _check_node(config: SandboxConfig, cluster: ClusterBackend, node: SandboxNode) -> str:
+    """Use a sandbox on one node; return its description and the node's resources."""
+    report = await cluster.report(node)
+    used = await _use_sandbox(config, node.backend)
     if report.free_bytes is None:
         return f"{used}; {report.limits}, {report.cpus} CPUs"
-    if report.free_bytes < wanted:
+    if report.free_bytes < config.disk_mb << 20:
         raise SandboxError(
             f"{report.free_bytes >> 20} MiB free on the disk of its sandboxes, of which each may take sandbox.disk_mb="
-            f"{config.sandbox.disk_mb}: free some room, or lower it"
+            f"{config.disk_mb}: free some space, or lower it"
         )
     return f"{used}; {report.limits}, {report.cpus} CPUs, {report.free_bytes >> 30} GiB free"
 
 
-async def _image(config: RunConfig, cluster: ClusterBackend) -> str:
-    image = sandbox_limits(config.sandbox).image
+async def _check_image(config: SandboxConfig, cluster: ClusterBackend) -> str:
+    image = sandbox_limits(config).image
     ids = await cluster.image_ids(image)
-    return f"{image}: {', '.join(sorted(set(ids.values())))} on {len(ids)} of {len(cluster.places)} hosts"
+    return f"{image}: {', '.join(sorted(set(ids.values())))} on {len(ids)} of {len(cluster.nodes)} nodes"
 
 
-async def _disk(config: RunConfig) -> str:
-    preflight.check_room(config.runs_dir)
-    return f"{config.runs_dir}: more than {preflight.FREE_BYTES_WANTED >> 20} MiB free"
+async def _check_disk(runs_dir: Path) -> str:
+    preflight.check_disk_space(runs_dir)
+    return f"{runs_dir}: more than {preflight.MIN_FREE_BYTES >> 20} MiB free"

@@ -6,8 +6,7 @@ import asyncio
 from pathlib import Path
 
 from agent_rl.commands.policy import Policy, advance, pick_tasks
-from agent_rl.config import RunConfig
-from agent_rl.controller import preflight
+from agent_rl.controller.preflight import Checked
 from agent_rl.controller.rollout_runtime import open_rollout_runtime
 from agent_rl.controller.state import keep_tokenizer
 from agent_rl.monitoring.console import Display
@@ -18,27 +17,25 @@ from agent_rl.rollout.records import write_trajectories
 from agent_rl.utils.directory_lock import lock_directory
 
 
-async def run_rollout(config: RunConfig, *, tasks: int, split: str) -> None:
-    """Collect groups of ``tasks`` tasks and write their trajectories as step 0 of ``runs/<name>-rollout``."""
+async def run_rollout(checked: Checked, *, tasks: int, split: str) -> None:
+    """Roll out ``tasks`` tasks, ``group_size`` times each, into step 0 of ``runs/<name>-rollout``."""
+    config = checked.config
     display, directory = Display(f"rollout {config.name}"), config.runs_dir / f"{config.name}-rollout"
     with display:
-        rollout = await roll_out(config, directory, display, tasks=tasks, split=split)
+        rollout = await roll_out(checked, directory, display, tasks=tasks, split=split)
     for name, value in rollout_metrics(rollout).items():
         display.note(f"{name:<36} {value:.4g}")
     display.next("show", directory)
 
 
-async def roll_out(config: RunConfig, directory: Path, display: Display, *, tasks: int, split: str) -> Rollout:
-    """Collect groups of ``tasks`` tasks with the config's model; write their trajectories as step 0 of
-    ``directory``."""
-    facts = preflight.check(config)
-    preflight.check_replay(config, facts)
+async def roll_out(checked: Checked, directory: Path, display: Display, *, tasks: int, split: str) -> Rollout:
+    """Roll out ``tasks`` tasks with the config's model and write the trajectories as step 0 of ``directory``."""
+    config = checked.config
     with lock_directory(directory):
         keep_tokenizer(config.model, directory)
-        async with open_rollout_runtime(
-            config, facts, directory / "logs", display, routes=config.wants_routes
-        ) as runtime:
-            policy = Policy(runtime.task_runtime, runtime.runner(EpisodeRules.of(config)))
+        opening = open_rollout_runtime(checked, directory / "logs", display, routes=config.captures_routes)
+        async with opening as runtime:
+            policy = Policy(runtime.task_runtime, runtime.runner(EpisodeRules.from_config(config)))
             chosen = await pick_tasks(policy, split, tasks)
             display.stage("rollout", total=len(chosen))
             rollout = await collect_groups(

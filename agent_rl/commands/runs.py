@@ -1,7 +1,8 @@
-"""``agent-rl runs``: a table of runs, each in a line."""
+"""``agent-rl runs`` and ``agent-rl ledger``: a table of runs, and a check of one run's data ledger."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,47 +11,80 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from agent_rl.errors import UserError
+from agent_rl.controller.async_rollout.ledger_file import NAME, NAMES, faults, gaps, read_ledger
+from agent_rl.errors import AgentRlError, UserError
 from agent_rl.monitoring.console import cell
+from agent_rl.monitoring.metrics_log import read_metrics
 from agent_rl.viewer.index import Index
 from agent_rl.viewer.runs import overview
+from sandbox import printable
 
 STYLES = {"running": "green", "guard": "red", "stopped": "yellow"}
 
 
 def list_runs(directories: Sequence[Path], console: Console) -> None:
-    """Print the runs and evaluations in ``directories``, each of which is one, or holds some. Raises UserError."""
+    """Print a table of the runs and evaluations in ``directories``, which are runs or parents of runs.
+
+    Raises UserError if there is none.
+    """
     table = Table("run", "kind", "steps", "Pass@1", "state", "guard")
-    found = [(path, told) for directory in directories for path, told in _runs(directory)]
-    if not found:
+    rows = [row for directory in directories for row in _runs(directory)]
+    if not rows:
         raise UserError(
-            f"{', '.join(map(str, directories))}: no run there; right would be a run's directory, or one of several"
+            f"{', '.join(map(str, directories))}: no run found; expected the directory of a run, or its parent"
         )
-    for path, told in found:
-        state = told["state"]
-        done, total = told["steps"], told["total"]
-        steps = "" if told["kind"] != "train" else f"{done} of {total}" if total else str(done)
-        crossed = str(told["guard"]) if told["guard"] else ""
-        table.add_row(cell(str(path)), told["kind"], steps, _rate(told), Text(state, STYLES.get(state, "")), crossed)
+    for path, summary in rows:
+        state = summary["state"]
+        done, total = summary["steps"], summary["total"]
+        steps = "" if summary["kind"] != "train" else f"{done} of {total}" if total else str(done)
+        crossed = str(summary["guard"]) if summary["guard"] else ""
+        table.add_row(
+            cell(str(path)), summary["kind"], steps, _pass_rate(summary), Text(state, STYLES.get(state, "")), crossed
+        )
     console.print(table)
 
 
 def _runs(directory: Path) -> Iterator[tuple[Path, Mapping[str, Any]]]:
-    """``directory`` itself where it is a run's, else those in it."""
+    """``directory`` if it is a run, else the runs in it, each with its summary."""
     if not directory.is_dir():
-        raise UserError(f"{directory}: no directory; right would be a run's, or one of several")
-    told = overview(Index(directory))
-    if told["kind"] != "empty":
-        yield directory, told
+        raise UserError(f"{directory}: not a directory; expected the directory of a run, or its parent")
+    summary = overview(Index(directory))
+    if summary["kind"] != "empty":
+        yield directory, summary
         return
     for path in sorted(path for path in directory.iterdir() if path.is_dir()):
-        told = overview(Index(path))
-        if told["kind"] != "empty":
-            yield path, told
+        summary = overview(Index(path))
+        if summary["kind"] != "empty":
+            yield path, summary
 
 
-def _rate(told: Mapping[str, Any]) -> str:
-    if told["pass_at_1"] is None:
+def _pass_rate(summary: Mapping[str, Any]) -> str:
+    if summary["pass_at_1"] is None:
         return ""
-    rate, low, high = (100 * value for value in told["pass_at_1"])
+    rate, low, high = (100 * value for value in summary["pass_at_1"])
     return f"{rate:.1f} % [{low:.1f}, {high:.1f}]"
+
+
+def check_ledger(run_dir: Path, console: Console) -> None:
+    """Verify and print how the run in ``run_dir`` used each data position.
+
+    Raises UserError if there is no run, AgentRlError if its files contradict each other.
+    """
+    if not (rows := read_ledger(run_dir)):
+        raise UserError(f"{run_dir / NAME}: missing or empty; expected the directory of a run with at least one step")
+    counts = Counter(outcome for row in rows for outcome in row.outcomes.values())
+    totals = ", ".join(f"{counts[outcome]} {name.replace('_', ' ')}" for outcome, name in NAMES.items())
+    open_positions = gaps(rows)
+    console.print(f"{len(rows)} steps took {counts.total()} data positions: {totals}")
+    console.print(f"{len(open_positions)} earlier positions were open when the last batch was taken")
+    steps = read_metrics(run_dir)
+    names = ("recover/episodes", "recover/turns", "recover/differed", "recover/too_old")
+    episodes, turns, differed, too_old = (int(sum(step.get(name, 0) for step in steps)) for name in names)
+    if episodes + differed + too_old:
+        console.print(
+            f"{episodes} interrupted episodes resumed and reused {turns} turns; {differed} restarted because a tool "
+            f"result differed, {too_old} because their tokens were too old"
+        )
+    if problems := faults(run_dir, rows):
+        raise AgentRlError("\n".join(map(printable, problems)))
+    console.print("every position was used exactly once, and all trajectories match their step's groups")

@@ -1,10 +1,10 @@
-"""``agent-rl show``: what agents did, turn by turn, from the directory of a run or an evaluation, or from one file.
+"""``agent-rl show``: prints episodes turn by turn, from a run, an evaluation or a file.
 
 ::
 
-    runs/<name>/ ── trajectories/step-NNNNNN.jsonl.zst ─┐
-    an evaluation's directory ── logs/<task>/<n>.json ─────┼─▶ episodes ── --task, --sample ─▶ one: its turns; more:
-    a list either kind of file ────────────────────────────────┘
+    runs/<name>/trajectories/step-NNNNNN.jsonl.zst ─┐
+    <evaluation>/logs/<task>/<n>.json               ├─▶ episodes ── --task, --sample ─▶ one: its turns; more: a list
+    one file of either kind                         ─┘
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from rich.text import Text
 
 from agent_rl.errors import AgentRlError, UserError
 from agent_rl.rollout.jsonl_zst import SUFFIX, read_rows
-from agent_rl.rollout.records import DIRECTORY, messages_of, steps_on_disk, trajectories_path
+from agent_rl.rollout.records import DIRECTORY, row_messages, steps_on_disk, trajectories_path
 from sandbox import printable
 
 CALL_TAGS = ("<tool_call>", "<function=")
-LISTED = 40
-"""Episodes in a list; the line below it says how many there are."""
+MAX_LISTED = 40
+"""Episodes in a list. The line below it gives the number of hidden ones."""
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
-    """One episode: the ``sample``-th of its task in its file, and the ``row`` that was written of it."""
+class EpisodeRecord:
+    """One recorded episode: sample number ``sample`` of its task, and its stored ``row``."""
 
     task_id: str
     sample: int
@@ -51,44 +51,44 @@ class Shown:
 def show(
     path: Path, *, step: int | None, task: str | None, sample: int | None, as_list: bool, console: Console
 ) -> None:
-    """Print the episode of ``path`` that is asked for, or a list where there are more. Raises UserError."""
-    file = _file_of(path, step)
+    """Print the selected episode of ``path``, or a list if several match. Raises UserError."""
+    file = _episode_file(path, step)
     try:
-        _show(path, file, list(_episodes(file)), task=task, sample=sample, as_list=as_list, console=console)
+        _print_episodes(path, file, list(_episodes(file)), task=task, sample=sample, as_list=as_list, console=console)
     except UserError:
         raise
     except (AgentRlError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{file}: no trajectories that can be shown ({type(error).__name__}: {error})") from None
+        raise UserError(f"{file}: no readable trajectories ({type(error).__name__}: {error})") from None
 
 
-def _show(
+def _print_episodes(
     path: Path,
     file: Path,
-    found: Sequence[Shown],
+    episodes: Sequence[EpisodeRecord],
     *,
     task: str | None,
     sample: int | None,
     as_list: bool,
     console: Console,
 ) -> None:
-    chosen = [e for e in found if task in (None, e.task_id) and sample in (None, e.sample)]
-    if not chosen:
-        tasks = sorted({episode.task_id for episode in found})
-        raise UserError(f"{file}: no such episode among its {len(found)}; tasks: {', '.join(tasks[:5])} ...")
-    if len(chosen) == 1 and not as_list:
-        console.print(_episode(chosen[0]))
+    matches = [e for e in episodes if task in (None, e.task_id) and sample in (None, e.sample)]
+    if not matches:
+        tasks = sorted({episode.task_id for episode in episodes})
+        raise UserError(f"{file}: no episode matches (it contains {len(episodes)}); tasks: {', '.join(tasks[:5])} ...")
+    if len(matches) == 1 and not as_list:
+        console.print(_render_episode(matches[0]))
         return
-    console.print(_list(file, chosen))
-    hidden = f"{len(chosen) - LISTED} more; " if len(chosen) > LISTED else ""
-    first = chosen[0]
+    console.print(_episode_table(file, matches))
+    hidden = f"{len(matches) - MAX_LISTED} more; " if len(matches) > MAX_LISTED else ""
+    first = matches[0]
     command = shlex.join(["agent-rl", "show", str(path), "--task", first.task_id, "--sample", str(first.sample)])
-    console.print(Text(f"{hidden}one of them: {command}"), soft_wrap=True)
+    console.print(Text(f"{hidden}to show one: {command}"), soft_wrap=True)
     if steps := [] if path.is_file() else steps_on_disk(path):
         console.print(Text(f"steps: {steps[0]} to {steps[-1]} (--step)"))
 
 
-def _file_of(path: Path, step: int | None) -> Path:
-    """The file or directory that holds the episodes: of a run the step that is asked for, or its last one."""
+def _episode_file(path: Path, step: int | None) -> Path:
+    """The file or directory with the episodes. For a run: the file of ``step``, by default the last one."""
     if path.is_file():
         return path
     if steps := steps_on_disk(path):
@@ -98,34 +98,34 @@ def _file_of(path: Path, step: int | None) -> Path:
     if (path / "logs").is_dir() and (path / "results.jsonl").is_file():
         return path
     below = sorted({file.parent for name in ("results.jsonl", DIRECTORY) for file in path.glob(f"*/**/{name}")})
-    hint = f"; there are some in {below[0]}" if below else ""
+    hint = f"; found some in {below[0]}" if below else ""
     raise UserError(
-        f"{path}: neither a run's directory with trajectories, nor an evaluation's, nor a file of one{hint}"
+        f"{path}: expected the directory of a run with trajectories or of an evaluation, or one of their files{hint}"
     )
 
 
-def _episodes(file: Path) -> Iterator[Shown]:
-    """The episodes in a JSONL of trajectories, in one log of an evaluation, or in all logs of its directory."""
+def _episodes(file: Path) -> Iterator[EpisodeRecord]:
+    """The episodes of a trajectory file, of one evaluation log, or of all logs of an evaluation directory."""
     if file.is_dir():
         logs = (json.loads(log.read_text()) for log in sorted(file.glob("logs/*/*.json")))
-        yield from (Shown(row["task_id"], row["sample"], row) for row in logs)
+        yield from (EpisodeRecord(row["task_id"], row["sample"], row) for row in logs)
     elif file.name.endswith((".jsonl", SUFFIX)):
-        yield from _numbered({**row, "messages": messages_of(row)} for row in read_rows(file))
+        yield from _numbered({**row, "messages": row_messages(row)} for row in read_rows(file))
     else:
         row = json.loads(file.read_text())
-        yield Shown(row["task_id"], row["sample"], row)
+        yield EpisodeRecord(row["task_id"], row["sample"], row)
 
 
-def _numbered(rows: Iterable[Mapping[str, Any]]) -> Iterator[Shown]:
-    seen: Counter[str] = Counter()
+def _numbered(rows: Iterable[Mapping[str, Any]]) -> Iterator[EpisodeRecord]:
+    samples: Counter[str] = Counter()
     for row in rows:
-        yield Shown(row["task_id"], seen[row["task_id"]], row)
-        seen[row["task_id"]] += 1
+        yield EpisodeRecord(row["task_id"], samples[row["task_id"]], row)
+        samples[row["task_id"]] += 1
 
 
-def _list(file: Path, episodes: Sequence[Shown]) -> Table:
+def _episode_table(file: Path, episodes: Sequence[EpisodeRecord]) -> Table:
     table = Table("task", "sample", "outcome", "stop", "turns", "seconds", title=str(file), title_justify="left")
-    for episode in episodes[:LISTED]:
+    for episode in episodes[:MAX_LISTED]:
         row = episode.row
         turns = str(len(row["turns"]))
         table.add_row(
@@ -134,49 +134,49 @@ def _list(file: Path, episodes: Sequence[Shown]) -> Table:
     return table
 
 
-def _episode(episode: Shown) -> RenderableType:
+def _render_episode(episode: EpisodeRecord) -> RenderableType:
     row = episode.row
     head = f"{episode.task_id}, sample {episode.sample}: {episode.outcome}; {row['stop'] or row.get('error', '')}"
-    parts: list[RenderableType] = [_plain(head, "bold")]
+    parts: list[RenderableType] = [_printable_text(head, "bold")]
     for message in row["messages"]:
         if message["role"] == "assistant":
             break
-        parts += [Rule(message["role"], align="left"), _plain(message["content"])]
+        parts += [Rule(message["role"], align="left"), _printable_text(message["content"])]
     for number, turn in enumerate(row["turns"], 1):
-        parts += _turn(number, turn)
+        parts += _render_turn(number, turn)
     parts.append(Rule("end", align="left"))
     if hacks := row.get("suspected_hack"):
-        parts.append(_plain(f"suspected hack: {', '.join(hacks)}", "red"))
-    return Group(*parts, _plain(f"{head}; {len(row['turns'])} turns in {row['seconds']:.1f} s", "bold"))
+        parts.append(_printable_text(f"suspected hack: {', '.join(hacks)}", "red"))
+    return Group(*parts, _printable_text(f"{head}; {len(row['turns'])} turns in {row['seconds']:.1f} s", "bold"))
 
 
-def _turn(number: int, turn: Mapping[str, Any]) -> list[RenderableType]:
-    """What the model wrote, the call that was read from it, and what it was shown in return."""
+def _render_turn(number: int, turn: Mapping[str, Any]) -> list[RenderableType]:
+    """The model's text, the parsed tool call and the observation."""
     call = f"calls {turn['tool']}" if turn["tool"] else "makes no call"
-    times = f"{turn['generate_seconds']:.1f} s to write, {turn['tool_seconds']:.1f} s to run"
+    times = f"generation {turn['generate_seconds']:.1f} s, tool {turn['tool_seconds']:.1f} s"
     parts: list[RenderableType] = [
         Rule(Text(f"turn {number} {call} ({turn['completion_tokens']} tokens, {times})"), align="left"),
-        _plain(_before_call(turn) or "(nothing but the call)"),
+        _printable_text(_before_call(turn) or "(no text before the call)"),
     ]
     for name, value in turn["arguments"].items():
         text = value if isinstance(value, str) else json.dumps(value)
-        parts += [Text(f"{name}:", style="cyan"), Padding(_plain(text, "cyan"), (0, 0, 0, 2))]
-    observed = "red" if turn["parse_failure"] else "dim"
+        parts += [Text(f"{name}:", style="cyan"), Padding(_printable_text(text, "cyan"), (0, 0, 0, 2))]
+    observation_style = "red" if turn["parse_failure"] else "dim"
     return [
         *parts,
-        Text("observed:", style=observed),
-        Padding(_plain(turn["observation"] or "(nothing)", observed), (0, 0, 0, 2)),
+        Text("observation:", style=observation_style),
+        Padding(_printable_text(turn["observation"] or "(empty)", observation_style), (0, 0, 0, 2)),
     ]
 
 
 def _before_call(turn: Mapping[str, Any]) -> str:
-    """What the model wrote, without the call that was read from it: its arguments are shown by themselves."""
+    """The model's text before the tool call; the call's arguments are printed separately."""
     text = str(turn["text"])
     if not turn["tool"]:
         return text
     return min((text.partition(tag)[0] for tag in CALL_TAGS), key=len).rstrip()
 
 
-def _plain(text: str, style: str = "") -> Text:
-    """``text`` without what would steer a terminal or could not be encoded for it."""
+def _printable_text(text: str, style: str = "") -> Text:
+    """``text`` without control characters and characters that the terminal cannot encode."""
     return Text(printable(text), style=style)

@@ -1,4 +1,4 @@
-"""``agent-rl view``: a page about one or more runs, served on this machine or exported."""
+"""``agent-rl view``: serves or exports the viewer's page for one or more runs."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ from agent_rl.viewer.server import HOST, listen, web_server
 def run_view(
     directories: Sequence[Path], *, port: int, out: Path | None, trajectories: int, open_browser: bool
 ) -> None:
-    """Serve until Ctrl-C, or write the export to ``out``. Raises UserError for a directory that is none, or a port
-    that is taken."""
+    """Serve the page until Ctrl-C, or export it to ``out``. Raises UserError for an invalid directory or used port."""
     resources = Resources(directories)
     if out is not None:
         print(f"{out}: {export(resources, out, trajectories) / 1e6:.1f} MB")
         return
-    with listen(port) as opened:
-        address = f"http://{HOST}:{opened.getsockname()[1]}/"
+    with listen(port) as listener:
+        address = f"http://{HOST}:{listener.getsockname()[1]}/"
         print(f"{address} (Ctrl-C stops it)", flush=True)
-        if open_browser and _has_screen():
+        if open_browser and _has_display():
             webbrowser.open(address)
         with contextlib.suppress(KeyboardInterrupt):
-            web_server(resources).run(sockets=[opened])
+            web_server(resources).run(sockets=[listener])
 
 
-def _has_screen() -> bool:
-    """Without a screen, Python would open a browser in the terminal."""
+def _has_display() -> bool:
+    """Whether a graphical browser can open. Without a display Python opens a text browser in the terminal."""
     return sys.platform == "darwin" or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))

@@ -1,16 +1,17 @@
-"""The typed schema of a config, a section a class. Imports no torch. :mod:`agent_rl.config.loader` reads the files."""
+"""The schema of a config, one class per section. Imports no torch. :mod:`agent_rl.config.loader` reads the files."""
 
 from __future__ import annotations
 
 from agent_rl.config.base import MAX_STALENESS
-from agent_rl.config.engine import EngineConfig, addresses
-from agent_rl.config.layout import BalanceConfig, ParallelConfig
+from agent_rl.config.engine import EngineConfig, parse_addresses
+from agent_rl.config.monitoring import GuardConfig, LimitConfig, MonitoringConfig, OnSpike, SinkName
 from agent_rl.config.r3 import Ablation, R3Config, RouteSource, TraceConfig
 from agent_rl.config.rollout import DynamicSamplingConfig, HarnessConfig, RolloutConfig
 from agent_rl.config.run import RunConfig
-from agent_rl.config.tasks import OWN_SCAFFOLD, EnvConfig, EvalConfig, SandboxConfig
+from agent_rl.config.tasks import DEFAULT_SCAFFOLD, EnvConfig, EvalConfig, SandboxConfig
 from agent_rl.config.train import (
     AdvantageScale,
+    BalanceConfig,
     Baseline,
     Clip,
     CorrectionConfig,
@@ -22,15 +23,15 @@ from agent_rl.config.train import (
     LoraConfig,
     OldLogprobSource,
     OverlongConfig,
+    ParallelConfig,
     Recompute,
     Replay,
     TrainConfig,
 )
-from agent_rl.config.watch import GuardConfig, LimitConfig, OnSpike, SinkName
 
 __all__ = [
+    "DEFAULT_SCAFFOLD",
     "MAX_STALENESS",
-    "OWN_SCAFFOLD",
     "Ablation",
     "AdvantageScale",
     "BalanceConfig",
@@ -50,6 +51,7 @@ __all__ = [
     "KlEstimator",
     "LimitConfig",
     "LoraConfig",
+    "MonitoringConfig",
     "OldLogprobSource",
     "OnSpike",
     "OverlongConfig",
@@ -64,5 +66,5 @@ __all__ = [
     "SinkName",
     "TraceConfig",
     "TrainConfig",
-    "addresses",
+    "parse_addresses",
 ]

@@ -1,4 +1,4 @@
-"""What all sections of the config share."""
+"""Types that all sections of the config share."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
 Precision = Literal["float32", "bfloat16"]
 
 MAX_STALENESS = 8
-"""How many updates old a trained token's weights may be at most."""
+"""Largest allowed age of a trained token's weights, in weight updates."""
 OFF = BeforeValidator(lambda value: "off" if value is False else value)
 """YAML reads a bare ``off`` as false."""
 
 
-def registered(key: str, load: Callable[[str], object], error: type[Exception]) -> AfterValidator:
-    """For the value of ``key``: a name for which ``load`` raises ``error``, in one line, is refused."""
+def registered_name(key: str, load: Callable[[str], object], error: type[Exception]) -> AfterValidator:
+    """A validator for the config key ``key``: rejects a name for which ``load`` raises ``error``."""
 
     def check(name: str) -> str:
         try:
@@ -29,6 +29,6 @@ def registered(key: str, load: Callable[[str], object], error: type[Exception]) 
 
 
 class Section(BaseModel):
-    """Base of every section: immutable, unknown keys refused."""
+    """Base of every section. Instances are immutable; unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)

@@ -1,6 +1,6 @@
-"""The policy objectives by name, and what a config must know of each: its clip, and what it refuses. No torch here.
+"""The registry of policy objectives with their defaults and constraints. Imports no torch.
 
-Their formulas are functions of tensors in agent_rl/train/loss/objectives.py, imported where a loss is computed.
+Their formulas are in agent_rl/train/loss/objectives.py.
 """
 
 from __future__ import annotations
@@ -13,20 +13,19 @@ from sandbox.registry import Registry
 
 Aggregation = Literal["token", "sequence", "constant"]
 
-WIDEST_FOR_SEQUENCES = 0.1
-"""The mean ratio of a whole sequence hardly moves: a bound this wide would never cut it."""
+MAX_SEQUENCE_CLIP = 0.1
+"""Upper limit of the clip range of a sequence ratio. A sequence's mean ratio stays near 1, so a wider clip has no
+effect."""
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectiveSpec:
-    """One objective.
+    """Defaults and constraints of one objective.
 
-    ``formula``: ``package.module:function``, a :data:`agent_rl.train.loss.objectives.Formula`. ``clip``: how far the
-    ratio may fall below and rise above 1 where the config gives no bounds; None for an objective that clips nothing.
-    ``ratio``: whose ratio is clipped, a token's or the mean of a whole sequence. ``dual_clip``: whether it has the
-    clipped surrogate that dual clip bounds. ``tau``: the temperatures of its soft gate for positive and for other
-    advantages, where the config gives none; None for an objective without such a gate. ``aggregation``: over what its
-    terms are averaged where the config does not say.
+    ``formula``: import path ``package.module:function`` of a :data:`agent_rl.train.loss.objectives.Formula`. ``clip``:
+    default distances of the lower and upper bound of the ratio from 1; None: no clip. ``ratio``: the clipped ratio, per
+    token or the mean of a sequence. ``dual_clip``: whether dual clip applies. ``tau``: default temperatures of the soft
+    gate, for positive and for other advantages; None: no gate. ``aggregation``: default loss aggregation.
     """
 
     formula: str
@@ -36,37 +35,39 @@ class ObjectiveSpec:
     tau: tuple[float, float] | None = None
     aggregation: Aggregation = "token"
 
-    def refusal(
+    def conflict(
         self, name: str, low: float | None, high: float | None, dual: float | None, tau: float | None = None
     ) -> str | None:
-        """Why the objective, called ``name``, can't do with these settings of its clip and its gate (``tau``: any
-        temperature that was given); None where it can."""
+        """The error message if the objective ``name`` does not support these settings, else None.
+
+        ``low``, ``high``: clip range. ``dual``: constant of dual clip. ``tau``: any configured gate temperature.
+        """
         widest = max(low or 0.0, high or 0.0)
         if self.clip is None and widest:
-            return f"train.eps_low, train.eps_high: objective {name} clips nothing; leave them out"
-        if self.clip is not None and self.ratio == "sequence" and widest >= WIDEST_FOR_SEQUENCES:
+            return f"train.eps_low, train.eps_high: objective {name} has no clip; remove them"
+        if self.clip is not None and self.ratio == "sequence" and widest >= MAX_SEQUENCE_CLIP:
             return (
-                f"train.objective {name} clips the mean ratio of a whole sequence, which {widest:g} never would: leave "
-                f"eps_low and eps_high out ({self.clip[0]:g} and {self.clip[1]:g}), or give others as narrow"
+                f"train.eps_low, train.eps_high: objective {name} clips a sequence ratio, {widest:g} is too wide; use "
+                f"values near its defaults {self.clip[0]:g} and {self.clip[1]:g}"
             )
         if dual is not None and not self.dual_clip:
-            return f"train.dual_clip bounds the clipped surrogate, which objective {name} has not"
+            return f"train.dual_clip: objective {name} has no clipped surrogate; remove it"
         if tau is not None and self.tau is None:
-            return f"train.tau_positive, train.tau_negative: objective {name} has no soft gate; leave them out"
+            return f"train.tau_positive, train.tau_negative: objective {name} has no soft gate; remove them"
         return None
 
 
 _FORMULAS = "agent_rl.train.loss.objectives"
 _NAMES = ("GRPO", "GSPO", "CISPO", "REINFORCE", "SAPO", "GMPO")
 GRPO = ObjectiveSpec(f"{_FORMULAS}:grpo", dual_clip=True)
-# GSPO's ratio is a mean over a sequence, so its bounds are narrow (arXiv 2507.18071, section 5.1).
+# GSPO clips a sequence's mean ratio, so the clip is narrow (arXiv 2507.18071, section 5.1).
 GSPO = ObjectiveSpec(f"{_FORMULAS}:gspo", (3e-4, 4e-4), "sequence", dual_clip=True, aggregation="sequence")
-# CISPO's weight has no lower bound: no ratio is more than 1 below 1 (arXiv 2506.13585, section 3.1).
+# CISPO's weight has no lower bound: a lower clip range of 1 is none (arXiv 2506.13585, section 3.1).
 CISPO = ObjectiveSpec(f"{_FORMULAS}:cispo", clip=(1.0, 0.27))
 REINFORCE = ObjectiveSpec(f"{_FORMULAS}:reinforce", clip=None)
-# SAPO gates instead of clipping (arXiv 2511.20347, with the temperatures of its experiments).
+# SAPO uses a soft gate instead of a clip (arXiv 2511.20347, with the temperatures of its experiments).
 SAPO = ObjectiveSpec(f"{_FORMULAS}:sapo", clip=None, tau=(1.0, 1.05), aggregation="sequence")
-# GMPO bounds the logarithms of its tokens' ratios, widely (arXiv 2507.20673, section 3).
+# GMPO clips the log-ratios of tokens, with a wide range (arXiv 2507.20673, section 3).
 GMPO = ObjectiveSpec(f"{_FORMULAS}:gmpo", clip=(0.4, 0.4), aggregation="sequence")
 
 OBJECTIVES = Registry(
@@ -78,8 +79,8 @@ OBJECTIVES = Registry(
 
 
 def objective_spec(name: str) -> ObjectiveSpec:
-    """The objective registered as ``name``. Raises ConfigError where there is none, or where it does not load."""
-    facts = OBJECTIVES.load(name)
-    if not isinstance(facts, ObjectiveSpec):
-        raise ConfigError(f"objective {name!r} is a {type(facts).__name__}, not an ObjectiveSpec")
-    return facts
+    """The spec of the objective ``name``. Raises ConfigError if it is not registered or cannot be imported."""
+    spec = OBJECTIVES.load(name)
+    if not isinstance(spec, ObjectiveSpec):
+        raise ConfigError(f"objective {name!r} is a {type(spec).__name__}, not an ObjectiveSpec")
+    return spec

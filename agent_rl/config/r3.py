@@ -1,4 +1,4 @@
-"""The section ``r3``: which routes are replayed, and what of their way is written down."""
+"""The section ``r3``."""
 
 from __future__ import annotations
 
@@ -16,41 +16,53 @@ Ablation = Literal[
 
 
 class TraceConfig(Section):
-    """What of the routes' way from engine to trainer is written down, for ``agent-rl r3 check``."""
+    """Tracing of routes from the engine to the trainer. `agent-rl r3 check` verifies a trace."""
 
-    steps: tuple[int, ...] = Field((), description="Global steps to trace; empty traces none.")
-    samples: int = Field(4, gt=0, description="Samples to follow, of those that a data rank has in them.")
-    microbatches: int = Field(2, gt=0, description="Micro-batches of a pass to trace, the first on every data rank.")
-    previews: int = Field(8, ge=0, description="Values of a tensor that are written beside its hash.")
-    verify_forward: bool = Field(True, description="Also compare the experts every router used with those given.")
-    dir: Path | None = Field(None, description="Directory of the trace; None is r3_trace in the run's directory.")
+    steps: tuple[int, ...] = Field((), description="Global steps to trace. Empty: no step.")
+    samples: int = Field(4, gt=0, description="Samples to trace per data-parallel rank.")
+    microbatches: int = Field(2, gt=0, description="Micro-batches to trace per pass and data-parallel rank.")
+    previews: int = Field(8, ge=0, description="Values of each tensor to write next to its hash.")
+    verify_forward: bool = Field(
+        True, description="Also compare the experts that every router used with the replayed routes."
+    )
+    dir: Path | None = Field(
+        None, description="Directory of the trace. null: the directory r3_trace in the run's directory."
+    )
 
 
 class R3Config(Section):
-    """Rollout routing replay: which routes are kept, and what is done where some are missing."""
+    """Rollout routing replay (R3): which routes are recorded, and how missing routes are handled."""
 
     source: RouteSource = Field(
-        "sampled", description="A token's routes: those it was sampled with, or the newest prefill's."
+        "sampled",
+        description="Which routes of a token are replayed. sampled: those computed when it was sampled. latest: those "
+        "of the last prefill.",
     )
     missing: Literal["without_replay", "drop_sample", "error"] = Field(
-        "error", description="Tokens without routes: route natively, leave the trajectory out, or stop."
+        "error",
+        description="How to handle tokens without routes. without_replay: the trainer's router selects their experts. "
+        "drop_sample: drop the trajectory. error: stop the run.",
     )
     missing_budget: float = Field(
-        0.01, ge=0, le=1, description="Share of a step's tokens that may lack routes before the run stops."
+        0.01, ge=0, le=1, description="Share of a step's tokens that may lack routes; above it the run stops."
     )
-    probe: bool = Field(True, description="Probe the engine's route capture before training starts.")
+    probe: bool = Field(True, description="Test the engine's route capture before training starts.")
     audit: float = Field(
         0.01,
         ge=0,
         le=1,
-        description="Share of the trajectories whose routes are asked for again, and compared.",
+        description="Share of trajectories whose routes are requested from the engine a second time and compared.",
     )
-    trace: TraceConfig = TraceConfig()
+    trace: TraceConfig = Field(TraceConfig(), description="Tracing of routes from the engine to the trainer.")
     ablation: Ablation = Field(
-        "none", description="An experiment, not for training: which routes are kept from which pass; none: no route is."
+        "none",
+        description="Experiment that discards or corrupts routes; not for production runs. none: replay all routes. "
+        "old_logprob_only, update_only: replay in one pass only. sampled_only: only rows from which a token was "
+        "sampled. fresh_only: no rows of older weights. shifted: each row moved by one token. alternate_layers: every "
+        "second MoE layer.",
     )
 
     @property
     def allows_missing(self) -> bool:
-        """Whether a rollout goes on where an answer has no routes."""
+        """Whether a rollout continues if an engine's response has no routes."""
         return self.missing != "error"

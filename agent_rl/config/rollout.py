@@ -1,4 +1,4 @@
-"""The sections ``rollout`` and ``pipeline``: how episodes are driven, and when."""
+"""The sections ``rollout`` and ``async_rollout``."""
 
 from __future__ import annotations
 
@@ -7,124 +7,140 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from agent_rl.config.base import MAX_STALENESS, OFF, Section, registered
+from agent_rl.config.base import MAX_STALENESS, OFF, Section, registered_name
 from tools import ToolFormatError, tool_format
 
-ToolFormat = Annotated[str, registered("rollout.tool_format", tool_format, ToolFormatError)]
+ToolFormat = Annotated[str, registered_name("rollout.tool_format", tool_format, ToolFormatError)]
 
 
 class DynamicSamplingConfig(Section):
-    """DAPO's dynamic sampling (arXiv 2503.14476): groups whose rewards are all equal are thrown away, and further tasks
-    drawn until a step has its ``tasks_per_step`` groups."""
+    """Dynamic sampling of DAPO (arXiv 2503.14476): a step discards groups whose rewards are all equal and draws further
+    tasks until it has `tasks_per_step` groups."""
 
-    enabled: bool = Field(False, description="Draw a further task for every group that teaches nothing.")
-    max_draws: int = Field(4, gt=0, description="Tasks drawn for a step at most, in multiples of tasks_per_step.")
+    enabled: bool = Field(False, description="Discard groups with equal rewards and draw further tasks.")
+    max_draws: int = Field(4, gt=0, description="Upper limit of tasks drawn per step, as a multiple of tasks_per_step.")
     when_short: Literal["train", "stop"] = Field(
-        "train", description="A step that still lacks groups then: train on those it has, or end the run."
+        "train",
+        description="Action if a step has too few groups at that limit. train: use the groups it has. stop: end the "
+        "run.",
     )
 
 
 class HarnessConfig(Section):
-    """An agent program that drives the episodes, over the endpoint that serves it; see docs/harness.md."""
+    """An agent program that drives the episodes through agent-rl's HTTP endpoint; see docs/how-to/agent-programs.md."""
 
     command: str = Field(
-        ..., description="What bash runs for an episode; its standard input is the task's text.", min_length=1
+        ..., description="Shell command run for each episode. Its standard input is the task's text.", min_length=1
     )
     location: Literal["sandbox", "host"] = Field(
         "sandbox",
-        description="Where it runs: in the task's sandbox, or on this machine, its tools' calls in the sandbox.",
+        description="Where the program runs. sandbox: in the task's sandbox. host: on this node; its tool calls run in "
+        "the sandbox.",
     )
     directory: Path | None = Field(
-        None, description="Directory that the sandbox sees read-only as /opt/agent-rl/harness: the program's own files."
+        None,
+        description="Directory with the program's files. The sandbox sees it read-only at /opt/agent-rl/harness. null: "
+        "no directory.",
     )
     dialects: tuple[Literal["chat", "responses", "messages"], ...] = Field(
-        ("chat", "responses", "messages"), description="The APIs served: OpenAI's two, and Anthropic's Messages."
+        ("chat", "responses", "messages"),
+        description="APIs to serve. chat: OpenAI Chat Completions. responses: OpenAI Responses. messages: Anthropic "
+        "Messages.",
     )
     history: Literal["keep", "follow"] = Field(
         "keep",
-        description="After a user's message: keep the thoughts of turns before, or render the conversation again as "
-        "the chat template does, which may drop them and begin a branch.",
+        description="Handling of earlier thinking text after a user message. keep: keep it. follow: render the "
+        "conversation as the chat template does, which may drop it and start a new branch.",
     )
-    env: dict[str, str] = Field(default_factory=dict, description="Further environment variables of the program.")
+    env: dict[str, str] = Field(default_factory=dict, description="Additional environment variables of the program.")
 
 
 class RolloutConfig(Section):
-    """How episodes are driven."""
+    """Sampling of episodes."""
 
-    group_size: int = Field(8, gt=0, description="Trajectories a task (n).")
-    tasks_per_step: int = Field(8, gt=0, description="Tasks a global step.")
-    concurrency: int = Field(64, gt=0, description="Episodes in flight at once.")
-    max_turns: int = Field(50, gt=0, description="Turns an episode may take.")
-    max_tokens: int = Field(65536, gt=0, description="Tokens a trajectory may hold.")
-    max_new_tokens: int = Field(4096, gt=0, description="Tokens one turn may sample.")
-    temperature: float = Field(1.0, ge=0, description="Sampling temperature.")
-    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling; below 1 the log-probs are not renormalized.")
+    group_size: int = Field(8, gt=0, description="Trajectories per task (n).")
+    tasks_per_step: int = Field(8, gt=0, description="Tasks per global step.")
+    concurrency: int = Field(64, gt=0, description="Maximum number of concurrent episodes.")
+    max_turns: int = Field(50, gt=0, description="Maximum turns per episode.")
+    max_tokens: int = Field(
+        65536, gt=0, description="Maximum tokens per trajectory, prompts and observations included."
+    )
+    max_new_tokens: int = Field(4096, gt=0, description="Maximum sampled tokens per turn.")
+    temperature: float = Field(1.0, ge=0, description="Sampling temperature. 0: greedy decoding.")
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="Nucleus sampling threshold. Values below 1 do not renormalize the log-probs."
+    )
     tool_format: ToolFormat = Field(
         "hermes",
-        description="Text format of tool calls: hermes, xml, or one of your own (docs/tools.md).",
+        description="Text format of tool calls: hermes, xml, r2egym, openhands, mini-swe-agent, or a registered format "
+        "(docs/reference/tools.md).",
     )
     describe_tools: bool = Field(
-        True, description="Tell the agent its tools in the opening prompt; off for a model trained on these very tools."
+        True,
+        description="Describe the tools in the initial prompt. Set false for a model that was trained on these tools.",
     )
-    tool_timeout: float = Field(90.0, gt=0, description="Seconds one tool call may take.")
-    time_limit: float = Field(3600.0, gt=0, description="Seconds one episode may take.")
+    tool_timeout: float = Field(90.0, gt=0, description="Timeout of one tool call, in seconds.")
+    time_limit: float = Field(3600.0, gt=0, description="Time limit of one episode, in seconds.")
     max_parse_failures: int | None = Field(
-        3, gt=0, description="Turns in a row without a well-formed call that end an episode; None: no number does."
+        3,
+        gt=0,
+        description="Consecutive turns without a well-formed tool call that end an episode. null disables the limit.",
     )
     sandbox_retries: int = Field(
-        3, ge=0, description="Episodes of a group that may be run again after an infrastructure failure."
+        3, ge=0, description="Episodes per group that may be run again after an infrastructure failure."
     )
     recover: Annotated[Literal["off", "turns"], OFF] = Field(
         "off",
-        description="Episodes that a kill or the loss of a sandbox host interrupts: begun anew, or gone on with from "
-        "their last whole turn, by calling their tools again in a new sandbox (docs/async.md).",
+        description="Recovery of episodes interrupted by a kill or the loss of a sandbox node. off: start them again. "
+        "turns: resume after the last complete turn by repeating its tool calls in a new sandbox "
+        "(docs/how-to/async.md).",
     )
-    dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
-    harness: HarnessConfig | None = Field(None, description="An agent program in place of the built-in loop.")
+    dynamic_sampling: DynamicSamplingConfig = Field(
+        DynamicSamplingConfig(), description="Discard groups whose rewards are all equal (DAPO)."
+    )
+    harness: HarnessConfig | None = Field(
+        None, description="Agent program that drives the episodes. null: the built-in agent loop."
+    )
 
     @property
     def logprob_temperature(self) -> float:
-        """The temperature that log-probs are compared at; those of a greedy rollout (0) are the raw ones, of 1."""
+        """The temperature of the compared log-probs. Greedy decoding (0) returns log-probs at temperature 1."""
         return self.temperature or 1.0
 
     @model_validator(mode="after")
-    def _can_recover(self) -> RolloutConfig:
+    def _check_recovery(self) -> RolloutConfig:
         if self.recover == "turns" and self.harness is not None:
             raise ValueError(
-                "rollout.recover turns and rollout.harness: what an agent program holds in its memory can't be brought "
-                "back; set recover to off"
+                "rollout.recover turns cannot restore the state of an agent program (rollout.harness): "
+                "set rollout.recover to off"
             )
         return self
 
 
 class AsyncRolloutConfig(Section):
-    """Sampling beside training."""
+    """Asynchronous training: rollouts run while the trainer updates the weights."""
 
     depth: int = Field(
-        0,
-        ge=0,
-        le=MAX_STALENESS,
-        description="Batches that sampling may run ahead of training; 0: a step samples, then trains.",
+        0, ge=0, le=MAX_STALENESS, description="Batches that rollout may be ahead of training. 0: synchronous training."
     )
     max_staleness: int | None = Field(
         None,
         ge=0,
         le=MAX_STALENESS,
-        description="Updates by which a trained token's weights may be older than those before its step; beyond depth, "
-        "younger groups may overtake slow ones. None: as many as depth.",
+        description="Maximum age of a trained token's weights, in weight updates. Values above depth let finished "
+        "groups overtake slow ones. null: equal to depth.",
     )
 
     @property
     def staleness(self) -> int:
-        """The bound that holds."""
+        """The effective ``max_staleness``."""
         return self.depth if self.max_staleness is None else self.max_staleness
 
     @model_validator(mode="after")
-    def _makes_sense(self) -> AsyncRolloutConfig:
+    def _check_staleness(self) -> AsyncRolloutConfig:
         if self.staleness < self.depth or (self.staleness and not self.depth):
             raise ValueError(
-                f"async_rollout.max_staleness is {self.staleness} and async_rollout.depth {self.depth}: it is depth "
-                "or more, and "
-                "0 where depth is 0"
+                f"async_rollout.max_staleness is {self.staleness}; it must be at least async_rollout.depth "
+                f"({self.depth}), and 0 if depth is 0"
             )
         return self

@@ -1,4 +1,4 @@
-"""A whole config, and what must hold between its sections."""
+"""The complete config, and the checks across its sections."""
 
 from __future__ import annotations
 
@@ -9,195 +9,194 @@ from pydantic import Field, model_validator
 
 from agent_rl.config.base import Section
 from agent_rl.config.engine import EngineConfig
+from agent_rl.config.monitoring import GuardConfig, MonitoringConfig
 from agent_rl.config.r3 import R3Config
 from agent_rl.config.rollout import AsyncRolloutConfig, RolloutConfig
-from agent_rl.config.tasks import OWN_SCAFFOLD, EnvConfig, EvalConfig, SandboxConfig
+from agent_rl.config.tasks import DEFAULT_SCAFFOLD, EnvConfig, EvalConfig, SandboxConfig
 from agent_rl.config.train import TrainConfig
-from agent_rl.config.watch import GuardConfig, MonitoringConfig
 
 GpuName = Literal["A100 SXM", "H100 SXM", "H200 SXM", "B200 SXM"]
 
 
 class HardwareConfig(Section):
-    """The machines a run is meant for. Nothing but `agent-rl plan` and `agent-rl dry-run` reads it; sizes in GiB."""
+    """The target hardware. Only `agent-rl plan` and `agent-rl dry-run` read it."""
 
-    gpu: GpuName = Field("H100 SXM", description="The GPU whose speed `agent-rl dry-run` reckons with.")
-
-    gpu_memory_gb: float | None = Field(None, gt=0, description="Memory of a GPU; None plans for CPU ranks, or device.")
-    gpus_per_node: int = Field(8, gt=0, description="GPUs of a host.")
-    trainer_nodes: int | None = Field(None, gt=0, description="Hosts for trainer ranks; None: as many as they fill.")
-    host_memory_gb: float | None = Field(None, gt=0, description="Memory of a host; None: this machine's.")
-    disk_gb: float | None = Field(None, gt=0, description="Room for runs_dir; None: what is free where it is.")
+    gpu: GpuName = Field("H100 SXM", description="GPU model whose speed `agent-rl dry-run` assumes.")
+    gpu_memory_gb: float | None = Field(
+        None, gt=0, description="Memory of one GPU, in GiB. null: plan for CPU ranks, or for this node's GPU."
+    )
+    gpus_per_node: int = Field(8, gt=0, description="GPUs per node.")
+    trainer_nodes: int | None = Field(
+        None, gt=0, description="Nodes for trainer ranks. null: as many as the ranks need."
+    )
+    host_memory_gb: float | None = Field(None, gt=0, description="Host memory per node, in GiB. null: this node's.")
+    disk_gb: float | None = Field(
+        None, gt=0, description="Disk space for runs_dir, in GiB. null: the free space on its file system."
+    )
 
 
 class RunConfig(Section):
-    """A whole config file."""
+    """A complete config file."""
 
-    name: str = Field(..., pattern=r"^[\w.-]+$", description="The run's name; its directory is runs/<name>.")
-    runs_dir: Path = Field(Path("runs"), description="Where run directories go.")
-    seed: int = Field(0, ge=0)
+    name: str = Field(..., pattern=r"^[\w.-]+$", description="Name of the run; its directory is runs_dir/name.")
+    runs_dir: Path = Field(Path("runs"), description="Directory that contains the run directories.")
+    seed: int = Field(0, ge=0, description="Random seed of the run.")
     model: Path = Field(
         ...,
-        description="What to start from: the directory of a Hugging Face checkpoint, an id on the hub (OWNER/NAME, or "
-        "OWNER/NAME@REVISION), or tiny-moe or paper-moe, which are shipped.",
+        description="Starting model: the directory of a Hugging Face checkpoint, a hub id (OWNER/NAME or "
+        "OWNER/NAME@REVISION), or a shipped model (tiny-moe, paper-moe).",
     )
-    engine: EngineConfig = EngineConfig()
-    sandbox: SandboxConfig = SandboxConfig()
-    env: EnvConfig = EnvConfig()
-    rollout: RolloutConfig = RolloutConfig()
-    train: TrainConfig = TrainConfig()
-    r3: R3Config = R3Config()
-    guard: GuardConfig = GuardConfig()
-    async_rollout: AsyncRolloutConfig = AsyncRolloutConfig()
-    eval: EvalConfig = EvalConfig()
-    monitoring: MonitoringConfig = MonitoringConfig()
-    hardware: HardwareConfig = HardwareConfig()
+    engine: EngineConfig = Field(EngineConfig(), description="Inference engines.")
+    sandbox: SandboxConfig = Field(SandboxConfig(), description="Sandboxes for the agent's commands.")
+    env: EnvConfig = Field(EnvConfig(), description="Environment and tasks.")
+    rollout: RolloutConfig = Field(RolloutConfig(), description="Sampling of episodes.")
+    train: TrainConfig = Field(TrainConfig(), description="Trainer.")
+    r3: R3Config = Field(R3Config(), description="Rollout routing replay.")
+    guard: GuardConfig = Field(GuardConfig(), description="Detection of collapsing runs.")
+    async_rollout: AsyncRolloutConfig = Field(AsyncRolloutConfig(), description="Asynchronous training.")
+    eval: EvalConfig = Field(EvalConfig(), description="Evaluation before, during and after training.")
+    monitoring: MonitoringConfig = Field(MonitoringConfig(), description="Recorded details and metric services.")
+    hardware: HardwareConfig = Field(HardwareConfig(), description="Target hardware of plan and dry-run.")
 
     @model_validator(mode="before")
     @classmethod
     def _with_scaffold_defaults(cls, data: Any) -> Any:
-        """``data`` with the keys of ``rollout`` that its interface decides and that it leaves out."""
+        """Returns ``data`` with the scaffold's values for keys of ``rollout`` that ``data`` omits."""
         env, rollout = (data.get("env") or {}, data.get("rollout") or {}) if isinstance(data, dict) else (None, None)
         if not isinstance(env, dict) or not isinstance(rollout, dict):
             return data
-        name = env.get("scaffold", OWN_SCAFFOLD)
-        if name == OWN_SCAFFOLD or not isinstance(name, str):
+        name = env.get("scaffold", DEFAULT_SCAFFOLD)
+        if name == DEFAULT_SCAFFOLD or not isinstance(name, str):
             return data
-        from envs import ScaffoldError, find_scaffold
+        from envs import ScaffoldError, load_scaffold
 
         try:
-            scaffold = find_scaffold(name)
+            scaffold = load_scaffold(name)
         except ScaffoldError:
-            return data  # the section env refuses it, with the key's name
-        return {**data, "rollout": {**scaffold.defaults, **scaffold.fixed, **rollout}}
+            return data  # the section env rejects it and names the key
+        return {**data, "rollout": {**scaffold.default_rollout, **scaffold.required_rollout, **rollout}}
 
     @model_validator(mode="after")
     def _check_scaffold(self) -> RunConfig:
-        if self.env.scaffold == OWN_SCAFFOLD:
+        if self.env.scaffold == DEFAULT_SCAFFOLD:
             return self
-        from envs import find_scaffold
+        from envs import load_scaffold
 
-        for key, value in find_scaffold(self.env.scaffold).fixed.items():
+        for key, value in load_scaffold(self.env.scaffold).required_rollout.items():
             if getattr(self.rollout, key) != value:
                 raise ValueError(
-                    f"rollout.{key} is {getattr(self.rollout, key)} and env.scaffold {self.env.scaffold} has "
-                    f"{value}: leave rollout.{key} out"
+                    f"rollout.{key} is {getattr(self.rollout, key)}; env.scaffold {self.env.scaffold} requires "
+                    f"{value}: remove rollout.{key}"
                 )
         if self.env.tool_style != "full":
             raise ValueError(
-                f"env.tool_style {self.env.tool_style} is of the interface {OWN_SCAFFOLD}: leave it out with "
+                f"env.tool_style {self.env.tool_style} requires env.scaffold {DEFAULT_SCAFFOLD}; remove it with "
                 f"env.scaffold {self.env.scaffold}"
             )
         return self
 
     @model_validator(mode="after")
-    def _can_be_rescored(self) -> RunConfig:
+    def _check_rescore(self) -> RunConfig:
         if self.train.old_logprob.source == "rescore" and self.rollout.temperature not in (0.0, 1.0):
             raise ValueError(
-                "train.old_logprob.source rescore: SGLang gives a prompt's log-probs at temperature 1 whatever is "
-                f"asked, and rollout.temperature is {self.rollout.temperature:g}: set it to 1, or take recompute or "
-                "rollout"
+                "train.old_logprob.source rescore requires rollout.temperature 1: SGLang returns prompt log-probs at "
+                f"temperature 1 only, and rollout.temperature is {self.rollout.temperature:g}"
             )
         return self
 
     @model_validator(mode="after")
-    def _reaches_the_endpoint(self) -> RunConfig:
+    def _check_harness(self) -> RunConfig:
         harness = self.rollout.harness
         if harness is not None and harness.location == "sandbox" and self.sandbox.placement == "ray":
             raise ValueError(
-                "rollout.harness.location sandbox and sandbox.placement ray: sandboxes on other machines do not "
-                "reach the "
-                "endpoint; "
-                "set location to host, or placement to local"
+                "rollout.harness.location sandbox conflicts with sandbox.placement ray: sandboxes on other nodes "
+                "cannot reach the endpoint; set location to host or placement to local"
             )
         return self
 
     @model_validator(mode="after")
-    def _groups_teach(self) -> RunConfig:
+    def _check_groups(self) -> RunConfig:
         by_batch = self.train.baseline == "batch"
         if self.rollout.dynamic_sampling.enabled and by_batch:
             raise ValueError(
-                "rollout.dynamic_sampling throws away groups whose rewards are all equal, which teach under "
-                "train.baseline batch: turn it off, or set baseline to mean"
+                "rollout.dynamic_sampling conflicts with train.baseline batch, which also learns from groups with "
+                "equal rewards: disable dynamic_sampling or set baseline to mean"
             )
         if self.rollout.group_size == 1 and not by_batch:
             raise ValueError(
-                f"rollout.group_size is 1 and train.baseline {self.train.baseline} compares within a group: set it to "
-                "2 or more, or baseline and advantage_scale to batch"
+                f"rollout.group_size is 1; train.baseline {self.train.baseline} requires at least 2. Alternatively set "
+                "train.baseline and train.advantage_scale to batch"
             )
         return self
 
     @model_validator(mode="after")
-    def _leaves_room_before_the_penalty(self) -> RunConfig:
+    def _check_overlong(self) -> RunConfig:
         if self.train.overlong.buffer >= self.rollout.max_tokens:
             raise ValueError(
-                f"train.overlong.buffer is {self.train.overlong.buffer} and rollout.max_tokens "
-                f"{self.rollout.max_tokens}: every trajectory would be punished; take a smaller buffer"
+                f"train.overlong.buffer is {self.train.overlong.buffer}; it must be below rollout.max_tokens "
+                f"({self.rollout.max_tokens})"
             )
         return self
 
     @model_validator(mode="after")
-    def _corrects_what_is_stale(self) -> RunConfig:
+    def _check_async(self) -> RunConfig:
         if not self.async_rollout.depth:
             return self
         source, correction = self.train.old_logprob.source, self.train.correction
         if source == "rescore":
             raise ValueError(
-                "async_rollout.depth is above 0 and train.old_logprob.source rescore: the weights that sampled are "
-                "gone "
-                "when the engine is asked again; take rollout, or recompute with a train.correction"
+                "async_rollout.depth above 0 conflicts with train.old_logprob.source rescore, which needs the weights "
+                "that sampled: set source to rollout, or to recompute with train.correction"
             )
         if source == "recompute" and correction.weight is None and correction.mask is None:
             raise ValueError(
-                "async_rollout.depth is above 0 and train.old_logprob.source recompute without a train.correction: the "
-                "loss would take old weights' tokens for the present ones'; set train.correction.weight, or source to "
-                "rollout"
+                "async_rollout.depth above 0 with train.old_logprob.source recompute requires a correction: set "
+                "train.correction.weight, or source to rollout"
             )
-        if self.engine.pause_mode == "retract" and self.wants_routes:
+        if self.engine.pause_mode == "retract" and self.captures_routes:
             raise ValueError(
-                "async_rollout.depth is above 0, train.replay r3 and engine.pause_mode retract: the routes of running "
-                "requests would be computed again by other weights; take pause_mode turn"
+                "async_rollout.depth above 0 and train.replay r3 conflict with engine.pause_mode retract, which "
+                "recomputes routes with other weights: set pause_mode to turn"
             )
         return self
 
     @model_validator(mode="after")
-    def _shares_its_gpus(self) -> RunConfig:
-        """Colocated engines have the GPUs of all ranks, and engine and trainer never work at once."""
-        held, world = self.engine.count * self.engine.gpus, self.train.parallel.world_size
-        reasons = {
-            "async_rollout.depth is above 0, where sampling goes on beside training: set it to "
-            "0": self.async_rollout.depth > 0,
-            "train.device is cpu: turn it off": self.train.device == "cpu",
-            "train.ray_address may lead to other machines: leave it out": self.train.ray_address is not None,
-            f"engine.count times engine.gpus is {held} and train.parallel.world_size {world}: make them equal": held
-            != world,
+    def _check_colocation(self) -> RunConfig:
+        """Colocated engines use the GPUs of all ranks, in turn with the trainer."""
+        gpus, world = self.engine.count * self.engine.gpus, self.train.parallel.world_size
+        conflicts = {
+            "conflicts with async_rollout.depth above 0: set it to 0": self.async_rollout.depth > 0,
+            "needs GPUs, and train.device is cpu: set engine.colocate to false": self.train.device == "cpu",
+            "requires the trainer on this node: remove train.ray_address": self.train.ray_address is not None,
+            f"requires engine.count x engine.gpus ({gpus}) equal to train.parallel.world_size ({world})": gpus != world,
         }
-        if self.engine.colocate and (wrong := [reason for reason, holds in reasons.items() if holds]):
-            raise ValueError(f"engine.colocate lets engine and trainer have the same GPUs in turn, and {wrong[0]}")
+        if self.engine.colocate and (messages := [message for message, conflict in conflicts.items() if conflict]):
+            raise ValueError(f"engine.colocate {messages[0]}")
         return self
 
     @model_validator(mode="after")
-    def _keeps_the_rows_of_turns(self) -> RunConfig:
-        if self.rollout.recover == "turns" and self.wants_routes and self.r3.source == "latest":
+    def _check_recovery(self) -> RunConfig:
+        if self.rollout.recover == "turns" and self.captures_routes and self.r3.source == "latest":
             raise ValueError(
-                "rollout.recover turns and r3.source latest: every turn would write the routes of all before it again; "
-                "take r3.source sampled"
+                "rollout.recover turns requires r3.source sampled: with latest every turn would write the routes of "
+                "all earlier turns again"
             )
         return self
 
     @model_validator(mode="after")
-    def _ablates_what_is_replayed(self) -> RunConfig:
-        """An ablation works on a rank's own rows, and nothing else may count on routes as they were."""
+    def _check_ablation(self) -> RunConfig:
+        """An ablation changes the rows of one rank, so nothing else may rely on complete routes."""
         parallel = self.train.parallel
-        reasons = {
-            f"train.replay {self.train.replay} replays no routes of the rollout: set it to r3": not self.wants_routes,
-            "train.balance plans by the routes as they were: turn it off": self.train.balance.enabled,
-            "r3.trace would prove that every route arrived: leave its steps out": bool(self.r3.trace.steps),
-            "train.parallel cuts sequences over ranks: set tensor and context to 1": parallel.tensor * parallel.context
-            > 1,
+        conflicts = {
+            f"requires train.replay r3; it is {self.train.replay}": not self.captures_routes,
+            "conflicts with train.balance, which plans with complete routes: disable it": self.train.balance.enabled,
+            "conflicts with r3.trace, which verifies complete routes: remove r3.trace.steps": bool(self.r3.trace.steps),
+            "requires train.parallel.tensor 1 and context 1": parallel.tensor * parallel.context > 1,
         }
-        if self.r3.ablation != "none" and (wrong := [reason for reason, holds in reasons.items() if holds]):
-            raise ValueError(f"r3.ablation {self.r3.ablation} is an experiment on replayed routes, and {wrong[0]}")
+        if self.r3.ablation != "none" and (
+            messages := [message for message, conflict in conflicts.items() if conflict]
+        ):
+            raise ValueError(f"r3.ablation {self.r3.ablation} {messages[0]}")
         return self
 
     @property
@@ -205,13 +204,17 @@ class RunConfig(Section):
         return self.runs_dir / self.name
 
     @property
-    def wants_routes(self) -> bool:
-        """Whether a rollout brings its routes: only what replays the rollout's asks for them, and needs an engine that
-        captures."""
+    def captures_routes(self) -> bool:
+        """Whether rollouts capture routes. Only train.replay r3 needs them, and an engine that captures routes."""
         return self.train.replay == "r3"
 
     @property
+    def routes_config(self) -> R3Config | None:
+        """The section ``r3`` if rollouts capture routes, else None."""
+        return self.r3 if self.captures_routes else None
+
+    @property
     def reference_dir(self) -> Path | None:
-        """The checkpoint of the KL penalty's reference model; None without a penalty."""
+        """The checkpoint of the KL penalty's reference model; None if there is no penalty."""
         kl = self.train.kl
         return (kl.reference or self.model) if kl.coefficient else None

@@ -1,4 +1,4 @@
-"""The sections ``sandbox``, ``env`` and ``eval``: where tasks are worked on, and which."""
+"""The sections ``sandbox``, ``env`` and ``eval``."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from pydantic import AfterValidator, Field
 
 from agent_rl.config.base import Section
 
-OWN_SCAFFOLD = "agent-rl"
+DEFAULT_SCAFFOLD = "agent-rl"
 
 
-def _scaffold(name: str) -> str:
-    """``name``, if it is an interface's. The usual one is known without a look at the environments' package."""
-    if name == OWN_SCAFFOLD:
+def _check_scaffold(name: str) -> str:
+    """Returns ``name`` if a scaffold has it. The default scaffold needs no import of the package envs."""
+    if name == DEFAULT_SCAFFOLD:
         return name
-    from envs import ScaffoldError, find_scaffold
+    from envs import ScaffoldError, load_scaffold
 
     try:
-        find_scaffold(name)
+        load_scaffold(name)
     except ScaffoldError as error:
         raise ValueError(f"env.scaffold: {error}") from None
     return name
 
 
-def _sandbox_backend(name: str) -> str:
-    """``name``, if it is a sandbox backend's."""
+def _check_backend(name: str) -> str:
+    """Returns ``name`` if a sandbox backend has it."""
     from sandbox import BACKENDS, SandboxUnavailableError
 
     try:
@@ -37,76 +37,95 @@ def _sandbox_backend(name: str) -> str:
 
 
 class SandboxConfig(Section):
-    """Where the agent's commands run."""
+    """The sandboxes in which an agent's commands run."""
 
-    backend: Annotated[str, AfterValidator(_sandbox_backend)] = Field(
+    backend: Annotated[str, AfterValidator(_check_backend)] = Field(
         "auto",
-        description="auto, docker, podman, bubblewrap, or one of your own (docs/sandboxes.md). auto takes docker where "
-        "an engine answers, bubblewrap where none does.",
+        description="auto, docker, podman, bubblewrap, or a registered backend (docs/reference/sandboxes.md). auto: "
+        "docker if a container engine responds, else bubblewrap.",
     )
     runtime: str | None = Field(
         None,
-        description="What the container engine starts sandboxes with: runsc for gVisor, where the engine knows it; "
-        "None "
-        "takes the engine's default.",
+        description="OCI runtime of the container engine, for example runsc for gVisor. null: the engine's default.",
     )
-    image: str | None = Field(None, description="Image for tasks that name none; None takes the backend's default.")
+    image: str | None = Field(
+        None, description="Container image for tasks that name none. null: the backend's default image."
+    )
     image_root: Path | None = Field(
         None,
-        description="Directory below which the images that tasks name must lie under bubblewrap, where an image is a "
-        "directory of this machine. None: tasks with images of their own are refused there.",
+        description="Directory that contains the image directories of tasks; bubblewrap only. null: bubblewrap rejects "
+        "tasks that name an image.",
     )
-    memory_mb: int = Field(512, gt=0, description="Memory limit of one sandbox.")
+    memory_mb: int = Field(512, gt=0, description="Memory limit of one sandbox, in MiB.")
     pids: int = Field(128, gt=0, description="Process limit of one sandbox.")
-    cpus: float = Field(1.0, gt=0, description="CPU limit of one sandbox.")
-    disk_mb: int = Field(4096, gt=0, description="Disk in MiB by which one sandbox may grow, or it is ended.")
-    inodes: int = Field(200_000, gt=0, description="Files, directories and links by which one sandbox may grow.")
+    cpus: float = Field(1.0, gt=0, description="CPU limit of one sandbox, in cores.")
+    disk_mb: int = Field(
+        4096, gt=0, description="Disk limit of one sandbox, in MiB written. A sandbox above it is ended."
+    )
+    inodes: int = Field(200_000, gt=0, description="Limit of files, directories and links that one sandbox may create.")
     placement: Literal["local", "ray"] = Field(
         "local",
-        description="Which machines sandboxes are on: this one, or the nodes of the Ray cluster (train.ray_address).",
+        description="Where sandboxes run. local: on this node. ray: on the nodes of the Ray cluster "
+        "(train.ray_address).",
     )
     sandboxes_per_node: int = Field(
-        64, gt=0, description="Sandboxes on one host of the Ray cluster; those that grade an episode come on top."
+        64, gt=0, description="Agent sandboxes per node of the Ray cluster. Grading sandboxes are not counted."
     )
-    max_starts: int = Field(8, gt=0, description="Sandboxes being started on a host at once.")
-    max_execs: int = Field(64, gt=0, description="Commands running in a host's sandboxes at once.")
-    pull: bool = Field(False, description="Fetch container images that are not on the machine.")
+    max_starts: int = Field(8, gt=0, description="Sandboxes started concurrently per node.")
+    max_execs: int = Field(64, gt=0, description="Commands run concurrently in a node's sandboxes.")
+    pull: bool = Field(False, description="Download missing container images.")
     image_budget_gb: float | None = Field(
-        None, gt=0, description="Disk for fetched images, in GB; those used longest ago are removed. None: no limit."
+        None,
+        gt=0,
+        description="Disk limit for downloaded images, in GB. The least recently used images are removed. null "
+        "disables the limit.",
     )
-    prewarmed: int = Field(0, ge=0, description="Idle sandboxes that a host keeps ready, like those asked for lately.")
+    prewarmed: int = Field(
+        0, ge=0, description="Idle sandboxes that each node keeps ready, with the most recently requested settings."
+    )
 
 
 class EnvConfig(Section):
-    """Which tasks. ``name`` is a registered environment, an entry point or a dotted path ``package.module:Class``."""
+    """The environment, which provides the tasks."""
 
-    name: str = Field("mini", description="The environment.")
+    name: str = Field(
+        "mini",
+        description="A registered environment (`agent-rl envs list`), an entry point, or a path "
+        "`package.module:Class`.",
+    )
     options: dict[str, Any] = Field(default_factory=dict, description="Arguments of the environment's constructor.")
-    scaffold: Annotated[str, AfterValidator(_scaffold)] = Field(
-        OWN_SCAFFOLD,
-        description="How agents meet the tasks of swe and mini: agent-rl, r2egym, mini-swe-agent, openhands, or one of "
-        "your own (docs/interfaces.md). It decides keys of rollout that the config leaves out.",
+    scaffold: Annotated[str, AfterValidator(_check_scaffold)] = Field(
+        DEFAULT_SCAFFOLD,
+        description="Prompt, tools and limits of the agent in the environments swe and mini: agent-rl, r2egym, "
+        "mini-swe-agent, openhands, or a registered scaffold (docs/reference/tools.md). It sets the keys of rollout "
+        "that the config omits.",
     )
     tool_style: Literal["full", "concise"] = Field(
-        "full", description="concise shortens prompts and tool answers for models with a short context."
+        "full", description="Length of prompts and tool results. concise: short, for models with a short context."
     )
     start_timeout: float = Field(
-        600.0, gt=0, description="Seconds a task may take to start, beside waits for its turn and for image pulls."
+        600.0,
+        gt=0,
+        description="Timeout of starting a task, in seconds. Time in the queue and image pulls are not counted.",
     )
-    grade_timeout: float = Field(300.0, gt=0, description="Seconds one run of the hidden tests may take.")
-    quarantine: Path | None = Field(None, description="File of tasks to leave out, as `agent-rl doctor` writes it.")
+    grade_timeout: float = Field(300.0, gt=0, description="Timeout of one run of the hidden tests, in seconds.")
+    quarantine: Path | None = Field(
+        None, description="File with tasks to skip, written by `agent-rl doctor`. null: skip no task."
+    )
 
     @property
-    def grading_limit(self) -> float:
-        """Seconds a whole grading may take: the hidden tests run twice at most (with the agent's patch, and with the
-        true fix to compare with), each time in a sandbox that is started for it."""
+    def grading_timeout(self) -> float:
+        """Timeout of a whole grading, in seconds: two runs of the hidden tests, each in a new sandbox.
+
+        The second run applies the reference fix, for comparison.
+        """
         return 2 * (self.start_timeout + self.grade_timeout)
 
 
 class EvalConfig(Section):
-    """Evaluation on held-out tasks before and after training, and every so many steps."""
+    """Evaluation on held-out tasks before, during and after training."""
 
-    tasks: int = Field(256, ge=0, description="Held-out tasks; 0 turns evaluation off.")
-    every: int = Field(0, ge=0, description="Steps between evaluations; 0 only before and after.")
-    greedy: bool = Field(True, description="Also evaluate with greedy decoding, before and after.")
-    split: str = Field("heldout", description="The environment's split to evaluate on.")
+    tasks: int = Field(256, ge=0, description="Number of held-out tasks. 0 disables evaluation.")
+    every: int = Field(0, ge=0, description="Steps between evaluations. 0: only before and after training.")
+    greedy: bool = Field(True, description="Also evaluate with greedy decoding before and after training.")
+    split: str = Field("heldout", description="Split of the environment to evaluate on.")

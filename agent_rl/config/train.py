@@ -9,8 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from agent_rl.config.base import OFF, Precision, Section, registered
-from agent_rl.config.layout import BalanceConfig, ParallelConfig
+from agent_rl.config.base import OFF, Precision, Section, registered_name
 from agent_rl.config.objectives import Aggregation, objective_spec
 from agent_rl.errors import ConfigError
 
@@ -23,95 +22,171 @@ OldLogprobSource = Literal["recompute", "rollout", "rescore"]
 CorrectionWeight = Literal["token", "sequence"]
 CorrectionMask = Literal["token", "sequence", "geometric"]
 KlEstimator = Literal["k1", "k2", "k3"]
-Objective = Annotated[str, registered("train.objective", objective_spec, ConfigError)]
+Planner = Literal["foremoe", "eplb", "shadow"]
+ExpertPlacement = Literal["contiguous", "measured"]
+ExpertTransfer = Literal["pool", "exchange"]
+Objective = Annotated[str, registered_name("train.objective", objective_spec, ConfigError)]
+
+
+class ParallelConfig(Section):
+    """Megatron's parallel layout. The data-parallel size follows from `world_size` and the other sizes."""
+
+    world_size: int = Field(1, gt=0, description="Number of trainer ranks.")
+    tensor: int = Field(1, gt=0, description="Tensor-parallel size; above 1 sequence parallelism is on.")
+    pipeline: int = Field(1, gt=0, description="Pipeline-parallel size.")
+    virtual_pipeline: int = Field(1, gt=0, description="Model chunks per pipeline stage (interleaved 1F1B schedule).")
+    context: int = Field(1, gt=0, description="Context-parallel size.")
+    expert: int = Field(1, gt=0, description="Expert-parallel size.")
+    dispatcher: Literal["alltoall", "allgather", "flex"] = Field(
+        "alltoall",
+        description="Token dispatcher of the MoE layers. allgather: requires pipeline 1. flex: DeepEP if the hardware "
+        "supports it, else alltoall.",
+    )
+    distributed_optimizer: bool = Field(
+        True, description="Shard the optimizer state over the ranks that replicate a weight (ZeRO-1)."
+    )
+
+
+class BalanceTransferConfig(Section):
+    """Transfer of borrowed experts; docs/explanation/balancing.md compares the costs."""
+
+    recompute: ExpertTransfer = Field(
+        "pool",
+        description="Transfer in passes without gradients. pool: read from shared host memory. exchange: send between "
+        "ranks.",
+    )
+    update: ExpertTransfer = Field(
+        "exchange", description="Transfer of weights in passes with gradients. Gradients always use exchange."
+    )
+
+
+class BalanceConfig(Section):
+    """Expert load balancing: expert ranks get equal work in every micro-batch and layer, planned from the replayed
+    routes (ForeMoE); see docs/explanation/balancing.md."""
+
+    enabled: bool = Field(False, description="Let expert ranks borrow each other's experts for a micro-batch.")
+    planner: Planner = Field(
+        "foremoe",
+        description="Planner of borrowed experts. foremoe: from the replayed routes. eplb, shadow: baselines for "
+        "comparison.",
+    )
+    slots: int = Field(4, gt=0, description="Experts that a rank may borrow at once, per layer.")
+    link_slots: int | None = Field(
+        None,
+        ge=0,
+        description="Slots that the planner may use to keep tokens within a node. null: the planner chooses.",
+    )
+    min_rows: int = Field(
+        16, gt=0, description="Minimum rows of a shared expert's matrix product; smaller ones are padded."
+    )
+    transfer: BalanceTransferConfig = Field(BalanceTransferConfig(), description="Transfer of borrowed experts.")
+    within_node: bool = Field(True, description="In updates, borrow only from ranks on the same node.")
+    ranks_per_node: int | None = Field(
+        None, gt=0, description="Neighboring expert ranks on one node. null: detected from the ranks' host names."
+    )
+    expert_placement: ExpertPlacement = Field(
+        "contiguous",
+        description="Home rank of each expert. contiguous: by expert number. measured: balances ranks and nodes on the "
+        "routes of the first step after a start or resume; it loads the weights twice.",
+    )
+    prefetch: bool = Field(True, description="Fetch the next layer's experts while the current layer computes.")
+    keep_order: bool = Field(
+        True,
+        description="Sum a token's expert outputs in the order used without balancing, so that results are "
+        "bit-identical (dispatcher alltoall only).",
+    )
 
 
 class RescoreConfig(Section):
-    """The engine evaluates each finished trajectory again, while other episodes still run (KwaiKAT's old log-probs)."""
+    """Evaluation of finished trajectories by the engine while other episodes run (KwaiKAT's old log-probs)."""
 
-    n: int = Field(8, gt=0, description="Evaluations of a trajectory; the mean of their log-probs is taken.")
-    concurrency: int = Field(4, gt=0, description="Evaluations in flight at once, beside the episodes' own requests.")
+    n: int = Field(8, gt=0, description="Evaluations per trajectory. The old log-prob is the mean over them.")
+    concurrency: int = Field(4, gt=0, description="Maximum number of concurrent evaluations.")
 
 
 class OldLogprobConfig(Section):
-    """The old log-probs that the ratio is taken against; docs/old-logprobs.md says which to use when."""
+    """The old log-probs, the denominator of the importance ratio; see docs/reference/objectives.md."""
 
     source: OldLogprobSource = Field(
         "recompute",
-        description="The trainer's own before the update, the engine's as sampled, or the engine's evaluated again.",
+        description="Source of the old log-probs. recompute: a trainer pass before the update. rollout: the engine's "
+        "log-probs as sampled. rescore: new evaluations by the engine.",
     )
-    rescore: RescoreConfig = RescoreConfig()
+    rescore: RescoreConfig = Field(RescoreConfig(), description="Settings of source rescore.")
 
 
 class CorrectionConfig(Section):
-    """What is done about tokens that trainer and engine give different probabilities; see docs/trainer.md."""
+    """Corrections for probability mismatch between trainer and engine; see docs/reference/objectives.md."""
 
     weight: CorrectionWeight | None = Field(
-        None, description="Importance weights of the old policy over the rollout: of tokens, or of whole sequences."
+        None,
+        description="Importance weights, old policy over rollout policy, per token or per sequence. null: no weights.",
     )
-    weight_low: float = Field(0.0, ge=0, description="Weights below this are raised to it.")
-    weight_high: float | None = Field(2.0, gt=0, description="Weights above this are cut to it; None: none is.")
+    weight_low: float = Field(0.0, ge=0, description="Lower limit of the weights; smaller weights are raised to it.")
+    weight_high: float | None = Field(
+        2.0, gt=0, description="Upper limit of the weights; larger weights are reduced to it. null disables the limit."
+    )
     normalize: bool = Field(False, description="Divide the weights by their mean over the step.")
     mask: CorrectionMask | None = Field(
         None,
-        description="Leave out tokens whose ratio of the trainer's probability to the rollout's is out of bounds: "
-        "their own, that of their whole sequence, or its geometric mean.",
+        description="Mask tokens whose ratio of trainer to rollout probability is outside [mask_low, mask_high]. "
+        "token: the token's ratio. sequence: the ratio of its sequence. geometric: the geometric mean over its "
+        "sequence. null: no mask.",
     )
-    mask_low: float = Field(0.5, ge=0, description="The lowest ratio that the mask keeps.")
-    mask_high: float = Field(2.0, gt=0, description="The highest ratio that the mask keeps.")
-    veto: float | None = Field(None, gt=0, description="Leave out sequences with a token whose ratio is below this.")
+    mask_low: float = Field(0.5, ge=0, description="Smallest ratio that the mask keeps.")
+    mask_high: float = Field(2.0, gt=0, description="Largest ratio that the mask keeps.")
+    veto: float | None = Field(
+        None, gt=0, description="Mask sequences that contain a token with a ratio below this. null: no veto."
+    )
 
     @model_validator(mode="after")
-    def _makes_sense(self) -> CorrectionConfig:
-        if self.weight_high is not None and self.weight_low > self.weight_high:
-            raise ValueError(
-                f"train.correction.weight_low is {self.weight_low:g}, above weight_high {self.weight_high:g}: swap them"
-            )
-        if self.mask_low > self.mask_high:
-            raise ValueError(
-                f"train.correction.mask_low is {self.mask_low:g}, above mask_high {self.mask_high:g}: swap them"
-            )
+    def _check_bounds(self) -> CorrectionConfig:
+        for name, low, high in (("weight", self.weight_low, self.weight_high), ("mask", self.mask_low, self.mask_high)):
+            if high is not None and low > high:
+                raise ValueError(f"train.correction.{name}_low is {low:g}; it must be at most {name}_high ({high:g})")
         if self.normalize and self.weight is None:
-            raise ValueError(
-                "train.correction.normalize divides weights by their mean: set weight to token or sequence"
-            )
+            raise ValueError("train.correction.normalize requires weights: set train.correction.weight")
         return self
 
 
 class KlConfig(Section):
-    """A penalty for leaving a reference model; docs/trainer.md says what each estimator's gradient is."""
+    """KL penalty against a reference model; docs/reference/objectives.md gives each estimator's gradient."""
 
-    coefficient: float = Field(0.0, ge=0, description="Weight of the penalty (beta); 0: no reference model is held.")
-    estimator: KlEstimator = Field("k3", description="How a token's KL is estimated.")
+    coefficient: float = Field(0.0, ge=0, description="Weight of the penalty (beta). 0: no reference model is loaded.")
+    estimator: KlEstimator = Field("k3", description="Estimator of a token's KL: k1, k2 or k3.")
     k3_limit: float | None = Field(
-        10.0, gt=0, description="The most that k3 of one token may be; beyond it has no gradient. None: no limit."
+        10.0,
+        gt=0,
+        description="Upper limit of k3 per token. A token above it has no gradient. null disables the limit.",
     )
     apply_to: Literal["loss", "reward"] = Field(
-        "loss", description="A term of the loss (GRPO), or taken from the advantages token by token (REINFORCE++)."
+        "loss",
+        description="Where the penalty applies. loss: a term of the loss (GRPO). reward: subtracted from each token's "
+        "advantage (REINFORCE++).",
     )
     reference: Path | None = Field(
-        None, description="The reference's checkpoint, a directory or a hub id; None: the starting model."
+        None, description="Checkpoint directory or hub id of the reference model. null: the starting model."
     )
 
     @model_validator(mode="after")
-    def _makes_sense(self) -> KlConfig:
+    def _check_penalty(self) -> KlConfig:
         if self.estimator == "k1" and self.apply_to == "loss":
             raise ValueError(
-                "train.kl: k1 in the loss has a gradient whose mean is 0, it is noise alone: take estimator k2 "
-                "(its gradient is the KL's) or k3, or set apply_to to reward"
+                "train.kl.estimator k1 in the loss has a gradient with mean 0: set estimator to k2 (the KL's gradient) "
+                "or k3, or apply_to to reward"
             )
         if self.reference is not None and not self.coefficient:
-            raise ValueError("train.kl.reference is given and train.kl.coefficient is 0: give it a coefficient")
+            raise ValueError("train.kl.reference requires train.kl.coefficient above 0")
         return self
 
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """The clip of the ratio that is in effect: ``[1 - low, 1 + high]``.
+    """The effective clip of the ratio: ``[1 - low, 1 + high]``.
 
-    ``dual`` is dual-clip PPO's constant (arXiv 1912.09729): with A < 0 a token's loss is at most ``-dual * A``, however
-    large its ratio; None leaves that out. ``tau``: the temperatures of a soft gate in place of the clip (SAPO), for
-    A > 0 and for other A; None where the objective has none.
+    ``dual``: constant of dual-clip PPO (arXiv 1912.09729); for a negative advantage A a token's loss is at most
+    ``-dual * A``; None: no dual clip. ``tau``: temperatures of the soft gate that replaces the clip (SAPO), for
+    positive and for other advantages; None if the objective has no gate.
     """
 
     low: float
@@ -121,19 +196,23 @@ class Clip:
 
 
 class OverlongConfig(Section):
-    """DAPO's soft punishment of long trajectories (arXiv 2503.14476, eq. 13)."""
+    """Soft overlong punishment of DAPO (arXiv 2503.14476, eq. 13)."""
 
     buffer: int = Field(
-        0, ge=0, description="Tokens before rollout.max_tokens over which the penalty rises from 0; 0: no penalty."
+        0,
+        ge=0,
+        description="Tokens before rollout.max_tokens over which the penalty rises linearly from 0. 0: no penalty.",
     )
-    penalty: float = Field(1.0, gt=0, description="What is taken from the reward at rollout.max_tokens.")
+    penalty: float = Field(1.0, gt=0, description="Amount subtracted from the reward at rollout.max_tokens.")
 
 
 class LoraConfig(Section):
-    """Low-rank adapters on attention and experts are trained, and every other weight is frozen; docs/lora.md."""
+    """LoRA: train low-rank adapters on attention and experts and freeze all other weights; see docs/how-to/lora.md."""
 
-    rank: int = Field(8, gt=0, multiple_of=8, description="The adapters' rank r; the experts' products want eights.")
-    alpha: float = Field(16.0, gt=0, description="An adapter's change counts alpha / rank times.")
+    rank: int = Field(
+        8, gt=0, multiple_of=8, description="Rank r of the adapters; must be a multiple of 8 for expert layers."
+    )
+    alpha: float = Field(16.0, gt=0, description="An adapter's output is multiplied by alpha / rank.")
 
     @property
     def scale(self) -> float:
@@ -143,133 +222,150 @@ class LoraConfig(Section):
 class TrainConfig(Section):
     """The policy-gradient trainer."""
 
-    steps: int = Field(20, ge=0, description="Global steps.")
-    replay: Annotated[Replay, OFF] = Field("r3", description="Whose routes the trainer uses (R3, R2 or its own).")
-    lr: float = Field(2e-6, gt=0, description="Learning rate.")
-    lr_warmup_steps: int = Field(0, ge=0, description="Steps of linear warm-up.")
-    weight_decay: float = Field(0.0, ge=0)
-    betas: tuple[float, float] = Field((0.9, 0.95))
-    grad_clip: float = Field(1.0, gt=0, description="Global gradient-norm limit.")
-    lora: LoraConfig | None = Field(
-        None, description="Train low-rank adapters instead of the weights; None: all weights are trained."
+    steps: int = Field(20, ge=0, description="Number of global steps.")
+    replay: Annotated[Replay, OFF] = Field(
+        "r3", description="Routing replay mode: r3 (rollout), r2 (trainer's first pass), off."
     )
+    lr: float = Field(2e-6, gt=0, description="Learning rate.")
+    lr_warmup_steps: int = Field(0, ge=0, description="Global steps of linear learning-rate warm-up.")
+    weight_decay: float = Field(0.0, ge=0, description="Weight decay of AdamW.")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="Adam's beta1 and beta2.")
+    grad_clip: float = Field(1.0, gt=0, description="Global gradient-norm limit.")
+    lora: LoraConfig | None = Field(None, description="Train LoRA adapters. null: train all weights.")
     objective: Objective = Field(
         "grpo",
-        description="The policy objective: grpo, gspo, cispo, reinforce, sapo, gmpo, or one of your own "
-        "(docs/trainer.md).",
+        description="Policy objective: grpo, gspo, cispo, reinforce, sapo, gmpo, or a registered objective "
+        "(docs/reference/objectives.md).",
     )
     aggregation: Aggregation | None = Field(
         None,
-        description="Mean over tokens, over sequences of their means, or over sequences of sums / max_tokens. None: "
-        "the objective's own (docs/trainer.md).",
+        description="Loss aggregation. token: mean over tokens. sequence: mean over sequences of token means. "
+        "constant: mean over sequences of token sums / rollout.max_tokens. null: the objective's default.",
     )
-    baseline: Baseline = Field(
-        "mean", description="What a reward is compared with: its group's mean, the others' of it, or the step's mean."
-    )
+    baseline: Baseline = Field("mean", description="Reward baseline: group mean, leave-one-out mean, or batch mean.")
     advantage_scale: AdvantageScale = Field(
         "group",
-        description="Whose standard deviation advantages are divided by; batch: they are normalized over the step's "
-        "sampled tokens.",
+        description="Divisor of advantages: the group's standard deviation, the batch's over sampled tokens, or none.",
     )
-    overlong: OverlongConfig = OverlongConfig()
-    old_logprob: OldLogprobConfig = OldLogprobConfig()
+    overlong: OverlongConfig = Field(OverlongConfig(), description="Penalty on long trajectories.")
+    old_logprob: OldLogprobConfig = Field(OldLogprobConfig(), description="Old log-probs of the importance ratio.")
     filter: FilterKind = Field(
         "none",
-        description="Trajectories left out of the loss by how they ended: overlong those cut at the context's end, "
-        "compact also those out of turns or time. Their rewards still count for their groups' advantages.",
+        description="Trajectories masked from the loss. overlong: those truncated at the context limit. compact: also "
+        "those that hit the turn or time limit. Their rewards still count in group statistics.",
     )
-    correction: CorrectionConfig = CorrectionConfig()
-    dual_clip: float | None = Field(None, gt=1, description="Dual clip's constant; None leaves it out.")
+    correction: CorrectionConfig = Field(
+        CorrectionConfig(), description="Corrections for mismatch between trainer and engine."
+    )
+    dual_clip: float | None = Field(None, gt=1, description="Constant of dual-clip PPO. null disables dual clip.")
     eps_low: float | None = Field(
-        None, gt=0, description="Lower clip of the ratio; None: the objective's own (docs/trainer.md)."
+        None,
+        gt=0,
+        description="Lower clip range of the ratio. null: the objective's default (docs/reference/objectives.md).",
     )
     eps_high: float | None = Field(
-        None, gt=0, description="Upper clip of the ratio (clip-higher); None: the objective's own (docs/trainer.md)."
+        None,
+        gt=0,
+        description="Upper clip range of the ratio (clip-higher). null: the objective's default "
+        "(docs/reference/objectives.md).",
     )
     tau_positive: float | None = Field(
-        None, gt=0, description="Temperature of sapo's gate for positive advantages; None: 1."
+        None, gt=0, description="Temperature of sapo's gate for positive advantages. null: 1."
     )
     tau_negative: float | None = Field(
-        None, gt=0, description="Temperature of sapo's gate for other advantages; None: 1.05."
+        None, gt=0, description="Temperature of sapo's gate for other advantages. null: 1.05."
     )
-    kl: KlConfig = KlConfig()
-    entropy_coefficient: float = Field(0.0, ge=0, description="Weight of the entropy bonus in the loss; 0: none.")
-    mini_steps: int = Field(1, gt=0, description="Parts of a global step's samples, with an optimizer update each.")
-    epochs: int = Field(1, gt=0, description="How often a global step goes through its samples.")
+    kl: KlConfig = Field(KlConfig(), description="KL penalty against a reference model.")
+    entropy_coefficient: float = Field(0.0, ge=0, description="Weight of the entropy bonus in the loss. 0: no bonus.")
+    mini_steps: int = Field(
+        1, gt=0, description="Mini-batches per global step and epoch. Each makes one optimizer update."
+    )
+    epochs: int = Field(1, gt=0, description="Passes over the samples of a global step.")
     microbatch_tokens: int = Field(
-        8192, gt=0, description="Tokens a packed micro-batch may hold, context ranks together; >= rollout.max_tokens."
+        8192,
+        gt=0,
+        description="Maximum tokens of a packed micro-batch, over all context-parallel ranks; must be at least "
+        "rollout.max_tokens.",
     )
-    dtype: Precision = Field("float32", description="Precision of the trainer's passes.")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto")
-    recompute: Recompute = Field("none", description="Activation recomputation.")
+    dtype: Precision = Field("float32", description="Data type of the trainer's forward and backward passes.")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="Device of the trainer. auto: cuda if a GPU is available, else cpu."
+    )
+    recompute: Recompute = Field(
+        "none",
+        description="Activation recomputation. none: keep all activations. selective: recompute recompute_modules. "
+        "full: recompute whole layers.",
+    )
     recompute_modules: tuple[Literal["core_attn", "mlp", "moe"], ...] = Field(
-        ("core_attn",), description="What selective recomputation runs again; mlp is that of dense layers."
+        ("core_attn",),
+        description="Modules that selective recomputation runs again; mlp means the MLP of dense layers.",
     )
     offload_optimizer: bool = Field(
-        False, description="Keep the optimizer's state in host memory between updates; no number changes."
+        False, description="Keep the optimizer state in host memory between updates. Results are unchanged."
     )
     optimizer_moments: Precision = Field(
-        "float32",
-        description="Precision in which Adam's moments are kept between updates; bfloat16 rounds without bias.",
+        "float32", description="Data type of Adam's moments between updates. bfloat16 is rounded without bias."
     )
     offload_activations: bool = Field(
         False,
-        description="Keep the layers' inputs in host memory until the backward pass (recompute: full); no number "
-        "changes.",
+        description="Keep layer inputs in host memory until the backward pass; requires recompute full. Results are "
+        "unchanged.",
     )
-    parallel: ParallelConfig = ParallelConfig()
-    balance: BalanceConfig = BalanceConfig()
-    ray_address: str | None = Field(None, description="A Ray cluster's address; None starts a local one.")
+    parallel: ParallelConfig = Field(ParallelConfig(), description="Parallel layout.")
+    balance: BalanceConfig = Field(BalanceConfig(), description="Expert load balancing.")
+    ray_address: str | None = Field(
+        None, description="Address of the Ray cluster, HOST:PORT. null: start Ray on this node."
+    )
     restarts: int = Field(
         3,
         ge=0,
-        description="How often dead ranks are started again, from the last checkpoint, before the next is complete.",
+        description="Restarts of failed trainer ranks allowed between two checkpoints. Ranks restart from the last "
+        "checkpoint.",
     )
     measure_without_replay_every: int = Field(
-        1, ge=0, description="Measure mismatch_without_replay/* every so many steps; 0 never."
+        1, ge=0, description="Steps between measurements of `mismatch_without_replay/*`. 0: never."
     )
-    checkpoint_every: int = Field(5, ge=0, description="Steps between checkpoints; 0 keeps only the last.")
-    keep_checkpoints: int = Field(2, gt=0, description="The newest checkpoints kept.")
-    keep_every: int = Field(0, ge=0, description="Also keep the checkpoints of multiples of so many steps; 0: none.")
+    checkpoint_every: int = Field(5, ge=0, description="Steps between checkpoints. 0: only the last step.")
+    keep_checkpoints: int = Field(2, gt=0, description="Number of newest checkpoints to keep.")
+    keep_every: int = Field(
+        0, ge=0, description="Also keep every checkpoint whose step is a multiple of this. 0: keep only the newest."
+    )
 
     @model_validator(mode="after")
-    def _makes_sense(self) -> TrainConfig:
-        facts, tau = objective_spec(self.objective), self.tau_positive or self.tau_negative
-        if problem := facts.refusal(self.objective, self.eps_low, self.eps_high, self.dual_clip, tau):
+    def _check_objective(self) -> TrainConfig:
+        spec, tau = objective_spec(self.objective), self.tau_positive or self.tau_negative
+        if problem := spec.conflict(self.objective, self.eps_low, self.eps_high, self.dual_clip, tau):
             raise ValueError(problem)
         if self.baseline == "batch" and self.advantage_scale == "group":
             raise ValueError(
-                "train.advantage_scale group divides by a group's spread and train.baseline batch compares over "
-                "groups: "
-                "set advantage_scale to batch or none"
+                "train.advantage_scale group conflicts with train.baseline batch: set advantage_scale to batch or none"
             )
         if self.offload_activations and self.recompute != "full":
-            raise ValueError(
-                f"train.offload_activations moves the inputs of layers that are run again, and train.recompute is "
-                f"{self.recompute}: set it to full"
-            )
+            raise ValueError(f"train.offload_activations requires train.recompute full; it is {self.recompute}")
         return self
 
     @property
     def clip(self) -> Clip:
-        """The configured bounds, or the objective's own; no bounds at all for one that clips nothing."""
-        facts = objective_spec(self.objective)
-        low, high = facts.clip or (math.inf, math.inf)
-        tau = facts.tau and (self.tau_positive or facts.tau[0], self.tau_negative or facts.tau[1])
+        """The configured bounds, else the objective's defaults. Infinite bounds for an objective without a clip."""
+        spec = objective_spec(self.objective)
+        low, high = spec.clip or (math.inf, math.inf)
+        tau = spec.tau and (self.tau_positive or spec.tau[0], self.tau_negative or spec.tau[1])
         return Clip(self.eps_low or low, self.eps_high or high, self.dual_clip, tau)
 
     @property
-    def averaged_over(self) -> Aggregation:
-        """The configured aggregation, or the objective's own."""
+    def loss_aggregation(self) -> Aggregation:
+        """The configured aggregation, else the objective's default."""
         return self.aggregation or objective_spec(self.objective).aggregation
 
     @property
-    def normalizes_penalized(self) -> bool:
-        """Whether the ranks normalize advantages over the step after the KL penalty was taken from them (REINFORCE++,
-        arXiv 2501.03262, eq. 8 to 10)."""
+    def normalizes_after_penalty(self) -> bool:
+        """Whether ranks normalize advantages over the step after subtracting the KL penalty.
+
+        Source: REINFORCE++ (arXiv 2501.03262, eq. 8 to 10).
+        """
         return bool(self.kl.coefficient) and self.kl.apply_to == "reward" and self.advantage_scale == "batch"
 
     @property
     def total_updates(self) -> int:
-        """Optimizer updates of the whole run."""
+        """Number of optimizer updates of the whole run, at least 1."""
         return max(1, self.steps * self.mini_steps * self.epochs)

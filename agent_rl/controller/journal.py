@@ -1,22 +1,22 @@
-"""Episodes that finished and that no checkpoint covers yet: ``journal/step-NNNNNN.journal``, a file a global step.
+"""Finished episodes that no checkpoint covers yet: ``journal/step-NNNNNN.journal``, one file per training step.
 
 ::
 
     frame   a payload with its length and checksum (agent_rl.rollout.framed_log)
-    file    a frame with the header, as JSON, then one a trajectory, in the order they finished, one that says what
-            the step's batch took and, with ``rollout.recover: turns``, one a turn of every episode and one for each
-            episode that was given up; a payload is a line of JSON and, of a trajectory or a turn, its bytes. The
-            line of an episode that went on has how many turns were taken again, that of one begun anew why
+    file    a header frame (JSON), then one frame per trajectory in the order they finished, one that lists the batch
+            of the step and, with ``rollout.recover: turns``, one per turn of every episode and one per abandoned
+            episode. A payload is a line of JSON, followed by the bytes of a trajectory or turn. The line of a resumed
+            episode has its number of replayed turns, that of a restarted episode the reason
 
-A file is only ever appended to, a frame in one write. A kill tears at most the last frame; reading stops there, and the
-next writer cuts the tear off. Frames are not synced to the disk: a killed process loses none of what it wrote, and a
-machine that loses its power loses the work of seconds, which is sampled again, for a torn frame has no matching CRC.
+Files are append-only, with one write per frame. A kill damages at most the last frame; reading stops there, and the
+next writer truncates it. Frames are not synced to disk: a killed process loses nothing that it wrote. A machine that
+loses power loses the work of seconds, which is sampled again, because a damaged frame fails its CRC.
 
-A step's file holds what finished while its batch was waited for: between the update before and its own, and so, where
-sampling runs ahead, also episodes of later batches. They are known by their position of the data. The weights of a
-file are named by a :func:`lineage`, a hash of all that the run's updates reported; a weight version alone is a step's
-number, which another attempt at the same step would bear too. When a step that is done again gives other weights, the
-files from the next step on are forgotten; until then an episode of such a file waits for its weights.
+A step's file holds the episodes that finished while its batch was collected, i.e. between the previous update and its
+own. If sampling runs ahead it also holds episodes of later batches. Episodes are identified by their position in the
+data. The weights of a file are identified by a :func:`lineage`, a hash of the metrics of all the run's updates; a
+weight version is only a step number, which another attempt at the same step would share. If a repeated step produces
+other weights, the files from the next step on are removed. Until then an episode of such a file waits for its weights.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from pathlib import Path
 from typing import IO, Any
 
 from agent_rl.rollout import records
-from agent_rl.rollout.framed_log import as_frame, frames_of
+from agent_rl.rollout.framed_log import encode_frame, read_frames
 from agent_rl.rollout.group import EpisodeRunner
 from agent_rl.rollout.records import decode_trajectory, encode_trajectory
 from agent_rl.rollout.turn_log import LoggedRunner, LoggedTurn, decode_turn, encode_turn
 from agent_rl.types import StopReason, Trajectory
-from agent_rl.utils.concurrency import Pulse
+from agent_rl.utils.concurrency import Notifier
 from agent_rl.utils.run_files import disk_error
 from envs import Task
 
@@ -51,10 +51,10 @@ _NAMED_BY = ("train/updates", "train/loss", "train/grad_norm", "mismatch/k3_kl")
 
 
 def lineage(before: str, metrics: Mapping[str, float]) -> str:
-    """What the weights are named after a step that reported ``metrics`` and began with weights named ``before``.
+    """The name of the weights after a step that reported ``metrics``, given the name ``before`` it.
 
-    It takes up the loss, gradient norm and k3-KL bit for bit: over thousands of tokens two different updates do not
-    agree in all three, and the same update done again on the same machine in float32 on a CPU does.
+    Hashes loss, gradient norm and k3-KL bit for bit. Over thousands of tokens two different updates do not agree in all
+    three, while the same update repeated on the same machine in float32 on a CPU does.
     """
     reported = [float(metrics[name]).hex() for name in _NAMED_BY if name in metrics]
     return hashlib.sha256(" ".join([before, *reported]).encode()).hexdigest()[:16]
@@ -62,7 +62,7 @@ def lineage(before: str, metrics: Mapping[str, float]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """Where a trajectory, or a turn, lies: after the line of JSON of a payload."""
+    """Position of a trajectory or turn in its file, after the payload's line of JSON."""
 
     step: int
     start: int
@@ -71,22 +71,22 @@ class _Frame:
 
 @dataclass(slots=True)
 class _Episode:
-    """The turns of an episode in their order, and the step whose file says that it ended or was given up."""
+    """The turns of an episode in order, and the step whose file records its end."""
 
     key: str = field(default_factory=lambda: uuid.uuid4().hex[:16])
     turns: list[_Frame] = field(default_factory=list)
-    over: int | None = None
+    ended_in: int | None = None
 
     def forget(self, step: int) -> None:
-        """The file of ``step`` is no more."""
+        """The file of ``step`` was removed."""
         self.turns = list(itertools.takewhile(lambda frame: frame.step != step, self.turns))
-        self.over = None if self.over == step else self.over
+        self.ended_in = None if self.ended_in == step else self.ended_in
 
 
 @dataclass(slots=True)
-class _Found:
-    """What an earlier start of the run left in a step's file: its header, where its last whole frame ends, and what
-    its batch took, if that was settled."""
+class _StepFile:
+    """A step's file of an earlier start: its header, the end of its last complete frame, and the positions of its
+    batch if recorded."""
 
     header: Mapping[str, Any]
     end: int
@@ -94,96 +94,96 @@ class _Found:
 
 
 class Journal:
-    """All journals of a run, in ``directory``. :meth:`recover` once, then :meth:`begin` a step after the other.
-    ``turns``: whether turns are written down, and episodes that did not end go on from them."""
+    """All journals of a run in ``directory``. Call :meth:`recover` once, then :meth:`begin` for each step.
+    ``turns``: log turns and resume unfinished episodes from them."""
 
     def __init__(self, directory: Path, run_id: str, *, turns: bool = False) -> None:
         self._directory, self._turns = directory, turns
         self._header = {"format": FORMAT, "trajectories": records.FORMAT, "run_id": run_id}
-        self._found: dict[int, _Found] = {}
-        self._frames: dict[int, list[_Frame]] = defaultdict(list)
-        self._given: dict[int, list[_Frame]] = defaultdict(list)
-        self._holds: dict[int, set[int]] = defaultdict(set)
+        self._files: dict[int, _StepFile] = {}
+        self._unread: dict[int, list[_Frame]] = defaultdict(list)
+        self._delivered: dict[int, list[_Frame]] = defaultdict(list)
+        self._positions: dict[int, set[int]] = defaultdict(set)
         self._episodes: dict[int, dict[str, _Episode]] = defaultdict(dict)
         self._counts: dict[int, Counter[str]] = defaultdict(Counter)
-        self._settled = Pulse()
+        self._step_began = Notifier()
         self._step = 0
         self._file: IO[bytes] | None = None
         self._writing = threading.Lock()
 
     def recover(self, step: int, lineages: Mapping[int, str], is_open: Callable[[int], bool]) -> None:
-        """Look through what an earlier start left, for a run that goes on after ``step``. ``lineages`` name the weights
-        that are known, by version; of older files only what ``is_open`` counts."""
+        """Scan the files of an earlier start, for a run that continues after ``step``. ``lineages``: known weights
+        by version. Of files up to ``step``, only positions for which ``is_open`` is True are used."""
         self._directory.mkdir(parents=True, exist_ok=True)
         self._step = step
         for path in sorted(self._directory.glob("step-*.journal")):
-            at = int(path.stem.removeprefix("step-"))
-            if not self._look_through(at, path) or (at <= step and self._weights(at) != lineages.get(at - 1)):
-                self._forget(at)
-        for position in [position for position in self._frames if not is_open(position)]:
-            del self._frames[position]
+            number = int(path.stem.removeprefix("step-"))
+            if not self._scan(number, path) or (number <= step and self._weights(number) != lineages.get(number - 1)):
+                self._forget(number)
+        for position in [position for position in self._unread if not is_open(position)]:
+            del self._unread[position]
         for position in [position for position in self._episodes if not is_open(position)]:
             del self._episodes[position]
         self.forget_through(step, is_open)
 
     async def begin(self, step: int, weights: str) -> int:
-        """From now on what finishes is written to the file of ``step``, whose weights are of lineage ``weights``. What
-        an earlier start wrote there is used if it was sampled with them too, and all from there on forgotten otherwise.
-        Returns how many trajectories it has."""
-        found = await asyncio.to_thread(self._open, step, weights)
-        self._settled.give()  # here and not on the thread: one that had looked and not yet waited would miss it
-        return found
+        """Write finished episodes to the file of ``step`` from now on; its weights have lineage ``weights``. If an
+        earlier start wrote that file with other weights, it and all later files are removed. Returns its number of
+        trajectories."""
+        count = await asyncio.to_thread(self._open, step, weights)
+        # On the event loop: a task between its check and its wait would miss a signal from the thread.
+        self._step_began.notify()
+        return count
 
     def _open(self, step: int, weights: str) -> int:
-        if step in self._found and self._weights(step) != weights:
-            for later in [at for at in self._found if at >= step]:
+        if step in self._files and self._weights(step) != weights:
+            for later in [other for other in self._files if other >= step]:
                 self._forget(later)
         with self._writing:
             self._close()
             self._step = step
-            found = self._found.get(step)
-            self._file = self._path(step).open("r+b" if found else "wb", buffering=0)
-            if found:
-                self._file.truncate(found.end)
-                self._file.seek(found.end)
-            else:  # before anything that finishes meanwhile
-                self._put(as_frame(json.dumps({**self._header, "step": step, "weights": weights}).encode()))
-        return sum(frame.step == step for frames in self._frames.values() for frame in frames) if found else 0
+            existing = self._files.get(step)
+            self._file = self._path(step).open("r+b" if existing else "wb", buffering=0)
+            if existing:
+                self._file.truncate(existing.end)
+                self._file.seek(existing.end)
+            else:  # before any episode that finishes meanwhile
+                self._append(encode_frame(json.dumps({**self._header, "step": step, "weights": weights}).encode()))
+        return sum(frame.step == step for frames in self._unread.values() for frame in frames) if existing else 0
 
-    async def settled(self, position: int) -> None:
-        """Return when it is known of all that was found of ``position`` whether it may be used."""
-        while any(frame.step > self._step for frame in self._found_of(position)):
-            await self._settled.wait()
+    async def wait_usable(self, position: int) -> None:
+        """Wait until it is known whether the recovered frames of ``position`` may be used."""
+        while any(frame.step > self._step for frame in self._recovered_frames(position)):
+            await self._step_began.wait()
 
-    def _found_of(self, position: int) -> Iterator[_Frame]:
-        yield from self._frames.get(position, ())
+    def _recovered_frames(self, position: int) -> Iterator[_Frame]:
+        yield from self._unread.get(position, ())
         for episode in self._episodes.get(position, {}).values():
             yield from episode.turns
 
-    def recorded(self, step: int) -> tuple[int, ...]:
-        """The positions that the batch of ``step`` took in an earlier start of the run; none where it is not known."""
-        return self._found[step].batch if step in self._found else ()
+    def recorded_batch(self, step: int) -> tuple[int, ...]:
+        """The positions of the batch of ``step`` in an earlier start of the run; empty if unknown."""
+        return self._files[step].batch if step in self._files else ()
 
-    def record(self, step: int, positions: Sequence[int]) -> None:
-        """Write down what the batch of ``step`` takes."""
-        if not self.recorded(step):
+    def record_batch(self, step: int, positions: Sequence[int]) -> None:
+        """Record the positions of the batch of ``step``."""
+        if not self.recorded_batch(step):
             with self._writing:
-                self._put(as_frame(json.dumps({"batch": list(positions)}).encode() + b"\n"))
+                self._append(encode_frame(json.dumps({"batch": list(positions)}).encode() + b"\n"))
 
     def runner(self, position: int, run: LoggedRunner, oldest: int = 0) -> EpisodeRunner:
-        """``run``, but giving what was found of ``position`` first, and writing down what finishes afresh.
+        """``run``, but it returns recovered trajectories of ``position`` first and journals new ones.
 
-        An episode that did not end goes on from its turns, if the weights that sampled the first are not before
-        ``oldest``: one of an earlier start of the run, or one whose sandbox was lost with its host.
-        Infrastructure failures are not written down: they are run again in any case. One is read or written at a time,
-        so that a group has its members in the order of its frames, in this start of the run and in the next: an update
-        adds up over them in that order.
+        An unfinished episode resumes from its turns if its first turn was sampled with weights not older than
+        ``oldest``: an episode of an earlier start, or one whose node was lost. Infrastructure failures are not
+        journaled; they are run again. Reads and writes are serialized, so that a group has its members in frame order
+        in this start and the next: an update sums over them in that order.
         """
         turn = asyncio.Lock()
 
         async def journaled(task: Task) -> Trajectory:
-            if frames := self._frames.get(position):
-                self._given[position].append(frame := frames.pop(0))
+            if frames := self._unread.get(position):
+                self._delivered[position].append(frame := frames.pop(0))
                 async with turn:
                     return await asyncio.to_thread(self._read, frame)
             log = EpisodeLog(self, position, oldest) if self._turns else None
@@ -191,7 +191,7 @@ class Journal:
             if not trajectory.stop.infrastructure:
                 async with turn:
                     written = await asyncio.to_thread(self._write, position, trajectory, log.key if log else None)
-                    self._given[position].append(written)
+                    self._delivered[position].append(written)
             elif log is not None:
                 await log.failed(trajectory.stop)
             return trajectory
@@ -199,25 +199,25 @@ class Journal:
         return journaled
 
     def metrics(self, step: int) -> dict[str, float]:
-        """``recover/*``: what the file of ``step`` says of episodes that did not end, also what an earlier start of the
-        run wrote there; none where turns are not written down."""
+        """``recover/*``: counts of unfinished episodes from the file of ``step``, including entries of an earlier
+        start; empty if turns are not logged."""
         counts = self._counts.pop(step, Counter())
         return {f"recover/{name}": float(counts[name]) for name in _COUNTED} if self._turns else {}
 
     def finished(self, position: int) -> Iterator[Trajectory]:
-        """What :meth:`runner` gave of ``position``, in that order, once; each is read again when it is asked for, which
-        blocks on the disk."""
+        """The trajectories that :meth:`runner` returned for ``position``, in order, once. Each is read from disk on
+        demand, which blocks."""
         self._episodes.pop(position, None)
-        return map(self._read, self._given.pop(position, ()))
+        return map(self._read, self._delivered.pop(position, ()))
 
     def forget_through(self, step: int, is_open: Callable[[int], bool]) -> None:
-        """Remove the files up to that of ``step`` that hold nothing of a position that ``is_open``: a checkpoint holds
-        what was learned from them."""
+        """Remove the files up to ``step`` that hold no position for which ``is_open`` is True: a checkpoint covers
+        them."""
         for path in self._directory.glob("step-*.journal"):
-            at = int(path.stem.removeprefix("step-"))
-            if at <= step and not any(map(is_open, tuple(self._holds[at]))):
+            number = int(path.stem.removeprefix("step-"))
+            if number <= step and not any(map(is_open, tuple(self._positions[number]))):
                 path.unlink()
-                self._holds.pop(at, None)
+                self._positions.pop(number, None)
 
     def close(self) -> None:
         with self._writing:
@@ -229,55 +229,55 @@ class Journal:
             self._file = None
 
     def _weights(self, step: int) -> object:
-        return self._found[step].header.get("weights")
+        return self._files[step].header.get("weights")
 
-    def _look_through(self, step: int, path: Path) -> bool:
-        """Note where the frames of a file are; False for a file that is not of this run, or of another format."""
+    def _scan(self, step: int, path: Path) -> bool:
+        """Index the frames of a file; False for a file of another run or format."""
         with path.open("rb") as file:
-            frames = frames_of(file)
+            frames = read_frames(file)
             first, end = next(frames, (b"", 0))
             header = _json(first)
-            self._found[step] = found = _Found(header, end)
+            self._files[step] = step_file = _StepFile(header, end)
             if not {**self._header, "step": step}.items() <= header.items():
                 return False
             for payload, after in frames:
                 first, _, encoded = payload.partition(b"\n")
                 line = _json(first)
                 if "batch" in line:
-                    found.batch = tuple(line["batch"])
+                    step_file.batch = tuple(line["batch"])
                 else:
-                    self._note(line, _Frame(step, after - len(encoded), len(encoded)))
-                found.end = after
+                    self._index_entry(line, _Frame(step, after - len(encoded), len(encoded)))
+                step_file.end = after
         return True
 
-    def _note(self, line: Mapping[str, Any], frame: _Frame) -> None:
-        """Take up a frame that is of an episode: a turn, its end, or that it was given up."""
+    def _index_entry(self, line: Mapping[str, Any], frame: _Frame) -> None:
+        """Index a frame of an episode: a turn, its end, or that it was abandoned."""
         position, key = line["position"], line.get("episode")
-        self._holds[frame.step].add(position)
+        self._positions[frame.step].add(position)
         self._count(frame.step, line)
         if key is not None:
             episode = self._episodes[position].setdefault(key, _Episode(key))
             if "turn" not in line:
-                episode.over = frame.step
+                episode.ended_in = frame.step
             elif line["turn"] == len(episode.turns):
                 episode.turns.append(frame)
         if "turn" not in line and frame.length:
-            self._frames[position].append(frame)
+            self._unread[position].append(frame)
 
     def _count(self, step: int, line: Mapping[str, Any]) -> None:
         if replayed := line.get("replayed"):
             self._counts[step].update(episodes=1, turns=replayed)
-        if why := line.get("anew"):
-            self._counts[step][why] += 1
+        if reason := line.get("anew"):
+            self._counts[step][reason] += 1
 
     def _forget(self, step: int) -> None:
         self._path(step).unlink(missing_ok=True)
-        self._found.pop(step, None)
-        self._holds.pop(step, None)
+        self._files.pop(step, None)
+        self._positions.pop(step, None)
         self._counts.pop(step, None)
-        for position, frames in self._frames.items():
-            if any(frame.step == step for frame in frames):  # of others episodes may be given out meanwhile
-                self._frames[position] = [frame for frame in frames if frame.step != step]
+        for position, frames in self._unread.items():
+            if any(frame.step == step for frame in frames):  # episodes of other positions may be delivered meanwhile
+                self._unread[position] = [frame for frame in frames if frame.step != step]
         for episodes in list(self._episodes.values()):
             for episode in list(episodes.values()):
                 episode.forget(step)
@@ -294,34 +294,34 @@ class Journal:
             return file.read(frame.length)
 
     def _write(self, position: int, trajectory: Trajectory, episode: str | None) -> _Frame:
-        """Write a trajectory down; with it its ``episode``, if its turns were, is over."""
+        """Append a trajectory. If its turns were logged, its ``episode`` has ended."""
         line: dict[str, Any] = {"position": position}
         if episode is not None:
             line |= {"episode": episode, "replayed": trajectory.replayed_turns}
-        return self._put_down(line, encode_trajectory(trajectory))
+        return self._append_entry(line, encode_trajectory(trajectory))
 
     def _write_turn(self, position: int, episode: _Episode, turn: LoggedTurn) -> None:
         line = {"position": position, "episode": episode.key, "turn": len(episode.turns)}
-        episode.turns.append(self._put_down(line, encode_turn(turn)))
+        episode.turns.append(self._append_entry(line, encode_turn(turn)))
 
-    def _give_up(self, position: int, episode: _Episode, anew: str = "") -> None:
-        """Write down that ``episode`` is over, and why it is begun anew, if it is."""
-        self._put_down({"position": position, "episode": episode.key, "anew": anew})
+    def _abandon(self, position: int, episode: _Episode, anew: str = "") -> None:
+        """Record that ``episode`` was abandoned, and why it restarts, if it does."""
+        self._append_entry({"position": position, "episode": episode.key, "anew": anew})
 
-    def _put_down(self, line: Mapping[str, Any], data: bytes = b"") -> _Frame:
-        payload = as_frame(json.dumps(line).encode() + b"\n" + data)
+    def _append_entry(self, line: Mapping[str, Any], data: bytes = b"") -> _Frame:
+        payload = encode_frame(json.dumps(line).encode() + b"\n" + data)
         with self._writing:
             step = self._step
-            self._holds[step].add(line["position"])
-            end = self._put(payload)
+            self._positions[step].add(line["position"])
+            end = self._append(payload)
             self._count(step, line)
         return _Frame(step, end - len(data), len(data))
 
-    def _put(self, frame: bytes) -> int:
-        """Append to the file of the step; where it then ends."""
+    def _append(self, frame: bytes) -> int:
+        """Append to the file of the step; returns the new end of the file."""
         assert self._file is not None, "a step was begun"
         try:
-            _write_whole(self._file, frame)
+            _write_all(self._file, frame)
         except OSError as error:
             raise disk_error(self._path(self._step), error) from error
         return self._file.tell()
@@ -331,25 +331,25 @@ class Journal:
 
 
 class EpisodeLog:
-    """Implements :class:`agent_rl.rollout.turn_log.TurnLog`: the turns of an episode of ``position``, in ``journal``.
-    It is the first there that did not end, or a new one."""
+    """Implements :class:`agent_rl.rollout.turn_log.TurnLog` in ``journal``: the first unfinished episode of
+    ``position``, or a new one."""
 
     def __init__(self, journal: Journal, position: int, oldest: int) -> None:
         self._journal, self._position, self._oldest = journal, position, oldest
-        waiting = journal._episodes[position]
-        found = next((each for each in waiting.values() if each.turns and each.over is None), None)
-        self.episode = _Episode() if found is None else waiting.pop(found.key)
+        unfinished = journal._episodes[position]
+        resumable = next((each for each in unfinished.values() if each.turns and each.ended_in is None), None)
+        self.episode = _Episode() if resumable is None else unfinished.pop(resumable.key)
 
     @property
     def key(self) -> str:
-        """What the episode is known by."""
+        """The episode's identifier."""
         return self.episode.key
 
     async def kept(self) -> Sequence[LoggedTurn]:
-        """See :class:`TurnLog`; none where they are too old."""
+        """See :class:`TurnLog`; empty if the turns are too old."""
         turns = await asyncio.to_thread(self._journal._read_turns, self.episode.turns)
         if min(_versions(turns), default=self._oldest) < self._oldest:
-            await self._begin_anew("too_old")
+            await self._restart("too_old")
             return []
         return turns
 
@@ -357,17 +357,17 @@ class EpisodeLog:
         await asyncio.to_thread(self._journal._write_turn, self._position, self.episode, turn)
 
     async def start_over(self) -> None:
-        await self._begin_anew("differed")
+        await self._restart("differed")
 
     async def failed(self, stop: StopReason) -> None:
-        """The infrastructure failed it. Only where its sandbox's host was lost does it go on, by whoever runs next."""
-        if stop is StopReason.HOST_LOST:
+        """The infrastructure failed the episode. It resumes only if its node was lost."""
+        if stop is StopReason.NODE_LOST:
             self._journal._episodes[self._position][self.episode.key] = self.episode
         elif self.episode.turns:
-            await asyncio.to_thread(self._journal._give_up, self._position, self.episode)
+            await asyncio.to_thread(self._journal._abandon, self._position, self.episode)
 
-    async def _begin_anew(self, why: str) -> None:
-        await asyncio.to_thread(self._journal._give_up, self._position, self.episode, why)
+    async def _restart(self, reason: str) -> None:
+        await asyncio.to_thread(self._journal._abandon, self._position, self.episode, reason)
         self.episode = _Episode()
 
 
@@ -375,13 +375,13 @@ def _versions(turns: Sequence[LoggedTurn]) -> Iterator[int]:
     return (int(span.version) for turn in turns for completion in turn.completions for span in completion.versions)
 
 
-def _write_whole(file: IO[bytes], data: bytes) -> None:
+def _write_all(file: IO[bytes], data: bytes) -> None:
     start, view = file.tell(), memoryview(data)
     try:
         while view:
             view = view[file.write(view) :]
     except OSError:
-        # What follows a torn frame would be lost with it.
+        # Frames after a damaged frame would be lost.
         with suppress(OSError):
             os.ftruncate(file.fileno(), start)
             file.seek(start)
@@ -389,7 +389,7 @@ def _write_whole(file: IO[bytes], data: bytes) -> None:
 
 
 def _json(line: bytes) -> dict[str, Any]:
-    """The object in ``line``; an empty one where there is none."""
+    """The object in ``line``; an empty one if it is not a JSON object."""
     try:
         parsed = json.loads(line)
     except (ValueError, RecursionError):

@@ -1,58 +1,81 @@
-"""Checks made before anything is started: a user's mistake is answered at once, in one line."""
+"""Checks that run before anything starts. A mistake of the user is reported at once, in one line."""
 
 from __future__ import annotations
 
 import asyncio
 import importlib.util
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from agent_rl.config import RunConfig
+from agent_rl.config import EngineConfig, RolloutConfig, RunConfig, TrainConfig
 from agent_rl.config.builtin import MODELS
+from agent_rl.controller.cluster_resources import ClusterRequest
 from agent_rl.engine.factory import check_engines
 from agent_rl.errors import UserError
-from agent_rl.models.spec import ModelSpec, check_alike, read_model_spec
+from agent_rl.models.hub import fetch_models
+from agent_rl.models.spec import ModelSpec, check_same_architecture, read_model_spec
+from agent_rl.monitoring.sinks import check_sinks
 from agent_rl.train.batching.partition import over_budget
 from agent_rl.train.hf_index import check_checkpoint
+from agent_rl.train.parallel_checks import check_layout
 from agent_rl.train.ray_session import check_ray
-from agent_rl.utils.concurrency import first_leaf
+from agent_rl.train.route_trace import check_trace
+from agent_rl.utils.concurrency import first_error
 
-FREE_BYTES_WANTED = 1 << 30
+MIN_FREE_BYTES = 1 << 30
 TRAINER_PACKAGES = ("torch", "megatron-core", "ray")
 
-
-def check(config: RunConfig) -> ModelSpec:
-    """The facts of the config's model. Raises UserError for what would fail later: no model, no engine environment, no
-    agent program, no room on the disk."""
-    check_model(config.model)
-    facts = read_model_spec(config.model)
-    if config.train.kl.reference is not None:
-        check_model(config.train.kl.reference, key="train.kl.reference")
-        check_alike(facts, config.model, config.train.kl.reference, "train.kl.reference")
-    if config.engine.launched and config.engine.placement == "local" and not Path(config.engine.python).exists():
-        raise UserError(f"engine.python: no interpreter {config.engine.python}; `agent-rl install engine` makes it")
-    harness = config.rollout.harness
-    if harness is not None and harness.directory is not None and not harness.directory.is_dir():
-        raise UserError(
-            f"rollout.harness.directory: {harness.directory}: no such directory; install the agent program there first"
-        )
-    check_room(config.runs_dir)
-    return facts
+Purpose = Literal["model", "serve", "rollout", "train"]
+"""``model``: only the model is read. ``serve``: engines serve it. ``rollout``: trajectories are kept, with routes where
+the config replays them. ``train``: the trainer starts too."""
 
 
-async def ask_elsewhere(config: RunConfig) -> None:
-    """Ask the engines and the Ray cluster that run elsewhere whether they answer, side by side and with deadlines,
-    before anything heavy is started. Raises UserError for the first that does not."""
-    engine = config.engine
-    questions = [] if engine.launched else [check_engines(engine.named, headers=engine.headers)]
-    if config.train.ray_address is not None:
-        questions.append(check_ray(config.train.ray_address))
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A config that passed :func:`run`, and what was derived from it once.
+
+    ``config.model`` is a local directory and ``model_spec`` its architecture. ``cluster``: what the run needs of Ray.
+    """
+
+    config: RunConfig
+    model_spec: ModelSpec
+    cluster: ClusterRequest
+
+
+def run(config: RunConfig, purpose: Purpose = "serve") -> Checked:
+    """Check ``config`` for ``purpose`` and read the model's ``config.json``, once for the run. Blocks; models that the
+    config names by a hub id are downloaded.
+
+    Raises UserError or ConfigError, one line, for what would fail later.
+    """
+    if purpose == "train":
+        check_trainer()
+    config = fetch_models(config)
+    model_spec = _check_models(config)
+    if purpose != "model":
+        _check_programs(config.engine, config.rollout)
+        check_disk_space(config.runs_dir)
+    if purpose in ("rollout", "train"):
+        check_replay(config.train, config.model, model_spec)
+    if purpose == "train":
+        _check_training(config, model_spec)
+    return Checked(config, model_spec, ClusterRequest.of(config))
+
+
+async def check_remote_services(engine: EngineConfig, ray_address: str | None) -> None:
+    """Check that the engines of ``engine.urls`` and the cluster of ``train.ray_address`` respond, concurrently and with
+    deadlines. Raises UserError for the first that does not."""
+    checks = [] if engine.launched else [check_engines(engine.external_urls, headers=engine.headers)]
+    if ray_address is not None:
+        checks.append(check_ray(ray_address))
     try:
-        async with asyncio.TaskGroup() as asking:
-            for question in questions:
-                asking.create_task(question)
+        async with asyncio.TaskGroup() as group:
+            for check in checks:
+                group.create_task(check)
     except BaseExceptionGroup as errors:
-        raise first_leaf(errors) from None
+        raise first_error(errors) from None
 
 
 def check_trainer() -> None:
@@ -62,38 +85,61 @@ def check_trainer() -> None:
         raise UserError(f"not installed: {', '.join(missing)}; `agent-rl install trainer` installs them")
 
 
-def check_weights(config: RunConfig, facts: ModelSpec) -> None:
-    """Raises ConfigError for a checkpoint that lacks a shard or a tensor, or has one of another shape than its config
-    says; of the policy, and of the KL penalty's reference. Reads the files' heads alone."""
-    check_checkpoint(config.model, facts)
-    if config.train.kl.reference is not None:
-        check_checkpoint(config.train.kl.reference, facts, "train.kl.reference")
+def _check_models(config: RunConfig) -> ModelSpec:
+    """The architecture of the policy's model. Raises UserError or ConfigError for a model that is missing or not
+    supported, and for a KL reference of another architecture."""
+    check_model(config.model)
+    model_spec = read_model_spec(config.model)
+    if (reference := config.train.kl.reference) is not None:
+        check_model(reference, key="train.kl.reference")
+        check_same_architecture(model_spec, config.model, reference, "train.kl.reference")
+    return model_spec
 
 
-def check_replay(config: RunConfig, facts: ModelSpec) -> None:
-    """Raises UserError where replay is asked of a dense model."""
-    if config.train.replay != "off" and facts.layout is None:
+def _check_programs(engine: EngineConfig, rollout: RolloutConfig) -> None:
+    """Raises UserError where the engine's interpreter or the directory of the agent program is missing."""
+    if engine.launched and engine.placement == "local" and not Path(engine.python).exists():
+        raise UserError(f"engine.python: no interpreter {engine.python}; `agent-rl install engine` makes it")
+    harness = rollout.harness
+    if harness is not None and harness.directory is not None and not harness.directory.is_dir():
         raise UserError(
-            f"train.replay is {config.train.replay} and {config.model} has no MoE layer (model_type {facts.kind}), so "
-            "it has no routes to replay: set train.replay to off"
+            f"rollout.harness.directory: {harness.directory}: no such directory; install the agent program there first"
         )
 
 
-def check_lengths(config: RunConfig, facts: ModelSpec) -> None:
-    """Raises UserError where a trajectory may grow beyond what the trainer's micro-batch or the model's context holds.
+def _check_training(config: RunConfig, model_spec: ModelSpec) -> None:
+    """Raises UserError or ConfigError for what the trainer would refuse later: a checkpoint that lacks a shard or a
+    tensor, a parallel layout, the lengths, a metrics sink. Reads only the headers of the safetensors files."""
+    check_checkpoint(config.model, model_spec)
+    if (reference := config.train.kl.reference) is not None:
+        check_checkpoint(reference, model_spec, "train.kl.reference")
+    check_lengths(config.rollout, config.train, config.model, model_spec)
+    check_layout(config, model_spec)
+    check_trace(config.r3.trace, config.train.replay)
+    check_sinks(config.monitoring)
 
-    A longer sequence is never cut and its budget never raised: this is where it is told, before anything starts.
-    """
-    longest, budget = config.rollout.max_tokens, config.train.microbatch_tokens
-    if longest > budget:
-        raise UserError(f"rollout.max_tokens is {longest} and {over_budget(budget, longest)}")
-    positions = facts.max_positions
-    if longest > positions:
+
+def check_replay(train: TrainConfig, model: Path, model_spec: ModelSpec) -> None:
+    """Raises UserError where ``train.replay`` is set for a dense model."""
+    if train.replay != "off" and model_spec.layout is None:
         raise UserError(
-            f"rollout.max_tokens is {longest} and {config.model}/config.json has max_position_embeddings={positions}: "
+            f"train.replay is {train.replay} and {model} has no MoE layer (model_type {model_spec.kind}), so it has no "
+            "routes to replay: set train.replay to off"
+        )
+
+
+def check_lengths(rollout: RolloutConfig, train: TrainConfig, model: Path, model_spec: ModelSpec) -> None:
+    """Raises UserError where ``rollout.max_tokens`` exceeds the trainer's micro-batch or the model's context: training
+    never truncates a sequence and never exceeds the budget."""
+    max_tokens, budget, positions = rollout.max_tokens, train.microbatch_tokens, model_spec.max_positions
+    if max_tokens > budget:
+        raise UserError(f"rollout.max_tokens is {max_tokens} and {over_budget(budget, max_tokens)}")
+    if max_tokens > positions:
+        raise UserError(
+            f"rollout.max_tokens is {max_tokens} and {model}/config.json has max_position_embeddings={positions}: "
             f"lower rollout.max_tokens to {positions}, or extend the model (rope_scaling: yarn) if it is made for that"
         )
-    if config.train.old_logprob.source == "rescore" and longest == positions:
+    if train.old_logprob.source == "rescore" and max_tokens == positions:
         raise UserError(
             f"train.old_logprob.source rescore: SGLang evaluates no sequence that fills the context of {positions} "
             f"tokens: lower rollout.max_tokens to {positions - 1}"
@@ -101,24 +147,24 @@ def check_lengths(config: RunConfig, facts: ModelSpec) -> None:
 
 
 def check_model(directory: Path, key: str = "model") -> None:
+    """Raises UserError where ``directory``, the value of the config's ``key``, has no ``config.json``."""
     if not (directory / "config.json").is_file():
-        tiny = (
+        hint = (
             f"`agent-rl model init {directory}` makes it" if directory.name in MODELS else "name the directory of one"
         )
-        raise UserError(f"{key}: {directory}: no Hugging Face checkpoint there (no config.json); {tiny}")
+        raise UserError(f"{key}: {directory}: no Hugging Face checkpoint there (no config.json); {hint}")
 
 
-def check_room(directory: Path) -> None:
-    """A run needs a directory, and room in it for checkpoints and trajectories."""
-    existing = directory.absolute()
+def check_disk_space(runs_dir: Path) -> None:
+    """Raises UserError unless run directories can be made in ``runs_dir`` and 1 GiB is free there."""
+    existing = runs_dir.absolute()
     while not existing.exists():
         existing = existing.parent
     if not existing.is_dir():
-        raise UserError(f"runs_dir: {existing} is a file: name a directory, or one that is to be made")
+        raise UserError(f"runs_dir: {existing} is a file: name a directory")
     free = shutil.disk_usage(existing).free
-    if free < FREE_BYTES_WANTED:
+    if free < MIN_FREE_BYTES:
         raise UserError(
-            f"runs_dir: {directory}: {free / 2**20:.0f} MiB free, "
-            f"a run wants {FREE_BYTES_WANTED / 2**20:.0f} MiB; "
-            "free some room or set runs_dir to another disk"
+            f"runs_dir: {runs_dir}: {free / 2**20:.0f} MiB free, a run needs {MIN_FREE_BYTES / 2**20:.0f} MiB; "
+            "free some space or set runs_dir to another disk"
         )

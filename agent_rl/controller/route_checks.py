@@ -1,10 +1,10 @@
-"""The routes that a run trains on: probed before its first step, and held to a budget in every step."""
+"""Checks the routes that a run trains on: a probe before the first step, and a budget of missing routes per step."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from agent_rl.config import R3Config, RunConfig
+from agent_rl.config import R3Config
 from agent_rl.engine.route_probe.run import ProbeReport, probe, table
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.errors import RoutesMissingError
@@ -13,42 +13,40 @@ from agent_rl.rollout.metrics import missing_token_fraction
 from agent_rl.types import Group
 
 
-async def probe_engines(config: RunConfig, engine: SGLangEngine, display: Display) -> None:
-    """Probe every engine of a run that replays its routes, and say what was found: a line, or a table on failure.
+async def probe_engines(
+    routes: R3Config | None, engine: SGLangEngine, headers: Mapping[str, str], display: Display
+) -> None:
+    """Probe every engine in use where ``routes.probe`` is on (None: the run replays no routes), and show the result: a
+    line, or a table where a check failed.
 
     Raises RoutesMissingError, one line, where a failed check makes replay wrong.
     """
-    if not is_probed(config):
+    if routes is None or not routes.probe:
         return
     display.stage("probing the engine's routes")
     for url in engine.urls:
-        report = await probe(url, engine.facts, retract=True, headers=config.engine.headers)
+        report = await probe(url, engine.model_spec, retract=True, headers=headers)
         if report.failed:
             display.table(table(report))
         display.fact("routes", report.line())
-        refuse_spoilt(config, report)
+        refuse_unusable(routes, report)
 
 
-def is_probed(config: RunConfig) -> bool:
-    """Whether a run asks for probes of its engines."""
-    return config.wants_routes and config.r3.probe
-
-
-def refuse_spoilt(config: RunConfig, report: ProbeReport) -> None:
+def refuse_unusable(routes: R3Config, report: ProbeReport) -> None:
     """Raises RoutesMissingError, one line, where a failed check makes replay wrong."""
-    if spoiling := report.spoils(missing_allowed=config.r3.missing != "error"):
-        findings = "; ".join(f"{check.name}: {check.found}" for check in spoiling)
+    if failures := report.spoils(missing_allowed=routes.missing != "error"):
+        findings = "; ".join(f"{check.name}: {check.finding}" for check in failures)
         raise RoutesMissingError(
-            f"{report.url}: its routes can't be replayed ({findings}): {spoiling[0].advice}; "
+            f"{report.url}: its routes can't be replayed ({findings}): {failures[0].advice}; "
             "see `agent-rl r3 probe URL`, or set train.replay to r2 or off"
         )
 
 
-def check_budget(step: int, groups: Sequence[Group], config: R3Config) -> None:
+def check_missing_budget(step: int, groups: Sequence[Group], routes: R3Config) -> None:
     """Raises RoutesMissingError where more of a step's tokens lack routes than ``r3.missing_budget`` allows."""
-    share = missing_token_fraction(trajectory for group in groups for trajectory in group.trajectories)
-    if config.missing != "error" and share > config.missing_budget:
+    fraction = missing_token_fraction(trajectory for group in groups for trajectory in group.trajectories)
+    if routes.missing != "error" and fraction > routes.missing_budget:
         raise RoutesMissingError(
-            f"step {step}: {share:.2%} of its tokens lack routes, r3.missing_budget={config.missing_budget:g} allows "
-            f"{config.missing_budget:.2%}; `agent-rl r3 probe URL` says what drops them"
+            f"step {step}: {fraction:.2%} of its tokens lack routes, r3.missing_budget={routes.missing_budget:g} "
+            f"allows {routes.missing_budget:.2%}; `agent-rl r3 probe URL` says what drops them"
         )

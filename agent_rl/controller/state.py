@@ -1,19 +1,19 @@
-"""The run directory, and what a run must know to go on after a kill.
+"""The run directory, and the state that a run needs to resume after a kill.
 
 ::
 
     runs/<name>/
       config.yaml                      the resolved config
-      state.json                       the run's id; steps after which it was resumed; evaluations, by step
-      metrics.jsonl  tensorboard/      one object a step
-      balance.jsonl                    expert loads before and after balancing, where experts are borrowed
-      quarantine.json                  tasks that were found to be undecidable, and are drawn no more
-      trajectories/step-NNNNNN.*       what the agents did (agent_rl/rollout/records.py)
-      evaluations/step-NNNNNN-KIND.*   the same of an evaluation, and its report with every task's outcome
-      tokenizer.json                   the model's tokenizer: what the tokens in these files are
+      state.json                       the run's id, the steps after which it was resumed, evaluations by step
+      metrics.jsonl  tensorboard/      one object per step
+      balance.jsonl                    expert loads before and after balancing, if experts are borrowed
+      quarantine.json                  undecidable tasks, which are drawn no more
+      trajectories/step-NNNNNN.*       the trajectories (agent_rl/rollout/records.py)
+      evaluations/step-NNNNNN-KIND.*   the same for an evaluation, and its report with every task's outcome
+      tokenizer.json                   the model's tokenizer, to decode the tokens in these files
       journal/step-NNNNNN.journal      episodes that finished since the last checkpoint
-      checkpoints/step-NNNNNN/         what training resumes from
-      weights/step-NNNNNN/             what an engine was given from disk, where it needed that
+      checkpoints/step-NNNNNN/         checkpoints to resume training from
+      weights/step-NNNNNN/             weights that an engine loads from disk, if it needs that
       model/  summary.json  run.png    the result
 """
 
@@ -31,20 +31,20 @@ import yaml
 
 from agent_rl.config import RunConfig
 from agent_rl.errors import ConfigError
-from agent_rl.evaluation.finished import report_path
 from agent_rl.evaluation.report import EvalReport
+from agent_rl.evaluation.saved import report_path
 from agent_rl.rollout.records import DIRECTORY, EVALUATIONS
 from agent_rl.train.expert_balancing.report import forget_balance
 from agent_rl.utils.run_files import read_json, write_atomic, write_json
 
-# What may differ between a run and its resumption: how long, how observed, and where the parts are.
+# Keys that may differ between a run and its resumption: duration, monitoring, and placement of the parts.
 MAY_CHANGE = (
     {"engine"},
     {"sandbox"},
     {"runs_dir"},
     {"guard"},
     {"hardware"},
-    {"observe"},
+    {"monitoring"},
     {"r3", "trace"},
     {"rollout", "recover"},
     {"train", "steps"},
@@ -59,20 +59,20 @@ MAY_CHANGE = (
 
 
 class RunState:
-    """A run's directory and its progress. Opening an existing directory resumes it."""
+    """A run's directory and progress. Opening an existing directory resumes the run."""
 
     def __init__(self, config: RunConfig) -> None:
         self.dir = config.run_dir
         self.checkpoints = self.dir / "checkpoints"
         self._evaluations: dict[str, dict[str, Any]] = {}
         self.dir.mkdir(parents=True, exist_ok=True)
-        self._adopt_config(config)
+        self._store_config(config)
         self._path = self.dir / "state.json"
         saved = read_json(self._path) if self._path.exists() else {}
         self._evaluations.update(saved.get("evaluations", {}))
         self.run_id: str = saved.get("run_id") or uuid.uuid4().hex[:12]
         self._resumes: list[int] = saved.get("resumes", [])
-        self._begun = bool(saved)
+        self._started_before = bool(saved)
         self._write()
 
     @property
@@ -81,20 +81,20 @@ class RunState:
         return self._evaluations
 
     def record_evaluation(self, key: str, report: EvalReport) -> None:
-        """Keep a report: whole in a file of its own, and in ``state.json``, which is written anew each time, without
-        its outcomes. A rate of nothing, NaN, is None from now on, as it is after a restart: JSON has no NaN."""
+        """Store a report: completely in a file of its own, and without its outcomes in ``state.json``. NaN rates (of
+        no tasks) become None, because JSON has no NaN."""
         report.write(report_path(self.dir, key))
-        kept = {name: value for name, value in asdict(report).items() if name not in ("outcomes", "by_repo")}
-        unknown = {name for name, value in kept.items() if isinstance(value, float) and math.isnan(value)}
-        self._evaluations[key] = {name: None if name in unknown else value for name, value in kept.items()}
+        fields = {name: value for name, value in asdict(report).items() if name not in ("outcomes", "by_repo")}
+        nans = {name for name, value in fields.items() if isinstance(value, float) and math.isnan(value)}
+        self._evaluations[key] = {name: None if name in nans else value for name, value in fields.items()}
         self._write()
 
     def forget_after(self, step: int) -> None:
-        """Drop what belongs to steps later than ``step``: they are about to be done again. A run that was begun before
-        notes ``step`` among its resumes."""
+        """Remove everything of steps after ``step``, which will be repeated. A run that was started before records
+        ``step`` as a resume."""
         forget_balance(self.dir, step)
-        self._resumes = [*self._resumes, step] if self._begun else []
-        self._begun = True
+        self._resumes = [*self._resumes, step] if self._started_before else []
+        self._started_before = True
         self._evaluations = {key: value for key, value in self._evaluations.items() if evaluation_step(key) <= step}
         for path in (*(self.dir / DIRECTORY).glob("step-*"), *(self.dir / EVALUATIONS).glob("step-*")):
             if int(path.name.split("-")[1].split(".")[0]) > step:
@@ -105,10 +105,10 @@ class RunState:
         return self.checkpoints / f"step-{step:06d}"
 
     def _write(self) -> None:
-        held = {"run_id": self.run_id, "resumes": self._resumes, "evaluations": self._evaluations}
-        write_json(self._path, held)
+        saved = {"run_id": self.run_id, "resumes": self._resumes, "evaluations": self._evaluations}
+        write_json(self._path, saved)
 
-    def _adopt_config(self, config: RunConfig) -> None:
+    def _store_config(self, config: RunConfig) -> None:
         path = self.dir / "config.yaml"
         resolved = config.model_dump(mode="json")
         if path.exists():
@@ -117,7 +117,7 @@ class RunState:
 
 
 def keep_tokenizer(model: Path, directory: Path) -> None:
-    """Copy the tokenizer of ``model`` into a run's directory, where it has one as a single file."""
+    """Copy the tokenizer of ``model`` into a run's directory, if it is a single file."""
     source = model / "tokenizer.json"
     if source.is_file():
         write_atomic(directory / "tokenizer.json", source.read_bytes())
@@ -128,7 +128,7 @@ def evaluation_step(key: str) -> int:
 
 
 def _check_same(old: Mapping[str, Any], new: Mapping[str, Any], directory: Path) -> None:
-    """A resumed run must be the same run: name the first key that differs."""
+    """Raises ConfigError that names the first key that differs and must not."""
     for key in sorted(_flatten(old).keys() | _flatten(new).keys()):
         parts = set(key.split("."))
         if any(changeable <= parts for changeable in MAY_CHANGE):
@@ -136,8 +136,8 @@ def _check_same(old: Mapping[str, Any], new: Mapping[str, Any], directory: Path)
         before, after = _flatten(old).get(key), _flatten(new).get(key)
         if before != after:
             raise ConfigError(
-                f"{key}: {directory} was begun with {before!r}, the config now says {after!r}; "
-                "give the run another name, or remove the directory to start anew"
+                f"{key}: {directory} was started with {before!r}, the config now has {after!r}; "
+                "choose another name, or remove the directory to start over"
             )
 
 

@@ -1,14 +1,14 @@
-"""What a run came to: ``summary.json``, a table, and one picture."""
+"""The result of a run: ``summary.json``, a table, and one picture."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
 
-from agent_rl.controller.skipped_updates import idle_steps
 from agent_rl.controller.state import RunState, evaluation_step
 from agent_rl.monitoring.plots import draw_run
 from agent_rl.utils.run_files import write_json
@@ -28,7 +28,7 @@ MEANS = (
 def summarize(
     state: RunState, rows: Sequence[Mapping[str, float]], facts: Mapping[str, Any], *, steps: int
 ) -> dict[str, Any]:
-    """Write ``summary.json`` and ``run.png``; return the summary. ``facts`` are about the parts (sandbox, engine)."""
+    """Write ``summary.json`` and ``run.png``; returns the summary. ``facts`` describe the sandbox and the engine."""
     before, after = state.evaluations.get("step-0/sampled"), state.evaluations.get(f"step-{steps}/sampled")
     evaluations = state.evaluations
     summary = {
@@ -71,9 +71,9 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
 
 
 def _values(rows: Sequence[Mapping[str, float]], name: str) -> list[float]:
-    """The metric in every step that has it; times only of steps that were run whole, not taken from the journal."""
-    whole = [row for row in rows if not (name.startswith("time/") and "time/rollout_recovered" in row)]
-    return [row[name] for row in whole if name in row]
+    """The metric in every step that has it; times only of steps without recovered episodes."""
+    complete = [row for row in rows if not (name.startswith("time/") and "time/rollout_recovered" in row)]
+    return [row[name] for row in complete if name in row]
 
 
 def _rate(evaluations: Mapping[str, Mapping[str, Any]], key: str) -> float | None:
@@ -81,7 +81,7 @@ def _rate(evaluations: Mapping[str, Mapping[str, Any]], key: str) -> float | Non
 
 
 def _seconds(rows: Sequence[Mapping[str, float]], evaluations: Mapping[str, Mapping[str, Any]]) -> float:
-    """Wall time of all steps and evaluations, over however many starts the run took."""
+    """Wall time of all steps and evaluations, over all starts of the run."""
     return sum(row["time/step"] for row in rows) + sum(report["seconds"] for report in evaluations.values())
 
 
@@ -91,3 +91,28 @@ def _points(evaluations: Mapping[str, Mapping[str, Any]]) -> dict[int, tuple[flo
         for key, report in evaluations.items()
         if key.endswith("/sampled") and report["pass_at_1"] is not None
     }
+
+
+def why_idle(row: Mapping[str, float]) -> str | None:
+    """Why the step with the metrics ``row`` changed no weights; None if it did."""
+    if row.get("train/updates"):
+        return None
+    if row.get("train/skipped_updates"):
+        return "the guard skipped the update"
+    if not row.get("rollout/trajectories"):
+        return "infrastructure failures dropped every group"
+    if row.get("reward/groups_uniform") == 1.0:
+        return _uniform(row["reward/mean"])
+    return "all trajectories were filtered out (see filter/* and r3/dropped_samples)"
+
+
+def idle_steps(rows: Iterable[Mapping[str, float]]) -> dict[str, int]:
+    """Number of steps that changed no weights, by reason, most frequent first."""
+    return dict(Counter(reason for row in rows if (reason := why_idle(row)) is not None).most_common())
+
+
+def _uniform(reward: float) -> str:
+    equal = "the rewards within every group are equal"
+    if reward == 0.0:
+        return f"{equal}, all 0: the tasks are too hard for the model, or their grading is broken"
+    return f"{equal}, all 1: the tasks are too easy for the model" if reward == 1.0 else equal

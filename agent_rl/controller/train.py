@@ -1,19 +1,17 @@
-"""The training run: take a batch, update, publish, release, step after step, while the pump samples.
+"""The training run. Each step takes a batch, updates, publishes the weights and releases the batch's place.
 
 ::
 
-    RolloutProducer ── groups ──▶ RolloutBuffer.take ── Batch ──▶ samples_of ── samples ──▶ trainer.step ── weights
-    ──▶ engine
+    RolloutProducer ─ groups ─▶ RolloutBuffer.take ─ Batch ─▶ samples_of ─ samples ─▶ trainer.step ─ weights ─▶ engine
         ▲                                                                                                         │
-        └───────────────────────────── RolloutBuffer.release, after the published version ◀──────────────────────────┘
+        └───────────────────────── RolloutBuffer.release, after the weights are published ◀───────────────────────┘
 
-With ``async_rollout.depth`` 0 there is room for one batch at a time: a step's episodes are all sampled with the
-weights the step before published, and nothing runs beside training or evaluation. With more, sampling runs so many
-batches ahead.
+With ``async_rollout.depth`` 0 the buffer holds one batch: all episodes of a step are sampled with the weights that the
+previous step published, and nothing runs during training or evaluation. With depth n, sampling runs n batches ahead.
 
-What a step consumed and produced is on disk before the next begins, and every episode as soon as it ends; a killed run
-goes on from its last checkpoint with the episodes that had finished since, and so does one whose trainer died, by
-itself.
+Everything a step consumed and produced is on disk before the next begins, and every episode as soon as it ends. A
+killed run continues from its last checkpoint with the episodes that finished since. A run whose trainer died restarts
+the trainer and does the same.
 """
 
 from __future__ import annotations
@@ -25,35 +23,31 @@ from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
-from agent_rl.config import RunConfig
-from agent_rl.controller import preflight
-from agent_rl.controller.advantages import GroupSamples, overlong_penalty, samples_of
+from agent_rl.config import RunConfig, TrainConfig
+from agent_rl.controller.advantages import GroupSamples, build_samples, overlong_penalty
 from agent_rl.controller.async_rollout.buffer import BufferRules, RolloutBuffer
 from agent_rl.controller.async_rollout.evaluations import Evaluations
-from agent_rl.controller.async_rollout.ledger_file import History, StepRow
-from agent_rl.controller.async_rollout.producer import RolloutProducer
-from agent_rl.controller.async_rollout.task_ledger import Ledger, Outcome
-from agent_rl.controller.batch import Batch, batch_metrics, batch_of, check_filled, goodput, rescore_values
-from agent_rl.controller.checkpoints import Checkpoints, Progress
+from agent_rl.controller.async_rollout.ledger_file import LedgerFile, LedgerRow
+from agent_rl.controller.async_rollout.producer import RolloutProducer, check_enough
+from agent_rl.controller.async_rollout.task_ledger import Outcome, TaskLedger
+from agent_rl.controller.batch import Batch, batch_metrics, build_batch, check_filled, goodput, rescore_values
+from agent_rl.controller.checkpoints import Checkpoints, Progress, TrainerRestarts
 from agent_rl.controller.engine_admission import EngineAdmission
 from agent_rl.controller.guard import Guard
 from agent_rl.controller.journal import Journal
-from agent_rl.controller.placement import Reservations, needs_ray, open_reservations
+from agent_rl.controller.placement import Reservations, open_reservations
+from agent_rl.controller.preflight import Checked, check_remote_services
 from agent_rl.controller.rollout_runtime import RolloutRuntime, open_rollout_runtime
-from agent_rl.controller.route_checks import check_budget, probe_engines
-from agent_rl.controller.skipped_updates import why_idle
+from agent_rl.controller.route_checks import check_missing_budget, probe_engines
 from agent_rl.controller.state import RunState, keep_tokenizer
-from agent_rl.controller.summary import summarize, summary_table
-from agent_rl.controller.task_sampler import check_enough
-from agent_rl.controller.trainer_restarts import Restarts
+from agent_rl.controller.summary import summarize, summary_table, why_idle
 from agent_rl.engine.types import Scorer
 from agent_rl.errors import TrainerDied
 from agent_rl.evaluation.quarantine import Quarantine
-from agent_rl.models.spec import ModelSpec
 from agent_rl.monitoring.console import Display
 from agent_rl.monitoring.loop_lag import LoopLag
 from agent_rl.monitoring.metrics_log import MetricsLog
-from agent_rl.monitoring.sinks import SinkRun, check_sinks, openers
+from agent_rl.monitoring.sinks import SinkRun, sink_factories
 from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.filters import length_report, masked_stops
 from agent_rl.rollout.group import RolloutEvent
@@ -62,7 +56,7 @@ from agent_rl.rollout.records import write_trajectories
 from agent_rl.rollout.rescore import Rescorer
 from agent_rl.train.ray_trainer import RayTrainer
 from agent_rl.types import TokenDetail
-from agent_rl.utils.concurrency import beside, cancel_on_signals
+from agent_rl.utils.concurrency import cancel_on_signals, run_alongside
 from agent_rl.utils.directory_lock import lock_directory
 from agent_rl.weight_sync.sync import WeightSync
 from envs import Task
@@ -83,64 +77,66 @@ class Clock:
         self.values[f"time/{name}"] = time.perf_counter() - started
 
 
-async def train(config: RunConfig) -> None:
-    """Run ``config`` to its last step, from its last checkpoint if it has one; write and show the summary."""
-    facts = preflight.check(config)
-    preflight.check_weights(config, facts)
-    preflight.check_replay(config, facts)
-    preflight.check_lengths(config, facts)
-    check_sinks(config)
-    display = Display(config.name)
+async def train(checked: Checked) -> None:
+    """Train to the config's last step, from the last checkpoint if there is one; write and show the summary."""
+    config, display = checked.config, Display(checked.config.name)
     with lock_directory(config.run_dir), display:
-        await preflight.ask_elsewhere(config)
-        if needs_ray(config):
+        await check_remote_services(config.engine, config.train.ray_address)
+        if checked.cluster.connects_first:
             display.stage("connecting to Ray")
-        async with open_reservations(config, ranks=True) as rooms:  # before the directory is bound to the config
-            if rooms.note is not None:
-                display.note(rooms.note)
+        # Before the run directory is bound to the config.
+        async with open_reservations(checked.cluster, ranks=True) as reservations:
+            if reservations.note is not None:
+                display.note(reservations.note)
             state = RunState(config)
             if config.r3.ablation != "none":
                 display.fact("experiment", f"r3.ablation {config.r3.ablation}: routes are kept from the trainer")
             keep_tokenizer(config.model, state.dir)
-            async with _parts(config, facts, state, display, rooms) as (runtime, trainer):
+            async with _open_parts(checked, state, display, reservations) as (runtime, trainer):
                 begin = partial(TrainingRun, config, state, display, runtime, trainer)
-                summary = await run_to_the_end(begin, Restarts(config.train.restarts))
+                summary = await run_to_last_step(begin, TrainerRestarts(config.train.restarts))
     display.note(f"{state.dir}/summary.json   {state.dir}/run.png")
     display.table(summary_table(summary))
     display.next("show", state.dir)
 
 
 @asynccontextmanager
-async def _parts(
-    config: RunConfig, facts: ModelSpec, state: RunState, display: Display, rooms: Reservations
+async def _open_parts(
+    checked: Checked, state: RunState, display: Display, reservations: Reservations
 ) -> AsyncIterator[tuple[RolloutRuntime, RayTrainer]]:
-    """The world and the trainer, started side by side: each takes many seconds, mostly of imports.
+    """Start the rollout runtime and the trainer concurrently: each takes many seconds, mostly of imports.
 
-    One Ray serves both. Where the world needs it, ``rooms`` brought it, else the trainer starts it.
+    Both use one connection to Ray: that of ``reservations``, where there is one, else the trainer starts a local Ray.
     """
+    config = checked.config
     async with AsyncExitStack() as stack:
-        trainer = RayTrainer(config, room=rooms.ranks, note=display.note)
+        trainer = RayTrainer(config, checked.model_spec, placement_group=reservations.ranks, note=display.note)
         stack.push_async_callback(trainer.close)
         async with asyncio.TaskGroup() as starting:
             if not config.engine.colocate:
                 starting.create_task(trainer.start())
-            where = state.dir / "logs"
-            opening = open_rollout_runtime(
-                config, facts, where, display, routes=config.wants_routes, publishing=True, rooms=rooms.engines
+            runtime = await stack.enter_async_context(
+                open_rollout_runtime(
+                    checked,
+                    state.dir / "logs",
+                    display,
+                    routes=config.captures_routes,
+                    publishing=True,
+                    reservations=reservations.engines,
+                )
             )
-            runtime = await stack.enter_async_context(opening)
-            await probe_engines(config, runtime.engine, display)
+            await probe_engines(config.routes_config, runtime.engine, config.engine.headers, display)
             display.stage("starting the trainer")
-            if config.engine.colocate:  # SGLang wants as much free memory on all of its GPUs when it starts
+            if config.engine.colocate:  # SGLang needs the same free memory on all of its GPUs when it starts
                 await runtime.engine.sleep.begin()
                 starting.create_task(trainer.start())
         cancel_on_signals()
         yield runtime, trainer
 
 
-async def run_to_the_end(begin: Callable[[], TrainingRun], restarts: Restarts) -> dict[str, object]:
-    """Run to the last step, begun again from the last checkpoint whenever a rank of the trainer has died. Returns the
-    summary; raises TrainerDied where ``restarts`` allows no more."""
+async def run_to_last_step(begin: Callable[[], TrainingRun], restarts: TrainerRestarts) -> dict[str, object]:
+    """Run to the last step; where a rank of the trainer dies, begin again from the last checkpoint. Returns the
+    summary. Raises TrainerDied where ``restarts`` allows no more."""
     death: TrainerDied | None = None
     while True:
         run = begin()
@@ -157,32 +153,34 @@ async def run_to_the_end(begin: Callable[[], TrainingRun], restarts: Restarts) -
 
 
 class TrainingRun:
-    """A run from its last checkpoint on, to its last step."""
+    """A training run from its last checkpoint to its last step."""
 
     def __init__(
         self, config: RunConfig, state: RunState, display: Display, runtime: RolloutRuntime, trainer: RayTrainer
     ) -> None:
         self.config, self.state, self.display = config, state, display
         self.runtime, self.trainer = runtime, trainer
-        self.rules = EpisodeRules.of(config)
-        self.metrics = MetricsLog(state.dir, openers(SinkRun(state.dir, state.run_id, config)), display.note)
-        self.sync = WeightSync(config, runtime.engine, trainer, state.dir / "weights", display.note)
-        self.newcomers = EngineAdmission(config, runtime.engine, self.sync)
+        self.rules = EpisodeRules.from_config(config)
+        self.metrics = MetricsLog(state.dir, sink_factories(SinkRun(state.dir, state.run_id, config)), display.note)
+        self.sync = WeightSync(
+            config.engine, config.model, runtime.engine, trainer, state.dir / "weights", display.note
+        )
+        self.admission = EngineAdmission(config.routes_config, runtime.engine, self.sync, config.engine.headers)
         self.guard = Guard(config.guard, state.dir, display.note)
         self.journal = Journal(state.dir / "journal", state.run_id, turns=config.rollout.recover == "turns")
-        self.history = History(state.dir)
+        self.history = LedgerFile(state.dir)
         self.checkpoints = Checkpoints(config.train, state, trainer, self.journal)
         self.progress = Progress(state.run_id)
         self.quarantine = Quarantine(state.dir / "quarantine.json")
         self.masked = masked_stops(config.train.filter)
-        self.rescorer = _rescorer(config, runtime.engine)
+        self.rescorer = _open_rescorer(config.train, runtime.engine)
         self.loop_lag = LoopLag()
         self.lane = "rollout" if config.async_rollout.depth else ""
-        told = partial(self._on_event, lane="evaluation" if config.async_rollout.depth else "")
-        self.evaluations = Evaluations(config, state, display, runtime, self.newcomers, self.quarantine, told)
+        on_event = partial(self._on_event, lane="evaluation" if config.async_rollout.depth else "")
+        self.evaluations = Evaluations(config, state, display, runtime, self.admission, self.quarantine, on_event)
 
     async def run(self) -> dict[str, object]:
-        """All remaining steps, with the evaluations before, between and after them. Returns the summary."""
+        """Run all remaining steps, with the evaluations before, between and after them. Returns the summary."""
         total, env = self.config.train.steps, self.runtime.task_runtime.env
         await env.prepare("train", self.config.eval.split)
         await self._resume()
@@ -194,11 +192,11 @@ class TrainingRun:
         await self.evaluations.begin(done)
         tasks = self.runtime.task_runtime.tasks("train")
         check_enough(tasks, self.config.rollout.tasks_per_step)
-        buffer = RolloutBuffer(self._rules(), Ledger(self.progress.position, self.progress.ahead), done)
-        pump = self._pump(buffer, tasks)
-        async with beside(self.loop_lag.watch()), pump.running():
+        buffer = RolloutBuffer(self._buffer_rules(), TaskLedger(self.progress.position, self.progress.ahead), done)
+        producer = self._make_producer(buffer, tasks)
+        async with run_alongside(self.loop_lag.watch()), producer.running():
             for step in range(done + 1, total + 1):
-                await self._step(step, buffer, pump)
+                await self._step(step, buffer, producer)
                 await self._checkpoint(step)
                 self.guard.enforce(self.state.checkpoint(step), self.checkpoints.newest)
                 await self.evaluations.begin(step)
@@ -206,18 +204,18 @@ class TrainingRun:
         await self.evaluations.finish()
         await self.checkpoints.finish()
         await self.trainer.export(self.state.dir / "model")
-        facts = {"sandbox": self.runtime.task_runtime.backend.name, "engine": f"sglang, {self.config.engine.dtype}"}
-        return await asyncio.to_thread(summarize, self.state, self.metrics.rows, facts, steps=total)
+        parts = {"sandbox": self.runtime.task_runtime.backend.name, "engine": f"sglang, {self.config.engine.dtype}"}
+        return await asyncio.to_thread(summarize, self.state, self.metrics.rows, parts, steps=total)
 
     async def close(self) -> None:
-        """End what is under way. Idempotent."""
+        """Cancel what is still running and close the files. Idempotent."""
         await asyncio.to_thread(self.metrics.close)
         self.journal.close()
         await self.evaluations.close()
         await self.checkpoints.close()
 
     async def _resume(self) -> None:
-        """Load the last checkpoint, and forget what came after it; the journal keeps the episodes since."""
+        """Load the last checkpoint and drop what was written after it, except the journal's episodes."""
         self.progress, manifest = await self.checkpoints.resume()
         step = self.progress.step
         if manifest is not None:
@@ -228,18 +226,18 @@ class TrainingRun:
         self.state.forget_after(step)
         self.guard.resume(step)
 
-    def _rules(self) -> BufferRules:
+    def _buffer_rules(self) -> BufferRules:
         rollout, ahead = self.config.rollout, self.config.async_rollout
         return BufferRules(
             width=rollout.tasks_per_step,
             depth=ahead.depth,
             staleness=ahead.staleness,
-            most_draws=rollout.dynamic_sampling.max_draws * rollout.tasks_per_step,
+            max_draws=rollout.dynamic_sampling.max_draws * rollout.tasks_per_step,
             steps=self.config.train.steps,
             dynamic=rollout.dynamic_sampling.enabled,
         )
 
-    def _pump(self, buffer: RolloutBuffer, tasks: Sequence[Task]) -> RolloutProducer:
+    def _make_producer(self, buffer: RolloutBuffer, tasks: Sequence[Task]) -> RolloutProducer:
         return RolloutProducer(
             self.config,
             tasks,
@@ -252,29 +250,28 @@ class TrainingRun:
             on_event=partial(self._on_event, lane=self.lane),
         )
 
-    async def _step(self, step: int, buffer: RolloutBuffer, pump: RolloutProducer) -> None:
+    async def _step(self, step: int, buffer: RolloutBuffer, producer: RolloutProducer) -> None:
         clock = Clock()
         async with clock.stage("step"):
-            async with clock.stage("rollout"), self.newcomers.admit():
-                batch, values = await self._take(step, buffer, pump)
+            async with clock.stage("rollout"), self.admission.admit():
+                batch, values = await self._take_batch(step, buffer, producer)
             values |= {
                 "data/position": float(buffer.ledger.position),
                 "async_rollout/buffered": float(buffer.ledger.count(Outcome.KEPT)),
                 "async_rollout/unfinished": float(len(buffer.ledger.open)),
             }
-            if self.config.wants_routes:
-                check_budget(step, batch.groups, self.config.r3)
+            if self.config.captures_routes:
+                check_missing_budget(step, batch.groups, self.config.r3)
             prepared = self._samples(step, batch)
             values |= prepared.metrics
             details: dict[int, TokenDetail] | None = {} if self.config.monitoring.token_detail else None
             if prepared.samples:
                 await self.runtime.engine.sleep.begin()
                 self.display.stage(f"step {step}: update")
-                native = self._measure_without_replay(step)
                 spike = self.guard.spike_norm(self.metrics.rows)
                 values |= await self.trainer.step(
                     prepared.samples,
-                    measure_without_replay=native,
+                    measure_without_replay=self._measure_without_replay(step),
                     step=step,
                     spike_norm=spike,
                     on_detail=None if details is None else details.update,
@@ -286,7 +283,7 @@ class TrainingRun:
                 self.state.dir,
                 step,
                 batch.sampled,
-                verdicts=(*prepared.verdicts, *batch.verdicts_of_discarded),
+                decisions=(*prepared.decisions, *batch.discarded_decisions),
                 details=None if details is None else {prepared.origins[at]: own for at, own in details.items()},
             )
         values |= clock.values | self.runtime.metrics() | self.runtime.engine.fleet.metrics()
@@ -295,7 +292,7 @@ class TrainingRun:
         values |= self.journal.metrics(step) | self.loop_lag.metrics()
         values |= goodput(prepared.samples, batch.sampled, values["time/step"])
         values["async_rollout/trainer_idle"] = values["time/rollout"] / values["time/step"]
-        values |= self.history.append(StepRow(step, batch.outcomes, tuple(group.task_id for group in batch.sampled)))
+        values |= self.history.append(LedgerRow(step, batch.outcomes, tuple(group.task_id for group in batch.sampled)))
         values |= self.guard.judge(step, values, self.metrics.rows)
         await asyncio.to_thread(self.metrics.append, step, values)
         self.display.step(step, values)
@@ -304,35 +301,37 @@ class TrainingRun:
         self._report_filters(step)
 
     def _samples(self, step: int, batch: Batch) -> GroupSamples:
-        return samples_of(
+        return build_samples(
             batch.groups,
             baseline=self.config.train.baseline,
             scale=self.config.train.advantage_scale,
-            drop_missing=self.config.wants_routes and self.config.r3.missing == "drop_sample",
+            drop_missing=self.config.captures_routes and self.config.r3.missing == "drop_sample",
             masked=self.masked,
             penalty=partial(
                 overlong_penalty,
                 limit=self.config.rollout.max_tokens,
                 overlong=self.config.train.overlong,
             ),
-            normalized=not self.config.train.normalizes_penalized,
-            by_sequence=self.config.train.averaged_over == "sequence",
+            normalized=not self.config.train.normalizes_after_penalty,
+            by_sequence=self.config.train.loss_aggregation == "sequence",
             published=step - 1,
         )
 
-    async def _take(self, step: int, buffer: RolloutBuffer, pump: RolloutProducer) -> tuple[Batch, dict[str, float]]:
-        """The batch of ``step``, as soon as it is there, and what is measured of it."""
+    async def _take_batch(
+        self, step: int, buffer: RolloutBuffer, producer: RolloutProducer
+    ) -> tuple[Batch, dict[str, float]]:
+        """Wait for the batch of ``step``; return it with its metrics."""
         rollout = self.config.rollout
         episodes = rollout.tasks_per_step * rollout.group_size
         self.display.stage(f"step {step}: rollout", total=episodes, lane=self.lane)
-        outcomes = await buffer.take(self.journal.recorded(step))
-        self.journal.record(step, tuple(outcomes))
-        batch = batch_of(outcomes, await pump.hand_over(outcomes))
+        outcomes = await buffer.take(self.journal.recorded_batch(step))
+        self.journal.record_batch(step, tuple(outcomes))
+        batch = build_batch(outcomes, await producer.hand_over(outcomes))
         check_filled(batch, rollout.tasks_per_step, rollout.dynamic_sampling)
-        values = batch_metrics(batch, pump.seconds(), self.masked)
+        values = batch_metrics(batch, producer.seconds(), self.masked)
         if self.rescorer is not None:
             failed, self.rescorer.failed = self.rescorer.failed, 0
-            values |= rescore_values(batch.sampled, failed, time.perf_counter() - pump.last_episode)
+            values |= rescore_values(batch.sampled, failed, time.perf_counter() - producer.last_episode)
         return batch, values
 
     def _report_filters(self, step: int) -> None:
@@ -344,7 +343,7 @@ class TrainingRun:
     def _on_event(self, event: RolloutEvent, lane: str) -> None:
         if event.trajectory is not None and not event.trajectory.stop.infrastructure:
             self.display.advance(lane=lane)
-        if line := self.quarantine.learn(event):
+        if line := self.quarantine.add_undecidable(event):
             self.display.note(line)
 
     def _measure_without_replay(self, step: int) -> bool:
@@ -352,22 +351,22 @@ class TrainingRun:
         return every > 0 and step % every == 0
 
     async def _publish(self, progress: Progress, clock: Clock) -> Mapping[str, float]:
-        """Send the weights to the engines as the version of the step that is done, checked. What finishes from then on
-        is the next step's."""
+        """Publish the weights to the engines as the version of the step that ended. Episodes that finish from then on
+        are journaled for the next step."""
         await self.evaluations.finish()
         self.display.stage(f"step {progress.step}: weights to the engine")
         by_turns = self.config.engine.pause_mode == "turn"
         async with clock.stage("weight_sync"), self.runtime.engine.gate.closed() if by_turns else nullcontext():
-            await self.runtime.engine.sleep.load()
+            await self.runtime.engine.sleep.resume_weights()
             values = await self.sync.publish(progress.step)
             await self.runtime.engine.sleep.end()
             if progress.step < self.config.train.steps:
-                await self._begin(progress.step + 1, progress.weights)
+                await self._begin_journal(progress.step + 1, progress.weights)
             return values
 
-    async def _begin(self, step: int, weights: str) -> None:
-        if found := await self.journal.begin(step, weights):
-            self.display.note(f"step {step}: {found} finished trajectories are in the journal")
+    async def _begin_journal(self, step: int, weights: str) -> None:
+        if finished := await self.journal.begin(step, weights):
+            self.display.note(f"step {step}: {finished} finished trajectories are in the journal")
 
     async def _checkpoint(self, step: int) -> None:
         self.checkpoints.check()
@@ -378,9 +377,9 @@ class TrainingRun:
             await self.checkpoints.finish()
 
 
-def _rescorer(config: RunConfig, engine: Scorer) -> Rescorer | None:
-    old = config.train.old_logprob
+def _open_rescorer(train: TrainConfig, engine: Scorer) -> Rescorer | None:
+    old = train.old_logprob
     if old.source != "rescore":
         return None
     limiter = Limiter(old.rescore.concurrency)
-    return Rescorer(engine, n=old.rescore.n, limiter=limiter, skipped=masked_stops(config.train.filter))
+    return Rescorer(engine, n=old.rescore.n, limiter=limiter, skipped=masked_stops(train.filter))

@@ -1,1 +1,1 @@
-"""``agent-rl dry-run``: a rank's own code on a GPU that is not there, to see what it would hold, compute and send."""
+"""``agent-rl dry-run``: runs a trainer rank's code on a simulated GPU and records memory, compute and traffic."""

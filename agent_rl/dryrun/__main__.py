@@ -1,20 +1,20 @@
-"""The process of one rehearsed rank: a job on its standard input, a record as the last line of its standard output."""
+"""The process of one dry-run rank: reads a job from standard input, writes a record as the last line of its output."""
 
 from __future__ import annotations
 
 import sys
 
-from agent_rl.dryrun.fake_device import load_guard
+from agent_rl.dryrun.fake_device import load_device_guard
 from agent_rl.dryrun.job import RankJob
 from agent_rl.planner.hardware import GPUS
 
 
 def main() -> None:
     job = RankJob.load(sys.stdin.buffer.read())
-    load_guard(job.library)
-    from agent_rl.dryrun.rank import Stage, rehearse  # imports torch
+    load_device_guard(job.library)
+    from agent_rl.dryrun.rank import RankEnvironment, dry_run_rank  # imports torch
 
-    record = rehearse(job, Stage.set_up(GPUS[job.config.hardware.gpu]))
+    record = dry_run_rank(job, RankEnvironment.install(GPUS[job.config.hardware.gpu]))
     sys.stdout.buffer.write(b"\n" + record.dump() + b"\n")
 
 

@@ -1,9 +1,8 @@
-"""SGLang servers as a weight sync sees them, in the place of real ones: they hold no weights and check what is asked.
+"""Fake SGLang servers for a weight sync: they store no weights and check every request.
 
-Each answers by HTTP on the loopback, under a path of its own. What SGLang, or NCCL between it and the trainer, would
-not take is refused: ranks that are taken twice or lie beyond the group, calls out of order, tensors that the model does
-not have, of another shape or precision, and bytes that were not announced. A broadcast waits, as NCCL's does, until all
-engines have heard of it.
+Each server has its own path on one local HTTP server. It refuses what SGLang, or NCCL between SGLang and the trainer,
+would refuse: ranks that are taken or outside of the group, requests out of order, unknown tensors, tensors of another
+shape or precision, and unannounced bytes. A broadcast waits, as with NCCL, until all engines have joined it.
 """
 
 from __future__ import annotations
@@ -26,38 +25,38 @@ _POLL_SECONDS = 0.02
 
 @dataclass
 class _Bucket:
-    """An announced bucket: its bytes, the weights' version that it brings, whether it came."""
+    """An announced bucket: its bytes, the weight version it brings, and whether it was received."""
 
     size: int
     version: str
-    came: bool = False
+    received: bool = False
 
 
 @dataclass
 class _Engine:
-    """One server: ``state`` of its sampling, its ``ranks`` in the group, the tensors it has got, and the bucket that it
-    waits for."""
+    """One server: ``state`` of its sampling, its ``ranks`` in the group, the tensors ``received`` in this update, and
+    the ``pending`` bucket."""
 
     state: str = "sampling"
     version: str = "start"
     ranks: range = range(0)
-    taken: set[str] = field(default_factory=set)
-    waits_for: _Bucket | None = None
+    received: set[str] = field(default_factory=set)
+    pending: _Bucket | None = None
 
-    def take(self) -> int:
-        """The bucket came; its bytes."""
-        bucket, self.waits_for = self.waits_for, None
+    def receive(self) -> int:
+        """Receive the pending bucket; returns its bytes."""
+        bucket, self.pending = self.pending, None
         assert bucket is not None
-        bucket.came, self.version = True, bucket.version
+        bucket.received, self.version = True, bucket.version
         return bucket.size
 
 
-class StandInEngines:
-    """``count`` servers of ``ranks`` GPUs each, of a model that has the tensors ``expected``, in precision ``dtype``.
+class FakeEngines:
+    """``count`` servers of ``ranks`` GPUs each, for a model with the tensors ``expected`` in precision ``dtype``.
 
-    ``colocated``: they have the trainer's GPUs. ``refusing``: the first of them refuses each bucket. ``seconds``: how
-    long a broadcast waits for engines. ``complaints``: what NCCL would not have survived. A context manager, inside
-    which they answer at ``urls``.
+    ``colocated``: the engines share the trainer's GPUs. ``refuse_buckets``: the first server refuses each bucket.
+    ``seconds``: timeout of a broadcast. ``violations``: actions of the trainer that would kill a process with NCCL. A
+    context manager, inside which the servers listen at ``urls``.
     """
 
     def __init__(
@@ -66,26 +65,26 @@ class StandInEngines:
         self._engines = [_Engine() for _ in range(count)]
         self._ranks, self._expected, self._dtype, self._seconds = ranks, expected, dtype, seconds
         self._colocated, self._changed = colocated, threading.Condition()
-        self.refusing, self._under_way = False, False
-        self.complaints: list[str] = []
+        self.refuse_buckets, self._broadcasting = False, False
+        self.violations: list[str] = []
         engines = self
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
             def do_GET(self) -> None:
-                self._answer({})
+                self._respond({})
 
             def do_POST(self) -> None:
-                self._answer(orjson.loads(self.rfile.read(int(self.headers["content-length"]))))
+                self._respond(orjson.loads(self.rfile.read(int(self.headers["content-length"]))))
 
-            def _answer(self, body: Mapping[str, Any]) -> None:
+            def _respond(self, body: Mapping[str, Any]) -> None:
                 _, number, endpoint = self.path.split("/")
                 try:
-                    status, answer = 200, engines.asked(int(number), endpoint, body)
+                    status, response = 200, engines.handle(int(number), endpoint, body)
                 except ValueError as error:
-                    status, answer = 400, {"error": {"message": str(error)}}
-                data = orjson.dumps(answer)
+                    status, response = 400, {"error": {"message": str(error)}}
+                data = orjson.dumps(response)
                 self.send_response(status)
                 self.send_header("content-length", str(len(data)))
                 self.end_headers()
@@ -100,55 +99,57 @@ class StandInEngines:
     def urls(self) -> tuple[str, ...]:
         return tuple(f"http://127.0.0.1:{self._server.server_port}/{number}" for number in range(len(self._engines)))
 
-    def __enter__(self) -> StandInEngines:
+    def __enter__(self) -> FakeEngines:
         serve = self._server.serve_forever
-        threading.Thread(target=serve, args=(_POLL_SECONDS,), name="stand-in-engines", daemon=True).start()
+        threading.Thread(target=serve, args=(_POLL_SECONDS,), name="fake-engines", daemon=True).start()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._server.shutdown()
         self._server.server_close()
 
-    def asked(self, number: int, endpoint: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """A server's answer. Raises ValueError for what SGLang would refuse."""
+    def handle(self, number: int, endpoint: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns a server's response. Raises ValueError for a request that SGLang would refuse."""
         handlers: dict[str, Callable[[int, _Engine, Mapping[str, Any]], dict[str, Any]]] = {
             "server_info": self._info,
             "weights_checker": self._checksums,
             "init_weights_update_group": self._join,
             "destroy_weights_update_group": self._leave,
-            "pause_generation": self._moves(("sampling", "paused"), "paused"),
-            "begin_weight_update": self._moves(("paused",), "open"),
-            "update_weights_from_distributed": self._bucket,
+            "pause_generation": self._transition(("sampling", "paused"), "paused"),
+            "begin_weight_update": self._transition(("paused",), "open"),
+            "update_weights_from_distributed": self._receive_bucket,
             "end_weight_update": self._end,
-            "continue_generation": self._moves(("paused",), "sampling"),
-            "flush_cache": self._moves(("paused",), "paused"),
+            "continue_generation": self._transition(("paused",), "sampling"),
+            "flush_cache": self._transition(("paused",), "paused"),
         }
         return handlers[endpoint](number, self._engines[number], body)
 
-    def take(self, size: int) -> None:
-        """A broadcast of ``size`` bytes from the trainer. Returns when all engines wait for it. Raises RuntimeError
-        where one waits for other bytes, and, after some seconds or an abort, where one does not come."""
+    def broadcast(self, size: int) -> None:
+        """A broadcast of ``size`` bytes from the trainer; returns when all engines have joined it.
+
+        Raises RuntimeError if an engine expects another size, and if one does not join before the timeout or an abort.
+        """
         with self._changed:
-            self._under_way = True
-            ready = self._changed.wait_for(lambda: not self._under_way or self._all_wait, self._seconds)
-            if not (ready and self._under_way):
+            self._broadcasting = True
+            ready = self._changed.wait_for(lambda: not self._broadcasting or self._all_wait, self._seconds)
+            if not (ready and self._broadcasting):
                 raise RuntimeError(f"a broadcast waited {self._seconds:g} s for engines that did not join it")
-            self._under_way = False
-            sizes = {engine.take() for engine in self._engines}
+            self._broadcasting = False
+            sizes = {engine.receive() for engine in self._engines}
             self._changed.notify_all()
         if sizes != {size}:
-            raise RuntimeError(f"a broadcast of {size} bytes, and engines wait for {sizes}")
+            raise RuntimeError(f"a broadcast of {size} bytes, but engines expect {sizes}")
 
     @property
     def _all_wait(self) -> bool:
-        return all(engine.waits_for is not None for engine in self._engines)
+        return all(engine.pending is not None for engine in self._engines)
 
-    def left(self, *, aborted: bool) -> None:
-        """The trainer has left the group. NCCL ends the process of one that leaves a broadcast without an abort."""
+    def leave_group(self, *, aborted: bool) -> None:
+        """The trainer leaves the group. NCCL kills a process that leaves during a broadcast without an abort."""
         with self._changed:
-            if self._under_way and not (aborted or self._colocated):
-                self.complaints.append("the group of a weight sync was destroyed, not aborted, within a broadcast")
-            self._under_way = False
+            if self._broadcasting and not (aborted or self._colocated):
+                self.violations.append("the group of a weight sync was destroyed, not aborted, within a broadcast")
+            self._broadcasting = False
             self._changed.notify_all()
 
     def _info(self, _number: int, _engine: _Engine, _body: Mapping[str, Any]) -> dict[str, Any]:
@@ -159,15 +160,17 @@ class StandInEngines:
         return {"per_engine_checksum": engine.version, "ranks": ranks}
 
     def _join(self, number: int, engine: _Engine, body: Mapping[str, Any]) -> dict[str, Any]:
-        """SGLang's process of tensor rank i takes rank ``rank_offset + i``; 0 is the trainer's."""
+        """SGLang's tensor rank i gets rank ``rank_offset + i`` in the group; rank 0 is the trainer's."""
         ranks = range(body["rank_offset"], body["rank_offset"] + self._ranks)
         with self._changed:
             if self._colocated and body["backend"] != "gloo":
-                raise ValueError(f"engine {number}: NCCL takes each GPU once in a group, and it has a trainer rank's")
+                raise ValueError(
+                    f"engine {number}: NCCL allows each GPU once in a group; this engine shares a trainer's GPU"
+                )
             if ranks[0] < 1 or ranks[-1] >= body["world_size"]:
                 raise ValueError(f"engine {number}: ranks {[*ranks]} of a group of {body['world_size']}")
-            for other, held in enumerate(self._engines):
-                if other != number and (both := {*ranks} & {*held.ranks}):
+            for other, engine_of_group in enumerate(self._engines):
+                if other != number and (both := {*ranks} & {*engine_of_group.ranks}):
                     raise ValueError(f"engine {number}: rank {min(both)} is taken by engine {other}")
             engine.ranks = ranks
         return {"success": True}
@@ -178,7 +181,7 @@ class StandInEngines:
             self._changed.notify_all()
         return {"success": True}
 
-    def _moves(
+    def _transition(
         self, before: tuple[str, ...], after: str
     ) -> Callable[[int, _Engine, Mapping[str, Any]], dict[str, Any]]:
         def move(number: int, engine: _Engine, _body: Mapping[str, Any]) -> dict[str, Any]:
@@ -189,39 +192,39 @@ class StandInEngines:
 
         return move
 
-    def _bucket(self, number: int, engine: _Engine, body: Mapping[str, Any]) -> dict[str, Any]:
-        if self.refusing and number == 0:
-            raise ValueError("it refuses all buckets")
+    def _receive_bucket(self, number: int, engine: _Engine, body: Mapping[str, Any]) -> dict[str, Any]:
+        if self.refuse_buckets and number == 0:
+            raise ValueError("this engine refuses all buckets")
         if engine.state != "open" or not engine.ranks:
-            raise ValueError(f"engine {number}: a bucket, and it is {engine.state}")
+            raise ValueError(f"engine {number}: a bucket came while the engine is {engine.state}")
         tensors = zip(body["names"], body["dtypes"], body["shapes"], strict=True)
         size = sum(self._size(number, engine, *tensor) for tensor in tensors)
         bucket = _Bucket(size, body["weight_version"])
         with self._changed:
-            self._changed.wait_for(lambda: engine.waits_for is None, self._seconds)
-            engine.waits_for = bucket
+            self._changed.wait_for(lambda: engine.pending is None, self._seconds)
+            engine.pending = bucket
             self._changed.notify_all()
-            self._changed.wait_for(lambda: bucket.came or not engine.ranks, self._seconds)
-            if not bucket.came:
-                engine.waits_for = None
+            self._changed.wait_for(lambda: bucket.received or not engine.ranks, self._seconds)
+            if not bucket.received:
+                engine.pending = None
                 raise ValueError(f"engine {number}: a bucket was announced and did not come")
         return {"success": True}
 
     def _size(self, number: int, engine: _Engine, name: str, dtype: str, shape: list[int]) -> int:
-        """A tensor's bytes; adapters come in float32."""
+        """Returns a tensor's bytes; adapters are sent in float32."""
         precision = "float32" if name.endswith(SUFFIX) else self._dtype
         if name not in self._expected or tuple(shape) != self._expected[name] or dtype != precision:
-            wanted = f"{precision} {list(self._expected[name])}" if name in self._expected else "no such tensor"
-            raise ValueError(f"engine {number}: {name} is {dtype} {shape}, and the model has {wanted}")
-        if name in engine.taken:
+            known = f"{precision} {list(self._expected[name])}" if name in self._expected else "no such tensor"
+            raise ValueError(f"engine {number}: {name} is {dtype} {shape}, the model has {known}")
+        if name in engine.received:
             raise ValueError(f"engine {number}: {name} came twice")
-        engine.taken.add(name)
+        engine.received.add(name)
         return math.prod(shape) * BYTES[dtype]
 
     def _end(self, number: int, engine: _Engine, body: Mapping[str, Any]) -> dict[str, Any]:
-        lacking = sorted(self._expected.keys() - engine.taken)
-        engine.taken.clear()
-        answer = self._moves(("open",), "paused")(number, engine, body)
-        if lacking:
-            raise ValueError(f"engine {number}: {len(lacking)} tensors did not come, first {lacking[0]}")
-        return answer
+        missing = sorted(self._expected.keys() - engine.received)
+        engine.received.clear()
+        response = self._transition(("open",), "paused")(number, engine, body)
+        if missing:
+            raise ValueError(f"engine {number}: {len(missing)} tensors did not come, first {missing[0]}")
+        return response

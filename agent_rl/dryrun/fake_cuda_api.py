@@ -1,4 +1,4 @@
-"""Answers what Python asks of CUDA in a process that has none. For a rehearsed rank's process alone."""
+"""Replaces torch.cuda in a process without CUDA. Only for the process of a dry-run rank."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Any
 
 import torch
 
-from agent_rl.dryrun.usage import Ledger
+from agent_rl.dryrun.usage import UsageRecorder
 from agent_rl.train.megatron.cpu import Stream, without_compile
 
 
-def install(ledger: Ledger) -> None:
-    """Must come before anything of ``megatron.core`` is imported, which it does."""
-    _patch_torch(ledger)
+def install(usage: UsageRecorder) -> None:
+    """Install the replacements and import ``megatron.core``, which must not be imported before."""
+    _patch_torch(usage)
     tensor: Any = torch.Tensor
     storage: Any = torch.UntypedStorage
     resize = storage.resize_
 
     def resized(self: Any, size: int) -> None:
         resize(self, size)
-        ledger.resized(self)
+        usage.update_size(self)
 
     storage.resize_ = resized
     tensor.record_stream = lambda self, stream: None
@@ -42,17 +42,17 @@ def install(ledger: Ledger) -> None:
 
 
 class WaitingStream(Stream):
-    """A stream, or an event, of which ``ledger`` hears when the host waits for it."""
+    """A stream or event that counts the waits of the host in ``usage``."""
 
-    def __init__(self, ledger: Ledger, *_: object, **__: object) -> None:
-        self._ledger = ledger
+    def __init__(self, usage: UsageRecorder, *_: object, **__: object) -> None:
+        self._usage = usage
 
     def synchronize(self) -> None:
-        """See torch's."""
-        self._ledger.waited()
+        """See torch's method."""
+        self._usage.add_sync()
 
     def elapsed_time(self, _end: object) -> float:
-        """See torch's. No time is known."""
+        """See torch's method. The simulation measures no time."""
         return 0.0
 
 
@@ -61,34 +61,32 @@ def _state(*_: Any, **__: Any) -> torch.Tensor:
 
 
 def _set_state(*_: Any, **__: Any) -> None:
-    """No random number is drawn."""
+    """Does nothing: no random number is drawn."""
 
 
-def _patch_torch(ledger: Ledger) -> None:
+def _patch_torch(usage: UsageRecorder) -> None:
     cuda: Any = torch.cuda
     runtime: Any = torch._C
-    stream = functools.partial(WaitingStream, ledger)
+    stream = functools.partial(WaitingStream, usage)
     current = stream()
-    runtime._cuda_setDevice = lambda index: None  # torch.cuda.set_device itself stays, with its checks
+    runtime._cuda_setDevice = lambda index: None  # torch.cuda.set_device keeps its checks
     cuda._lazy_init = lambda: None
-    cuda.is_available, cuda.device_count, cuda.current_device = _true, lambda: 1, lambda: 0
+    cuda.is_available, cuda.device_count, cuda.current_device = lambda: True, lambda: 1, lambda: 0
     cuda.get_device_capability = lambda *_: (9, 0)
     cuda.Stream = cuda.Event = stream
     cuda.current_stream = cuda.default_stream = lambda *_, **__: current
     cuda.stream = lambda *_, **__: contextlib.nullcontext()
-    cuda.synchronize = lambda *_, **__: ledger.waited()
+    cuda.synchronize = lambda *_, **__: usage.add_sync()
     cuda.empty_cache = _set_state
     cuda.get_rng_state, cuda.set_rng_state, cuda.manual_seed = _state, _set_state, _set_state
-    cuda.cudart = functools.partial(SimpleNamespace, cudaHostRegister=_lock(ledger), cudaHostUnregister=lambda _: 0)
+    cuda.cudart = functools.partial(
+        SimpleNamespace, cudaHostRegister=_register_pinned(usage), cudaHostUnregister=lambda _: 0
+    )
 
 
-def _true() -> bool:
-    return True
-
-
-def _lock(ledger: Ledger) -> Any:
+def _register_pinned(usage: UsageRecorder) -> Any:
     def register(start: int, size: int, flags: int) -> int:
-        ledger.pinned += size
+        usage.pinned += size
         return 0
 
     return register

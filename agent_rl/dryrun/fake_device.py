@@ -1,4 +1,4 @@
-"""Makes a CPU build of torch accept tensors that name a GPU: a small library is built once and loaded before torch."""
+"""Makes a CPU build of torch accept GPU tensors, by a small library that is built once and loaded before torch."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from agent_rl.errors import UserError
 _SOURCE = Path(__file__).with_name("guard.cpp")
 
 
-def build_guard() -> Path:
-    """The library for this torch, built where it is not there yet (2 s). Raises UserError where it can't be."""
+def build_device_guard() -> Path:
+    """Returns the library for this torch version, built if it does not exist (2 s). Raises UserError if that fails."""
     compiler, torch = shutil.which("c++") or shutil.which("g++"), _torch_dir()
     if compiler is None:
-        raise UserError("agent-rl dry-run builds a small library and finds no C++ compiler: install g++")
+        raise UserError("agent-rl dry-run builds a small library and found no C++ compiler: install g++")
     version = (torch / "version.py").read_bytes()
     key = hashlib.sha256(_SOURCE.read_bytes() + version + str(torch).encode()).hexdigest()[:16]
     library = Path(tempfile.gettempdir()) / f"agent-rl-dry run-{os.getuid()}" / f"{key}.so"
@@ -38,19 +38,19 @@ def build_guard() -> Path:
     return library
 
 
-def load_guard(library: Path) -> None:
-    """Load it into this process. Must come before torch, which asks for it while it is imported."""
-    assert "torch" not in sys.modules, "torch is there already, and has found no GPU"
+def load_device_guard(library: Path) -> None:
+    """Load the library into this process. Call before torch is imported: torch looks for CUDA hooks during import."""
+    assert "torch" not in sys.modules, "torch was imported before the device guard"
     ctypes.CDLL(str(library))
 
 
 def _torch_dir() -> Path:
-    found = importlib.util.find_spec("torch")
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
         raise UserError("not installed: torch; `agent-rl install trainer` installs it")
-    directory = Path(found.origin).parent
+    directory = Path(spec.origin).parent
     if (directory / "lib" / "libtorch_cuda.so").exists():
-        raise UserError("agent-rl dry-run needs a CPU build of torch, and this one has CUDA: use another environment")
+        raise UserError("agent-rl dry-run needs a CPU build of torch; this one has CUDA: use another environment")
     return directory
 
 

@@ -1,21 +1,33 @@
-"""The job of a rehearsed rank's process, and its record. Small values without torch."""
+"""The job and the record of a dry-run rank's process, and the names of phases and groups. Imports no torch."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import orjson
 
 from agent_rl.config import RunConfig
-from agent_rl.dryrun.names import Owner
+
+ENGINE_GROUP = "engines"
+"""Name of the process group that sends weights to engines."""
+
+STEP_PHASES = ("rest of a step", "old log-probs", "reference", "update", "step")
+"""Phases of a global step; the first covers what runs between the others."""
+WEIGHT_PHASES = ("export", "publish", "refused publish")
+"""Phases that send weights: to a directory, to engines, and to engines of which one refuses."""
+
+Owner = Literal["weights", "gradients", "optimizer", "activations", "temporaries", "copies", "other state"]
+"""Owner of GPU memory. ``activations`` are kept for a backward pass, ``copies`` are weights on their way out,
+``temporaries`` have no other owner."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankJob:
-    """Rank ``rank`` of ``config`` over the model whose config.json is in directory ``model``. Experts of this rank are
-    chosen ``skew`` times as often as a rank's mean. ``library``: of :func:`agent_rl.dryrun.fake_device.build_guard`."""
+    """Rank ``rank`` of ``config`` with the model whose config.json is in directory ``model``. The experts of this rank
+    are chosen ``skew`` times as often as those of the mean rank. ``library``: see
+    :func:`agent_rl.dryrun.fake_device.build_device_guard`."""
 
     config: RunConfig
     model: Path
@@ -43,8 +55,8 @@ class RankJob:
 
 @dataclass(frozen=True, slots=True)
 class PhaseRecord:
-    """A phase's ``peak`` bytes of GPU memory and their ``owners``, ``flops``, the ``seconds`` of its operations, bytes
-    ``sent`` and ``calls`` by group, and ``syncs`` of the host."""
+    """A phase's ``peak`` bytes of GPU memory by ``owners``, ``flops``, ``seconds`` of its operations, ``sent`` bytes
+    and ``calls`` by group, and ``syncs`` of the host with the GPU."""
 
     peak: int
     flops: int
@@ -57,15 +69,15 @@ class PhaseRecord:
 
 @dataclass(frozen=True, slots=True)
 class RankRecord:
-    """A rank's answer: its phases by name, bytes of weights, gradients and optimizer (``static``), what is still held
-    of a step after it (``left``), host memory that is locked (``pinned``), the ranks of each group, and the call that
-    would fail on a GPU (``fault``, in one line; None: none was found)."""
+    """The result of a rank: phases by name, bytes of weights, gradients and optimizer (``static``), bytes of a step
+    still allocated after it (``retained``), pinned host memory (``pinned``), the ranks of each group, and the call that
+    would fail on a GPU (``fault``, one line; None: no such call)."""
 
     rank: int
     layers: int
     phases: dict[str, PhaseRecord]
     static: int
-    left: int
+    retained: int
     pinned: int
     groups: dict[str, list[int]]
     seconds: float

@@ -1,4 +1,4 @@
-"""Runs the trainer's own code for one rank on a GPU that is not there, and records what it did. Imports torch."""
+"""Runs the trainer's code for one rank on a simulated GPU and records its usage. Imports torch."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from torch import Tensor
 
 from agent_rl.dryrun import fake_cuda_api as cuda
 from agent_rl.dryrun import fake_cuda_mode as mode
-from agent_rl.dryrun.batch import make_samples, share_of
+from agent_rl.dryrun.batch import make_samples, mini_step_share
 from agent_rl.dryrun.collectives import Collectives
-from agent_rl.dryrun.engines import StandInEngines
-from agent_rl.dryrun.job import PhaseRecord, RankJob, RankRecord
-from agent_rl.dryrun.names import OUT, STEP, Owner
-from agent_rl.dryrun.usage import Ledger
+from agent_rl.dryrun.engines import FakeEngines
+from agent_rl.dryrun.job import STEP_PHASES, WEIGHT_PHASES, Owner, PhaseRecord, RankJob, RankRecord
+from agent_rl.dryrun.usage import UsageRecorder
 from agent_rl.errors import AgentRlError, TrainerError
+from agent_rl.models.spec import read_model_spec
 from agent_rl.planner.hardware import Gpu
-from agent_rl.planner.planner import engines
-from agent_rl.train.hf_index import change_shapes, expected_shapes
+from agent_rl.planner.planner import engine_count
+from agent_rl.train.hf_index import adapter_update_shapes, expected_shapes
 from agent_rl.train.requests import OptimizerSpec, StepRequest, WorkerRequest
 from agent_rl.weight_sync.adapters import SUFFIX
-from agent_rl.weight_sync.order import PublishRequest
+from agent_rl.weight_sync.requests import PublishRequest
 from r3.shard import stage_layers
 
 if TYPE_CHECKING:
@@ -39,176 +39,193 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
-    """What stands in a rehearsed rank's process for CUDA and for the other ranks."""
+class RankEnvironment:
+    """The replacements for CUDA and for the other ranks in a dry-run rank's process."""
 
-    ledger: Ledger
+    usage: UsageRecorder
     collectives: Collectives
 
     @classmethod
-    def set_up(cls, gpu: Gpu) -> Stage:
-        """In this process, for good. Must come before anything of Megatron is imported, which it does."""
-        ledger = Ledger(gpu)
-        collectives = Collectives(ledger)
+    def install(cls, gpu: Gpu) -> RankEnvironment:
+        """Install the replacements in this process, permanently. Imports Megatron; call before anything else does."""
+        usage = UsageRecorder(gpu)
+        collectives = Collectives(usage)
         collectives.install()
-        cuda.install(ledger)
-        mode.install(ledger)
-        return cls(ledger, collectives)
+        cuda.install(usage)
+        mode.install(usage)
+        return cls(usage, collectives)
 
 
-def rehearse(job: RankJob, stage: Stage) -> RankRecord:
-    """Start, load, one global step, a snapshot, an export and two weight syncs, of which an engine refuses one."""
-    begun, ledger, done = time.perf_counter(), stage.ledger, Done()
+def dry_run_rank(job: RankJob, environment: RankEnvironment) -> RankRecord:
+    """Run the start, the load, a snapshot, one global step, an export and two weight syncs, the second refused."""
+    started, usage, progress = time.perf_counter(), environment.usage, RankProgress()
     try:
-        with mode.Rehearsal(ledger):
-            _run(job, stage, done)
+        with mode.FakeCudaMode(usage):
+            _run(job, environment, progress)
         fault = None
-    except Exception as error:  # whatever a GPU's process would have died of is the result
-        fault = _named(error, ledger.failed)
-    held = ledger.most()
+    except Exception as error:  # an error that would end a process on a GPU is the result of the dry run
+        fault = _describe(error, usage.failed_phase)
+    peaks = usage.peaks()
     phases = {
         name: PhaseRecord(
-            held[name].peak, phase.flops, dict(phase.sent), phase.syncs, held[name].owners, phase.seconds,
+            peaks[name].peak, phase.flops, dict(phase.sent), phase.syncs, peaks[name].owners, phase.seconds,
             dict(phase.calls),
         )
-        for name, phase in ledger.phases.items()
+        for name, phase in usage.phases.items()
     }  # fmt: skip
-    groups = {name: list(ranks) for ranks, name in stage.collectives.names.items()}
+    groups = {name: list(ranks) for ranks, name in environment.collectives.names.items()}
     return RankRecord(
         rank=job.rank,
-        layers=done.layers,
+        layers=progress.layers,
         phases=phases,
-        static=done.static,
-        left=done.left,
-        pinned=ledger.pinned,
+        static=progress.static,
+        retained=progress.retained,
+        pinned=usage.pinned,
         groups=groups,
-        seconds=time.perf_counter() - begun,
+        seconds=time.perf_counter() - started,
         fault=fault,
     )
 
 
-class Done:
-    """What a rank tells on its way: bytes of its state, and of a step that outlived it."""
+class RankProgress:
+    """What a rank reports before it ends: its layers, bytes of its state, and bytes retained after a step."""
 
-    layers = static = left = 0
+    layers = static = retained = 0
 
 
-def _run(job: RankJob, stage: Stage, done: Done) -> None:
-    from agent_rl.train.route_sharding import cut
-    from agent_rl.train.worker import TrainerRank
+def _run(job: RankJob, environment: RankEnvironment, progress: RankProgress) -> None:
+    from agent_rl.train.route_sharding import shard_routes
+    from agent_rl.train.worker import TrainerWorker
 
-    train, ledger, collectives = job.config.train, stage.ledger, stage.collectives
-    _shapes_for_weights(job, ledger)
-    _room_for_experts(job)
-    order = WorkerRequest(job.config, job.model, job.model if train.kl.coefficient else None, "cuda", threads=1)
-    with ledger.phase("start"):
-        rank = TrainerRank(order, OptimizerSpec.of(train), job.rank, master_addr="", master_port=0)
-    collectives.names = _groups()
+    train, usage, collectives = job.config.train, environment.usage, environment.collectives
+    _load_shapes_only(job, usage)
+    _map_pool_without_memory(job)
+    request = WorkerRequest(
+        job.config,
+        read_model_spec(job.model),
+        job.model,
+        job.model if train.kl.coefficient else None,
+        "cuda",
+        threads=1,
+    )
+    with usage.phase("start"):
+        rank = TrainerWorker(request, OptimizerSpec.of(train), job.rank, master_addr="", master_port=0)
+    collectives.names = _group_names()
     model, ranks = rank.model, rank._ranks
-    done.layers = model.facts.num_layers
-    samples = make_samples(job.config, model.facts, ranks.expert_rank, job.skew)
-    share = share_of(samples, job.config)
+    progress.layers = model.model_spec.num_layers
+    samples = make_samples(job.config, model.model_spec, ranks.expert_rank, job.skew)
+    share = mini_step_share(samples, job.config)
     listed = [samples[index] for index in sorted(samples)]
-    shards = [cut(listed, ids, model.shard) for ids in share.micro_batches] if model.facts.moe_layer_ids else []
+    shards = (
+        [shard_routes(listed, ids, model.shard) for ids in share.micro_batches]
+        if model.model_spec.moe_layer_ids
+        else []
+    )
     tokens = [sum(len(samples[index].tokens) for index in ids) for ids in share.micro_batches]
     rows = len(shards[0].experts) if shards else tokens[0] // (ranks.context_size * ranks.tensor_size)
-    collectives.stage_shape = (rows, 1, model.facts.hidden)
-    collectives.objects = lambda: [_stand_in(ledger.name, size) for size in tokens]
-    _name_phases(rank, ledger)
-    with ledger.phase("snapshot"):  # before the step, so that the optimizer's moments are there
+    collectives.activation_shape = (rows, 1, model.model_spec.hidden)
+    collectives.last_stage_objects = lambda: [_last_stage_output(usage.phase_name, size) for size in tokens]
+    _separate_phases(rank, usage)
+    with usage.phase("snapshot"):  # before the step: allocates the optimizer's moments
         rank._state.snapshot()
-    _own_state(rank, ledger)
-    done.static = ledger.held
-    with ledger.phase(STEP[0]):
+    _assign_state_owners(rank, usage)
+    progress.static = usage.allocated
+    with usage.phase(STEP_PHASES[0]):
         rank.grpo(samples, [share], StepRequest(job.config, measure_without_replay=False), shards)
     gc.collect()
-    done.left = ledger.held - done.static
+    progress.retained = usage.allocated - progress.static
     if ranks.pipeline_size > 1:
-        collectives.gathered = partial(_of_all_stages, model)
-    with ledger.phase(OUT[0], owner="copies"):
+        collectives.gather_objects = partial(_specs_of_all_stages, model)
+    with usage.phase(WEIGHT_PHASES[0], owner="copies"):
         deque(model.export_weights(), maxlen=0)
-    _publish(job, rank, stage)
+    _publish(job, rank, environment)
 
 
-def _name_phases(rank: Any, ledger: Ledger) -> None:
-    """Count the parts of a step apart. What is there when a backward pass begins was kept for it."""
+def _separate_phases(rank: Any, usage: UsageRecorder) -> None:
+    """Count the parts of a step as separate phases. Temporaries present when a backward pass starts are activations."""
     from megatron.core.pipeline_parallel import schedules
 
     model = rank.model
-    _phase(ledger, model, "train_microbatches", "update")
-    _phase(ledger, model, "forward_logprobs", "old log-probs")
-    _phase(ledger, rank._optimizer, "step", "step")
+    _count_as_phase(usage, model, "train_microbatches", "update")
+    _count_as_phase(usage, model, "forward_logprobs", "old log-probs")
+    _count_as_phase(usage, rank._optimizer, "step", "step")
     if rank._reference is not None:
         reference = rank._reference
-        plain = reference.in_place
+        plain = reference.swapped_in
 
         @contextmanager
-        def in_place() -> Iterator[None]:
-            with ledger.phase("reference"), plain():
+        def swapped_in() -> Iterator[None]:
+            with usage.phase("reference"), plain():
                 yield
 
-        reference.in_place = in_place
+        reference.swapped_in = swapped_in
     backward = schedules.backward_step
 
-    def kept(*args: Any, **options: Any) -> Any:
-        ledger.keep("activations")
+    def count_activations(*args: Any, **options: Any) -> Any:
+        usage.assign_unowned("activations")
         return backward(*args, **options)
 
-    schedules.backward_step = kept
+    schedules.backward_step = count_activations
 
 
-def _own_state(rank: Any, ledger: Ledger) -> None:
-    """Say who holds what is there before a step; in float32 a weight is its optimizer's master too."""
+def _assign_state_owners(rank: Any, usage: UsageRecorder) -> None:
+    """Assign owners to the state before a step; in float32 a weight is also the optimizer's master copy."""
     parameters = [parameter for chunk in rank.model.chunks for parameter in chunk.parameters()]
     slots = [slot for shard in rank._optimizer.shards() for slot in shard.slots.values()]
-    held: tuple[tuple[Owner, list[Tensor]], ...] = (
+    state: tuple[tuple[Owner, list[Tensor]], ...] = (
         ("optimizer", slots),
         ("gradients", [parameter.main_grad for parameter in parameters if parameter.requires_grad]),
         ("weights", parameters),
     )
-    for owner, tensors in held:
-        ledger.own(owner, (tensor.untyped_storage() for tensor in tensors))
-    ledger.keep("other state")
+    for owner, tensors in state:
+        usage.assign_owner(owner, (tensor.untyped_storage() for tensor in tensors))
+    usage.assign_unowned("other state")
 
 
-def _of_all_stages(model: PolicyModel, own: list[Any]) -> list[Any]:
-    """What every pipeline stage tells the others of the weights that it will send (names, shape, dtype): this rank's
-    ``own``, and of another stage each tensor of the checkpoint apart."""
-    facts, ranks = model.facts, model.ranks
-    held = stage_layers(facts.num_layers, ranks.pipeline_size, len(model.chunks))
-    stage_of = {layer - 1: stage for stage, chunks in enumerate(held) for chunk in chunks for layer in chunk}
-    plans: list[list[Any]] = [[] for _ in held]
-    for name, shape in expected_shapes(facts).items():
+def _specs_of_all_stages(model: PolicyModel, own: list[Any]) -> list[Any]:
+    """Returns the weights (names, shape, dtype) that each pipeline stage announces before a sync: ``own`` for this
+    rank's stage, and one entry per tensor of the checkpoint for the others."""
+    model_spec, ranks = model.model_spec, model.ranks
+    stages = stage_layers(model_spec.num_layers, ranks.pipeline_size, len(model.chunks))
+    stage_of = {layer - 1: stage for stage, chunks in enumerate(stages) for chunk in chunks for layer in chunk}
+    plans: list[list[Any]] = [[] for _ in stages]
+    for name, shape in expected_shapes(model_spec).items():
         layer = int(name.split(".")[2]) if ".layers." in name else None
-        ends = 0 if name == "model.embed_tokens.weight" else len(held) - 1
-        plans[ends if layer is None else stage_of[layer]].append(((name,), shape, model.config.params_dtype))
+        end = 0 if name == "model.embed_tokens.weight" else len(stages) - 1
+        plans[end if layer is None else stage_of[layer]].append(((name,), shape, model.config.params_dtype))
     return [own if stage == ranks.pipeline_rank else plan for stage, plan in enumerate(plans)]
 
 
-def _publish(job: RankJob, rank: Any, stage: Stage) -> None:
-    """A weight sync that all engines take, then one of which an engine refuses the first bucket. Raises TrainerError
-    where the first fails, or the second is not refused at once."""
-    ledger, facts = stage.ledger, rank.model.facts
+def _publish(job: RankJob, rank: Any, environment: RankEnvironment) -> None:
+    """Run a weight sync that all engines accept, then one whose first bucket an engine refuses.
+
+    Raises TrainerError if the first fails, or if the second does not fail at once.
+    """
+    usage, model_spec = environment.usage, rank.model.model_spec
     engine = job.config.engine.model_copy(update={"api_key_env": None})
-    expected = expected_shapes(facts)
-    if facts.tied:
+    expected = expected_shapes(model_spec)
+    if model_spec.tied:
         expected["lm_head.weight"] = expected["model.embed_tokens.weight"]
     if (lora := job.config.train.lora) is not None and engine.merges_adapters:
-        expected = {name + SUFFIX: shape for name, shape in change_shapes(facts, lora.rank).items()}
-    ours = engines(job.config), engine.gpus, expected, engine.dtype
-    with StandInEngines(*ours, colocated=engine.colocate) as stand_in:
-        stage.collectives.engines = stand_in
-        for name, refusing in zip(OUT[1:], (False, True), strict=True):
-            stand_in.refusing = refusing
-            with ledger.phase(name, owner="copies"):
-                report = rank.publish(PublishRequest(stand_in.urls, name, engine))
-                failures = [*stand_in.complaints, *(report.failures.values() if report else ())]
-                if stand_in.complaints or (report is not None and bool(failures) != refusing):
-                    raise TrainerError(failures[0] if failures else "an engine refused, and nobody noticed")
+        expected = {name + SUFFIX: shape for name, shape in adapter_update_shapes(model_spec, lora.rank).items()}
+    options = engine_count(job.config.engine), engine.gpus, expected, engine.dtype
+    with FakeEngines(*options, colocated=engine.colocate) as fakes:
+        environment.collectives.engines = fakes
+        for name, refuse_buckets in zip(WEIGHT_PHASES[1:], (False, True), strict=True):
+            fakes.refuse_buckets = refuse_buckets
+            with usage.phase(name, owner="copies"):
+                report = rank.publish(PublishRequest(fakes.urls, name, engine))
+                failures = [*fakes.violations, *(report.failures.values() if report else ())]
+                if fakes.violations or (report is not None and bool(failures) != refuse_buckets):
+                    raise TrainerError(
+                        failures[0]
+                        if failures
+                        else "an engine refused a bucket and the weight sync reported no failure"
+                    )
     rank.close()
 
 
-def _stand_in(phase: str, tokens: int) -> Any:
+def _last_stage_output(phase: str, tokens: int) -> Any:
     from agent_rl.train.step import SUMS
 
     if phase == "update":
@@ -216,20 +233,20 @@ def _stand_in(phase: str, tokens: int) -> Any:
     return torch.zeros(tokens, device="cuda"), None
 
 
-def _phase(ledger: Ledger, owner: Any, method: str, name: str) -> None:
-    """Count what ``owner.method`` does for phase ``name``, or for the phase within which it is called."""
+def _count_as_phase(usage: UsageRecorder, owner: Any, method: str, name: str) -> None:
+    """Count ``owner.method`` as phase ``name``, unless it is called within another phase."""
     plain: Callable[..., Any] = getattr(owner, method)
 
     @wraps(plain)
     def counted(*args: Any, **options: Any) -> Any:
-        with ledger.phase(name if ledger.name == STEP[0] else ledger.name):
+        with usage.phase(name if usage.phase_name == STEP_PHASES[0] else usage.phase_name):
             return plain(*args, **options)
 
     setattr(owner, method, counted)
 
 
-def _groups() -> dict[tuple[int, ...], str]:
-    """The names of this rank's groups by their ranks; one of several kinds has all their names."""
+def _group_names() -> dict[tuple[int, ...], str]:
+    """Returns the names of this rank's groups by their ranks; names of groups with equal ranks are joined."""
     from megatron.core import parallel_state as state
 
     kinds = {
@@ -244,34 +261,34 @@ def _groups() -> dict[tuple[int, ...], str]:
         "model": state.get_model_parallel_group(),
         "world": None,
     }
-    found: dict[tuple[int, ...], list[str]] = {}
+    names_of: dict[tuple[int, ...], list[str]] = {}
     for name, group in kinds.items():
         ranks = tuple(torch.distributed.get_process_group_ranks(group))
         if len(ranks) > 1:
-            found.setdefault(ranks, []).append(name)
-    return {ranks: ", ".join(names) for ranks, names in found.items()}
+            names_of.setdefault(ranks, []).append(name)
+    return {ranks: ", ".join(names) for ranks, names in names_of.items()}
 
 
-def _shapes_for_weights(job: RankJob, ledger: Ledger) -> None:
-    """Read shapes in place of weights, in a phase of their own."""
+def _load_shapes_only(job: RankJob, usage: UsageRecorder) -> None:
+    """Load shapes instead of weights, as phase ``load``."""
     from agent_rl.train.megatron import hf_weights as hf
     from agent_rl.train.megatron import kernel_choice
 
     plain: Any = hf.load_weights
 
     def load(*arguments: Any) -> None:
-        with ledger.phase("load"):
+        with usage.phase("load"):
             plain(*arguments)
 
     replaced: Any = hf
     replaced.load_weights, replaced.SliceReader = load, lambda directory: ShapeReader(job)
-    chosen: Any = kernel_choice  # kernels have no values to be proved by: the first that is there is taken
-    chosen.examine = lambda candidate, *_: None if candidate.there else "it is not installed"
+    chosen: Any = kernel_choice  # a kernel check needs values: use the first installed kernel
+    chosen.check_kernel = lambda candidate, *_: None if candidate.installed else "it is not installed"
 
 
-def _room_for_experts(job: RankJob) -> None:
-    """A pool of all experts is made and mapped here, whatever rank would make it, and never written to: it takes no
-    memory, however much the machine has."""
+def _map_pool_without_memory(job: RankJob) -> None:
+    """Create and map the pool of all experts in this process, whatever rank would create it. It is never written and so
+    takes no memory."""
     from agent_rl.train.expert_balancing import host_pool as pool
 
     replaced: Any = pool
@@ -281,8 +298,8 @@ def _room_for_experts(job: RankJob) -> None:
 
 
 class ShapeReader:
-    """In place of :class:`agent_rl.train.megatron.safetensors_slices.SliceReader`: fills parameters from host
-    tensors that have no memory. The checkpoint's shapes were checked before."""
+    """Replaces :class:`agent_rl.train.megatron.safetensors_slices.SliceReader`: fills parameters from host tensors
+    without memory. The shapes of the checkpoint were checked before."""
 
     def __init__(self, job: RankJob) -> None:
         self._dtype = getattr(torch, job.config.train.dtype)
@@ -294,7 +311,7 @@ class ShapeReader:
 
     def check(self, piece: Any) -> None: ...
 
-    def place(self, piece: Any) -> str:
+    def position(self, piece: Any) -> str:
         name: str = piece.name
         return name
 
@@ -306,15 +323,15 @@ class ShapeReader:
         piece.target.copy_(mode.host_shape(piece.target.shape, self._dtype))
 
 
-def _named(error: Exception, phase: str) -> str:
-    """What failed, in which phase, and in which line of this project or of Megatron, in one line."""
+def _describe(error: Exception, phase: str) -> str:
+    """Returns one line: the phase, the line of this project or of Megatron, and the error."""
     frames = traceback.extract_tb(error.__traceback__)
     inside = [f for f in frames if "/agent_rl/dryrun/" not in f.filename]
-    places = [f for f in inside if "/agent_rl/" in f.filename or "/megatron/" in f.filename]
+    known = [f for f in inside if "/agent_rl/" in f.filename or "/megatron/" in f.filename]
     reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
     kind = "" if isinstance(error, AgentRlError) else f"{type(error).__name__}: "
-    if not places:
+    if not known:
         return f"{phase}: {kind}{reason}"
-    last = places[-1]
-    where = f"{Path(last.filename).parent.name}/{Path(last.filename).name}:{last.lineno}"
-    return f"{phase}: {where}: {(last.line or '').strip()}: {kind}{reason}"
+    last = known[-1]
+    location = f"{Path(last.filename).parent.name}/{Path(last.filename).name}:{last.lineno}"
+    return f"{phase}: {location}: {(last.line or '').strip()}: {kind}{reason}"

@@ -1,4 +1,4 @@
-"""A dry run as tables: memory, work, waits and seconds by phase, bytes by group, beside the plan's figures."""
+"""Prints a dry run as tables: memory, FLOPs, waits and seconds by phase, bytes by group, beside the plan's figures."""
 
 from __future__ import annotations
 
@@ -10,81 +10,80 @@ from rich.console import Console
 from rich.table import Table
 
 from agent_rl.config import RunConfig
-from agent_rl.dryrun.job import RankRecord
-from agent_rl.dryrun.names import ENGINES, OUT, STEP, Owner
-from agent_rl.dryrun.run import Planned, Rehearsed, planned
+from agent_rl.dryrun.job import ENGINE_GROUP, STEP_PHASES, WEIGHT_PHASES, Owner, RankRecord
+from agent_rl.dryrun.run import DryRunResult, PlannedFigures, planned_figures
 from agent_rl.planner.hardware import GPUS, Gpu
 from agent_rl.planner.plan import GIB, gib
 
 _OWNERS: tuple[Owner, ...] = get_args(Owner)
 
 
-def print_rehearsal(config: RunConfig, results: list[Rehearsed]) -> None:
-    """Print to standard output, rank by rank."""
+def print_dry_run(config: RunConfig, results: list[DryRunResult]) -> None:
+    """Print the results to standard output, rank by rank."""
     console = Console(soft_wrap=True)
     for result in results:
         depths = " and ".join(str(record.layers) for record in result.records)
         seconds = sum(record.seconds for record in result.records)
         console.print(
             f"rank {result.rank} of {config.train.parallel.world_size}: {config.train.microbatch_tokens} tokens, "
-            f"{depths} layers rehearsed in {seconds:.0f} s, figures of {result.depth} layers; not run on a GPU",
+            f"{depths} layers simulated in {seconds:.0f} s, figures for {result.depth} layers; not run on a GPU",
             highlight=False,
         )
         if result.fault is not None:
             continue
-        plan = planned(config, rank=result.rank, skew=result.skew, layers=result.depth)
-        for table in (_phases(config, result, plan), _held(result, plan), _groups(config, result, plan)):
+        plan = planned_figures(config, rank=result.rank, skew=result.skew, layers=result.depth)
+        for table in (_phases(config, result, plan), _owners(result, plan), _groups(config, result, plan)):
             console.print(table)
         for line in _lines(config, result, plan):
             console.print(line, highlight=False)
 
 
-def _phases(config: RunConfig, result: Rehearsed, plan: Planned) -> Table:
+def _phases(config: RunConfig, result: DryRunResult, plan: PlannedFigures) -> Table:
     name = config.hardware.gpu
     columns = ("peak, GiB", "TFLOP", "planned", "products, s", "roofline, s", "sending, s", "waits", "waits a layer")
-    table = _table(f"phases, and their seconds at the least on a GPU {name}", *columns)
+    table = _table(f"phases, with the least seconds on a GPU {name}", *columns)
     works = {"old log-probs": plan.step.logprobs, "reference": plan.step.logprobs, "update": plan.step.update}
     for phase in result.records[0].phases:
         table.add_row(phase, *_phase(config, result, phase, works.get(phase)))
     return table
 
 
-def _phase(config: RunConfig, result: Rehearsed, phase: str, work: float | None) -> Iterator[str]:
-    gpu, whole = GPUS[config.hardware.gpu], result.whole
-    flops = whole(lambda record: record.phases[phase].flops)
-    yield f"{result.peak_of(phase) / GIB:.2f}"
+def _phase(config: RunConfig, result: DryRunResult, phase: str, work: float | None) -> Iterator[str]:
+    gpu, extrapolate = GPUS[config.hardware.gpu], result.extrapolate
+    flops = extrapolate(lambda record: record.phases[phase].flops)
+    yield f"{result.phase_peak(phase) / GIB:.2f}"
     yield f"{flops / 1e12:.2f}"
     yield "" if work is None else f"{work / 1e12:.2f}"
     yield f"{flops / gpu.flops[config.train.dtype]:.2f}"
-    yield f"{whole(lambda record: record.phases[phase].seconds):.2f}"
-    yield f"{whole(partial(_sending, config=config, phase=phase)):.2f}"
-    yield f"{whole(lambda record: record.phases[phase].syncs):.0f}"
-    yield f"{result.a_layer(lambda record: record.phases[phase].syncs):.1f}"
+    yield f"{extrapolate(lambda record: record.phases[phase].seconds):.2f}"
+    yield f"{extrapolate(partial(_sending, config=config, phase=phase)):.2f}"
+    yield f"{extrapolate(lambda record: record.phases[phase].syncs):.0f}"
+    yield f"{result.per_layer(lambda record: record.phases[phase].syncs):.1f}"
 
 
 def _sending(record: RankRecord, config: RunConfig, phase: str) -> float:
-    """Seconds that a phase's collectives take at the speed of the links alone, one after the other."""
+    """Seconds of a phase's collectives at link speed, one after the other."""
     rates = {name: _rate(config, ranks) for name, ranks in record.groups.items()}
     network = GPUS[config.hardware.gpu].network
     return sum(size / rates.get(name, network) for name, size in record.phases[phase].sent.items())
 
 
-def _over_hosts(config: RunConfig, ranks: list[int]) -> bool:
+def _spans_nodes(config: RunConfig, ranks: list[int]) -> bool:
     return len({rank // config.hardware.gpus_per_node for rank in ranks}) > 1
 
 
 def _rate(config: RunConfig, ranks: list[int]) -> float:
-    """Bytes a second that a rank sends in a group."""
+    """Bytes per second that a rank sends in a group."""
     gpu: Gpu = GPUS[config.hardware.gpu]
-    return gpu.network if _over_hosts(config, ranks) else gpu.link
+    return gpu.network if _spans_nodes(config, ranks) else gpu.link
 
 
-def _held(result: Rehearsed, plan: Planned) -> Table:
-    """Who holds the memory at each phase's fullest moment. The plan is of the update."""
+def _owners(result: DryRunResult, plan: PlannedFigures) -> Table:
+    """Memory by owner at each phase's peak; the planned row refers to the update."""
     owners = [owner for owner in _OWNERS if any(p.owners.get(owner) for p in result.records[-1].phases.values())]
-    table = _table("who holds what at a phase's peak, GiB", *owners)
+    table = _table("memory by owner at a phase's peak, GiB", *owners)
     for phase in result.records[0].phases:
-        sizes = (result.whole(partial(_owned, phase=phase, owner=owner)) for owner in owners)
+        sizes = (result.extrapolate(partial(_owned, phase=phase, owner=owner)) for owner in owners)
         table.add_row(phase, *(f"{size / GIB:.2f}" for size in sizes))
     rank = plan.rank
     expected: dict[Owner, int] = {
@@ -99,43 +98,48 @@ def _owned(record: RankRecord, phase: str, owner: Owner) -> int:
     return record.phases[phase].owners.get(owner, 0)
 
 
-def _groups(config: RunConfig, result: Rehearsed, plan: Planned) -> Table:
-    columns = ("ranks", "over hosts", "a step", "planned", "s", "weights out", "s")
+def _groups(config: RunConfig, result: DryRunResult, plan: PlannedFigures) -> Table:
+    columns = ("ranks", "across nodes", "a step", "planned", "s", "weights out", "s")
     table = _table("sent by this rank, by group", *columns)
     for name, ranks in result.records[-1].groups.items():
-        step, out = (result.whole(partial(sent_by, group=name, phases=phases)) for phases in (STEP, OUT))
+        step, out = (
+            result.extrapolate(partial(sent_by, group=name, phases=phases)) for phases in (STEP_PHASES, WEIGHT_PHASES)
+        )
         expected = gib(plan.step.exchanged) if "expert" in name.split(", ") else ""
-        over, rate = "yes" if _over_hosts(config, ranks) else "no", _rate(config, ranks)
+        over, rate = "yes" if _spans_nodes(config, ranks) else "no", _rate(config, ranks)
         if step or out:
             seconds = f"{step / rate:.2f}", f"{out / rate:.2f}"
             table.add_row(name, str(len(ranks)), over, gib(step), expected, seconds[0], gib(out), seconds[1])
     return table
 
 
-def _lines(config: RunConfig, result: Rehearsed, plan: Planned) -> Iterator[str]:
+def _lines(config: RunConfig, result: DryRunResult, plan: PlannedFigures) -> Iterator[str]:
     rank = plan.rank
-    for name, found, expected in (
-        ("weights, gradients and optimizer", result.whole(lambda record: record.static), rank.static),
+    for name, simulated, expected in (
+        ("weights, gradients and optimizer", result.extrapolate(lambda record: record.static), rank.static),
         ("peak", result.peak, plan.peak),
     ):
         yield (
-            f"{name}: {found / GIB:.2f} GiB rehearsed, {expected / GIB:.2f} planned: planned over rehearsed "
-            f"{expected / found:.2f}"
+            f"{name}: {simulated / GIB:.2f} GiB simulated, {expected / GIB:.2f} planned: ratio planned to simulated "
+            f"{expected / simulated:.2f}"
         )
-    if buckets := result.whole(lambda record: record.phases["publish"].calls.get(ENGINES, 0)):
-        size = result.whole(lambda record: record.phases["publish"].sent[ENGINES])
-        beside = result.whole(lambda record: record.phases["publish"].peak - record.static)
+    if buckets := result.extrapolate(lambda record: record.phases["publish"].calls.get(ENGINE_GROUP, 0)):
+        size = result.extrapolate(lambda record: record.phases["publish"].sent[ENGINE_GROUP])
+        beside = result.extrapolate(lambda record: record.phases["publish"].peak - record.static)
         yield (
             f"weight sync: {gib(size)} in {buckets:.0f} buckets of {config.engine.weight_bucket_mb:g} MiB, "
             f"{gib(beside)} beside the state; planned {gib(plan.publish.bytes)} in {plan.publish.buckets}, "
             f"{gib(plan.publish.memory)}"
         )
-    left, pinned = result.whole(lambda record: record.left), result.whole(lambda record: record.pinned)
-    yield f"left of a step after it: {gib(left)}; host memory locked: {gib(pinned)}"
+    retained, pinned = (
+        result.extrapolate(lambda record: record.retained),
+        result.extrapolate(lambda record: record.pinned),
+    )
+    yield f"retained after a step: {gib(retained)}; pinned host memory: {gib(pinned)}"
 
 
-def sent_by(record: RankRecord, group: str, phases: tuple[str, ...] = STEP) -> int:
-    """Bytes that left the rank in ``group``, in some of its phases."""
+def sent_by(record: RankRecord, group: str, phases: tuple[str, ...] = STEP_PHASES) -> int:
+    """Returns the bytes that the rank sent in ``group`` during ``phases``."""
     return sum(phase.sent.get(group, 0) for name, phase in record.phases.items() if name in phases)
 
 

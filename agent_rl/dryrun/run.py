@@ -1,4 +1,4 @@
-"""``agent-rl dry-run``: what is checked before anything starts, a process for each rank and depth, the results."""
+"""``agent-rl dry-run``: checks the config, runs one process per rank and depth, and collects the results."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from agent_rl.config import RunConfig
-from agent_rl.dryrun.fake_device import build_guard
+from agent_rl.dryrun.fake_device import build_device_guard
 from agent_rl.dryrun.job import RankJob, RankRecord
 from agent_rl.errors import TrainerError, UserError
 from agent_rl.models.spec import ModelSpec
 from agent_rl.planner.compute_model import PlannedPublish, PlannedStep, planned_publish, planned_step
 from agent_rl.planner.known_models import CONFIGS, planned_model
 from agent_rl.planner.memory_model import RankBytes, rank_bytes
-from agent_rl.planner.planner import hosts_problems
+from agent_rl.planner.planner import node_problems
 from agent_rl.train.hf_index import check_checkpoint
 from agent_rl.train.parallel_checks import layout_problems, refuse
 
@@ -29,9 +29,11 @@ _SECONDS = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Rehearsed:
-    """One rank, whose experts are chosen ``skew`` times as often as the mean rank's, at one depth or two; ``depth``, in
-    layers, is what the figures are of: the whole model's where there are two."""
+class DryRunResult:
+    """The dry run of one rank at one or two depths; its experts are chosen ``skew`` times as often as the mean rank's.
+
+    ``depth``: the layers that the figures refer to; with two records, that of the whole model.
+    """
 
     rank: int
     skew: float
@@ -42,66 +44,68 @@ class Rehearsed:
     def fault(self) -> str | None:
         return next((record.fault for record in self.records if record.fault is not None), None)
 
-    def whole(self, of: Callable[[RankRecord], float]) -> float:
-        """``of`` a record, at ``depth``: the one record's, or the line through those of two. For what grows evenly with
-        the layers, as the peak of several phases does not (:attr:`peak`)."""
+    def extrapolate(self, value: Callable[[RankRecord], float]) -> float:
+        """Returns ``value`` at ``depth``: that of the single record, or on the line through two. Only for values that
+        are linear in the number of layers, which the peak over phases is not (see :attr:`peak`)."""
         first, last = self.records[0], self.records[-1]
         if first is last:
-            return of(first)
-        slope = (of(last) - of(first)) / (last.layers - first.layers)
-        return of(last) + slope * (self.depth - last.layers)
+            return value(first)
+        return value(last) + self.per_layer(value) * (self.depth - last.layers)
 
     @property
     def peak(self) -> float:
-        """Bytes of the fullest phase, which may be another one than at the depths that were rehearsed."""
-        return max(self.peak_of(phase) for phase in self.records[0].phases)
+        """Bytes of the phase with the highest peak, which may differ from that at the simulated depths."""
+        return max(self.phase_peak(phase) for phase in self.records[0].phases)
 
-    def peak_of(self, phase: str) -> float:
-        """The most bytes that a phase holds at once."""
-        return self.whole(lambda record: record.phases[phase].peak)
+    def phase_peak(self, phase: str) -> float:
+        """Returns the peak bytes of a phase."""
+        return self.extrapolate(lambda record: record.phases[phase].peak)
 
-    def a_layer(self, of: Callable[[RankRecord], float]) -> float:
-        """How much of ``of`` each layer of this rank's stage brings; of one depth, its mean."""
+    def per_layer(self, value: Callable[[RankRecord], float]) -> float:
+        """Returns the increase of ``value`` per layer; with one depth, the mean per layer."""
         first, last = self.records[0], self.records[-1]
         if first is last:
-            return of(first) / first.layers
-        return (of(last) - of(first)) / (last.layers - first.layers)
+            return value(first) / first.layers
+        return (value(last) - value(first)) / (last.layers - first.layers)
 
 
-def rehearse(config: RunConfig, *, ranks: Sequence[int], skew: float, layers: str) -> list[Rehearsed]:
-    """Rehearse ``ranks`` (none: the first, and the last of a pipeline). ``layers``: so many a model chunk, one number
-    or two with a comma, or ``all``. Raises UserError or ConfigError, one line, before anything heavy is started."""
-    facts = check(config, ranks=ranks, skew=skew)
-    depths, library = _depths(layers, config, facts), build_guard()
+def dry_run(config: RunConfig, *, ranks: Sequence[int], skew: float, layers: str) -> list[DryRunResult]:
+    """Dry-run ``ranks`` (empty: the first rank, and the last one of a pipeline).
+
+    ``layers``: layers per model chunk, one number, two with a comma, or ``all``. Raises UserError or ConfigError (one
+    line) before it starts a process.
+    """
+    model_spec = check(config, ranks=ranks, skew=skew)
+    depths, library = _depths(layers, config, model_spec), build_device_guard()
     parallel = config.train.parallel
     chosen = ranks or sorted({0, parallel.world_size - 1 if parallel.pipeline > 1 else 0})
     with tempfile.TemporaryDirectory(prefix="agent-rl-dry run-") as directory, ThreadPoolExecutor(2) as pool:
         models = {depth: _write_model(config, depth, Path(directory) / str(depth)) for depth in depths}
-        placed = _on_machines(config)
-        jobs = [RankJob(placed, models[depth], rank, skew, library) for rank in chosen for depth in depths]
+        complete = _with_ranks_per_node(config)
+        jobs = [RankJob(complete, models[depth], rank, skew, library) for rank in chosen for depth in depths]
         records = list(pool.map(_run, jobs))
-    depth = facts.num_layers if len(depths) == 2 else depths[0]
+    depth = model_spec.num_layers if len(depths) == 2 else depths[0]
     return [
-        Rehearsed(rank, skew, depth, tuple(records[at * len(depths) : (at + 1) * len(depths)]))
-        for at, rank in enumerate(chosen)
+        DryRunResult(rank, skew, depth, tuple(records[index * len(depths) : (index + 1) * len(depths)]))
+        for index, rank in enumerate(chosen)
     ]
 
 
-def _on_machines(config: RunConfig) -> RunConfig:
-    """The config with the expert ranks that a host of ``hardware.gpus_per_node`` has, where experts are balanced: a
-    rank would ask the others on which machine they are, and here all are on this one."""
+def _with_ranks_per_node(config: RunConfig) -> RunConfig:
+    """With expert balancing, set ``ranks_per_node`` from ``hardware.gpus_per_node``: ranks compare host names to find
+    their node, and in a dry run all host names are equal."""
     train, balance = config.train, config.train.balance
     if not balance.enabled or balance.ranks_per_node is not None:
         return config
-    here = math.gcd(train.parallel.expert, config.hardware.gpus_per_node)
-    spread = balance.model_copy(update={"ranks_per_node": here})
-    return config.model_copy(update={"train": train.model_copy(update={"balance": spread})})
+    per_node = math.gcd(train.parallel.expert, config.hardware.gpus_per_node)
+    balance = balance.model_copy(update={"ranks_per_node": per_node})
+    return config.model_copy(update={"train": train.model_copy(update={"balance": balance})})
 
 
 def check(config: RunConfig, *, ranks: Sequence[int], skew: float) -> ModelSpec:
-    """The model's facts. Raises UserError or ConfigError, one line, for what can't be rehearsed or would not start."""
-    facts, parallel = planned_model(config.model), config.train.parallel
-    refuse([*layout_problems(config, facts), *hosts_problems(config)])
+    """Returns the model spec. Raises UserError or ConfigError (one line) for a run that could not start."""
+    model_spec, parallel = planned_model(config.model), config.train.parallel
+    refuse([*layout_problems(config, model_spec), *node_problems(config.hardware, config.train.parallel)])
     if outside := [rank for rank in ranks if not 0 <= rank < parallel.world_size]:
         raise UserError(f"--rank {outside[0]}: train.parallel.world_size is {parallel.world_size}")
     if not 0 < skew <= parallel.expert:
@@ -109,13 +113,13 @@ def check(config: RunConfig, *, ranks: Sequence[int], skew: float) -> ModelSpec:
             f"--skew {skew:g}: with train.parallel.expert={parallel.expert} it is at most {parallel.expert}"
         )
     if (config.model / "config.json").is_file() and any(config.model.glob("*.safetensors*")):
-        check_checkpoint(config.model, facts)
-    return facts
+        check_checkpoint(config.model, model_spec)
+    return model_spec
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
-    """The plan's figures for what is rehearsed: memory of the fullest rank, a rank's step, a weight sync."""
+class PlannedFigures:
+    """The planner's figures for a dry run: memory of the fullest rank, a rank's step, a weight sync."""
 
     rank: RankBytes
     step: PlannedStep
@@ -123,41 +127,43 @@ class Planned:
 
     @property
     def peak(self) -> int:
-        """Of a step or of a weight sync, which are never under way together."""
+        """The higher of a step and a weight sync, which never run at the same time."""
         return max(self.rank.total, self.rank.static + self.publish.memory)
 
 
-def planned(config: RunConfig, *, rank: int = 0, skew: float = 1.0, layers: int | None = None) -> Planned:
-    """By the formulas of :mod:`agent_rl.planner`, for the model's first ``layers`` (None: all); balanced experts have
-    even loads."""
-    facts, train = planned_model(config.model), config.train
-    facts = replace(facts, moe=facts.moe[:layers])
+def planned_figures(
+    config: RunConfig, *, rank: int = 0, skew: float = 1.0, layers: int | None = None
+) -> PlannedFigures:
+    """Returns the figures of :mod:`agent_rl.planner` for the model's first ``layers`` (None: all). Balanced experts
+    have even loads."""
+    model_spec, train = planned_model(config.model), config.train
+    model_spec = replace(model_spec, moe=model_spec.moe[:layers])
     skew = 1.0 if train.balance.enabled else skew
-    return Planned(
-        rank_bytes(facts, train, microbatches=train.parallel.pipeline, device="cuda"),
-        planned_step(facts, config, rank=rank, skew=skew),
-        planned_publish(facts, train, config.engine),
+    return PlannedFigures(
+        rank_bytes(model_spec, train, microbatches=train.parallel.pipeline, device="cuda"),
+        planned_step(model_spec, config, rank=rank, skew=skew),
+        planned_publish(model_spec, train, config.engine),
     )
 
 
-def _depths(layers: str, config: RunConfig, facts: ModelSpec) -> list[int]:
-    """Depths in layers of the whole model."""
+def _depths(layers: str, config: RunConfig, model_spec: ModelSpec) -> list[int]:
+    """Returns the depths to simulate, in layers of the whole model."""
     chunks = config.train.parallel.pipeline * config.train.parallel.virtual_pipeline
     if layers == "all":
-        return [facts.num_layers]
+        return [model_spec.num_layers]
     parts = layers.split(",")
     if not all(part.strip().isdigit() and int(part) for part in parts) or not 1 <= len(set(parts)) <= 2:
-        raise UserError(f"--layers {layers}: write one number or two (2,4), or all")
+        raise UserError(f"--layers {layers}: expected one number, two (2,4), or all")
     depths = sorted({int(part) * chunks for part in parts})
-    if depths[-1] > facts.num_layers:
+    if depths[-1] > model_spec.num_layers:
         raise UserError(
-            f"--layers {layers}: {depths[-1]} layers in {chunks} model chunks, and the model has {facts.num_layers}"
+            f"--layers {layers}: {chunks} model chunks give {depths[-1]} layers; the model has {model_spec.num_layers}"
         )
     return depths
 
 
 def _write_model(config: RunConfig, depth: int, directory: Path) -> Path:
-    """A directory with the model's config.json, so many layers deep."""
+    """Write the model's config.json with ``depth`` layers into ``directory``."""
     path = config.model / "config.json"
     known: Mapping[str, Any] = json.loads(path.read_text()) if path.is_file() else CONFIGS[config.model.name]
     raw = {key: value for key, value in known.items() if key != "layer_types"}
@@ -172,10 +178,10 @@ def _run(job: RankJob) -> RankRecord:
         done = subprocess.run(command, input=job.dump(), capture_output=True, timeout=_SECONDS, check=False)
     except subprocess.TimeoutExpired:
         raise TrainerError(
-            f"the dry run of rank {job.rank} took more than {_SECONDS:g} s: rehearse fewer layers (--layers 2,4)"
+            f"the dry run of rank {job.rank} took more than {_SECONDS:g} s: simulate fewer layers (--layers 2,4)"
         ) from None
     lines = done.stdout.splitlines()
     if done.returncode or not lines:
         last = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
-        raise TrainerError(f"the dry run of rank {job.rank} broke off: {last[0]}")
+        raise TrainerError(f"the dry run of rank {job.rank} failed: {last[0]}")
     return RankRecord.load(lines[-1])

@@ -1,4 +1,4 @@
-"""What a rehearsed rank has held, computed and sent, phase by phase."""
+"""Records what a dry-run rank allocates, computes and sends, by phase."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from agent_rl.dryrun.names import Owner
+from agent_rl.dryrun.job import Owner
 from agent_rl.planner.hardware import Gpu
 
 ROUNDING = 512
-"""torch's allocator gives memory in pieces of so many bytes."""
+"""Block size of torch's GPU allocator, in bytes."""
 
 
 @dataclass
 class Phase:
-    """One phase: ``flops`` of matrix products and attention, ``seconds`` that all its operations take at least by the
-    GPU's speed, ``sent`` bytes and ``calls`` of collectives by group, and ``syncs``, how often the host waited for the
-    device."""
+    """One phase: ``flops`` of matrix products and attention, ``seconds`` that its operations take at the GPU's peak
+    speed, ``sent`` bytes and ``calls`` of collectives by group, and ``syncs``: how often the host waited for the GPU.
+    """
 
     flops: int = 0
     seconds: float = 0.0
@@ -31,117 +31,119 @@ class Phase:
 
 
 @dataclass(slots=True)
-class _Piece:
-    """Memory of the device, in bytes, and who holds it."""
+class _Allocation:
+    """Bytes of GPU memory and their owner."""
 
     size: int
     owner: Owner
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """The most bytes of device memory that a phase held at once, and by whom."""
+class PeakMemory:
+    """The most bytes of GPU memory that a phase used at once, by owner."""
 
     peak: int
     owners: dict[Owner, int]
 
 
-class Ledger:
-    """Adds up what happens, by phase, as on ``gpu``. ``held``: bytes of device memory that are there now; ``pinned``:
-    of the host. ``failed``: the phase that an exception came out of first."""
+class UsageRecorder:
+    """Adds up the use of ``gpu`` by phase. ``allocated``: bytes of GPU memory in use now; ``pinned``: bytes of pinned
+    host memory; ``failed_phase``: the phase that first raised an exception."""
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
         self.phases: dict[str, Phase] = {}
-        self.held = self.pinned = 0
-        self._known: dict[int, _Piece] = {}
-        self._events: list[tuple[str, _Piece | None, int]] = []
-        self.name = self.failed = ""
+        self.allocated = self.pinned = 0
+        self._allocations: dict[int, _Allocation] = {}
+        self._events: list[tuple[str, _Allocation | None, int]] = []
+        self.phase_name = self.failed_phase = ""
         self._owner: Owner = "temporaries"
-        self._now = Phase()  # of nothing; what is outside of all phases is of no interest
+        self._phase = Phase()  # discarded: collects what happens outside of all phases
 
     @contextmanager
     def phase(self, name: str, owner: Owner = "temporaries") -> Iterator[None]:
-        """Inside, all is counted for phase ``name``, and ``owner`` holds what is made."""
-        before = self.name, self._owner
-        self._turn_to(name, owner)
+        """Count everything inside for phase ``name`` and assign new allocations to ``owner``."""
+        before = self.phase_name, self._owner
+        self._enter(name, owner)
         try:
             yield
         except Exception:
-            self.failed = self.failed or name
+            self.failed_phase = self.failed_phase or name
             raise
         finally:
-            self._turn_to(*before)
+            self._enter(*before)
 
-    def _turn_to(self, name: str, owner: Owner) -> None:
-        self.name, self._owner = name, owner
-        self._now = self.phases.setdefault(name, Phase()) if name else Phase()
+    def _enter(self, name: str, owner: Owner) -> None:
+        self.phase_name, self._owner = name, owner
+        self._phase = self.phases.setdefault(name, Phase()) if name else Phase()
         self._events.append((name, None, 0))
 
-    def ran(self, flops: int, moved: int, precision: str) -> None:
-        """An operation on the device of ``flops``, which reads and writes ``moved`` bytes of its memory."""
-        self._now.flops += flops
-        self._now.seconds += max(flops / self.gpu.flops.get(precision, 1e30), moved / self.gpu.memory)
+    def add_operation(self, flops: int, moved: int, precision: str) -> None:
+        """Count a GPU operation of ``flops`` that reads and writes ``moved`` bytes of GPU memory."""
+        self._phase.flops += flops
+        self._phase.seconds += max(flops / self.gpu.flops.get(precision, 1e30), moved / self.gpu.memory)
 
-    def copied(self, size: int, *, waits: bool) -> None:
-        """Bytes went from the host to the device or back; ``waits``: the host waited until they were there."""
-        self._now.seconds += size / self.gpu.host
-        self._now.syncs += waits
+    def add_copy(self, size: int, *, waits: bool) -> None:
+        """Count a copy between host and GPU of ``size`` bytes; ``waits``: the host waited for it."""
+        self._phase.seconds += size / self.gpu.host
+        self._phase.syncs += waits
 
-    def sent(self, group: str, size: int) -> None:
-        self._now.sent[group] += size
-        self._now.calls[group] += 1
+    def add_collective(self, group: str, size: int) -> None:
+        """Count a collective that sends ``size`` bytes from this rank."""
+        self._phase.sent[group] += size
+        self._phase.calls[group] += 1
 
-    def waited(self) -> None:
-        self._now.syncs += 1
+    def add_sync(self) -> None:
+        """Count a wait of the host for the GPU."""
+        self._phase.syncs += 1
 
-    def made(self, storage: Any) -> None:
-        """A tensor has ``storage`` on the device, which may be known already."""
+    def track_storage(self, storage: Any) -> None:
+        """Count the memory of a GPU ``storage`` until it is freed. Idempotent per storage."""
         key = storage._cdata
-        if key in self._known:
+        if key in self._allocations:
             return
-        self._known[key] = _Piece(0, self._owner)
-        self._takes(storage)
-        weakref.finalize(storage, self._freed, key)
+        self._allocations[key] = _Allocation(0, self._owner)
+        self._set_storage_size(storage)
+        weakref.finalize(storage, self._free, key)
 
-    def resized(self, storage: Any) -> None:
-        """``storage`` has another size now."""
-        if storage._cdata in self._known:
-            self._takes(storage)
+    def update_size(self, storage: Any) -> None:
+        """Account for a resized ``storage``."""
+        if storage._cdata in self._allocations:
+            self._set_storage_size(storage)
 
-    def _takes(self, storage: Any) -> None:
-        self._resize(self._known[storage._cdata], -(-storage.nbytes() // ROUNDING) * ROUNDING)
+    def _set_storage_size(self, storage: Any) -> None:
+        self._resize(self._allocations[storage._cdata], -(-storage.nbytes() // ROUNDING) * ROUNDING)
 
-    def _freed(self, key: int) -> None:
-        self._resize(self._known.pop(key), 0)
+    def _free(self, key: int) -> None:
+        self._resize(self._allocations.pop(key), 0)
 
-    def _resize(self, piece: _Piece, size: int) -> None:
-        self.held += size - piece.size
-        self._events.append((self.name, piece, size - piece.size))
-        piece.size = size
+    def _resize(self, allocation: _Allocation, size: int) -> None:
+        self.allocated += size - allocation.size
+        self._events.append((self.phase_name, allocation, size - allocation.size))
+        allocation.size = size
 
-    def own(self, owner: Owner, storages: Iterable[Any]) -> None:
-        """``owner`` holds ``storages``, as long as they are there."""
+    def assign_owner(self, owner: Owner, storages: Iterable[Any]) -> None:
+        """Set the owner of ``storages``."""
         for storage in storages:
-            if (piece := self._known.get(storage._cdata)) is not None:
-                piece.owner = owner
+            if (allocation := self._allocations.get(storage._cdata)) is not None:
+                allocation.owner = owner
 
-    def keep(self, owner: Owner) -> None:
-        """``owner`` holds whatever is there now and belongs to nobody else."""
-        for piece in self._known.values():
-            if piece.owner == "temporaries":
-                piece.owner = owner
+    def assign_unowned(self, owner: Owner) -> None:
+        """Set the owner of all current temporaries."""
+        for allocation in self._allocations.values():
+            if allocation.owner == "temporaries":
+                allocation.owner = owner
 
-    def most(self) -> dict[str, Held]:
-        """The fullest moment of each phase. Who holds a piece may have been said after that moment."""
-        found: dict[str, Held] = {}
+    def peaks(self) -> dict[str, PeakMemory]:
+        """Returns the peak of each phase. Owners are the final ones, also when assigned after the peak."""
+        peaks: dict[str, PeakMemory] = {}
         owners: Counter[Owner] = Counter()
         total, highest = 0, dict.fromkeys(self.phases, -1) | {"": math.inf}
-        for name, piece, more in self._events:
-            if piece is not None:
-                owners[piece.owner] += more
-                total += more
+        for name, allocation, change in self._events:
+            if allocation is not None:
+                owners[allocation.owner] += change
+                total += change
             if total > highest[name]:
                 highest[name] = total
-                found[name] = Held(total, {owner: size for owner, size in owners.items() if size})
-        return found
+                peaks[name] = PeakMemory(total, {owner: size for owner, size in owners.items() if size})
+        return peaks

@@ -1,1 +1,2 @@
-"""Any agent program, trained through an endpoint of the kind that it speaks already. See docs/harness.md."""
+"""Trains any agent program through an HTTP endpoint with the API that it already uses:
+docs/how-to/agent-programs.md."""

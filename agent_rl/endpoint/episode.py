@@ -1,17 +1,17 @@
 """One episode driven by an agent program over the endpoint.
 
-The program is started beside its session and ends the episode by ending itself::
+The program runs beside its session, and the episode ends when the program exits::
 
-    it submitted by the sandbox API, or ended with 0         submitted
-    a limit had ended the session before                 max_turns
-    it ended after it was told that the context is full  context_full
-    rollout.time_limit passed                            time_limit
+    submitted through the sandbox API, or exit code 0        submitted
+    a limit had ended the session before                     max_turns
+    it ended after the context was full                      context_full
+    rollout.time_limit passed                                time_limit
     the engine or the sandbox failed                         as in the built-in loop
-    it ended before any reply had reached it             harness_failure: infrastructure, run again
-    it ended otherwise                                   program_failed: graded
+    it ended before any reply reached it                     harness_failure: infrastructure, run again
+    it ended in another way                                  program_failed: graded
 
-A program that has a reply runs what the policy wrote, which may end the program by a signal, an exit code of its choice
-or a full disk. Were such an episode run again, a policy could take back every attempt that it expects to lose.
+After a program has received a reply it executes what the policy wrote, which may end it by a signal, any exit code or a
+full disk. Running such an episode again would let a policy discard attempts that it expects to lose.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from __future__ import annotations
 import asyncio
 import os
 import tempfile
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from agent_rl.config import HarnessConfig
-from agent_rl.endpoint.host_process import LONGEST, run_on_host
-from agent_rl.endpoint.server import BRIDGE, MODEL, SOCKET, Gateway
+from agent_rl.endpoint.server import BRIDGE, MODEL, SOCKET, EndpointServer
 from agent_rl.endpoint.session import ExtendingRenderer, HarnessRenderer, Session
 from agent_rl.engine.generation_gate import GenerationGate
 from agent_rl.engine.types import Engine
@@ -34,29 +34,36 @@ from agent_rl.types import StopReason, Trajectory
 from envs import Dialogue, Environment, Episode, Grade, HasSandbox, Task
 from sandbox import ExecResult, Sandbox, bounded, printable
 from sandbox.pool import PooledSandbox
+from sandbox.process import run_process
+from sandbox.timeouts import PausableTimeout
 from tools import ToolCallFormat, ToolSet
 
-SANDBOX_GATEWAY = "/opt/agent-rl/gateway"
+SANDBOX_ENDPOINT = "/opt/agent-rl/endpoint"
 SANDBOX_HARNESS = "/opt/agent-rl/harness"
 SANDBOX_PORT = 8377
-_OUTPUT_SHOWN = 600
+_OUTPUT_CHARS = 600
+_MAX_PROGRAM_SECONDS = 30 * 86400.0
+"""Limit of the sandbox call. ``rollout.time_limit`` ends the program earlier, and pauses while weights change."""
+_HOST_OUTPUT_BYTES = 1 << 20
+_WATCHED = """(read -r -u "$0"; kill -KILL 0) < /dev/null > /dev/null 2>&1 & exec bash -c "$1\""""
+"""Kills the program's process group once no process holds the write end of pipe ``$0``."""
 
 
-def agent_binds(gateway: Gateway, harness: HarnessConfig) -> dict[str, str]:
-    """What the agents' sandboxes see of the host, so that a program in them reaches the endpoint."""
+def agent_binds(endpoint: EndpointServer, harness: HarnessConfig) -> dict[str, str]:
+    """Host directories that are mounted in the agents' sandboxes, so that programs there reach the endpoint."""
     if harness.location == "host":
         return {}
-    own = {} if harness.directory is None else {str(harness.directory.resolve()): SANDBOX_HARNESS}
-    return {str(gateway.directory): SANDBOX_GATEWAY, **own}
+    mounts = {} if harness.directory is None else {str(harness.directory.resolve()): SANDBOX_HARNESS}
+    return {str(endpoint.directory): SANDBOX_ENDPOINT, **mounts}
 
 
 class HarnessRun(EpisodeRun):
-    """One running episode, driven by the program of ``rules.rollout.harness``. ``context``: the most tokens that the
-    engine takes of one conversation."""
+    """One running episode, driven by the program of ``rules.rollout.harness``. ``context``: maximum tokens of a
+    conversation that the engine accepts."""
 
     def __init__(
         self,
-        gateway: Gateway,
+        endpoint: EndpointServer,
         context: int,
         env: Environment,
         task: Task,
@@ -68,51 +75,49 @@ class HarnessRun(EpisodeRun):
     ) -> None:
         super().__init__(env, task, engine, renderer, fmt, rules, gate)
         assert rules.rollout.harness is not None
-        self.gateway, self.harness = gateway, rules.rollout.harness
-        rendering = HarnessRenderer.of(renderer, fmt, self.limits)
-        self.served = Session(self.session, engine, rendering, rules, min(context, self.limits.max_tokens))
+        self.endpoint, self.harness = endpoint, rules.rollout.harness
+        rendering = HarnessRenderer.from_config(renderer, fmt, self.limits)
+        self.endpoint_session = Session(self.session, engine, rendering, rules, min(context, self.limits.max_tokens))
         self.sandbox: Sandbox | None = None
         self.failed: HarnessError | None = None
 
     def _open(self, episode: Episode, tools: ToolSet) -> None:
-        """Nothing is rendered before the program asks."""
-        self.served.messages = episode.messages
+        """Nothing is rendered before the program's first request."""
+        self.endpoint_session.messages = episode.messages
         if self.harness.location == "host":
-            self.served.tools = tools
+            self.endpoint_session.tools = tools
         elif isinstance(episode, HasSandbox):
             self.sandbox = episode.sandbox
         else:
-            raise HarnessError(
-                f"environment {self.env.name} has no sandbox for rollout.harness.location sandbox: set location to host"
-            )
+            raise HarnessError(f"environment {self.env.name} has no sandbox: set rollout.harness.location to host")
 
-    async def _act(self, partner: ToolSet | Dialogue) -> StopReason:
-        stop = await self._driven()
-        if isinstance(partner, Dialogue) and (turns := self.served.turns()):
-            async with bounded(self.limits.time_limit, "hearing the program's last reply"):
-                await partner.hear(turns[-1].text)
+    async def _act(self, target: ToolSet | Dialogue) -> StopReason:
+        stop = await self._run_program()
+        if isinstance(target, Dialogue) and (turns := self.endpoint_session.turns()):
+            async with bounded(self.limits.time_limit, "handling the program's last reply"):
+                await target.respond(turns[-1].text)
         return stop
 
-    async def _driven(self) -> StopReason:
-        """Run the program to its end, or to the episode's."""
-        async with self.gateway.serving(self.served):
+    async def _run_program(self) -> StopReason:
+        """Run the program until it exits or the episode ends."""
+        async with self.endpoint.serving(self.endpoint_session):
             program = asyncio.ensure_future(
                 self._in_sandbox(self.sandbox) if self.sandbox is not None else self._on_host()
             )
             try:
-                await self._until_either({program, self.served.broken})
+                await self._wait_first({program, self.endpoint_session.broken})
             finally:
-                broke = self.served.broken.done()
+                failed = self.endpoint_session.broken.done()
                 if not program.done():
                     program.cancel()
                     await asyncio.wait({program})
-            if broke:
-                self.served.broken.result()
+            if failed:
+                self.endpoint_session.broken.result()
             return StopReason.TIME_LIMIT if program.cancelled() else self._ending(program.result())
 
-    async def _until_either(self, ends: set[asyncio.Future[Any]]) -> None:
-        """Wait for the first of ``ends``, or until the episode's time is over."""
-        limit = asyncio.timeout(self.limits.time_limit)
+    async def _wait_first(self, ends: set[asyncio.Future[Any]]) -> None:
+        """Wait for the first of ``ends``, or for the episode's time limit."""
+        limit = PausableTimeout(self.limits.time_limit)
         try:
             async with limit:
                 with self.gate.uncharged(limit):
@@ -122,44 +127,49 @@ class HarnessRun(EpisodeRun):
                 raise
 
     def _ending(self, result: ExecResult) -> StopReason:
-        served = self.served
-        if served.ended is not None:
-            return served.ended
-        if served.context_full:
+        endpoint_session = self.endpoint_session
+        if endpoint_session.ended is not None:
+            return endpoint_session.ended
+        if endpoint_session.context_full:
             return StopReason.CONTEXT_FULL
-        if not any(node.delivered for node in served.forest.nodes):
-            raise HarnessError(f"the program ended before a reply reached it ({_account(result)})")
+        if not any(node.delivered for node in endpoint_session.tree.nodes):
+            raise HarnessError(f"the program ended before a reply reached it ({_describe_exit(result)})")
         if result.exit_code == 0:
             return StopReason.SUBMITTED
-        self.failed = HarnessError(f"the program failed ({_account(result)})")
+        self.failed = HarnessError(f"the program failed ({_describe_exit(result)})")
         return StopReason.PROGRAM_FAILED
 
     async def _in_sandbox(self, sandbox: Sandbox) -> ExecResult:
-        bridge = ["python3", f"{SANDBOX_GATEWAY}/{BRIDGE}", f"{SANDBOX_GATEWAY}/{SOCKET}", str(SANDBOX_PORT)]
+        bridge = ["python3", f"{SANDBOX_ENDPOINT}/{BRIDGE}", f"{SANDBOX_ENDPOINT}/{SOCKET}", str(SANDBOX_PORT)]
         argv = [*bridge, "bash", "-c", self.harness.command]
-        run = sandbox.exec_beside if isinstance(sandbox, PooledSandbox) else sandbox.exec
-        return await run(argv, timeout=LONGEST, env=self._env(SANDBOX_PORT), stdin=self._prompt())
+        run = sandbox.exec_without_slot if isinstance(sandbox, PooledSandbox) else sandbox.exec
+        return await run(argv, timeout=_MAX_PROGRAM_SECONDS, env=self._env(SANDBOX_PORT), stdin=self._prompt())
 
     async def _on_host(self) -> ExecResult:
-        directory = self.gateway.directory
+        directory = self.endpoint.directory
         with tempfile.TemporaryDirectory(prefix="home-", dir=directory, ignore_cleanup_errors=True) as home:
             env = {"PATH": os.environ.get("PATH", os.defpath), "HOME": home, "LANG": "C.UTF-8"}
-            return await run_on_host(self.harness.command, {**env, **self._env(self.gateway.port)}, self._prompt())
+            return await run_on_host(self.harness.command, {**env, **self._env(self.endpoint.port)}, self._prompt())
 
     def _env(self, port: int) -> dict[str, str]:
-        return {**environment(self.served.key, port), "PYTHONDONTWRITEBYTECODE": "1", **self.harness.env}
+        return {**environment(self.endpoint_session.key, port), "PYTHONDONTWRITEBYTECODE": "1", **self.harness.env}
 
     def _prompt(self) -> bytes:
-        """The task as its user would put it."""
-        texts = [message["content"] for message in self.served.messages if message["role"] == "user"]
+        """The task as the user states it."""
+        texts = [message["content"] for message in self.endpoint_session.messages if message["role"] == "user"]
         return "\n\n".join(texts).encode(errors="replace")
 
     def _trajectory(self, stop: StopReason, grade: Grade | None, error: Exception | None = None) -> Trajectory:
-        served = self.served
-        self.gateway.failures += stop in (StopReason.HARNESS_FAILURE, StopReason.PROGRAM_FAILED)
+        endpoint_session = self.endpoint_session
+        self.endpoint.failures += stop in (StopReason.HARNESS_FAILURE, StopReason.PROGRAM_FAILED)
         plain = super()._trajectory(stop, grade, error or self.failed)
-        plain = replace(plain, turns=served.turns(), messages=served.spoken_messages(), harness=served.counts())
-        branches = served.forest.branches()
+        plain = replace(
+            plain,
+            turns=endpoint_session.turns(),
+            messages=endpoint_session.spoken_messages(),
+            harness=endpoint_session.counts(),
+        )
+        branches = endpoint_session.tree.branches()
         if not branches:
             return plain
         first, *further = branches
@@ -174,8 +184,27 @@ class HarnessRun(EpisodeRun):
         )
 
 
+async def run_on_host(command: str, env: Mapping[str, str], stdin: bytes) -> ExecResult:
+    """Run a shell ``command`` on this machine with only the environment ``env``. Returns after all its processes have
+    ended; they are killed when the calling process ends, however that ends."""
+    read_end, write_end = os.pipe()
+    try:
+        done = await run_process(
+            ["bash", "-c", _WATCHED, str(read_end), command],
+            timeout=_MAX_PROGRAM_SECONDS,
+            limit=_HOST_OUTPUT_BYTES,
+            stdin=stdin,
+            pass_fds=(read_end,),
+            env=env,
+        )
+    finally:
+        os.close(write_end)
+        os.close(read_end)
+    return ExecResult(done.returncode, done.stdout, done.stderr, done.seconds, done.timed_out, done.truncated)
+
+
 def environment(key: str, port: int) -> dict[str, str]:
-    """The variables by which the usual clients find the session of ``key`` on ``port`` of loopback."""
+    """The environment variables by which common clients find the session ``key`` on ``port`` of loopback."""
     base = f"http://127.0.0.1:{port}/s/{key}"
     return {
         "OPENAI_BASE_URL": f"{base}/v1",
@@ -188,8 +217,10 @@ def environment(key: str, port: int) -> dict[str, str]:
     }
 
 
-def _account(result: ExecResult) -> str:
-    """How the program ended, in a line."""
-    said = " ".join(printable(result.stderr.decode(errors="replace") or result.stdout.decode(errors="replace")).split())
+def _describe_exit(result: ExecResult) -> str:
+    """How the program ended, in one line."""
+    output = " ".join(
+        printable(result.stderr.decode(errors="replace") or result.stdout.decode(errors="replace")).split()
+    )
     killed = ", out of memory" if result.oom_killed else ""
-    return f"exit code {result.exit_code}{killed}: {said[-_OUTPUT_SHOWN:] or 'it printed nothing'}"
+    return f"exit code {result.exit_code}{killed}: {output[-_OUTPUT_CHARS:] or 'it printed nothing'}"

@@ -1,4 +1,4 @@
-"""A request, its reply and a refusal, whatever the dialect they came in."""
+"""Requests, responses and errors of the endpoint, independent of the API dialect."""
 
 from __future__ import annotations
 
@@ -11,56 +11,57 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.requests import Request
 
 from agent_rl.rollout.conversation_tree import ChatMessage
-from tools import Spoken, ToolCall
-from tools.turns import typed_call
+from tools import ParsedTurn, ToolCall
+from tools.formats import with_typed_arguments
 
 MAX_BODY = 32 << 20
-"""Bytes of a request; a full context of 1 M tokens has some 4 MB."""
+"""Maximum bytes of a request body; a context of 1 M tokens takes about 4 MB."""
 
 Finish = Literal["stop", "tool_calls", "length"]
-_MINTED = re.compile(r"(?:[a-z]+_)?([0-9a-f]{16})(?:_\d+)?")
+_ISSUED_ID = re.compile(r"(?:[a-z]+_)?([0-9a-f]{16})(?:_\d+)?")
 
 
-class Refusal(Exception):
-    """A request that gets no reply: why, for the client to tell from other reasons, and in words.
+class RequestRejected(Exception):
+    """A request that gets no reply. ``kind`` is the reason, which each dialect maps to its own error codes; ``text``
+    describes it.
 
-    ``bad``: the request is wrong. ``key``: no session has its key. ``ended``: the episode is over. ``full``: the
-    conversation is longer than ``most`` tokens, ``tokens`` are what it has. ``large``: the body is too long.
+    ``bad``: the request is invalid. ``key``: no session has its key. ``ended``: the episode is over. ``full``: the
+    conversation has ``tokens`` tokens, the limit is ``limit``. ``large``: the body is too long.
     """
 
     def __init__(
-        self, kind: Literal["bad", "key", "ended", "full", "large"], text: str, *, tokens: int = 0, most: int = 0
+        self, kind: Literal["bad", "key", "ended", "full", "large"], text: str, *, tokens: int = 0, limit: int = 0
     ) -> None:
         super().__init__(text)
-        self.kind, self.text, self.tokens, self.most = kind, text, tokens, most
+        self.kind, self.text, self.tokens, self.limit = kind, text, tokens, limit
 
     @property
     def status(self) -> int:
-        """The HTTP status: none that clients try again."""
+        """The HTTP status; clients retry none of them."""
         return {"key": 401, "large": 413}.get(self.kind, 400)
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """What a request asks for. ``tools`` are OpenAI function schemas; ``later`` those that may be called but are not
-    described at the start, since a search for tools brought them. Its sampling parameters are not heeded: the run's
-    hold; of ``max_tokens`` the smaller of both."""
+class ChatRequest:
+    """A request. ``tools`` are OpenAI function schemas. ``deferred_tools`` may be called but are not described in
+    the prompt; a tool search returns them. Sampling parameters are ignored in favor of the run's; of ``max_tokens``
+    the smaller value applies."""
 
     messages: Sequence[ChatMessage]
     tools: Sequence[Mapping[str, Any]]
     max_tokens: int | None
     stream: bool
     model: str
-    usage_wanted: bool = False
-    later: Sequence[Mapping[str, Any]] = ()
+    include_usage: bool = False
+    deferred_tools: Sequence[Mapping[str, Any]] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
-    """What was sampled. ``id`` goes into every identifier that the client gets, and comes back with them."""
+class ChatResponse:
+    """A sampled reply. ``id`` is part of every identifier that the client receives and returns."""
 
     id: str
-    spoken: Spoken
+    spoken: ParsedTurn
     finish: Finish
     prompt_tokens: int
     sampled_tokens: int
@@ -73,42 +74,42 @@ class Reply:
 
 
 class Dialect(Protocol):
-    """One API: its requests read, its replies and refusals written."""
+    """One API: parses its requests, formats its responses and errors."""
 
-    def read(self, body: bytes) -> Ask:
-        """Raises Refusal."""
+    def read(self, body: bytes) -> ChatRequest:
+        """Raises RequestRejected."""
         ...
 
-    def reply(self, reply: Reply) -> dict[str, Any]: ...
+    def response(self, response: ChatResponse) -> dict[str, Any]: ...
 
-    def events(self, reply: Reply, ask: Ask) -> Iterator[bytes]:
-        """The reply as server-sent events, the one that ends it last."""
+    def events(self, response: ChatResponse, request: ChatRequest) -> Iterator[bytes]:
+        """The response as server-sent events; the last item ends the stream."""
         ...
 
-    def refusal(self, refusal: Refusal) -> dict[str, Any]: ...
+    def error(self, error: RequestRejected) -> dict[str, Any]: ...
 
 
-class Loose(BaseModel):
-    """Base of what is read of requests: what is not named here is let through unread."""
+class RequestModel(BaseModel):
+    """Base of parsed requests. Unknown fields are accepted and ignored."""
 
     model_config = ConfigDict(extra="allow")
 
 
-T = TypeVar("T", bound=Loose)
+T = TypeVar("T", bound=RequestModel)
 
 
-def read_body(kind: type[T], body: bytes) -> T:
-    """``body`` as a request of ``kind``. Raises Refusal in one line."""
+def parse_request(kind: type[T], body: bytes) -> T:
+    """``body`` as a request of ``kind``. Raises RequestRejected with a one-line message."""
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(map(str, first["loc"])) or "the body"
-        raise Refusal("bad", f"{place}: {first['msg']}") from None
+        field = ".".join(map(str, first["loc"])) or "the body"
+        raise RequestRejected("bad", f"{field}: {first['msg']}") from None
 
 
-async def read_whole(request: Request) -> bytes:
-    """The body of ``request``. Raises Refusal for one of more than :data:`MAX_BODY` bytes."""
+async def read_request_body(request: Request) -> bytes:
+    """The body of ``request``. Raises RequestRejected for more than :data:`MAX_BODY` bytes."""
     declared = request.headers.get("content-length", "")
     parts, size = list[bytes](), 0
     if not declared.isdigit() or int(declared) <= MAX_BODY:
@@ -119,52 +120,52 @@ async def read_whole(request: Request) -> bytes:
                 break
         else:
             return b"".join(parts)
-    raise Refusal("large", f"the request has more than {MAX_BODY} bytes")
+    raise RequestRejected("large", f"the request body is longer than {MAX_BODY} bytes")
 
 
-def minted(*identifiers: str | None) -> str:
-    """The node whose id stands in the first of ``identifiers`` that has one of ours; "" where none has."""
-    found = (_MINTED.fullmatch(each) for each in identifiers if each)
-    return next((match[1] for match in found if match), "")
+def issued_reply_id(*identifiers: str | None) -> str:
+    """The reply id in the first of ``identifiers`` that the endpoint issued; "" if none is."""
+    matches = (_ISSUED_ID.fullmatch(each) for each in identifiers if each)
+    return next((match[1] for match in matches if match), "")
 
 
-def refuse_unless(allowed: bool, what: str) -> None:
-    """Raises Refusal for a request that wants what cannot be had."""
-    if not allowed:
-        raise Refusal("bad", f"{what}: not supported by this endpoint, which samples one plain reply for training")
+def require_supported(supported: bool, feature: str) -> None:
+    """Raises RequestRejected if the request uses a feature that the endpoint lacks."""
+    if not supported:
+        raise RequestRejected("bad", f"{feature}: not supported; the endpoint samples one plain reply for training")
 
 
-def bounded(max_tokens: int | None) -> int | None:
-    """The tokens that a request allows its reply. Raises Refusal for less than one, which an engine would fail at: an
-    episode that the infrastructure ended is run again, and who is in it could have it so."""
+def check_max_tokens(max_tokens: int | None) -> int | None:
+    """The request's limit on sampled tokens. Raises RequestRejected for values below 1. An engine would fail on
+    them, and the resulting infrastructure failure would let a policy have its episode run again."""
     if max_tokens is not None and max_tokens < 1:
-        raise Refusal("bad", f"max_tokens: {max_tokens}, expected 1 or more")
+        raise RequestRejected("bad", f"max_tokens: {max_tokens}, expected 1 or more")
     return max_tokens
 
 
-def offered(name: str, description: str | None, parameters: Mapping[str, Any] | None) -> dict[str, Any]:
-    """An OpenAI function schema with all that a description of tools needs. Raises Refusal for parameters by which no
-    call could be read."""
+def tool_schema(name: str, description: str | None, parameters: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A complete OpenAI function schema. Raises RequestRejected if calls cannot be parsed with ``parameters``."""
     schema = {"type": "object", "properties": {}, "required": [], **(parameters or {})}
     function = {"name": name, "description": description or "", "parameters": schema}
     tool = {"type": "function", "function": function}
     try:
-        typed_call(ToolCall(name, dict.fromkeys(schema["properties"], "")), [tool])
+        with_typed_arguments(ToolCall(name, dict.fromkeys(schema["properties"], "")), [tool])
     except (AttributeError, TypeError):
-        raise Refusal("bad", f"tools: the parameters of {name!r} are no JSON schema of an object") from None
+        raise RequestRejected("bad", f"tools: the parameters of {name!r} are not a JSON schema of an object") from None
     return tool
 
 
-def joined(content: Any, kinds: Sequence[str], where: str) -> str:
-    """The text of ``content``: a string, or parts of the ``kinds`` that hold text. Raises Refusal for any other."""
+def join_text(content: Any, kinds: Sequence[str], where: str) -> str:
+    """The text of ``content``: a string, or a list of text parts of the given ``kinds``. Raises RequestRejected
+    otherwise."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
-        raise Refusal("bad", f"{where}: neither text nor a list of parts")
+        raise RequestRejected("bad", f"{where}: expected text or a list of parts")
     texts = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in kinds or not isinstance(part.get("text"), str):
-            raise Refusal("bad", f"{where}: a part of type {kind!r}; only text can be sampled after")
+            raise RequestRejected("bad", f"{where}: part of type {kind!r}; only text parts are supported")
         texts.append(part["text"])
     return "\n".join(texts)

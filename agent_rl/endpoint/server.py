@@ -1,14 +1,15 @@
-"""The endpoint: one HTTP server in the controller's event loop, on loopback and on a unix socket, for all sessions.
+"""The endpoint: one HTTP server in the controller's event loop, on loopback and on a Unix socket, for all sessions.
 
 ::
 
-    POST /s/KEY/v1/chat/completions, /v1/responses, /v1/messages     or without /s/KEY, the key as Bearer or x-api-key
+    POST /s/KEY/v1/chat/completions, /v1/responses, /v1/messages     without /s/KEY: the key as Bearer or x-api-key
     POST /s/KEY/v1/messages/count_tokens
     GET  /s/KEY/v1/models
-    GET  /s/KEY/sandbox/task, POST /s/KEY/sandbox/call                       for programs on the host (:mod:`.box_api`)
+    GET  /s/KEY/sandbox/task, POST /s/KEY/sandbox/call               for programs on the host
 
-A reply is sampled whole and then sent, streamed or not. A client that leaves before finds its reply when it asks for
-the same again; a reply counts as delivered once all but the last of it was sent and its client was still there.
+A reply is sampled completely and then sent, streamed or not. A client that disconnects earlier gets the same reply when
+it repeats the request. A reply counts as delivered once all but its last event was sent and its client was still
+connected.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import orjson
 import uvicorn
+from pydantic import Field
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -34,13 +37,22 @@ from starlette.types import Message, Receive, Scope, Send
 from agent_rl.endpoint.dialects.chat import Chat
 from agent_rl.endpoint.dialects.messages import Messages
 from agent_rl.endpoint.dialects.responses import Responses
-from agent_rl.endpoint.messages import Ask, Dialect, Refusal, Reply, read_whole
+from agent_rl.endpoint.messages import (
+    ChatRequest,
+    ChatResponse,
+    Dialect,
+    RequestModel,
+    RequestRejected,
+    parse_request,
+    read_request_body,
+)
 from agent_rl.endpoint.session import Session
-from agent_rl.endpoint.task_api import sandbox_routes
 from agent_rl.errors import UserError
 from agent_rl.rollout.conversation_tree import Node
+from sandbox import SandboxError
 from sandbox import socket_proxy as bridge
 from sandbox.temp_dir import TempDirectory
+from tools import ToolCall
 
 MODEL = "agent-rl"
 DIALECTS: dict[str, tuple[str, Dialect]] = {
@@ -48,51 +60,51 @@ DIALECTS: dict[str, tuple[str, Dialect]] = {
     "responses": ("/v1/responses", Responses()),
     "messages": ("/v1/messages", Messages()),
 }
-DIRECTORY = "agent-rl-gateway-"
-"""What the name of an endpoint's directory begins with. Those of killed runs are removed by the next that serves."""
-SOCKET = "gateway.sock"
+DIRECTORY = "agent-rl-endpoint-"
+"""Name prefix of an endpoint's directory. The next endpoint removes the directories of killed runs."""
+SOCKET = "endpoint.sock"
 BRIDGE = "bridge.py"
-_LONGEST_SOCKET = 107  # bytes: sockaddr_un.sun_path holds 108 with the null byte
-_KEEP_ALIVE = 3600
-_STILL_THERE = 15.0
+_MAX_SOCKET_PATH = 107  # bytes: sockaddr_un.sun_path holds 108 with the null byte
+_KEEP_ALIVE_SECONDS = 3600
+_PING_SECONDS = 15.0
 _BACKLOG = 1024
 
 
-class Gateway:
-    """The sessions by their keys, and where the endpoint is: ``directory`` holds the unix socket and the bridge to
-    it for sandboxes, ``port`` is that on loopback. Who holds ``turn`` reads its request: of many that come at once each
-    waits for the event loop by itself, so that whatever else the loop does goes on in between."""
+class EndpointServer:
+    """The sessions by key, and the endpoint's addresses: ``directory`` holds the Unix socket and its bridge for
+    sandboxes, ``port`` is on loopback. ``turn`` is held while a request is parsed, so that many concurrent requests
+    do not block the event loop."""
 
     def __init__(self, directory: Path, port: int) -> None:
         self.directory, self.port = directory, port
         self._sessions: dict[str, Session] = {}
-        self._over: set[str] = set()
+        self._ended: set[str] = set()
         self.turn = asyncio.Lock()
         self.failures = 0
 
     def metrics(self) -> dict[str, float]:
-        """``harness/failures``: programs that broke since the start."""
+        """``harness/failures``: programs that failed since the start."""
         return {"harness/failures": float(self.failures)}
 
     @asynccontextmanager
     async def serving(self, session: Session) -> AsyncIterator[Session]:
-        """Answer the session's requests meanwhile; afterwards its key is refused, as that of an episode that ended."""
+        """Answer the session's requests within the block; afterwards its key is rejected as ended."""
         self._sessions[session.key] = session
         try:
             yield session
         finally:
             del self._sessions[session.key]
-            self._over.add(session.key)
+            self._ended.add(session.key)
             await session.close()
 
     def session(self, request: Request) -> Session:
-        """The session of a request. Raises Refusal for a key that is unknown or whose episode is over."""
+        """The session of a request. Raises RequestRejected for an unknown key or an ended episode."""
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
         key = request.path_params.get("key") or request.headers.get("x-api-key") or bearer
-        if key in self._over:
-            raise Refusal("ended", "the episode is over")
+        if key in self._ended:
+            raise RequestRejected("ended", "the episode is over")
         if key not in self._sessions:
-            raise Refusal("key", "no session has this key: take the address and the key that the program was given")
+            raise RequestRejected("key", "no session has this key: use the address and key passed to the program")
         return self._sessions[key]
 
     async def close(self) -> None:
@@ -101,30 +113,31 @@ class Gateway:
 
 
 @asynccontextmanager
-async def open_gateway(dialects: Sequence[str] = tuple(DIALECTS), *, port: int = 0) -> AsyncIterator[Gateway]:
-    """Serve the endpoint until left. ``port`` 0 takes a free one. Raises UserError where no socket can be made."""
-    own = await asyncio.to_thread(TempDirectory, DIRECTORY)
-    directory = own.path
+async def serve_endpoint(dialects: Sequence[str] = tuple(DIALECTS), *, port: int = 0) -> AsyncIterator[EndpointServer]:
+    """Serve the endpoint within the block. ``port`` 0 takes a free port. Raises UserError if a socket cannot be
+    created."""
+    temporary = await asyncio.to_thread(TempDirectory, DIRECTORY)
+    directory = temporary.path
     try:
         sockets = [_unix_socket(directory / SOCKET), _loopback(port)]
         shutil.copy(bridge.__file__, directory / BRIDGE)
-        os.chmod(directory, 0o755)  # a container's root may be another user of the host; the key is the secret
-        gateway = Gateway(directory, sockets[1].getsockname()[1])
-        app = Starlette(routes=[*_routes(gateway, dialects), *sandbox_routes(gateway.session)])
+        os.chmod(directory, 0o755)  # a container's root may map to another user; the key is the secret
+        endpoint = EndpointServer(directory, sockets[1].getsockname()[1])
+        app = Starlette(routes=[*_routes(endpoint, dialects), *_sandbox_routes(endpoint)])
         server = _Server(_config(app))
-        serving = asyncio.create_task(server.serve(sockets), name="gateway")
+        serving = asyncio.create_task(server.serve(sockets), name="endpoint")
         try:
-            yield gateway
+            yield endpoint
         finally:
-            await gateway.close()
+            await endpoint.close()
             server.should_exit = True
             await asyncio.wait({serving})
     finally:
-        own.remove()
+        temporary.remove()
 
 
 class _Server(uvicorn.Server):
-    """Signals are the run's."""
+    """Leaves signals to the run."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -138,7 +151,7 @@ def _config(app: Starlette) -> uvicorn.Config:
         access_log=False,
         proxy_headers=False,
         lifespan="off",
-        timeout_keep_alive=_KEEP_ALIVE,
+        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=1,
         backlog=_BACKLOG,
         ws="none",
@@ -146,9 +159,9 @@ def _config(app: Starlette) -> uvicorn.Config:
 
 
 def _unix_socket(path: Path) -> socket.socket:
-    if len(os.fsencode(path)) > _LONGEST_SOCKET:
+    if len(os.fsencode(path)) > _MAX_SOCKET_PATH:
         raise UserError(
-            f"{path}: too long for a unix socket ({_LONGEST_SOCKET} bytes): set TMPDIR to a shorter directory"
+            f"{path}: too long for a unix socket ({_MAX_SOCKET_PATH} bytes): set TMPDIR to a shorter directory"
         )
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(str(path))
@@ -158,119 +171,173 @@ def _unix_socket(path: Path) -> socket.socket:
 
 
 def _loopback(port: int) -> socket.socket:
-    listening = socket.socket(proto=socket.IPPROTO_TCP)  # named: asyncio then waits for no acknowledgement
+    listening = socket.socket(proto=socket.IPPROTO_TCP)  # explicit protocol: asyncio then sets TCP_NODELAY
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind(("127.0.0.1", port))
     except OSError as error:
-        raise UserError(f"port {port} of 127.0.0.1: {error.strerror}; take another") from None
+        raise UserError(f"port {port} of 127.0.0.1: {error.strerror}; choose another port") from None
     listening.listen(_BACKLOG)
     return listening
 
 
-def _routes(gateway: Gateway, dialects: Sequence[str]) -> list[BaseRoute]:
+def _routes(endpoint: EndpointServer, dialects: Sequence[str]) -> list[BaseRoute]:
     async def models(request: Request) -> Response:
         listed = {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": MODEL}]}
-        return Response(orjson.dumps(listed), media_type="application/json")
+        return _json_response(listed)
 
     async def probe(request: Request) -> Response:
         return Response(b"")
 
     routes: list[BaseRoute] = []
-    for prefix in ("/s/{key}", ""):  # the first that fits is taken: those that programs are given come first
+    for prefix in ("/s/{key}", ""):  # the first match is used
         routes += [Route(f"{prefix}/", probe), Route(prefix, probe)] if prefix else [Route("/", probe)]
         routes.append(Route(f"{prefix}/v1/models", models))
         for path, dialect in (DIALECTS[name] for name in dialects):
-            routes.append(Route(prefix + path, Endpoint(gateway, dialect), methods=["POST"]))
+            routes.append(Route(prefix + path, DialectApp(endpoint, dialect), methods=["POST"]))
         if "messages" in dialects:
-            counting = Endpoint(gateway, DIALECTS["messages"][1], counting=True)
+            counting = DialectApp(endpoint, DIALECTS["messages"][1], counting=True)
             routes.append(Route(f"{prefix}/v1/messages/count_tokens", counting, methods=["POST"]))
     return routes
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """A request whose reply is being sampled. ``gone`` is done once its client has left."""
+class _SandboxCall(RequestModel):
+    name: str
+    arguments: dict[str, Any] = Field(default_factory=dict)
 
-    ask: Ask
+
+def _sandbox_routes(endpoint: EndpointServer) -> list[BaseRoute]:
+    """The sandbox API: an episode's task, and calls of its tools, for programs on the host.
+
+    ::
+
+        GET  /s/KEY/sandbox/task     {"messages": [...], "tools": [...], "max_turns": 50, "max_parse_failures": 3}
+        POST /s/KEY/sandbox/call     {"name": "bash", "arguments": {...}}
+                                 -> {"text": "...", "submitted": false, "failed": false}
+
+    Calls run in the task's sandbox with the environment's tools. A call that submits ends the episode.
+    """
+
+    async def task(request: Request) -> Response:
+        try:
+            session = endpoint.session(request)
+        except RequestRejected as error:
+            return _json_response({"error": error.text}, error.status)
+        limits = session.rules.rollout
+        return _json_response(
+            {
+                "messages": [dict(message) for message in session.messages],
+                "tools": list(session.tools.schemas()) if session.tools else [],
+                "max_turns": limits.max_turns,
+                "max_parse_failures": limits.max_parse_failures,
+            }
+        )
+
+    async def call(request: Request) -> Response:
+        try:
+            session = endpoint.session(request)
+            parsed = parse_request(_SandboxCall, await read_request_body(request))
+            result = await session.call(ToolCall(parsed.name, parsed.arguments))
+        except RequestRejected as error:
+            return _json_response({"error": error.text}, error.status)
+        except SandboxError:
+            return _json_response({"error": "the episode is over: its sandbox failed"}, 400)
+        return _json_response({"text": result.text, "submitted": result.submitted, "failed": result.failed})
+
+    return [
+        Route("/s/{key}/sandbox/task", task, methods=["GET"]),
+        Route("/s/{key}/sandbox/call", call, methods=["POST"]),
+    ]
+
+
+def _json_response(data: dict[str, Any], status: int = 200) -> Response:
+    return Response(orjson.dumps(data), status, media_type="application/json")
+
+
+@dataclass(frozen=True, slots=True)
+class _PendingReply:
+    """A request whose reply is being sampled. ``disconnected`` is done once its client has left."""
+
+    chat_request: ChatRequest
     node: Node
     session: Session
-    gone: asyncio.Task[None]
+    disconnected: asyncio.Task[None]
 
-    async def settled(self, timeout: float | None = None) -> bool:
-        """Whether there is a reply, or a refusal, once there is, the client has left or ``timeout`` seconds passed."""
+    async def wait_done(self, timeout: float | None = None) -> bool:
+        """Wait until the reply is done, the client has left or ``timeout`` seconds have passed; True if the reply is
+        done."""
         sampling = self.session.sampling(self.node)
-        await asyncio.wait({sampling, self.gone}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({sampling, self.disconnected}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         return sampling.done()
 
-    def reply(self) -> Reply:
-        """The reply, once it is settled. Raises Refusal where there is none."""
-        return self.session.reply(self.node, self.ask)
+    def reply(self) -> ChatResponse:
+        """The reply once it is done. Raises RequestRejected if sampling failed."""
+        return self.session.reply(self.node, self.chat_request)
 
     def deliver(self) -> None:
-        """The reply reaches its client."""
-        self.session.forest.deliver(self.node)
+        """Mark the reply as delivered."""
+        self.session.tree.deliver(self.node)
 
 
-class Endpoint:
-    """An ASGI application: the requests of one dialect. With ``counting`` it only tells their tokens."""
+class DialectApp:
+    """An ASGI application for the requests of one dialect. ``counting``: return only the number of prompt tokens."""
 
-    def __init__(self, gateway: Gateway, dialect: Dialect, *, counting: bool = False) -> None:
-        self._gateway, self._dialect, self._counting = gateway, dialect, counting
+    def __init__(self, endpoint: EndpointServer, dialect: Dialect, *, counting: bool = False) -> None:
+        self._endpoint, self._dialect, self._counting = endpoint, dialect, counting
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         try:
-            session = self._gateway.session(request)
-            body = await read_whole(request)
-            async with self._gateway.turn:
+            session = self._endpoint.session(request)
+            body = await read_request_body(request)
+            async with self._endpoint.turn:
                 await asyncio.sleep(0)
-                ask = self._dialect.read(body)
-                node = None if self._counting else session.begin(ask)
+                chat_request = self._dialect.read(body)
+                node = None if self._counting else session.begin(chat_request)
             if node is None:
-                await _send(send, 200, {"input_tokens": session.count_tokens(ask)})
+                await _send(send, 200, {"input_tokens": session.count_tokens(chat_request)})
                 return
         except ClientDisconnect:
             return
-        except Refusal as refusal:
-            await _send(send, refusal.status, self._dialect.refusal(refusal))
+        except RequestRejected as error:
+            await _send(send, error.status, self._dialect.error(error))
             return
-        asked = _Asked(ask, node, session, asyncio.create_task(_disconnected(receive)))
+        pending = _PendingReply(chat_request, node, session, asyncio.create_task(_disconnected(receive)))
         try:
-            await (self._stream if ask.stream else self._answer)(asked, send)
+            await (self._stream if chat_request.stream else self._respond)(pending, send)
         finally:
-            asked.gone.cancel()
+            pending.disconnected.cancel()
             session.leave(node)
 
-    async def _answer(self, asked: _Asked, send: Send) -> None:
-        if not await asked.settled():
+    async def _respond(self, pending: _PendingReply, send: Send) -> None:
+        if not await pending.wait_done():
             return
         try:
-            data = self._dialect.reply(asked.reply())
-        except Refusal as refusal:
-            await _send(send, refusal.status, self._dialect.refusal(refusal))
+            data = self._dialect.response(pending.reply())
+        except RequestRejected as error:
+            await _send(send, error.status, self._dialect.error(error))
             return
-        if not asked.gone.done():
-            asked.deliver()
+        if not pending.disconnected.done():
+            pending.deliver()
             await _send(send, 200, data)
 
-    async def _stream(self, asked: _Asked, send: Send) -> None:
-        """The reply as events once it is whole, and comments until then, so that nobody takes the line for dead."""
+    async def _stream(self, pending: _PendingReply, send: Send) -> None:
+        """Send the reply as events once it is complete, and comments until then to keep the connection alive."""
         headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        while not await asked.settled(_STILL_THERE):
-            if asked.gone.done():
+        while not await pending.wait_done(_PING_SECONDS):
+            if pending.disconnected.done():
                 return
             await send(_body(b": keepalive\n\n", more=True))
         try:
-            events = list(self._dialect.events(asked.reply(), asked.ask))
-        except Refusal as refusal:
-            error = orjson.dumps(self._dialect.refusal(refusal))
-            await send(_body(b"event: error\ndata: " + error + b"\n\n", more=False))
+            events = list(self._dialect.events(pending.reply(), pending.chat_request))
+        except RequestRejected as error:
+            encoded = orjson.dumps(self._dialect.error(error))
+            await send(_body(b"event: error\ndata: " + encoded + b"\n\n", more=False))
             return
         await send(_body(b"".join(events[:-1]), more=True))
-        if not asked.gone.done():
-            asked.deliver()
+        if not pending.disconnected.done():
+            pending.deliver()
             await send(_body(events[-1], more=False))
 
 

@@ -1,4 +1,4 @@
-"""One episode as its endpoint sees it: requests in, replies out, the forest between, and why it ended."""
+"""One episode as seen by its endpoint: requests in, replies out, the conversation tree, and why the episode ended."""
 
 from __future__ import annotations
 
@@ -11,25 +11,24 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from agent_rl.config import RolloutConfig
-from agent_rl.endpoint.messages import Ask, Finish, Refusal, Reply
+from agent_rl.endpoint.messages import ChatRequest, ChatResponse, Finish, RequestRejected
 from agent_rl.engine.types import Engine
 from agent_rl.errors import EngineAborted, TemplateError
-from agent_rl.rollout.conversation_tree import ChatMessage, ConversationTree, Node, Plan, Tokens, Tools
+from agent_rl.rollout.conversation_tree import ChatMessage, ConversationTree, Node, RequestPlan, Tokens, Tools
 from agent_rl.rollout.episode import MAX_ABORTS, EpisodeRules
-from agent_rl.rollout.initial_prompt import Renderer, open_conversation
+from agent_rl.rollout.initial_prompt import Renderer, build_initial_prompt
 from agent_rl.types import FinishReason, StopReason, Turn
-from tools import Spoken, ToolCall, ToolCallFormat, ToolResult, ToolSet, parse_turn
+from tools import ParsedTurn, ToolCall, ToolCallFormat, ToolResult, ToolSet, parse_turn
 
 
 class ExtendingRenderer(Renderer, Protocol):
-    """A renderer that appends any messages to a turn: :class:`agent_rl.render.ChatRenderer`."""
+    """A renderer that can append any messages to a turn: :class:`agent_rl.render.ChatRenderer`."""
 
     def extension(self, messages: Sequence[Mapping[str, str]], *, stop_included: bool) -> list[int]: ...
 
 
 class HarnessRenderer:
-    """:class:`agent_rl.rollout.conversation_tree.Rendering`: messages as the run's renderer and tool format write
-    them."""
+    """Implements :class:`agent_rl.rollout.conversation_tree.Rendering` with the run's renderer and tool format."""
 
     def __init__(
         self, renderer: ExtendingRenderer, fmt: ToolCallFormat, *, describe_tools: bool, follow: bool = False
@@ -37,8 +36,8 @@ class HarnessRenderer:
         self.renderer, self.fmt, self._describe, self._follow = renderer, fmt, describe_tools, follow
 
     @classmethod
-    def of(cls, renderer: ExtendingRenderer, fmt: ToolCallFormat, rollout: RolloutConfig) -> HarnessRenderer:
-        """As ``rollout`` says; where no program is named there, ``history`` is keep."""
+    def from_config(cls, renderer: ExtendingRenderer, fmt: ToolCallFormat, rollout: RolloutConfig) -> HarnessRenderer:
+        """The renderer under ``rollout``. ``history`` is keep if no program is configured."""
         follow = rollout.harness is not None and rollout.harness.history == "follow"
         return cls(renderer, fmt, describe_tools=rollout.describe_tools, follow=follow)
 
@@ -46,22 +45,23 @@ class HarnessRenderer:
     def stop_token_ids(self) -> tuple[int, ...]:
         return self.renderer.stop_token_ids
 
-    def begins_anew(self, messages: Sequence[ChatMessage]) -> bool:
-        """With ``follow`` after a user's message: some templates then drop the thoughts of turns before."""
+    def must_rerender(self, messages: Sequence[ChatMessage]) -> bool:
+        """With ``follow``, after a user message: some templates then drop the reasoning of earlier turns."""
         return self._follow and any(message.role == "user" for message in messages)
 
-    def opening(self, messages: Sequence[ChatMessage], tools: Tools) -> Sequence[int]:
-        shown = [self._shown(message, first=at == 0) for at, message in enumerate(messages)]
+    def initial_prompt(self, messages: Sequence[ChatMessage], tools: Tools) -> Sequence[int]:
+        rendered = [self._as_dict(message, first=index == 0) for index, message in enumerate(messages)]
         if not tools:
-            return self.renderer.opening(shown, None)
-        return open_conversation(self.renderer, self.fmt, shown, tools, describe_tools=self._describe)[1]
+            return self.renderer.initial_prompt(rendered, None)
+        return build_initial_prompt(self.renderer, self.fmt, rendered, tools, describe_tools=self._describe)[1]
 
     def extension(self, messages: Sequence[ChatMessage], *, stop_included: bool) -> Sequence[int]:
-        shown = [self._shown(message, first=False) for message in messages]
-        return self.renderer.extension(shown, stop_included=stop_included)
+        rendered = [self._as_dict(message, first=False) for message in messages]
+        return self.renderer.extension(rendered, stop_included=stop_included)
 
-    def _shown(self, message: ChatMessage, *, first: bool) -> dict[str, str]:
-        """A system message within a conversation becomes the user's: templates take one, at the start."""
+    def _as_dict(self, message: ChatMessage, *, first: bool) -> dict[str, str]:
+        """The message for the renderer. System messages inside a conversation become user messages: templates accept
+        only one, at the start."""
         role = "user" if message.role == "system" and not first else message.role
         thoughts = f"<think>\n{message.reasoning}\n</think>\n\n" if message.reasoning else ""
         calls = [self.fmt.render(call) for call in message.calls]
@@ -69,8 +69,9 @@ class HarnessRenderer:
 
 
 @dataclass(slots=True)
-class _Took:
-    """What a reply took: when it was begun and how long it was sampled, in seconds; tokens that the engine had."""
+class _ReplyStats:
+    """Measurements of a reply. ``began``: seconds after the session's start. ``seconds``: sampling time. ``cached``:
+    prompt tokens that the engine had cached. ``clients``: open requests for the reply."""
 
     began: float
     seconds: float = 0.0
@@ -85,8 +86,8 @@ class _Took:
 class Session:
     """Answers the requests of one episode with what ``engine`` samples.
 
-    ``context``: the most tokens that a conversation may have. ``key`` is the secret that requests bring. ``tools`` are
-    those of the task, for a program that runs on the host.
+    ``context``: maximum tokens of a conversation. ``key``: the secret that requests carry. ``tools``: the task's tools,
+    for a program that runs on the host.
     """
 
     name: str
@@ -99,84 +100,86 @@ class Session:
     key: str = field(default_factory=lambda: secrets.token_hex(16))
 
     def __post_init__(self) -> None:
-        self.forest = ConversationTree(self.rendering, routes=self.rules.routes)
+        self.tree = ConversationTree(self.rendering, routes=self.rules.routes)
         self.ended: StopReason | None = None
         self.context_full = False
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._took: dict[Node, _Took] = {}
+        self._stats: dict[Node, _ReplyStats] = {}
         self._sampling: dict[Node, asyncio.Task[None]] = {}
         self._started = time.perf_counter()
 
-    def begin(self, ask: Ask) -> Node:
-        """Begin to sample a reply, or find the one that a request before this asked for and did not get; then await
-        :meth:`sampling`, and :meth:`leave` it however that goes. Raises Refusal."""
+    def begin(self, request: ChatRequest) -> Node:
+        """Start to sample a reply, or return the undelivered reply to an identical earlier request. Then await
+        :meth:`sampling`, and call :meth:`leave` in any case. Raises RequestRejected."""
         self._check_open()
-        node = self._found_or_begun(ask)
-        self._took[node].clients += 1
+        node = self._find_or_start(request)
+        self._stats[node].clients += 1
         return node
 
-    def _found_or_begun(self, ask: Ask) -> Node:
-        plan = self._planned(ask)
-        for node in plan.waiting:
-            if not self._took[node].clients:
+    def _find_or_start(self, request: ChatRequest) -> Node:
+        plan = self._plan_request(request)
+        for node in plan.undelivered:
+            if not self._stats[node].clients:
                 return node
         if len(plan.prompt) >= self.context:
             self.context_full = True
-            raise Refusal("full", "the conversation fills the context", tokens=len(plan.prompt), most=self.context)
-        if len(self.forest.nodes) >= self.rules.rollout.max_turns:
+            raise RequestRejected(
+                "full", "the conversation fills the context", tokens=len(plan.prompt), limit=self.context
+            )
+        if len(self.tree.nodes) >= self.rules.rollout.max_turns:
             self.end(StopReason.MAX_TURNS)
             self._check_open()
         self.context_full = False
-        node = self.forest.begin(plan)
-        self._took[node] = _Took(time.perf_counter() - self._started)
+        node = self.tree.begin(plan)
+        self._stats[node] = _ReplyStats(time.perf_counter() - self._started)
         self._sampling[node] = asyncio.create_task(
-            self._sample(node, ask, plan.prompt), name=f"reply-{self.name}-{node.number}"
+            self._sample(node, request, plan.prompt), name=f"reply-{self.name}-{node.number}"
         )
         return node
 
     def sampling(self, node: Node) -> asyncio.Task[None]:
-        """Done once a reply is whole or never will be; whoever waits for it leaves it running."""
+        """Done once the reply is complete or has failed. Waiting for it does not cancel it."""
         return self._sampling[node]
 
-    def reply(self, node: Node, ask: Ask) -> Reply:
-        """What answers ``ask``, once :meth:`sampling` is done. Raises Refusal where it never will be whole."""
+    def reply(self, node: Node, request: ChatRequest) -> ChatResponse:
+        """The response to ``request`` once :meth:`sampling` is done. Raises RequestRejected if sampling failed."""
         sampling = self._sampling[node]
         if sampling.cancelled():
-            raise Refusal("ended", "the episode is over")
+            raise RequestRejected("ended", "the episode is over")
         if (error := sampling.exception()) is not None:
-            raise Refusal("ended", f"the episode is over: {error}") from error
+            raise RequestRejected("ended", f"the episode is over: {error}") from error
         assert node.spoken is not None
-        return self._reply(node, ask, node.spoken)
+        return self._response(node, request, node.spoken)
 
     def leave(self, node: Node) -> None:
-        """The client of a reply got it, or left: another that asks the same may have it."""
-        self._took[node].clients -= 1
+        """The reply's client received it or disconnected. Another client with the same request may now get it."""
+        self._stats[node].clients -= 1
 
     async def call(self, call: ToolCall) -> ToolResult:
-        """Call one of the task's tools. Raises Refusal; SandboxError where the sandbox broke, which ends the
-        session."""
+        """Call one of the task's tools. Raises RequestRejected, and SandboxError if the sandbox failed, which ends
+        the session."""
         self._check_open()
         if self.tools is None:
-            raise Refusal("bad", "this session has no tools: its program runs in the sandbox itself")
+            raise RequestRejected("bad", "this session has no tools, because its program runs in the sandbox")
         try:
             result = await self.tools.call(call)
         except Exception as error:
-            self._break(error)
+            self._fail(error)
             raise
         if result.submitted:
             self.end(StopReason.SUBMITTED)
         return result
 
-    def count_tokens(self, ask: Ask) -> int:
-        """Tokens of the request's conversation. Raises Refusal."""
-        return len(self._planned(ask).prompt)
+    def count_tokens(self, request: ChatRequest) -> int:
+        """Number of tokens of the request's conversation. Raises RequestRejected."""
+        return len(self._plan_request(request).prompt)
 
-    def end(self, why: StopReason) -> None:
-        """Refuse all further requests; the first reason holds."""
-        self.ended = self.ended or why
+    def end(self, reason: StopReason) -> None:
+        """Reject further requests. The first reason is kept."""
+        self.ended = self.ended or reason
 
     async def close(self) -> None:
-        """End the session, and what is still being sampled."""
+        """End the session and cancel replies that are being sampled."""
         self.end(StopReason.CANCELLED)
         running = [task for task in self._sampling.values() if not task.done()]
         for task in running:
@@ -185,112 +188,114 @@ class Session:
             await asyncio.wait(running)
         for task in self._sampling.values():
             if not task.cancelled():
-                task.exception()  # told by ``broken``
+                task.exception()  # reported by ``broken``
         if self.broken.done():
             self.broken.exception()
 
     def counts(self) -> dict[str, int]:
-        """What the program did besides going on: metrics harness/*."""
-        causes = [node.cause for node in self.forest.nodes if node.parent is None or node.shared < node.parent.end]
+        """Counts for the metrics harness/*."""
+        causes = [node.cause for node in self.tree.nodes if node.parent is None or node.shared < node.parent.end]
         return {
             "rewrites": sum(cause in ("rewrite", "tools") for cause in causes),
-            "retries": sum(bool(node.replaces) for node in self.forest.nodes),
-            "echo_differs": self.forest.echo_differs,
+            "retries": sum(bool(node.retried) for node in self.tree.nodes),
+            "echo_differs": self.tree.echo_differs,
         }
 
     def turns(self) -> tuple[Turn, ...]:
-        """The replies that are whole, in the order in which they were asked for."""
-        return tuple(self._turn(node, node.spoken) for node in self.forest.nodes if node.spoken is not None)
+        """The complete replies, in the order of their requests."""
+        return tuple(self._turn(node, node.spoken) for node in self.tree.nodes if node.spoken is not None)
 
     def spoken_messages(self) -> tuple[Mapping[str, str], ...]:
         """The messages of the first branch."""
-        said: list[Mapping[str, str]] = []
-        for node in self.forest.line():
-            said += [{"role": message.role, "content": message.text} for message in node.asked]
-            said.append({"role": "assistant", "content": node.text})
-        return tuple(said)
+        messages: list[Mapping[str, str]] = []
+        for node in self.tree.first_branch():
+            messages += [{"role": message.role, "content": message.text} for message in node.new_messages]
+            messages.append({"role": "assistant", "content": node.text})
+        return tuple(messages)
 
-    def _planned(self, ask: Ask) -> Plan:
-        if not ask.messages or ask.messages[-1].role == "assistant":
-            raise Refusal("bad", "messages: the last one must be the user's or a tool's; replies are not continued")
+    def _plan_request(self, request: ChatRequest) -> RequestPlan:
+        if not request.messages or request.messages[-1].role == "assistant":
+            raise RequestRejected("bad", "messages: the last message must have role user or tool")
         try:
-            return self.forest.plan(ask.messages, ask.tools)
+            return self.tree.plan_request(request.messages, request.tools)
         except (TemplateError, TypeError, ValueError) as error:
-            raise Refusal("bad", f"messages: they cannot be rendered: {error}") from error
+            raise RequestRejected("bad", f"messages: cannot be rendered: {error}") from error
 
     def _check_open(self) -> None:
         if self.ended is not None:
-            raise Refusal("ended", f"the episode is over: {self.ended.value}")
+            raise RequestRejected("ended", f"the episode is over: {self.ended.value}")
 
-    async def _sample(self, node: Node, ask: Ask, prompt: Tokens) -> None:
-        """All of a reply. A failure ends the session, which says so by ``broken``."""
+    async def _sample(self, node: Node, request: ChatRequest, prompt: Tokens) -> None:
+        """Sample the whole reply. A failure ends the session and is reported by ``broken``."""
         started = time.perf_counter()
         try:
-            await self._until_whole(node, ask, prompt)
+            await self._sample_until_complete(node, request, prompt)
             text = self.rendering.renderer.decode(node.sampled)
-            self.forest.commit(node, text, parse_turn(self.rendering.fmt, text, [*ask.tools, *ask.later]))
+            self.tree.commit(
+                node, text, parse_turn(self.rendering.fmt, text, [*request.tools, *request.deferred_tools])
+            )
         except Exception as error:
-            self._break(error)
+            self._fail(error)
             raise
         finally:
-            self._took[node].seconds = time.perf_counter() - started
+            self._stats[node].seconds = time.perf_counter() - started
 
-    def _break(self, error: Exception) -> None:
+    def _fail(self, error: Exception) -> None:
         self.end(StopReason.ENGINE_FAILURE)
         if not self.broken.done():
             self.broken.set_exception(error)
 
-    async def _until_whole(self, node: Node, ask: Ask, prompt: Tokens) -> None:
-        """Where the request is aborted the reply goes on from what came: whenever it was cut for new weights, and a
-        few times where the engine gave it up."""
-        took, limit = self._took[node], ask.max_tokens or self.rules.rollout.max_new_tokens
-        left = min(limit, self.rules.rollout.max_new_tokens, self.context - node.prompt)
+    async def _sample_until_complete(self, node: Node, request: ChatRequest, prompt: Tokens) -> None:
+        """After an abort the reply continues from the tokens received so far: without limit if new weights
+        interrupted it, at most :data:`MAX_ABORTS` times if the engine aborted it on its own."""
+        stats, limit = self._stats[node], request.max_tokens or self.rules.rollout.max_new_tokens
+        remaining = min(limit, self.rules.rollout.max_new_tokens, self.context - node.prompt)
         aborts = 0
         while aborts <= MAX_ABORTS:
             completion = await self.engine.generate(
                 array("i", prompt.tobytes()),
-                self.rules.sampling(left, self.rendering.stop_token_ids),
-                routes_from=self.forest.routes_from(node),
+                self.rules.sampling(remaining, self.rendering.stop_token_ids),
+                routes_from=self.tree.routes_from(node),
                 session=self.name,
             )
-            took.cached = took.cached or completion.cached_tokens
-            took.retractions += completion.retractions
-            took.version, took.finish = completion.weight_version, completion.finish
-            self.forest.sampled(node, completion)
-            left -= len(completion.tokens)
+            stats.cached = stats.cached or completion.cached_tokens
+            stats.retractions += completion.retractions
+            stats.version, stats.finish = completion.weight_version, completion.finish
+            self.tree.sampled(node, completion)
+            remaining -= len(completion.tokens)
             aborted = completion.finish is FinishReason.ABORT
-            aborts += aborted and not completion.cut
-            if not aborted or left == 0:
+            aborts += aborted and not completion.interrupted
+            if not aborted or remaining == 0:
                 return
-            prompt = self.forest.tokens(node)
+            prompt = self.tree.tokens(node)
         raise EngineAborted(f"the engine aborted a reply of {self.name} {aborts} times")
 
-    def _reply(self, node: Node, ask: Ask, spoken: Spoken) -> Reply:
-        took = self._took[node]
+    def _response(self, node: Node, request: ChatRequest, spoken: ParsedTurn) -> ChatResponse:
+        stats = self._stats[node]
         finish: Finish = "tool_calls" if spoken.calls else "stop"
-        if took.finish is FinishReason.LENGTH and not spoken.calls:
+        if stats.finish is FinishReason.LENGTH and not spoken.calls:
             finish = "length"
-        return Reply(
-            node.id, spoken, finish, node.prompt, len(node.sampled), min(took.cached, node.prompt), int(time.time()),
-            ask.model,
+        return ChatResponse(
+            node.id, spoken, finish, node.prompt, len(node.sampled), min(stats.cached, node.prompt), int(time.time()),
+            request.model,
         )  # fmt: skip
 
-    def _turn(self, node: Node, spoken: Spoken) -> Turn:
-        took, call = self._took[node], spoken.calls[0] if spoken.calls else None
-        after = next((n for n in self.forest.nodes if n.parent is node and n.shared == node.end), None)
+    def _turn(self, node: Node, spoken: ParsedTurn) -> Turn:
+        stats, call = self._stats[node], spoken.calls[0] if spoken.calls else None
+        after = next((n for n in self.tree.nodes if n.parent is node and n.shared == node.end), None)
         return Turn(
             text=node.text,
             tool=call.name if call else None,
             arguments=dict(call.arguments) if call else {},
             parse_failure=spoken.failure,
-            observation="\n".join(message.text for message in after.asked) if after else "",
+            observation="\n".join(message.text for message in after.new_messages) if after else "",
             prompt_tokens=node.prompt,
             completion_tokens=len(node.sampled),
             observation_tokens=len(after.context) if after else 0,
-            cached_tokens=took.cached,
-            weight_version=took.version,
-            generate_seconds=took.seconds,
+            cached_tokens=stats.cached,
+            weight_version=stats.version,
+            generate_seconds=stats.seconds,
             tool_seconds=0.0,
-            began=took.began,
-            retractions=took.retractions,
+            began=stats.began,
+            retractions=stats.retractions,
         )

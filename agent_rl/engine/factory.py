@@ -1,4 +1,4 @@
-"""The engines a config asks for: running servers by address, or ones that we launch; looked after while open."""
+"""Opens the engines of a config: running servers by address, or own servers; supervised while open."""
 
 from __future__ import annotations
 
@@ -10,106 +10,112 @@ from pathlib import Path
 from agent_rl.config import EngineConfig
 from agent_rl.engine.fleet import Fleet, Member
 from agent_rl.engine.launch import EngineServer, refuse_unservable
-from agent_rl.engine.ray_servers import HostedServer, Reservation
+from agent_rl.engine.ray_servers import RayEngineServer, Reservation
 from agent_rl.engine.sglang import SGLangEngine
-from agent_rl.engine.supervisor import EngineSupervisor, story
+from agent_rl.engine.supervisor import EngineSupervisor, phase_change
 from agent_rl.engine.types import Server
 from agent_rl.errors import EngineError, EngineKeyRefused, UserError
 from agent_rl.models.spec import ModelSpec, refuse_dense
-from agent_rl.utils.concurrency import beside, collect_rarely, first_leaf
+from agent_rl.utils.concurrency import first_error, reduce_gc_pauses, run_alongside
 from agent_rl.utils.http import AsyncHttp
 
 ANSWER_SECONDS = 15.0
-"""How long a running server may take to say which model it serves; a busy or paused one says it as fast."""
+"""How long a running server may take to answer ``/model_info``; a busy or paused one answers as fast."""
 
 
 @asynccontextmanager
 async def open_engine(
     config: EngineConfig,
     model: Path,
-    facts: ModelSpec,
+    model_spec: ModelSpec,
     run_dir: Path,
     note: Callable[[str], None] = lambda line: None,
     *,
     routes: bool = True,
     publishing: bool = False,
-    rooms: Sequence[Reservation] = (),
+    reservations: Sequence[Reservation] = (),
 ) -> AsyncIterator[SGLangEngine]:
-    """A checked client of the engine(s) in ``config``, which serve the checkpoint in directory ``model``.
+    """A client of the engines of ``config``, which serve ``model_spec``, the checkpoint in directory ``model``.
 
-    ``routes``: whether they are to capture the routes. ``rooms``: on a Ray cluster, one for each engine. Launched
+    ``routes``: whether they must capture routes. ``reservations``: on a Ray cluster, one for each engine. Launched
     servers log to ``run_dir/engine-N.log`` and are stopped on the way out. ``note`` is called with a line for each
     engine that goes out of use or comes back. Unless the caller is ``publishing`` weights of its own, all engines must
-    have the same.
+    have the same version.
 
-    Raises ConfigError for a model that cannot be served or a wrong interpreter, EngineStartError when a launched server
-    does not come up, UserError when a given one does not answer or differs from the others, RoutesMissingError when one
-    does not capture routes.
+    Raises ConfigError for a model that cannot be served or a wrong interpreter, EngineStartError for a launched server
+    that does not come up, UserError for a running one that does not respond or differs from the others,
+    RoutesMissingError for one that does not capture routes.
     """
     if routes:
-        refuse_dense(facts, model)
+        refuse_dense(model_spec, model)
     fleet = Fleet(config.restarts)
-    fleet.listeners.append(lambda before, after: _tell(note, before, after))
+    fleet.listeners.append(lambda before, after: _note_change(note, before, after))
     servers: Mapping[str, Server] = {}
     if config.launched and config.placement == "ray":
-        servers = _hosted(config, model, facts, run_dir, rooms, note, routes=routes)
+        servers = _ray_servers(config, model, model_spec, run_dir, reservations, note, routes=routes)
     elif config.launched:
-        servers = _local(config, model, facts, run_dir, routes=routes)
-    names = tuple(servers) or config.named
+        servers = _local_servers(config, model, model_spec, run_dir, routes=routes)
+    names = tuple(servers) or config.external_urls
     await check_engines(() if servers else names, headers=config.headers)
     for name in names:
         fleet.add(name, "" if servers else name)
     async with AsyncExitStack() as stack:
-        engine = SGLangEngine((), facts, config, fleet=fleet, servers=servers, routes=routes)
+        engine = SGLangEngine((), model_spec, config, fleet=fleet, servers=servers, routes=routes)
         stack.push_async_callback(engine.close)
-        keeper = EngineSupervisor(engine, servers, config)
-        stack.push_async_callback(keeper.close)
+        supervisor = EngineSupervisor(engine, servers, config)
+        stack.push_async_callback(supervisor.close)
         try:
-            await keeper.open()
+            await supervisor.open()
         except BaseExceptionGroup as errors:
-            raise first_leaf(errors) from None
-        fleet.metrics()  # that they came up is no event of a step
+            raise first_error(errors) from None
+        fleet.metrics()  # discards the counts of the start
         if not publishing:
             await _refuse_mixed(engine)
-        collect_rarely()
-        await stack.enter_async_context(beside(keeper.run()))
+        reduce_gc_pauses()
+        await stack.enter_async_context(run_alongside(supervisor.run()))
         yield engine
 
 
-def _local(
-    config: EngineConfig, model: Path, facts: ModelSpec, run_dir: Path, *, routes: bool
+def _local_servers(
+    config: EngineConfig, model: Path, model_spec: ModelSpec, run_dir: Path, *, routes: bool
 ) -> dict[str, EngineServer]:
     logs = [run_dir / f"engine-{number}.log" for number in range(config.count)]
     servers = {
         log.stem: EngineServer(config, model, log, number=number, capture_routes=routes)
         for number, log in enumerate(logs)
     }
-    refuse_unservable(facts, model, servers["engine-0"].device)
+    refuse_unservable(model_spec, model, servers["engine-0"].device)
     return servers
 
 
-def _hosted(
+def _ray_servers(
     config: EngineConfig,
     model: Path,
-    facts: ModelSpec,
+    model_spec: ModelSpec,
     run_dir: Path,
-    rooms: Sequence[Reservation],
-    tell: Callable[[str], None],
+    reservations: Sequence[Reservation],
+    note: Callable[[str], None],
     *,
     routes: bool,
-) -> dict[str, HostedServer]:
-    for room in rooms[:1]:
-        refuse_unservable(facts, model, room.device)
+) -> dict[str, RayEngineServer]:
+    for reservation in reservations[:1]:
+        refuse_unservable(model_spec, model, reservation.device)
     return {
-        f"engine-{number}": HostedServer(
-            config, model, run_dir / f"engine-{number}.log", room, number=number, capture_routes=routes, tell=tell
+        f"engine-{number}": RayEngineServer(
+            config,
+            model,
+            run_dir / f"engine-{number}.log",
+            reservation,
+            number=number,
+            capture_routes=routes,
+            notify=note,
         )
-        for number, room in enumerate(rooms)
+        for number, reservation in enumerate(reservations)
     }
 
 
-def _tell(note: Callable[[str], None], before: Member, after: Member) -> None:
-    if (line := story(before, after)) is not None:
+def _note_change(note: Callable[[str], None], before: Member, after: Member) -> None:
+    if (line := phase_change(before, after)) is not None:
         note(line)
 
 
@@ -117,14 +123,14 @@ async def _refuse_mixed(engine: SGLangEngine) -> None:
     """Raise UserError where the engines in use have weights of different versions."""
     versions = {url: (await engine.info(url)).weight_version for url in engine.urls}
     if len(set(versions.values())) > 1:
-        found = ", ".join(f"{url} has {version!r}" for url, version in versions.items())
-        raise UserError(f"engine.urls: their weights are of different versions ({found}): start them anew, or use one")
+        listed = ", ".join(f"{url} has {version!r}" for url, version in versions.items())
+        raise UserError(f"engine.urls: their weights are of different versions ({listed}): restart them, or use one")
 
 
 async def check_engines(
     urls: Sequence[str], *, seconds: float = ANSWER_SECONDS, headers: Mapping[str, str] | None = None
 ) -> None:
-    """Ask every server of ``engine.urls`` for its model, all at once, with a deadline.
+    """Check, concurrently and with a deadline, that every server of ``engine.urls`` says which model it serves.
 
     Raises UserError, in one line, for those that do not answer as an SGLang server, or refuse the key.
     """
@@ -132,18 +138,18 @@ async def check_engines(
         faults = [fault for fault in await asyncio.gather(*(_fault(http, url, seconds) for url in urls)) if fault]
     if faults:
         raise UserError(
-            f"engine.urls: {'; '.join(faults)}; start an SGLang server there, mend the address, or leave engine.urls "
-            "out for one to be launched"
+            f"engine.urls: {'; '.join(faults)}; start an SGLang server there, correct the address, or leave "
+            "engine.urls out for one to be launched"
         )
 
 
 async def _fault(http: AsyncHttp, url: str, seconds: float) -> str | None:
-    question = f"{url.rstrip('/')}/model_info"
+    endpoint = f"{url.rstrip('/')}/model_info"
     try:
         async with asyncio.timeout(seconds):
-            await http.get_json(question)
+            await http.get_json(endpoint)
     except TimeoutError:
-        return f"{question}: no answer within {seconds:g} s"
+        return f"{endpoint}: no answer within {seconds:g} s"
     except EngineKeyRefused as error:
         raise UserError(f"engine.urls: {error}") from None
     except EngineError as error:

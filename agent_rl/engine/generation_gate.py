@@ -1,13 +1,13 @@
-"""The gate that every request of a run passes, so that weights change between tokens and never within a completion.
+"""The gate that every request passes, so that weights change between requests and never within a completion.
 
 ::
 
-    open      requests run, the time limits of episodes too
-    closing   no request begins; those that run are aborted by their ids, and answered with what they have
-    closed    nothing of ours runs: the weights may change; no time limit runs
-    open      a turn that was cut goes on from its tokens, by a request of the new weights
+    open      requests run; the episodes' time limits elapse
+    closing   no request starts; running requests are aborted by id and return the tokens sampled so far
+    closed    no request of ours runs: the weights may change; no time limit elapses
+    open      interrupted turns continue from their tokens with a new request, on the new weights
 
-SGLang's own pause, which aborts whatever runs, takes a second where requests run and none where none does.
+SGLang's own pause aborts whatever runs, but takes a second if requests are running.
 """
 
 from __future__ import annotations
@@ -17,83 +17,82 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 
-AGAIN_SECONDS = 0.1
-"""An abort that overtook its request finds nothing to abort: it is sent again after so long."""
+from sandbox.timeouts import PausableTimeout
+
+RETRY_ABORT_SECONDS = 0.1
+"""An abort that arrives before its request has no effect, so aborts are repeated after this many seconds."""
 
 
 @dataclass(slots=True, eq=False)
 class InFlightRequest:
-    """One request on its way through: how it is aborted, and whether it was."""
+    """One request in flight: how to abort it, and whether it was interrupted."""
 
     abort: Callable[[], Awaitable[None]]
-    cut: bool = False
+    interrupted: bool = False
 
 
 class GenerationGate:
-    """Open at first. ``patience``: seconds until requests that do not end although they were aborted are left alone."""
+    """Initially open. ``drain_timeout``: seconds to wait for aborted requests to end before they are ignored."""
 
-    def __init__(self, patience: float = 120.0) -> None:
-        self._patience = patience
+    def __init__(self, drain_timeout: float = 120.0) -> None:
+        self._drain_timeout = drain_timeout
         self._open, self._idle = asyncio.Event(), asyncio.Event()
         self._open.set()
         self._idle.set()
-        self._passing: set[InFlightRequest] = set()
+        self._in_flight: set[InFlightRequest] = set()
         self._closings = 0
-        self._limits: dict[asyncio.Timeout, float] = {}
-        self._cut_turns = self._cut_tokens = 0
+        self._limits: set[PausableTimeout] = set()
+        self._interrupted_turns = self._reprefilled_tokens = 0
 
     @property
     def is_open(self) -> bool:
         return self._open.is_set()
 
-    async def opened(self) -> None:
-        """Return when it is open; what follows without waiting is still of an open gate."""
+    async def wait_open(self) -> None:
+        """Return once the gate is open. Code that follows without an await still runs with an open gate."""
         while not self.is_open:
             await self._open.wait()
 
     @contextmanager
-    def passing(self, abort: Callable[[], Awaitable[None]]) -> Iterator[InFlightRequest]:
-        """Around one request, begun where :meth:`opened` returned; ``abort`` asks its engine to give it up."""
-        passage = InFlightRequest(abort)
-        self._passing.add(passage)
+    def in_flight(self, abort: Callable[[], Awaitable[None]]) -> Iterator[InFlightRequest]:
+        """Marks one request as in flight, started right after :meth:`wait_open`. ``abort`` aborts it on its engine."""
+        request = InFlightRequest(abort)
+        self._in_flight.add(request)
         self._idle.clear()
         try:
-            yield passage
+            yield request
         finally:
-            self._passing.discard(passage)
-            if not self._passing:
+            self._in_flight.discard(request)
+            if not self._in_flight:
                 self._idle.set()
 
-    def note_interrupted(self, tokens: int) -> None:
-        """A request was cut that had computed ``tokens``."""
-        self._cut_turns += 1
-        self._cut_tokens += tokens
+    def record_interrupted(self, tokens: int) -> None:
+        """Count an interrupted request that had computed ``tokens``."""
+        self._interrupted_turns += 1
+        self._reprefilled_tokens += tokens
 
     def metrics(self) -> dict[str, float]:
-        """What was cut since this was last asked."""
-        turns, tokens = self._cut_turns, self._cut_tokens
-        self._cut_turns = self._cut_tokens = 0
+        """Counts of interrupted requests since the last call."""
+        turns, tokens = self._interrupted_turns, self._reprefilled_tokens
+        self._interrupted_turns = self._reprefilled_tokens = 0
         return {"async_rollout/interrupted_turns": float(turns), "async_rollout/reprefilled_tokens": float(tokens)}
 
     @contextmanager
-    def uncharged(self, limit: asyncio.Timeout) -> Iterator[None]:
-        """While the gate is not open, the time of ``limit``, which is running, does not pass."""
-        self._limits[limit] = 0.0
+    def uncharged(self, limit: PausableTimeout) -> Iterator[None]:
+        """While the gate is not open, the running ``limit`` does not elapse."""
+        self._limits.add(limit)
         if not self.is_open:
-            self._stop(limit)
+            limit.pause()
         try:
             yield
         finally:
-            del self._limits[limit]
-
-    def left(self, limit: asyncio.Timeout) -> float:
-        """Seconds that ``limit``, which is :meth:`uncharged`, still runs while the gate is open."""
-        due = limit.when()
-        return self._limits[limit] if due is None else due - _now()
+            self._limits.discard(limit)
+            if not self.is_open:
+                limit.resume()
 
     @asynccontextmanager
     async def closed(self) -> AsyncIterator[None]:
-        """Within the block no request runs, and none begins."""
+        """Within the block no request runs or starts."""
         try:
             await self.close()
             yield
@@ -101,43 +100,32 @@ class GenerationGate:
             self.open()
 
     async def close(self) -> None:
-        """From now on no request begins; return when none runs. It opens when :meth:`open` was called as often."""
+        """Let no new request start; return when none runs. The gate opens again after as many calls of :meth:`open`."""
         self._closings += 1
         if self.is_open:
             self._open.clear()
             for limit in self._limits:
-                self._stop(limit)
+                limit.pause()
         await self._drain()
 
     def open(self) -> None:
-        """Take one :meth:`close` back."""
+        """Undo one :meth:`close`."""
         self._closings -= 1
         if not self._closings:
             self._open.set()
-            for limit, left in self._limits.items():
-                if not limit.expired():
-                    limit.reschedule(_now() + left)
-
-    def _stop(self, limit: asyncio.Timeout) -> None:
-        due = limit.when()
-        if due is not None and not limit.expired():
-            self._limits[limit] = due - _now()
-            limit.reschedule(None)
+            for limit in self._limits:
+                limit.resume()
 
     async def _drain(self) -> None:
-        """Cut what runs, and wait for its end."""
+        """Interrupt the running requests and wait for their end."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(self._patience):
-                while self._passing:
-                    await asyncio.gather(*(self._cut(passage) for passage in self._passing))
+            async with asyncio.timeout(self._drain_timeout):
+                while self._in_flight:
+                    await asyncio.gather(*(self._interrupt(request) for request in self._in_flight))
                     with suppress(TimeoutError):
-                        async with asyncio.timeout(AGAIN_SECONDS):
+                        async with asyncio.timeout(RETRY_ABORT_SECONDS):
                             await self._idle.wait()
 
-    async def _cut(self, passage: InFlightRequest) -> None:
-        passage.cut = True
-        await passage.abort()
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()
+    async def _interrupt(self, request: InFlightRequest) -> None:
+        request.interrupted = True
+        await request.abort()

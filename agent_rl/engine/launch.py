@@ -1,7 +1,7 @@
-"""Starts the real SGLang server on the machine it is called on, waits until it is healthy, and leaves nothing behind.
+"""Starts an SGLang server on this machine, waits until it is healthy, and removes everything it leaves.
 
-The server runs in the engine environment's interpreter, in a process group of its own. It dies with its owner, however
-the owner ends (see ``agent_rl/engine/server/serve.py``).
+The server runs in the engine environment's interpreter, in its own process group. It is killed when its owner ends,
+however the owner ends (see ``agent_rl/engine/server/serve.py``).
 """
 
 from __future__ import annotations
@@ -36,29 +36,36 @@ _VERSION_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
-    """Where a server listens, and its part of an engine over several hosts: the ``rank``-th of ``nodes``, which meet at
-    ``meeting`` (HOST:PORT)."""
+class ServerNode:
+    """The node of a server: its address, and for an engine over ``nodes`` nodes its ``rank`` and the address
+    HOST:PORT at which the nodes meet (SGLang's ``--dist-init-addr``)."""
 
     address: str = "127.0.0.1"
     rank: int = 0
     nodes: int = 1
-    meeting: str = ""
+    dist_init_addr: str = ""
 
     @property
     def arguments(self) -> list[str]:
-        """What SGLang is told of it."""
-        several = ["--nnodes", str(self.nodes), "--node-rank", str(self.rank), "--dist-init-addr", self.meeting]
-        return ["--host", self.address, *(several if self.nodes > 1 else ())]
+        """SGLang's arguments for this node."""
+        multi_node = [
+            "--nnodes",
+            str(self.nodes),
+            "--node-rank",
+            str(self.rank),
+            "--dist-init-addr",
+            self.dist_init_addr,
+        ]
+        return ["--host", self.address, *(multi_node if self.nodes > 1 else ())]
 
 
 class EngineServer:
-    """One SGLang server as an async context manager; it may be stopped and started again.
+    """One SGLang server as an async context manager; it can be stopped and started again.
 
-    ``model`` is a checkpoint's directory, ``log`` the file its output goes to (that of the start before is kept beside
-    it). ``number``: which of ``engine.count`` servers it is; ``seat``: where it listens, on this machine alone by
-    default. Entering raises ConfigError for a wrong config and EngineStartError, with the reason from the log, when the
-    server dies or is not healthy in time.
+    ``model`` is a checkpoint's directory. ``log`` receives the server's output; the log of the start before is kept
+    beside it. ``number``: index among ``engine.count`` servers. ``node``: where it listens, by default on loopback.
+    Entering raises ConfigError for an invalid config, and EngineStartError with the reason from the log if the server
+    dies or is not healthy in time.
     """
 
     def __init__(
@@ -69,10 +76,10 @@ class EngineServer:
         *,
         number: int = 0,
         capture_routes: bool = True,
-        seat: Seat | None = None,
+        node: ServerNode | None = None,
     ) -> None:
         self._config = config
-        self._seat = seat or Seat()
+        self._node = node or ServerNode()
         self._number = number
         self._model = model
         self._log = log
@@ -82,7 +89,7 @@ class EngineServer:
 
     @property
     def url(self) -> str:
-        """The server's address. Raises RuntimeError before it was started."""
+        """The server's address. Raises RuntimeError before the first start."""
         if self._url is None:
             raise RuntimeError("the engine server was not started")
         return self._url
@@ -92,7 +99,7 @@ class EngineServer:
         return self._process.pid if self._process else None
 
     def death(self) -> str | None:
-        """Why the server is dead, in one line, or None while it lives."""
+        """Why the server is dead, in one line; None while it runs."""
         if self._process is None or self._process.poll() is None:
             return None
         return self._reason(self._process.returncode)
@@ -107,29 +114,29 @@ class EngineServer:
         await self.stop()
 
     async def start(self) -> str:
-        """Start the server and wait until it is healthy; its address. Stops what was started if that fails."""
+        """Start the server and wait until it is healthy; returns its address. A failed start stops what was started."""
         command = self._command()
         await asyncio.to_thread(remove_stale)
         for attempt in range(1, _PORT_ATTEMPTS + 1):
-            port = self._wanted_port()
+            port = self._select_port()
             try:
                 await self._start_on(port, command)
                 return self.url
             except EngineStartError as error:
-                # A free port may be taken between our look and the bind; a configured one is not changed.
+                # A free port may be taken before the server binds it; a configured port is not changed.
                 if self._config.port or attempt == _PORT_ATTEMPTS or "is taken" not in str(error):
                     raise
         raise AssertionError("unreachable: the last attempt raises")
 
-    def _wanted_port(self) -> int:
-        address, first = self._seat.address, self._config.port
+    def _select_port(self) -> int:
+        address, first = self._node.address, self._config.port
         return _refuse_taken(first + self._number, address) if first else free_port(address)
 
     async def _start_on(self, port: int, command: list[str]) -> None:
         self._log.parent.mkdir(parents=True, exist_ok=True)
         try:
             self._spawn([*command, "--port", str(port)])
-            self._url = f"http://{at(self._seat.address, port)}"
+            self._url = f"http://{host_port(self._node.address, port)}"
             await self._wait_healthy()
         except BaseException:
             await self.stop()
@@ -152,11 +159,11 @@ class EngineServer:
         python = shutil.which(self._config.python)
         if python is None:
             raise ConfigError(
-                f"engine.python: {self._config.python} is no interpreter; `agent-rl install engine` makes it"
+                f"engine.python: {self._config.python} is not an interpreter; run `agent-rl install engine`"
             )
         config = self._config
         command = [
-            os.path.abspath(python), str(_SERVE), "--model-path", str(self._model.resolve()), *self._seat.arguments,
+            os.path.abspath(python), str(_SERVE), "--model-path", str(self._model.resolve()), *self._node.arguments,
             "--device", self.device, "--dtype", config.dtype, "--max-total-tokens", str(config.max_total_tokens),
             "--max-running-requests", str(config.max_running_requests), "--skip-tokenizer-init",
         ]  # fmt: skip
@@ -164,47 +171,47 @@ class EngineServer:
             command.append("--enable-return-routed-experts")
         if config.colocate:
             if self.device == "cpu":
-                raise ConfigError("engine.colocate: this machine has no GPU to share with the trainer: turn it off")
+                raise ConfigError("engine.colocate: this machine has no GPU to share with the trainer; set it to false")
             command.append("--enable-memory-saver")
         if (ranks := config.gpus if self.device == "cuda" else config.nodes) > 1:
             command += ["--tp-size", str(ranks)]
         if self.device == "cpu":
-            # An idle scheduler polls a whole core away, which the trainer beside it needs.
+            # An idle scheduler would use a whole core for polling.
             command += ["--attention-backend", "torch_native", "--disable-overlap-schedule", "--sleep-on-idle"]
         return [*command, *config.extra_args]
 
     @property
     def device(self) -> str:
-        """``cpu`` or ``cuda``: as configured, or what this machine has."""
+        """``cpu`` or ``cuda``: as configured, or detected."""
         if self._config.device != "auto":
             return self._config.device
         return "cuda" if Path("/dev/nvidiactl").exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != "" else "cpu"
 
     def _environment(self) -> dict[str, str]:
-        # The engine environment has its own packages: paths of the trainer's interpreter must not leak into it.
+        # The engine environment has its own packages: remove the paths of the trainer's interpreter.
         environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
         environment["PYTHONUNBUFFERED"] = "1"
         environment["HF_HUB_OFFLINE"] = "1"
         if self.device == "cpu":
             environment["SGLANG_USE_CPU_ENGINE"] = "1"
             environment["OMP_NUM_THREADS"] = str(self._config.threads or len(os.sched_getaffinity(0)))
-            # Threads that spin at a barrier starve the sandboxes that share these cores, and each other.
+            # Threads spinning at a barrier would starve the sandboxes that share these cores, and each other.
             environment["OMP_WAIT_POLICY"] = "PASSIVE"
         elif self._config.count > 1:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpus())
         return environment
 
     def _gpus(self) -> list[str]:
-        """The GPUs of this server, of those that this process may use."""
-        wanted = self._config.count * self._config.gpus
+        """The GPUs of this server among the GPUs that this process may use."""
+        required = self._config.count * self._config.gpus
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        found = visible.split(",") if visible else [path.name[6:] for path in sorted(_DEVICES.glob("nvidia[0-9]*"))]
-        if len(found) < wanted:
+        available = visible.split(",") if visible else [path.name[6:] for path in sorted(_DEVICES.glob("nvidia[0-9]*"))]
+        if len(available) < required:
             raise ConfigError(
-                f"engine: {self._config.count} servers of {self._config.gpus} GPUs need {wanted}, and this machine has "
-                f"{len(found)}: lower engine.count or engine.gpus"
+                f"engine: {self._config.count} servers of {self._config.gpus} GPUs need {required} GPUs, "
+                f"but this machine has {len(available)}: lower engine.count or engine.gpus"
             )
-        return found[self._number * self._config.gpus :][: self._config.gpus]
+        return available[self._number * self._config.gpus :][: self._config.gpus]
 
     async def _wait_healthy(self) -> None:
         deadline = time.monotonic() + self._config.start_timeout
@@ -213,7 +220,7 @@ class EngineServer:
                 reason = self.death()
                 if reason is not None:
                     raise EngineStartError(reason)
-                # Not listening, or not ready: the deadline and the process's own end are what is watched.
+                # Not listening or not ready yet: only the deadline and the process's end count.
                 with contextlib.suppress(EngineError):
                     await http.get(f"{self.url}/health")
                     return
@@ -224,16 +231,16 @@ class EngineServer:
 
     def _reason(self, code: int) -> str:
         reason = reason_in_log(self._log.read_text(errors="replace"))
-        return f"the engine server died ({_ended(code)}): {reason}; log: {self._log}"
+        return f"the engine server died ({_exit_text(code)}): {reason}; log: {self._log}"
 
     async def stop(self) -> None:
-        """Stop the server and every process it started. Idempotent; completes even when the caller is cancelled."""
+        """Stop the server and all its processes. Idempotent; completes even if the caller is cancelled."""
         process = self._process
         if process is not None:
             await shielded(asyncio.to_thread(_stop_group, process))
 
 
-def _ended(code: int) -> str:
+def _exit_text(code: int) -> str:
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
@@ -243,19 +250,19 @@ _REASONS = (
         "its port is taken",
     ),
     (re.compile(r"out of memory|Cannot allocate memory|DefaultCPUAllocator|MemoryError", re.I), "out of memory"),
-    (re.compile(r"No space left on device", re.I), "no room left on the disk"),
+    (re.compile(r"No space left on device", re.I), "the disk is full"),
     (
         re.compile(r"No module named 'torch_memory_saver'"),
-        "engine.colocate wants torch-memory-saver in the engine's environment: install it there with pip",
+        "engine.colocate needs torch-memory-saver: install it in the engine's environment with pip",
     ),
 )
 _ERROR_LINE = re.compile(r"^(?:\[[^\]]*\]\s*)?((?:\w+\.)*\w*(?:Error|Exception)\b:? .*)$", re.M)
 
 
 def reason_in_log(log: str) -> str:
-    """The reason a server's log gives for its end, in one line: a known cause, the last error, or the last line."""
-    found = _ERROR_LINE.findall(log)
-    detail = found[-1].strip() if found else ""
+    """Why a server ended according to its log, in one line: a known cause, the last error, or the last line."""
+    errors = _ERROR_LINE.findall(log)
+    detail = errors[-1].strip() if errors else ""
     for pattern, cause in _REASONS:
         match = pattern.search(log)
         if match:
@@ -264,38 +271,38 @@ def reason_in_log(log: str) -> str:
     return detail or (lines[-1].strip() if lines else "its log is empty")
 
 
-def refuse_unservable(facts: ModelSpec, model: Path, device: str) -> None:
-    """Raises ConfigError for the checkpoint in directory ``model`` where SGLang 0.5.23 on ``device`` would go wrong.
+def refuse_unservable(model_spec: ModelSpec, model: Path, device: str) -> None:
+    """Raises ConfigError for a checkpoint that SGLang 0.5.23 would serve wrongly on ``device``.
 
-    It takes every layer of a qwen2_moe or qwen3_moe for one with experts: a dense layer's weights are dropped without a
-    word, and whatever lies in memory routes its tokens; models of dense families are served as they are. It adds a
-    shared expert with a Triton kernel, also on a CPU, and dies of it with the first request.
+    SGLang treats every layer of a qwen2_moe or qwen3_moe model as an MoE layer: it drops a dense layer's weights
+    without an error and routes with uninitialized memory. (Models of dense families are served correctly.) It adds a
+    shared expert with a Triton kernel also on a CPU, and crashes on the first request.
     """
-    dense = [layer for layer, moe in enumerate(facts.moe) if not moe]
-    if dense and facts.family.experts:
+    dense = [layer for layer, moe in enumerate(model_spec.moe) if not moe]
+    if dense and model_spec.family.experts:
         raise ConfigError(f"model: {model} has dense layers {dense}, which SGLang would not load")
-    if device == "cpu" and facts.family.shared_expert:
+    if device == "cpu" and model_spec.family.shared_expert:
         raise ConfigError(
             f"model: {model} has a shared expert, which SGLang serves on GPUs only (engine.device is cpu)"
         )
 
 
 def sglang_version(python: str) -> str:
-    """The release of SGLang that an interpreter has. Blocking. Raises ConfigError where there is none."""
+    """The SGLang release of an interpreter. Blocking. Raises ConfigError if there is none."""
     if shutil.which(python) is None:
-        raise ConfigError(f"engine.python: no interpreter {python}; `agent-rl install engine` makes it")
+        raise ConfigError(f"engine.python: no interpreter {python}; run `agent-rl install engine`")
     try:
         run = subprocess.run([python, "-c", _VERSION], capture_output=True, text=True, timeout=_VERSION_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"engine.python: {python} did not say which SGLang it has: {error}") from None
+        raise ConfigError(f"engine.python: cannot read the SGLang release of {python}: {error}") from None
     if run.returncode:
-        reason = run.stderr.strip().splitlines()[-1:] or [_ended(run.returncode)]
+        reason = run.stderr.strip().splitlines()[-1:] or [_exit_text(run.returncode)]
         raise ConfigError(f"engine.python: {python} has no SGLang: {reason[0]}")
     return run.stdout.strip()
 
 
-def at(address: str, port: int) -> str:
-    """HOST:PORT, with the brackets that an IPv6 address wants."""
+def host_port(address: str, port: int) -> str:
+    """HOST:PORT, with brackets around an IPv6 address."""
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
@@ -310,7 +317,7 @@ def _family(address: str) -> socket.AddressFamily:
 
 
 def _refuse_taken(port: int, address: str) -> int:
-    """``port``, unless something listens on it: then EngineStartError."""
+    """``port`` if it is free. Raises EngineStartError otherwise."""
     with socket.socket(_family(address)) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -323,14 +330,13 @@ def _refuse_taken(port: int, address: str) -> int:
 
 
 def _stop_group(process: subprocess.Popen[bytes]) -> None:
-    """KILL the group, wait until no process of it runs, and remove the shared memory that it leaves.
+    """Kill the process group, wait until it has no running process, and remove its shared memory.
 
-    Whoever stops a server wants nothing more of it, and one that is asked by TERM first waits for five seconds, to say
-    in its log how its workers died.
+    SIGKILL, because a server that receives SIGTERM first waits five seconds to log how its workers died.
     """
     deadline = time.monotonic() + _KILL_SECONDS
     while group_members(process.pid) and time.monotonic() < deadline:
-        with contextlib.suppress(ProcessLookupError):  # all gone already
+        with contextlib.suppress(ProcessLookupError):  # all have ended
             os.killpg(process.pid, signal.SIGKILL)
         process.poll()
         time.sleep(0.02)
@@ -341,7 +347,7 @@ def _stop_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def group_members(group: int) -> list[int]:
-    """Ids of the processes of process group ``group`` that still run (zombies don't)."""
+    """Ids of the running processes of process group ``group`` (without zombies)."""
     members = []
     for directory in Path("/proc").iterdir():
         if not directory.name.isdigit():
@@ -349,7 +355,7 @@ def group_members(group: int) -> list[int]:
         try:
             state, _, pgrp = (directory / "stat").read_text().rpartition(")")[2].split()[:3]
         except OSError:
-            continue  # it ended while we looked
+            continue  # it ended meanwhile
         if int(pgrp) == group and state != "Z":
             members.append(int(directory.name))
     return members

@@ -1,6 +1,7 @@
-"""One machine's part of an engine: a Ray actor beside which the server runs.
+"""The Ray actor that runs an engine's server on one node.
 
-The server dies with the actor's process (:mod:`agent_rl.engine.launch`), and that with its node and with the run.
+The server is killed with the actor's process (:mod:`agent_rl.engine.launch`), which ends with its node and with the
+run.
 """
 
 from __future__ import annotations
@@ -10,18 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agent_rl.config import EngineConfig
-from agent_rl.engine.launch import EngineServer, Seat, free_port, sglang_version
+from agent_rl.engine.launch import EngineServer, ServerNode, free_port, sglang_version
 from agent_rl.errors import AgentRlError, EngineStartError, UserError
 from sandbox.temp_dir import TempDirectory
 
-_LOOK_SECONDS = 0.2
+_POLL_SECONDS = 0.2
 _LOG_BYTES = 4 << 20
 _DIRECTORY = "agent-rl-engine-"
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
-    """Where an actor has come to: the Ray node's name, its address, and a port that is free there."""
+class ActorLocation:
+    """Where an actor runs: the Ray node's name, its address, and a free port there."""
 
     node: str
     address: str
@@ -30,96 +31,97 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class ServerRequest:
-    """What is to be started: the server of ``config`` (whose ``device`` is decided) on the checkpoint ``model``.
+    """The server to start: ``config`` (with ``device`` resolved) and the checkpoint ``model``.
 
-    ``number``, ``capture_routes``, ``seat``: as :class:`agent_rl.engine.launch.EngineServer` takes them. ``log``: where
-    its log comes to in the end, for messages.
+    ``number``, ``capture_routes``, ``node``: see :class:`agent_rl.engine.launch.EngineServer`. ``log``: the final path
+    of its log, for messages.
     """
 
     config: EngineConfig
     model: Path
     number: int
     capture_routes: bool
-    seat: Seat
+    node: ServerNode
     log: Path
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What came of a call: ``text``, or the ``fault`` in a line. (Ray would raise an error as one of its own.)"""
+class CallResult:
+    """The result of a call: ``text``, or a one-line ``error``. (Ray would raise an exception as one of its own
+    types.)"""
 
     text: str = ""
-    fault: str = ""
+    error: str = ""
 
 
 class LogDirectory:
-    """A directory for a server's log on this machine. Those whose owners were killed are removed as one is made."""
+    """A directory for a server's log on this machine. Creating one removes those of killed owners."""
 
     def __init__(self) -> None:
         self._directory = TempDirectory(_DIRECTORY)
         self.log = self._directory.path / "engine.log"
 
     def take(self) -> bytes:
-        """Remove the directory; the end of its log."""
-        end = b""
+        """Remove the directory; returns the end of its log."""
+        tail = b""
         if self.log.exists():
             with self.log.open("rb") as file:
                 file.seek(max(0, self.log.stat().st_size - _LOG_BYTES))
-                end = file.read()
+                tail = file.read()
         self._directory.remove()
-        return end
+        return tail
 
 
-class EngineHost:
-    """The actor; wrap with ``ray.remote``."""
+class EngineActor:
+    """The actor class; wrap it with ``ray.remote``."""
 
     def __init__(self) -> None:
         self._directory: LogDirectory | None = None
         self._server: EngineServer | None = None
 
-    async def arrive(self) -> Arrival:
+    async def locate(self) -> ActorLocation:
         import ray
 
-        address, own = str(ray.util.get_node_ip_address()), ray.get_runtime_context().get_node_id()
-        name = next(node["NodeName"] for node in ray.nodes() if node["NodeID"] == own)
-        return Arrival(name, address, free_port(address))
+        address, node_id = str(ray.util.get_node_ip_address()), ray.get_runtime_context().get_node_id()
+        name = next(node["NodeName"] for node in ray.nodes() if node["NodeID"] == node_id)
+        return ActorLocation(name, address, free_port(address))
 
-    async def look(self, config: EngineConfig, model: Path) -> Answer:
-        """Whether this machine has what a server takes: its release of SGLang."""
+    async def check(self, config: EngineConfig, model: Path) -> CallResult:
+        """Check that this machine has the checkpoint and SGLang; the result's text is its release."""
         try:
-            await asyncio.to_thread(_refuse_absent, model)
-            return Answer(await asyncio.to_thread(sglang_version, config.python))
+            await asyncio.to_thread(_require_checkpoint, model)
+            return CallResult(await asyncio.to_thread(sglang_version, config.python))
         except AgentRlError as error:
-            return Answer(fault=str(error))
+            return CallResult(error=str(error))
 
-    async def start(self, order: ServerRequest) -> Answer:
-        """Start the server and wait until it is healthy; its address."""
+    async def start(self, request: ServerRequest) -> CallResult:
+        """Start the server and wait until it is healthy; the result's text is its address."""
         self._directory = directory = await asyncio.to_thread(LogDirectory)
         self._server = EngineServer(
-            order.config,
-            order.model,
+            request.config,
+            request.model,
             directory.log,
-            number=order.number,
-            capture_routes=order.capture_routes,
-            seat=order.seat,
+            number=request.number,
+            capture_routes=request.capture_routes,
+            node=request.node,
         )
         try:
-            await asyncio.to_thread(_refuse_absent, order.model)
-            return Answer(await self._server.start())
+            await asyncio.to_thread(_require_checkpoint, request.model)
+            return CallResult(await self._server.start())
         except (EngineStartError, UserError) as error:
-            return Answer(fault=str(error).replace(str(directory.log), str(order.log)))
+            return CallResult(error=str(error).replace(str(directory.log), str(request.log)))
 
-    async def ended(self, log: Path) -> str:
-        """Wait until the server is dead; why, in one line. ``log``: as of :class:`ServerRequest`."""
+    async def wait_dead(self, log: Path) -> str:
+        """Wait until the server is dead; returns the reason in one line. ``log``: see :class:`ServerRequest`."""
         server, directory = self._server, self._directory
         assert server is not None, "start() comes first"
         assert directory is not None, "stop() comes last"
         while (reason := server.death()) is None:  # noqa: ASYNC110
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(_POLL_SECONDS)
         return reason.replace(str(directory.log), str(log))
 
     async def stop(self) -> bytes:
-        """End all processes of the server and remove its log; the end of that."""
+        """Stop the server and remove its log directory; returns the end of the log."""
         directory, self._directory = self._directory, None
         if self._server is None or directory is None:
             return b""
@@ -127,10 +129,10 @@ class EngineHost:
         return await asyncio.to_thread(directory.take)
 
 
-def _refuse_absent(model: Path) -> None:
-    """Raises UserError where this machine does not have the checkpoint in directory ``model``."""
+def _require_checkpoint(model: Path) -> None:
+    """Raises UserError if this machine does not have the checkpoint ``model``."""
     if not (model / "config.json").is_file():
         raise UserError(
-            f"model: {model}: no Hugging Face checkpoint there (no config.json); put it at the same path on every "
-            "machine that engines may run on, or on a shared file system"
+            f"model: {model}: not a Hugging Face checkpoint (no config.json); store it at the same path on every "
+            "node that runs engines, or on a shared file system"
         )

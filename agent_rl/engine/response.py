@@ -1,4 +1,4 @@
-"""SGLang's answer to ``/generate`` as a :class:`Completion`, with nothing taken on trust."""
+"""Parses SGLang's responses to ``/generate`` into :class:`Completion` and validates every field."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from r3.routing import Routing, RoutingError, Span, SpanKind, append_span
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """The request an answer belongs to: what its numbers are checked against, and how errors name it."""
+class RequestContext:
+    """The request that a response belongs to: the numbers to validate against, and its name in errors."""
 
     rid: str
     session: str
@@ -31,32 +31,33 @@ class Asked:
         return f"{self.url} request {self.rid} of session {self.session!r} ({self.prompt_tokens} prompt tokens)"
 
 
-def read_answer(body: bytes, asked: Asked, seconds: float) -> Completion:
-    """Turn the body of a 200 answer into a Completion.
+def read_completion(body: bytes, context: RequestContext, seconds: float) -> Completion:
+    """The body of a response with status 200 as a Completion.
 
-    Of an aborted request it holds what was sampled before, which may be nothing, then without routes. ``routing`` is
-    None also where routes were asked for and the key is absent: whether that may be is the caller's to say.
+    An aborted request has the tokens sampled so far, possibly none and then no routes. ``routing`` is None also if
+    routes were requested but the response holds none; the caller decides whether that is an error.
 
-    Raises EngineOverloaded for a request that was turned away, EngineRejected for an answer that is not SGLang's,
-    RoutesMissingError for routes of the wrong row count, or that are not expert ids.
+    Raises EngineOverloaded for a rejected request, EngineRejected for a response that is not SGLang's,
+    RoutesMissingError for routes with the wrong number of rows or invalid expert ids.
     """
-    answer, payload = split_body(body, asked)
-    meta = answer["meta_info"]
-    tokens = tuple(answer["output_ids"])
-    finish = _finish(meta, asked)
-    # Aborted while queued, for the first time or again after a retraction, which clears the routes of what was sampled.
-    if finish is FinishReason.ABORT and (not tokens or (payload is None and asked.routes_from is not None)):
+    response, payload = split_body(body, context)
+    meta = response["meta_info"]
+    tokens = tuple(response["output_ids"])
+    finish = _finish(meta, context)
+    # Aborted while queued, initially or after a retraction, which clears the routes of the sampled tokens.
+    if finish is FinishReason.ABORT and (not tokens or (payload is None and context.routes_from is not None)):
         version = _last_version(meta)
-        lost = _retractions(meta)
-        return Completion((), (), finish, version, asked.url, retractions=lost, wire_bytes=len(body), seconds=seconds)
-    logprobs = _logprobs(meta, tokens, asked)
+        return Completion(
+            (), (), finish, version, context.url, retractions=_retractions(meta), wire_bytes=len(body), seconds=seconds
+        )
+    logprobs = _logprobs(meta, tokens, context)
     return Completion(
         tokens=tokens,
         logprobs=logprobs,
         finish=finish,
         weight_version=_last_version(meta),
-        engine=asked.url,
-        routing=_routing(payload, meta, len(tokens), asked),
+        engine=context.url,
+        routing=_routing(payload, meta, len(tokens), context),
         earlier=_earlier(meta),
         retractions=_retractions(meta),
         cached_tokens=int(meta.get("cached_tokens", 0)),
@@ -65,78 +66,78 @@ def read_answer(body: bytes, asked: Asked, seconds: float) -> Completion:
     )
 
 
-def read_scores(body: bytes, tokens: TokenIds, asked: Asked, vocab_size: int) -> Scores:
-    """The log-probs of a prompt that was evaluated whole, and its routes where they were asked for and came.
+def read_scores(body: bytes, tokens: TokenIds, context: RequestContext, vocab_size: int) -> Scores:
+    """The log-probs of an evaluated prompt, and its routes if they were requested and sent.
 
-    Raises EngineAborted for a request that the engine gave up (EngineOverloaded for one it turned away), EngineRejected
-    for an answer about other tokens or with a log-prob that is no number, RoutesMissingError as :func:`read_answer`.
+    Raises EngineAborted for an aborted request (EngineOverloaded for a rejected one), EngineRejected for other tokens
+    or a null log-prob, RoutesMissingError as :func:`read_completion`.
     """
-    answer, payload = split_body(body, asked)
-    meta = answer["meta_info"]
-    if _finish(meta, asked) is FinishReason.ABORT:
-        raise EngineAborted(f"{asked}: aborted by the engine while it was evaluated")
+    response, payload = split_body(body, context)
+    meta = response["meta_info"]
+    if _finish(meta, context) is FinishReason.ABORT:
+        raise EngineAborted(f"{context}: aborted by the engine while it was evaluated")
     entries = meta.get("input_token_logprobs") or []
-    # SGLang 0.5.23 names the vocabulary's last id as 0 here (logprob_result_processor.py); its log-prob is right.
+    # SGLang 0.5.23 reports the vocabulary's last id as 0 here (logprob_result_processor.py) with the right log-prob.
     last = vocab_size - 1
-    named = [token if token < last else 0 for token in tokens]
-    if [entry[1] if entry[1] < last else 0 for entry in entries] != named:
+    expected = [token if token < last else 0 for token in tokens]
+    if [entry[1] if entry[1] < last else 0 for entry in entries] != expected:
         raise EngineRejected(
-            f"{asked}: expected input log-probs of its {len(tokens)} tokens, received {len(entries)} of others"
+            f"{context}: expected input log-probs of its {len(tokens)} tokens, received {len(entries)} for other tokens"
         )
     values = [entry[0] for entry in entries[1:]]
-    _no_null(values, asked)
-    return Scores((0.0, *map(float, values)), _last_version(meta), _routing(payload, meta, 0, asked))
+    _reject_null(values, context)
+    return Scores((0.0, *map(float, values)), _last_version(meta), _routing(payload, meta, 0, context))
 
 
-def split_body(body: bytes, asked: Asked) -> tuple[Mapping[str, Any], bytes | memoryview | None]:
-    """The parsed answer without its routes, and the routes' base64 (None where there are none)."""
-    cut = extract_payload(body)
+def split_body(body: bytes, context: RequestContext) -> tuple[Mapping[str, Any], bytes | memoryview | None]:
+    """The parsed response without its routes, and the routes as base64 (None if there are none)."""
+    split = extract_payload(body)
     payload: bytes | memoryview | None
-    payload, rest = cut if cut else (None, body)
+    payload, rest = split if split else (None, body)
     try:
-        answer = orjson.loads(rest)
-        meta = answer["meta_info"]
+        response = orjson.loads(rest)
+        meta = response["meta_info"]
         if payload is None and meta.get("routed_experts") is not None:
             payload = str(meta["routed_experts"]).encode()
         if _is_aborted(meta):
-            answer.setdefault("output_ids", [])
-        if not isinstance(answer["output_ids"], list):
-            raise TypeError("output_ids is no list")
+            response.setdefault("output_ids", [])
+        if not isinstance(response["output_ids"], list):
+            raise TypeError("output_ids is not a list")
     except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise EngineRejected(f"{asked}: not an answer of SGLang's /generate ({error!r})") from None
-    return answer, payload
+        raise EngineRejected(f"{context}: not a response of SGLang's /generate ({error!r})") from None
+    return response, payload
 
 
 def _is_aborted(meta: Mapping[str, Any]) -> bool:
     return bool((meta.get("finish_reason") or {}).get("type") == FinishReason.ABORT)
 
 
-def _finish(meta: Mapping[str, Any], asked: Asked) -> FinishReason:
+def _finish(meta: Mapping[str, Any], context: RequestContext) -> FinishReason:
     reason = meta.get("finish_reason") or {}
     kind = reason.get("type")
     if _is_aborted(meta) and reason.get("status_code") in (429, 503):
-        raise EngineOverloaded(f"{asked}: aborted by the engine: {reason.get('message') or 'no reason given'}")
+        raise EngineOverloaded(f"{context}: aborted by the engine: {reason.get('message') or 'no reason given'}")
     if kind not in tuple(FinishReason):
-        raise EngineRejected(f"{asked}: finish_reason {reason!r}, expected stop, length or abort")
+        raise EngineRejected(f"{context}: finish_reason {reason!r}, expected stop, length or abort")
     return FinishReason(kind)
 
 
-def _logprobs(meta: Mapping[str, Any], tokens: Sequence[int], asked: Asked) -> tuple[float, ...]:
+def _logprobs(meta: Mapping[str, Any], tokens: Sequence[int], context: RequestContext) -> tuple[float, ...]:
     entries = meta.get("output_token_logprobs")
     if entries is None or len(entries) != len(tokens):
         received = "none" if entries is None else str(len(entries))
-        raise EngineRejected(f"{asked}: expected {len(tokens)} log-probs, received {received}")
-    # By columns: Python's loops over entries cost as much as the decoding of their routes.
-    values, named, *_ = zip(*entries, strict=True) if entries else ((), ())
-    if named != tuple(tokens):
-        raise EngineRejected(f"{asked}: the log-probs belong to other tokens than output_ids")
-    _no_null(values, asked)
+        raise EngineRejected(f"{context}: expected {len(tokens)} log-probs, received {received}")
+    # By columns: a Python loop over entries costs as much as decoding their routes.
+    values, token_ids, *_ = zip(*entries, strict=True) if entries else ((), ())
+    if token_ids != tuple(tokens):
+        raise EngineRejected(f"{context}: the log-probs belong to other tokens than output_ids")
+    _reject_null(values, context)
     return tuple(map(float, values))
 
 
-def _no_null(values: Sequence[Any], asked: Asked) -> None:
+def _reject_null(values: Sequence[Any], context: RequestContext) -> None:
     if None in values:
-        raise EngineRejected(f"{asked}: a log-prob is null, which is how the engine writes NaN: its weights are broken")
+        raise EngineRejected(f"{context}: a log-prob is null, by which the engine means NaN: its weights are broken")
 
 
 def _last_version(meta: Mapping[str, Any]) -> str:
@@ -154,21 +155,21 @@ def _retractions(meta: Mapping[str, Any]) -> int:
 
 
 def _routing(
-    payload: bytes | memoryview | None, meta: Mapping[str, Any], completion_tokens: int, asked: Asked
+    payload: bytes | memoryview | None, meta: Mapping[str, Any], completion_tokens: int, context: RequestContext
 ) -> Routing | None:
-    if asked.routes_from is None:
+    if context.routes_from is None:
         return None
-    if asked.layout is None:
-        raise RoutesMissingError(f"{asked}: routes asked, but the client was given no model facts to read them by")
+    if context.layout is None:
+        raise RoutesMissingError(f"{context}: routes were requested, but the model has no MoE layout to read them by")
     if payload is None:
         return None
-    rows = asked.prompt_tokens + completion_tokens - 1 - asked.routes_from
+    rows = context.prompt_tokens + completion_tokens - 1 - context.routes_from
     try:
-        experts = decode_payload(payload, asked.layout, rows, f"{asked}, rows from {asked.routes_from}")
+        experts = decode_payload(payload, context.layout, rows, f"{context}, rows from {context.routes_from}")
     except RoutingError as error:
         raise RoutesMissingError(str(error)) from None
-    spans = provenance(meta, asked.prompt_tokens, completion_tokens, asked.routes_from, asked.url)
-    return Routing(experts, np.ones(rows, dtype=np.bool_), spans, asked.layout.num_experts)
+    spans = provenance(meta, context.prompt_tokens, completion_tokens, context.routes_from, context.url)
+    return Routing(experts, np.ones(rows, dtype=np.bool_), spans, context.layout.num_experts)
 
 
 def provenance(
@@ -176,26 +177,26 @@ def provenance(
 ) -> tuple[Span, ...]:
     """Spans of rows ``[routes_from, prompt + completion - 1)``, numbered from 0.
 
-    A row is SAMPLED when the token after it was sampled by this request: the prompt's last row on. It was then computed
-    with that token's weight version (``weight_versions`` counts sampled tokens); the rows before with the first one.
+    A row is SAMPLED if this request sampled the token after it, i.e. from the prompt's last row on. It was computed
+    with that token's weight version (``weight_versions`` counts sampled tokens); earlier rows with the first version.
 
-    A request that was retracted lost what it had computed, and its tokens so far went through a prefill again, with the
-    weights of then. How many they were its answer does not say: all those rows are RECOMPUTED, with the last version.
+    A retracted request lost its computed rows, and its tokens were prefilled again with the weights at that time. The
+    response does not say how many, so all its sampled rows are RECOMPUTED with the last version.
     """
     first_sampled = prompt_tokens - 1 if completion_tokens else prompt_tokens
     stop = prompt_tokens + completion_tokens - 1
     version = str(meta.get("weight_version", ""))
     versions = meta.get("weight_versions") or [{"version": version, "start": 0, "end": completion_tokens}]
-    of_sampled = SpanKind.SAMPLED
+    sampled_kind = SpanKind.SAMPLED
     if _retractions(meta):
         versions = [{"version": versions[-1]["version"], "start": 0, "end": completion_tokens}]
-        of_sampled = SpanKind.RECOMPUTED
+        sampled_kind = SpanKind.RECOMPUTED
     spans: list[Span] = []
 
-    def add(start: int, end: int, of: str, kind: SpanKind) -> None:
+    def add(start: int, end: int, version: str, kind: SpanKind) -> None:
         start, end = max(start, routes_from), min(end, stop)
         if start < end:
-            append_span(spans, Span(start - routes_from, end - routes_from, of, engine, kind))
+            append_span(spans, Span(start - routes_from, end - routes_from, version, engine, kind))
 
     add(routes_from, first_sampled, str(versions[0]["version"]), SpanKind.PREFILLED)
     for part in versions:
@@ -203,6 +204,6 @@ def provenance(
             first_sampled + int(part["start"]),
             first_sampled + int(part["end"]),
             str(part["version"]),
-            of_sampled,
+            sampled_kind,
         )
     return tuple(spans)

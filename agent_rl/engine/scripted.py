@@ -1,4 +1,4 @@
-"""An engine that answers from a script: for tests, for replaying gold solutions, for measuring the loop around it."""
+"""An engine that returns scripted tokens: for tests, gold solutions and benchmarks of the loop around it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from r3.payload import RouteLayout
 from r3.routing import Routing, Span, SpanKind, narrowest_dtype
 
 Policy = Callable[[str, int, TokenIds], Sequence[int]]
-"""``(session, turn, tokens so far) -> the tokens to "sample"``. May raise an engine error, to rehearse one."""
+"""``(session, turn, tokens so far) -> tokens to "sample"``. May raise an engine error to simulate one."""
 
 
 class ScriptedEngine:
     """Implements ``agent_rl.engine.types.Engine`` without a model.
 
-    ``policy`` says what is sampled. ``layout`` gives the routes' shape (None: routes can't be asked for); row i is
-    :func:`scripted_rows` of i, so a row out of place shows. Each sampled token's log-prob is ``logprob``. An answer
-    takes ``latency`` seconds. ``calls`` counts the answers given, ``rows_sent`` the rows of routes.
+    ``policy`` returns the sampled tokens. ``layout`` is the shape of the routes (None: no routes available). Row i is
+    :func:`scripted_rows` of i, so a misplaced row is detected. Every sampled token has log-prob ``logprob``. A response
+    takes ``latency`` seconds. ``calls`` counts responses, ``rows_sent`` rows of routes.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class ScriptedEngine:
     async def generate(
         self, tokens: TokenIds, sampling: SamplingParams, *, routes_from: int | None, session: str
     ) -> Completion:
-        """Answer the session's next turn; cut at ``sampling.max_new_tokens``, then with finish ``length``."""
+        """The session's next turn, truncated at ``sampling.max_new_tokens`` with finish ``length``."""
         started = time.perf_counter()
         scripted = tuple(self._policy(session, self._turns[session], tokens))
         routing = self._routing(routes_from, len(tokens), min(len(scripted), sampling.max_new_tokens))
@@ -57,11 +57,11 @@ class ScriptedEngine:
             await asyncio.sleep(self._latency)
         self._turns[session] += 1
         self.calls += 1
-        kept = scripted[: sampling.max_new_tokens]
+        sampled = scripted[: sampling.max_new_tokens]
         return Completion(
-            tokens=kept,
-            logprobs=(self._logprob,) * len(kept),
-            finish=FinishReason.STOP if len(kept) == len(scripted) else FinishReason.LENGTH,
+            tokens=sampled,
+            logprobs=(self._logprob,) * len(sampled),
+            finish=FinishReason.STOP if len(sampled) == len(scripted) else FinishReason.LENGTH,
             weight_version=self.weight_version,
             engine="scripted",
             routing=routing,
@@ -73,10 +73,10 @@ class ScriptedEngine:
         if routes_from is None:
             return None
         if self._layout is None:
-            raise EngineRejected("routes asked of a scripted engine that was given no layout")
+            raise EngineRejected("routes requested from a scripted engine without a layout")
         stop = prompt + completion - 1
         if not 0 <= routes_from <= prompt:
-            raise EngineRejected(f"routes asked from row {routes_from}, expected one in [0, {prompt}]")
+            raise EngineRejected(f"routes requested from row {routes_from}, expected a row in [0, {prompt}]")
         experts = self._rows_before(max(stop, routes_from), self._layout)[routes_from:]
         self.rows_sent += len(experts)
         sampled_from = min(max(prompt - 1 - routes_from, 0), len(experts))
@@ -90,20 +90,21 @@ class ScriptedEngine:
         )
 
     def _rows_before(self, stop: int, layout: RouteLayout) -> NDArray[np.unsignedinteger]:
-        """Rows 0 to ``stop``, of a table that is made twice as long when it is too short."""
+        """Rows 0 to ``stop`` of a table that doubles when it is too short."""
         if self._rows is None or len(self._rows) < stop:
             self._rows = scripted_rows(0, 2 * stop, layout)
         return self._rows[:stop]
 
 
 def scripted_rows(start: int, stop: int, layout: RouteLayout) -> NDArray[np.unsignedinteger]:
-    """Rows ``start`` to ``stop``, ``[stop - start, moe_layers, top_k]``: distinct experts, and no two rows alike.
+    """Rows ``start`` to ``stop``, ``[stop - start, moe_layers, top_k]``: distinct experts per row, and no two equal
+    rows.
 
-    The first expert of each layer is a digit of the row's number in base ``num_experts``, the others follow it; so up
-    to ``num_experts ** moe_layers`` rows can be told apart.
+    The first expert of each layer is a digit of the row's number in base ``num_experts``; the others follow it. So up
+    to ``num_experts ** moe_layers`` rows are distinguishable.
     """
     rows = np.arange(start, stop, dtype=np.int64)[:, None, None]
-    # Digits past the 62nd bit are 0 for every row number there is; the clipped power gives just that.
+    # Digits beyond bit 62 are 0 for every row number; the clipped power yields 0 there.
     powers = [min(layout.num_experts**layer, 1 << 62) for layer in range(len(layout.moe_layer_ids))]
     digits = rows // np.array(powers, dtype=np.int64)[None, :, None]
     experts = (digits + np.arange(layout.top_k)[None, None, :]) % layout.num_experts

@@ -1,87 +1,64 @@
 """The engine client: SGLang's native ``/generate``, token-in and token-out, with log-probs and routes.
 
-What can fail and what is done about it::
+A request's way: :class:`SGLangEngine` builds the body and reads the response, :mod:`agent_rl.engine.routing` picks the
+engine and retries, :mod:`agent_rl.engine.fleet` says which engines serve. Besides the errors that routing retries::
 
-    no answer, 5xx           EngineUnreachable   retried on the budget, on another engine where there is one
-    unpublished weights      EngineStale         the same; that engine serves no more until it was published to
-    no engine serves         EngineLost          after a wait for one that is being started, where one is
-    429, 503                 EngineOverloaded    retried on the budget
     other 4xx                EngineRejected      never retried: the request is wrong
-    aborted by the server    -                   the part that came, with finish ABORT: the caller may go on from there
     routes don't line up     RoutesMissingError  never retried: training on such routes would be wrong
-    our caller is cancelled  -                   the request is aborted on the server, within a bound
+    aborted by the server    -                   the part that came, with finish ABORT: the caller may continue from it
+    our caller is cancelled  -                   the request is aborted on the server, within 5 s
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any, TypeVar
-
-import numpy as np
+from typing import Any
 
 from agent_rl.config import EngineConfig
+from agent_rl.engine.admission_checks import AdmissionChecks, responds
 from agent_rl.engine.fleet import Fleet
-from agent_rl.engine.generation_gate import GenerationGate
-from agent_rl.engine.response import Asked, read_answer, read_scores, split_body
-from agent_rl.engine.session_affinity import SessionAffinity
+from agent_rl.engine.generation_gate import GenerationGate, InFlightRequest
+from agent_rl.engine.request import abort, generate_body, post_generate, score_body
+from agent_rl.engine.response import RequestContext, read_completion, read_scores
+from agent_rl.engine.routing import RequestRouter
 from agent_rl.engine.sleep import EngineSleep
 from agent_rl.engine.types import EngineInfo, Scores, Server
-from agent_rl.engine.unsupported_args import refusal
-from agent_rl.engine.utilization import EngineLoad
-from agent_rl.errors import (
-    EngineError,
-    EngineLost,
-    EngineRejected,
-    EngineStale,
-    EngineUnreachable,
-    RoutesMissingError,
-    UserError,
-)
-from agent_rl.models.spec import ModelSpec, difference, read_model_spec
+from agent_rl.engine.utilization import EngineUtilization
+from agent_rl.models.spec import ModelSpec
 from agent_rl.types import Completion, FinishReason, SamplingParams, TokenIds
-from agent_rl.utils.concurrency import Pulse, shielded
-from agent_rl.utils.http import AsyncHttp, retried, timed_out
+from agent_rl.utils.http import AsyncHttp
 
-T = TypeVar("T")
-
-_ABORT_SECONDS = 5.0
-_CONTROL_SECONDS = 120.0
-_LARGE = 1 << 20
-"""Bytes of an answer from which on it is read on a thread: 1 MiB takes a millisecond or two."""
+_LARGE_BYTES = 1 << 20
+"""A response of this size or more is parsed on a thread: 1 MiB takes a millisecond or two."""
 
 
-@dataclass(slots=True)
-class _Tried:
-    """The attempts at one request: the last engine, those that failed it, and whether one was late."""
+@dataclass(frozen=True, slots=True)
+class _Response:
+    """A response to ``/generate``, the request it belongs to, and whether that was interrupted."""
 
-    last: str = ""
-    urls: list[str] = field(default_factory=list)
-    late: bool = False
+    body: bytes
+    context: RequestContext
+    request: InFlightRequest
 
 
 class SGLangEngine:
     """Client of one or more SGLang servers that hold the same weights. Implements ``agent_rl.engine.types.Engine``.
 
-    ``facts`` describe the model served. Of ``config``, ``request_timeout`` bounds one request and ``retries`` how often
-    one that met an infrastructure failure is tried again. Requests go to the engines that serve by ``fleet``; without
-    one, to those at ``urls``. ``servers``: those of the fleet that are ours, by name, which can sleep. ``routes``:
-    whether they will be asked for. Entering it as an async context manager checks every engine (:meth:`admit`); leaving
-    closes it.
+    ``model_spec`` is the model served. Of ``config``, ``request_timeout`` bounds one HTTP request and ``retries`` is
+    the budget of a failed one. Requests go to the engines that serve by ``fleet``; without one, to those at ``urls``.
+    ``servers``: the fleet's engines that are our own processes, by name; they can sleep. ``routes``: whether requests
+    will ask for routes. As an async context manager it checks every engine and closes the connections.
     """
 
     def __init__(
         self,
         urls: str | Sequence[str],
-        facts: ModelSpec,
+        model_spec: ModelSpec,
         config: EngineConfig | None = None,
         *,
         fleet: Fleet | None = None,
@@ -90,26 +67,18 @@ class SGLangEngine:
         backoff: float = 0.5,
     ) -> None:
         config = config or EngineConfig()
-        self.fleet = fleet or _unattended((urls,) if isinstance(urls, str) else urls, config.restarts)
-        self.facts, self._layout = facts, facts.layout
-        self._routes = routes
+        self.fleet = fleet or _unsupervised((urls,) if isinstance(urls, str) else urls, config.restarts)
+        self.model_spec = model_spec
         self.gate = GenerationGate(config.weight_sync_timeout)
-        self.load = EngineLoad()
-        self._turns = Pulse()
-        self.fleet.listeners.append(lambda before, after: self._turns.give())
-        self._homes = SessionAffinity()
-        self._slots: dict[str, asyncio.Semaphore] = {}
-        self._common: dict[str, str] = {}
-        self._retries = config.retries
-        self._patience = config.start_timeout + config.weight_sync_timeout
-        self._backoff = backoff
         self._http = AsyncHttp(config.request_timeout, headers=config.headers)
+        self._router = RequestRouter(self.fleet, self.gate, config, backoff=backoff)
+        self.admission = AdmissionChecks(model_spec, self._http, self._router, routes=routes)
         self.sleep = EngineSleep(self.fleet, self.gate, servers, config, self._http)
 
     async def __aenter__(self) -> SGLangEngine:
         try:
             for url in self.urls:
-                await self.admit(url)
+                await self.admission.admit(url)
         except BaseException:
             await self.close()
             raise
@@ -129,13 +98,10 @@ class SGLangEngine:
         """The engines in use."""
         return self.fleet.in_use
 
-    async def until(self, look: Callable[[Fleet], T]) -> T:
-        """Wait until ``look`` finds something in the fleet, and return it. Raises EngineLost where none is left."""
-        while not (found := look(self.fleet)):
-            if (reason := self.fleet.lost) is not None:
-                raise EngineLost(f"no engine is left: {reason}")
-            await self._turns.wait()
-        return found
+    @property
+    def load(self) -> EngineUtilization:
+        """The running requests per engine."""
+        return self._router.load
 
     async def generate(
         self, tokens: TokenIds, sampling: SamplingParams, *, routes_from: int | None, session: str
@@ -146,179 +112,72 @@ class SGLangEngine:
         sampled from, temperature applied (raw at temperature 0), not renormalized for top-p or top-k. The model's own
         end-of-text token ends a turn too.
         """
-        return await self._ask(self._request(tokens, sampling, routes_from), tokens, routes_from, session)
+        body = generate_body(tokens, sampling, routes_from, max_positions=self.model_spec.max_positions)
+        return await self._sample(body, tokens, routes_from, session)
 
     async def prefill(self, tokens: TokenIds, *, session: str, afresh: bool) -> Completion:
-        """Compute ``tokens``; see :class:`agent_rl.rollout.route_audit.Prefiller`. A sequence that fills the model's
-        context is EngineRejected."""
-        body = self._request(tokens, SamplingParams(temperature=0.0, max_new_tokens=1), 0)
+        """Compute ``tokens``; see :class:`agent_rl.rollout.route_audit.Prefiller`. Raises EngineRejected for a sequence
+        that fills the model's context."""
+        sampling = SamplingParams(temperature=0.0, max_new_tokens=1)
+        body = generate_body(tokens, sampling, 0, max_positions=self.model_spec.max_positions)
         if afresh:
             body["extra_key"] = secrets.token_hex(16)  # prefixes are shared among requests of one key
-        return await self._ask(body, tokens, 0, session)
+        return await self._sample(body, tokens, 0, session)
 
-    async def _ask(
+    async def _sample(
         self, body: Mapping[str, Any], tokens: TokenIds, routes_from: int | None, session: str
     ) -> Completion:
-        tried = _Tried()
-        return await self._retried(tried, partial(self._once, body, tokens, routes_from, session, tried))
+        async def post(url: str) -> _Response:
+            context = self._context(url, session, tokens, routes_from)
+            with self.gate.in_flight(partial(abort, self._http, url, context.rid)) as request:
+                return _Response(await post_generate(self._http, url, context.rid, body), context, request)
 
-    def _request(self, tokens: TokenIds, sampling: SamplingParams, routes_from: int | None) -> dict[str, Any]:
-        room = self.facts.max_positions - len(tokens)
-        if not len(tokens) or room <= 0:
-            raise EngineRejected(
-                f"{len(tokens)} prompt tokens, expected between 1 and {self.facts.max_positions - 1} (the context)"
-            )
-        body: dict[str, Any] = {
-            "input_ids": np.array(tokens, np.int32),
-            "sampling_params": {
-                "temperature": sampling.temperature,
-                "top_p": sampling.top_p,
-                "top_k": sampling.top_k,
-                "max_new_tokens": min(sampling.max_new_tokens, room),
-                "stop_token_ids": list(sampling.stop_token_ids),
-            },
-            "return_logprob": True,
-            "logprob_start_len": -1,
-        }
-        if routes_from is not None:
-            body |= {"return_routed_experts": True, "routed_experts_start_len": routes_from}
-        return body
+        async def read(response: _Response, seconds: float) -> tuple[tuple[Completion, bool], str | None]:
+            parse = partial(read_completion, response.body, response.context, seconds)
+            completion = await asyncio.to_thread(parse) if len(response.body) > _LARGE_BYTES else parse()
+            return (completion, response.request.interrupted), completion.weight_version if completion.tokens else None
 
-    async def _retried(self, tried: _Tried, attempt: Callable[[], Awaitable[T]]) -> T:
-        return await retried(attempt, self._retries, self._backoff, before_pause=partial(self._note_failure, tried))
-
-    def _note_failure(self, tried: _Tried, error: Exception) -> None:
-        """What a failed attempt says of its engine, which is tried again only where there is no other."""
-        if not isinstance(error, EngineUnreachable | EngineStale):
-            return
-        # One that only was late holds the session's prefix: it gets a second chance.
-        if isinstance(error, EngineUnreachable):
-            if timed_out(error) and not tried.late:
-                tried.late = True
-                return
-            self.fleet.failed(tried.last, str(error))
-        tried.urls.append(tried.last)
-
-    @asynccontextmanager
-    async def _visit(self, session: str, tried: _Tried) -> AsyncIterator[str]:
-        """The session's engine, once the gate is open and it runs one request less than it can: so time-outs count
-        neither its queue nor a weight update."""
-        while True:
-            candidates = await self._candidates(tried)
-            with self._homes.visit(session, candidates) as url:
-                async with self._slots.get(url) or nullcontext():
-                    await self.gate.opened()
-                    if url in self.fleet.candidates(tried.urls):
-                        tried.last = url
-                        with self.load.running(url):
-                            yield url
-                        return
-
-    async def _candidates(self, tried: _Tried) -> tuple[str, ...]:
-        """Engines for a request; waits for one that is being started or published to, and no time passes while the gate
-        is closed: engines that died asleep are started when the others wake."""
-        if found := self.fleet.candidates(tried.urls):
-            return found
-        try:
-            async with asyncio.timeout(self._patience) as limit:
-                with self.gate.uncharged(limit):
-                    return await self.until(lambda fleet: fleet.candidates(tried.urls))
-        except TimeoutError:
-            raise EngineLost(f"no engine came into use within {self._patience:g} s") from None
-
-    async def _once(
-        self, body: Mapping[str, Any], tokens: TokenIds, routes_from: int | None, session: str, tried: _Tried
-    ) -> Completion:
-        rid, prompt_tokens = secrets.token_hex(16), len(tokens)
-        started = time.perf_counter()
-        async with self._visit(session, tried) as url:
-            asked, floor = Asked(rid, session, url, prompt_tokens, routes_from, self._layout), self.fleet.floor
-            with self.gate.passing(partial(self._abort, url, rid)) as passage:
-                answer = await self._post(url, {"rid": rid, **body})
-        read = partial(read_answer, answer, asked, time.perf_counter() - started)
-        completion = await asyncio.to_thread(read) if len(answer) > _LARGE else read()
-        if completion.tokens:
-            self._check_version(asked, completion.weight_version, floor)
-        return self._noted(completion, prompt_tokens) if passage.cut else completion
-
-    def _noted(self, completion: Completion, prompt_tokens: int) -> Completion:
-        """``completion``, told to be cut unless it had just ended by itself."""
-        if completion.finish is not FinishReason.ABORT:
+        completion, interrupted = await self._router.send(session, post, read)
+        if not interrupted or completion.finish is not FinishReason.ABORT:  # it had just ended by itself
             return completion
-        self.gate.note_interrupted(prompt_tokens + len(completion.tokens))
-        return replace(completion, cut=True)
+        self.gate.record_interrupted(len(tokens) + len(completion.tokens))
+        return replace(completion, interrupted=True)
 
-    def _check_version(self, asked: Asked, version: str, floor: int) -> None:
-        """Raise EngineStale for an answer from other weights than were published since the request began."""
-        if not self.fleet.accepts(version, floor):
-            self.fleet.stale(asked.url, version)
-            raise EngineStale(f"{asked}: answered from weights {version!r}, which are not the published ones")
-        if (member := self.fleet.find(asked.url)) is not None:
-            self.fleet.answered(member.name)
-
-    async def _post(self, url: str, body: Mapping[str, Any]) -> bytes:
-        """POST to ``/generate``; whatever ends our waiting early also ends the request on the server."""
-        try:
-            return await self._http.post(f"{url}/generate", body)
-        except asyncio.CancelledError:
-            await shielded(self._abort(url, str(body["rid"])))
-            raise
-        except EngineUnreachable as error:
-            if timed_out(error):
-                await self._abort(url, str(body["rid"]))
-            raise
-
-    async def _abort(self, url: str, rid: str) -> None:
-        # A server that can't be reached isn't running the request either, or ends it when the connection drops.
-        with contextlib.suppress(EngineError):
-            await self._http.post(f"{url}/abort_request", {"rid": rid}, seconds=_ABORT_SECONDS)
+    def _context(self, url: str, session: str, tokens: TokenIds, routes_from: int | None) -> RequestContext:
+        rid = secrets.token_hex(16)
+        return RequestContext(rid, session, url, len(tokens), routes_from, self.model_spec.layout)
 
     async def score(self, tokens: TokenIds, *, url: str | None = None) -> tuple[float, ...]:
-        """Teacher-forced log-prob of every token given those before it, 0 for the first, at temperature 1."""
-        return (await self._scores(url or self.urls[0], tokens, "score"))[1].logprobs
+        """Teacher-forced log-prob of every token given those before it, 0 for the first, at temperature 1, by the
+        engine at ``url`` (the first in use by default)."""
+        return (await self._scores(url or self.urls[0], tokens, "score")).logprobs
 
     async def rescore(self, tokens: TokenIds, *, session: str, routes: bool = False) -> Scores:
-        """As :meth:`score`, on any of the engines, tried again like a turn; see :class:`agent_rl.engine.types.Scorer`.
-        With ``routes`` also the experts of that pass.
+        """As :meth:`score`, on any engine, with retries; see :class:`agent_rl.engine.types.Scorer`. ``routes``: also
+        return the experts of that pass.
 
-        A sequence that fills the model's context is EngineRejected: SGLang wants room for a token after a prompt.
+        Raises EngineRejected for a sequence that fills the model's context: SGLang needs a free token after a prompt.
         """
-        tried = _Tried()
 
-        async def attempt() -> Scores:
-            async with self._visit(session, tried) as url:
-                floor = self.fleet.floor
-                asked, scores = await self._scores(url, tokens, session, routes=routes)
-            self._check_version(asked, scores.weight_version, floor)
-            return scores
+        async def post(url: str) -> Scores:
+            return await self._scores(url, tokens, session, routes=routes)
 
-        return await self._retried(tried, attempt)
+        async def read(scores: Scores, seconds: float) -> tuple[Scores, str]:
+            return scores, scores.weight_version
 
-    async def _scores(self, url: str, tokens: TokenIds, session: str, *, routes: bool = False) -> tuple[Asked, Scores]:
-        wanted = {"return_routed_experts": True, "routed_experts_start_len": 0} if routes else {}
-        asked = Asked(secrets.token_hex(16), session, url, len(tokens), 0 if routes else None, self._layout)
-        body = {
-            "rid": asked.rid,
-            "input_ids": np.array(tokens, np.int32),
-            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
-            "return_logprob": True,
-            # From token 0, which keeps SGLang from taking a prefix from its cache: for that it has no log-probs.
-            "logprob_start_len": 0,
-            **wanted,
-        }
-        return asked, read_scores(await self._post(url, body), tokens, asked, self.facts.vocab_size)
+        return await self._router.send(session, post, read)
+
+    async def _scores(self, url: str, tokens: TokenIds, session: str, *, routes: bool = False) -> Scores:
+        context = self._context(url, session, tokens, 0 if routes else None)
+        body = await post_generate(self._http, url, context.rid, score_body(tokens, routes=routes))
+        return read_scores(body, tokens, context, self.model_spec.vocab_size)
 
     async def lives(self, url: str) -> bool:
-        """Whether the server at ``url`` says which model it serves, within seconds."""
-        try:
-            async with asyncio.timeout(_ABORT_SECONDS):
-                await self._http.get(f"{url}/model_info")
-        except (EngineError, TimeoutError):
-            return False
-        return True
+        """Whether the server at ``url`` responds within 5 s."""
+        return await responds(self._http, url)
 
     async def info(self, url: str | None = None) -> EngineInfo:
-        """What the server at ``url`` (the first by default) says of itself."""
+        """What the server at ``url`` (the first in use by default) reports about itself."""
         url = url or self.urls[0]
         server = await self._http.get_json(f"{url}/server_info")
         model = await self._http.get_json(f"{url}/model_info")
@@ -332,82 +191,9 @@ class SGLangEngine:
             max_total_tokens=int(server.get("max_total_num_tokens") or server.get("max_total_tokens") or 0),
         )
 
-    async def admit(self, url: str) -> None:
-        """Check the engine at ``url`` before it is used: its options, its model, and that it captures routes,
-        where these will be asked for.
 
-        Raises UserError for options that give wrong routes or keep old weights, for another model, and for another
-        tokenizer or release of SGLang than those of the engines before it; RoutesMissingError where no routes come. The
-        engine silently leaves the routes out when it was started without the flag: so it is asked for some.
-        """
-        await self._refuse_options(url)
-        await self._refuse_model(url)
-        # A trainer that was killed within a weight update left it paused.
-        await self._http.post(f"{url}/continue_generation", {}, seconds=_CONTROL_SECONDS)
-        if self._routes:
-            await self._check_capture(url)
-        await self._read_limit(url)
-
-    async def _check_capture(self, url: str) -> None:
-        asked = Asked(secrets.token_hex(16), "capture probe", url, 2, 0, self._layout)
-        body = self._request((0, 1), SamplingParams(temperature=0.0, max_new_tokens=1), 0)
-        answer = await self._post(url, {"rid": asked.rid, **body})
-        _, payload = split_body(answer, asked)
-        if payload is None:
-            raise RoutesMissingError(
-                f"{url}: the engine sends no routes: start it with --enable-return-routed-experts, or take the "
-                f"router away that drops them; `agent-rl r3 probe {url}` says which it is"
-            )
-        try:
-            read_answer(answer, asked, 0.0)
-        except RoutesMissingError as error:
-            raise UserError(
-                f"the engine at {url} serves another model than the config's, or gives wrong routes: {error}"
-            ) from None
-
-    async def _refuse_options(self, url: str) -> None:
-        try:
-            info = await self._http.get_json(f"{url}/server_info")
-        except EngineRejected:
-            return  # a router in front of it, perhaps: the probe and each answer's checks remain
-        if (reason := refusal(info, routes=self._routes)) is not None:
-            raise UserError(f"the engine at {url} was started with {reason}")
-        self._refuse_mixed(url, "SGLang", str(info.get("version") or ""))
-
-    async def _refuse_model(self, url: str) -> None:
-        try:
-            info = await self._http.get_json(f"{url}/model_info")
-        except EngineRejected:
-            return
-        kind, directory = info.get("model_type"), Path(str(info.get("tokenizer_path") or ""))
-        if kind not in (None, self.facts.kind):
-            raise UserError(f"the engine at {url} serves a {kind}, and the config's model is a {self.facts.kind}")
-        if (directory / "config.json").is_file() and (
-            found := difference(self.facts, read_model_spec(directory))
-        ) is not None:
-            raise UserError(
-                f"the engine at {url} serves {directory}, which is another model than the config's: it has {found}"
-            )
-        self._refuse_mixed(url, "the tokenizer", directory.name)
-
-    def _refuse_mixed(self, url: str, what: str, value: str) -> None:
-        """Raise UserError where an engine has another ``what`` than those before it; one may not tell (empty)."""
-        if value and (common := self._common.setdefault(what, value)) != value:
-            raise UserError(f"the engine at {url} has {what} {value}, and those before it {common}: make them alike")
-
-    async def _read_limit(self, url: str) -> None:
-        """How many requests it runs at once, which is how many it is sent; no limit where it does not tell."""
-        most = 0
-        with contextlib.suppress(EngineError, KeyError, TypeError, ValueError):
-            loads = (await self._http.get_json(f"{url}/v1/loads"))["loads"]
-            most = sum(int(load["max_running_requests"]) for load in loads)
-        if most > 0:
-            self._slots[url] = asyncio.Semaphore(most)
-        self.load.add(url, most)
-
-
-def _unattended(urls: Sequence[str], restarts: int) -> Fleet:
-    """Engines that are taken to serve, whose health nobody looks after."""
+def _unsupervised(urls: Sequence[str], restarts: int) -> Fleet:
+    """Engines that are assumed to serve and have no supervisor."""
     fleet = Fleet(restarts)
     for url in (each.rstrip("/") for each in urls):
         fleet.add(url)

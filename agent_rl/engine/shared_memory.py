@@ -1,9 +1,9 @@
 """Removes the shared memory of dead SGLang servers.
 
-A server that is killed, and one that is stopped too (its processes end each other with SIGKILL), leaves its files in
-``/dev/shm``: 16 KiB of load figures and Python's semaphores, most of them with no process id in their names. SGLang's
-own sweep runs only in its CI. So what counts is whether any process still has a file mapped or open. Files are compared
-by their inodes: a semaphore is mapped under a temporary name before it gets its own.
+A stopped or killed server (its processes end each other with SIGKILL) leaves files in ``/dev/shm``: 16 KiB of load
+figures and Python semaphores, most without a process id in their names. SGLang's own cleanup runs only in its CI. A
+file is stale if no process has it mapped or open. Files are compared by inode, because a semaphore is mapped under a
+temporary name before it gets its own.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ _NAMES = (
     "nccl-*",
     "sem.mp-*",
 )
-_MAKER = re.compile(r"(?:sgl_shm_.*_(\d+)_[^_]*|multi_tokenizer_args_(\d+))")
+_CREATOR = re.compile(r"(?:sgl_shm_.*_(\d+)_[^_]*|multi_tokenizer_args_(\d+))")
 
 
 class FileId(NamedTuple):
-    """A file, whatever its name is: the major and minor number of its device, and its inode."""
+    """A file independent of its name: the device's major and minor number, and the inode."""
 
     major: int
     minor: int
     inode: int
 
     @classmethod
-    def of(cls, status: os.stat_result) -> FileId:
+    def from_stat(cls, status: os.stat_result) -> FileId:
         return cls(os.major(status.st_dev), os.minor(status.st_dev), status.st_ino)
 
 
 def remove_stale(directory: Path = SHARED_MEMORY) -> int:
-    """Remove what this user's dead servers left in ``directory``; returns how many files."""
-    # Listed before it is looked who uses them: a maker has its file open from the moment the name is there.
-    found = dict(_files_of_servers(directory))
-    if not found:
+    """Remove the files of this user's dead servers in ``directory``; returns the number of files."""
+    # List the files before their users: a creator has its file open from the moment the name exists.
+    candidates = dict(_files_of_servers(directory))
+    if not candidates:
         return 0
     used = {file for process in Path("/proc").glob("[0-9]*") for file in files_used_by(int(process.name))}
-    stale = [path for path, file in found.items() if file not in used and not _maker_lives(path.name)]
+    stale = [path for path, file in candidates.items() if file not in used and not _creator_is_alive(path.name)]
     for path in stale:
         path.unlink(missing_ok=True)
     return len(stale)
@@ -54,26 +54,27 @@ def remove_stale(directory: Path = SHARED_MEMORY) -> int:
 
 def _files_of_servers(directory: Path) -> Iterator[tuple[Path, FileId]]:
     for path in (path for pattern in _NAMES for path in directory.glob(pattern)):
-        with contextlib.suppress(FileNotFoundError):  # removed while we looked
+        with contextlib.suppress(FileNotFoundError):  # removed meanwhile
             status = path.stat()
             if status.st_uid == os.geteuid():
-                yield path, FileId.of(status)
+                yield path, FileId.from_stat(status)
 
 
-def _maker_lives(name: str) -> bool:
-    """Whether the process runs that ``name`` names as its file's maker: it may have closed what another reads later."""
-    match = _MAKER.fullmatch(name)
+def _creator_is_alive(name: str) -> bool:
+    """Whether the process named in ``name`` as the file's creator runs. It may have closed a file that another
+    process opens later."""
+    match = _CREATOR.fullmatch(name)
     return match is not None and Path(f"/proc/{match[1] or match[2]}").exists()
 
 
 def files_used_by(process: int) -> Iterator[FileId]:
-    """Every file that a process has mapped or open, as far as it lets us look; none where it has ended."""
+    """All files that a process has mapped or open, as far as they are readable; none if it has ended."""
     directory = Path("/proc", str(process))
     with contextlib.suppress(OSError):
         yield from _mapped((directory / "maps").read_text())
         for descriptor in (directory / "fd").iterdir():
             with contextlib.suppress(OSError):
-                yield FileId.of(descriptor.stat())
+                yield FileId.from_stat(descriptor.stat())
 
 
 def _mapped(maps: str) -> Iterator[FileId]:

@@ -1,4 +1,4 @@
-"""The engine as the loop sees it: what samples, and what evaluates a finished sequence again; and a server of ours."""
+"""The engine's interfaces: sampling, evaluating a finished sequence, and starting a server."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from r3.routing import Routing
 
 
 class Engine(Protocol):
-    """Samples a continuation of ``tokens``. Backends: an SGLang server over HTTP, or a script."""
+    """Samples a continuation of ``tokens``: an SGLang server over HTTP, or a script."""
 
     async def generate(
         self, tokens: TokenIds, sampling: SamplingParams, *, routes_from: int | None, session: str
     ) -> Completion:
         """Sample after ``tokens``.
 
-        ``routes_from`` is the first row of routes wanted, or None for none; the answer's ``routing`` then has exactly
-        ``len(tokens) + len(completion) - 1 - routes_from`` rows, or is None where the engine sent none: whether that
-        may be is the caller's to say. ``session`` names the episode (keeps it on its engine).
-        A request that the engine gave up is answered with what came until then and ``finish`` ABORT.
-        Raises one of :mod:`agent_rl.errors`' engine errors once the retry budget is spent.
+        ``routes_from``: the first row of routes to return, or None for no routes. The result's ``routing`` has exactly
+        ``len(tokens) + len(completion) - 1 - routes_from`` rows, or is None if the engine sent none; the caller decides
+        whether that is an error. ``session`` names the episode and keeps it on its engine. An aborted request returns
+        the tokens sampled so far with ``finish`` ABORT. Raises one of :mod:`agent_rl.errors`' engine errors once the
+        retry budget is spent.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What a server reports about itself. ``kv_dtype``: what it keeps keys and values in, ``auto`` for ``dtype``."""
+    """A server's report about itself. ``kv_dtype``: data type of keys and values, ``auto`` for ``dtype``."""
 
     url: str
     model: str
@@ -41,8 +41,8 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """A sequence's teacher-forced log-probs at temperature 1, each token's given those before it (0 for the first), and
-    the version of the weights that gave them. ``routing``: all rows but the last token's, where they were asked for."""
+    """Teacher-forced log-probs of a sequence at temperature 1 (0 for the first token), and the version of the
+    weights. ``routing``: all rows but the last, if requested."""
 
     logprobs: tuple[float, ...]
     weight_version: str
@@ -53,7 +53,7 @@ class Scorer(Protocol):
     """Evaluates a whole sequence."""
 
     async def rescore(self, tokens: TokenIds, *, session: str) -> Scores:
-        """Compute all of ``tokens`` afresh, no cached prefix used. ``session`` spreads evaluations over engines.
+        """Evaluate all ``tokens`` without a cached prefix. ``session`` distributes evaluations over engines.
 
         Raises one of :mod:`agent_rl.errors`' engine errors once the retry budget is spent.
         """
@@ -61,14 +61,14 @@ class Scorer(Protocol):
 
 
 class Server(Protocol):
-    """A server that is ours to start, here or on another machine."""
+    """A server that we start, on this machine or another."""
 
     async def start(self) -> str:
-        """Start it and wait until it is healthy; its address. Raises EngineStartError."""
+        """Start the server and wait until it is healthy; returns its address. Raises EngineStartError."""
         ...
 
     def death(self) -> str | None:
-        """Why it is dead, in one line; None while it lives."""
+        """Why the server is dead, in one line; None while it runs."""
         ...
 
     async def stop(self) -> None:

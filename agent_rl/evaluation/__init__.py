@@ -1,1 +1,1 @@
-"""Pass@1 and what it is made of: running it, reporting it, keeping it in a directory, leaving tasks out."""
+"""Evaluations: running, reporting, storing and comparing them, and the quarantine of broken tasks."""

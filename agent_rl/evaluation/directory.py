@@ -1,14 +1,14 @@
-"""An evaluation on disk, so that one that was killed goes on where it stopped.
+"""An evaluation on disk, so that a killed evaluation resumes.
 
 ::
 
-    settings.json             what is evaluated; another evaluation is refused the same directory
-    results.jsonl             one line a sample that ended, in the order they ended; what a resume reads
-    logs/<task>/<sample>.json the messages, tool calls, times and every test's status of that sample
-    logs/<task>/<sample>.log  what its tests printed (the end of it)
+    settings.json             the evaluation's settings; other settings are refused
+    results.jsonl             one line for each finished sample, in the order of completion; a resume reads it
+    logs/<task>/<sample>.json messages, tool calls, times and test statuses of a sample
+    logs/<task>/<sample>.log  the end of its tests' output
     predictions.jsonl         each task's patch in SWE-bench's format (further samples: predictions-<sample>.jsonl)
-    report.json               Pass@1 with everything it is made of
-    report-swebench.json      the same in the format of SWE-bench's own reports (schema version 2)
+    report.json               Pass@1 and all counts
+    report-swebench.json      the same in SWE-bench's report format (schema version 2)
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from agent_rl.types import Trajectory
 from agent_rl.utils.run_files import read_json, write_atomic, write_json
 from envs import Task
 
-_LONGEST_NAME = 200
+_MAX_NAME_CHARS = 200
 
 
 class EvaluationDirectory:
-    """The directory of one evaluation. ``settings`` are what its figures depend on. Raises ConfigError for a
-    directory that holds graded samples of other settings; one in which nothing was graded is begun anew.
+    """The directory of one evaluation. Its results depend on ``settings``.
 
-    ``defaults`` are the settings that a release may add: one that an older directory says nothing of had this value.
-    A setting that only the directory has is of another release, and is not compared.
+    Raises ConfigError if the directory has graded samples of other settings. A directory without graded samples is
+    cleared. ``defaults`` are the values of settings that ``settings.json`` lacks. Settings that only ``settings.json``
+    has are ignored.
     """
 
     def __init__(
@@ -45,36 +45,36 @@ class EvaluationDirectory:
     ) -> None:
         self.path = path
         self._results = path / "results.jsonl"
-        self._settings = _plain(settings)
+        self._settings = _json_round_trip(settings)
         if not any(result.resolved is not None for result in self.results()):
-            self._forget()
+            self._clear()
         elif (path / "settings.json").exists():
-            _check_same(path, {**_plain(defaults), **read_json(path / "settings.json")}, self._settings)
+            _check_same(path, {**_json_round_trip(defaults), **read_json(path / "settings.json")}, self._settings)
 
     def results(self) -> list[EpisodeResult]:
-        """The samples that ended so far. A last line that a kill cut off is dropped, and its sample run again."""
+        """The finished samples. An incomplete last line is dropped, and its sample runs again."""
         if not self._results.exists():
             return []
-        whole, _, torn = self._results.read_bytes().rpartition(b"\n")
-        if torn:
-            write_atomic(self._results, whole + b"\n" if whole else b"")
+        complete, _, incomplete = self._results.read_bytes().rpartition(b"\n")
+        if incomplete:
+            write_atomic(self._results, complete + b"\n" if complete else b"")
         return read_results(self._results)
 
     def record(self, result: EpisodeResult, trajectory: Trajectory | None) -> None:
-        """Write a sample that ended, its log first: a result that stands in the directory has one. The first result
-        comes with the settings: an evaluation that never got anywhere leaves its directory free."""
+        """Write a finished sample, its log first, so that every result has one. The first result also writes the
+        settings, so that an evaluation without results leaves the directory unused."""
         if not (self.path / "settings.json").exists():
             write_json(self.path / "settings.json", self._settings)
         if trajectory is not None:
-            # Not orjson: a model may write integers over 64 bits and lone surrogates, which it refuses.
+            # orjson rejects integers over 64 bits and lone surrogates, which a model may write.
             write_atomic(self.log_of(result), json.dumps(_log(result, trajectory), indent=1).encode())
             if trajectory.test_log:
                 self.log_of(result).with_suffix(".log").write_text(trajectory.test_log, errors="replace")
         with self._results.open("ab") as file:
             file.write(json.dumps(asdict(result)).encode() + b"\n")
 
-    def _forget(self) -> None:
-        """Remove the results, none of which was graded, and what they were results of."""
+    def _clear(self) -> None:
+        """Remove the settings and the results, none of which is graded."""
         for path in (self._results, self.path / "settings.json"):
             path.unlink(missing_ok=True)
 
@@ -82,7 +82,7 @@ class EvaluationDirectory:
         return log_path(self.path, result.task_id, result.sample)
 
     def finish(self, report: EvalReport, tasks: Sequence[Task], model: str) -> None:
-        """Write the report and the predictions, in our format and in SWE-bench's."""
+        """Write the predictions and the report, also in SWE-bench's format."""
         report.write(self.path / "report.json")
         graded = last_graded(self.results())
         for sample in range(report.samples):
@@ -95,9 +95,9 @@ class EvaluationDirectory:
 
 
 def read_results(path: Path) -> list[EpisodeResult]:
-    """The whole lines of a ``results.jsonl``. Raises ConfigError for one that is no result."""
-    whole = path.read_bytes().rpartition(b"\n")[0]
-    return [_read(path, number, line) for number, line in enumerate(whole.splitlines(), 1)]
+    """The complete lines of a ``results.jsonl``. Raises ConfigError for an invalid line."""
+    complete = path.read_bytes().rpartition(b"\n")[0]
+    return [_parse_result(path, number, line) for number, line in enumerate(complete.splitlines(), 1)]
 
 
 def prediction(result: EpisodeResult, model: str) -> dict[str, str]:
@@ -110,8 +110,9 @@ def swebench_report(
 ) -> dict[str, Any]:
     """The run report of SWE-bench's harness (swebench 5, schema version 2) over each task's first sample.
 
-    A task that could not be graded is one of its ``error_ids`` and ``infra_failure_ids``, ``reasons`` saying why; as
-    there, an empty patch is not counted as completed. We tell infrastructure and policy apart, so nothing is ambiguous.
+    An ungraded task is in ``error_ids`` and ``infra_failure_ids``, with its entry of ``reasons``. As in the harness an
+    empty patch does not count as completed. ``ambiguous_failure_ids`` is always empty, because infrastructure failures
+    are distinct here.
     """
     ids: dict[str, list[str]] = defaultdict(list)
     for task_id in sorted(task_ids):
@@ -138,37 +139,37 @@ def swebench_report(
 
 
 def log_path(directory: Path, task_id: str, sample: int) -> Path:
-    """The log of a sample in an evaluation's directory."""
+    """The path of a sample's log in an evaluation's directory."""
     return directory / "logs" / _dir_name(task_id) / f"{sample}.json"
 
 
 def _dir_name(task_id: str) -> str:
-    """A directory's name for a task: never ``.`` or ``..``, no hidden one, and short enough for every file system."""
+    """The directory name of a task: not hidden, not ``.`` or ``..``, at most 200 characters."""
     name = quote(task_id, safe="@[]=,+", errors="surrogatepass") or "%"
     name = f"%2E{name[1:]}" if name.startswith(".") else name
-    if len(name) <= _LONGEST_NAME:
+    if len(name) <= _MAX_NAME_CHARS:
         return name
     digest = hashlib.sha256(task_id.encode("utf-8", "surrogatepass")).hexdigest()[:16]
-    return f"{name[: _LONGEST_NAME - 17]}-{digest}"
+    return f"{name[: _MAX_NAME_CHARS - 17]}-{digest}"
 
 
 def last_graded(results: Iterable[EpisodeResult]) -> dict[tuple[str, int], EpisodeResult]:
-    """By task and sample, those that were graded: of a sample that ended several times, how it ended last."""
+    """The last graded result of each task and sample."""
     return {(result.task_id, result.sample): result for result in results if result.resolved is not None}
 
 
-def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings as they come back from JSON."""
+def _json_round_trip(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings after a round trip through JSON."""
     plain: dict[str, Any] = json.loads(json.dumps(dict(settings)))
     return plain
 
 
-def _check_same(path: Path, held: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
-    for key in sorted(asked):
-        if held.get(key) != asked.get(key):
+def _check_same(path: Path, stored: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    for key in sorted(settings):
+        if stored.get(key) != settings.get(key):
             raise ConfigError(
-                f"{path}: holds an evaluation with {key} {_short(held.get(key))}, this one has "
-                f"{_short(asked.get(key))}: give another --out, or remove the directory"
+                f"{path}: contains an evaluation with {key} {_short(stored.get(key))}, this one has "
+                f"{_short(settings.get(key))}: choose another --out, or remove the directory"
             )
 
 
@@ -177,12 +178,12 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _read(path: Path, number: int, line: bytes) -> EpisodeResult:
+def _parse_result(path: Path, number: int, line: bytes) -> EpisodeResult:
     try:
         row = json.loads(line)
         return EpisodeResult(**{**row, "suspected_hack": tuple(row["suspected_hack"])})
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise ConfigError(f"{path}:{number}: no result of an evaluation ({error}); remove the line") from None
+        raise ConfigError(f"{path}:{number}: not a result of an evaluation ({error}); remove the line") from None
 
 
 def _log(result: EpisodeResult, trajectory: Trajectory) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Running an evaluation: samples of every task, each of which becomes a result."""
+"""Runs an evaluation: several samples of every task, one result each."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ async def evaluate(
     on_result: Callable[[EpisodeResult, Trajectory | None], None] | None = None,
     on_event: Callable[[RolloutEvent], None] | None = None,
 ) -> EvalReport:
-    """Run ``samples`` episodes of every task and report Pass@1. ``run`` is what makes the policy: an engine, or a
-    solver (:func:`agent_rl.rollout.scripted_policies.solver_runner`).
+    """Run ``samples`` episodes of every task and report Pass@1.
 
-    A sample that met an infrastructure failure is run again at most ``retries`` times. Graded samples in ``done`` are
-    not run again. ``on_result`` is told every sample that ended, with its trajectory where it was graded. Raises what
-    :func:`collect_groups` raises.
+    ``run`` runs an episode with the policy: an engine, or a solver
+    (:func:`agent_rl.rollout.scripted_policies.solver_runner`). After an infrastructure failure a sample runs again, at
+    most ``retries`` times. Graded samples in ``done`` do not run again. ``on_result`` receives each finished sample,
+    with its trajectory if it was graded. Raises the errors of :func:`collect_groups`.
     """
     results = {(r.task_id, r.sample): r for r in done if r.resolved is not None}
     missing = [(task, s) for s in range(samples) for task in tasks if (task.id, s) not in results]
@@ -37,9 +37,9 @@ async def evaluate(
     for task, sample in missing:
         waiting[task.id].append(sample)
 
-    def take(event: RolloutEvent) -> None:
-        if (ended := event.group or event.dropped) is not None:
-            result = _result(event, waiting[ended.task_id].popleft())
+    def handle_event(event: RolloutEvent) -> None:
+        if (finished := event.group or event.dropped) is not None:
+            result = _result(event, waiting[finished.task_id].popleft())
             results[result.task_id, result.sample] = result
             if on_result is not None:
                 on_result(result, event.group.trajectories[0] if event.group else None)
@@ -47,7 +47,7 @@ async def evaluate(
             on_event(event)
 
     settings = GroupSettings(size=1, retries=retries, min_size=1, max_dropped=len(missing))
-    rollout = await collect_groups([task for task, _ in missing], run, settings, limiter=limiter, on_event=take)
+    rollout = await collect_groups([task for task, _ in missing], run, settings, limiter=limiter, on_event=handle_event)
     return report(results.values(), tasks, policy=policy, samples=samples, seconds=rollout.seconds)
 
 
@@ -58,7 +58,7 @@ def _result(event: RolloutEvent, sample: int) -> EpisodeResult:
         errors = event.dropped.errors
         stop = StopReason.UNDECIDABLE.value if event.dropped.undecidable else ""
         return EpisodeResult(
-            event.dropped.task_id, sample, None, stop, 0, 0.0, failures=len(errors), error=errors[-1] if errors else ""
+            event.dropped.task_id, sample, None, stop, 0, 0.0, failures=len(errors), error=event.dropped.cause
         )
     (trajectory,) = event.group.trajectories
     return EpisodeResult(

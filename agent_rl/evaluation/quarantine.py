@@ -1,8 +1,8 @@
-"""Tasks that training and evaluation leave out: a JSON file that the doctor writes and a person may edit.
+"""Tasks that training and evaluation skip: a JSON file that the doctor writes and a user may edit.
 
 ``{"tasks": {"<task id>": ["why", ...], ...}}``
 
-A training run keeps one of its own, of tasks that it found it can never grade.
+A training run also has its own quarantine file, with the tasks that proved undecidable.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from agent_rl.utils.run_files import read_json, write_json
 
 
 def read_quarantine(path: Path) -> dict[str, list[str]]:
-    """Task id -> reasons. Raises ConfigError where the file is absent or of another form."""
+    """The reasons by task id. Raises ConfigError for a missing or invalid file."""
     try:
         tasks = read_json(path)["tasks"]
         return {str(task): [str(reason) for reason in reasons] for task, reasons in tasks.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f'env.quarantine: {path}: no quarantine file ({type(error).__name__}): right would be {{"tasks": '
+            f'env.quarantine: {path}: not a quarantine file ({type(error).__name__}): expected {{"tasks": '
             f'{{"<task id>": ["why"]}}}}, as `agent-rl doctor` writes it'
         ) from None
 
 
 class Quarantine:
-    """A run's own quarantine, in the file ``path``. Raises ConfigError where that is none."""
+    """The quarantine of a run, stored in ``path``. Raises ConfigError for an invalid file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -38,10 +38,10 @@ class Quarantine:
     def __contains__(self, task_id: object) -> bool:
         return task_id in self._tasks
 
-    def learn(self, event: RolloutEvent) -> str | None:
-        """Take in the task of ``event`` if that proved undecidable, and return a line that says so.
+    def add_undecidable(self, event: RolloutEvent) -> str | None:
+        """Add the task of ``event`` if it is undecidable, and return a log line.
 
-        Only where something was graded before: on a machine that grades nothing, the task need not be the cause.
+        Only after a graded episode: on a machine that grades nothing, the machine may be the cause.
         """
         if event.trajectory is not None and not event.trajectory.stop.infrastructure:
             self._graded = True
@@ -50,7 +50,7 @@ class Quarantine:
         reason = event.dropped.errors[-1]
         self._tasks[event.dropped.task_id] = [reason]
         write_quarantine(self._path, self._tasks)
-        return f"left out from now on ({self._path}): {reason}"
+        return f"quarantined ({self._path}): {reason}"
 
 
 def write_quarantine(path: Path, tasks: Mapping[str, Sequence[str]]) -> None:

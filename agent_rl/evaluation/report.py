@@ -1,7 +1,7 @@
-"""The report of an evaluation: Pass@1 and Pass@k, with an interval; infrastructure failures are counted apart.
+"""The report of an evaluation: Pass@1 with an interval and Pass@k; infrastructure failures are counted separately.
 
-An episode becomes an :class:`EpisodeResult`, and a report is a function of results alone: those of this process and
-those that an earlier one, killed, had written down.
+Each episode becomes an :class:`EpisodeResult`. A report is a function of the results, including those that an earlier,
+killed process wrote.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ Z95 = 1.959963984540054
 
 @dataclass(frozen=True, slots=True)
 class EpisodeResult:
-    """How one sample of a task ended. ``resolved`` is None where the infrastructure failed past its retry budget, and,
-    with ``stop`` "undecidable", where the task itself cannot be graded; ``failures`` counts the infrastructure failures
-    met on the way."""
+    """One sample of a task. ``resolved`` is None after an infrastructure failure beyond the retry budget and, with
+    ``stop`` "undecidable", for a task that cannot be graded. ``failures`` counts the infrastructure failures."""
 
     task_id: str
     sample: int
@@ -40,7 +39,7 @@ class EpisodeResult:
 
 @dataclass(frozen=True, slots=True)
 class TaskOutcome:
-    """One task's samples: how many were graded, how many resolved it, and what broke."""
+    """The samples of one task: graded and resolved samples, and infrastructure failures."""
 
     task_id: str
     repo: str
@@ -59,7 +58,7 @@ class TaskOutcome:
 
 @dataclass(frozen=True, slots=True)
 class RepoOutcome:
-    """The tasks of one repository: how many were graded, and their Pass@1."""
+    """The tasks of one repository: graded and ungraded tasks, and Pass@1."""
 
     graded: int
     ungraded: int
@@ -70,12 +69,11 @@ class RepoOutcome:
 class EvalReport:
     """Pass@1 of ``policy`` on ``env``.
 
-    ``pass_at_1`` is the mean over graded tasks of the share of a task's samples that resolved it; NaN where nothing
-    could be graded. ``interval`` is Wilson's 95 % interval with the graded *tasks* as its trials, however many samples
-    each has: samples of one task are not independent. ``ungraded`` tasks met only infrastructure failures; they are in
-    neither the numerator nor the denominator. ``pass_at_k`` holds k = 1, 2, 4, ... up to ``samples``, over the tasks
-    with at least k graded samples (:func:`pass_at_k`). ``suspected_hacks`` counts samples whose patch touched what
-    decides how it is graded.
+    ``pass_at_1`` is the mean over graded tasks of the share of resolved samples; NaN without graded tasks. ``interval``
+    is Wilson's 95 % interval with the graded *tasks* as trials, because samples of one task are not independent.
+    ``ungraded`` tasks had only infrastructure failures and are excluded. ``pass_at_k`` has k = 1, 2, 4, ... up to
+    ``samples``, over the tasks with at least k graded samples (:func:`pass_at_k`). ``suspected_hacks`` counts samples
+    whose patch changes files that affect the grading.
     """
 
     policy: str
@@ -103,7 +101,7 @@ class EvalReport:
 def report(
     results: Iterable[EpisodeResult], tasks: Sequence[Task], *, policy: str, samples: int, seconds: float
 ) -> EvalReport:
-    """The report on ``results``, outcomes in the order of ``tasks``."""
+    """The report of ``results``, with outcomes in the order of ``tasks``."""
     by_task: dict[str, list[EpisodeResult]] = {task.id: [] for task in tasks}
     for result in results:
         by_task[result.task_id].append(result)
@@ -146,29 +144,29 @@ def _outcome(task: Task, results: Sequence[EpisodeResult]) -> TaskOutcome:
 
 
 def repository(task: Task) -> str:
-    """The repository that a task's record names (R2E-Gym's and SWE-bench's field); empty where it names none."""
+    """The repository in a task's record (R2E-Gym's or SWE-bench's field); empty without one."""
     return str(task.record.get("repo_name") or task.record.get("repo") or "")
 
 
 def _by_repo(outcomes: Sequence[TaskOutcome]) -> dict[str, RepoOutcome]:
-    found: dict[str, list[TaskOutcome]] = defaultdict(list)
+    by_repo: dict[str, list[TaskOutcome]] = defaultdict(list)
     for outcome in outcomes:
         if outcome.repo:
-            found[outcome.repo].append(outcome)
-    if len(found) == len(outcomes):
-        return {}  # a repository a task says nothing that the outcomes don't
+            by_repo[outcome.repo].append(outcome)
+    if len(by_repo) == len(outcomes):
+        return {}  # one task for each repository: the same as the outcomes
     return {
         repo: RepoOutcome(
             graded=sum(bool(outcome.graded) for outcome in members),
             ungraded=sum(not outcome.graded for outcome in members),
             pass_at_1=_mean(outcome.pass_rate for outcome in members if outcome.graded),
         )
-        for repo, members in sorted(found.items())
+        for repo, members in sorted(by_repo.items())
     }
 
 
 def pass_at_k(samples: int, resolved: int, k: int) -> float:
-    """The chance that k of a task's ``samples``, drawn without putting back, hold a resolved one: the unbiased estimate
+    """The probability that at least one of k samples, drawn without replacement, is resolved: the unbiased estimate
     ``1 - C(n - c, k) / C(n, k)`` of Chen et al. 2021 (arXiv 2107.03374, equation 1). Raises ValueError for k > n."""
     if not 1 <= k <= samples:
         raise ValueError(f"Pass@{k} needs at least {k} samples of a task, it has {samples}")
@@ -181,12 +179,12 @@ def _pass_at_ks(outcomes: Sequence[TaskOutcome], samples: int) -> dict[str, floa
 
 
 def _mean(values: Iterable[float]) -> float:
-    held = list(values)
-    return statistics.fmean(held) if held else math.nan
+    numbers = list(values)
+    return statistics.fmean(numbers) if numbers else math.nan
 
 
 def wilson_interval(rate: float, trials: int, z: float = Z95) -> tuple[float, float]:
-    """Wilson's score interval (1927) of a share ``rate`` of ``trials``; (0, 1) where there are none."""
+    """Wilson's score interval (1927) of a share ``rate`` of ``trials``; (0, 1) without trials."""
     if not trials:
         return 0.0, 1.0
     spread = z * z / trials

@@ -1,4 +1,4 @@
-"""Reports as tables, for a terminal."""
+"""Tables of reports for the terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from agent_rl.monitoring.console import cell
 
 
 def table(reports: Sequence[EvalReport]) -> Table:
-    """The reports side by side, a column each, for a terminal."""
+    """The reports side by side, one column each."""
     result = Table("", *(Column(cell(f"{item.policy} on {item.env}")) for item in reports))
     rows: dict[str, Callable[[EvalReport], str]] = {
         "Pass@1": lambda item: f"{item.pass_at_1:.1%}",
@@ -32,7 +32,7 @@ def table(reports: Sequence[EvalReport]) -> Table:
 
 
 def breakdown(by_repo: Mapping[str, RepoOutcome]) -> Table:
-    """Pass@1 by repository, for a terminal."""
+    """Pass@1 by repository."""
     result = Table("repository", "Pass@1", "tasks", "ungraded")
     for repo, outcome in by_repo.items():
         result.add_row(cell(repo), f"{outcome.pass_at_1:.1%}", str(outcome.graded), str(outcome.ungraded))

@@ -1,7 +1,7 @@
-"""The model families that can be trained and served: one table entry each. Imports no torch.
+"""The supported model families, one table entry each. Imports no torch.
 
-A Hugging Face ``config.json`` is read into one set of names, Qwen3-MoE's, whatever its family calls them. A key that is
-not in the tables below may change what the model computes, so it is refused and never skipped.
+:func:`read_config` converts a Hugging Face ``config.json`` to the key names of Qwen3-MoE. Keys that are not in the
+tables below may change what the model computes, so they are errors.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from agent_rl.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What sets a family apart from a plain decoder (RMS norms before each block, rotary embedding, gated SiLU MLPs).
+    """Differences from a plain decoder (pre-norm with RMSNorm, rotary embedding, gated SiLU MLPs).
 
-    ``keys``: our name of a config key to the family's, where they differ. ``defaults``: what holds where the config
-    says nothing; a key that is neither there nor here is required. ``fixed``: what its configs cannot say otherwise.
-    ``qk_norm``: queries and keys are normalized a head. ``qkv_bias``: the three projections have one. ``experts``:
-    layers may be mixtures of experts, with a ``shared_expert`` behind a sigmoid gate or without. ``windowed``: a
-    ``sliding_window`` that is given is in use, as the family has no ``use_sliding_window``. ``router``, ``expert`` and
-    ``expert_parts`` (gate, up, down) are the Hugging Face names of a mixture's tensors within a layer.
+    ``keys``: the family's config keys that differ from Qwen3-MoE's, by Qwen3-MoE's name. ``defaults``: values of
+    missing keys; other missing keys are errors. ``fixed``: values that the family's configs cannot change. ``qk_norm``:
+    queries and keys are normalized per head. ``qkv_bias``: the q, k and v projections have a bias. ``experts``: layers
+    may be MoE layers. ``shared_expert``: MoE layers have a shared expert with a sigmoid gate. ``windowed``: a
+    ``sliding_window`` in the config is active, because the family has no ``use_sliding_window``. ``router``,
+    ``expert``, ``expert_parts`` (gate, up, down): Hugging Face names of an MoE layer's tensors.
     """
 
     qk_norm: bool = False
@@ -41,7 +41,7 @@ class Family:
     expert_parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
     def key(self, name: str) -> str:
-        """The family's own name of the config key that we call ``name``."""
+        """The family's config key for Qwen3-MoE's key ``name``."""
         return self.keys.get(name, name)
 
 
@@ -66,13 +66,13 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 )
 
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-_NEEDED = (*_SIZES, "num_key_value_heads", "max_position_embeddings", "rms_norm_eps")
+_REQUIRED = (*_SIZES, "num_key_value_heads", "max_position_embeddings", "rms_norm_eps")
 _EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", *_MIXED)
 _OPTIONAL = {"head_dim": None, "tie_word_embeddings": False, "initializer_range": 0.02}
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
 
-# Keys that must say the one thing we compute; absent is fine.
-_MUST: dict[str, tuple[Any, ...]] = {
+# Keys with the only supported values (first one shown in errors). Missing keys are accepted.
+_SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
@@ -83,9 +83,9 @@ _MUST: dict[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
 }
 
-# Keys that do not change the logits: tokens, generation, training losses we do not use, bookkeeping. ``sliding_window``
-# and ``max_window_layers`` mean something only under ``use_sliding_window`` (Mixtral: see _check_values).
-_HARMLESS = frozenset(
+# Keys that do not change the logits: special tokens, generation, unused training losses, metadata. ``sliding_window``
+# and ``max_window_layers`` matter only with ``use_sliding_window`` (Mixtral: see _check_values).
+_IGNORED = frozenset(
     {
         "architectures",
         "bos_token_id",
@@ -108,21 +108,21 @@ _HARMLESS = frozenset(
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The config of the checkpoint in ``directory`` under Qwen3-MoE's key names, with its ``model_type``.
+    """The config of the checkpoint in ``directory`` with Qwen3-MoE's key names and its ``model_type``.
 
-    ``rope_scaling`` is None or a checked mapping (see :func:`_rope`). Raises ConfigError, one line, for a missing file
-    or key, an unknown architecture, and every key or value that changes what the model computes in a way we do not.
+    ``rope_scaling`` is None or a checked mapping (see :func:`_rope`). Raises ConfigError for a missing file or key, an
+    unsupported architecture, and unknown keys or values that may change what the model computes.
     """
     path = directory / "config.json"
     raw = _read(path)
     family = _family_of(raw, path)
     _check_keys(raw, family, path)
     _check_values(raw, family, path)
-    needed = _NEEDED + (_EXPERTS if family.experts else ())
-    config = {"model_type": raw["model_type"], **{name: _take(raw, family, name, path) for name in needed}}
+    required = _REQUIRED + (_EXPERTS if family.experts else ())
+    config = {"model_type": raw["model_type"], **{name: _value(raw, family, name, path) for name in required}}
     config |= {name: raw.get(name, default) for name, default in _OPTIONAL.items()}
     if family.shared_expert:
-        config["shared_expert_intermediate_size"] = _take(raw, family, "shared_expert_intermediate_size", path)
+        config["shared_expert_intermediate_size"] = _value(raw, family, "shared_expert_intermediate_size", path)
     _check_sizes(config, family, path)
     config["qkv_bias"] = raw.get("qkv_bias", family.qkv_bias)
     config["rope_theta"], config["rope_scaling"] = _rope(raw, path)
@@ -130,34 +130,34 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def is_moe(config: Mapping[str, Any], layer: int) -> bool:
-    """Whether layer ``layer`` (from 0) is a mixture of experts: every ``decoder_sparse_step``-th, unless listed."""
+    """Whether ``layer`` (from 0) is an MoE layer: every ``decoder_sparse_step``-th except ``mlp_only_layers``."""
     step = config.get("decoder_sparse_step", 1)
     return layer not in (config.get("mlp_only_layers") or ()) and step > 0 and (layer + 1) % step == 0
 
 
 def _read(path: Path) -> dict[str, Any]:
     if not path.parent.is_dir():
-        raise ConfigError(f"{path.parent} is not a directory; name a Hugging Face checkpoint's, with config.json in it")
+        raise ConfigError(f"{path.parent} is not a directory; expected a Hugging Face checkpoint with config.json")
     try:
         raw = json.loads(path.read_text())
     except FileNotFoundError:
-        raise ConfigError(f"{path.parent} has no config.json; name a Hugging Face checkpoint's directory") from None
+        raise ConfigError(f"{path.parent} has no config.json; expected a Hugging Face checkpoint") from None
     except ValueError as error:
         raise ConfigError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(raw, dict):
-        raise ConfigError(f"{path} holds a {type(raw).__name__}, expected an object")
+        raise ConfigError(f"{path} contains a {type(raw).__name__}, expected an object")
     return raw
 
 
 def _family_of(config: Mapping[str, Any], path: Path) -> Family:
-    """The family of a config's ``model_type``. Raises ConfigError naming those there are."""
+    """The family of a config's ``model_type``. Raises ConfigError with the supported values."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ConfigError(f"{path}: model_type {kind!r} is not supported; supported: {', '.join(sorted(FAMILIES))}")
     return FAMILIES[kind]
 
 
-def _take(raw: Mapping[str, Any], family: Family, name: str, path: Path) -> Any:
+def _value(raw: Mapping[str, Any], family: Family, name: str, path: Path) -> Any:
     if name in family.fixed:
         return family.fixed[name]
     key = family.key(name)
@@ -165,27 +165,27 @@ def _take(raw: Mapping[str, Any], family: Family, name: str, path: Path) -> Any:
     if value is None:
         value = family.defaults.get(name)
     if value is None:
-        raise ConfigError(f"{path}: {key} is missing, and a {raw['model_type']} needs it")
+        raise ConfigError(f"{path}: {key} is missing; {raw['model_type']} requires it")
     return value
 
 
 def _check_keys(raw: Mapping[str, Any], family: Family, path: Path) -> None:
-    own = {family.key(name) for name in _EXPERTS if name not in family.fixed} if family.experts else set()
+    specific = {family.key(name) for name in _EXPERTS if name not in family.fixed} if family.experts else set()
     if family.shared_expert:
-        own.add("shared_expert_intermediate_size")
+        specific.add("shared_expert_intermediate_size")
     if family.qkv_bias:
-        own.add("qkv_bias")
-    known = own | {*_NEEDED, *_OPTIONAL, *_ROPE, *_MUST, *_HARMLESS, "layer_types"}
+        specific.add("qkv_bias")
+    known = specific | {*_REQUIRED, *_OPTIONAL, *_ROPE, *_SUPPORTED_VALUES, *_IGNORED, "layer_types"}
     unknown = sorted(key for key in raw if key not in known and not key.startswith("_") and raw[key] is not None)
     if unknown:
         raise ConfigError(
-            f"{path}: {unknown[0]}={raw[unknown[0]]!r} is not known for {raw['model_type']} and may change what the "
-            "model computes; take it out if it does not"
+            f"{path}: {unknown[0]}={raw[unknown[0]]!r} is not supported for {raw['model_type']} and may change what "
+            "the model computes; remove it if it does not"
         )
 
 
 def _check_values(raw: Mapping[str, Any], family: Family, path: Path) -> None:
-    for key, allowed in _MUST.items():
+    for key, allowed in _SUPPORTED_VALUES.items():
         if key in raw and raw[key] not in allowed:
             raise ConfigError(f"{path}: {key}={raw[key]!r} is not supported, only {allowed[0]!r} is")
     if any(kind != "full_attention" for kind in raw.get("layer_types") or ()):
@@ -203,16 +203,18 @@ def _check_sizes(config: Mapping[str, Any], family: Family, path: Path) -> None:
         if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
             raise ConfigError(f"{path}: {family.key(name)} must be a positive integer, got {value!r}")
     if experts and config["num_experts_per_tok"] > config["num_experts"]:
-        raise ConfigError(f"{path} takes {config['num_experts_per_tok']} experts a token of {config['num_experts']}")
+        raise ConfigError(
+            f"{path}: num_experts_per_tok is {config['num_experts_per_tok']}; it must be at most num_experts "
+            f"({config['num_experts']})"
+        )
 
 
 def _rope(raw: Mapping[str, Any], path: Path) -> tuple[float, dict[str, float] | None]:
-    """Theta and the YaRN scaling, from ``rope_theta`` and ``rope_scaling`` or, as newer files say it, from
-    ``rope_parameters``."""
+    """Theta and the YaRN scaling, from ``rope_theta`` and ``rope_scaling``, or ``rope_parameters`` in newer files."""
     scaling = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
     theta = scaling.pop("rope_theta", raw.get("rope_theta"))
     if not theta:
-        raise ConfigError(f"{path}: rope_theta is missing, and a {raw['model_type']} needs it")
+        raise ConfigError(f"{path}: rope_theta is missing; {raw['model_type']} requires it")
     kinds = {scaling.pop(key) for key in ("rope_type", "type") if key in scaling} or {"default"}
     if kinds == {"default"} and not scaling:
         return float(theta), None
@@ -224,19 +226,19 @@ def _rope(raw: Mapping[str, Any], path: Path) -> tuple[float, dict[str, float] |
 
 
 def _yarn(scaling: dict[str, Any], raw: Mapping[str, Any], path: Path) -> dict[str, float]:
-    found = {"beta_fast": 32.0, "beta_slow": 1.0}
-    for key in ("factor", "original_max_position_embeddings", *found):
+    values = {"beta_fast": 32.0, "beta_slow": 1.0}
+    for key in ("factor", "original_max_position_embeddings", *values):
         if key in scaling:
-            found[key] = float(scaling.pop(key))
-        elif key not in found:
-            raise ConfigError(f"{path}: rope_scaling needs {key} with yarn")
-    if scaling:  # attention_factor, mscale, truncate: engine and reference read them differently
+            values[key] = float(scaling.pop(key))
+        elif key not in values:
+            raise ConfigError(f"{path}: rope_scaling requires {key} with yarn")
+    if scaling:  # engine and reference interpret attention_factor, mscale and truncate differently
         raise ConfigError(f"{path}: rope_scaling.{min(scaling)} is not supported with yarn")
-    # SGLang's fused CUDA kernel takes the ratio of the two lengths for the factor, its other kernels the factor itself.
-    length, reach = raw.get("max_position_embeddings"), found["factor"] * found["original_max_position_embeddings"]
+    # SGLang's fused CUDA kernel uses the ratio of the two lengths as the factor, its other kernels use the factor.
+    length, reach = raw.get("max_position_embeddings"), values["factor"] * values["original_max_position_embeddings"]
     if length != reach:
         raise ConfigError(
-            f"{path}: max_position_embeddings={length} must be rope_scaling's factor x "
-            f"original_max_position_embeddings = {reach:g}, else engines differ in what they compute"
+            f"{path}: max_position_embeddings={length} must equal rope_scaling's factor x "
+            f"original_max_position_embeddings = {reach:g}, because engines use either value"
         )
-    return found
+    return values

@@ -1,4 +1,4 @@
-"""What a checkpoint's ``config.json`` says of its model: read once, and passed on to all that needs it."""
+"""A model's architecture, as its checkpoint's ``config.json`` describes it. A run reads it once and passes it on."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from r3.payload import RouteLayout
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A model as the engine, the trainer and the plan know it; after ``kind``, the ``model_type``, come its sizes.
+    """The architecture that engine, trainer and planner share. ``kind`` is the ``model_type``; the sizes follow.
 
     ``moe[i]``: layer i is a mixture of experts. ``hidden`` is the width of the residual stream, ``inner`` that of a
-    dense layer's MLP, ``expert_inner`` of an expert's and ``shared_inner`` of a shared expert's (0: it has none).
-    ``max_positions`` is the context's length in tokens. ``rope_scaling`` is None or YaRN's settings as
-    :func:`agent_rl.models.families.read_config` checks them. What has a default decides nothing about sizes.
+    dense layer's MLP, ``expert_inner`` that of an expert and ``shared_inner`` that of the shared expert (0: none).
+    ``max_positions`` is the context length in tokens. ``rope_scaling`` is None or YaRN's settings, checked by
+    :func:`agent_rl.models.families.read_config`.
     """
 
     kind: str
@@ -45,7 +45,7 @@ class ModelSpec:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> ModelSpec:
-        """From a config under Qwen3-MoE's key names, as :func:`agent_rl.models.families.read_config` gives it."""
+        """From a config with Qwen3-MoE's key names, as :func:`agent_rl.models.families.read_config` returns it."""
         experts = FAMILIES[config["model_type"]].experts
         moe = tuple(experts and is_moe(config, layer) for layer in range(config["num_hidden_layers"]))
         values = {name: config[key] for name, key in _KEYS.items() if config.get(key) is not None}
@@ -76,7 +76,7 @@ class ModelSpec:
 
     @property
     def layout(self) -> RouteLayout | None:
-        """The shape of its routes as an engine sends them; None for a dense model, which has none."""
+        """The shape of the routes that an engine sends; None for a dense model."""
         if not any(self.moe):
             return None
         return RouteLayout(self.num_layers, self.moe_layer_ids, self.num_experts, self.top_k)
@@ -108,41 +108,38 @@ _EXPERT_KEYS = {
 
 
 def read_model_spec(directory: Path) -> ModelSpec:
-    """The facts of the checkpoint in ``directory``. Raises ConfigError, one line, for one that we do not compute."""
+    """The architecture of the checkpoint in ``directory``. Raises ConfigError, one line, for an unsupported one."""
     return ModelSpec.of(read_config(directory))
 
 
 def read_moe_spec(directory: Path) -> ModelSpec:
-    """As :func:`read_model_spec`, of a model that an engine gives routes of. Raises ConfigError for one without
-    experts."""
-    facts = read_model_spec(directory)
-    refuse_dense(facts, directory)
-    return facts
+    """As :func:`read_model_spec`, for an MoE model. Raises ConfigError for a dense one."""
+    model_spec = read_model_spec(directory)
+    refuse_dense(model_spec, directory)
+    return model_spec
 
 
-def refuse_dense(facts: ModelSpec, directory: Path) -> None:
-    """Raises ConfigError for a model without an MoE layer, of which an engine has no routes."""
-    if not any(facts.moe):
+def refuse_dense(model_spec: ModelSpec, directory: Path) -> None:
+    """Raises ConfigError for a model without an MoE layer: an engine has no routes of it."""
+    if not any(model_spec.moe):
         raise ConfigError(
-            f"model: {directory} has no MoE layer (model_type {facts.kind}), so it has no routes to replay"
+            f"model: {directory} has no MoE layer (model_type {model_spec.kind}), so it has no routes to replay"
         )
 
 
-def difference(facts: ModelSpec, others: ModelSpec) -> str | None:
-    """What first tells ``others`` from ``facts``, as "num_experts 64, not 128"; None where they differ in no more than
-    their weights."""
+def difference(expected: ModelSpec, other: ModelSpec) -> str | None:
+    """The first difference of ``other`` from ``expected``, as "num_experts 64, not 128"; None where their
+    architectures are equal."""
     compared = [field.name for field in fields(ModelSpec) if field.name != "init_std"]
-    name = next((name for name in compared if getattr(facts, name) != getattr(others, name)), None)
+    name = next((name for name in compared if getattr(expected, name) != getattr(other, name)), None)
     if name is None:
         return None
-    named = _KEYS.get(name) or _EXPERT_KEYS.get(name) or "layers with experts"
-    return f"{named} {getattr(others, name)!r}, not {getattr(facts, name)!r}"
+    key = _KEYS.get(name) or _EXPERT_KEYS.get(name) or "layers with experts"
+    return f"{key} {getattr(other, name)!r}, not {getattr(expected, name)!r}"
 
 
-def check_alike(facts: ModelSpec, directory: Path, other: Path, key: str) -> None:
-    """Refuse a checkpoint ``other`` of another architecture than ``facts``, those of the checkpoint in ``directory``.
-
-    Raises ConfigError, which names the config key ``key``.
-    """
-    if (found := difference(facts, read_model_spec(other))) is not None:
+def check_same_architecture(expected: ModelSpec, directory: Path, other: Path, key: str) -> None:
+    """Raises ConfigError, which names the config key ``key``, where the checkpoint ``other`` has another architecture
+    than ``expected``, that of ``directory``."""
+    if (found := difference(expected, read_model_spec(other))) is not None:
         raise ConfigError(f"{key}: {other} has {found} as {directory}: name a checkpoint of the same architecture")

@@ -1,6 +1,6 @@
-"""The live display of a training run: what step, what reward, what mismatch, how fast, where the time goes.
+"""The live display of a command: step, reward, mismatch, throughput and stage times.
 
-On a terminal it is one panel that is redrawn; elsewhere each step and stage is a plain line.
+On a terminal it is a panel; otherwise every step and stage is a plain line.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from rich.text import Text
 from sandbox import printable
 
 BARS = "▁▂▃▄▅▆▇█"
-SHOWN = (
+PANEL_METRICS = (
     ("reward", "reward/mean", "{:.3f}"),
     ("turns", "rollout/turns_mean", "{:.1f}"),
     ("tokens/s", "rollout/tokens_per_second", "{:.0f}"),
     ("k3-KL replay", "mismatch/k3_kl", "{:.2e}"),
-    ("k3-KL native", "mismatch_without_replay/k3_kl", "{:.2e}"),
+    ("k3-KL without replay", "mismatch_without_replay/k3_kl", "{:.2e}"),
     ("router mismatch", "r3/router_mismatch", "{:.4f}"),
     ("grad norm", "train/grad_norm", "{:.3f}"),
     ("entropy", "train/entropy", "{:.3f}"),
@@ -37,7 +37,7 @@ STAGES = ("rollout", "old_logprob", "update", "weight_sync")
 
 
 def cell(text: str) -> Text:
-    """A table's cell that shows ``text`` as it is: nothing in it is taken for markup, or steers the terminal."""
+    """A table cell with ``text``. Markup is not interpreted and control characters are removed."""
     return Text(printable(text))
 
 
@@ -45,22 +45,22 @@ def _current_task() -> asyncio.Task[object] | None:
     try:
         return asyncio.current_task()
     except RuntimeError:
-        return None  # no event loop runs here
+        return None  # no event loop is running
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
-    """The last ``width`` values as a line of block characters, scaled between their own extremes."""
-    shown = list(values)[-width:]
-    if not shown:
+    """The last ``width`` values as block characters, scaled from their minimum to their maximum."""
+    recent = list(values)[-width:]
+    if not recent:
         return ""
-    low, high = min(shown), max(shown)
+    low, high = min(recent), max(recent)
     scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(BARS[round((value - low) * scale)] for value in shown)
+    return "".join(BARS[round((value - low) * scale)] for value in recent)
 
 
 @dataclass(frozen=True)
 class _UntilStopped:
-    """The panel, and nothing as soon as ``task`` is being cancelled: what is printed then stands on a clear screen."""
+    """The panel; empty once ``task`` is being cancelled, so that later output starts on a clear screen."""
 
     panel: RenderableType
     task: asyncio.Task[object] | None
@@ -79,7 +79,7 @@ class _Stage:
 
 
 class Display:
-    """Shows stages and steps as they happen. A context manager; leaving it restores the terminal."""
+    """Shows stages and steps. A context manager; leaving it restores the terminal."""
 
     def __init__(self, name: str, console: Console | None = None) -> None:
         self._name = name
@@ -107,27 +107,26 @@ class Display:
             self._live = None
 
     def note(self, text: str) -> None:
-        """One line that stays on the screen."""
+        """Print a permanent line."""
         self._console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
 
     def next(self, *command: str | Path) -> None:
-        """The command that is most useful now, as a line to copy."""
+        """Print the suggested next command."""
         self.note(f"next: agent-rl {shlex.join(map(str, command))}")
 
     def table(self, table: Table) -> None:
-        """A table that stays on the screen."""
+        """Print a permanent table."""
         self._console.print(table)
 
     def fact(self, name: str, value: str) -> None:
-        """A fact about the run, shown in the panel's head (the engine, the sandbox, Pass@1 ...)."""
+        """Show a property of the run in the panel's header (engine, sandbox, Pass@1 ...)."""
         self._facts[name] = value
         if self._live is None:
             self.note(f"{name}: {value}")
         self._refresh()
 
     def stage(self, text: str, total: int | None = None, lane: str = "") -> None:
-        """A stage begins, and that before it in its lane ends; ``advance`` moves it on. Stages of several lanes go on
-        side by side."""
+        """Begin a stage and end the previous one of its lane. ``advance`` updates its progress."""
         self._end_stage(lane)
         self._stages[lane] = _Stage(self._progress.add_task(text, total=total), text, time.monotonic())
         if self._live is None:
@@ -135,7 +134,7 @@ class Display:
         self._refresh()
 
     def end(self, lane: str = "") -> None:
-        """The stage in ``lane`` ends, if there is one."""
+        """End the stage of ``lane``, if there is one."""
         self._end_stage(lane)
         self._refresh()
 
@@ -145,20 +144,22 @@ class Display:
             self._refresh()
 
     def start_steps(self, done: int, total: int) -> None:
-        """The steps begin after ``done``; what is shown of them begins anew."""
+        """Begin the progress of steps after step ``done`` and clear the displayed metrics."""
         if self._steps is not None:
             self._progress.remove_task(self._steps)
         self._rows.clear()
         self._steps = self._progress.add_task("steps", total=total, completed=done)
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
-        """A global step is finished."""
+        """Show the metrics of a finished global step."""
         self._rows.append(values)
         self._end_stage("")
         if self._steps is not None:
             self._progress.update(self._steps, completed=step)
         if self._live is None:
-            figures = "  ".join(f"{label} {form.format(values[key])}" for label, key, form in SHOWN if key in values)
+            figures = "  ".join(
+                f"{label} {form.format(values[key])}" for label, key, form in PANEL_METRICS if key in values
+            )
             self.note(f"[{self._name}] step {step}: {figures}  ({values.get('time/step', 0.0):.1f} s)")
         self._refresh()
 
@@ -182,7 +183,7 @@ class Display:
 
     def _metrics_table(self) -> Table:
         table = Table.grid(padding=(0, 2))
-        for label, key, form in SHOWN:
+        for label, key, form in PANEL_METRICS:
             values = [row[key] for row in self._rows if key in row]
             if values:
                 table.add_row(label, form.format(values[-1]), sparkline(values))
@@ -190,6 +191,6 @@ class Display:
 
     def _stage_times(self) -> str:
         last = self._rows[-1]
-        return "seconds a step   " + "   ".join(
+        return "seconds per step   " + "   ".join(
             f"{stage} {last[f'time/{stage}']:.1f}" for stage in (*STAGES, "step") if f"time/{stage}" in last
         )

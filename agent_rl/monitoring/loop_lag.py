@@ -1,4 +1,4 @@
-"""How late the event loop wakes: whatever is computed on it in one piece holds up every episode for so long."""
+"""Measures the delay of the event loop. Blocking work on the loop delays every episode."""
 
 from __future__ import annotations
 
@@ -6,27 +6,26 @@ import asyncio
 
 import numpy as np
 
-EVERY = 0.05
-"""Seconds from one look to the next."""
+INTERVAL = 0.05
+"""Seconds between two measurements."""
 
 
 class LoopLag:
-    """``late``: the seconds by which each look came too late, since :meth:`metrics` was last asked; the next comes
-    ``every`` so many seconds."""
+    """``delays``: measured delays in seconds since the last call of :meth:`metrics`."""
 
-    def __init__(self, every: float = EVERY) -> None:
-        self._every = every
-        self.late: list[float] = []
+    def __init__(self, interval: float = INTERVAL) -> None:
+        self._interval = interval
+        self.delays: list[float] = []
 
     async def watch(self) -> None:
-        """Look until it is cancelled."""
+        """Measure until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
-            due = loop.time() + self._every
-            await asyncio.sleep(self._every)
-            self.late.append(loop.time() - due)
+            due = loop.time() + self._interval
+            await asyncio.sleep(self._interval)
+            self.delays.append(loop.time() - due)
 
     def metrics(self) -> dict[str, float]:
-        """``loop/*`` since this was last asked; none where nothing was measured."""
-        late, self.late = self.late, []
-        return {"loop/lag_p99_ms": 1e3 * float(np.quantile(late, 0.99))} if late else {}
+        """``loop/*`` since the last call; empty if there is no measurement."""
+        delays, self.delays = self.delays, []
+        return {"loop/lag_p99_ms": 1e3 * float(np.quantile(delays, 0.99))} if delays else {}

@@ -1,18 +1,14 @@
-"""Every metric of a run, registered: its name, its unit, what it is, and the file that makes it.
+"""The registry of all metrics: name, unit, description and source file.
 
-A step's metrics go through :class:`agent_rl.monitoring.metrics_log.MetricsLog`, which refuses a name that is not
-here. The tables of docs/metrics.md are made from here::
-
-    python -m agent_rl.monitoring.metrics docs/metrics.md
+:class:`agent_rl.monitoring.metrics_log.MetricsLog` rejects metrics that are not registered here. ``python -m
+scripts.make_reference`` writes the tables of docs/reference/metrics.md from it.
 """
 
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from agent_rl.config import MAX_STALENESS
 from agent_rl.errors import AgentRlError
@@ -21,9 +17,9 @@ from agent_rl.types import StopReason
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One row of the registry. ``name`` may hold one ``<placeholder>``, which stands for each of ``values``.
+    """One row of the registry. ``name`` may contain one ``<placeholder>`` for ``values``.
 
-    ``text`` is one sentence; ``source`` is the file that makes the metric.
+    ``text`` is a one-sentence description; ``source`` is the file that computes the metric.
     """
 
     name: str
@@ -34,16 +30,16 @@ class Metric:
 
     @property
     def group(self) -> str:
-        """The part of the name before the slash."""
+        """The part of the name before the first slash."""
         return self.name.partition("/")[0]
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every name that this row registers."""
+        """All names that this row registers."""
         return tuple(re.sub("<.*>", value, self.name) for value in self.values) or (self.name,)
 
 
-def _of(source: str, *rows: tuple[str, str, str]) -> tuple[Metric, ...]:
+def _rows(source: str, *rows: tuple[str, str, str]) -> tuple[Metric, ...]:
     return tuple(Metric(name, unit, text, source) for name, unit, text in rows)
 
 
@@ -52,266 +48,311 @@ def _without_replay(metrics: Iterable[Metric]) -> tuple[Metric, ...]:
         replace(
             metric,
             name=f"mismatch_without_replay/{metric.name.partition('/')[2]}",
-            text=f"`{metric.name}` of the pass in which the trainer chooses its own experts.",
+            text=f"`{metric.name}` without routing replay: the trainer's routers select the experts.",
         )
         for metric in metrics
     )
 
 
-_STATS = "agent_rl/rollout/metrics.py"
-_AUDIT = "agent_rl/rollout/route_audit.py"
+_ROLLOUT = "agent_rl/rollout/metrics.py"
+_ROUTE_AUDIT = "agent_rl/rollout/route_audit.py"
 _FILTERS = "agent_rl/rollout/filters.py"
 _RESCORE = "agent_rl/rollout/rescore.py"
 _ADVANTAGES = "agent_rl/controller/advantages.py"
 _BATCH = "agent_rl/controller/batch.py"
-_HISTORY = "agent_rl/controller/async_rollout/ledger_file.py"
+_LEDGER = "agent_rl/controller/async_rollout/ledger_file.py"
 _GUARD = "agent_rl/controller/guard.py"
-_TRAIN = "agent_rl/controller/train.py"
+_TRAIN_LOOP = "agent_rl/controller/train.py"
 _STEP = "agent_rl/train/step_metrics.py"
 _BALANCE = "agent_rl/train/expert_balancing/report.py"
-_WORLD = "agent_rl/controller/rollout_runtime.py"
-_GATEWAY = "agent_rl/endpoint/server.py"
+_ROLLOUT_RUNTIME = "agent_rl/controller/rollout_runtime.py"
+_ENDPOINT = "agent_rl/endpoint/server.py"
 _SYNC = "agent_rl/weight_sync/sync.py"
 _PUBLISHER = "agent_rl/weight_sync/publisher.py"
-_FLEET = "agent_rl/engine/fleet.py"
+_ENGINES = "agent_rl/engine/fleet.py"
 
 _LAGS = tuple(str(lag) for lag in range(MAX_STALENESS + 1))
-_STOPS = tuple(reason.value for reason in StopReason if not reason.infrastructure)
-_SPREAD = ("mean", "p10", "p50", "p90", "max")
+_STOP_REASONS = tuple(reason.value for reason in StopReason if not reason.infrastructure)
+_QUANTILES = ("mean", "p10", "p50", "p90", "max")
 
-_LOGPROBS = _of(
+_LOGPROBS = _rows(
+    _STEP,
+    ("mismatch/k3_kl", "nats", "k3 estimate of the KL from engine to trainer; mean over sampled tokens of lag 0."),
+    (
+        "mismatch/f_tau_2",
+        "share",
+        "Sampled tokens whose probability differs by more than a factor of 2 between engine and trainer.",
+    ),
+    (
+        "mismatch/token_mult_prob_error",
+        "factor",
+        "Factor by which a sampled token's probability differs; mean over tokens.",
+    ),
+    (
+        "mismatch/js_divergence",
+        "nats",
+        "Jensen-Shannon divergence between engine and trainer, estimated on the sampled tokens.",
+    ),
+    ("mismatch/logprob_abs_diff", "nats", "Absolute difference of a sampled token's two log-probs; mean over tokens."),
+    (
+        "mismatch/logprob_abs_diff_max",
+        "nats",
+        "Absolute difference of a sampled token's two log-probs; maximum over tokens.",
+    ),
+)
+_ROUTES = _rows(
     _STEP,
     (
-        "mismatch/k3_kl",
-        "nats",
-        "The k3 estimate of the KL from engine to trainer, the mean over sampled tokens of lag 0.",
+        "r3/router_mismatch",
+        "share",
+        "Routers ((token, MoE layer) pairs) that selected different experts in trainer and engine.",
     ),
-    ("mismatch/f_tau_2", "share", "Sampled tokens whose probability differs by more than a factor of 2."),
-    ("mismatch/token_mult_prob_error", "factor", "The mean factor by which a sampled token's probability differs."),
-    ("mismatch/js_divergence", "nats", "The Jensen-Shannon divergence, estimated on the sampled tokens."),
-    ("mismatch/logprob_abs_diff", "nats", "The mean distance of a sampled token's two log-probs."),
-    ("mismatch/logprob_abs_diff_max", "nats", "The distance of the two log-probs of the worst token."),
-)
-_ROUTES = _of(
-    _STEP,
-    ("r3/router_mismatch", "share", "Routers, (token, MoE layer) pairs, where trainer and engine used other experts."),
-    ("r3/router_mismatch_worst_layer", "share", "`router_mismatch` of the MoE layer where it is highest."),
-    ("r3/token_mismatch", "share", "Tokens with a layer where trainer and engine used other experts."),
+    ("r3/router_mismatch_worst_layer", "share", "`r3/router_mismatch` of the MoE layer with the highest value."),
+    (
+        "r3/token_mismatch",
+        "share",
+        "Tokens with at least one MoE layer whose experts differ between trainer and engine.",
+    ),
     (
         "r3/sequence_mismatch",
         "layers",
-        "Differing layers of a token, the mean over sequences of each one's mean.",
+        "MoE layers with different experts per token; mean over each sequence, then over sequences.",
     ),
 )
 
 METRICS: tuple[Metric, ...] = (
-    *_of(
-        _STATS,
-        ("reward/mean", "reward", "The mean reward of the step's trajectories."),
-        ("reward/std", "reward", "The standard deviation of the rewards of the step's trajectories."),
+    *_rows(
+        _ROLLOUT,
+        ("reward/mean", "reward", "Mean reward of the step's trajectories."),
+        ("reward/std", "reward", "Standard deviation of the rewards of the step's trajectories."),
         ("reward/pass_rate", "share", "Trajectories that solved their task."),
-        ("reward/groups_uniform", "share", "Groups whose rewards are all equal: they teach nothing within the group."),
-        ("rollout/trajectories", "count", "Trajectories that the step collected."),
-        ("rollout/groups_dropped", "count", "Tasks that were given up after their retry budget."),
-        ("rollout/infrastructure_failures", "count", "Episodes that the infrastructure broke; they were run again."),
-        ("rollout/suspected_hacks", "count", "Trajectories that changed test infrastructure; grading undid it."),
+        (
+            "reward/groups_uniform",
+            "share",
+            "Groups whose rewards are all equal; they have no advantage within the group.",
+        ),
+        ("rollout/trajectories", "count", "Trajectories collected in the step."),
+        ("rollout/groups_dropped", "count", "Tasks dropped after their retry budget."),
+        (
+            "rollout/infrastructure_failures",
+            "count",
+            "Episodes that failed because of infrastructure and were run again.",
+        ),
+        (
+            "rollout/suspected_hacks",
+            "count",
+            "Trajectories that modified the test infrastructure; grading restored it.",
+        ),
         ("rollout/parse_failures", "count", "Turns without a well-formed tool call."),
+        ("rollout/retractions", "count", "Times that engines requeued a running request and recomputed its tokens."),
+        ("rollout/turns_mean", "turns", "Mean turns per trajectory."),
+        ("rollout/tokens_mean", "tokens", "Mean tokens per trajectory."),
+        ("rollout/sampled_tokens_mean", "tokens", "Mean sampled tokens per trajectory."),
         (
-            "rollout/retractions",
-            "count",
-            "How often engines put a running request back into their queue and computed its tokens again.",
+            "rollout/tokens_per_second",
+            "tokens/s",
+            "Tokens of all trajectories run in this process over the rollout time.",
         ),
-        ("rollout/turns_mean", "turns", "The mean number of turns of a trajectory."),
-        ("rollout/tokens_mean", "tokens", "The mean length of a trajectory."),
-        ("rollout/sampled_tokens_mean", "tokens", "The mean number of tokens that a trajectory sampled."),
-        ("rollout/tokens_per_second", "tokens/s", "All tokens of the trajectories run now over the rollout's time."),
-        ("rollout/sampled_tokens_per_second", "tokens/s", "Their sampled tokens over the rollout's time."),
-        ("time/rollout_recovered", "share", "Trajectories taken from the journal, whose time an earlier start spent."),
-        ("rollout/generate_seconds_mean", "seconds", "The mean time that the engine took for a turn."),
-        ("rollout/tool_seconds_mean", "seconds", "The mean time that the tool took in a turn."),
-        ("rollout/grade_seconds_mean", "seconds", "The mean time that grading a trajectory took."),
+        (
+            "rollout/sampled_tokens_per_second",
+            "tokens/s",
+            "Sampled tokens of these trajectories over the rollout time.",
+        ),
+        (
+            "time/rollout_recovered",
+            "share",
+            "Trajectories read from the journal of an earlier start; their time is not in `time/rollout`.",
+        ),
+        ("rollout/generate_seconds_mean", "seconds", "Mean generation time per turn."),
+        ("rollout/tool_seconds_mean", "seconds", "Mean tool time per turn."),
+        ("rollout/grade_seconds_mean", "seconds", "Mean grading time per trajectory."),
     ),
-    *_of(
-        _STATS,
-        ("harness/branches", "count", "The mean number of branches of a trajectory that an agent program drove."),
-        ("harness/inflation", "ratio", "Tokens of all branches over those that differ: 1 where none is shared."),
-        ("harness/rewrites", "count", "Requests whose conversation or tools were changed, so that a branch began."),
-        ("harness/retries", "count", "Requests made again although their reply had been given."),
-        ("harness/echo_differs", "count", "Replies that came back with other text or arguments than were given."),
+    *_rows(
+        _ROLLOUT,
+        ("harness/branches", "count", "Mean branches per trajectory of an agent program."),
+        ("harness/inflation", "ratio", "Tokens of all branches over distinct tokens; 1 if no token is shared."),
+        ("harness/rewrites", "count", "Requests that changed the conversation or the tools and started a new branch."),
+        ("harness/retries", "count", "Requests repeated after their response had been sent."),
+        ("harness/echo_differs", "count", "Responses that the program sent back with changed text or arguments."),
     ),
-    *_of(_GATEWAY, ("harness/failures", "count", "Agent programs that broke since the run was started last.")),
-    Metric("rollout/stop/<reason>", "share", "Trajectories that ended for this reason.", _STATS, _STOPS),
-    *_of(
+    *_rows(_ENDPOINT, ("harness/failures", "count", "Failures of agent programs since the last start of the run.")),
+    Metric("rollout/stop/<reason>", "share", "Trajectories that ended for this reason.", _ROLLOUT, _STOP_REASONS),
+    *_rows(
         _FILTERS,
-        ("filter/groups_drawn", "count", "Groups that ended, trained on or not."),
-        ("filter/groups_discarded", "count", "Groups that dynamic sampling threw away."),
-        ("filter/discarded_solved", "count", "Groups thrown away because every trajectory solved the task."),
-        (
-            "filter/discarded_unsolved",
-            "count",
-            "Groups thrown away because no trajectory solved the task.",
-        ),
-        ("filter/masked_trajectories", "count", "Trajectories that `train.filter` left out of the loss."),
-        ("filter/masked_token_fraction", "share", "Sampled tokens that `train.filter` left out of the loss."),
+        ("filter/groups_drawn", "count", "Groups that finished, trained on or not."),
+        ("filter/groups_discarded", "count", "Groups discarded by dynamic sampling."),
+        ("filter/discarded_solved", "count", "Groups discarded because all trajectories solved the task."),
+        ("filter/discarded_unsolved", "count", "Groups discarded because no trajectory solved the task."),
+        ("filter/masked_trajectories", "count", "Trajectories masked from the loss by `train.filter`."),
+        ("filter/masked_token_fraction", "share", "Sampled tokens masked from the loss by `train.filter`."),
         (
             "filter/length_ratio",
             "ratio",
-            "The mean length trained on over the mean length sampled; away from 1, the filters bias lengths "
-            "([why](old-logprobs.md#filters)).",
+            "Mean length of trained trajectories over mean length of sampled trajectories; a value other than 1 shows "
+            "a length bias of the filters (docs/reference/objectives.md).",
         ),
     ),
-    Metric("filter/trained_tokens_<figure>", "tokens", "Sampled tokens of a trajectory trained on.", _FILTERS, _SPREAD),
+    Metric("filter/trained_tokens_<figure>", "tokens", "Sampled tokens per trained trajectory.", _FILTERS, _QUANTILES),
     Metric(
-        "filter/discarded_tokens_<figure>", "tokens", "Sampled tokens of a trajectory thrown away.", _FILTERS, _SPREAD
+        "filter/discarded_tokens_<figure>", "tokens", "Sampled tokens per discarded trajectory.", _FILTERS, _QUANTILES
     ),
-    *_of(
+    *_rows(
         _RESCORE,
-        ("old_logprob/rescored", "count", "Trajectories that the engine evaluated again."),
-        ("old_logprob/evaluations", "count", "Evaluations of each of them, n."),
-        ("old_logprob/variance", "nats²", "The unbiased variance of a token's n evaluations, the mean over tokens."),
-        ("old_logprob/variance_max", "nats²", "The same of the token where it is largest."),
-        ("old_logprob/spread_fraction", "share", "Sampled tokens whose n evaluations differ at all."),
-        ("old_logprob/rollout_abs_diff", "nats", "The mean distance of the mean of n from the log-prob sampled with."),
-        ("old_logprob/rescore_seconds_mean", "seconds", "The mean time of all evaluations of a trajectory."),
-    ),
-    *_of(
-        _BATCH,
-        ("old_logprob/rescore_failed", "count", "Trajectories that the engine failed to evaluate; they are left out."),
-        ("time/rescore_tail", "seconds", "The part of `time/rollout` after the last episode, which rescoring took."),
-    ),
-    *_of(
-        _BATCH,
-        ("goodput/tokens_per_second", "tokens/s", "Sampled tokens that the step trained on, over `time/step`."),
-        ("goodput/fraction", "share", "The same over all tokens that its groups sampled, those discarded included."),
-    ),
-    *_of(
-        "agent_rl/monitoring/loop_lag.py",
-        ("loop/lag_p99_ms", "ms", "How late the controller's event loop woke in the step, the 99th percentile."),
-    ),
-    *_of(
-        _TRAIN,
-        ("time/step", "seconds", "The whole step, without its checkpoint and evaluation."),
-        ("time/rollout", "seconds", "Waiting for the step's episodes, with their grading and rescoring."),
-        ("async_rollout/trainer_idle", "share", "The share of the step in which the trainer waited for its batch."),
-        ("async_rollout/buffered", "count", "Groups of later batches that had ended when the step took its own."),
+        ("old_logprob/rescored", "count", "Trajectories evaluated again by the engine."),
+        ("old_logprob/evaluations", "count", "Evaluations per trajectory (n)."),
+        ("old_logprob/variance", "nats²", "Unbiased variance of a token's n evaluations; mean over tokens."),
+        ("old_logprob/variance_max", "nats²", "Unbiased variance of a token's n evaluations; maximum over tokens."),
+        ("old_logprob/spread_fraction", "share", "Sampled tokens whose n evaluations are not all equal."),
         (
-            "async_rollout/unfinished",
-            "count",
-            "Tasks of later batches that were drawn by then, those groups among them.",
+            "old_logprob/rollout_abs_diff",
+            "nats",
+            "Absolute difference of a token's mean evaluation and its sampled log-prob; mean over tokens.",
         ),
-        ("time/weight_sync", "seconds", "Sending the weights to the engines and checking them."),
-        ("data/position", "count", "Tasks drawn since the run began; the next step goes on there."),
+        ("old_logprob/rescore_seconds_mean", "seconds", "Mean time of all evaluations of a trajectory."),
     ),
-    *_of(
-        "agent_rl/monitoring/metrics_log.py",
-        ("time/ended", "seconds", "The Unix time at which the step ended."),
+    *_rows(
+        _BATCH,
+        ("old_logprob/rescore_failed", "count", "Trajectories excluded because the engine failed to evaluate them."),
+        ("time/rescore_tail", "seconds", "Part of `time/rollout` after the last episode, spent on rescoring."),
     ),
-    *_of(
+    *_rows(
+        _BATCH,
+        ("goodput/tokens_per_second", "tokens/s", "Sampled tokens trained on in the step over `time/step`."),
+        (
+            "goodput/fraction",
+            "share",
+            "Sampled tokens trained on over all tokens sampled for the step, discarded groups included.",
+        ),
+    ),
+    *_rows(
+        "agent_rl/monitoring/loop_lag.py",
+        ("loop/lag_p99_ms", "ms", "Delay of the controller's event loop in the step; 99th percentile."),
+    ),
+    *_rows(
+        _TRAIN_LOOP,
+        ("time/step", "seconds", "Duration of the step, without checkpoint and evaluation."),
+        ("time/rollout", "seconds", "Time spent waiting for the step's episodes, including grading and rescoring."),
+        ("async_rollout/trainer_idle", "share", "Share of the step in which the trainer waited for its batch."),
+        ("async_rollout/buffered", "count", "Finished groups of later batches when the step took its batch."),
+        ("async_rollout/unfinished", "count", "Tasks of later batches drawn by then, finished groups included."),
+        ("time/weight_sync", "seconds", "Time to send the weights to the engines and verify them."),
+        ("data/position", "count", "Tasks drawn since the run began; the next step continues from here."),
+    ),
+    *_rows("agent_rl/monitoring/metrics_log.py", ("time/ended", "seconds", "Unix time at the end of the step.")),
+    *_rows(
         "agent_rl/engine/generation_gate.py",
         (
             "async_rollout/interrupted_turns",
             "count",
-            "Turns that weight updates cut in the step; they went on with the new weights.",
+            "Turns interrupted by weight updates in the step and continued with the new weights.",
         ),
-        ("async_rollout/reprefilled_tokens", "tokens", "The tokens before and in them, which were computed again."),
+        ("async_rollout/reprefilled_tokens", "tokens", "Tokens recomputed to continue these turns."),
     ),
-    *_of(
+    *_rows(
         "agent_rl/engine/sleep.py",
-        ("time/engine_sleep", "seconds", "Letting the engines that share the trainer's GPUs sleep, before the update."),
-        ("time/engine_wake", "seconds", "Giving them their memory back, a part of `time/weight_sync`."),
+        ("time/engine_sleep", "seconds", "Time until colocated engines sleep, before the update."),
+        ("time/engine_wake", "seconds", "Time to restore the memory of colocated engines; part of `time/weight_sync`."),
     ),
-    *_of(
+    *_rows(
         "agent_rl/engine/utilization.py",
         (
             "engine/empty_fraction",
             "share",
-            "Time since the last step ended in which an engine ran no request, the mean over engines.",
+            "Share of time since the last step in which an engine ran no request; mean over engines.",
         ),
         (
             "engine/busy_fraction",
             "share",
-            "Places for requests (`engine.max_running_requests`) that were taken, the mean over that time.",
+            "Occupied request slots (`engine.max_running_requests`); mean over that time and over engines.",
         ),
     ),
-    *_of(
+    *_rows(
         "agent_rl/controller/journal.py",
-        ("recover/episodes", "count", "Episodes that ended in the step and went on from turns sampled before."),
-        ("recover/turns", "count", "Their turns that were not sampled again (`rollout.recover: turns`)."),
-        ("recover/differed", "count", "Episodes begun anew, since a tool called again answered otherwise."),
-        ("recover/too_old", "count", "Episodes begun anew, since older weights than their batch allows had sampled."),
+        ("recover/episodes", "count", "Episodes that finished in the step after resuming from earlier turns."),
+        ("recover/turns", "count", "Turns of these episodes that were reused (`rollout.recover: turns`)."),
+        ("recover/differed", "count", "Episodes restarted because a repeated tool call gave a different result."),
+        ("recover/too_old", "count", "Episodes restarted because their tokens were older than the batch allows."),
     ),
-    *_of(
-        _HISTORY,
-        ("ledger/trained", "count", "Positions of the data whose groups the run's steps have trained on."),
-        ("ledger/discarded", "count", "Positions whose groups dynamic sampling threw away."),
-        ("ledger/dropped", "count", "Positions that were given up after their retry budget."),
-        ("ledger/left_out", "count", "Positions whose task cannot be graded."),
+    *_rows(
+        _LEDGER,
+        ("ledger/trained", "count", "Data positions whose groups were trained on since the run began."),
+        ("ledger/discarded", "count", "Data positions whose groups dynamic sampling discarded."),
+        ("ledger/dropped", "count", "Data positions dropped after their retry budget."),
+        ("ledger/left_out", "count", "Data positions whose task cannot be graded."),
     ),
-    *_of(
-        _WORLD,
-        ("nodes/alive", "count", "Sandbox hosts that take sandboxes (`sandbox.placement: ray`)."),
-        ("nodes/lost", "count", "Sandbox hosts that were lost since the run was started last."),
-        ("nodes/sandboxes", "count", "Sandboxes on all hosts as the step ends."),
+    *_rows(
+        _ROLLOUT_RUNTIME,
+        ("nodes/alive", "count", "Nodes that accept sandboxes (`sandbox.placement: ray`)."),
+        ("nodes/lost", "count", "Sandbox nodes lost since the last start of the run."),
+        ("nodes/sandboxes", "count", "Sandboxes on all nodes at the end of the step."),
     ),
-    *_of(
+    *_rows(
         _STEP,
-        ("time/old_logprob", "seconds", "The pass that takes the old log-probs, on the slowest rank."),
-        ("time/logprob_without_replay", "seconds", "The pass without replay, on the slowest rank."),
-        ("time/reference_logprob", "seconds", "The reference model's pass, on the slowest rank."),
-        ("time/update", "seconds", "All optimizer updates of the step, on the slowest rank."),
+        ("time/old_logprob", "seconds", "Duration of the old log-prob pass on the slowest rank."),
+        ("time/logprob_without_replay", "seconds", "Duration of the pass without replay on the slowest rank."),
+        ("time/reference_logprob", "seconds", "Duration of the reference model's pass on the slowest rank."),
+        ("time/update", "seconds", "Duration of all optimizer updates of the step on the slowest rank."),
     ),
-    *_of(
+    *_rows(
         _ADVANTAGES,
-        ("train/samples", "count", "Trajectories that the step trained on."),
-        ("train/zero_variance_groups", "count", "Groups left out because their advantages are all 0."),
+        ("train/samples", "count", "Trajectories trained on in the step."),
+        ("train/zero_variance_groups", "count", "Groups excluded because all their advantages are 0."),
+        ("train/overlong_penalty", "reward", "Penalty subtracted by `train.overlong`; mean over trajectories."),
+        ("r3/dropped_samples", "count", "Trajectories dropped because routes are missing (`r3.missing: drop_sample`)."),
+    ),
+    *_rows(
+        _STEP,
+        ("train/sampled_tokens", "tokens", "Sampled tokens in all updates of the step."),
+        ("train/updates", "count", "Optimizer updates applied."),
         (
-            "train/overlong_penalty",
-            "reward",
-            "What `train.overlong` took from a trajectory's reward, the mean over trajectories.",
+            "train/skipped_updates",
+            "count",
+            "Optimizer updates skipped as not finite or as a spike (docs/how-to/debug-a-run.md).",
         ),
-        ("r3/dropped_samples", "count", "Trajectories left out for want of routes (`r3.missing: drop_sample`)."),
+        ("train/spikes", "count", "Updates with a gradient norm above `guard.spike_factor` times the median."),
+        ("train/loss", "loss", "Loss of the global batch; mean over finite updates."),
+        ("train/grad_norm", "norm", "Gradient norm before clipping; mean over finite updates."),
+        ("train/lr", "rate", "Learning rate of the last finite update."),
+        (
+            "train/clip_fraction",
+            "share",
+            "Sampled tokens whose gradient was clipped (for cispo: whose weight was clipped).",
+        ),
+        ("train/approx_kl", "nats", "k3 estimate of the KL from the old log-probs to the policy during the update."),
+        ("train/entropy", "nats", "Entropy of the distributions of the sampled tokens; mean over tokens."),
+        ("train/correction_weight", "factor", "Weight from `train.correction`; mean over sampled tokens."),
+        ("train/correction_dropped", "share", "Sampled tokens with weight 0 from `train.correction`."),
+        ("train/kl_reference", "nats", "KL to the reference model by `train.kl.estimator`; mean over tokens."),
+        ("train/kl_penalty", "reward", "KL penalty subtracted from the advantage; mean over tokens."),
     ),
-    *_of(
+    *_rows(
         _STEP,
-        ("train/sampled_tokens", "tokens", "Sampled tokens of the step's updates together."),
-        ("train/updates", "count", "Optimizer updates that changed the weights."),
-        ("train/skipped_updates", "count", "Updates left out, as not finite or as a spike ([guard](guard.md))."),
-        ("train/spikes", "count", "Updates whose gradient norm was beyond `guard.spike_factor` x its median so far."),
-        ("train/loss", "loss", "The loss of the global batch, the mean over the step's finite updates."),
-        ("train/grad_norm", "norm", "The gradient norm before clipping, the mean over the step's finite updates."),
-        ("train/lr", "rate", "The learning rate of the step's last finite update."),
-        ("train/clip_fraction", "share", "Sampled tokens whose gradient, or for cispo whose weight, the clip cut."),
-        ("train/approx_kl", "nats", "The k3 estimate of the KL from the old log-probs to the policy in the update."),
-        ("train/entropy", "nats", "The mean entropy of the distributions that the sampled tokens were drawn from."),
-        ("train/correction_weight", "factor", "The mean weight that `train.correction` gave a sampled token."),
-        ("train/correction_dropped", "share", "Sampled tokens that `train.correction` gave the weight 0."),
-        ("train/kl_reference", "nats", "The KL to the reference model by `train.kl.estimator`, the mean over tokens."),
-        ("train/kl_penalty", "reward", "What a KL in the reward took from an advantage, the mean over tokens."),
-    ),
-    *_of(
-        _STEP,
-        ("staleness/mean", "updates", "How many updates before this step a sampled token's weights lie, the mean."),
-        ("staleness/max", "updates", "The same of the oldest token, at most `async_rollout.max_staleness`."),
+        (
+            "staleness/mean",
+            "updates",
+            "Age of a sampled token's weights in updates before this step; mean over tokens.",
+        ),
+        ("staleness/max", "updates", "Age of the oldest sampled token; at most `async_rollout.max_staleness`."),
     ),
     Metric("staleness/share_<lag>", "share", "Sampled tokens of this lag.", _STEP, _LAGS),
     Metric(
         "off_policy/k3_kl_lag_<lag>",
         "nats",
-        "The k3 estimate of the KL from the weights that sampled to those before the step, over tokens of this lag.",
+        "k3 estimate of the KL from the sampling weights to the weights before the step, over tokens of this lag.",
         _STEP,
         _LAGS[1:],
     ),
     Metric(
         "off_policy/ratio_mean_lag_<lag>",
         "factor",
-        "The mean of a token's probability under the weights before the step over that it was sampled with.",
+        "Probability under the weights before the step over the sampling probability; mean over tokens of this lag.",
         _STEP,
         _LAGS[1:],
     ),
     Metric(
         "off_policy/clip_fraction_lag_<lag>",
         "share",
-        "Tokens of this lag for which that ratio is beyond the objective's clip before any update.",
+        "Tokens of this lag whose ratio is outside the objective's clip before the first update.",
         _STEP,
         _LAGS[1:],
     ),
@@ -321,143 +362,134 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "r3/missing_token_fraction",
         "share",
-        "Tokens that the engine sent no routes of; `r3.missing_budget` bounds it.",
-        _STATS,
+        "Tokens without routes from the engine; limited by `r3.missing_budget`.",
+        _ROLLOUT,
     ),
     Metric(
         "r3/recomputed_token_fraction",
         "share",
-        "Sampled tokens of requests that were retracted, whose routes a prefill may have computed again.",
-        _STATS,
+        "Sampled tokens of retracted requests, whose routes a prefill may have recomputed.",
+        _ROLLOUT,
     ),
-    *_of(
-        _AUDIT,
-        ("r3/audit_trajectories", "count", "Trajectories whose routes were asked for again (`r3.audit`)."),
+    *_rows(
+        _ROUTE_AUDIT,
+        ("r3/audit_trajectories", "count", "Trajectories whose routes were requested a second time (`r3.audit`)."),
         (
             "r3/audit_mismatch",
             "share",
-            "Their (token, layer) sets that a prefill of the same tokens computes otherwise; rounding alone gives some "
-            "([what it can see](routing.md#audit)).",
+            "Expert sets ((token, layer) pairs) that a second prefill computed differently; rounding alone causes "
+            "some (docs/explanation/routing-replay.md).",
         ),
         (
             "r3/audit_cached_mismatch",
             "share",
-            "Their sets that came out of the prefix cache otherwise; 0, but for rows of siblings.",
+            "Expert sets from the prefix cache that differ; 0 except for rows computed by sibling episodes.",
         ),
     ),
-    *_of(
+    *_rows(
         _STEP,
-        ("r3/coverage", "share", "Route rows that were present when the trainer replayed them."),
-        ("r3/fallback_token_fraction", "share", "Tokens that took the trainer's own routes for want of a row."),
-        ("r3/bytes_per_token", "bytes", "The size of the routing tensor for one token."),
+        ("r3/coverage", "share", "Rows of routes present when the trainer replayed them."),
+        ("r3/fallback_token_fraction", "share", "Tokens routed by the trainer's router because their row was missing."),
+        ("r3/bytes_per_token", "bytes", "Size of the routing tensor per token."),
     ),
-    *_of(
+    *_rows(
         _BALANCE,
         (
             "balance/imbalance_before_mean",
             "ratio",
-            "The fullest expert rank's tokens over the mean, with every token at its expert's home; the mean over "
-            "layers and micro-batches.",
+            "Tokens of the busiest expert rank over the mean, without borrowing; mean over layers and micro-batches.",
         ),
-        ("balance/imbalance_before_p95", "ratio", "The same; the 95th percentile."),
-        ("balance/imbalance_after_mean", "ratio", "The same as planned; the mean."),
-        ("balance/imbalance_after_p95", "ratio", "The same as planned; the 95th percentile."),
-        ("balance/link_before", "tokens", "Tokens over the fullest link between machines, all at home; the mean."),
-        ("balance/link_after", "tokens", "The same as planned."),
-        ("balance/unforeseen_fraction", "share", "Tokens of balanced passes that had no routes to plan by."),
-        ("balance/bytes_fetched", "bytes", "Weights of borrowed experts that reached their borrowers, of all ranks."),
-        ("balance/bytes_returned", "bytes", "Gradients of borrowed experts that went home, of all ranks."),
-        ("balance/planning_ms", "ms", "Processor time that a rank spent counting and planning, of the slowest."),
-        ("balance/planning_exposed_ms", "ms", "Time that the passes waited for plans, on the slowest rank."),
-        ("balance/exposed_transfer_ms", "ms", "Time that the passes waited for experts, on the slowest rank."),
-        ("balance/pool_refresh_ms", "ms", "Time that copying changed weights into the pool took, on the slowest rank."),
+        (
+            "balance/imbalance_before_p95",
+            "ratio",
+            "Tokens of the busiest expert rank over the mean, without borrowing; 95th percentile.",
+        ),
+        ("balance/imbalance_after_mean", "ratio", "Tokens of the busiest expert rank over the mean, as planned; mean."),
+        (
+            "balance/imbalance_after_p95",
+            "ratio",
+            "Tokens of the busiest expert rank over the mean, as planned; 95th percentile.",
+        ),
+        ("balance/link_before", "tokens", "Tokens over the busiest link between nodes, without borrowing; mean."),
+        ("balance/link_after", "tokens", "Tokens over the busiest link between nodes, as planned; mean."),
+        ("balance/unforeseen_fraction", "share", "Tokens of balanced passes without known routes."),
+        ("balance/bytes_fetched", "bytes", "Weights of borrowed experts received by their borrowers; sum over ranks."),
+        (
+            "balance/bytes_returned",
+            "bytes",
+            "Gradients of borrowed experts returned to their home ranks; sum over ranks.",
+        ),
+        ("balance/planning_ms", "ms", "CPU time for counting and planning on the slowest rank."),
+        ("balance/planning_exposed_ms", "ms", "Time that passes waited for plans on the slowest rank."),
+        ("balance/exposed_transfer_ms", "ms", "Time that passes waited for experts on the slowest rank."),
+        ("balance/pool_refresh_ms", "ms", "Time to copy updated weights into the pool on the slowest rank."),
     ),
-    *_of(
+    *_rows(
         _SYNC,
         (
             "weight_sync/logprob_abs_diff",
             "nats",
-            "The mean distance of engine and trainer on a fixed sequence after the update, of the worst engine.",
+            "Absolute log-prob difference between engine and trainer on a fixed sequence after the update; mean over "
+            "tokens, worst engine.",
         ),
-        ("weight_sync/bytes", "bytes", "What was sent to every engine."),
+        ("weight_sync/bytes", "bytes", "Bytes sent to each engine."),
         ("weight_sync/engines", "count", "Engines in use after the update."),
-        ("weight_sync/verified", "share", "Engines whose checksums were compared with those of what was sent."),
-        ("weight_sync/retries", "count", "Further ways that were tried with engines that did not take the update."),
-        ("weight_sync/disk_loads", "count", "Engines that read the weights from disk."),
+        ("weight_sync/verified", "share", "Engines whose checksums were compared with those of the sent weights."),
+        (
+            "weight_sync/retries",
+            "count",
+            "Additional transfer methods tried after an engine did not accept the update.",
+        ),
+        ("weight_sync/disk_loads", "count", "Engines that loaded the weights from disk."),
         (
             "weight_sync/stale_caches",
             "count",
-            "Engines that kept old prefixes (`engine.pause_mode: in_place`).",
+            "Engines that kept prefixes of old weights (`engine.pause_mode: in_place`).",
         ),
     ),
-    *_of(
+    *_rows(
         _PUBLISHER,
-        ("weight_sync/join_seconds", "seconds", "Forming the process group with the engines, where one was formed."),
-        ("weight_sync/pause_seconds", "seconds", "Pausing the engines, beyond preparing the first bucket."),
-        ("weight_sync/prepare_seconds", "seconds", "Gathering and converting the weights."),
-        ("weight_sync/broadcast_seconds", "seconds", "Broadcasting the weights, beyond preparing the next bucket."),
-        ("weight_sync/load_seconds", "seconds", "The engines' loading of the last bucket."),
-        ("weight_sync/check_seconds", "seconds", "Comparing the checksums."),
+        ("weight_sync/join_seconds", "seconds", "Time to form the process group with the engines, if one was formed."),
+        (
+            "weight_sync/pause_seconds",
+            "seconds",
+            "Time to pause the engines, minus the preparation of the first bucket.",
+        ),
+        ("weight_sync/prepare_seconds", "seconds", "Time to gather and convert the weights."),
+        (
+            "weight_sync/broadcast_seconds",
+            "seconds",
+            "Time to broadcast the weights, minus the preparation of the next bucket.",
+        ),
+        ("weight_sync/load_seconds", "seconds", "Time for the engines to load the last bucket."),
+        ("weight_sync/check_seconds", "seconds", "Time to compare the checksums."),
     ),
-    *_of(
-        _FLEET,
-        ("engines/serving", "count", "Engines that serve at the step's end."),
-        ("engines/joins", "count", "Engines that came up or came back during the step, and serve."),
+    *_rows(
+        _ENGINES,
+        ("engines/serving", "count", "Engines that serve at the end of the step."),
+        ("engines/joins", "count", "Engines that started or returned in the step and serve."),
         (
             "engines/suspected",
             "count",
-            "Times in the step that an engine did not answer and was kept from new requests.",
+            "Times in the step that an engine did not respond and received no new requests.",
         ),
-        ("engines/deaths", "count", "Times in the step that an engine died or did not come up."),
-        ("engines/stale", "count", "Times in the step that an engine was found with weights other than the published."),
-        ("engines/retired", "count", "Engines that were put out of use for good in the step."),
+        ("engines/deaths", "count", "Times in the step that an engine died or failed to start."),
+        ("engines/stale", "count", "Times in the step that an engine had other weights than the published ones."),
+        ("engines/retired", "count", "Engines removed permanently in the step."),
     ),
-    *_of(
+    *_rows(
         _GUARD,
-        ("guard/crossed", "count", "Limits of the guard that the step is beyond."),
-        ("guard/streak", "steps", "The longest number of steps in a row that one of them has been crossed."),
+        ("guard/crossed", "count", "Guard limits violated in the step."),
+        ("guard/streak", "steps", "Consecutive steps of the longest current violation of a guard limit."),
     ),
 )
-"""All metrics, in the order in which docs/metrics.md shows their groups, and those of one group."""
+"""All metrics, in the order of docs/reference/metrics.md."""
 
 NAMES = frozenset(name for metric in METRICS for name in metric.names)
 
 
 def check_registered(names: Iterable[str]) -> None:
-    """Raises AgentRlError for the first of ``names`` that is not registered."""
+    """Raises AgentRlError if a name is not registered."""
     for name in names:
         if name not in NAMES:
             raise AgentRlError(f"metric {name!r} is not registered: add it to agent_rl/monitoring/metrics.py")
-
-
-_BEGIN, _END = "<!-- tables from agent_rl/monitoring/metrics.py: begin -->\n", "<!-- tables: end -->\n"
-
-
-def with_tables(page: str) -> str:
-    """``page`` with the registry's tables between its two markers, in place of what is there."""
-    before, _, rest = page.partition(_BEGIN)
-    _, _, after = rest.partition(_END)
-    return f"{before}{_BEGIN}{_tables()}{_END}{after}"
-
-
-def _tables() -> str:
-    groups = dict.fromkeys(metric.group for metric in METRICS)
-    return "\n".join(_table(group, [metric for metric in METRICS if metric.group == group]) for group in groups)
-
-
-def _table(group: str, metrics: Iterable[Metric]) -> str:
-    rows = [f"| `{metric.name}` | {metric.unit} | {_explained(metric)} | `{metric.source}` |" for metric in metrics]
-    return "\n".join([f"## {group}", "| name | unit | what it is | made in |", "|---|---|---|---|", *rows, ""])
-
-
-def _explained(metric: Metric) -> str:
-    if not metric.values:
-        return metric.text
-    placeholder = metric.name[metric.name.index("<") : metric.name.index(">") + 1]
-    return f"{metric.text} `{placeholder}`: {', '.join(metric.values)}."
-
-
-if __name__ == "__main__":
-    for argument in sys.argv[1:]:
-        path = Path(argument)
-        path.write_text(with_tables(path.read_text()))

@@ -1,4 +1,4 @@
-"""Metrics of a run: ``metrics.jsonl`` (one JSON object a step), and the sinks that the config names."""
+"""Writes a run's metrics to ``metrics.jsonl`` (one JSON object per step) and to the configured sinks."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from agent_rl.utils.run_files import write_atomic
 
 
 class MetricsLog:
-    """Appends steps, and forgets those after the step a run resumes from.
+    """Appends the metrics of steps, and drops those after the step from which a run resumes.
 
-    The file is rewritten whole at every step: it is small, and a kill leaves either the old or the new one. ``sinks``
-    are opened when the first step is written; one that fails is closed and left out, and ``note`` is given a line: a
-    service that is away must not end a run.
+    Every step rewrites the small file atomically, so a kill never truncates it. ``sinks`` are opened at the first step.
+    A sink that fails is closed and reported with ``note``; it does not end the run.
     """
 
     def __init__(
@@ -34,20 +33,19 @@ class MetricsLog:
         self._rows: list[dict[str, float]] = read_metrics(run_dir)
         self._unopened, self._note = dict(sinks or {}), note
         self._sinks: dict[str, Sink] = {}
-        self._writing = threading.Lock()  # a run that is stopped closes it while a thread may still write a row
+        self._writing = threading.Lock()  # close() may run while a thread writes a row
 
     @property
     def rows(self) -> list[dict[str, float]]:
         return list(self._rows)
 
     def forget_after(self, step: int) -> None:
-        """Drop the rows of steps later than ``step``: they are about to be done again."""
+        """Drop the rows of steps after ``step``, which will be repeated."""
         self._rows = [row for row in self._rows if row["step"] <= step]
         self._flush()
 
     def append(self, step: int, values: Mapping[str, float]) -> None:
-        """Write the row of ``step``, with the time by the clock. Raises AgentRlError for a metric that is not
-        registered."""
+        """Write the row of ``step`` with the current time. Raises AgentRlError for an unregistered metric."""
         row = {"step": step, **{name: float(value) for name, value in values.items()}, "time/ended": time.time()}
         check_registered(row.keys() - {"step"})
         self._rows.append(row)
@@ -70,23 +68,23 @@ class MetricsLog:
     def _try(self, name: str, call: Callable[[], None]) -> None:
         try:
             call()
-        except Exception as error:  # whatever a service's library raises
+        except Exception as error:  # any error of a service's library
             if (failed := self._sinks.pop(name, None)) is not None:
                 with suppress(Exception):
                     failed.close()
             reason = " ".join(str(error).split())[:200] or type(error).__name__
-            self._note(f"monitoring.sinks: {name} is not written to any more: {reason}")
+            self._note(f"monitoring.sinks: {name} failed and is disabled: {reason}")
 
     def _flush(self) -> None:
         write_atomic(self._path, b"".join(orjson.dumps(row) + b"\n" for row in self._rows))
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, float]]:
-    """The rows of a run's ``metrics.jsonl``; none where there is no such file yet."""
+    """The rows of a run's ``metrics.jsonl``; empty if the file does not exist."""
     path = run_dir / "metrics.jsonl"
     return [_finite(orjson.loads(line)) for line in path.read_bytes().splitlines()] if path.exists() else []
 
 
 def _finite(row: dict[str, float | None]) -> dict[str, float]:
-    """JSON has no NaN and no infinity: orjson writes null for them. Such a metric is left out of the row."""
+    """The row without null values, which orjson writes for NaN and infinity."""
     return {name: value for name, value in row.items() if value is not None}

@@ -1,8 +1,8 @@
-"""Where a run's metrics go besides ``metrics.jsonl``: TensorBoard's files, Weights & Biases, MLflow.
+"""Metric sinks besides ``metrics.jsonl``: TensorBoard files, Weights & Biases, MLflow.
 
-Each service is spoken to by its own library, which is imported when the first step is written, and takes its address,
-key and mode from that library's environment variables (``WANDB_MODE=offline``, ``MLFLOW_TRACKING_URI``, ...). A run
-that is resumed goes on in the same run of the service; steps that are done again are written there again.
+Each sink uses the service's own library, imported at the first step. Address, key and mode come from that library's
+environment variables (``WANDB_MODE=offline``, ``MLFLOW_TRACKING_URI``, ...). A resumed run continues the same run of
+the service and writes repeated steps again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from agent_rl.config import RunConfig, SinkName
+from agent_rl.config import MonitoringConfig, RunConfig, SinkName
 from agent_rl.errors import UserError
 
 _PACKAGES: Mapping[SinkName, tuple[str, str]] = {
@@ -25,7 +25,7 @@ _PACKAGES: Mapping[SinkName, tuple[str, str]] = {
 
 
 class Sink(Protocol):
-    """Takes the metrics of a step, ever later ones but where a run goes on from a checkpoint."""
+    """Receives the metrics of each step. Steps increase, except after a resume from a checkpoint."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None: ...
 
@@ -34,7 +34,7 @@ class Sink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SinkRun:
-    """What a service is told of a run: its directory, its id for good, its config."""
+    """A run as a sink sees it: directory, permanent id and config."""
 
     directory: Path
     run_id: str
@@ -45,7 +45,7 @@ class TensorBoard:
     """Event files in the directory ``tensorboard`` of a run."""
 
     def __init__(self, directory: Path) -> None:
-        from tensorboardX import SummaryWriter  # imports protobuf: not needed by a reader
+        from tensorboardX import SummaryWriter  # slow import (protobuf)
 
         self._writer = SummaryWriter(str(directory / "tensorboard"))
 
@@ -59,7 +59,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of Weights & Biases whose charts have the global step as their axis: its own counter only ever grows."""
+    """A run of Weights & Biases. Charts use the global step as axis, because the service's counter cannot go back."""
 
     def __init__(self, run: SinkRun) -> None:
         import wandb
@@ -83,7 +83,7 @@ class WeightsAndBiases:
 
 
 class MLflow:
-    """A run of MLflow, in the experiment that ``monitoring.project`` names."""
+    """A run of MLflow in the experiment ``monitoring.project``."""
 
     def __init__(self, run: SinkRun) -> None:
         from mlflow import MlflowClient
@@ -92,9 +92,9 @@ class MLflow:
         project, tag = run.config.monitoring.project, {"agent_rl.run_id": run.run_id}
         experiment = self._client.get_experiment_by_name(project)
         number = experiment.experiment_id if experiment else self._client.create_experiment(project)
-        held = self._client.search_runs([number], f"tags.`agent_rl.run_id` = '{run.run_id}'", max_results=1)
-        self._run = held[0] if held else self._client.create_run(number, run_name=run.config.name, tags=tag)
-        if not held:
+        existing = self._client.search_runs([number], f"tags.`agent_rl.run_id` = '{run.run_id}'", max_results=1)
+        self._run = existing[0] if existing else self._client.create_run(number, run_name=run.config.name, tags=tag)
+        if not existing:
             self._client.log_dict(self._run.info.run_id, run.config.model_dump(mode="json"), "config.yaml")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -108,19 +108,19 @@ class MLflow:
         self._client.set_terminated(self._run.info.run_id)
 
 
-def openers(run: SinkRun) -> dict[str, Callable[[], Sink]]:
-    """The sinks of ``monitoring.sinks``, to be opened when the first step is written."""
-    made: Mapping[SinkName, Callable[[], Sink]] = {
+def sink_factories(run: SinkRun) -> dict[str, Callable[[], Sink]]:
+    """Factories of the configured sinks, called at the first step."""
+    factories: Mapping[SinkName, Callable[[], Sink]] = {
         "tensorboard": partial(TensorBoard, run.directory),
         "wandb": partial(WeightsAndBiases, run),
         "mlflow": partial(MLflow, run),
     }
-    return {name: made[name] for name in run.config.monitoring.sinks}
+    return {name: factories[name] for name in run.config.monitoring.sinks}
 
 
-def check_sinks(config: RunConfig) -> None:
-    """Raises UserError where a sink's library is not installed."""
-    for name in config.monitoring.sinks:
+def check_sinks(monitoring: MonitoringConfig) -> None:
+    """Raises UserError if a sink's library is not installed."""
+    for name in monitoring.sinks:
         module, extra = _PACKAGES[name]
         if importlib.util.find_spec(module) is None:
-            raise UserError(f"monitoring.sinks names {name}, whose library is not installed: pip install '{extra}'")
+            raise UserError(f"monitoring.sinks: {name} requires a library that is not installed: pip install '{extra}'")

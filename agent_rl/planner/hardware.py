@@ -1,4 +1,4 @@
-"""What a GPU can do at best, by its maker's data sheet: the one table of such facts. Pure; imports no torch."""
+"""Peak speeds of GPUs from the vendor's data sheets. Pure; imports no torch."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from agent_rl.config.run import GpuName
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """``flops``: a second of dense matrix products (no sparsity), by precision. Bytes a second: ``memory`` to and from
-    the GPU's own; ``link``, what leaves it for a GPU of its host (NVLink, one direction); ``network``, for another host
-    (assumed: a network card for each GPU, of 200 Gbit/s with an A100, 400 with the others); ``host``, for the memory of
-    its host (PCIe, one direction)."""
+    """``flops``: FLOP/s of dense matrix products (no sparsity), by precision. In bytes/s: ``memory`` bandwidth of the
+    GPU; ``link`` to a GPU of the same node (NVLink, one direction); ``network`` to another node (assumes one network
+    card per GPU: 200 Gbit/s for an A100, 400 Gbit/s for the others); ``host`` to host memory (PCIe, one direction)."""
 
     flops: Mapping[str, float]
     memory: float

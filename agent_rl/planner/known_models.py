@@ -1,7 +1,7 @@
-"""Shapes of well-known models, for planning a run before its checkpoint is on the machine. A directory that is there is
-read instead.
+"""Shapes of well-known models, for planning a run before its checkpoint is downloaded. An existing directory has
+priority.
 
-From the ``config.json`` on the Hugging Face hub (https://huggingface.co/Qwen/<name>/blob/main/config.json).
+Source: the ``config.json`` on the Hugging Face hub (https://huggingface.co/Qwen/<name>/blob/main/config.json).
 """
 
 from __future__ import annotations
@@ -51,12 +51,11 @@ KNOWN: Mapping[str, ModelSpec] = MappingProxyType({name: ModelSpec.of(config) fo
 
 
 def planned_model(directory: Path) -> ModelSpec:
-    """The facts of the checkpoint in ``directory``, or of the known model of its name. Raises UserError, one line."""
+    """Returns the spec of the checkpoint in ``directory``, or of the known model with its name. Raises UserError."""
     if (directory / "config.json").is_file():
         return read_model_spec(directory)
     if directory.name in KNOWN:
         return KNOWN[directory.name]
     raise UserError(
-        f"model: {directory} is no directory with a config.json, and no model is known by the name "
-        f"{directory.name!r}; known: " + ", ".join(KNOWN)
+        f"model: {directory} has no config.json and {directory.name!r} is not a known model; known: " + ", ".join(KNOWN)
     )

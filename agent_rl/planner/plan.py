@@ -1,4 +1,4 @@
-"""What a run will take: a plan's parts, sizes in bytes."""
+"""The parts of a plan: what a run needs, in bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Something that takes room: ``size`` in bytes, ``note`` says what it is made of."""
+    """One consumer of memory, disk or network: ``size`` in bytes; ``note`` explains it."""
 
     what: str
     size: int
@@ -20,8 +20,8 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedPlace:
-    """Where items lie. ``count`` places are alike; ``capacity`` in bytes, None where none is known."""
+class PlannedResource:
+    """Memory or disk that ``items`` fill. ``count``: equal resources; ``capacity``: bytes, None if unknown."""
 
     name: str
     items: tuple[Item, ...]
@@ -39,9 +39,9 @@ class PlannedPlace:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """A change of the config and what it does to a place that is too small."""
+    """A change of the config: the new ``total`` of a resource that was too small, and whether that is ``enough``."""
 
-    place: str
+    resource: str
     change: str
     total: int
     enough: bool
@@ -49,33 +49,38 @@ class Advice:
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """``rank`` is the fullest trainer rank's memory; ``problems`` forbid the run on any hardware, and leave it out."""
+    """``rank``: memory of the fullest trainer rank. With ``problems``, the run is impossible on any hardware and
+    ``rank`` is None."""
 
     name: str
     device: str
     model: ModelSpec
     rank: RankBytes | None
-    places: tuple[PlannedPlace, ...]
+    resources: tuple[PlannedResource, ...]
     traffic: tuple[Item, ...]
     problems: tuple[str, ...]
     notes: tuple[str, ...]
     advice: tuple[Advice, ...] = ()
 
-    def place(self, name: str) -> PlannedPlace | None:
-        return next((place for place in self.places if place.name == name), None)
+    def resource(self, name: str) -> PlannedResource | None:
+        return next((resource for resource in self.resources if resource.name == name), None)
 
     def refusal(self) -> str | None:
-        """Why this can't run, in one line, with what would help; None where it can."""
+        """Returns in one line why the run does not fit and which changes help; None if it fits."""
         if self.problems:
             return self.problems[0]
-        for place in self.places:
-            if not place.fits and place.capacity is not None:
-                misfit = f"{place.name}: {gib(place.total)} do not fit in {gib(place.capacity)}"
-                help_ = [f"{one.change} ({gib(one.total)})" for one in self.advice if one.place == place.name]
-                return f"{misfit}; what helps: {', or '.join(help_[:3])}" if help_ else misfit
+        for resource in self.resources:
+            if not resource.fits and resource.capacity is not None:
+                misfit = f"{resource.name}: {gib(resource.total)} do not fit in {gib(resource.capacity)}"
+                changes = [
+                    f"{advice.change} ({gib(advice.total)})"
+                    for advice in self.advice
+                    if advice.resource == resource.name
+                ]
+                return f"{misfit}; what helps: {', or '.join(changes[:3])}" if changes else misfit
         return None
 
 
 def gib(size: float) -> str:
-    """Bytes for people: GiB, or MiB below one."""
+    """Format bytes as GiB, or as MiB below 1 GiB."""
     return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / 2**20:.1f} MiB"

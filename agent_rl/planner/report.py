@@ -1,4 +1,4 @@
-"""A plan as tables, and as JSON."""
+"""Prints a plan as tables or as JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from agent_rl.planner.memory_model import parameters
-from agent_rl.planner.plan import Item, PlannedPlace, RunPlan, gib
+from agent_rl.planner.plan import Item, PlannedResource, RunPlan, gib
 
 
 def print_plan(plan: RunPlan, *, json: bool) -> None:
@@ -25,29 +25,29 @@ def print_plan(plan: RunPlan, *, json: bool) -> None:
         f"{len(model.moe_layer_ids)} with {model.num_experts} experts, top-{model.top_k}; {plan.device}",
         highlight=False,
     )
-    for place in plan.places:
-        console.print(_place_table(place))
-    console.print(_table("what travels", plan.traffic))
+    for resource in plan.resources:
+        console.print(_resource_table(resource))
+    console.print(_table("traffic", plan.traffic))
     for advice in plan.advice:
         outcome = "fits" if advice.enough else "is still too much"
-        console.print(f"{advice.place}: {advice.change} makes it {gib(advice.total)}, which {outcome}", highlight=False)
+        console.print(f"{advice.resource}: {advice.change} gives {gib(advice.total)}, which {outcome}", highlight=False)
     for note in plan.notes:
         console.print(f"note: {note}", highlight=False)
 
 
 def as_json(plan: RunPlan) -> dict[str, Any]:
-    """The plan with its totals, sizes in bytes."""
-    places = [asdict(place) | {"total": place.total, "fits": place.fits} for place in plan.places]
-    return asdict(plan) | {"parameters": parameters(plan.model), "places": places, "refusal": plan.refusal()}
+    """Returns the plan with its totals, sizes in bytes."""
+    resources = [asdict(resource) | {"total": resource.total, "fits": resource.fits} for resource in plan.resources]
+    return asdict(plan) | {"parameters": parameters(plan.model), "resources": resources, "refusal": plan.refusal()}
 
 
-def _place_table(place: PlannedPlace) -> Table:
-    many = f" (x {place.count})" if place.count > 1 else ""
-    table = _table(f"{place.name}{many}", place.items)
-    limit = "" if place.capacity is None else f"of {gib(place.capacity)}"
+def _resource_table(resource: PlannedResource) -> Table:
+    count = f" (x {resource.count})" if resource.count > 1 else ""
+    table = _table(f"{resource.name}{count}", resource.items)
+    limit = "" if resource.capacity is None else f"of {gib(resource.capacity)}"
     table.add_section()
-    style = "" if place.fits else "bold red"
-    table.add_row("total", gib(place.total), limit + ("" if place.fits else ": does not fit"), style=style)
+    style = "" if resource.fits else "bold red"
+    table.add_row("total", gib(resource.total), limit + ("" if resource.fits else ": does not fit"), style=style)
     return table
 
 

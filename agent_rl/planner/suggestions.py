@@ -1,4 +1,4 @@
-"""A plan with advice: where it does not fit, every knob is turned, the run planned again, and the gain noted."""
+"""Adds advice to a plan that does not fit: plans the run again with each knob changed, and keeps what helps."""
 
 from __future__ import annotations
 
@@ -9,81 +9,84 @@ from typing import Any
 from pydantic import ValidationError
 
 from agent_rl.config import RunConfig
-from agent_rl.planner.plan import Advice, PlannedPlace, RunPlan, gib
+from agent_rl.errors import ConfigError
+from agent_rl.models.spec import ModelSpec
+from agent_rl.planner.plan import Advice, PlannedResource, RunPlan, gib
 from agent_rl.planner.planner import plan_once
 
-LEAST_GAIN = 0.02
-"""A knob that brings less than this share of a place is not worth naming."""
-MOST_KNOBS = 4
-"""Knobs that are turned together at most."""
+MIN_GAIN = 0.02
+"""Least gain, as a share of the resource, of a change that is suggested."""
+MAX_KNOBS = 4
+"""Maximum number of knobs changed together."""
 
 
 def make_plan(config: RunConfig, *, tokens: int | None = None) -> RunPlan:
-    """RunPlan ``config``; ``tokens``: the mean length of its trajectories (the longest allowed by default).
+    """Plan ``config`` with advice; ``tokens``: mean length of its trajectories (default: the longest allowed).
 
-    Raises UserError where the model is not known or the hardware cannot be found out.
+    Raises UserError for an unknown model or for GPUs of unknown size.
     """
     plan = plan_once(config, tokens=tokens)
     return plan if plan.problems else replace(plan, advice=tuple(advise(config, plan, tokens=tokens)))
 
 
-def slots_refusal(config: RunConfig) -> str | None:
-    """Why what ``train.balance`` borrows does not fit, in one line; None where it does, where the run would not fit
-    without it either, and where it is not known what a GPU holds."""
+def check_expert_slots(config: RunConfig, model_spec: ModelSpec) -> None:
+    """Raises ConfigError if the run does not fit in memory with ``train.balance`` but does without. Skipped if the
+    memory of a GPU is unknown."""
     train, gpu = config.train, config.hardware.gpu_memory_gb
     if not train.balance.enabled or (train.device == "cuda" and gpu is None):
-        return None
-    without = plan_once(_with(config, {"train.balance.enabled": False}))
-    for place in plan_once(config).places:
-        other = without.place(place.name)
-        if not place.fits and place.capacity is not None and other is not None and other.fits:
-            return (
-                f"train.balance: {place.name}: {gib(place.total)} do not fit in {gib(place.capacity)}, "
+        return
+    without = plan_once(_with(config, {"train.balance.enabled": False}), model_spec=model_spec)
+    for resource in plan_once(config, model_spec=model_spec).resources:
+        other = without.resource(resource.name)
+        if not resource.fits and resource.capacity is not None and other is not None and other.fits:
+            raise ConfigError(
+                f"train.balance: {resource.name}: {gib(resource.total)} do not fit in {gib(resource.capacity)}, "
                 f"{gib(other.total)} without balancing do; lower slots ({train.balance.slots}), or set transfer to "
                 "{recompute: exchange, update: exchange}, which keeps no pool"
             )
-    return None
 
 
 def advise(config: RunConfig, plan: RunPlan, *, tokens: int | None) -> Iterator[Advice]:
-    """For every place that is too small the knobs that help: those that are enough, the gentlest change first; then,
-    where no single one is, several together; then the others, what brings most first."""
-    for place in plan.places:
-        if place.fits:
+    """Returns the changes that help each resource that is too small: first single changes that are enough, the mildest
+    first, or else a combination; then the other changes, the largest gain first."""
+    for resource in plan.resources:
+        if resource.fits:
             continue
-        found = [advice for advice, _ in _turned(config, place, tokens)]
-        enough = [advice for advice in found if advice.enough]
-        yield from enough or _together(config, place, tokens)
-        yield from sorted((advice for advice in found if not advice.enough), key=lambda advice: advice.total)
+        single = [advice for advice, _ in _single_changes(config, resource, tokens)]
+        enough = [advice for advice in single if advice.enough]
+        yield from enough or _combined_changes(config, resource, tokens)
+        yield from sorted((advice for advice in single if not advice.enough), key=lambda advice: advice.total)
 
 
-def _turned(config: RunConfig, place: PlannedPlace, tokens: int | None) -> Iterator[tuple[Advice, RunConfig]]:
-    """Every knob that makes ``place`` noticeably smaller, and the config with it turned."""
-    for change, other in _variants(config):
-        changed = plan_once(other, tokens=tokens).place(place.name)
-        if changed is not None and changed.total <= (1 - LEAST_GAIN) * place.total:
-            yield Advice(place.name, change, changed.total, changed.fits), other
+def _single_changes(
+    config: RunConfig, resource: PlannedResource, tokens: int | None
+) -> Iterator[tuple[Advice, RunConfig]]:
+    """Returns every single change that makes ``resource`` smaller by at least MIN_GAIN, with the changed config."""
+    for change, other in _changed_configs(config):
+        changed = plan_once(other, tokens=tokens).resource(resource.name)
+        if changed is not None and changed.total <= (1 - MIN_GAIN) * resource.total:
+            yield Advice(resource.name, change, changed.total, changed.fits), other
 
 
-def _together(config: RunConfig, place: PlannedPlace, tokens: int | None) -> Iterator[Advice]:
-    """The knob that brings most, then on top of it the next, until it fits; nothing where a few do not."""
+def _combined_changes(config: RunConfig, resource: PlannedResource, tokens: int | None) -> Iterator[Advice]:
+    """Returns the greedy combination of changes until ``resource`` fits; nothing if MAX_KNOBS are too few."""
     changes: list[str] = []
-    for _ in range(MOST_KNOBS):
-        options = list(_turned(config, place, tokens))
+    for _ in range(MAX_KNOBS):
+        options = list(_single_changes(config, resource, tokens))
         if not options:
             return
         best, config = min(options, key=lambda option: option[0].total)
         changes.append(best.change)
         if best.enough:
-            yield Advice(place.name, " ".join(changes), best.total, enough=True)
+            yield Advice(resource.name, " ".join(changes), best.total, enough=True)
             return
-        after = plan_once(config, tokens=tokens).place(place.name)
+        after = plan_once(config, tokens=tokens).resource(resource.name)
         assert after is not None
-        place = after
+        resource = after
 
 
-def _variants(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
-    """Changes that cost speed or machines and not what is learned, cheapest first; then those that change the run."""
+def _changed_configs(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
+    """Returns changes, cheapest first: those that cost speed or nodes, then those that change what is trained."""
     knobs: tuple[tuple[str, Callable[[Any], Any]], ...] = (
         ("train.parallel.distributed_optimizer", lambda _: True),
         ("train.recompute", lambda _: "full"),
@@ -98,7 +101,7 @@ def _variants(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
         ("engine.gpus", _double),
         ("train.keep_checkpoints", lambda _: 1),
         ("train.optimizer_moments", lambda _: "bfloat16"),
-        ("rollout.max_tokens", _half),  # and with it the micro-batch
+        ("rollout.max_tokens", _half),  # also changes the micro-batch
         ("rollout.tasks_per_step", _half),
     )
     for key, change in knobs:
@@ -112,7 +115,7 @@ def _variants(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
         try:
             yield " ".join(f"{name}={_yaml(value)}" for name, value in changes.items()), _with(config, changes)
         except ValidationError:
-            continue  # a knob that this config cannot take
+            continue  # not valid in this config
 
 
 def _double(value: int) -> int:

@@ -1,4 +1,4 @@
-"""Messages to tokens and back, token-in and token-out: a conversation only ever grows."""
+"""Renders messages to tokens, append-only: a conversation only grows, and sampled tokens are never re-tokenized."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 class ChatRenderer:
     """Renders one model's conversations.
 
-    ``model`` is a Hugging Face directory (``tokenizer.json`` and a chat template) or a :class:`ChatModel`. The
-    template is probed here, once; one that is not prefix-preserving is refused with ``TemplateError`` (see
-    :mod:`agent_rl.render.prefix_check`). ``thinking=False`` says that the model's turns hold no ``<think>`` blocks, so
-    that a template which drops those from earlier turns may pass. ``options`` are variables of the template's own.
-    ``observation_role`` is the role of observations; None: tool where the template can append it, else user.
+    ``model`` is a Hugging Face directory (``tokenizer.json`` and a chat template) or a :class:`ChatModel`. The template
+    is probed once here; a template that is not prefix-preserving is refused with ``TemplateError`` (see
+    :mod:`agent_rl.render.prefix_check`). ``thinking=False`` means that the model's turns hold no ``<think>`` blocks, so
+    a template that drops them from earlier turns is accepted. ``options`` are the template's own variables.
+    ``observation_role`` is the role of observations; None selects tool if the template can append it, else user.
     """
 
     def __init__(
@@ -45,19 +45,19 @@ class ChatRenderer:
         except TemplateError as error:
             raise TemplateError(f"{where}{error}") from error
 
-    def opening(self, messages: Messages, tools: Tools | None = None) -> list[int]:
-        """The tokens of the opening messages and the generation prompt."""
+    def initial_prompt(self, messages: Messages, tools: Tools | None = None) -> list[int]:
+        """The tokens of ``messages`` and the generation prompt."""
         content = [list(messages), list(tools) if tools is not None else None]
         guard = self._encoder.guard_for(content)
         messages, tools = self._encoder.guarded(content, guard)
         return self._encoder.encode(self._template.render(messages, tools), guard)
 
     def observation(self, text: str, role: Role | None = None, *, stop_included: bool) -> list[int]:
-        """The tokens that follow a sampled turn: its end, the observation ``text``, the next generation prompt.
+        """The tokens after a sampled turn: the end of the turn, the observation ``text``, the next generation prompt.
 
-        ``stop_included`` says that the sampled tokens end with one of ``stop_token_ids``; where they don't (the turn
-        was cut by its length), the end-of-turn token comes first here. ``role`` is ``observation_role`` unless given:
-        tool where the template has it, else user. Raises ``TemplateError`` for a role the template cannot append.
+        ``stop_included``: the sampled tokens end with one of ``stop_token_ids``. Otherwise (the turn hit its length
+        limit) the end-of-turn token comes first here. ``role`` defaults to ``observation_role``. Raises
+        ``TemplateError`` for a role that the template cannot append.
         """
         delta = self._deltas.get(role or self.observation_role)
         if delta is None:
@@ -67,33 +67,33 @@ class ChatRenderer:
         return tokens[1:] if stop_included else tokens
 
     def extension(self, messages: Messages, *, stop_included: bool) -> list[int]:
-        """As :meth:`observation` for any ``messages`` that follow a sampled turn, ``{"role", "content"}`` each.
+        """Like :meth:`observation` for any ``messages`` (``{"role", "content"}``) that follow a sampled turn.
 
-        A tool's message has the role of observations where the template has none for tools. Raises ``TemplateError``
-        where the template cannot append them.
+        Tool messages get ``observation_role`` if the template has no role for tools. Raises ``TemplateError`` if the
+        template cannot append the messages.
         """
-        shown = [{**m, "role": self.observation_role} if m["role"] == "tool" else dict(m) for m in messages]
-        if len(shown) == 1 and shown[0]["role"] in self._deltas:
-            return self.observation(shown[0]["content"], shown[0]["role"], stop_included=stop_included)
-        guard = self._encoder.guard_for(shown)
-        text = after_turn(self._template, self._encoder.guarded(shown, guard))
+        normalized = [{**m, "role": self.observation_role} if m["role"] == "tool" else dict(m) for m in messages]
+        if len(normalized) == 1 and normalized[0]["role"] in self._deltas:
+            return self.observation(normalized[0]["content"], normalized[0]["role"], stop_included=stop_included)
+        guard = self._encoder.guard_for(normalized)
+        text = after_turn(self._template, self._encoder.guarded(normalized, guard))
         tokens = self._encoder.encode(text, guard)
         if not tokens or tokens[0] != self.end_of_turn_id:
             raise TemplateError("the chat template does not end an assistant's turn before these messages")
         return tokens[1:] if stop_included else tokens
 
     def check_tails(self) -> None:
-        """Raises ``TemplateError`` where the template writes otherwise after a turn that it renders itself than
-        :meth:`extension` does, for one tool's answer, two, a user's message, and both."""
+        """Raises ``TemplateError`` if the template renders the messages after a turn differently from
+        :meth:`extension`. Checked for one tool message, two, a user message, and both."""
         for roles in TAILS:
             check_tail(self._template, [self.observation_role if role == "tool" else role for role in roles])
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of ``tokens``, control tokens left out."""
+        """The text of ``tokens`` without control tokens."""
         return self._encoder.decode(tokens)
 
     def _probe_roles(self, thinking: bool, roles: tuple[Role, ...]) -> dict[Role, Delta]:
-        """The deltas of those of ``roles`` that the template can append, the preferred one first."""
+        """The deltas of the ``roles`` that the template can append, the preferred one first."""
         passed: dict[Role, Delta] = {}
         reasons = []
         for role in roles:
@@ -108,16 +108,18 @@ class ChatRenderer:
         return passed
 
     def _check_tokens(self, probed: Probed) -> None:
-        """The tokens of an observation encoded alone must be those that the tokenizer gives for it within the whole
-        rendering, and start at a special token."""
+        """Raises ``TemplateError`` if an observation encoded alone gets other tokens than within the whole
+        rendering, or does not start with a special token."""
         encoder = self._encoder
         observation = encoder.encode(probed.delta.text(probed.observation))
         if observation[0] not in encoder.special.values():
-            raise TemplateError(f"no special token ends the assistant's turn; {probed.delta.before[:40]!r} follows it")
+            raise TemplateError(
+                f"the assistant's turn must end with a special token, found {probed.delta.before[:40]!r}"
+            )
         whole = encoder.reference.encode(probed.conversation, add_special_tokens=False).ids
-        opening = encoder.reference.encode(probed.opening, add_special_tokens=False).ids
-        if whole[-len(observation) :] != observation or opening != encoder.encode(probed.opening):
-            raise TemplateError("the tokenizer does not encode the text between special tokens on its own")
+        prompt = encoder.reference.encode(probed.prompt, add_special_tokens=False).ids
+        if whole[-len(observation) :] != observation or prompt != encoder.encode(probed.prompt):
+            raise TemplateError("the tokenizer merges text across special tokens")
 
     def _end_of_turn(self) -> int:
         ends = {self._encoder.encode(delta.before)[0] for delta in self._deltas.values()}

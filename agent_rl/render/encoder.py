@@ -1,17 +1,18 @@
-"""Rendered text to tokens, so that only the template writes control tokens.
+"""Encodes rendered text so that only the template produces control tokens.
 
-Control tokens are the tokenizer's added tokens marked special (``<|im_end|>``, ...). A file or a log may hold their
-text; were it encoded as they are, the agent's observation would end its own turn. So content is *guarded* before it
-is rendered (a character that occurs nowhere is put inside every such text), the rendering is cut at the special
-tokens that are left, which are the template's, and the text between them is encoded, guards taken out, with special
-tokens turned off. Text between two special tokens is encoded in one piece, template and content together, so merges
-across their border are those of the plain tokenizer.
+Control tokens are the tokenizer's added tokens marked special (``<|im_end|>``, ...). Their text may occur in files and
+logs; encoded naively, an observation could end its own turn. So content is *guarded* before rendering: a string that
+occurs nowhere in it (one or more private-use characters) is inserted into every such text. The rendering is split at
+the remaining special tokens, which belong to the template. The text between them is encoded without guards and with
+special tokens disabled. Text between two special tokens is encoded in one piece, so merges across the border of
+template and content equal the plain tokenizer's.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -22,7 +23,7 @@ _GUARDS = tuple(map(chr, range(0xE000, 0xF900)))  # the private use area
 
 
 class Encoder:
-    """Encodes guarded renderings with one tokenizer, and decodes."""
+    """Encodes guarded renderings with one tokenizer, and decodes tokens."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.reference = _copy(tokenizer)
@@ -35,18 +36,19 @@ class Encoder:
         self._pattern = re.compile("|".join(map(re.escape, longest_first)))
 
     def guard_for(self, content: Any) -> str:
-        """A character that is nowhere in ``content`` (a JSON value), or "" where nothing in it needs guarding."""
+        """A guard for ``content`` (a JSON value) that does not occur in it; "" if nothing in ``content`` needs
+        guarding."""
         text = "".join(_strings(content))
         if not self._pattern.search(text):
             return ""
-        return next(guard for guard in _GUARDS if guard not in text)
+        return next(guard for length in itertools.count(1) for guard in _unused_guards(text, length))
 
     def guarded(self, content: Any, guard: str) -> Any:
-        """``content`` with ``guard`` inside every text of a control token, however deep it lies."""
+        """``content`` with ``guard`` inserted into the text of every control token, at any depth."""
         if not guard:
             return content
         if isinstance(content, str):
-            while self._pattern.search(content):  # taking one apart may leave another that overlapped it
+            while self._pattern.search(content):  # splitting one may leave another that overlapped it
                 content = self._pattern.sub(lambda match: match[0][0] + guard + match[0][1:], content)
             return content
         if isinstance(content, Mapping):
@@ -66,7 +68,7 @@ class Encoder:
         return ids + self._encode_text(rendered[position:], guard)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of ``tokens``, control tokens left out."""
+        """The text of ``tokens`` without control tokens."""
         text: str = self.reference.decode(list(tokens), skip_special_tokens=True)
         return text
 
@@ -83,6 +85,12 @@ class Encoder:
         for text in self.special:
             if len(text) < 2 or control.intersection(self._encode_text(text, "")):
                 raise TemplateError(f"the tokenizer cannot write the special token {text!r} as plain text")
+
+
+def _unused_guards(text: str, length: int) -> Iterator[str]:
+    """Guards of ``length`` characters that do not occur in ``text``, in linear time."""
+    substrings = {text[start : start + length] for start in range(len(text))}
+    return (guard for guard in map("".join, itertools.product(_GUARDS, repeat=length)) if guard not in substrings)
 
 
 def _copy(tokenizer: Tokenizer) -> Tokenizer:

@@ -1,4 +1,4 @@
-"""A model directory's chat template: read and rendered as transformers does, with jinja2 and tokenizers alone."""
+"""A model directory's chat template, read and rendered as in transformers, using only jinja2 and tokenizers."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ Tools = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class ChatModel:
-    """What rendering needs of a model: its tokenizer, its template's source, its named special tokens (``bos_token``,
-    ...) and the token ids that end its generation."""
+    """The parts of a model that rendering needs: its tokenizer, its template's source, its named special tokens
+    (``bos_token``, ...) and the token ids that end generation."""
 
     tokenizer: Tokenizer
     template: str
@@ -34,10 +34,10 @@ class ChatModel:
 
     @classmethod
     def from_dir(cls, directory: Path) -> ChatModel:
-        """Read a Hugging Face directory. Raises ``TemplateError`` naming the file that is absent or broken."""
+        """Read a Hugging Face directory. Raises ``TemplateError`` that names the missing or damaged file."""
         path = directory / "tokenizer.json"
         if not path.is_file():
-            raise TemplateError(f"{path}: not there; a fast tokenizer's file is needed")
+            raise TemplateError(f"{path}: file not found; a fast tokenizer is required")
         try:
             tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # tokenizers raises bare Exception
@@ -48,7 +48,7 @@ class ChatModel:
 
 
 class ChatTemplate:
-    """A compiled template. ``options`` are its own variables, ``enable_thinking`` say."""
+    """A compiled template. ``options`` are its own variables, for example ``enable_thinking``."""
 
     def __init__(self, source: str, special: Mapping[str, str], options: Mapping[str, Any]) -> None:
         environment = ImmutableSandboxedEnvironment(
@@ -60,10 +60,10 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
-            raise TemplateError(f"the chat template is no valid Jinja: line {error.lineno}: {error.message}") from None
+            raise TemplateError(f"the chat template is not valid Jinja: line {error.lineno}: {error.message}") from None
 
     def render(self, messages: Messages, tools: Tools | None, *, generation_prompt: bool = True) -> str:
-        """The conversation as text. Raises ``TemplateError`` where the template cannot take it."""
+        """The conversation as text. Raises ``TemplateError`` if the template fails."""
         try:
             return self._template.render(
                 messages=messages,
@@ -78,7 +78,7 @@ class ChatTemplate:
 
 
 class _GenerationTag(Extension):
-    """``{% generation %}`` marks assistant text for training masks; here its body is rendered as it stands."""
+    """``{% generation %}`` marks assistant text for training masks; its body is rendered unchanged."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 declares it as an instance variable)
 
@@ -100,7 +100,7 @@ def _template_source(directory: Path, config: Mapping[str, Any]) -> str:
 
 
 def _eos_token_ids(directory: Path) -> tuple[int, ...]:
-    """The ids that end a generation: generation_config.json's, else config.json's."""
+    """The ids that end generation: from generation_config.json, else config.json."""
     for name in ("generation_config.json", "config.json"):
         ids = _read_json(directory / name).get("eos_token_id")
         if ids is not None:
@@ -123,7 +123,7 @@ def _token_text(value: Any) -> str:
 
 
 def _to_json(value: Any, **options: Any) -> str:
-    """transformers' filter: Jinja's own one escapes HTML and non-ASCII characters."""
+    """transformers' filter; Jinja's own escapes HTML and non-ASCII characters."""
     dumps: Callable[..., str] = json.dumps
     return dumps(value, **{"ensure_ascii": False, **options})
 

@@ -1,1 +1,1 @@
-"""Episodes of an agent and what they leave: trajectories, groups, metrics, records. See docs/rollout.md."""
+"""Episodes of an agent and their output: trajectories, groups, metrics, records. See docs/reference/environments.md."""

@@ -1,8 +1,7 @@
-"""Any OpenAI-compatible chat endpoint as a policy of the same episode loop; for evaluation alone.
+"""Evaluates any OpenAI-compatible chat endpoint with the same episode loop.
 
-How the conversation goes through the token-in, token-out loop is in :mod:`agent_rl.rollout.chat_tokens`. Nothing can be
-trained on it: there are no token ids of the model, no log-probs of them and no routes. Limits in tokens are limits in
-bytes here; the endpoint keeps its own.
+:mod:`agent_rl.rollout.chat_tokens` maps the conversation to tokens. Such trajectories cannot be trained on: they have
+no token ids, log-probs or routes of the model. Token limits are applied as byte limits; the endpoint applies its own.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from typing import Any
 import orjson
 
 from agent_rl.errors import EngineError, EngineOverloaded, EngineRejected, UserError
-from agent_rl.rollout.chat_tokens import STOP, encode, read_messages, read_native, write_answer
+from agent_rl.rollout.chat_tokens import STOP, encode, message_text, read_messages, read_native
 from agent_rl.types import Completion, FinishReason, SamplingParams, TokenIds
-from agent_rl.utils.http import AsyncHttp, HttpAnswer, check, retried, server_message
+from agent_rl.utils.http import AsyncHttp, HttpResponse, call_with_retries, check, server_message
 
 BYTES_A_TOKEN = 4
-"""How a limit in tokens is turned into one in bytes: what English text and code come to with common tokenizers."""
+"""Bytes per token, to convert token limits: typical of English text and code."""
 API_KEY = "OPENAI_API_KEY"
 READY_SECONDS = 60.0
 _QUESTION = {"messages": [{"role": "user", "content": "Answer with one word: ready?"}], "max_tokens": 16}
@@ -32,11 +31,11 @@ _NO_TOOL = {"name": "none", "description": "Does nothing.", "parameters": {"type
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
-    """A chat endpoint: its address up to ``/v1``, and the model asked for.
+class ChatEndpoint:
+    """A chat endpoint: its address up to ``/v1`` and the model's name.
 
-    ``native_tools``: hand it the tools as JSON schemas and take its ``tool_calls``, instead of a text format.
-    ``request``: fields that every request has beside or instead of ours; one that is None is left out.
+    ``native_tools``: send the tools as JSON schemas and read ``tool_calls``, instead of a text format. ``request``:
+    fields added to every request or replacing ours; None removes a field.
     """
 
     url: str
@@ -48,13 +47,13 @@ class Endpoint:
 class ChatEngine:
     """Implements ``agent_rl.engine.types.Engine`` over ``POST <url>/chat/completions``; an async context manager.
 
-    The key is read from the environment variable ``OPENAI_API_KEY`` where it is set. No answer, 5xx, 429 and 503 are
-    tried again ``retries`` times with growing pauses. An address, key or model that no request can succeed with raises
-    UserError, which ends the evaluation. Where the endpoint's context has no room for all that may be answered, it is
-    asked again for what there is room for; where it has none, the turn ends without text, cut short.
+    The API key is read from the environment variable ``OPENAI_API_KEY`` if it is set. Timeouts, 5xx and 429 are retried
+    ``retries`` times with exponential backoff. UserError is raised for a wrong address, key or model. If the endpoint's
+    context cannot hold ``max_tokens`` more tokens, the request is repeated without that limit; if the conversation does
+    not fit at all, the turn ends without text and with finish ``length``.
     """
 
-    def __init__(self, endpoint: Endpoint, *, timeout: float, retries: int, backoff: float = 0.5) -> None:
+    def __init__(self, endpoint: ChatEndpoint, *, timeout: float, retries: int, backoff: float = 0.5) -> None:
         self._endpoint = endpoint
         self._url = f"{endpoint.url.rstrip('/')}/chat/completions"
         self._retries, self._backoff = retries, backoff
@@ -71,27 +70,29 @@ class ChatEngine:
         await self._http.close()
 
     async def check_ready(self) -> None:
-        """Ask one short question with the fields of every request. Raises UserError where that cannot be answered."""
+        """Send one short request with the fields of every request. Raises UserError if the endpoint cannot serve it."""
         tools = {"tools": [{"type": "function", "function": _NO_TOOL}]} if self._endpoint.native_tools else {}
         try:
             async with asyncio.timeout(READY_SECONDS):
                 await self._post(self._body({"temperature": 1.0, "top_p": 1.0, **_QUESTION, **tools}))
         except (TimeoutError, EngineOverloaded):
-            return  # it is there, and busy or slow: its answers are waited for, and asked for again
+            return  # reachable but busy or slow: later requests are retried
         except EngineRejected as error:
             raise UserError(
-                f"--policy: {error}; to leave a field of the request out or change it: --request max_tokens=null "
-                "--request max_completion_tokens=4096, say"
+                f"--policy: {error}; to change or remove a field of the request use --request, for example "
+                "--request max_tokens=null --request max_completion_tokens=4096"
             ) from None
         except EngineError as error:
-            raise UserError(f"--policy: {error}; is the server running, and is this its address?") from None
+            raise UserError(f"--policy: {error}; check that the server is running at this address") from None
 
     async def generate(
         self, tokens: TokenIds, sampling: SamplingParams, *, routes_from: int | None, session: str
     ) -> Completion:
-        """The endpoint's next message. Raises EngineRejected where routes are asked for: there are none."""
+        """The endpoint's next message. Raises EngineRejected if routes are requested."""
         if routes_from is not None:
-            raise EngineRejected(f"{self._url}: a chat endpoint has no routes; evaluate with it, don't train")
+            raise EngineRejected(
+                f"{self._url}: a chat endpoint returns no routes: use it for evaluation, not for training"
+            )
         started = time.perf_counter()
         conversation = read_native(tokens) if self._endpoint.native_tools else {"messages": read_messages(tokens)}
         limits = {
@@ -99,7 +100,7 @@ class ChatEngine:
             "top_p": sampling.top_p,
             "max_tokens": max(1, sampling.max_new_tokens // BYTES_A_TOKEN),
         }
-        text, finished = await self._ask(self._body(conversation | limits))
+        text, finished = await self._complete(self._body(conversation | limits))
         sampled = (*encode(text), STOP) if finished else tuple(encode(text))
         return Completion(
             tokens=sampled,
@@ -114,67 +115,73 @@ class ChatEngine:
         body = {"model": self._endpoint.model, **fields, **self._endpoint.request}
         return {key: value for key, value in body.items() if value is not None}
 
-    async def _ask(self, body: Mapping[str, Any]) -> tuple[str, bool]:
-        """The answer's text, and whether it was finished rather than cut short."""
+    async def _complete(self, body: Mapping[str, Any]) -> tuple[str, bool]:
+        """``(text, finished)``: the response's text, and whether it was not truncated."""
         try:
-            answer = await retried(partial(self._post, body), self._retries, self._backoff)
+            response = await call_with_retries(partial(self._post, body), self._retries, self._backoff)
         except EngineRejected as error:
             if not _too_long(str(error)):
                 raise
             if "max_tokens" not in body:
                 return "", False
-            # Without a limit an endpoint takes the rest of its context: less than the limit it has just refused.
-            return await self._ask({key: value for key, value in body.items() if key != "max_tokens"})
+            # Without max_tokens the endpoint uses the rest of its context.
+            return await self._complete({key: value for key, value in body.items() if key != "max_tokens"})
         try:
-            choice = answer["choices"][0]
-            return write_answer(choice["message"]), choice["finish_reason"] != "length"
+            choice = response["choices"][0]
+            return message_text(choice["message"]), choice["finish_reason"] != "length"
         except (KeyError, IndexError, TypeError, AttributeError) as error:
-            raise EngineRejected(f"{self._url}: no chat completion in its answer ({type(error).__name__})") from error
+            raise EngineRejected(
+                f"{self._url}: the response holds no chat completion ({type(error).__name__})"
+            ) from error
 
     async def _post(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer's JSON. Raises UserError where the address, the key or the model's name is wrong."""
+        """The response's JSON. Raises UserError if the address, the key or the model's name is wrong."""
         try:
             response = await self._http.exchange(self._url, body)
         except EngineRejected as error:
             raise UserError(f"--policy {error}") from None
-        if (mistake := self._mistake(response)) is not None:
+        if (mistake := self._config_error(response)) is not None:
             raise UserError(mistake)
         try:
-            answer: dict[str, Any] = orjson.loads(check(response).content)
+            parsed: dict[str, Any] = orjson.loads(check(response).content)
         except orjson.JSONDecodeError:
-            raise UserError(f"{self._url} answered no JSON but {_begin(response)}: {self._right_address()}") from None
-        return answer
+            raise UserError(
+                f"{self._url} returned {_describe_body(response)} instead of JSON: {self._right_address()}"
+            ) from None
+        return parsed
 
-    def _mistake(self, answer: HttpAnswer) -> str | None:
-        """What the user has to mend before any request can succeed, or None."""
-        answered = f"{self._url} answered {answer.status}"
-        if answer.status in (401, 403):
-            held = "is not accepted" if os.environ.get(API_KEY) else "is not set"
-            return f"{answered}: {_reason(answer)}: the key in {API_KEY} {held}"
-        if answer.status == 404:
-            return f"{answered}: {_reason(answer)}: {self._right_address()}, and --model the name of one it serves"
-        if 300 <= answer.status < 400:
-            return f"{answered}, moved to {answer.headers.get('location')}: give that address (up to its /v1)"
+    def _config_error(self, response: HttpResponse) -> str | None:
+        """The error that the user must fix before any request can succeed, or None."""
+        status = f"{self._url} returned status {response.status}"
+        if response.status in (401, 403):
+            key_state = "is rejected" if os.environ.get(API_KEY) else "is not set"
+            return f"{status}: {_reason(response)}: the key in {API_KEY} {key_state}"
+        if response.status == 404:
+            return (
+                f"{status}: {_reason(response)}: {self._right_address()} and --model the name of a model that it serves"
+            )
+        if 300 <= response.status < 400:
+            return f"{status}, redirected to {response.headers.get('location')}: use that address (up to /v1)"
         return None
 
     def _right_address(self) -> str:
         ends = self._endpoint.url.rstrip("/").endswith("/v1")
-        return "--policy is to be the address of a chat API" + ("" if ends else f"; {self._endpoint.url}/v1, perhaps")
+        return "--policy must be the address of a chat API" + ("" if ends else f", maybe {self._endpoint.url}/v1")
 
 
-def _reason(answer: HttpAnswer) -> str:
-    """What the server says in one line; of a page only that it is one."""
-    return "a page" if _is_page(answer) else server_message(answer.content)
+def _reason(response: HttpResponse) -> str:
+    """The server's error message in one line; "a page" for HTML."""
+    return "a page" if _is_page(response) else server_message(response.content)
 
 
-def _begin(answer: HttpAnswer) -> str:
-    return "a page (HTML)" if _is_page(answer) else f"{answer.text[:60]!r}"
+def _describe_body(response: HttpResponse) -> str:
+    return "a page (HTML)" if _is_page(response) else f"{response.text[:60]!r}"
 
 
-def _is_page(answer: HttpAnswer) -> bool:
-    return answer.text.lstrip()[:1] == "<"
+def _is_page(response: HttpResponse) -> bool:
+    return response.text.lstrip()[:1] == "<"
 
 
 def _too_long(complaint: str) -> bool:
-    """Whether a 400 says that the conversation does not fit: OpenAI's code, or how vLLM and SGLang put it."""
+    """Whether an error 400 says that the conversation is too long (wording of OpenAI, vLLM and SGLang)."""
     return any(words in complaint for words in ("context_length_exceeded", "context length", "longer than the model"))

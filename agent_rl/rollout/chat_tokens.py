@@ -1,14 +1,14 @@
-"""A chat conversation as the token sequence that the episode loop works on, and back.
+"""Represents a chat conversation as the token sequence that the episode loop works on.
 
-The loop is token-in, token-out, and a chat endpoint takes messages. So the conversation is written in tokens of our own
-that can be read back: UTF-8 bytes (0 to 255) with a mark before each message that says who speaks::
+The loop is token-in, token-out; a chat endpoint takes messages. So the conversation is encoded as UTF-8 bytes (tokens 0
+to 255) with a role token before each message::
 
-    <system> S y s <user> f i x <assistant>        opening: the endpoint is asked for what follows
+    <system> S y s <user> f i x <assistant>        initial prompt: the endpoint generates what follows
     <system> S y s <user> f i x <assistant> o k <stop> <user> d o n e <assistant>
 
-Where the endpoint has tool calls of its own, the tools' schemas stand first, as JSON after a mark of their own. A call
-that it makes stands in the turn's text in the Hermes format, which the loop parses; for the next request it becomes a
-``tool_calls`` field again, and the observation after it a message of the role ``tool``.
+If the endpoint supports tool calls, the tools' schemas come first as JSON after a role token of their own. A call of
+the endpoint is stored in the turn's text in the Hermes format, which the loop parses. In the next request it becomes a
+``tool_calls`` field again, and the observation after it a message with role ``tool``.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from tools.formats import HermesFormat
 
 STOP = 256
 _ROLES = {"system": 257, "user": 258, "assistant": 259, "tools": 260}
-_SPEAKERS = {mark: role for role, mark in _ROLES.items()}
+_ROLE_OF_TOKEN = {mark: role for role, mark in _ROLES.items()}
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
 class ChatTextRenderer:
-    """Implements :class:`agent_rl.rollout.initial_prompt.Renderer` with bytes and marks; observations are the user's.
+    """Implements :class:`agent_rl.rollout.initial_prompt.Renderer` with bytes and role tokens; observations have role
+    user.
 
-    ``native_tools``: hand the tools to the endpoint; else they are not rendered, and the loop describes them in the
+    ``native_tools``: send the tools to the endpoint. Otherwise they are not rendered and the loop describes them in the
     system message.
     """
 
@@ -39,10 +40,12 @@ class ChatTextRenderer:
     def __init__(self, *, native_tools: bool = False) -> None:
         self._native_tools = native_tools
 
-    def opening(self, messages: Sequence[Mapping[str, str]], tools: Sequence[Mapping[str, Any]] | None) -> list[int]:
-        offered = [_ROLES["tools"], *encode(json.dumps(list(tools)))] if tools and self._native_tools else []
+    def initial_prompt(
+        self, messages: Sequence[Mapping[str, str]], tools: Sequence[Mapping[str, Any]] | None
+    ) -> list[int]:
+        tool_tokens = [_ROLES["tools"], *encode(json.dumps(list(tools)))] if tools and self._native_tools else []
         tokens = [token for m in messages for token in (_ROLES[m["role"]], *encode(m["content"]))]
-        return [*offered, *tokens, _ROLES["assistant"]]
+        return [*tool_tokens, *tokens, _ROLES["assistant"]]
 
     def observation(self, text: str, *, stop_included: bool) -> list[int]:
         end = [] if stop_included else [STOP]
@@ -53,7 +56,7 @@ class ChatTextRenderer:
 
 
 class NativeToolCalls(HermesFormat):
-    """The format of a turn whose call came in the endpoint's own field: its model knows nothing of the tags."""
+    """Parses a turn whose call came in the endpoint's ``tool_calls`` field; its messages do not mention the tags."""
 
     def parse(self, text: str) -> ToolCall | ParseFailure:
         if _OPEN not in text:
@@ -66,12 +69,12 @@ def encode(text: str) -> bytes:
 
 
 def read_messages(tokens: TokenIds) -> list[dict[str, str]]:
-    """The messages that ``tokens`` hold, without the empty one that the endpoint is asked for."""
+    """The messages in ``tokens``, without the empty last one that the endpoint is to write."""
     return [{"role": role, "content": text} for role, text in _parts(tokens) if role != "tools"]
 
 
 def read_native(tokens: TokenIds) -> dict[str, Any]:
-    """The request's fields ``messages`` and ``tools``, with the calls of earlier turns as the endpoint made them."""
+    """The request's fields ``messages`` and ``tools``, with earlier calls as ``tool_calls``."""
     fields: dict[str, Any] = {"messages": []}
     for role, text in _parts(tokens):
         if role == "tools":
@@ -81,43 +84,43 @@ def read_native(tokens: TokenIds) -> dict[str, Any]:
     return fields
 
 
-def write_answer(message: Mapping[str, Any]) -> str:
-    """The text of a turn: what the endpoint's ``message`` says, and its first tool call if it makes any.
+def message_text(message: Mapping[str, Any]) -> str:
+    """The text of a turn: the content of the endpoint's ``message`` and its first tool call.
 
-    Raises AttributeError, KeyError, IndexError and TypeError for a message of another form.
+    Raises AttributeError, KeyError, IndexError or TypeError for a message of another form.
     """
     text = message.get("content") or ""
     if not message.get("tool_calls"):
         return str(text)
     function = message["tool_calls"][0]["function"]
     arguments = function["arguments"] or "{}"
-    # As the endpoint wrote them: the loop's parser tells the model where they are not JSON.
+    # As the endpoint wrote them: the loop's parser reports arguments that are not JSON to the model.
     raw = arguments if isinstance(arguments, str) else json.dumps(arguments)
     call = f'{_OPEN}\n{{"name": {json.dumps(function["name"])}, "arguments": {raw}}}\n{_CLOSE}'
     return f"{text}\n{call}" if text else call
 
 
 def _native_message(role: str, text: str, before: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One message of a request; ``before`` are those it follows."""
+    """One message of a request; ``before`` are the messages before it."""
     if role == "user" and before and "tool_calls" in before[-1]:
         return {"role": "tool", "tool_call_id": before[-1]["tool_calls"][0]["id"], "content": text}
     call = NativeToolCalls().parse(text) if role == "assistant" else None
     if not isinstance(call, ToolCall):
         return {"role": role, "content": text}
     function = {"name": call.name, "arguments": json.dumps(dict(call.arguments))}
-    # Nine letters and digits: some chat templates take no other identifiers.
-    made = {"id": f"call{len(before):05d}", "type": "function", "function": function}
-    return {"role": role, "content": text.partition(_OPEN)[0].rstrip(), "tool_calls": [made]}
+    # Nine letters and digits: some chat templates accept no other identifiers.
+    tool_call = {"id": f"call{len(before):05d}", "type": "function", "function": function}
+    return {"role": role, "content": text.partition(_OPEN)[0].rstrip(), "tool_calls": [tool_call]}
 
 
 def _parts(tokens: TokenIds) -> Iterator[tuple[str, str]]:
-    """``(role, text)`` of everything that ``tokens`` hold, turns without text left out."""
+    """``(role, text)`` of each message in ``tokens``; assistant messages without text are skipped."""
     role, text = "", bytearray()
     for token in [*tokens, _ROLES["assistant"]]:
-        if token in _SPEAKERS:
+        if token in _ROLE_OF_TOKEN:
             if role and (text or role != "assistant"):
                 yield role, text.decode(errors="replace")
-            role = _SPEAKERS[token]
+            role = _ROLE_OF_TOKEN[token]
             text.clear()
         elif token < STOP:
             text.append(token)

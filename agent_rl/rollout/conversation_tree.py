@@ -1,19 +1,19 @@
-"""What an agent program's requests say and what was sampled for them, as a forest of token sequences.
+"""The conversations of an agent program as a tree of token sequences.
 
-A program sends its whole conversation with every request. :meth:`Forest.plan` finds how much of that is here already,
-by the ids that were given out with each reply; what was sampled is then never rendered or encoded again. A worked
-example, a program that compacts its conversation after two turns (``p`` rendered, ``a`` sampled)::
+A program sends its whole conversation with every request. :meth:`ConversationTree.plan_request` finds the part that is
+already in the tree by the ids issued with each reply, so sampled tokens are never rendered or tokenized again.
+Example: a program compacts its conversation after two turns (``p`` rendered, ``a`` sampled)::
 
-    node 0   p p p a a a                 the opening, and the first reply
-    node 1               p p a a         what tools answered, and the second reply: holds only these four tokens
-    node 2   p p|p p p a a               a rewritten conversation, which begins with two tokens of node 0's
+    node 0   p p p a a a                 initial prompt and first reply
+    node 1               p p a a         tool results and second reply: only these four tokens are stored
+    node 2   p p|p p p a a               rewritten conversation; its first two tokens are node 0's
 
     branch 0   node 0 + node 1           start
     branch 1   2 tokens of node 0, then node 2        rewrite; parent 0, shared 2
 
-What holds: each node's tokens and rows of routes are held once, whatever branches go through it; a sampled token is
-trained in the first branch that holds its node whole, and is context in the others; replies that never reached the
-program, or that it asked for again without going on from them, are not trained. Nothing here waits or does I/O.
+Invariants: each token and each row of routes is stored once, however many branches share it. A sampled token is trained
+in the first branch that holds its whole node and is context in the others. A reply is not trained if it never reached
+the program, or if the program repeated the request without continuing from the reply. Nothing here waits or does I/O.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from agent_rl.errors import RoutesMissingError
 from agent_rl.types import Branch, BranchCause, Completion, FinishReason, VersionSpan, append_version
 from r3.routing import Routing, RoutingError
 from r3.stitch import RouteStitcher
-from tools import Spoken, ToolCall
+from tools import ParsedTurn, ToolCall
 
 Tokens = NDArray[np.int32]
 Tools = Sequence[Mapping[str, Any]]
 
 
 class ChatMessage(NamedTuple):
-    """One message of a request. ``reply`` is the id of the node whose reply an assistant's message says it is.
+    """One message of a request. ``reply`` is the id of the node that an assistant message claims to repeat.
 
-    A tuple, for each request brings all of its conversation, and a frozen dataclass takes more than twice as long.
+    A tuple, because every request carries its whole conversation and a frozen dataclass takes more than twice as long.
     """
 
     role: Literal["system", "user", "tool", "assistant"]
@@ -52,29 +52,30 @@ class ChatMessage(NamedTuple):
     reasoning: str = ""
     reply: str = ""
 
-    def echoes(self, spoken: Spoken) -> bool:
-        """Whether it says what was ``spoken``; outer blanks don't matter, and thoughts may be left out. A program that
-        brings the reply's id back may have given its calls further arguments, as Claude Code does with defaults."""
+    def echoes(self, spoken: ParsedTurn) -> bool:
+        """Whether the message repeats ``spoken``. Leading and trailing blanks are ignored and reasoning may be
+        omitted. If the program returned the reply's id, its calls may have additional arguments (Claude Code adds
+        defaults)."""
         return (
             (self.text == spoken.text or self.text.strip() == spoken.text.strip())
-            and (self.calls == spoken.calls or (self.reply != "" and _extend(self.calls, spoken.calls)))
+            and (self.calls == spoken.calls or (self.reply != "" and _has_calls(self.calls, spoken.calls)))
             and (not self.reasoning or self.reasoning.strip() in ("", spoken.reasoning.strip()))
         )
 
 
 class Rendering(Protocol):
-    """Messages to tokens."""
+    """Renders messages to tokens."""
 
-    def opening(self, messages: Sequence[ChatMessage], tools: Tools) -> Sequence[int]:
-        """A whole conversation, up to where the next reply begins."""
+    def initial_prompt(self, messages: Sequence[ChatMessage], tools: Tools) -> Sequence[int]:
+        """A whole conversation, up to the start of the next reply."""
         ...
 
     def extension(self, messages: Sequence[ChatMessage], *, stop_included: bool) -> Sequence[int]:
-        """What stands between a reply's last sampled token and the next reply."""
+        """The tokens between a reply's last sampled token and the next reply."""
         ...
 
-    def begins_anew(self, messages: Sequence[ChatMessage]) -> bool:
-        """Whether a conversation is rendered as a whole again where ``messages`` follow a reply."""
+    def must_rerender(self, messages: Sequence[ChatMessage]) -> bool:
+        """Whether the whole conversation is rendered resent_from if ``messages`` follow a reply."""
         ...
 
     @property
@@ -82,8 +83,8 @@ class Rendering(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """Rows ``[start, sequence - 1)`` as one answer of the engine brought them, or did not."""
+class _RouteRows:
+    """Rows ``[start, sequence - 1)`` of routes from one response of the engine; ``routing`` is None if it sent none."""
 
     start: int
     sequence: int
@@ -95,11 +96,11 @@ class _Part:
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """One reply: the first ``shared`` tokens of its parent's path, its own ``context``, then what was sampled.
+    """One reply: the first ``shared`` tokens of its parent's path, its own ``context`` tokens, then the sampled tokens.
 
-    ``id`` goes out with the reply. ``asked`` are the messages that its context renders, ``text`` the reply as sampled
-    and ``spoken`` the same in parts, once all of it is there. ``delivered``: it has reached the program; ``followed``:
-    a later request went on from it.
+    ``id`` is issued with the reply. ``new_messages`` are the messages that ``context`` renders. ``text`` is the reply
+    as sampled and ``spoken`` its parsed parts, set once it is complete. ``delivered``: it reached the program.
+    ``followed``: a later request continued from it.
     """
 
     id: str
@@ -109,41 +110,41 @@ class Node:
     shared: int
     context: Tokens
     cause: BranchCause
-    asked: tuple[ChatMessage, ...]
-    replaces: tuple[Node, ...] = ()
+    new_messages: tuple[ChatMessage, ...]
+    retried: tuple[Node, ...] = ()
     sampled: array[int] = field(default_factory=lambda: array("i"))
     logprobs: array[float] = field(default_factory=lambda: array("f"))
     versions: list[VersionSpan] = field(default_factory=list)
-    parts: list[_Part] = field(default_factory=list)
+    route_rows: list[_RouteRows] = field(default_factory=list)
     text: str = ""
-    spoken: Spoken | None = None
-    whole: Tokens = field(default_factory=lambda: np.zeros(0, np.int32))
+    spoken: ParsedTurn | None = None
+    tokens: Tokens = field(default_factory=lambda: np.zeros(0, np.int32))
     delivered: bool = False
     followed: bool = False
     superseded: bool = False
 
     @property
     def prompt(self) -> int:
-        """Tokens before the first sampled one."""
+        """Number of tokens before the first sampled token."""
         return self.shared + len(self.context)
 
     @property
     def end(self) -> int:
-        """Tokens of its path."""
+        """Number of tokens of its path."""
         return self.prompt + len(self.sampled)
 
     @property
     def trained(self) -> bool:
         return self.delivered and not self.superseded and len(self.sampled) > 0
 
-    def own(self, stop: int) -> Tokens:
-        """Its own tokens, up to ``stop`` tokens of its path."""
-        return self.whole[: stop - self.shared] if self.spoken is not None else self._joined()[: stop - self.shared]
+    def own_tokens(self, stop: int) -> Tokens:
+        """Its own tokens, up to token ``stop`` of its path."""
+        return self.tokens[: stop - self.shared] if self.spoken is not None else self._joined()[: stop - self.shared]
 
-    def close(self, text: str, spoken: Spoken) -> None:
-        """All of the reply is there."""
-        self.whole = self._joined()
-        self.context = self.whole[: len(self.context)]
+    def close(self, text: str, spoken: ParsedTurn) -> None:
+        """Mark the reply as complete."""
+        self.tokens = self._joined()
+        self.context = self.tokens[: len(self.context)]
         self.text, self.spoken = text, spoken
 
     def _joined(self) -> Tokens:
@@ -152,23 +153,23 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Plan:
-    """How a request is answered: by what is sampled after ``prompt``, or by one of the nodes ``waiting``, whose replies
-    to this very request have reached nobody yet. ``offered`` stands for the tools that it offers."""
+class RequestPlan:
+    """How to answer a request: sample after ``prompt``, or return one of the nodes ``undelivered``, whose replies to
+    the same request have reached nobody. ``tools_digest`` is a hash of the request's tools."""
 
     key: bytes
-    offered: bytes
+    tools_digest: bytes
     prompt: Tokens
     parent: Node | None
     shared: int
     cause: BranchCause
-    asked: tuple[ChatMessage, ...]
-    replaces: tuple[Node, ...] = ()
-    waiting: tuple[Node, ...] = ()
+    new_messages: tuple[ChatMessage, ...]
+    retried: tuple[Node, ...] = ()
+    undelivered: tuple[Node, ...] = ()
 
 
 class ConversationTree:
-    """The nodes of one episode. ``routes`` says which routes are kept and whether they may be missing; None: none."""
+    """The nodes of one episode. ``routes``: which routes are kept and whether they may be missing; None keeps none."""
 
     def __init__(self, rendering: Rendering, *, routes: R3Config | None) -> None:
         self._rendering, self._routes = rendering, routes
@@ -181,118 +182,118 @@ class ConversationTree:
 
     @property
     def echo_differs(self) -> int:
-        """Replies that came back otherwise than they were given, each counted once however often it comes."""
+        """Number of distinct replies that the program returned in a changed form."""
         return len(self._differing)
 
-    def plan(self, messages: Sequence[ChatMessage], tools: Tools) -> Plan:
-        """What ``messages`` add to what is here. Raises TemplateError for messages that cannot be rendered."""
-        offered = xxh3_128_digest(orjson.dumps(list(tools)))
-        key, last, start, echoed = self._match(offered, messages)
+    def plan_request(self, messages: Sequence[ChatMessage], tools: Tools) -> RequestPlan:
+        """Match ``messages`` with the tree. Raises TemplateError for messages that cannot be rendered."""
+        tools_digest = xxh3_128_digest(orjson.dumps(list(tools)))
+        key, last, start, echoed = self._match(tools_digest, messages)
         same = self._by_key.get(key, ())
-        waiting = tuple(node for node in same if not node.delivered)
-        asked = tuple(messages[start:])
-        if last is None or self._rendering.begins_anew(asked):
-            shown = [self._shown(message, node) for message, node in zip(messages, echoed, strict=True)]
-            prompt = np.array(self._rendering.opening(shown, tools), np.int32)
-            goes_on = last is not None and _common(self.tokens(last), prompt) == last.end
+        undelivered = tuple(node for node in same if not node.delivered)
+        new_messages = tuple(messages[start:])
+        if last is None or self._rendering.must_rerender(new_messages):
+            rendered = [self._with_sampled_text(message, node) for message, node in zip(messages, echoed, strict=True)]
+            prompt = np.array(self._rendering.initial_prompt(rendered, tools), np.int32)
+            continues_last = last is not None and _common(self.tokens(last), prompt) == last.end
         else:
-            prompt, goes_on = self._extended(last, asked), True
-        if last is None or not goes_on or last in self._parents:
+            prompt, continues_last = self._extend(last, new_messages), True
+        if last is None or not continues_last or last in self._parents:
             parent, shared = self._attach(prompt, last)
         else:
-            parent, shared = last, last.end  # as nearly always: a program that goes on from its last reply
-        done = tuple(node for node in same if node.delivered)
-        cause = self._cause(parent, shared, offered, retried=bool(done))
-        replaces = tuple(node for node in done if not node.followed)
-        return Plan(key, offered, prompt, parent, shared, cause, asked, replaces, waiting)
+            parent, shared = last, last.end  # the usual case: the program continues from its last reply
+        answered = tuple(node for node in same if node.delivered)
+        cause = self._cause(parent, shared, tools_digest, is_retry=bool(answered))
+        retried = tuple(node for node in answered if not node.followed)
+        return RequestPlan(key, tools_digest, prompt, parent, shared, cause, new_messages, retried, undelivered)
 
-    def begin(self, plan: Plan) -> Node:
-        """A node that is to be sampled."""
+    def begin(self, plan: RequestPlan) -> Node:
+        """Add a node whose reply is about to be sampled."""
         node = Node(
             secrets.token_hex(8), len(self.nodes), plan.key, plan.parent, plan.shared,
-            plan.prompt[plan.shared :].copy(), plan.cause, plan.asked, plan.replaces,
+            plan.prompt[plan.shared :].copy(), plan.cause, plan.new_messages, plan.retried,
         )  # fmt: skip
         self.nodes.append(node)
         self._by_key.setdefault(plan.key, []).append(node)
         self._by_id[node.id] = node
-        self._tools.add(plan.offered)
+        self._tools.add(plan.tools_digest)
         if plan.parent is not None:
             self._parents.add(plan.parent)
         return node
 
     def tokens(self, node: Node) -> Tokens:
-        """All tokens of the node's path, the next request's prompt."""
-        return np.concatenate([step.own(stop) for step, stop in _path(node)])
+        """All tokens of the node's path: the prompt of the next request."""
+        return np.concatenate([step.own_tokens(stop) for step, stop in _path(node)])
 
     def routes_from(self, node: Node) -> int | None:
-        """The first row of routes to ask for: the first that is not held yet."""
+        """The first row of routes to request: the first row not stored yet."""
         if self._routes is None:
             return None
         if self._routes.source == "latest":
             return 0
-        if node.parts:
-            return node.parts[-1].sequence - 1
-        held = 0 if node.parent is None else min(node.shared, node.parent.end - 1)
-        return max(0, min(held, node.prompt - 1))
+        if node.route_rows:
+            return node.route_rows[-1].sequence - 1
+        stored = 0 if node.parent is None else min(node.shared, node.parent.end - 1)
+        return max(0, min(stored, node.prompt - 1))
 
     def sampled(self, node: Node, completion: Completion) -> None:
-        """Keep what the engine sampled; a completion that was aborted is part of a reply, which goes on with the next.
+        """Append what the engine sampled. An aborted completion is part of a reply; the next completion continues it.
 
-        Raises ValueError for tokens and log-probs that don't line up, RoutesMissingError for routes that don't.
+        Raises ValueError if tokens and log-probs do not match, RoutesMissingError if the routes do not.
         """
         if len(completion.tokens) != len(completion.logprobs) or not np.isfinite(completion.logprobs).all():
             raise ValueError(
                 f"engine {completion.engine} sampled {len(completion.tokens)} tokens "
-                f"and gave {len(completion.logprobs)} log-probs, which must be as many, and finite"
+                f"and sent {len(completion.logprobs)} log-probs, expected one finite log-prob per token"
             )
         if completion.finish is FinishReason.ABORT and not completion.tokens:
-            return  # aborted before it sampled: whatever it computed will be asked for again
+            return  # aborted before the first token: the request is sent resent_from
         if self._routes is not None:
-            node.parts.append(self._part(node, completion))
+            node.route_rows.append(self._received_rows(node, completion))
         for span in completion.versions:
             append_version(node.versions, span, node.end)
         node.sampled.extend(completion.tokens)
         node.logprobs.extend(completion.logprobs)
 
-    def commit(self, node: Node, text: str, spoken: Spoken) -> None:
-        """The reply is whole: later requests may go on from it."""
+    def commit(self, node: Node, text: str, spoken: ParsedTurn) -> None:
+        """Mark the reply as complete, so that later requests can continue from it."""
         node.close(text, spoken)
 
     def deliver(self, node: Node) -> None:
-        """The reply has reached the program; of those that it was asked for instead of, none is trained."""
+        """Mark the reply as received by the program. Earlier replies to the same request are no longer trained."""
         node.delivered = True
-        for other in node.replaces:
+        for other in node.retried:
             other.superseded = not other.followed
 
     def branches(self) -> tuple[Branch, ...]:
-        """The sequences to train on; none where nothing was sampled that reached the program."""
+        """The sequences to train on; empty if no sampled token reached the program."""
         claimed: dict[Node, int] = {}
         return tuple(self._branch(number, leaf, claimed) for number, leaf in enumerate(self._leaves()))
 
-    def line(self) -> list[Node]:
+    def first_branch(self) -> list[Node]:
         """The nodes of the first branch, in order."""
         return [node for leaf in self._leaves()[:1] for node, _ in _path(leaf)]
 
     def _match(
-        self, offered: bytes, messages: Sequence[ChatMessage]
+        self, tools_digest: bytes, messages: Sequence[ChatMessage]
     ) -> tuple[bytes, Node | None, int, list[Node | None]]:
-        """The request's key, the last reply that it goes on from, where the messages after that begin, and of each of
-        the messages the reply that it repeats."""
-        key, last, start = offered, None, 0
+        """``(key of the request, last reply it continues, index of the first new message, echoed reply of each
+        message)``."""
+        key, last, start = tools_digest, None, 0
         echoed = list[Node | None]()
-        for at, message in enumerate(messages):
-            node = self._echoed(key, message) if message.role == "assistant" else None
+        for index, message in enumerate(messages):
+            node = self._find_echoed(key, message) if message.role == "assistant" else None
             echoed.append(node)
             if node is not None:
                 node.delivered = node.followed = True
                 node.superseded = False
-                key, last, start = xxh3_128_digest(key + node.id.encode()), node, at + 1
+                key, last, start = xxh3_128_digest(key + node.id.encode()), node, index + 1
             else:
-                key = xxh3_128_digest(key + _digestible(message))
+                key = xxh3_128_digest(key + _digest_input(message))
         return key, last, start, echoed
 
-    def _echoed(self, key: bytes, message: ChatMessage) -> Node | None:
-        """The reply to the request of ``key`` that ``message`` repeats."""
+    def _find_echoed(self, key: bytes, message: ChatMessage) -> Node | None:
+        """The reply to request ``key`` that ``message`` repeats."""
         differs = False
         for node in reversed(self._by_key.get(key, ())):
             if node.spoken is not None and message.reply in ("", node.id):
@@ -300,60 +301,60 @@ class ConversationTree:
                     return node
                 differs = True
         if differs:
-            self._differing.add(xxh3_128_digest(key + _digestible(message)))
+            self._differing.add(xxh3_128_digest(key + _digest_input(message)))
         return None
 
-    def _extended(self, last: Node, asked: Sequence[ChatMessage]) -> Tokens:
-        """The tokens of a conversation that goes on from ``last`` with the messages ``asked``."""
+    def _extend(self, last: Node, new_messages: Sequence[ChatMessage]) -> Tokens:
+        """The tokens of the conversation that continues from ``last`` with ``new_messages``."""
         stopped = bool(last.sampled) and last.sampled[-1] in self._rendering.stop_token_ids
-        shown = [self._shown(message) for message in asked]
-        tail = self._rendering.extension(shown, stop_included=stopped)
+        rendered = [self._with_sampled_text(message) for message in new_messages]
+        tail = self._rendering.extension(rendered, stop_included=stopped)
         return np.concatenate([self.tokens(last), np.array(tail, np.int32)])
 
-    def _shown(self, message: ChatMessage, echoed: Node | None = None) -> ChatMessage:
-        """A message as it is rendered: one that repeats a reply, be it in another conversation, with the text that was
-        sampled."""
+    def _with_sampled_text(self, message: ChatMessage, echoed: Node | None = None) -> ChatMessage:
+        """``message`` as rendered. A message that repeats a reply, also one of another branch, gets the sampled
+        text."""
         node = echoed or self._by_id.get(message.reply)
         if node is None or node.spoken is None or not (echoed or message.echoes(node.spoken)):
             return message
         return ChatMessage("assistant", node.text)
 
     def _attach(self, prompt: Tokens, last: Node | None) -> tuple[Node | None, int]:
-        """The finished node whose path has the longest beginning in common with ``prompt``, and how long that is;
-        among equals ``last``, else the earliest."""
-        held: dict[Node | None, int] = {None: 0}
+        """``(node, length)``: the complete node whose path shares the longest prefix with ``prompt``. Ties go to
+        ``last``, then to the earliest node."""
+        shared_with: dict[Node | None, int] = {None: 0}
         best: tuple[int, bool, Node | None] = (0, False, None)
         for node in self.nodes:
             if node.spoken is None:
                 continue
-            held[node] = held[node.parent]
-            if held[node] < node.shared:
-                continue  # what is in common ends before its own tokens begin: that is its parent's
-            held[node] = common = node.shared + _common(node.own(node.end), prompt[node.shared :])
+            shared_with[node] = shared_with[node.parent]
+            if shared_with[node] < node.shared:
+                continue  # the common prefix ends before this node's own tokens
+            shared_with[node] = common = node.shared + _common(node.own_tokens(node.end), prompt[node.shared :])
             if (common, node is last) > best[:2]:
                 best = common, node is last, node
         return best[2], best[0]
 
-    def _cause(self, parent: Node | None, shared: int, offered: bytes, *, retried: bool) -> BranchCause:
-        """Why a branch begins here, if one does."""
+    def _cause(self, parent: Node | None, shared: int, tools_digest: bytes, *, is_retry: bool) -> BranchCause:
+        """Why this node starts a branch, or the parent's cause if it continues the parent's branch."""
         if not self.nodes:
             return BranchCause.START
         if parent is not None and shared == parent.end and parent not in self._parents:
             return parent.cause
-        if offered not in self._tools:
+        if tools_digest not in self._tools:
             return BranchCause.TOOLS
-        if retried:
+        if is_retry:
             return BranchCause.RETRY
         in_flight = any(node.spoken is None for node in self.nodes)
         return BranchCause.PARALLEL if in_flight else BranchCause.REWRITE
 
-    def _part(self, node: Node, completion: Completion) -> _Part:
+    def _received_rows(self, node: Node, completion: Completion) -> _RouteRows:
         start, sequence = self.routes_from(node) or 0, node.end + len(completion.tokens)
         delta, expected = completion.routing, sequence - 1 - start
         if delta is None and not (self._routes and self._routes.allows_missing):
             raise RoutesMissingError(
                 f"engine {completion.engine}: expected rows [{start}, {sequence - 1}) of routes, received none: "
-                "`agent-rl r3 probe URL` says why, r3.missing what is done then"
+                "run `agent-rl r3 probe URL` to find out why, or set r3.missing to allow missing routes"
             )
         if delta is not None and delta.tokens != expected:
             raise RoutesMissingError(
@@ -361,20 +362,22 @@ class ConversationTree:
                 f"received {delta.tokens}"
             )
         partial = completion.finish is FinishReason.ABORT
-        return _Part(start, sequence, delta, partial, completion.weight_version, completion.engine)
+        return _RouteRows(start, sequence, delta, partial, completion.weight_version, completion.engine)
 
     def _leaves(self) -> list[Node]:
-        """The last nodes of the branches, in the order in which the branches began; one that holds a node whole comes
-        before those that hold a part of it."""
+        """The last node of each branch, in the order in which the branches began. A branch that holds a whole node
+        precedes branches that hold a part of it."""
         alive: set[Node] = set()
-        inner: set[Node] = set()
+        with_child: set[Node] = set()
         for node in reversed(self.nodes):
             if node in alive or node.trained:
                 alive.add(node)
                 if node.parent is not None and node.shared == node.parent.end:
                     alive.add(node.parent)
-                    inner.add(node.parent)
-        return sorted(alive - inner, key=lambda leaf: [(node.number, stop < node.end) for node, stop in _path(leaf)])
+                    with_child.add(node.parent)
+        return sorted(
+            alive - with_child, key=lambda leaf: [(node.number, stop < node.end) for node, stop in _path(leaf)]
+        )
 
     def _branch(self, number: int, leaf: Node, claimed: dict[Node, int]) -> Branch:
         path = _path(leaf)
@@ -398,8 +401,8 @@ class ConversationTree:
         )
 
 
-def _extend(calls: Sequence[ToolCall], sampled: Sequence[ToolCall]) -> bool:
-    """Whether ``calls`` are those that were sampled, with all their arguments or more."""
+def _has_calls(calls: Sequence[ToolCall], sampled: Sequence[ToolCall]) -> bool:
+    """Whether ``calls`` equal ``sampled``, possibly with additional arguments."""
     return len(calls) == len(sampled) and all(
         call.name == before.name and before.arguments.items() <= call.arguments.items()
         for call, before in zip(calls, sampled, strict=True)
@@ -407,7 +410,8 @@ def _extend(calls: Sequence[ToolCall], sampled: Sequence[ToolCall]) -> bool:
 
 
 def _path(leaf: Node) -> list[tuple[Node, int]]:
-    """The nodes from the root to ``leaf``, each with the tokens of its path up to where it is gone on from."""
+    """``(node, stop)`` from the root to ``leaf``: each node with the number of tokens of its path that the next node
+    shares."""
     path: list[tuple[Node, int]] = []
     node: Node | None = leaf
     stop = leaf.end
@@ -419,48 +423,51 @@ def _path(leaf: Node) -> list[tuple[Node, int]]:
 
 
 def _routing(path: Sequence[tuple[Node, int]], tokens: int) -> Routing | None:
-    """The rows of a path; None where none were kept, or none ever came. Raises RoutesMissingError where they don't
-    line up."""
-    parts = list(_parts(path))
-    like = next((part.routing for part in parts if part.routing is not None), None)
-    if like is None:
+    """The rows of routes of a path; None if none were kept or received. Raises RoutesMissingError if they do not
+    align."""
+    route_rows = list(_needed_rows(path))
+    first_routing = next((rows.routing for rows in route_rows if rows.routing is not None), None)
+    if first_routing is None:
         return None
     stitcher = RouteStitcher(
-        moe_layers=like.moe_layers, top_k=like.top_k, num_experts=like.num_experts, capacity=tokens
+        moe_layers=first_routing.moe_layers,
+        top_k=first_routing.top_k,
+        num_experts=first_routing.num_experts,
+        capacity=tokens,
     )
     try:
-        for part in parts:
-            stitcher.truncate(part.start)
-            if part.routing is not None:
-                stitcher.append(part.routing, sequence=part.sequence, partial=part.partial)
+        for rows in route_rows:
+            stitcher.truncate(rows.start)
+            if rows.routing is not None:
+                stitcher.append(rows.routing, sequence=rows.sequence, partial=rows.partial)
             else:
                 stitcher.append_missing(
-                    sequence=part.sequence, version=part.version, engine=part.engine, partial=part.partial
+                    sequence=rows.sequence, version=rows.version, engine=rows.engine, partial=rows.partial
                 )
         return stitcher.finish(tokens)
     except RoutingError as error:
-        raise RoutesMissingError(f"engine {parts[-1].engine}: {error}") from error
+        raise RoutesMissingError(f"engine {route_rows[-1].engine}: {error}") from error
 
 
-def _parts(path: Sequence[tuple[Node, int]]) -> Iterator[_Part]:
-    """The answers that brought the rows of a path, without those whose rows a later node brought again."""
-    starts = [min((part.start for part in node.parts), default=1 << 62) for node, _ in path]
-    for place, (node, _) in enumerate(path):
-        again = min(starts[place + 1 :], default=1 << 62)
-        yield from (part for part in node.parts if part.start < again)
+def _needed_rows(path: Sequence[tuple[Node, int]]) -> Iterator[_RouteRows]:
+    """The responses that hold the rows of a path, without responses whose rows a later node received again."""
+    starts = [min((rows.start for rows in node.route_rows), default=1 << 62) for node, _ in path]
+    for index, (node, _) in enumerate(path):
+        resent_from = min(starts[index + 1 :], default=1 << 62)
+        yield from (rows for rows in node.route_rows if rows.start < resent_from)
 
 
 def _common(first: Tokens, second: Tokens) -> int:
-    """How many tokens the two begin with in common."""
+    """Length of the common prefix of two token arrays."""
     length = min(len(first), len(second))
     differ = first[:length] != second[:length]
-    at = int(differ.argmax()) if length else 0
-    return at if length and differ[at] else length
+    first_difference = int(differ.argmax()) if length else 0
+    return first_difference if length and differ[first_difference] else length
 
 
-def _digestible(message: ChatMessage) -> bytes:
+def _digest_input(message: ChatMessage) -> bytes:
     words = message.text + message.reasoning
-    if not message.calls:  # as nearly all: one text, encoded at once
+    if not message.calls:  # the usual case: one text, encoded at once
         return f"{message.role} 0 {len(message.text)} {words}".encode(errors="surrogatepass")
     calls = [(call.name, dict(call.arguments)) for call in message.calls]
     written = orjson.dumps(calls, option=orjson.OPT_SORT_KEYS)

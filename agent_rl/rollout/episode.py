@@ -1,16 +1,18 @@
-"""One episode: sample a turn, run its tool call, append what came back; until an ending, which is then graded.
+"""Runs one episode: sample a turn, execute its tool call, append the observation, repeat; then grade the result.
 
-A turn of a :class:`envs.Dialogue` is heard by the episode as it stands, and no call is looked for.
+A turn of a :class:`envs.Dialogue` goes to the episode as text; no tool call is parsed.
 
-Every ending but an infrastructure failure is graded on whatever the agent left behind, submitted or not, as R2E-Gym
-does. Infrastructure failures become a trajectory without a reward; errors that no other episode would escape (missing
-routes, a missing image, no usable sandbox backend, a broken task record) are raised and stop the run.
+Every episode is graded on the state that the agent left, submitted or not, as in R2E-Gym, unless the infrastructure
+failed. An exception, expected or not, becomes a trajectory without a reward (:func:`stop_reason_for`). Only errors that
+would affect every episode are raised and stop the run.
 """
 
 from __future__ import annotations
 
-import asyncio
+import logging
+import math
 import time
+import traceback
 import uuid
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -23,30 +25,79 @@ from typing import Any
 from agent_rl.config import EnvConfig, R3Config, RolloutConfig, RunConfig
 from agent_rl.engine.generation_gate import GenerationGate
 from agent_rl.engine.types import Engine
-from agent_rl.errors import EngineAborted, EngineError, HarnessError, RoutesMissingError
-from agent_rl.rollout.initial_prompt import Renderer, open_conversation
+from agent_rl.errors import AgentRlError, EngineAborted, EngineError, HarnessError, RoutesMissingError
+from agent_rl.rollout.initial_prompt import Renderer, build_initial_prompt
 from agent_rl.rollout.route_audit import Auditor
 from agent_rl.rollout.transcript import Transcript
-from agent_rl.rollout.turn_log import Answered, LoggedTurn, ReplayDiffers, TurnLog
+from agent_rl.rollout.turn_log import LoggedTurn, ReplayDiffers, ReplayEngine, TurnLog
 from agent_rl.types import Completion, FinishReason, SamplingParams, StopReason, Trajectory, Turn
-from envs import Dialogue, Environment, Episode, Grade, GradingError, Task, UndecidableError, find_scaffold
-from sandbox import ImageMissingError, SandboxError, SandboxHostLostError, SandboxUnavailableError, bounded
-from tools import ParseFailure, ToolCallFormat, ToolResult, ToolSet
+from envs import (
+    Dialogue,
+    Environment,
+    Episode,
+    Grade,
+    GradingError,
+    Task,
+    TaskRecordError,
+    UndecidableError,
+    load_scaffold,
+)
+from sandbox import (
+    ImageMissingError,
+    SandboxError,
+    SandboxNodeLostError,
+    SandboxUnavailableError,
+    bounded,
+    printable,
+)
+from sandbox.timeouts import PausableTimeout
+from tools import ParseFailure, ToolCallFormat, ToolDefinitionError, ToolResult, ToolSet
 
-Answerer = Callable[[str], Awaitable[ToolResult] | ParseFailure]
-"""Begins to answer a turn, or says why it holds no call. An episode has one, since ``isinstance`` of a protocol takes
-6 µs."""
+TurnHandler = Callable[[str], Awaitable[ToolResult] | ParseFailure]
+"""Starts to execute a turn, or returns why it holds no tool call. Resolved once per episode, because ``isinstance``
+of a protocol takes 6 µs."""
+
+_log = logging.getLogger(__name__)
+
+_MAX_LINE_CHARS = 300
+_MAX_FRAMES = 20
 
 MAX_ABORTS = 3
-"""How often a turn is asked on after the engine aborted it of itself."""
+"""How often a turn is requested again after the engine aborted it on its own."""
+
+
+_STOPS_THE_RUN = (
+    RoutesMissingError,
+    ImageMissingError,
+    SandboxUnavailableError,
+    TaskRecordError,
+    ToolDefinitionError,
+)
+_ENDINGS: Sequence[tuple[type[Exception], StopReason | None]] = (
+    *((kind, None) for kind in _STOPS_THE_RUN),
+    (EngineError, StopReason.ENGINE_FAILURE),
+    (HarnessError, StopReason.HARNESS_FAILURE),
+    (AgentRlError, None),  # errors of the run: config, disk, weights, guard
+    (UndecidableError, StopReason.UNDECIDABLE),
+    (SandboxNodeLostError, StopReason.NODE_LOST),
+    (SandboxError, StopReason.SANDBOX_FAILURE),
+    (GradingError, StopReason.SANDBOX_FAILURE),
+    (Exception, StopReason.ENVIRONMENT_ERROR),
+)
+"""How an exception ends an episode; the first matching class decides. None: the exception stops the run."""
+
+
+def stop_reason_for(error: Exception) -> StopReason | None:
+    """How ``error`` ends an episode; None if the error affects every episode and stops the run."""
+    return next(stop for kind, stop in _ENDINGS if isinstance(error, kind))
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRules:
-    """What an episode is held to: the config's sections. ``routes`` None asks the engine for none.
+    """The config sections that bound an episode. ``routes`` None requests no routes.
 
-    ``env`` bounds what ``rollout.time_limit`` does not cover, since starting and grading are the infrastructure's work:
-    passing its bounds is an infrastructure failure, not an ending of the policy's.
+    ``env`` limits the start of the task and the grading, which ``rollout.time_limit`` does not cover. Exceeding these
+    limits is an infrastructure failure.
     """
 
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -54,24 +105,24 @@ class EpisodeRules:
     routes: R3Config | None = field(default_factory=R3Config)
 
     @classmethod
-    def of(cls, config: RunConfig) -> EpisodeRules:
+    def from_config(cls, config: RunConfig) -> EpisodeRules:
         """The rules of a training rollout under ``config``."""
-        return cls(config.rollout, config.env, config.r3 if config.wants_routes else None)
+        return cls(config.rollout, config.env, config.routes_config)
 
     def for_evaluation(self, *, greedy: bool) -> EpisodeRules:
-        """The same without routes; ``greedy`` also sets the temperature to 0."""
-        return replace(self.limited(temperature=0.0) if greedy else self, routes=None)
+        """The same rules without routes; ``greedy`` also sets the temperature to 0."""
+        return replace(self.override(temperature=0.0) if greedy else self, routes=None)
 
-    def limited(self, **rollout: float | bool) -> EpisodeRules:
-        """The same with other values of keys of ``rollout``."""
+    def override(self, **rollout: float | bool) -> EpisodeRules:
+        """The same rules with other values for keys of ``rollout``."""
         return replace(self, rollout=self.rollout.model_copy(update=rollout))
 
-    def sampling(self, room: int, stop_token_ids: tuple[int, ...]) -> SamplingParams:
-        """How the next turn is sampled where ``room`` tokens are left to it."""
+    def sampling(self, remaining_tokens: int, stop_token_ids: tuple[int, ...]) -> SamplingParams:
+        """Sampling parameters for the next turn if the episode may add ``remaining_tokens``."""
         return SamplingParams(
             temperature=self.rollout.temperature,
             top_p=self.rollout.top_p,
-            max_new_tokens=min(self.rollout.max_new_tokens, room),
+            max_new_tokens=min(self.rollout.max_new_tokens, remaining_tokens),
             stop_token_ids=stop_token_ids,
         )
 
@@ -87,19 +138,19 @@ async def run_episode(
     gate: GenerationGate | None = None,
     log: TurnLog | None = None,
 ) -> Trajectory:
-    """Drive ``task`` to an ending and grade it; ``audit`` then looks at its routes, or not. While ``gate``, that of
-    the engine, is closed, ``rollout.time_limit`` does not run. With ``log`` it goes on from the turns kept there, or
-    starts over where the tools answer otherwise than they did.
+    """Run ``task`` to its end and grade it. ``audit`` may then audit its routes. While ``gate`` (the engine's gate) is
+    closed, ``rollout.time_limit`` does not elapse. With ``log`` the episode replays the logged turns first; it starts
+    over if a tool returns another result than before.
 
-    A sandbox, grading or engine failure is returned as a trajectory whose ``stop.infrastructure`` is True and whose
-    reward is None. Raises RoutesMissingError, ImageMissingError, SandboxUnavailableError and TaskRecordError; being
-    cancelled closes the sandbox first.
+    A failure of the sandbox, the grading, the engine or the environment's code is returned as a trajectory with
+    ``stop.infrastructure`` True and ``reward`` None. Raises only errors for which :func:`stop_reason_for` is None.
+    Cancellation closes the sandbox first.
     """
     while True:
         try:
             return await EpisodeRun(env, task, engine, renderer, fmt, rules, gate, log).run(audit)
         except ReplayDiffers:
-            assert log is not None, "only what was kept is taken again"
+            assert log is not None, "only logged turns are replayed"
             await log.start_over()
 
 
@@ -118,14 +169,16 @@ class EpisodeRun:
         log: TurnLog | None = None,
     ) -> None:
         self.env, self.task, self.engine, self.gate = env, task, engine, gate or GenerationGate()
-        self.log, self.opening, self.answers, self.replayed = log, "", list[Completion](), 0
+        self.log, self.prompt_hash, self.completions, self.replayed = log, "", list[Completion](), 0
         self.renderer, self.fmt, self.rules, self.limits = renderer, fmt, rules, rules.rollout
-        self.scaffold = find_scaffold(rules.env.scaffold)
+        self.scaffold = load_scaffold(rules.env.scaffold)
         self.session = f"{task.id}-{uuid.uuid4().hex[:12]}"
         self.began, self.started = round(time.time(), 3), time.perf_counter()
         self.transcript = Transcript((), max_tokens=self.limits.max_tokens, routes=None)
         self.messages: list[Mapping[str, str]] = []
-        self.turns: list[dict[str, Any]] = []  # the fields of Turn: frozen at the end, since a turn may be cut short
+        self.turns: list[
+            dict[str, Any]
+        ] = []  # the fields of Turn: frozen at the end, because a turn may be interrupted
         self.parse_failures_in_a_row = 0
         self.start_seconds = self.grade_began = self.grade_seconds = 0.0
 
@@ -141,18 +194,14 @@ class EpisodeRun:
                 self._open(episode, tools)
                 stop = await self._act(episode if isinstance(episode, Dialogue) else tools)
                 return self._trajectory(stop, await self._grade(episode))
-        except (RoutesMissingError, ImageMissingError, SandboxUnavailableError):
-            raise
-        except EngineError as error:
-            return self._trajectory(StopReason.ENGINE_FAILURE, None, error)
-        except HarnessError as error:
-            return self._trajectory(StopReason.HARNESS_FAILURE, None, error)
-        except UndecidableError as error:
-            return self._trajectory(StopReason.UNDECIDABLE, None, error)
-        except SandboxHostLostError as error:
-            return self._trajectory(StopReason.HOST_LOST, None, error)
-        except (SandboxError, GradingError) as error:
-            return self._trajectory(StopReason.SANDBOX_FAILURE, None, error)
+        except Exception as error:
+            ending = stop_reason_for(error)
+            if ending is None:
+                raise
+            failed = self._trajectory(ending, None, error)
+            if ending is StopReason.ENVIRONMENT_ERROR:
+                _log.warning("task %s: an episode ended with an unexpected error: %s", self.task.id, failed.error)
+            return failed
 
     @asynccontextmanager
     async def _started_episode(self) -> AsyncIterator[Episode]:
@@ -164,115 +213,123 @@ class EpisodeRun:
 
     def _open(self, episode: Episode, tools: ToolSet) -> None:
         *first, last = episode.messages
-        self.messages, opening = open_conversation(
+        self.messages, prompt = build_initial_prompt(
             self.renderer,
             self.fmt,
-            [*first, {**last, "content": self._remarked(last["content"])}],
+            [*first, {**last, "content": self._with_remark(last["content"])}],
             tools.schemas(),
             describe_tools=self.limits.describe_tools,
         )
-        self.transcript = Transcript(opening, max_tokens=self.limits.max_tokens, routes=self.rules.routes)
-        self.opening = sha256(array("i", opening).tobytes()).hexdigest()[:16]
+        self.transcript = Transcript(prompt, max_tokens=self.limits.max_tokens, routes=self.rules.routes)
+        self.prompt_hash = sha256(array("i", prompt).tobytes()).hexdigest()[:16]
 
-    async def _act(self, partner: ToolSet | Dialogue) -> StopReason:
-        """Take the turns. ``partner`` is what they are given to: the tools, or the episode itself."""
-        answerer = partner.hear if isinstance(partner, Dialogue) else partial(self._call, partner)
-        kept = [] if self.log is None else await self.log.kept()
-        async with bounded(self.limits.time_limit, "calling the tools again"):
-            for logged in kept:
-                if stop := await self._take_again(answerer, logged):
+    async def _act(self, target: ToolSet | Dialogue) -> StopReason:
+        """Run the turns. ``target`` executes them: the tools, or the episode itself."""
+        handle = target.respond if isinstance(target, Dialogue) else partial(self._call, target)
+        logged_turns = [] if self.log is None else await self.log.kept()
+        async with bounded(self.limits.time_limit, "replaying the tool calls"):
+            for logged in logged_turns:
+                if stop := await self._replay_turn(handle, logged):
                     return stop
-        limit = asyncio.timeout(kept[-1].left if kept else self.limits.time_limit)
+        limit = PausableTimeout(logged_turns[-1].seconds_left if logged_turns else self.limits.time_limit)
         try:
             async with limit:
                 with self.gate.uncharged(limit):
-                    return await self._take_turns(answerer, limit)
+                    return await self._run_turns(handle, limit)
         except TimeoutError:
             if not limit.expired():
                 raise
             return StopReason.TIME_LIMIT
 
-    async def _take_turns(self, answerer: Answerer, limit: asyncio.Timeout) -> StopReason:
+    async def _run_turns(self, handle: TurnHandler, limit: PausableTimeout) -> StopReason:
         while len(self.turns) < self.limits.max_turns:
-            stop = await self._turn(answerer, self.engine)
-            if self.log is not None and self.answers:
-                completions, self.answers = tuple(self.answers), []
+            stop = await self._turn(handle, self.engine)
+            if self.log is not None and self.completions:
+                completions, self.completions = tuple(self.completions), []
                 turn = Turn(**self.turns[-1])
-                await self.log.keep(LoggedTurn(self.opening, completions, turn, self.gate.left(limit)))
+                await self.log.keep(LoggedTurn(self.prompt_hash, completions, turn, limit.left))
             if stop:
                 return stop
         return StopReason.MAX_TURNS
 
-    async def _take_again(self, answerer: Answerer, logged: LoggedTurn) -> StopReason | None:
-        """As :meth:`_turn`, with what was sampled before. Raises ReplayDiffers where anything else comes of it."""
-        if self.opening != logged.opening:
-            raise ReplayDiffers(f"{self.session} begins with another prompt than the first time")
-        stop = await self._turn(answerer, Answered(logged.completions))
-        self.answers.clear()
+    async def _replay_turn(self, handle: TurnHandler, logged: LoggedTurn) -> StopReason | None:
+        """Run :meth:`_turn` with the logged completions. Raises ReplayDiffers if the result differs."""
+        if self.prompt_hash != logged.prompt_hash:
+            raise ReplayDiffers(f"{self.session}: the initial prompt differs from the logged one")
+        stop = await self._turn(handle, ReplayEngine(logged.completions))
+        self.completions.clear()
         if self.turns[-1]["observation"] != logged.turn.observation:
-            raise ReplayDiffers(f"turn {self.replayed} of {self.session} was answered otherwise than the first time")
+            raise ReplayDiffers(f"{self.session}: the observation of turn {self.replayed} differs from the logged one")
         self.turns[-1] = asdict(logged.turn)
         self.replayed += 1
         return stop
 
-    async def _turn(self, answerer: Answerer, engine: Engine) -> StopReason | None:
-        """Sample, call or speak, observe; the ending if there is one."""
-        if self.transcript.room < 1:
+    async def _turn(self, handle: TurnHandler, engine: Engine) -> StopReason | None:
+        """Sample a turn, execute it, append the observation; returns the stop reason if the episode ends."""
+        if self.transcript.remaining < 1:
             return StopReason.CONTEXT_FULL
         sampled = await self._sample(engine)
-        answer = answerer(self.turns[-1]["text"])
-        text, stop = self._refused(answer) if isinstance(answer, ParseFailure) else await self._answered(answer)
+        outcome = handle(self.turns[-1]["text"])
+        text, stop = (
+            self._record_parse_failure(outcome)
+            if isinstance(outcome, ParseFailure)
+            else await self._record_result(outcome)
+        )
         return stop or self._observe(text, sampled)
 
     async def _sample(self, engine: Engine) -> Sequence[int]:
-        """The turn's tokens. Where the request is aborted the turn goes on from what came: whenever it was cut for new
-        weights, and a few times where the engine gave it up."""
+        """The turn's tokens. After an abort the turn continues from the tokens received so far: without limit if new
+        weights interrupted it, at most :data:`MAX_ABORTS` times if the engine aborted it on its own."""
         started, prompt_tokens = time.perf_counter(), len(self.transcript.tokens)
-        left, sampled, retractions = min(self.limits.max_new_tokens, self.transcript.room), list[int](), 0
+        remaining, sampled, retractions = min(self.limits.max_new_tokens, self.transcript.remaining), list[int](), 0
         aborts = 0
         while aborts <= MAX_ABORTS:
             completion = await engine.generate(
                 self.transcript.tokens,
-                self.rules.sampling(left, self.renderer.stop_token_ids),
+                self.rules.sampling(remaining, self.renderer.stop_token_ids),
                 routes_from=self.transcript.routes_from,
                 session=self.session,
             )
             self.transcript.sampled(completion)
             if self.log is not None:
-                self.answers.append(completion)
+                self.completions.append(completion)
             aborted = completion.finish is FinishReason.ABORT
-            aborts += aborted and not completion.cut
+            aborts += aborted and not completion.interrupted
             retractions += completion.retractions
             if completion.tokens or not aborted:
                 if not sampled:
                     self._begin_turn(prompt_tokens, completion.cached_tokens, _microseconds(started - self.started))
                 sampled += completion.tokens
-                left -= len(completion.tokens)
-                self._note_sampled(sampled, completion.weight_version, _seconds_since(started), retractions)
-            if not aborted or left == 0:
+                remaining -= len(completion.tokens)
+                self._update_turn(sampled, completion.weight_version, _seconds_since(started), retractions)
+            if not aborted or remaining == 0:
                 return sampled
         raise EngineAborted(
-            f"engine {completion.engine} aborted a turn of {self.session} {aborts} times, {len(sampled)} tokens into it"
+            f"engine {completion.engine} aborted a turn of {self.session} {aborts} times after {len(sampled)} tokens"
         )
 
     def _begin_turn(self, prompt_tokens: int, cached_tokens: int, began: float) -> None:
-        self.messages.append({})
+        self.messages.append({"role": "assistant", "content": ""})
         self.turns.append(
             {
+                "text": "",
                 "tool": None,
                 "arguments": {},
                 "parse_failure": None,
                 "observation": "",
                 "prompt_tokens": prompt_tokens,
+                "completion_tokens": 0,
                 "observation_tokens": 0,
                 "cached_tokens": cached_tokens,
+                "weight_version": "",
+                "generate_seconds": 0.0,
                 "tool_seconds": 0.0,
                 "began": began,
             }
         )
 
-    def _note_sampled(self, sampled: Sequence[int], weight_version: str, seconds: float, retractions: int) -> None:
-        """Write the turn down as far as it has come."""
+    def _update_turn(self, sampled: Sequence[int], weight_version: str, seconds: float, retractions: int) -> None:
+        """Record the turn as far as it has been sampled."""
         text = self.renderer.decode(sampled)
         self.messages[-1] = {"role": "assistant", "content": text}
         self.turns[-1].update(
@@ -291,44 +348,44 @@ class EpisodeRun:
         self.turns[-1].update(tool=parsed.name, arguments=dict(parsed.arguments))
         return tools.call(parsed)
 
-    def _refused(self, failure: ParseFailure) -> tuple[str, StopReason | None]:
+    def _record_parse_failure(self, failure: ParseFailure) -> tuple[str, StopReason | None]:
         self.parse_failures_in_a_row += 1
         self.turns[-1].update(parse_failure=failure.reason, observation=failure.reason)
-        most = self.limits.max_parse_failures
-        ended = most is not None and self.parse_failures_in_a_row >= most
+        limit = self.limits.max_parse_failures
+        ended = limit is not None and self.parse_failures_in_a_row >= limit
         return failure.reason, StopReason.PARSE_FAILURES if ended else None
 
-    async def _answered(self, answering: Awaitable[ToolResult]) -> tuple[str, StopReason | None]:
+    async def _record_result(self, pending: Awaitable[ToolResult]) -> tuple[str, StopReason | None]:
         started = time.perf_counter()
         try:
-            result = await answering
+            result = await pending
         finally:
             self.turns[-1]["tool_seconds"] = _seconds_since(started)
-        self.turns[-1]["observation"] = result.text
-        return result.text, StopReason.SUBMITTED if result.submitted else None
+        self.turns[-1]["observation"] = text = _checked_text(result)
+        return text, StopReason.SUBMITTED if result.submitted else None
 
     def _observe(self, text: str, sampled: Sequence[int]) -> StopReason | None:
-        """Append the observation, or end the episode where it leaves no room to answer it."""
+        """Append the observation; returns CONTEXT_FULL if no token is left to respond to it."""
         stop_included = bool(sampled) and sampled[-1] in self.renderer.stop_token_ids
-        text = self._remarked(text)
+        text = self._with_remark(text)
         tokens = self.renderer.observation(text, stop_included=stop_included)
         self.messages.append({"role": self.scaffold.observation_role or "tool", "content": text})
         self.turns[-1]["observation_tokens"] = len(tokens)
-        if len(tokens) >= self.transcript.room:
+        if len(tokens) >= self.transcript.remaining:
             return StopReason.CONTEXT_FULL
         self.transcript.observed(tokens)
         return None
 
-    def _remarked(self, text: str) -> str:
-        return self.scaffold.with_remark(text, len(self.turns), self.limits.max_turns)
+    def _with_remark(self, text: str) -> str:
+        return self.scaffold.with_turn_note(text, len(self.turns), self.limits.max_turns)
 
     async def _grade(self, episode: Episode) -> Grade:
         started = time.perf_counter()
         self.grade_began = round(started - self.started, 6)
-        async with bounded(self.rules.env.grading_limit, "grading"):
+        async with bounded(self.rules.env.grading_timeout, "grading"):
             grade = await episode.grade()
         self.grade_seconds = _seconds_since(started)
-        return grade
+        return _checked_grade(grade)
 
     def _trajectory(self, stop: StopReason, grade: Grade | None, error: Exception | None = None) -> Trajectory:
         tokens, loss_mask, logprobs, routing = self.transcript.arrays()
@@ -346,7 +403,7 @@ class EpisodeRun:
             messages=tuple(self.messages),
             versions=self.transcript.versions,
             patch=grade.patch if grade else "",
-            error=f"{type(error).__name__}: {error}" if error else "",
+            error=_describe_error(error, stop) if error else "",
             suspected_hack=tuple(grade.suspected_hack) if grade else (),
             seconds=_seconds_since(self.started),
             grade_seconds=self.grade_seconds,
@@ -359,11 +416,42 @@ class EpisodeRun:
         )
 
 
+def _checked_grade(grade: object) -> Grade:
+    """``grade`` with plain types. Raises TypeError or ValueError if records and the trainer cannot represent it."""
+    if not isinstance(grade, Grade):
+        raise TypeError(f"grade returned a {type(grade).__name__}, not a Grade")
+    reward = float(grade.reward)
+    if not math.isfinite(reward):
+        raise ValueError(f"grade returned the reward {reward}, which is not a finite number")
+    texts = (grade.patch, grade.log, *grade.suspected_hack, *grade.tests.keys(), *grade.tests.values())
+    if not all(isinstance(text, str) for text in texts):
+        raise TypeError("grade returned a Grade whose patch, log, tests or suspected_hack are not strings")
+    return replace(grade, reward=reward, resolved=bool(grade.resolved))
+
+
+def _checked_text(result: object) -> str:
+    """The text of a tool's ``result`` with encodable characters. Raises TypeError if it is not a ToolResult with
+    text."""
+    if not isinstance(result, ToolResult) or not isinstance(result.text, str):
+        raise TypeError(f"a tool returned a {type(result).__name__}, not a ToolResult with a text")
+    return result.text.encode(errors="replace").decode()
+
+
+def _describe_error(error: Exception, stop: StopReason) -> str:
+    """The error in one line. For an environment error also its location and, in further lines, its traceback."""
+    if stop is not StopReason.ENVIRONMENT_ERROR:
+        return f"{type(error).__name__}: {error}"
+    trace = traceback.TracebackException.from_exception(error, limit=-_MAX_FRAMES)
+    line = " ".join(f"{type(error).__name__}: {trace}".split())[:_MAX_LINE_CHARS]
+    location = f" ({trace.stack[-1].filename}:{trace.stack[-1].lineno})" if trace.stack else ""
+    return printable(f"{line}{location}\n{''.join(trace.format())}")
+
+
 def _seconds_since(started: float) -> float:
-    """By the clock of ``time.perf_counter``, in whole microseconds: further digits would only fill records."""
+    """Seconds since ``started`` (``time.perf_counter``), rounded to microseconds to keep records short."""
     return _microseconds(time.perf_counter() - started)
 
 
 def _microseconds(seconds: float) -> float:
-    """As ``round(seconds, 6)`` does, in a third of its time."""
+    """The same as ``round(seconds, 6)`` in a third of the time."""
     return round(seconds * 1e6) / 1e6

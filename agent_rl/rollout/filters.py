@@ -1,14 +1,14 @@
-"""Which trajectories and groups a step learns from, and what leaving out the others does to their lengths.
+"""Selects the trajectories and groups that a step learns from, and reports how the selection shifts their lengths.
 
-================ ============================================================ =================================
-filter           what is left out                                             source
-================ ============================================================ =================================
-dynamic sampling groups whose rewards are all equal; others are drawn instead DAPO, arXiv 2503.14476, section 3.2
-overlong         from the loss, trajectories cut at the end of the context    the same, section 3.4
-compact          from the loss, also those out of turns or out of time        DeepSWE, rLLM 2025
-================ ============================================================ =================================
+================ ================================================================= =================================
+filter           what it removes                                                   source
+================ ================================================================= =================================
+dynamic sampling groups whose rewards are all equal; other tasks are drawn instead DAPO, arXiv 2503.14476, section 3.2
+overlong         from the loss: trajectories truncated at the context limit        DAPO, section 3.4
+compact          from the loss: also those that hit the turn or time limit         DeepSWE, rLLM 2025
+================ ================================================================= =================================
 
-A trajectory left out of the loss still counts for its group's advantages. Infrastructure failures never get here.
+A trajectory removed from the loss still counts in its group's advantages. Infrastructure failures never get here.
 """
 
 from __future__ import annotations
@@ -32,19 +32,18 @@ _REPORT_DEVIATIONS = 3.0
 
 
 def masked_stops(kind: FilterKind) -> frozenset[StopReason]:
-    """The endings that a filter leaves out of the loss."""
+    """The stop reasons that a filter removes from the loss."""
     return _MASKED[kind]
 
 
-def contrasting(trajectories: Sequence[Trajectory]) -> bool:
-    """Whether the rewards differ: some solved and some not, where rewards are 0 and 1. Without that no trajectory has
-    an advantage over another."""
+def has_contrast(trajectories: Sequence[Trajectory]) -> bool:
+    """Whether the rewards differ. With equal rewards every advantage is 0."""
     return len({trajectory.reward for trajectory in trajectories}) > 1
 
 
 def teaches(group: Group, masked: Collection[StopReason] = ()) -> bool:
-    """Whether a loss over the group has any term: its rewards differ, and not all its trajectories are left out."""
-    return contrasting(group.trajectories) and any(_trained(trajectory, masked) for trajectory in group.trajectories)
+    """Whether the group contributes to the loss: its rewards differ, and at least one trajectory is trained on."""
+    return has_contrast(group.trajectories) and any(_trained(trajectory, masked) for trajectory in group.trajectories)
 
 
 def filter_metrics(
@@ -52,13 +51,13 @@ def filter_metrics(
 ) -> dict[str, float]:
     """``filter/*`` of one step; lengths are in sampled tokens.
 
-    ``length_ratio``: mean length of the trajectories trained on over that of all that were sampled, 1 where the filters
-    don't care for length (or nothing is trained on). ``discarded`` are whole groups; of ``kept`` ones the ``masked``
-    endings, and groups without contrast, are not trained on either.
+    ``length_ratio``: mean length of the trained trajectories divided by the mean of all sampled ones; 1 if nothing is
+    trained on. ``discarded`` are whole groups. Of ``kept`` groups, those with equal rewards and trajectories with a
+    ``masked`` stop reason are not trained on either.
     """
     everything = [t for group in (*kept, *discarded) for t in group.trajectories]
     trained = [
-        t for group in kept if contrasting(group.trajectories) for t in group.trajectories if _trained(t, masked)
+        t for group in kept if has_contrast(group.trajectories) for t in group.trajectories if _trained(t, masked)
     ]
     dropped = [t for group in discarded for t in group.trajectories]
     masks = [t for group in kept for t in group.trajectories if t.stop in masked]
@@ -78,8 +77,8 @@ def filter_metrics(
 
 
 def length_report(ratios: Sequence[float]) -> str | None:
-    """A line where filtering biases lengths: the steps' ``filter/length_ratio`` have a mean logarithm that is more than
-    three standard errors from 0; None where it has not, or there are too few steps to tell."""
+    """A line if filtering biases lengths: the mean logarithm of the steps' ``filter/length_ratio`` is more than 3
+    standard errors from 0. None otherwise, and for fewer than 5 steps."""
     logs = [math.log(ratio) for ratio in ratios if ratio > 0]
     if len(logs) < _REPORT_STEPS:
         return None
@@ -88,8 +87,8 @@ def length_report(ratios: Sequence[float]) -> str | None:
         return None
     low, high = (math.exp(mean + sign * _REPORT_DEVIATIONS * error) for sign in (-1, 1))
     return (
-        f"filters bias lengths: over {len(logs)} steps what is trained on is {math.exp(mean):.2f} times as long as "
-        f"what was sampled [{low:.2f}, {high:.2f}]; see filter/trained_tokens_* and filter/discarded_tokens_*"
+        f"filters bias lengths: over {len(logs)} steps trained trajectories are {math.exp(mean):.2f} times as long as "
+        f"sampled ones [{low:.2f}, {high:.2f}]; see filter/trained_tokens_* and filter/discarded_tokens_*"
     )
 
 

@@ -1,5 +1,5 @@
-"""Files that are only ever appended to, a frame in one write: length (4 bytes, little-endian), CRC-32 of the payload
-(4 bytes), payload. A kill tears at most the last frame; reading stops there."""
+"""Append-only files of frames. A frame is a length (4 bytes, little-endian), the payload's CRC-32 (4 bytes) and the
+payload. Each frame is one write, so a kill damages at most the last frame; reading stops there."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import IO
 _HEAD = struct.Struct("<II")
 
 
-def as_frame(payload: bytes) -> bytes:
-    """``payload`` as it is appended."""
+def encode_frame(payload: bytes) -> bytes:
+    """The frame that holds ``payload``."""
     return _HEAD.pack(len(payload), zlib.crc32(payload)) + payload
 
 
-def frames_of(file: IO[bytes]) -> Iterator[tuple[bytes, int]]:
-    """Every whole frame's payload, and where the frame ends; up to the first that is torn or damaged."""
+def read_frames(file: IO[bytes]) -> Iterator[tuple[bytes, int]]:
+    """``(payload, offset of the frame's end)`` for every complete frame, up to the first damaged one."""
     while len(head := file.read(_HEAD.size)) == _HEAD.size:
         length, checksum = _HEAD.unpack(head)
         payload = file.read(length)

@@ -1,4 +1,5 @@
-"""How an agent is told its tools: by the chat template where that speaks the format, else in the system prompt."""
+"""Builds the initial prompt. Tools are described by the chat template if it renders the format, else in the system
+message."""
 
 from __future__ import annotations
 
@@ -12,20 +13,23 @@ Messages = list[Mapping[str, str]]
 
 
 class Renderer(Protocol):
-    """Text to tokens and back, append-only; :class:`agent_rl.render.ChatRenderer` is the one for models."""
+    """Converts text to tokens and back, append-only. :class:`agent_rl.render.ChatRenderer` is the renderer for
+    models."""
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
         """Tokens that end a turn."""
         ...
 
-    def opening(self, messages: Sequence[Mapping[str, str]], tools: Sequence[Mapping[str, Any]] | None) -> list[int]:
-        """The tokens of the opening messages, up to where the agent's first turn begins."""
+    def initial_prompt(
+        self, messages: Sequence[Mapping[str, str]], tools: Sequence[Mapping[str, Any]] | None
+    ) -> list[int]:
+        """The tokens of ``messages`` up to the start of the agent's first turn."""
         ...
 
     def observation(self, text: str, *, stop_included: bool) -> list[int]:
-        """What stands between the last sampled token and the agent's next turn. ``stop_included``: whether that token
-        was a stop token, which is not to be repeated."""
+        """The tokens between the last sampled token and the agent's next turn. ``stop_included``: the last sampled
+        token is a stop token, so none is added."""
         ...
 
     def decode(self, tokens: TokenIds) -> str:
@@ -33,7 +37,7 @@ class Renderer(Protocol):
         ...
 
 
-def open_conversation(
+def build_initial_prompt(
     renderer: Renderer,
     fmt: ToolCallFormat,
     messages: Sequence[Mapping[str, str]],
@@ -41,18 +45,18 @@ def open_conversation(
     *,
     describe_tools: bool,
 ) -> tuple[Messages, list[int]]:
-    """The opening messages as the agent reads them, and their tokens.
+    """``(messages, tokens)`` of the initial prompt as the agent reads it.
 
-    Chat templates describe tools in the Hermes format only, and some ignore them: then, and for other formats, the
-    format's own description is appended to the system message. Where there are no tools nothing is described.
+    Chat templates describe tools only in the Hermes format, and some ignore tools. In those cases, and for other
+    formats, the format's own description is appended to the system message. Without tools nothing is described.
     """
-    plain = renderer.opening(messages, None)
+    plain = renderer.initial_prompt(messages, None)
     if not (describe_tools and schemas):
         return list(messages), plain
-    if fmt.name == "hermes" and (templated := renderer.opening(messages, schemas)) != plain:
+    if fmt.name == "hermes" and (templated := renderer.initial_prompt(messages, schemas)) != plain:
         return list(messages), templated
     described = _append_to_system(messages, fmt.describe(schemas))
-    return described, renderer.opening(described, None)
+    return described, renderer.initial_prompt(described, None)
 
 
 def _append_to_system(messages: Sequence[Mapping[str, str]], text: str) -> Messages:

@@ -1,4 +1,4 @@
-"""Bounded concurrency as an object: how many episodes are in flight, how many wait, and never more than the limit."""
+"""A concurrency limit that reports how many episodes run and how many wait."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from types import TracebackType
 
 
 class Limiter:
-    """``async with limiter:`` holds one of ``limit`` slots; waiters are served in the order they came."""
+    """``async with limiter:`` takes one of ``limit`` slots. Waiters get slots in the order they arrived."""
 
     def __init__(self, limit: int) -> None:
         if limit < 1:
-            raise ValueError(f"a limiter needs at least one slot, not {limit}")
+            raise ValueError(f"limit: {limit}, expected 1 or more")
         self.limit = limit
         self._slots = asyncio.Semaphore(limit)
-        self._held = 0
+        self._in_flight = 0
         self._waiting = 0
         self._peak = 0
 
     @property
     def in_flight(self) -> int:
-        return self._held
+        return self._in_flight
 
     @property
     def waiting(self) -> int:
@@ -28,7 +28,7 @@ class Limiter:
 
     @property
     def peak(self) -> int:
-        """The most slots that were ever held at once."""
+        """The largest number of slots in use at once."""
         return self._peak
 
     async def __aenter__(self) -> None:
@@ -37,11 +37,11 @@ class Limiter:
             await self._slots.acquire()
         finally:
             self._waiting -= 1
-        self._held += 1
-        self._peak = max(self._peak, self._held)
+        self._in_flight += 1
+        self._peak = max(self._peak, self._in_flight)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._held -= 1
+        self._in_flight -= 1
         self._slots.release()

@@ -1,4 +1,4 @@
-"""Metrics of one rollout: ``reward/*`` and ``rollout/*``, registered in agent_rl/monitoring/metrics.py."""
+"""Metrics of one rollout: ``reward/*``, ``rollout/*``, ``harness/*``, registered in agent_rl/monitoring/metrics.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from r3.routing import SpanKind
 
 
 def rollout_metrics(rollout: Rollout) -> dict[str, float]:
-    """The metrics of one global step's groups; empty where every group was dropped."""
+    """The metrics of one step's groups. If every group was dropped, only the failure counts."""
     trajectories = [trajectory for group in rollout.groups for trajectory in group.trajectories]
     failures = sum(g.infrastructure_failures for g in rollout.groups) + sum(len(d.errors) for d in rollout.dropped)
     metrics: dict[str, float] = {
@@ -30,7 +30,7 @@ def rollout_metrics(rollout: Rollout) -> dict[str, float]:
 
 
 def harness_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """``harness/*`` of the trajectories that an agent program drove; empty where none did."""
+    """``harness/*`` of trajectories driven by an agent program; empty if there are none."""
     if not trajectories:
         return {}
     shared = sum(branch.shared for trajectory in trajectories for branch in trajectory.branches)
@@ -46,13 +46,14 @@ def harness_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def missing_token_fraction(trajectories: Iterable[Trajectory]) -> float:
-    """Share of the tokens whose routes a trainer replays that the engine sent no routes of."""
+    """Share of the tokens replayed by the trainer for which the engine sent no routes."""
     counts = [(trajectory.routes_missing, trajectory.routes_needed) for trajectory in trajectories]
     return sum(missing for missing, _ in counts) / max(1, sum(needed for _, needed in counts))
 
 
 def recomputed_token_fraction(trajectories: Iterable[Trajectory]) -> float:
-    """Share of the sampled tokens whose rows are of a request that was retracted: perhaps not those sampled with."""
+    """Share of the sampled tokens whose rows belong to a retracted request and may differ from the rows used for
+    sampling."""
     rows = sampled = 0
     for trajectory in trajectories:
         sampled += trajectory.sampled_tokens
@@ -96,24 +97,24 @@ def _work_metrics(rollout: Rollout, trajectories: Sequence[Trajectory]) -> dict[
 
 
 def _speeds(trajectories: Sequence[Trajectory], seconds: float) -> dict[str, float]:
-    """Tokens a second of the episodes that were run in these ``seconds``; those of an earlier start were not."""
-    run = [trajectory for trajectory in trajectories if not trajectory.recovered]
-    recovered = {"time/rollout_recovered": 1 - len(run) / len(trajectories)} if len(run) < len(trajectories) else {}
-    if not run:
+    """Tokens per second over ``seconds`` of the episodes that this process ran; recovered episodes are excluded."""
+    fresh = [trajectory for trajectory in trajectories if not trajectory.recovered]
+    recovered = {"time/rollout_recovered": 1 - len(fresh) / len(trajectories)} if len(fresh) < len(trajectories) else {}
+    if not fresh:
         return recovered
     sampled = sum(
-        turn.completion_tokens for trajectory in run for turn in trajectory.turns[trajectory.replayed_turns :]
+        turn.completion_tokens for trajectory in fresh for turn in trajectory.turns[trajectory.replayed_turns :]
     )
     return recovered | {
-        "rollout/tokens_per_second": sum(trajectory.total_tokens for trajectory in run) / seconds,
+        "rollout/tokens_per_second": sum(trajectory.total_tokens for trajectory in fresh) / seconds,
         "rollout/sampled_tokens_per_second": sampled / seconds,
     }
 
 
 def reward_of(trajectory: Trajectory) -> float:
-    """The reward of a trajectory in a group. Raises ValueError where it has none: such a one must not get there."""
+    """The reward of a trajectory. Raises ValueError if it has none."""
     if trajectory.reward is None:
-        raise ValueError(f"a trajectory of {trajectory.task_id} ({trajectory.stop}) is in a group without a reward")
+        raise ValueError(f"task {trajectory.task_id}: a trajectory with stop reason {trajectory.stop} has no reward")
     return trajectory.reward
 
 

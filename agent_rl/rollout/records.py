@@ -1,19 +1,18 @@
-"""Trajectories on disk: ``trajectories/step-NNNNNN.*``, and an evaluation's ``evaluations/step-NNNNNN-sampled.*``.
+"""Trajectories on disk: ``trajectories/step-NNNNNN.*``, and ``evaluations/step-NNNNNN-sampled.*`` for evaluations.
 
 ::
 
-    <stem>.jsonl.zst           one row a trajectory: what a person reads (turns, times, tests, reward, ending,
-    training status) <stem>.safetensors         its arrays: <key>/tokens, loss_mask, logprobs, and routes (an
-    r3.archive) <stem>.train.safetensors   what the trainer saw of their tokens (agent_rl.rollout.token_details)
-    <stem>.index.json.zst      its row in a few numbers, for lists and filters (agent_rl.rollout.step_index)
+    <stem>.jsonl.zst           one row per trajectory, for people: turns, times, reward, status
+    <stem>.safetensors         its arrays: <key>/tokens, loss_mask, logprobs, routes (see r3.archive)
+    <stem>.train.safetensors   the trainer's per-token values (agent_rl.rollout.token_details)
+    <stem>.index.json.zst      the rows as a few numbers, for lists and filters (agent_rl.rollout.step_index)
 
-The arrays are in place before the rows are, so a step whose rows exist is whole; the sidecar comes last and can be made
-again of the rows. Log-probs are those of the sampled tokens alone, the mask is eight tokens a byte. A row's messages
-name the turn whose text they have, so nothing is written twice.
+Arrays are written before rows, so a step with rows is complete. The step index is written last and can be rebuilt from
+the rows. Log-probs are stored for sampled tokens only; the mask takes one bit per token. A message that repeats the
+text of a turn stores the number of the turn.
 
-One trajectory alone, as bytes (:func:`encode_trajectory`), is a safetensors file of the same arrays with the row as
-metadata. Rows say their ``format``: 2 (plain JSONL; whole arrays and messages; no times, tests or fates) is still read;
-any other is refused in a line, never guessed at.
+:func:`encode_trajectory` encodes one trajectory as a safetensors file of the same arrays with its row as metadata.
+Every row names its ``format``; any other format is refused.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +30,7 @@ from safetensors.numpy import load, save, save_file
 
 from agent_rl.errors import AgentRlError
 from agent_rl.rollout.jsonl_zst import SUFFIX, encode_rows, read_rows
-from agent_rl.rollout.step_index import sidecar_path, write_sidecar
+from agent_rl.rollout.step_index import step_index_path, write_step_index
 from agent_rl.rollout.token_details import Details, details_path, worst, write_details
 from agent_rl.types import (
     Branch,
@@ -44,23 +42,20 @@ from agent_rl.types import (
     Trajectory,
     Turn,
     VersionSpan,
-    append_version,
 )
 from agent_rl.utils.run_files import replacing, write_atomic
 from r3 import archive
 from r3.routing import Routing, RoutingError
 
 FORMAT = 3
-"""What is written. Rows of 2 did not say so at first; those of 1 had their routes as plain arrays."""
-_READ = (2, FORMAT)
 
 DIRECTORY = "trajectories"
 EVALUATIONS = "evaluations"
 LOG_CHARACTERS = 8192
-"""Of a test log its end is kept, so many characters."""
+"""Characters kept from the end of a test log."""
 _ALONE = "trajectory"
 _BROKEN = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError, SafetensorError)
-"""What reading a file raises that is damaged, or was never one of ours."""
+"""Exceptions raised while reading a file that is damaged or of another kind."""
 _PLAIN = ("task_id", "env", "reward", "resolved", "patch", "error", "seconds", "grade_seconds")
 _TIMES = ("began", "queue_seconds", "start_seconds", "grade_began")
 
@@ -70,28 +65,28 @@ def write_trajectories(
     step: int,
     groups: Sequence[Group],
     *,
-    verdicts: Sequence[TrainingDecision] = (),
+    decisions: Sequence[TrainingDecision] = (),
     details: Details | None = None,
     routes: bool = True,
 ) -> Path:
-    """:func:`write_records` of a global step."""
-    return write_records(step_stem(run_dir, step), groups, verdicts=verdicts, details=details, routes=routes)
+    """:func:`write_records` for a training step."""
+    return write_records(step_stem(run_dir, step), groups, decisions=decisions, details=details, routes=routes)
 
 
 def write_records(
     stem: Path,
     groups: Sequence[Group],
     *,
-    verdicts: Sequence[TrainingDecision] = (),
+    decisions: Sequence[TrainingDecision] = (),
     details: Details | None = None,
     routes: bool = True,
 ) -> Path:
-    """Write the trajectories of ``groups`` under ``stem`` and return the path of their rows.
+    """Write the trajectories of ``groups`` under ``stem``; returns the path of the rows.
 
-    ``verdicts``: one a trajectory, in the order of groups and members, or none at all; ``details``: what the trainer
-    saw of some, by their number in that order and their branch, None where nobody asked. ``routes`` False leaves the
-    routes out (they are most of the bytes). They are archived without their order within a row. Blocks on the disk:
-    call it in a thread from an event loop.
+    ``decisions``: one per trajectory in the order of groups and members, or empty. ``details``: the trainer's per-token
+    values by number of trajectory and branch; None if they were not recorded. ``routes`` False omits the routes, which
+    are most of the bytes. Routes are archived without their order within a row. Blocks on disk I/O: call it in a
+    thread.
     """
     members = [(index, group, t) for index, group in enumerate(groups) for t in group.trajectories]
     arrays: dict[str, NDArray] = {}
@@ -101,32 +96,33 @@ def write_records(
         arrays |= _arrays(key, trajectory, routes)
         rows.append(
             {
-                **_described(trajectory, key, routes),
+                **_row_fields(trajectory, key, routes),
                 "group": {"index": index, "infrastructure_failures": group.infrastructure_failures},
-                **asdict(verdicts[number] if verdicts else TrainingDecision(None)),
-                **_worst([detail for (of, _), detail in (details or {}).items() if of == number]),
+                **asdict(decisions[number] if decisions else TrainingDecision(None)),
+                **_worst([detail for (owner, _), detail in (details or {}).items() if owner == number]),
             }
         )
     path = stem.with_name(stem.name + SUFFIX)
-    encoded, places = encode_rows(rows)
-    _forget_rows(stem)  # rows that were written before must not be read with the new arrays
+    encoded, positions = encode_rows(rows)
+    _remove_rows(stem)  # old rows must not be read with the new arrays
     _save_arrays(arrays_path(path), arrays)
     if details is not None:
         write_details(stem, details, groups)
     write_atomic(path, encoded)
-    write_sidecar(stem, rows, places)
+    write_step_index(stem, rows, positions)
     return path
 
 
 def encode_trajectory(trajectory: Trajectory) -> bytes:
-    """``trajectory`` with all its arrays, for :func:`decode_trajectory`. Here its routes keep their order within a row:
-    a trainer that replays them then computes the same bits."""
-    row = _described(trajectory, _ALONE, True)
+    """``trajectory`` with all arrays, for :func:`decode_trajectory`. Routes keep their order within a row, so that a
+    trainer that replays them computes the same bits."""
+    row = _row_fields(trajectory, _ALONE, True)
     return save(_arrays(_ALONE, trajectory, True, keep_order=True), metadata={"row": json.dumps(row)})
 
 
 def decode_trajectory(data: bytes, where: str) -> Trajectory:
-    """What :func:`encode_trajectory` made ``data`` of. Raises AgentRlError naming ``where`` on anything else."""
+    """The trajectory in ``data`` (see :func:`encode_trajectory`). Raises AgentRlError that names ``where`` for
+    anything else."""
     row = row_of_encoded(data, where)
     try:
         arrays = load(data)
@@ -136,8 +132,7 @@ def decode_trajectory(data: bytes, where: str) -> Trajectory:
 
 
 def row_of_encoded(data: bytes, where: str) -> dict[str, Any]:
-    """The row of what :func:`encode_trajectory` made ``data`` of, without its arrays. Raises as
-    :func:`decode_trajectory`."""
+    """The row of an encoded trajectory, without its arrays. Raises the same errors as :func:`decode_trajectory`."""
     try:
         length = int.from_bytes(data[:8], "little")
         row = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["row"])
@@ -149,17 +144,16 @@ def row_of_encoded(data: bytes, where: str) -> dict[str, Any]:
 
 
 def read_trajectories(run_dir: Path, step: int) -> tuple[Group, ...]:
-    """The groups of ``step`` as they were written. Raises AgentRlError where rows or arrays are absent, are of a format
-    that this version does not read, or routes were damaged."""
+    """The groups of ``step``, in order. Raises AgentRlError for missing or damaged files."""
     path = trajectories_path(run_dir, step)
     for file in (path, arrays_path(path)):
         if not file.is_file():
-            raise AgentRlError(f"{file}: no trajectories of step {step} there")
+            raise AgentRlError(f"{file}: no trajectories of step {step}")
     return read_groups(path)
 
 
 def read_groups(path: Path) -> tuple[Group, ...]:
-    """The groups whose rows ``path`` holds, with the arrays beside it. Raises as :func:`read_trajectories`."""
+    """The groups in ``path``, with the arrays beside it. Raises the same errors as :func:`read_trajectories`."""
     members: dict[int, list[Trajectory]] = {}
     failures: dict[int, int] = {}
     tasks: dict[int, str] = {}
@@ -171,40 +165,39 @@ def read_groups(path: Path) -> tuple[Group, ...]:
                 members.setdefault(index, []).append(trajectory)
                 failures[index], tasks[index] = int(row["group"]["infrastructure_failures"]), row["task_id"]
     except _BROKEN as error:
-        raise AgentRlError(f"{path}: not trajectories that this version reads: {_why(error)}") from error
+        raise AgentRlError(f"{path}: damaged trajectories: {_why(error)}") from error
     return tuple(Group(tasks[index], tuple(members[index]), failures[index]) for index in members)
 
 
 def steps_on_disk(run_dir: Path) -> list[int]:
     """The steps that have trajectories, in order."""
-    files = chain.from_iterable((run_dir / DIRECTORY).glob(f"step-*{suffix}") for suffix in (SUFFIX, ".jsonl"))
-    return sorted({int(path.name.split(".")[0].removeprefix("step-")) for path in files})
+    files = (run_dir / DIRECTORY).glob(f"step-*{SUFFIX}")
+    return sorted(int(path.name.split(".")[0].removeprefix("step-")) for path in files)
 
 
 def step_stem(run_dir: Path, step: int) -> Path:
-    """What the names of a step's files begin with."""
+    """Path prefix of a step's files."""
     return run_dir / DIRECTORY / f"step-{step:06d}"
 
 
 def evaluation_stem(run_dir: Path, key: str) -> Path:
-    """What the names of the files of evaluation ``key``, ``step-20/sampled``, begin with."""
+    """Path prefix of the files of evaluation ``key``, e.g. ``step-20/sampled``."""
     step, _, decoding = key.partition("/")
     return run_dir / EVALUATIONS / f"step-{int(step.removeprefix('step-')):06d}-{decoding}"
 
 
 def trajectories_path(run_dir: Path, step: int) -> Path:
-    """The rows of ``step``, whether or not they are there."""
+    """Path of the rows of ``step``; the file may not exist."""
     return rows_path(step_stem(run_dir, step))
 
 
 def rows_path(stem: Path) -> Path:
-    """The rows under ``stem``: those of format 2 where there are no others."""
-    path, plain = stem.with_name(stem.name + SUFFIX), stem.with_name(stem.name + ".jsonl")
-    return plain if plain.exists() and not path.exists() else path
+    """Path of the rows under ``stem``."""
+    return stem.with_name(stem.name + SUFFIX)
 
 
 def read_arrays(path: Path, names: Sequence[str]) -> dict[str, NDArray]:
-    """Arrays of the file ``path`` by name. Raises AgentRlError where the file is damaged or lacks one."""
+    """Arrays of the file ``path`` by name. Raises AgentRlError if the file is damaged or an array is missing."""
     try:
         with safe_open(path, framework="numpy") as tensors:
             return {name: tensors.get_tensor(name) for name in names}
@@ -213,33 +206,33 @@ def read_arrays(path: Path, names: Sequence[str]) -> dict[str, NDArray]:
 
 
 def arrays_path(rows: Path) -> Path:
-    """The arrays of the rows in ``rows``."""
-    return rows.with_name(rows.name.removesuffix(".zst").removesuffix(".jsonl") + ".safetensors")
+    """Path of the arrays that belong to ``rows``."""
+    return rows.with_name(rows.name.removesuffix(SUFFIX) + ".safetensors")
 
 
-def messages_of(row: Mapping[str, Any]) -> list[dict[str, str]]:
-    """The messages of a row, whole. Raises what reading a damaged row raises."""
+def row_messages(row: Mapping[str, Any]) -> list[dict[str, str]]:
+    """The messages of a row with their full text. Raises the errors in :data:`_BROKEN` for a damaged row."""
     turns = row["turns"]
-    return [_unfolded(message, turns) for message in row["messages"]]
+    return [_unfold_message(message, turns) for message in row["messages"]]
 
 
 def _worst(details: Sequence[TokenDetail]) -> dict[str, float | None]:
-    """The largest gaps of a trajectory's branches."""
+    """The largest gaps over a trajectory's branches."""
     return {
         f"worst_{name}": max(
-            (far for detail in details if (far := worst(getattr(detail, name))) is not None), default=None
+            (gap for detail in details if (gap := worst(getattr(detail, name))) is not None), default=None
         )
         for name in ("gap", "gap_without_replay")
     }
 
 
-def _forget_rows(stem: Path) -> None:
-    for path in (rows_path(stem), stem.with_name(stem.name + ".jsonl"), sidecar_path(stem), details_path(stem)):
+def _remove_rows(stem: Path) -> None:
+    for path in (rows_path(stem), step_index_path(stem), details_path(stem)):
         path.unlink(missing_ok=True)
 
 
-def _described(trajectory: Trajectory, key: str, routes: bool) -> dict[str, Any]:
-    """All of a trajectory but its arrays, which are named ``<key>/<what>``."""
+def _row_fields(trajectory: Trajectory, key: str, routes: bool) -> dict[str, Any]:
+    """All fields of a trajectory except its arrays, which are stored as ``<key>/<name>``."""
     return {
         "format": FORMAT,
         **{name: getattr(trajectory, name) for name in (*_PLAIN, *_TIMES)},
@@ -249,14 +242,16 @@ def _described(trajectory: Trajectory, key: str, routes: bool) -> dict[str, Any]
         "tests": dict(trajectory.tests),
         "test_log": trajectory.test_log[-LOG_CHARACTERS:],
         "turns": [asdict(turn) for turn in trajectory.turns],
-        "messages": folded([dict(m) for m in trajectory.messages], [(t.text, t.observation) for t in trajectory.turns]),
-        "branches": [_branch(branch, routes) for branch in trajectory.branches],
+        "messages": fold_messages(
+            [dict(m) for m in trajectory.messages], [(t.text, t.observation) for t in trajectory.turns]
+        ),
+        "branches": [_branch_fields(branch, routes) for branch in trajectory.branches],
         "harness": dict(trajectory.harness),
         "arrays": {"key": key, "tokens": len(trajectory.tokens), "routes": routes and trajectory.routing is not None},
     }
 
 
-def _branch(branch: Branch, routes: bool) -> dict[str, Any]:
+def _branch_fields(branch: Branch, routes: bool) -> dict[str, Any]:
     return {
         "parent": branch.parent,
         "shared": branch.shared,
@@ -268,23 +263,23 @@ def _branch(branch: Branch, routes: bool) -> dict[str, Any]:
     }
 
 
-def folded(messages: Sequence[dict[str, Any]], turns: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
-    """The messages; the content of one that only repeats a turn, of a text and an observation, is that turn's number
-    (``{"turn": 0}``, or ``{"observed": 0, "rest": "what follows the observation"}``)."""
-    at, result = -1, list[dict[str, Any]]()
+def fold_messages(messages: Sequence[dict[str, Any]], turns: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
+    """``messages`` with repeated text replaced. ``turns`` are (text, observation) pairs. The content of a message
+    that repeats a turn becomes ``{"turn": 0}``, or ``{"observed": 0, "rest": "text after the observation"}``."""
+    current, result = -1, list[dict[str, Any]]()
     for message in messages:
         content: Any = message["content"]
-        answer = message["role"] == "assistant"
-        if answer and at + 1 < len(turns) and content == turns[at + 1][0]:
-            at += 1
-            content = {"turn": at}
-        elif at >= 0 and not answer and isinstance(content, str) and content.startswith(turns[at][1]):
-            content = {"observed": at, "rest": content[len(turns[at][1]) :]}
+        is_reply = message["role"] == "assistant"
+        if is_reply and current + 1 < len(turns) and content == turns[current + 1][0]:
+            current += 1
+            content = {"turn": current}
+        elif current >= 0 and not is_reply and isinstance(content, str) and content.startswith(turns[current][1]):
+            content = {"observed": current, "rest": content[len(turns[current][1]) :]}
         result.append({**message, "content": content})
     return result
 
 
-def _unfolded(message: Mapping[str, Any], turns: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+def _unfold_message(message: Mapping[str, Any], turns: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     content = message["content"]
     if isinstance(content, Mapping):
         if "turn" in content:
@@ -294,100 +289,81 @@ def _unfolded(message: Mapping[str, Any], turns: Sequence[Mapping[str, Any]]) ->
 
 
 def branch_key(key: str, branch: int) -> str:
-    """What the names of a branch's arrays begin with; the first branch's begin with the row's key alone."""
+    """Name prefix of a branch's arrays; the first branch uses the row's key."""
     return f"{key}.{branch}" if branch else key
 
 
 def _arrays(key: str, trajectory: Trajectory, routes: bool, *, keep_order: bool = False) -> dict[str, NDArray]:
     arrays: dict[str, NDArray] = {}
     for number, branch in enumerate(trajectory.branches):
-        own = branch_key(key, number)
-        arrays[f"{own}/tokens"] = branch.tokens
-        arrays[f"{own}/loss_mask"] = np.packbits(branch.loss_mask)
-        arrays[f"{own}/logprobs"] = branch.logprobs[branch.loss_mask]
+        prefix = branch_key(key, number)
+        arrays[f"{prefix}/tokens"] = branch.tokens
+        arrays[f"{prefix}/loss_mask"] = np.packbits(branch.loss_mask)
+        arrays[f"{prefix}/logprobs"] = branch.logprobs[branch.loss_mask]
         if routes and branch.routing is not None:
             encoded = archive.encode(branch.routing, keep_order=keep_order)
-            arrays[f"{own}/routes"] = np.frombuffer(encoded, np.uint8)
-    # safetensors writes an array's buffer as it lies in memory, strides ignored.
+            arrays[f"{prefix}/routes"] = np.frombuffer(encoded, np.uint8)
+    # safetensors writes an array's buffer and ignores its strides.
     return {name: np.ascontiguousarray(array) for name, array in arrays.items()}
 
 
 def _save_arrays(path: Path, arrays: Mapping[str, NDArray]) -> None:
-    """As write_atomic, without the bytes of a whole step in memory a second time."""
+    """Like write_atomic, but without a second copy of the step's bytes in memory."""
     with replacing(path) as temporary:
         save_file(dict(arrays), temporary)
 
 
 def read_trajectory(row: Mapping[str, Any], array: Callable[[str], NDArray], where: str) -> Trajectory:
-    """The trajectory of ``row``; ``array`` gives its arrays by name. Raises AgentRlError naming ``where``."""
+    """The trajectory of ``row``; ``array`` returns its arrays by name. Raises AgentRlError that names ``where``."""
     try:
-        found = row.get("format", 2 if "routes" in row.get("arrays", ()) else 1)
-        if found not in _READ:
-            raise AgentRlError(
-                f"{where}: written in format {found} of trajectories; this version reads formats 2 and {FORMAT}"
-            )
-        later = {name: row[name] for name in (*_TIMES, "tests", "test_log", "harness")} if found == FORMAT else {}
-        first, *further = (read_branch(row, number, array) for number in range(len(row.get("branches", [None]))))
+        if row.get("format") != FORMAT:
+            raise AgentRlError(f"{where}: trajectory format {row.get('format')!r}, expected {FORMAT}")
+        first, *further = (read_branch(row, number, array) for number in range(len(row["branches"])))
         return Trajectory(
-            **{name: row[name] for name in _PLAIN},
-            **later,
+            **{name: row[name] for name in (*_PLAIN, *_TIMES, "tests", "test_log", "harness")},
             tokens=first.tokens,
             loss_mask=first.loss_mask,
             logprobs=first.logprobs,
             routing=first.routing,
             stop=StopReason(row["stop"]),
             turns=tuple(Turn(**turn) for turn in row["turns"]),
-            messages=tuple(messages_of(row)),
+            messages=tuple(row_messages(row)),
             versions=first.versions,
             suspected_hack=tuple(row["suspected_hack"]),
             further=tuple(further),
         )
     except _BROKEN as error:
-        raise AgentRlError(f"{where}: not a trajectory that this version reads: {_why(error)}") from error
+        raise AgentRlError(f"{where}: damaged trajectory: {_why(error)}") from error
 
 
 def read_branch(row: Mapping[str, Any], number: int, array: Callable[[str], NDArray], *, routes: bool = True) -> Branch:
-    """One branch of ``row``; without ``routes`` they are not read. Raises what reading a damaged file raises."""
+    """One branch of ``row``; ``routes`` False skips its routes. Raises the errors in :data:`_BROKEN` for a damaged
+    file."""
     key = branch_key(row["arrays"]["key"], number)
     tokens, loss_mask, logprobs = (array(f"{key}/{name}") for name in ("tokens", "loss_mask", "logprobs"))
-    if row.get("format") == FORMAT:
-        loss_mask = np.unpackbits(loss_mask, count=len(tokens)).view(np.bool_)
-        logprobs = _spread(logprobs, loss_mask)
-    own = row.get("branches", [None])[number] or {"routes": row["arrays"]["routes"]}
+    loss_mask = np.unpackbits(loss_mask, count=len(tokens)).view(np.bool_)
+    fields = row["branches"][number]
     return Branch(
         tokens,
         loss_mask,
-        logprobs,
-        _routing(key, array) if routes and own["routes"] else None,
-        _versions(own, row),
-        own.get("parent"),
-        own.get("shared", 0),
-        BranchCause(own.get("cause", BranchCause.START)),
+        _scatter(logprobs, loss_mask),
+        _routing(key, array) if routes and fields["routes"] else None,
+        tuple(VersionSpan(int(start), int(stop), str(version)) for start, stop, version in fields["versions"]),
+        fields["parent"],
+        fields["shared"],
+        BranchCause(fields["cause"]),
     )
 
 
-def _spread(values: NDArray[np.float32], mask: NDArray[np.bool_]) -> NDArray[np.float32]:
-    whole = np.zeros(len(mask), np.float32)
-    whole[mask] = values
-    return whole
-
-
-def _versions(branch: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[VersionSpan, ...]:
-    """The versions of a branch. Rows of format 2 name them without their places: those of several are the turns'."""
-    if "versions" in branch:
-        return tuple(VersionSpan(int(start), int(stop), str(version)) for start, stop, version in branch["versions"])
-    named, tokens = row["weight_versions"], int(row["arrays"]["tokens"])
-    if len(named) == 1:
-        return (VersionSpan(0, tokens, str(named[0])),)
-    spans: list[VersionSpan] = []
-    for turn in row["turns"]:
-        start = turn["prompt_tokens"]
-        append_version(spans, VersionSpan(start, start + turn["completion_tokens"], turn["weight_version"]))
-    return tuple(spans)
+def _scatter(values: NDArray[np.float32], mask: NDArray[np.bool_]) -> NDArray[np.float32]:
+    """``[len(mask)]``: ``values`` where ``mask`` is True, else 0."""
+    scattered = np.zeros(len(mask), np.float32)
+    scattered[mask] = values
+    return scattered
 
 
 def _why(error: Exception) -> str:
-    return f"it has no {error}" if isinstance(error, KeyError) else str(error)
+    return f"missing key {error}" if isinstance(error, KeyError) else str(error)
 
 
 def _routing(key: str, array: Callable[[str], NDArray]) -> Routing:

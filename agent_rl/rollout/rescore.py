@@ -1,14 +1,14 @@
-"""Old log-probs from the engine itself: each finished trajectory evaluated again ``n`` times, their mean taken.
+"""Old log-probs from the engine: every finished trajectory is evaluated again ``n`` times and the mean is used.
 
-KwaiKAT's ``mean_8`` (KAT-Coder-Pro V1, kwaikat.github.io/kwaikat-blog/posts/katcoder_1201): what an engine says of a
-token is its policy plus noise, of precision, atomics and the kernels chosen for a batch's shape, and the ratio inherits
-that noise. The mean of n evaluations has 1 / n of its variance.
+This is KwaiKAT's ``mean_8`` (KAT-Coder-Pro V1, kwaikat.github.io/kwaikat-blog/posts/katcoder_1201). A log-prob from the
+engine is the policy's plus noise from precision, atomics and the kernels chosen for a batch's shape, and the ratio
+inherits that noise. The mean of n evaluations has 1 / n of its variance.
 
-The mean is of log-probs, not of probabilities. The noise is added to logits, so in log-probs it has mean 0, while the
-log of a mean of probabilities lies about half the noise's variance above; and the loss takes log-probs.
+The mean is taken of log-probs, not of probabilities. The noise is additive in logits, so it has mean 0 in log-probs,
+while the log of a mean probability is biased upwards by about half the noise's variance. The loss uses log-probs.
 
-An evaluation starts when the one before is done, so that each meets the batch of its moment: together they would be
-batched with each other, and agree for no other reason than that.
+Each evaluation starts after the previous one has finished, so that they run in different batches. Evaluations batched
+together would have correlated noise.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from agent_rl.types import Branch, Rescored, StopReason, Trajectory
 
 
 class Rescorer:
-    """Gives a finished trajectory back ``rescored``; at most ``limiter.limit`` evaluations are in flight.
+    """Returns a finished trajectory with ``rescored`` set. At most ``limiter.limit`` evaluations are in flight.
 
-    One that sampled nothing, or that ended in a way that is ``skipped`` (the loss leaves it out), is given back as it
-    is. Raises EngineError where an evaluation failed past the engine's own retries, or was made with other weights than
-    sampled the trajectory: that is the engine's failure and says nothing about the policy. ``failed`` counts those.
+    A trajectory without sampled tokens, or with a stop reason in ``skipped`` (excluded from the loss), is returned
+    unchanged. Raises EngineError if an evaluation failed past the engine's retries, or ran with other weights than the
+    trajectory's. ``failed`` counts these errors.
     """
 
     def __init__(self, engine: Scorer, *, n: int, limiter: Limiter, skipped: Collection[StopReason] = ()) -> None:
@@ -51,7 +51,7 @@ class Rescorer:
         return replace(trajectory, rescored=Rescored(np.stack(values), time.perf_counter() - started))
 
     async def _evaluate_all(self, trajectory: Trajectory, number: int) -> NDArray[np.float32]:
-        """One evaluation of every branch, one behind another."""
+        """One evaluation of all branches, one after another."""
         session = f"rescore-{trajectory.task_id}-{number}"
         return np.concatenate([await self._evaluate(branch, session) for branch in trajectory.branches])
 
@@ -63,18 +63,18 @@ class Rescorer:
         if branch.weight_versions != (scores.weight_version,):
             sampled_with = ", ".join(branch.weight_versions)
             raise EngineRejected(
-                f"{session}: a trajectory was sampled with weights {sampled_with} and the engine has "
-                f"{scores.weight_version} now: its old log-probs cannot be had any more"
+                f"{session}: the trajectory was sampled with weights {sampled_with}, but the engine now has "
+                f"{scores.weight_version}: its old log-probs cannot be computed"
             )
         return np.asarray(scores.logprobs, np.float32)[branch.loss_mask]
 
 
 def rescore_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """``old_logprob/*`` of those among ``trajectories`` that were rescored; empty where none was.
+    """``old_logprob/*`` of the rescored ``trajectories``; empty if there are none.
 
-    ``variance``: a token's unbiased variance over the n evaluations, the mean over sampled tokens and the largest; of
-    one evaluation, so the mean used has 1 / n of it. ``spread_fraction``: share of tokens whose evaluations differ at
-    all. Both only for n > 1. ``rollout_abs_diff``: mean distance of the mean from the log-prob sampled with, in nats.
+    ``variance``: the unbiased variance of a token's n evaluations, as mean and maximum over sampled tokens; the mean
+    that is used has 1 / n of it. ``spread_fraction``: share of tokens whose evaluations differ. Both only for n > 1.
+    ``rollout_abs_diff``: mean distance of the rescored mean from the sampled log-prob, in nats.
     """
     pairs = [(trajectory, trajectory.rescored) for trajectory in trajectories if trajectory.rescored is not None]
     if not pairs:

@@ -1,16 +1,16 @@
-"""A running engine's routes asked for again: what the rows are now that a trajectory was sampled with.
+"""Audits a running engine: requests the routes of a finished trajectory cached_run and compares them.
 
 ::
 
-    a finished trajectory, one in a hundred ──┬── its prompt as it stands    rows out of the prefix cache: the same rows
-                                              └── the same, no cache used    rows of a prefill: the same up to rounding
+    1 % of finished trajectories ──┬── the same prompt                  rows from the prefix cache: equal rows
+                                   └── the same prompt without cache    rows of a prefill: equal up to rounding
 
-The probe asks an engine that does nothing else, once. What goes wrong only under load, or after hours, shows here:
-slots of the route buffer that were given to another request, rows of a graph or a rank that captures nothing. A row
-that is wrong in the same way each time it is computed does not show.
+The probe tests an idle engine once. The audit detects errors that occur only under load or after hours: slots of the
+route buffer reused by another request, or rows of a CUDA graph or rank that captures nothing. It does not detect a row
+that is wrong in the same way each time.
 
-Rows out of the cache may be a sibling's, where several sampled the same tokens at once: those differ by rounding too.
-What another engine or other weights computed, and what was computed again after a retraction, is not compared.
+Rows from the cache may belong to a sibling that sampled the same tokens at the same time; they differ by rounding. Rows
+computed by another engine, with other weights or after a retraction are not compared.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _COMPARED = (SpanKind.SAMPLED, SpanKind.PREFILLED)
 
 
 class Prefiller(Protocol):
-    """Computes a sequence whose every token is given."""
+    """Computes a sequence of given tokens."""
 
     async def prefill(self, tokens: TokenIds, *, session: str, afresh: bool) -> Completion:
-        """The routes of ``tokens`` (a token is sampled after them); ``afresh`` takes no prefix from the cache.
+        """The routes of ``tokens`` (one token is sampled after them). ``afresh`` uses no cached prefix.
 
         Raises one of :mod:`agent_rl.errors`' engine errors once the retry budget is spent.
         """
@@ -43,59 +43,59 @@ class Prefiller(Protocol):
 
 
 class Auditor:
-    """Gives a ``share`` of finished trajectories back with their ``audit``, the others as they are.
+    """Returns a ``share`` of the finished trajectories with ``audit`` set, the others unchanged.
 
-    Where the engine fails meanwhile there is no audit, and nothing is lost. ``chance`` gives numbers in [0, 1).
+    If the engine fails, the trajectory is returned without an audit. ``chance`` returns numbers in [0, 1).
     """
 
     def __init__(self, engine: Prefiller, share: float, *, chance: Callable[[], float] = random.random) -> None:
         self._engine, self._share, self._chance = engine, share, chance
 
     async def __call__(self, trajectory: Trajectory, session: str) -> Trajectory:
-        """``session`` is the one that sampled it, so that the engine asked is the one that answered then."""
-        held = trajectory.routing
-        if held is None or trajectory.stop.infrastructure or self._chance() >= self._share:
+        """``session`` is the session that sampled the trajectory, so that the same engine is used."""
+        routing = trajectory.routing
+        if routing is None or trajectory.stop.infrastructure or self._chance() >= self._share:
             return trajectory
         tokens = trajectory.tokens.tolist()
         try:
-            again = await self._engine.prefill(tokens, session=session, afresh=False)
+            cached_run = await self._engine.prefill(tokens, session=session, afresh=False)
             afresh = await self._engine.prefill(tokens, session=session, afresh=True)
         except EngineError:
             return trajectory
-        return replace(trajectory, audit=await asyncio.to_thread(compare, held, again, afresh))
+        return replace(trajectory, audit=await asyncio.to_thread(compare, routing, cached_run, afresh))
 
 
-def compare(held: Routing, again: Completion, afresh: Completion) -> RouteAudit:
-    """``held`` are a trajectory's rows; ``again`` what its tokens give now, ``afresh`` the same without a cache."""
-    cached = _differing(held, again, 0, again.cached_tokens)
-    prefilled = _differing(held, afresh, afresh.cached_tokens, held.tokens)
+def compare(routing: Routing, cached_run: Completion, afresh: Completion) -> RouteAudit:
+    """Compare a trajectory's ``routing`` with a run that may use the prefix cache and a run without cache."""
+    cached = _differing(routing, cached_run, 0, cached_run.cached_tokens)
+    prefilled = _differing(routing, afresh, afresh.cached_tokens, routing.tokens)
     return RouteAudit(cached.size, int(cached.sum()), prefilled.size, int(prefilled.sum()))
 
 
-def _differing(held: Routing, answer: Completion, start: int, stop: int) -> NDArray[np.bool_]:
-    """``[compared rows, moe_layers]``: which of the sets in rows ``[start, stop)`` differ."""
-    if answer.routing is None or answer.retractions:
-        return np.zeros((0, held.moe_layers), np.bool_)
-    rows = _comparable(held, answer)[: answer.routing.tokens]
+def _differing(routing: Routing, completion: Completion, start: int, stop: int) -> NDArray[np.bool_]:
+    """``[compared rows, moe_layers]``: which expert sets in rows ``[start, stop)`` differ."""
+    if completion.routing is None or completion.retractions:
+        return np.zeros((0, routing.moe_layers), np.bool_)
+    rows = _comparable(routing, completion)[: completion.routing.tokens]
     rows[:start] = rows[stop:] = False
     (chosen,) = rows.nonzero()
-    mine, now = held.experts[chosen], answer.routing.experts[chosen]
+    mine, now = routing.experts[chosen], completion.routing.experts[chosen]
     differ = (mine != now).any(axis=2)
     differ[differ] = (np.sort(mine[differ], axis=1) != np.sort(now[differ], axis=1)).any(axis=1)
     return differ
 
 
-def _comparable(held: Routing, answer: Completion) -> NDArray[np.bool_]:
-    """``[tokens]``: the rows that the engine of ``answer`` computed with the weights that it has now."""
-    rows = np.zeros(held.tokens, np.bool_)
-    for span in held.spans:
-        same = (span.engine, span.weight_version) == (answer.engine, answer.weight_version)
+def _comparable(routing: Routing, completion: Completion) -> NDArray[np.bool_]:
+    """``[tokens]``: the rows that the engine of ``completion`` computed with its present weights."""
+    rows = np.zeros(routing.tokens, np.bool_)
+    for span in routing.spans:
+        same = (span.engine, span.weight_version) == (completion.engine, completion.weight_version)
         rows[span.start : span.stop] = same and span.kind in _COMPARED
     return rows
 
 
 def audit_metrics(trajectories: Iterable[Trajectory]) -> dict[str, float]:
-    """``r3/audit_*`` of those among ``trajectories`` that were audited; empty where none was."""
+    """``r3/audit_*`` of the audited ``trajectories``; empty if there are none."""
     audits = [trajectory.audit for trajectory in trajectories if trajectory.audit is not None]
     if not audits:
         return {}

@@ -1,9 +1,8 @@
-"""Policies without a model (gold, no-op, a recorded run) driven through the same episode loop as a model's.
+"""Policies without a model (gold, no-op, a recorded run) that run through the same episode loop as a model.
 
-A solver is a list of tool calls a task, or of recorded turns. They are written in a real tool-call format, turned into
-tokens (UTF-8 bytes), "sampled" by a scripted engine, parsed, and run by the environment's own tools in its own sandbox;
-then the episode is graded. So a gold solver that fails means a fault of the environment, the tools, the sandbox or the
-grading.
+A solver returns the tool calls or recorded turns for a task. They are written in a tool-call format, encoded as tokens
+(UTF-8 bytes), "sampled" by a scripted engine, parsed, and executed by the environment's tools in its sandbox; then the
+episode is graded. So a failing gold solver means a fault in the environment, the tools, the sandbox or the grading.
 """
 
 from __future__ import annotations
@@ -15,42 +14,42 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from agent_rl.config import OWN_SCAFFOLD
+from agent_rl.config import DEFAULT_SCAFFOLD
 from agent_rl.engine.scripted import ScriptedEngine
 from agent_rl.errors import AgentRlError, UserError
 from agent_rl.rollout.episode import EpisodeRules, run_episode
 from agent_rl.rollout.group import EpisodeRunner
 from agent_rl.rollout.jsonl_zst import read_rows
 from agent_rl.types import TokenIds, Trajectory
-from envs import Environment, HasScaffold, Scaffold, Solvable, Task, find_scaffold
+from envs import Environment, HasScaffold, Scaffold, Solvable, Task, load_scaffold
 from tools import ToolCall
 from tools.formats import tool_format
 
 Solver = Callable[[Environment, Task], Sequence[ToolCall | str]]
-"""The turns that a task is answered with: calls, or text that is written as it stands."""
+"""The turns for a task: calls, or literal text."""
 
 PATCH_CHUNK = 90_000
-"""Base64 characters a call: Linux takes at most 128 KiB in one argument of a command."""
+"""Base64 characters per call: Linux allows at most 128 KiB in one command argument."""
 
 _PATCH_FILE = ".git/solver-patch.b64"
 
 
 def noop(env: Environment, task: Task) -> Sequence[ToolCall]:
-    """Submits at once: what a task's tests must not accept."""
+    """Submit at once: a task's tests must reject this."""
     return [_scaffold(env).submit]
 
 
 def gold(env: Environment, task: Task) -> Sequence[ToolCall | str]:
-    """Takes the turns of the environment's own solution, or applies the true fix with ``git apply``, and submits.
+    """The environment's own solution, or the reference fix applied with ``git apply``; then submit.
 
-    The patch goes through as base64 in a file under ``.git``, which no shell quoting, tool-call format or diff of the
-    working tree can touch. Raises UserError for a task without a gold patch.
+    The patch is sent as base64 in a file under ``.git``, so that shell quoting, tool-call formats and the diff of the
+    working tree cannot affect it. Raises UserError for a task without a gold patch.
     """
     if calls := _solution(env, task):
         return [*calls, *noop(env, task)]
     patch = env.gold(task)
     if not patch:
-        raise UserError(f"task {task.id}: environment {env.name!r} has no gold patch of it")
+        raise UserError(f"task {task.id}: environment {env.name!r} has no gold patch")
     encoded = base64.b64encode(patch.encode()).decode()
     chunks = [encoded[start : start + PATCH_CHUNK] for start in range(0, len(encoded), PATCH_CHUNK)]
     writes = [f"printf %s {shlex.quote(chunk)} >> {_PATCH_FILE}" for chunk in chunks]
@@ -59,13 +58,13 @@ def gold(env: Environment, task: Task) -> Sequence[ToolCall | str]:
 
 
 def has_gold(env: Environment, task: Task) -> bool:
-    """Whether :func:`gold` has something to do: the environment knows a solution of ``task``, or its true fix."""
+    """Whether :func:`gold` can solve ``task``."""
     return bool(_solution(env, task) or env.gold(task))
 
 
 def _scaffold(env: Environment) -> Scaffold:
-    """How calls are made in ``env``; one with tools of its own ends with ``finish``, as the usual interface does."""
-    return env.scaffold if isinstance(env, HasScaffold) else find_scaffold(OWN_SCAFFOLD)
+    """How calls are made in ``env``. An environment with its own tools submits with ``finish``."""
+    return env.scaffold if isinstance(env, HasScaffold) else load_scaffold(DEFAULT_SCAFFOLD)
 
 
 def _solution(env: Environment, task: Task) -> Sequence[ToolCall | str]:
@@ -76,57 +75,59 @@ SOLVERS: Mapping[str, Solver] = {"gold": gold, "noop": noop}
 
 
 def recorded(path: Path) -> tuple[Solver, frozenset[str]]:
-    """A solver that repeats the turns of the first trajectory of each task in ``path``, and those tasks' ids.
+    """``(solver, task ids)``: a solver that repeats the first recorded trajectory of each task in ``path``.
 
-    ``path`` is a file of :mod:`agent_rl.rollout.records`. Raises UserError where it is none.
+    ``path`` is a rows file of :mod:`agent_rl.rollout.records`. Raises UserError for any other file.
     """
     turns: dict[str, list[str]] = {}
     try:
         for row in read_rows(path):
             turns.setdefault(row["task_id"], [turn["text"] for turn in row["turns"]])
     except (OSError, AgentRlError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path}: no trajectories to replay ({type(error).__name__}: {error})") from None
+        raise UserError(f"{path}: cannot replay trajectories ({type(error).__name__}: {error})") from None
     return (lambda env, task: turns[task.id]), frozenset(turns)
 
 
 def solver_runner(
     env: Environment, solver: str | Solver, rules: EpisodeRules, *, tool_format_name: str = "hermes"
 ) -> EpisodeRunner:
-    """Runs one episode of a task with ``solver``, "gold", "noop" or one of your own.
+    """Runs one episode of a task with ``solver``: "gold", "noop" or a function.
 
-    Of ``rules`` the times hold; a solver has no context to fill and as many turns as it has calls, which are written
-    in the tool format ``tool_format_name``. Raises UserError for an unknown name.
+    Only the time limits of ``rules`` apply. Turns are written in the tool format ``tool_format_name``. Raises UserError
+    for an unknown name.
     """
     if isinstance(solver, str) and solver not in SOLVERS:
-        raise UserError(f"solver {solver!r}: there are {', '.join(SOLVERS)}")
+        raise UserError(f"solver {solver!r}: expected one of {', '.join(SOLVERS)}")
     solve = SOLVERS[solver] if isinstance(solver, str) else solver
     renderer, fmt = ByteRenderer(), tool_format(tool_format_name)
-    limits = rules.limited(max_tokens=1 << 30, max_new_tokens=1 << 20, describe_tools=False)
+    limits = rules.override(max_tokens=1 << 30, max_new_tokens=1 << 20, describe_tools=False)
     limits = replace(limits, routes=None)
 
     async def run(task: Task) -> Trajectory:
         calls = solve(env, task)
         turns = [renderer.encode(call if isinstance(call, str) else fmt.render(call)) for call in calls]
         engine = ScriptedEngine(lambda session, turn, tokens: turns[turn])
-        return await run_episode(env, task, engine, renderer, fmt, limits.limited(max_turns=len(turns)))
+        return await run_episode(env, task, engine, renderer, fmt, limits.override(max_turns=len(turns)))
 
     return run
 
 
 class ByteRenderer:
-    """Text as UTF-8 bytes, one token a byte, and one stop token: no tokenizer, no template, nothing to download."""
+    """Text as UTF-8 bytes, one token per byte, plus one stop token. Needs no tokenizer and no chat template."""
 
     STOP = 256
     stop_token_ids = (STOP,)
 
-    def opening(self, messages: Sequence[Mapping[str, str]], tools: Sequence[Mapping[str, Any]] | None) -> list[int]:
+    def initial_prompt(
+        self, messages: Sequence[Mapping[str, str]], tools: Sequence[Mapping[str, Any]] | None
+    ) -> list[int]:
         return [token for message in messages for token in self.encode(message["content"])]
 
     def observation(self, text: str, *, stop_included: bool) -> list[int]:
         return list(text.encode()) if stop_included else [self.STOP, *text.encode()]
 
     def encode(self, text: str) -> list[int]:
-        """``text`` and the stop token after it: a whole turn."""
+        """``text`` and the stop token: a complete turn."""
         return [*text.encode(errors="replace"), self.STOP]
 
     def decode(self, tokens: TokenIds) -> str:

@@ -1,7 +1,7 @@
-"""``<stem>.index.json.zst``: a step's or an evaluation's trajectories in a few numbers each, column by column.
+"""``<stem>.index.json.zst``: the trajectories of a step or an evaluation as a few numbers each, stored by column.
 
-A list of 100,000 trajectories is made of these, not of their rows. A sidecar that is absent or of another format is
-made again of the rows: it holds nothing that they don't.
+Lists of 100,000 trajectories are built from these files. A missing step index, or one of another format, is rebuilt
+from the rows.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 import zstandard
 
-from agent_rl.rollout.jsonl_zst import Place
+from agent_rl.rollout.jsonl_zst import RowPosition
 from agent_rl.utils.run_files import write_atomic
 
 FORMAT = 1
@@ -38,24 +38,24 @@ COLUMNS = (
 )
 
 
-def sidecar_path(stem: Path) -> Path:
+def step_index_path(stem: Path) -> Path:
     return stem.with_name(stem.name + SUFFIX)
 
 
-def write_sidecar(stem: Path, rows: Iterable[Mapping[str, Any]], places: Sequence[Place]) -> None:
-    """Write the sidecar of ``rows``, which are at ``places`` of their file."""
-    found = {"format": FORMAT, "columns": columns(rows), "places": places}
-    write_atomic(sidecar_path(stem), zstandard.ZstdCompressor(level=_LEVEL).compress(orjson.dumps(found)))
+def write_step_index(stem: Path, rows: Iterable[Mapping[str, Any]], positions: Sequence[RowPosition]) -> None:
+    """Write the index of ``rows``, which are at ``positions`` of their file."""
+    index = {"format": FORMAT, "columns": columns(rows), "places": positions}
+    write_atomic(step_index_path(stem), zstandard.ZstdCompressor(level=_LEVEL).compress(orjson.dumps(index)))
 
 
 def columns(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """The :data:`COLUMNS` of ``rows``. Raises what a damaged row raises: KeyError, TypeError, AttributeError."""
+    """The :data:`COLUMNS` of ``rows``. Raises KeyError, TypeError or AttributeError for a damaged row."""
     table = [summary(row) for row in rows]
     return {name: [line[name] for line in table] for name in COLUMNS}
 
 
 def summary(row: Mapping[str, Any]) -> dict[str, Any]:
-    """One row in a few numbers. Format 2 knows of no training status."""
+    """The index entry of one row."""
     return {
         "group": row["group"]["index"],
         "task": _text(row["task_id"]),
@@ -67,30 +67,30 @@ def summary(row: Mapping[str, Any]) -> dict[str, Any]:
         "versions": len(row["weight_versions"]),
         "began": row.get("began") or None,
         "failures": row["group"]["infrastructure_failures"],
-        "format": row.get("format", 2),
+        "format": row["format"],
     }
 
 
 def sizes(row: Mapping[str, Any]) -> dict[str, int]:
-    """How many branches a row has, and how many tokens and sampled tokens they hold. Format 2 knows of no sampled
-    tokens beside its turns'."""
-    older = {"tokens": row["arrays"]["tokens"], "sampled": sum(turn["completion_tokens"] for turn in row["turns"])}
-    branches = row.get("branches", [older])
+    """Number of branches of a row, and of their tokens and sampled tokens."""
+    branches = row["branches"]
     counted = {name: sum(branch[name] for branch in branches) for name in ("tokens", "sampled")}
     return {**counted, "branches": len(branches)}
 
 
-def read_sidecar(stem: Path) -> tuple[dict[str, list[Any]], list[Place]] | None:
-    """The columns and places of the sidecar under ``stem``; None where there is none that this version reads."""
+def read_step_index(stem: Path) -> tuple[dict[str, list[Any]], list[RowPosition]] | None:
+    """The columns and row positions under ``stem``; None if there is no index in this format."""
     try:
-        found = orjson.loads(zstandard.ZstdDecompressor().decompress(sidecar_path(stem).read_bytes()))
-        if found["format"] != FORMAT:
+        index = orjson.loads(zstandard.ZstdDecompressor().decompress(step_index_path(stem).read_bytes()))
+        if index["format"] != FORMAT:
             return None
-        return {name: found["columns"][name] for name in COLUMNS}, [(at, number) for at, number in found["places"]]
+        return {name: index["columns"][name] for name in COLUMNS}, [
+            (offset, number) for offset, number in index["places"]
+        ]
     except (OSError, ValueError, KeyError, TypeError, zstandard.ZstdError):
         return None
 
 
 def _text(text: str) -> str:
-    """``text`` without lone surrogates, which orjson refuses."""
+    """``text`` without lone surrogates, which orjson rejects."""
     return text.encode("utf-8", "replace").decode()

@@ -1,15 +1,14 @@
-"""``<stem>.train.safetensors``: what the trainer saw of a step's tokens, and the loads of its experts.
+"""``<stem>.train.safetensors``: the trainer's per-token values of a step, and the load of its experts.
 
-J branches that the step trained on, one behind the other; ``numbers`` and ``branches`` say of which trajectory and
-which of it, ``sampled`` and ``differs_at`` where each begins and ends. Gaps are the trainer's log-prob less the
-engine's::
+The J trained branches are concatenated. ``numbers`` and ``branches`` name each one's trajectory and branch; ``sampled``
+and ``differs_at`` hold its start and end. A gap is the trainer's log-prob minus the engine's::
 
-    a sampled token   gap f16, gap_without_replay f16, entropy f16, flags u8
-    a token           differs, differs_without_replay: the layers whose experts are not the rollout's
-    the step          loads [L, E] uint32: tokens that each expert got, in the routes of all trajectories
+    per sampled token  gap f16, gap_without_replay f16, entropy f16, flags u8
+    per token          differs, differs_without_replay: the layers whose experts differ from the rollout's
+    per step           loads [L, E] uint32: tokens per expert, from the routes of all trajectories
 
-The layers of a trajectory are a zstandard frame of eight layers a byte, or of their number, a byte a token, where the
-first would take more than 10 bytes a sampled token and 2 a token for all of the trajectory's detail.
+The layers of a trajectory are a zstandard frame of one bit per layer. If that exceeds 10 bytes per sampled token and 2
+bytes per token for all details together, only the number of layers is stored, one byte per token.
 """
 
 from __future__ import annotations
@@ -31,21 +30,21 @@ from r3.routing import Routing
 
 SUFFIX = ".train.safetensors"
 BYTES_A_SAMPLED_TOKEN, BYTES_A_TOKEN = 10, 2
-_SPENT = 7
-"""Bytes a sampled token that gaps, entropy and flags take."""
-_LEVEL = 1  # higher ones save nothing on bits (measured)
+_FIXED_BYTES = 7
+"""Bytes per sampled token used by gaps, entropy and flags."""
+_LEVEL = 1  # higher levels save nothing on these bits (measured)
 _ROWS = 4096
-"""Rows of routes that are counted at once: the event loop waits 4 ms for as many of 48 layers of top-8."""
+"""Rows of routes counted per call: 4 ms for 48 layers of top-8."""
 
 
 Details = Mapping[tuple[int, int], TokenDetail]
-"""By the number of a trajectory, and of its branch."""
+"""By number of trajectory and of branch."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Differing:
-    """Of a trajectory's ``S`` tokens, how many MoE layers had other experts, uint8 ``[S]``, and which, bool ``[S, L]``
-    (None where only their number was kept)."""
+    """For each of ``S`` tokens: the number of MoE layers with other experts, uint8 ``[S]``, and which, bool ``[S,
+    L]`` (None if only the number was stored)."""
 
     numbers: NDArray[np.uint8]
     layers: NDArray[np.bool_] | None
@@ -53,7 +52,7 @@ class Differing:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredDetail:
-    """A trajectory's detail as it is read: see :class:`agent_rl.types.TokenDetail`, all values of half precision."""
+    """The stored detail of a branch in half precision; see :class:`agent_rl.types.TokenDetail`."""
 
     gap: NDArray[np.float16]
     gap_without_replay: NDArray[np.float16] | None
@@ -68,19 +67,19 @@ def details_path(stem: Path) -> Path:
 
 
 def write_details(stem: Path, details: Details, groups: Sequence[Group]) -> None:
-    """Write the detail of trajectories by their numbers in ``groups``, and the loads of all their routes."""
+    """Write the details of trajectories, numbered as in ``groups``, and the expert loads of all their routes."""
     parts = [details[which] for which in sorted(details)]
     arrays: dict[str, NDArray] = {
         "numbers": np.array([number for number, _ in sorted(details)], np.uint32),
         "branches": np.array([branch for _, branch in sorted(details)], np.uint32),
-        "sampled": _bounds([len(part.gap) for part in parts]),
+        "sampled": _offsets([len(part.gap) for part in parts]),
         "gap": _joined([part.gap for part in parts], np.float16),
         "flags": _joined([part.flags for part in parts], np.uint8),
     }
     for name in ("gap_without_replay", "entropy"):
-        found = [values for part in parts if (values := getattr(part, name)) is not None]
-        if parts and len(found) == len(parts):
-            arrays[name] = _joined(found, np.float16)
+        present = [values for part in parts if (values := getattr(part, name)) is not None]
+        if parts and len(present) == len(parts):
+            arrays[name] = _joined(present, np.float16)
     arrays |= _layers(parts)
     if (loads := expert_loads(groups)) is not None:
         arrays["loads"] = loads
@@ -89,21 +88,21 @@ def write_details(stem: Path, details: Details, groups: Sequence[Group]) -> None
 
 
 def worst(values: NDArray[np.floating] | None) -> float | None:
-    """The largest distance from 0; None of nothing, and where none is a number."""
+    """The largest absolute value; None if there is no finite value."""
     finite = np.zeros(0) if values is None else np.abs(values[np.isfinite(values)])
     return float(finite.max()) if len(finite) else None
 
 
 def expert_loads(groups: Sequence[Group]) -> NDArray[np.uint32] | None:
-    """``[L, E]``: how many tokens each expert got, in the routes of all trajectories; None without routes."""
+    """``[L, E]``: tokens per expert in the routes of all trajectories; None without routes."""
     branches = [branch for group in groups for t in group.trajectories for branch in t.branches]
     routings = [branch.routing for branch in branches if branch.routing is not None]
     if not routings:
         return None
-    return sum((_counted(routing) for routing in routings), np.zeros((1, 1), np.int64)).astype(np.uint32)
+    return sum((_count_loads(routing) for routing in routings), np.zeros((1, 1), np.int64)).astype(np.uint32)
 
 
-def _counted(routing: Routing) -> NDArray[np.int64]:
+def _count_loads(routing: Routing) -> NDArray[np.int64]:
     shape = (routing.moe_layers, routing.num_experts)
     offsets = (np.arange(shape[0]) * shape[1])[:, None]
     total = np.zeros(shape[0] * shape[1], np.int64)
@@ -114,29 +113,29 @@ def _counted(routing: Routing) -> NDArray[np.int64]:
 
 
 def _layers(parts: Sequence[TokenDetail]) -> dict[str, NDArray]:
-    """The frames of both passes, one behind the other, and which of the two forms each trajectory has."""
+    """The frames of both passes, concatenated, and which of the two forms each trajectory has."""
     if not parts or any(part.differs is None for part in parts):
         return {}
     passes = [
         name for name in ("differs", "differs_without_replay") if all(getattr(p, name) is not None for p in parts)
     ]
     frames: dict[str, list[bytes]] = {name: [] for name in passes}
-    whole = []
+    keep_bits = []
     for part in parts:
         bits = [getattr(part, name) for name in passes]
         packed = [_compressed(values) for values in bits]
         tokens, sampled = len(bits[0]), len(part.gap)
-        room = (BYTES_A_SAMPLED_TOKEN - _SPENT) * sampled + BYTES_A_TOKEN * tokens
-        whole.append(sum(map(len, packed)) <= room)
+        budget = (BYTES_A_SAMPLED_TOKEN - _FIXED_BYTES) * sampled + BYTES_A_TOKEN * tokens
+        keep_bits.append(sum(map(len, packed)) <= budget)
         for name, frame, values in zip(passes, packed, bits, strict=True):
-            frames[name].append(frame if whole[-1] else _compressed(_numbers(values)))
+            frames[name].append(frame if keep_bits[-1] else _compressed(_numbers(values)))
     arrays: dict[str, NDArray] = {
         "layers": np.array([parts[0].layers], np.uint32),
-        "whole_layers": np.array(whole, np.uint8),
+        "whole_layers": np.array(keep_bits, np.uint8),
     }
-    for name, found in frames.items():
-        arrays[name] = np.frombuffer(b"".join(found), np.uint8)
-        arrays[f"{name}_at"] = _bounds([len(frame) for frame in found])
+    for name, pass_frames in frames.items():
+        arrays[name] = np.frombuffer(b"".join(pass_frames), np.uint8)
+        arrays[f"{name}_at"] = _offsets([len(frame) for frame in pass_frames])
     return arrays
 
 
@@ -148,7 +147,7 @@ def _compressed(values: NDArray[np.uint8]) -> bytes:
     return zstandard.ZstdCompressor(level=_LEVEL).compress(np.ascontiguousarray(values).data)
 
 
-def _bounds(lengths: Sequence[int]) -> NDArray[np.uint64]:
+def _offsets(lengths: Sequence[int]) -> NDArray[np.uint64]:
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.uint64)
 
 
@@ -157,22 +156,22 @@ def _joined(parts: Sequence[NDArray], dtype: type) -> NDArray:
 
 
 def read_detail(stem: Path, number: int, branch: int = 0) -> StoredDetail | None:
-    """The detail of a branch of trajectory ``number``; None where none was kept. Raises AgentRlError for a damaged
-    file."""
+    """The detail of one branch of trajectory ``number``; None if it was not stored. Raises AgentRlError for a
+    damaged file."""
     path = details_path(stem)
     if not path.is_file():
         return None
     try:
         with safe_open(path, framework="numpy") as tensors:
-            own = (tensors.get_tensor("numbers") == number) & (tensors.get_tensor("branches") == branch)
-            found = np.flatnonzero(own)
-            return _stored(tensors, int(found[0])) if len(found) else None
+            matches = (tensors.get_tensor("numbers") == number) & (tensors.get_tensor("branches") == branch)
+            indices = np.flatnonzero(matches)
+            return _read_stored(tensors, int(indices[0])) if len(indices) else None
     except (SafetensorError, OSError, ValueError, zstandard.ZstdError) as error:
         raise AgentRlError(f"{path}: damaged ({error})") from None
 
 
 def read_loads(stem: Path) -> NDArray[np.uint32] | None:
-    """The loads of a step, ``[L, E]``; None where none were kept. Raises AgentRlError for a damaged file."""
+    """The expert loads of a step, ``[L, E]``; None if they were not stored. Raises AgentRlError for a damaged file."""
     path = details_path(stem)
     if not path.is_file():
         return None
@@ -183,28 +182,15 @@ def read_loads(stem: Path) -> NDArray[np.uint32] | None:
         raise AgentRlError(f"{path}: damaged ({error})") from None
 
 
-def read_gaps(stem: Path) -> NDArray[np.float16] | None:
-    """The gaps of all tokens that a step's branches sampled; None where none were kept. Raises AgentRlError for a
-    damaged file."""
-    path = details_path(stem)
-    if not path.is_file():
-        return None
-    try:
-        with safe_open(path, framework="numpy") as tensors:
-            return tensors.get_tensor("gap")
-    except (SafetensorError, OSError) as error:
-        raise AgentRlError(f"{path}: damaged ({error})") from None
-
-
-def _stored(tensors: safe_open, at: int) -> StoredDetail:
+def _read_stored(tensors: safe_open, index: int) -> StoredDetail:
     names = set(tensors.keys())
-    start, stop = map(int, tensors.get_slice("sampled")[at : at + 2])
+    start, stop = map(int, tensors.get_slice("sampled")[index : index + 2])
 
     def values(name: str) -> NDArray | None:
         return tensors.get_slice(name)[start:stop] if name in names else None
 
     def differing(name: str) -> Differing | None:
-        return _differing(tensors, name, at) if name in names else None
+        return _read_differing(tensors, name, index) if name in names else None
 
     gap, flags = values("gap"), values("flags")
     assert gap is not None
@@ -213,11 +199,11 @@ def _stored(tensors: safe_open, at: int) -> StoredDetail:
     return StoredDetail(gap, values("gap_without_replay"), values("entropy"), flags, *layers)
 
 
-def _differing(tensors: safe_open, name: str, at: int) -> Differing:
-    start, stop = map(int, tensors.get_slice(f"{name}_at")[at : at + 2])
+def _read_differing(tensors: safe_open, name: str, index: int) -> Differing:
+    start, stop = map(int, tensors.get_slice(f"{name}_at")[index : index + 2])
     frame = tensors.get_slice(name)[start:stop].tobytes()
     values = np.frombuffer(zstandard.ZstdDecompressor().decompress(frame), np.uint8)
-    if not tensors.get_slice("whole_layers")[at : at + 1][0]:
+    if not tensors.get_slice("whole_layers")[index : index + 1][0]:
         return Differing(values, None)
     layers = int(tensors.get_tensor("layers")[0])
     bits = values.reshape(-1, -(-layers // 8))

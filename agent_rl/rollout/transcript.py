@@ -1,23 +1,23 @@
-"""The tokens of one episode while it runs: append-only, sampled tokens kept exactly as sampled.
+"""The tokens of a running episode: append-only, sampled tokens kept exactly as sampled.
 
-A worked example, two turns (``p`` opening, ``a`` sampled, ``o`` observation tokens)::
+Example of two turns (``p`` initial prompt, ``a`` sampled, ``o`` observation tokens)::
 
-    opened           p p p
+    created          p p p
     sampled          p p p a a a
     observed         p p p a a a o o           tentative: nothing has been computed over ``o`` yet
     sampled          p p p a a a o o a a       now it is kept
 
-What was observed after the last sampled token is dropped at the end: the policy never read it, it has no routes, and
-nothing can be learned from it. So a transcript with any sampled token ends with one, and exactly its last row of routes
-is absent (unless rows may be missing).
+At the end, tokens observed after the last sampled token are dropped: the policy never read them and they have no
+routes. So a transcript that holds any sampled token ends with one, and only its last row of routes is absent (unless
+rows may be missing).
 
-Some turns differ:
+Special cases:
 
-- a request that the engine aborted is part of a turn: what came is kept with its rows, and the turn goes on by asking
-  from there, perhaps with other weights; what came without a token is asked for again;
-- a completion without tokens is a turn that sampled nothing.
+- A request that the engine aborted is part of a turn: its tokens and rows are kept and the turn continues, possibly
+  with other weights. A request aborted without tokens is sent again.
+- A completion without tokens is a turn that sampled nothing.
 
-A history that is rewritten is a matter of :mod:`agent_rl.rollout.conversation_tree`: the built-in loop's only grows.
+Here the history only grows. :mod:`agent_rl.rollout.conversation_tree` handles programs that rewrite it.
 """
 
 from __future__ import annotations
@@ -37,38 +37,38 @@ from r3.stitch import RouteStitcher
 
 
 class Transcript:
-    """Grows by :meth:`sampled` and :meth:`observed`; the array behind :attr:`tokens` is extended, never copied.
+    """Grows by :meth:`sampled` and :meth:`observed`. The array behind :attr:`tokens` is extended in place.
 
     ``routes`` says which routes are kept and whether they may be missing; None keeps none.
     """
 
-    def __init__(self, opening: Sequence[int], *, max_tokens: int, routes: R3Config | None) -> None:
-        # An array: the garbage collector goes through every entry of a list, 0.2 s at 1,024 prompts of 8,000 tokens.
-        self._tokens = array("i", opening)
+    def __init__(self, prompt: Sequence[int], *, max_tokens: int, routes: R3Config | None) -> None:
+        # An array: the garbage collector visits every entry of a list, 0.2 s for 1,024 prompts of 8,000 tokens.
+        self._tokens = array("i", prompt)
         self._kept = len(self._tokens)
-        self._shown = 0
+        self._sampled_end = 0
         self._max_tokens = max_tokens
         self._sampled: list[slice] = []
         self._logprobs = array("f")  # of the sampled tokens
         self._versions: list[VersionSpan] = []
         self._routes = routes
         self._stitcher: RouteStitcher | None = None
-        self._missing: list[dict[str, Any]] = []  # until the first routes tell their shape
+        self._missing: list[dict[str, Any]] = []  # until the first routes arrive, which define the shape
 
     @property
     def tokens(self) -> Sequence[int]:
-        """All tokens so far, the next request's prompt. A view: don't change it, and don't keep it over a turn."""
+        """All tokens so far: the prompt of the next request. A view; do not change it or keep it across turns."""
         return self._tokens
 
     @property
-    def room(self) -> int:
-        """Tokens that may still be added."""
+    def remaining(self) -> int:
+        """Number of tokens that may still be added."""
         return self._max_tokens - len(self._tokens)
 
     @property
     def routes_from(self) -> int | None:
-        """The first row of routes to ask for, or None where no routes are kept: all from row 0 on where the source is
-        ``latest``, else those not yet held."""
+        """The first row of routes to request; None if no routes are kept. Row 0 if ``r3.source`` is ``latest``, else
+        the first row not stored yet."""
         if self._routes is None:
             return None
         if self._routes.source == "latest":
@@ -83,50 +83,49 @@ class Transcript:
         return tuple(self._versions)
 
     def sampled(self, completion: Completion) -> None:
-        """Keep what the engine sampled.
+        """Append what the engine sampled. An aborted completion is part of a turn; the next completion continues it.
 
-        A completion that was aborted is part of a turn: what came is kept, and the turn goes on with the next one.
-        Raises ValueError for tokens and log-probs that don't line up, RoutesMissingError for routes that don't.
+        Raises ValueError if tokens and log-probs do not match, RoutesMissingError if the routes do not.
         """
         if len(completion.tokens) != len(completion.logprobs):
             raise ValueError(
                 f"engine {completion.engine} sampled {len(completion.tokens)} tokens "
-                f"and gave {len(completion.logprobs)} log-probs"
+                f"and sent {len(completion.logprobs)} log-probs"
             )
         if completion.finish is FinishReason.ABORT and not completion.tokens:
-            return  # aborted before it sampled: whatever it computed will be asked for again
+            return  # aborted before the first token: the request is sent again
         if self._routes is not None:
             self._stitch(completion, self._routes)
         before = len(self._tokens)
-        self._shown = before + len(completion.tokens)
+        self._sampled_end = before + len(completion.tokens)
         if completion.tokens:
             for span in completion.versions:
                 append_version(self._versions, span, before)
-            self._sampled.append(slice(before, self._shown))
+            self._sampled.append(slice(before, self._sampled_end))
             self._logprobs.extend(array("f", completion.logprobs))
             self._tokens.extend(array("i", completion.tokens))
-            self._kept = self._shown
+            self._kept = self._sampled_end
 
     def _stitch(self, completion: Completion, policy: R3Config) -> None:
         delta, start = completion.routing, self.routes_from
         sequence, partial = len(self._tokens) + len(completion.tokens), completion.finish is FinishReason.ABORT
         try:
             if delta is not None:
-                self._stitcher_of(delta).append(delta, sequence=sequence, start=start, partial=partial)
+                self._stitcher_for(delta).append(delta, sequence=sequence, start=start, partial=partial)
             elif policy.allows_missing:
                 source = {"version": completion.weight_version, "engine": completion.engine}
-                self._miss({"sequence": sequence, "partial": partial, **source})
+                self._append_missing({"sequence": sequence, "partial": partial, **source})
             else:
                 number = self._stitcher.turns if self._stitcher else 0
                 raise RoutingError(
                     f"turn {number}: expected rows [{start}, {sequence - 1}) of routes, received none: "
-                    "`agent-rl r3 probe URL` says why, r3.missing what is done then"
+                    "run `agent-rl r3 probe URL` to find out why, or set r3.missing to allow missing routes"
                 )
         except RoutingError as error:
             raise RoutesMissingError(f"engine {completion.engine}: {error}") from error
 
-    def _stitcher_of(self, delta: Routing) -> RouteStitcher:
-        """The stitcher, made by the first routes that come: they tell its shape."""
+    def _stitcher_for(self, delta: Routing) -> RouteStitcher:
+        """The stitcher, created from the shape of the first routes."""
         if self._stitcher is None:
             self._stitcher = RouteStitcher(
                 moe_layers=delta.moe_layers,
@@ -138,21 +137,21 @@ class Transcript:
                 self._stitcher.append_missing(**missed)
         return self._stitcher
 
-    def _miss(self, missed: dict[str, Any]) -> None:
+    def _append_missing(self, missed: dict[str, Any]) -> None:
         if self._stitcher:
             self._stitcher.append_missing(**missed)
         else:
             self._missing.append(missed)
 
     def observed(self, tokens: Sequence[int]) -> None:
-        """Append an observation, kept only if something is sampled after it."""
+        """Append an observation. It is kept only if a token is sampled after it."""
         self._tokens.extend(array("i", tokens))
 
     def arrays(self) -> tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.float32], Routing | None]:
-        """``(tokens, loss_mask, logprobs, routing)`` up to the last sampled token, one entry a token.
+        """``(tokens, loss_mask, logprobs, routing)`` up to the last sampled token, each ``[tokens]``.
 
-        ``routing`` is None where none were kept, none ever came, or nothing was sampled. Raises ValueError for a
-        log-prob that is not finite.
+        ``routing`` is None if no routes were kept or received, or nothing was sampled. Raises ValueError for a log-prob
+        that is not finite.
         """
         tokens = np.array(self._tokens[: self._kept], np.int32)
         loss_mask = np.zeros(len(tokens), np.bool_)
@@ -167,6 +166,6 @@ class Transcript:
     def _routing(self) -> Routing | None:
         if self._stitcher is None or not self._sampled:
             return None
-        if self._shown > self._kept:  # the last turn sampled nothing: rows came of what is dropped here
+        if self._sampled_end > self._kept:  # the last turn sampled nothing: drop the rows of its prompt
             self._stitcher.truncate(self._kept - 1)
         return self._stitcher.finish(self._kept)

@@ -1,10 +1,8 @@
-"""What is kept of an episode turn by turn, so that it goes on in a new sandbox after its own, or the whole run, was
-lost.
+"""Logs an episode turn by turn, so that it can continue in a new sandbox after its sandbox or the run was lost.
 
-Between two tool calls a sandbox holds no process: its files and the transcript are the whole state. So an episode
-goes on by taking its turns again: what was sampled is taken as it was sampled, with log-probs, routes and versions,
-and the tools are called anew. That the new sandbox is where the old one was is shown by what the tools answer, which
-must be the same text; else the episode starts over.
+Between two tool calls a sandbox runs no process, so its files and the transcript are its whole state. The episode
+continues by replay: completions are taken from the log with their log-probs, routes and weight versions, and the tools
+are called again. The tools must return the same text as before; otherwise the episode starts over.
 """
 
 from __future__ import annotations
@@ -26,62 +24,62 @@ from r3 import archive
 
 
 class ReplayDiffers(AgentRlError):
-    """A turn taken again was answered otherwise than the first time."""
+    """A replayed turn had another result than the logged one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoggedTurn:
-    """One whole turn of an episode that began with tokens whose hash is ``opening``.
+    """One complete turn. ``prompt_hash`` is the hash of the episode's initial prompt.
 
-    ``completions``: what the engine answered to its requests, several where some were aborted. ``left``: the seconds of
-    ``rollout.time_limit`` that were left after it.
+    ``completions``: the engine's responses, more than one if requests were aborted. ``seconds_left``: seconds of
+    ``rollout.time_limit`` that remained after the turn.
     """
 
-    opening: str
+    prompt_hash: str
     completions: tuple[Completion, ...]
     turn: Turn
-    left: float
+    seconds_left: float
 
 
 class TurnLog(Protocol):
-    """Keeps the turns of one episode."""
+    """Stores the turns of one episode."""
 
     async def kept(self) -> Sequence[LoggedTurn]:
-        """Those to take again, in order; none where the episode begins."""
+        """The turns to replay, in order; empty for a new episode."""
         ...
 
     async def keep(self, turn: LoggedTurn) -> None:
-        """Keep the turn that follows those kept."""
+        """Append a turn."""
         ...
 
     async def start_over(self) -> None:
-        """Give up what was kept: taken again it was answered otherwise."""
+        """Discard the logged turns, because a replayed turn had another result."""
         ...
 
 
 class LoggedRunner(Protocol):
-    """Runs one episode of ``task``; with ``log`` it goes on from the turns that are kept there, and keeps its own."""
+    """Runs one episode of ``task``. With ``log`` it replays the logged turns and appends its own."""
 
     def __call__(self, task: Task, log: TurnLog | None = None) -> Awaitable[Trajectory]: ...
 
 
-class Answered:
-    """An engine that answers once more what was answered before; implements ``agent_rl.engine.types.Engine``."""
+class ReplayEngine:
+    """Returns logged completions; implements ``agent_rl.engine.types.Engine``."""
 
     def __init__(self, completions: Sequence[Completion]) -> None:
-        self._left = list(completions)
+        self._remaining = list(completions)
 
     async def generate(
         self, tokens: TokenIds, sampling: SamplingParams, *, routes_from: int | None, session: str
     ) -> Completion:
-        """The next of the answers. Raises ReplayDiffers where there is none left."""
-        if not self._left:
-            raise ReplayDiffers("a turn taken again asks the engine more often than it did")
-        return self._left.pop(0)
+        """The next logged completion. Raises ReplayDiffers if none is left."""
+        if not self._remaining:
+            raise ReplayDiffers("a replayed turn sends more engine requests than were logged")
+        return self._remaining.pop(0)
 
 
 def encode_turn(logged: LoggedTurn) -> bytes:
-    """``logged`` with all arrays, for :func:`decode_turn`: a safetensors file whose metadata has the rest."""
+    """``logged`` as bytes: a safetensors file with the arrays, and the other fields in its metadata."""
     arrays: dict[str, NDArray[Any]] = {}
     for number, completion in enumerate(logged.completions):
         arrays[f"{number}/tokens"] = np.array(completion.tokens, np.int32)
@@ -89,16 +87,16 @@ def encode_turn(logged: LoggedTurn) -> bytes:
         if completion.routing is not None:
             arrays[f"{number}/routes"] = np.frombuffer(archive.encode(completion.routing, keep_order=True), np.uint8)
     row = {
-        "opening": logged.opening,
-        "left": logged.left,
+        "opening": logged.prompt_hash,
+        "left": logged.seconds_left,
         "turn": asdict(logged.turn),
-        "completions": [_described(completion) for completion in logged.completions],
+        "completions": [_completion_fields(completion) for completion in logged.completions],
     }
     return save(arrays, metadata={"row": json.dumps(row)})
 
 
 def decode_turn(data: bytes, where: str) -> LoggedTurn:
-    """What :func:`encode_turn` made ``data`` of. Raises AgentRlError naming ``where`` on anything else."""
+    """The turn in ``data`` (see :func:`encode_turn`). Raises AgentRlError that names ``where`` if it is not a turn."""
     try:
         length = int.from_bytes(data[:8], "little")
         row = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["row"])
@@ -109,10 +107,10 @@ def decode_turn(data: bytes, where: str) -> LoggedTurn:
         raise AgentRlError(f"{where}: not a turn: {error}") from error
 
 
-_PLAIN = ("weight_version", "engine", "retractions", "cut", "cached_tokens", "wire_bytes", "seconds")
+_PLAIN = ("weight_version", "engine", "retractions", "interrupted", "cached_tokens", "wire_bytes", "seconds")
 
 
-def _described(completion: Completion) -> dict[str, Any]:
+def _completion_fields(completion: Completion) -> dict[str, Any]:
     plain = {name: getattr(completion, name) for name in _PLAIN}
     return {**plain, "finish": completion.finish.value, "earlier": [asdict(span) for span in completion.earlier]}
 

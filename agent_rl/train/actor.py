@@ -1,7 +1,7 @@
-"""The Ray actor around one trainer rank. torch and Megatron load inside the actor's process.
+"""The Ray actor of one trainer worker. torch and Megatron load inside the actor's process.
 
-``@ray.method`` gives a method a typed ``remote``: mypy checks what the driver passes and what it gets. An argument may
-be a reference into Ray's object store, which Ray resolves; references inside a list are resolved here.
+``@ray.method`` gives a method a typed ``remote``, which mypy checks. Ray resolves arguments that are references into
+its object store; the methods here resolve references inside a list.
 """
 
 from __future__ import annotations
@@ -17,90 +17,90 @@ import ray
 from ray import ObjectRef
 
 from agent_rl.errors import TrainerError
-from agent_rl.train.batching.mini_steps import MiniStepShare
+from agent_rl.train.batching.partition import MiniStepShare
 from agent_rl.train.expert_balancing.report import BalanceReport
 from agent_rl.train.hf_index import LoadProgress
-from agent_rl.train.reports import Differing, ForwardAnswer, RankReport, Update, WeightedSequences
+from agent_rl.train.reports import ForwardResult, RankReport, RouteDifferences, Update, WeightedSequences
 from agent_rl.train.requests import OptimizerSpec, StepRequest, WorkerRequest
-from agent_rl.train.route_sharding import RankInfo
+from agent_rl.train.route_sharding import WorkerInfo
 from agent_rl.types import Sample
-from agent_rl.weight_sync.order import PublishReport, PublishRequest
+from agent_rl.weight_sync.requests import PublishReport, PublishRequest
 from r3.shard import RouteShard
 
 if TYPE_CHECKING:
     from agent_rl.train.checkpoint.directory import Manifest
-    from agent_rl.train.worker import TrainerRank
+    from agent_rl.train.worker import TrainerWorker
 
-BESIDE = "beside"
-"""The concurrency group of what runs beside whatever else the actor does: :meth:`RankActor.written` and ``loading``."""
+BACKGROUND_GROUP = "background"
+"""The concurrency group of :meth:`WorkerActor.written` and ``loading``, which run beside other calls."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where the ranks meet: rank 0's host, and the port that it listens on there."""
+    """The address of rank 0: its host, and the port on which it listens."""
 
     host: str
     port: int
 
 
-class RankActor:
-    """One rank in a process of its own; wrap with ``ray.remote``. Its methods are those of
-    :class:`agent_rl.train.worker.TrainerRank`, which says what each does."""
+class WorkerActor:
+    """One worker in its own process; wrap with ``ray.remote``. :class:`agent_rl.train.worker.TrainerWorker` documents
+    the methods."""
 
     def __init__(self) -> None:
-        self._started: TrainerRank | None = None
+        self._started: TrainerWorker | None = None
         self._progress = LoadProgress()
         self._listener = socket.create_server(("", 0))
 
     @property
-    def _rank(self) -> TrainerRank:
+    def _worker(self) -> TrainerWorker:
         if self._started is None:
-            raise TrainerError("the rank was not started")
+            raise TrainerError("the worker was not started")
         return self._started
 
     @ray.method
     def rendezvous(self) -> Rendezvous:
-        """Where the others would meet this one."""
+        """The address where other workers can meet this one."""
         return Rendezvous(ray.util.get_node_ip_address(), int(self._listener.getsockname()[1]))
 
     @ray.method
-    def start(self, order: WorkerRequest, optimizer: OptimizerSpec, rank: int, meeting: Rendezvous) -> RankInfo:
-        """Build the rank; all ranks are started at once."""
-        from agent_rl.train.worker import TrainerRank
+    def start(self, request: WorkerRequest, optimizer: OptimizerSpec, rank: int, rendezvous: Rendezvous) -> WorkerInfo:
+        """Build the worker. Collective: all workers start at once."""
+        from agent_rl.train.worker import TrainerWorker
 
-        # The rendezvous takes the listening socket over where it is used, and nobody needs it where it is not.
+        # Rank 0 hands its listening socket to the rendezvous; the other workers close theirs.
         listener = self._listener.detach()
         if rank != 0:
             os.close(listener)
-        self._started = TrainerRank(
-            order,
+        self._started = TrainerWorker(
+            request,
             optimizer,
             rank,
-            master_addr=meeting.host,
-            master_port=meeting.port,
+            master_addr=rendezvous.host,
+            master_port=rendezvous.port,
             listener=listener if rank == 0 else None,
             progress=self._progress,
         )
         return self._started.info()
 
-    @ray.method(concurrency_group=BESIDE)
+    @ray.method(concurrency_group=BACKGROUND_GROUP)
     def loading(self) -> LoadProgress:
-        """How far it is with reading weights; while it starts."""
+        """The progress of reading weights during the start."""
         return self._progress
 
     @ray.method
     def set_optimizer(self, spec: OptimizerSpec) -> None:
-        self._rank.set_optimizer(spec)
+        self._worker.set_optimizer(spec)
 
     @ray.method
     def grpo(
         self,
         samples: Mapping[int, Sample],
         shares: Sequence[MiniStepShare],
-        order: StepRequest,
+        request: StepRequest,
         routes: Sequence[ObjectRef[RouteShard]],
-    ) -> tuple[RankReport | None, Differing | None, BalanceReport | None]:
-        return self._rank.grpo(samples, shares, order, ray.get(list(routes)))
+    ) -> tuple[RankReport | None, RouteDifferences | None, BalanceReport | None]:
+        return self._worker.grpo(samples, shares, request, ray.get(list(routes)))
 
     @ray.method
     def logprobs(
@@ -110,31 +110,31 @@ class RankActor:
         temperature: float,
         record: bool,
         routes: Sequence[ObjectRef[RouteShard]],
-    ) -> ForwardAnswer:
-        return self._rank.logprobs(samples, micro_batches, temperature, record, ray.get(list(routes)))
+    ) -> ForwardResult:
+        return self._worker.logprobs(samples, micro_batches, temperature, record, ray.get(list(routes)))
 
     @ray.method
     def supervise(
         self, sequences: WeightedSequences, shares: Sequence[Sequence[Sequence[int]]], batch_weight: float
     ) -> tuple[float, Update]:
-        return self._rank.supervise(sequences, shares, batch_weight)
+        return self._worker.supervise(sequences, shares, batch_weight)
 
     @ray.method
     def save(self, partial: Path) -> tuple[int, dict[str, int]]:
-        return self._rank.save(partial)
+        return self._worker.save(partial)
 
-    @ray.method(concurrency_group=BESIDE)
+    @ray.method(concurrency_group=BACKGROUND_GROUP)
     def written(self) -> int:
-        return self._rank.written()
+        return self._worker.written()
 
     @ray.method
     def load(self, directory: Path, manifest: Manifest) -> None:
-        self._rank.load(directory, manifest)
+        self._worker.load(directory, manifest)
 
     @ray.method
     def export(self, directory: Path) -> None:
-        self._rank.export(directory)
+        self._worker.export(directory)
 
     @ray.method
-    def publish(self, order: PublishRequest) -> PublishReport | None:
-        return self._rank.publish(order)
+    def publish(self, request: PublishRequest) -> PublishReport | None:
+        return self._worker.publish(request)

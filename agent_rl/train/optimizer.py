@@ -1,10 +1,10 @@
-"""Megatron's optimizer and learning-rate schedule behind one small class. Import only in rank processes.
+"""Megatron's optimizer and learning-rate schedule behind one class. Import only in rank processes.
 
-The state is Adam's two moments and a float32 master of every weight, on the device, or between updates on the host, and
-moments in bfloat16 there if asked for (:mod:`agent_rl.train.optimizer_offload`). Where the model was wrapped for
-Megatron's distributed optimizer (``train.parallel.distributed_optimizer``; ZeRO-1, arXiv 1910.02054), the ranks that
-hold a copy of a parameter share its state out: each keeps, and updates, a stretch of the flattened weight.
-:meth:`PolicyOptimizer.shards` says which, with and without it.
+The state is Adam's two moments and a float32 master of every weight. It is on the device, or between updates on the
+host (:mod:`agent_rl.train.optimizer_offload`, also for moments in bfloat16). With Megatron's distributed optimizer
+(``train.parallel.distributed_optimizer``; ZeRO-1, arXiv 1910.02054) the ranks with a copy of a parameter share its
+state: each keeps and updates a flat range of the weight. :meth:`PolicyOptimizer.shards` says which, with and without
+it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,13 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from agent_rl.config import OnSpike
-from agent_rl.train.optimizer_offload import Held, KeptState, add_counts, counts_by_parameter, without_gradients
+from agent_rl.train.optimizer_offload import (
+    MasterShard,
+    StoredState,
+    add_counts,
+    counts_by_parameter,
+    without_gradient_buffers,
+)
 from agent_rl.train.reports import Update
 from agent_rl.train.requests import OptimizerSpec
 
@@ -34,12 +40,11 @@ _MOMENTS = SLOTS[1:]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateShard:
-    """What this rank keeps of one parameter's state: elements ``[start, stop)`` of its flattened weight.
+    """This rank's state of one parameter: elements ``[start, stop)`` of its flattened weight.
 
-    ``name``: ``<chunk>.<name of the parameter in that model chunk>``; ``shape``: the weight's on this rank.
-    ``slots``: the optimizer's own tensors (on the host where its state lies there), flat ``[stop - start]``, by the
-    names in ``SLOTS``; in float32, but moments in bfloat16 where they are kept so. ``master`` is the weight itself in
-    float32 training and its float32 copy in bfloat16.
+    ``name``: ``<chunk>.<name of the parameter in that model chunk>``. ``shape``: of the weight on this rank. ``slots``:
+    the optimizer's tensors, flat ``[stop - start]``, by the names in ``SLOTS``, where they are stored; float32, or
+    bfloat16 for moments kept so. ``master`` is the weight itself in float32 training, its float32 copy in bfloat16.
     """
 
     name: str
@@ -59,49 +64,48 @@ class PolicyOptimizer:
         self._chunks: list[Any] = list(chunks)
         self.distributed: bool = self._chunks[0].ddp_config.use_distributed_optimizer
         self._grad_clip = spec.grad_clip
-        with without_gradients(self._chunks) if spec.offload else nullcontext():
+        with without_gradient_buffers(self._chunks) if spec.offload else nullcontext():
             self._optimizer = get_megatron_optimizer(_megatron_config(spec, dtype, self.distributed), self._chunks)
-            self._kept_states = list(self._keep_states(spec))
+            self._stored_states = list(self._store_states(spec))
         for group in (group for part in self._parts() for group in part.optimizer.param_groups):
             if group.get("foreach", False) is None:  # torch's own Adam
-                # On a GPU it would make lists of temporaries, as large as all masters together: 12 GiB of Qwen3-30B-A3B
-                # on 8 GPUs. One tensor after the other is what it does on a CPU.
+                # foreach allocates temporaries as large as all masters: 12 GiB for Qwen3-30B-A3B on 8 GPUs.
                 group["foreach"] = False
         self._scheduler = _scheduler(self._optimizer, spec)
 
     @torch.no_grad()
     def step(self, *, finite_loss: bool = True, spike_norm: float | None = None, on_spike: OnSpike = "allow") -> Update:
-        """Apply the gradients that are in the model's buffers; collective.
+        """Apply the gradients in the model's buffers. Collective.
 
-        An update is left out on every rank, weights, optimizer and schedule untouched, where any rank's loss
-        (``finite_loss``) or the gradient norm is not finite. One whose norm is beyond ``spike_norm`` (None: no norm is)
-        is a spike: ``skip`` leaves it out too, ``clip`` scales it to ``spike_norm``, ``allow`` takes it like any other.
+        Every rank skips the update (weights, optimizer and schedule stay) if any rank's loss (``finite_loss``) or the
+        gradient norm is not finite. An update whose norm exceeds ``spike_norm`` (None: no limit) is a spike: ``skip``
+        skips it, ``clip`` scales it to ``spike_norm``, ``allow`` applies it.
         """
         overflow = self._optimizer.prepare_grads()
         grad_norm = float(self._optimizer.get_grad_norm())
         finite = finite_loss and not overflow and math.isfinite(grad_norm)
-        finite, highest = _agree(finite, grad_norm)
+        finite, highest = _agree_on_norm(finite, grad_norm)
         spike = finite and spike_norm is not None and highest > spike_norm
         taken = finite and not (spike and on_spike == "skip")
         if taken:
-            # Before the update: the first one of a warm-up then has lr / warmup_steps, not 0.
+            # Before the update, so that the first one of a warm-up has lr / warmup_steps and not 0.
             self._scheduler.step(1)
             limit = self._grad_clip
             if spike and spike_norm is not None and on_spike == "clip":
                 limit = min(limit, spike_norm)
             self._clip(limit, grad_norm)
             self._apply()
-        # The step leaves each parameter's grad aliased to Megatron's gradient buffer: the next backward pass would add
-        # its first micro-batch to the buffer twice.
+        # The step leaves each parameter's grad aliased to Megatron's gradient buffer, and the next backward pass would
+        # add its first micro-batch twice.
         self._optimizer.zero_grad()
         return Update(grad_norm, float(self._scheduler.get_lr({})), finite=finite, spike=spike, taken=taken)
 
     def _apply(self) -> None:
-        if not self._kept_states:
+        if not self._stored_states:
             self._optimizer.step_with_ready_grads()
             return
         updates = self._updates()
-        for state in self._kept_states:
+        for state in self._stored_states:
             state.step(updates)
         self._gather_weights()
 
@@ -111,43 +115,43 @@ class PolicyOptimizer:
                 decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
                 clip_grad_by_total_norm_fp32(parameters, limit, grad_norm, decoupled)
 
-    def _keep_states(self, spec: OptimizerSpec) -> Iterator[KeptState]:
-        """Of each of Megatron's optimizers, where its state does not lie as Adam wants it."""
+    def _store_states(self, spec: OptimizerSpec) -> Iterator[StoredState]:
+        """The stored states of Megatron's optimizers, for offloading or moments in bfloat16."""
         if spec.offload or spec.moments != "float32":
             precision = getattr(torch, spec.moments)
             for part in self._parts():
-                held = list(_held(part))
-                yield KeptState(part.optimizer, held, _MOMENTS, offload=spec.offload, precision=precision)
+                masters = list(_masters(part))
+                yield StoredState(part.optimizer, masters, _MOMENTS, offload=spec.offload, precision=precision)
 
     @property
     def counts(self) -> dict[str, int]:
-        """What is not a tensor: ``updates`` that Adam made (its bias correction), ``schedule`` steps taken."""
+        """Counts in the state: ``updates`` of Adam (for its bias correction) and ``schedule`` steps."""
         return {"updates": self._updates(), "schedule": int(self._scheduler.num_steps)}
 
     def shards(self) -> Iterator[StateShard]:
-        """This rank's stretches, live: what is copied into a slot is what the next update uses. Not collective.
+        """This rank's state, live: the next update uses what is copied into a slot. Not collective.
 
-        Moments are zeros before the first update. In bfloat16 the model's weights don't follow a changed master by
-        themselves: use :meth:`load`.
+        Moments are zeros before the first update. In bfloat16 a changed master does not change the model's weights: use
+        :meth:`load`.
         """
-        names = {id(parameter): name for name, parameter in self._named_parameters()}
-        for held, slots in self._kept():
-            yield StateShard(names[id(held.parameter)], tuple(held.parameter.shape), held.start, slots)
+        names = {id(parameter): name for name, parameter in named_parameters([chunk.module for chunk in self._chunks])}
+        for shard, slots in self._entries():
+            yield StateShard(names[id(shard.parameter)], tuple(shard.parameter.shape), shard.start, slots)
 
-    def _kept(self) -> Iterator[tuple[Held, Mapping[str, Tensor]]]:
-        """Each parameter's state, flat, where it lies."""
-        for state in self._kept_states:
-            yield from zip(state.held, state.slots, strict=True)
-        for optimizer in () if self._kept_states else self._parts():
+    def _entries(self) -> Iterator[tuple[MasterShard, Mapping[str, Tensor]]]:
+        """Each parameter's state, flat, where it is stored."""
+        for state in self._stored_states:
+            yield from zip(state.masters, state.slots, strict=True)
+        for optimizer in () if self._stored_states else self._parts():
             _allocate(optimizer)
-            for held in _held(optimizer):
-                moments = optimizer.optimizer.state[held.master]
-                slots = {"master": held.master, **{slot: moments[slot] for slot in _MOMENTS}}
-                yield held, {slot: tensor.detach().view(-1) for slot, tensor in slots.items()}
+            for shard in _masters(optimizer):
+                moments = optimizer.optimizer.state[shard.master]
+                slots = {"master": shard.master, **{slot: moments[slot] for slot in _MOMENTS}}
+                yield shard, {slot: tensor.detach().view(-1) for slot, tensor in slots.items()}
 
     def load(self, read: Callable[[StateShard], Mapping[str, Tensor]], counts: Mapping[str, int]) -> None:
-        """Take over what ``read`` gives for each of :meth:`shards`, by slot, one at a time, and :attr:`counts`; the
-        model's weights follow. The spec stays this run's. Collective where the state is distributed."""
+        """Load the state that ``read`` returns for each of :meth:`shards`, by slot, and ``counts``; update the model's
+        weights. The spec stays. Collective with the distributed optimizer."""
         for shard in self.shards():
             saved = read(shard)
             for slot, tensor in shard.slots.items():
@@ -155,13 +159,8 @@ class PolicyOptimizer:
         self._set_counts(counts)
         self._spread_masters()
 
-    def _named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        for index, chunk in enumerate(self._chunks):
-            for name, parameter in chunk.module.named_parameters():
-                yield f"{index}.{name}", parameter
-
     def _parts(self) -> list[Any]:
-        """Megatron's optimizers that have parameters: one for those every data rank holds, one for the experts."""
+        """Megatron's optimizers with parameters: one for dense parameters, one for experts."""
         return [part for part in self._optimizer.chained_optimizers if part.optimizer is not None]
 
     def _updates(self) -> int:
@@ -180,10 +179,10 @@ class PolicyOptimizer:
         self._scheduler.step(counts["schedule"])
 
     def _spread_masters(self) -> None:
-        """Make the model's weights those of the masters, on every rank that has a copy."""
-        for state in self._kept_states:
+        """Copy the masters to the model's weights, on every rank with a copy."""
+        for state in self._stored_states:
             state.spread()
-        for optimizer in () if self._kept_states else self._parts():
+        for optimizer in () if self._stored_states else self._parts():
             if not isinstance(optimizer, FP32Optimizer):
                 optimizer._copy_main_params_to_model_params()
         self._gather_weights()
@@ -194,10 +193,17 @@ class PolicyOptimizer:
                 chunk.start_param_sync()
 
 
-def updates_made(adam: Any) -> int:
-    """How many updates a torch optimizer, or Transformer Engine's or Apex's, has made.
+def named_parameters(modules: Sequence[Any]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """The parameters of model chunks (without DDP) by the optimizer's names, ``<chunk>.<name in the chunk>``."""
+    for index, module in enumerate(modules):
+        for name, parameter in module.named_parameters():
+            yield f"{index}.{name}", parameter
 
-    The latter two count in a group's ``step``, which is not there before the first update.
+
+def updates_made(adam: Any) -> int:
+    """The number of updates that a torch, Transformer Engine or Apex optimizer has made.
+
+    The latter two count in a group's ``step``, which is missing before the first update.
     """
     counts = [group["step"] for group in adam.param_groups if "step" in group]
     counts += [state["step"] for state in adam.state.values() if "step" in state]
@@ -205,17 +211,17 @@ def updates_made(adam: Any) -> int:
 
 
 def _allocate(optimizer: Any) -> None:
-    """Make the moments that Adam would make at its first step, as zeros."""
+    """Allocate Adam's moments as zeros, as its first step would."""
     optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
-    add_counts(optimizer.optimizer)  # Megatron's function leaves them out
+    add_counts(optimizer.optimizer)  # Megatron's function omits the counts
 
 
-def _held(optimizer: Any) -> Iterator[Held]:
-    """All that this optimizer keeps on this rank."""
+def _masters(optimizer: Any) -> Iterator[MasterShard]:
+    """The masters of this optimizer on this rank."""
     if isinstance(optimizer, FP32Optimizer):
         for group in optimizer.optimizer.param_groups:
             for parameter in group["params"]:
-                yield Held(parameter, 0, parameter)
+                yield MasterShard(parameter, 0, parameter)
         return
     if isinstance(optimizer, DistributedOptimizer):
         pairs = [
@@ -228,17 +234,17 @@ def _held(optimizer: Any) -> Iterator[Held]:
             (optimizer.fp32_from_fp32_groups, optimizer.fp32_from_fp32_groups),
         ]
     for models, masters in pairs:
-        for parameters, held in zip(models, masters, strict=True):
-            for parameter, master in zip(parameters, held, strict=True):
+        for parameters, copies in zip(models, masters, strict=True):
+            for parameter, master in zip(parameters, copies, strict=True):
                 start = 0
                 if isinstance(optimizer, DistributedOptimizer):
                     start = optimizer._get_model_param_range_map(parameter)["param"].start
-                yield Held(parameter, start, master)
+                yield MasterShard(parameter, start, master)
 
 
-def _agree(finite: bool, grad_norm: float) -> tuple[bool, float]:
-    """Whether all ranks are ``finite``, and their highest norm: ranks that decide by these decide alike."""
-    device = torch.cuda.current_device()  # the CPU where init_parallel has installed its shim
+def _agree_on_norm(finite: bool, grad_norm: float) -> tuple[bool, float]:
+    """Whether all ranks are ``finite``, and their largest norm, so that all ranks decide alike. Collective."""
+    device = torch.cuda.current_device()  # the CPU with the shim of init_parallel
     votes = torch.tensor([0.0 if finite else 1.0, grad_norm if finite else 0.0], dtype=torch.float64, device=device)
     torch.distributed.all_reduce(votes, torch.distributed.ReduceOp.MAX)
     bad, highest = votes.tolist()

@@ -1,19 +1,18 @@
-"""Optimizer state that lies in host memory between updates (``train.offload_optimizer``), or has its moments in
-bfloat16 (``train.optimizer_moments``). Needs torch and Megatron.
+"""Optimizer state in host memory between updates (``train.offload_optimizer``), or with moments in bfloat16
+(``train.optimizer_moments``). Needs torch and Megatron.
 
 ::
 
     an update, parameter by parameter    host ── master, moments ──> device ── Adam ──> weight
                                          host <───────────────────── device
 
-Adam runs where and as it would without, in float32: offloaded, no number changes; a device holds the float32 state of
-one parameter at a time. What remains of Megatron's float32 masters there is their shape, which gradients are attached
-to.
+Adam runs on the device in float32 in every case. Offloading changes no number; the device holds the float32 state of
+one parameter at a time. Megatron's float32 masters keep their shape there, to which gradients are attached.
 
-Moments in bfloat16 have 8 bits, and with a beta2 of 0.999 an update changes the second by a thousandth: rounded to the
-nearest it would stand still. So the point at which a number is rounded up walks through all places between two numbers
-of bfloat16, by the golden ratio from update to update: over some updates rounding takes nothing away and adds nothing.
-It depends on the count of updates alone, so a run that is resumed rounds as it would have.
+Moments in bfloat16 have 8 bits. With a beta2 of 0.999 an update changes the second moment by a thousandth, and rounding
+to nearest would freeze it. So the rounding threshold moves through all positions between two bfloat16 numbers, by the
+golden ratio per update, and rounding is unbiased over several updates. It depends on the number of updates only, so a
+resumed run rounds the same way.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from agent_rl.train.pinned_memory import host_tensor
+from agent_rl.train.host_memory import host_tensor
 
 _GOLDEN = round((1 << 16) * (5**0.5 - 1) / 2)
-"""Multiples of it, modulo 2**16, come near every number, the first ones already (Weyl)."""
+"""Its multiples modulo 2**16 are evenly distributed, also the first ones (Weyl)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Held:
-    """What an optimizer keeps of one parameter: ``master`` (what Adam updates) is elements ``[start, ...)`` of the
-    flattened ``parameter``. It is the parameter's own memory where that is float32."""
+class MasterShard:
+    """The master of one parameter, which Adam updates: elements ``[start, ...)`` of the flattened ``parameter``. In
+    float32 it is the parameter's own memory."""
 
     parameter: torch.nn.Parameter
     start: int
@@ -43,101 +42,102 @@ class Held:
 
     @property
     def own(self) -> bool:
-        """Whether the master is memory of its own."""
+        """Whether the master has its own memory."""
         return self.master.untyped_storage()._cdata != self.parameter.untyped_storage()._cdata
 
 
-class KeptState:
-    """The state of one of Megatron's optimizers as it lies between updates: ``slots[i]`` of ``held[i]``, flat, by name,
-    as :class:`agent_rl.train.optimizer.StateShard` has them."""
+class StoredState:
+    """The state of one of Megatron's optimizers between updates. ``slots[i]`` belongs to ``masters[i]``, flat, by name,
+    as in :class:`agent_rl.train.optimizer.StateShard`."""
 
     def __init__(
         self,
         adam: Any,
-        held: Sequence[Held],
+        masters: Sequence[MasterShard],
         moments: Sequence[str],
         *,
         offload: bool = True,
         precision: torch.dtype = torch.float32,
     ) -> None:
-        """Of torch's ``adam``, or Transformer Engine's or Apex's. Moments begin as zeros. ``offload``: the host has all
-        of it, and the masters' memory on the device is freed. ``precision``: the moments'."""
-        self._inner, self.held, self._moments = adam, tuple(held), tuple(moments)
-        self._moved = [offload and one.own for one in held]
-        sizes = [one.master.numel() for one in held]
-        moved = [size for size, moves in zip(sizes, self._moved, strict=True) if moves]
-        masters = _places(held, moved, torch.float32, offload=offload)
-        kept = _places(held, [size for size in sizes for _ in moments], precision, offload=offload)
+        """``adam``: torch's, Transformer Engine's or Apex's. Moments start as zeros. ``offload``: all state is on the
+        host, and the masters' device memory is freed. ``precision``: of the moments."""
+        self._inner, self.masters, self._moments = adam, tuple(masters), tuple(moments)
+        self._offloaded = [offload and shard.own for shard in masters]
+        sizes = [shard.master.numel() for shard in masters]
+        offloaded_sizes = [size for size, offloaded in zip(sizes, self._offloaded, strict=True) if offloaded]
+        master_blocks = _blocks(masters, offloaded_sizes, torch.float32, offload=offload)
+        moment_blocks = _blocks(masters, [size for size in sizes for _ in moments], precision, offload=offload)
         self.slots: list[Mapping[str, Tensor]] = []
-        for one, moves in zip(self.held, self._moved, strict=True):
-            own = one.master.detach().view(-1)
-            master = next(masters).copy_(own) if moves else own
-            self.slots.append({"master": master, **{name: next(kept) for name in self._moments}})
-        for index in range(len(self.held)):
-            self._leave(index)
+        for shard, offloaded in zip(self.masters, self._offloaded, strict=True):
+            flat = shard.master.detach().view(-1)
+            master = next(master_blocks).copy_(flat) if offloaded else flat
+            self.slots.append({"master": master, **{name: next(moment_blocks) for name in self._moments}})
+        for index in range(len(self.masters)):
+            self._free_device(index)
         add_counts(adam)
 
     @torch.no_grad()
     def step(self, updates: int) -> None:
-        """Adam's update of every parameter that has a gradient, and the weights that follow from it; ``updates`` were
-        made before."""
-        index = {id(one.master): place for place, one in enumerate(self.held)}
+        """Update every parameter that has a gradient, and its weight. ``updates``: number of updates made before."""
+        index_of = {id(shard.master): index for index, shard in enumerate(self.masters)}
         groups = self._inner.param_groups
         for group in groups:
             settings = dict(group)
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                place = index[id(parameter)]
-                self._fetch(place)
-                self._inner.param_groups = [one := {**settings, "params": [parameter]}]
+                index = index_of[id(parameter)]
+                self._load(index)
+                self._inner.param_groups = [single := {**settings, "params": [parameter]}]
                 self._inner.step()
-                # Transformer Engine's Adam counts its updates in the group.
-                group.update({key: value for key, value in one.items() if key == "step"})
-                self._keep(place, updates)
+                # Transformer Engine's Adam counts updates in the group.
+                group.update({key: value for key, value in single.items() if key == "step"})
+                self._store(index, updates)
         self._inner.param_groups = groups
 
     def spread(self) -> None:
-        """Make the weights those of the masters."""
-        for one, slots in zip(self.held, self.slots, strict=True):
-            _copy_to_weight(one, slots["master"])
+        """Copy the masters to the weights."""
+        for shard, slots in zip(self.masters, self.slots, strict=True):
+            _copy_to_weight(shard, slots["master"])
 
-    def _fetch(self, place: int) -> None:
-        """The state of one parameter onto its device, in float32."""
-        one, slots = self.held[place], self.slots[place]
-        device, shape = one.master.device, one.master.shape
-        if self._moved[place]:
-            one.master.data = slots["master"].to(device, copy=True).view(shape)
-        self._inner.state[one.master].update(
-            # In two steps: from host to device in one, torch would convert on the host.
+    def _load(self, index: int) -> None:
+        """Copy the state of one parameter to its device, in float32."""
+        shard, slots = self.masters[index], self.slots[index]
+        device, shape = shard.master.device, shard.master.shape
+        if self._offloaded[index]:
+            shard.master.data = slots["master"].to(device, copy=True).view(shape)
+        self._inner.state[shard.master].update(
+            # Copy, then convert: in one call torch would convert on the host.
             {name: slots[name].to(device, copy=True).float().view(shape) for name in self._moments}
         )
 
-    def _keep(self, place: int, updates: int) -> None:
-        """What an update left of it back to where it lies, and into the weight."""
-        one, slots = self.held[place], self.slots[place]
-        state = self._inner.state[one.master]
+    def _store(self, index: int, updates: int) -> None:
+        """Store the state after an update, and write the weight."""
+        shard, slots = self.masters[index], self.slots[index]
+        state = self._inner.state[shard.master]
         for name in self._moments:
             slots[name].copy_(_rounded(state[name].view(-1), slots[name].dtype, updates))
-        master = one.master.detach().view(-1)
-        if self._moved[place]:
+        master = shard.master.detach().view(-1)
+        if self._offloaded[index]:
             slots["master"].copy_(master)
-        if one.own:
-            _copy_to_weight(one, master)
-        self._leave(place)
+        if shard.own:
+            _copy_to_weight(shard, master)
+        self._free_device(index)
 
-    def _leave(self, place: int) -> None:
-        """Let go of what is on the device for an update alone: a master that moved keeps its shape and one element."""
-        one, slots = self.held[place], self.slots[place]
-        if self._moved[place]:
-            one.master.data = one.master.new_zeros(1).expand(one.master.shape)
-        self._inner.state[one.master].update({name: slots[name].view(one.master.shape) for name in self._moments})
+    def _free_device(self, index: int) -> None:
+        """Free the device memory of an update: an offloaded master keeps its shape and one element."""
+        shard, slots = self.masters[index], self.slots[index]
+        if self._offloaded[index]:
+            shard.master.data = shard.master.new_zeros(1).expand(shard.master.shape)
+        self._inner.state[shard.master].update({name: slots[name].view(shard.master.shape) for name in self._moments})
 
 
-def _places(held: Sequence[Held], sizes: Sequence[int], dtype: torch.dtype, *, offload: bool) -> Iterator[Tensor]:
-    """Zeros of so many numbers each, in one block: on the host, or with what is ``held``."""
-    device = held[0].master.device if held else torch.device("cpu")
-    if offload or not held:
+def _blocks(
+    masters: Sequence[MasterShard], sizes: Sequence[int], dtype: torch.dtype, *, offload: bool
+) -> Iterator[Tensor]:
+    """Zero tensors of these sizes in one block: on the host, or on the device of the masters."""
+    device = masters[0].master.device if masters else torch.device("cpu")
+    if offload or not masters:
         block = host_tensor(sum(sizes), dtype, pinned=device.type == "cuda").zero_()
     else:
         block = torch.zeros(sum(sizes), dtype=dtype, device=device)
@@ -145,8 +145,8 @@ def _places(held: Sequence[Held], sizes: Sequence[int], dtype: torch.dtype, *, o
 
 
 def _rounded(wide: Tensor, dtype: torch.dtype, updates: int) -> Tensor:
-    """Float32 ``wide``, which is overwritten, in bfloat16, where that is ``dtype``: before the last 16 bits are cut
-    off, a number below 2**16 is added that walks with ``updates``. A zero stays one."""
+    """Round float32 ``wide``, in index, if ``dtype`` is bfloat16: add an offset below 2**16 that depends on
+    ``updates``, then truncate the last 16 bits. Zero stays zero."""
     if dtype == wide.dtype:
         return wide
     wide.view(torch.int32).add_(updates * _GOLDEN % (1 << 16)).bitwise_and_(-1 << 16)
@@ -154,21 +154,20 @@ def _rounded(wide: Tensor, dtype: torch.dtype, updates: int) -> Tensor:
 
 
 def counts_by_parameter(adam: Any) -> bool:
-    """Whether it counts its updates in each parameter's state, as torch's does; Transformer Engine's and Apex's count
-    in their groups."""
+    """Whether the optimizer counts updates per parameter (torch's), not per group (Transformer Engine's and Apex's)."""
     return type(adam).__module__.startswith("torch.")
 
 
 def add_counts(adam: Any) -> None:
-    """Begin the counts that torch's Adam wants of every parameter that has moments."""
+    """Add the update counts that torch's Adam needs for every parameter with moments."""
     if counts_by_parameter(adam):
         for state in adam.state.values():
             state.setdefault("step", torch.tensor(0.0))
 
 
 @contextmanager
-def without_gradients(chunks: Sequence[Any]) -> Iterator[None]:
-    """Inside, Megatron's model chunks have no memory for gradients: in its place Megatron makes the masters."""
+def without_gradient_buffers(chunks: Sequence[Any]) -> Iterator[None]:
+    """A context without memory for gradients, in whose index Megatron allocates the masters."""
     for chunk in chunks:
         chunk.offload_grad_buffers()
     try:
@@ -178,5 +177,5 @@ def without_gradients(chunks: Sequence[Any]) -> Iterator[None]:
             chunk.restore_grad_buffers()
 
 
-def _copy_to_weight(one: Held, master: Tensor) -> None:
-    one.parameter.detach().view(-1)[one.start : one.start + one.master.numel()].copy_(master)
+def _copy_to_weight(shard: MasterShard, master: Tensor) -> None:
+    shard.parameter.detach().view(-1)[shard.start : shard.start + shard.master.numel()].copy_(master)

@@ -1,8 +1,6 @@
-"""Ray, local or a cluster's: asked before it is trusted, started quietly with modest resources, and stopped with
-nothing left.
+"""Connections to Ray, local or on a cluster: check the address, start quietly with few resources, stop completely.
 
-A process has one connection to Ray. Whoever needs Ray enters :func:`ray_session`: the first opens the connection and
-ends it, all within use it too.
+A process has one connection to Ray. :func:`ray_session` opens and closes it; sessions inside another one share it.
 """
 
 from __future__ import annotations
@@ -23,39 +21,41 @@ from agent_rl.errors import TrainerError, UserError
 from agent_rl.train import ray_leftovers as leftovers
 from agent_rl.utils.concurrency import shielded
 
-LEAST_STORE_BYTES = 256 << 20
-ANSWER_SECONDS = 10.0
+MIN_STORE_BYTES = 256 << 20
+RESPONSE_SECONDS = 10.0
 _CLIENT_PORT = 10001
 _SHARED_MEMORY = Path("/dev/shm")
 _STORE_SHARE = 4
-"""A local Ray's object store may take one part in so many of what is free of the shared memory."""
+"""The share of free shared memory that a local Ray's object store may use: 1 / 4."""
 
 
-async def check_ray(address: str, *, seconds: float = ANSWER_SECONDS) -> None:
-    """Ask ``train.ray_address`` for a TCP connection. Raises UserError where none comes within ``seconds``.
+async def check_ray(address: str, *, seconds: float = RESPONSE_SECONDS) -> None:
+    """Check that ``train.ray_address`` accepts a TCP connection. Raises UserError where it does not within ``seconds``.
 
-    Ray itself would go on asking for ten minutes, deaf to Ctrl-C and SIGTERM. "local" starts a Ray, so nothing is
-    asked; "auto" is the Ray on this machine or in ``RAY_ADDRESS``; "ray://HOST:PORT" is a Ray client server.
+    Ray itself would retry for ten minutes and ignore Ctrl-C and SIGTERM. "local" starts a Ray, so nothing is checked;
+    "auto" is the Ray on this node or in ``RAY_ADDRESS``; "ray://HOST:PORT" is a Ray client server.
     """
     if address == "local":
         return
-    target = await asyncio.to_thread(_found_by_ray) if address == "auto" else address
+    target = await asyncio.to_thread(_auto_address) if address == "auto" else address
     host, port = _host_and_port(address, target)
     try:
         async with asyncio.timeout(seconds):
             _, writer = await asyncio.open_connection(host, port)
     except (OSError, UnicodeError) as error:  # a timeout is an OSError too
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else f"no answer within {seconds:g} s"
+        reason = (
+            error.strerror if isinstance(error, OSError) and error.strerror else f"no response within {seconds:g} s"
+        )
         where = address if target == address else f"{address}, {target}"
         raise UserError(
-            f"train.ray_address: {where}: {reason}; start a cluster there (`ray start --head`), mend the address, or "
-            "leave the key out for a local Ray"
+            f"train.ray_address: {where}: {reason}; start a cluster there (`ray start --head`), correct the address, "
+            "or omit the key for a local Ray"
         ) from None
     writer.close()
 
 
-def _found_by_ray() -> str:
-    """The address that ray.init would take for "auto"."""
+def _auto_address() -> str:
+    """The address that ray.init finds for "auto"."""
     from ray._private.services import canonicalize_bootstrap_address
 
     try:
@@ -65,7 +65,7 @@ def _found_by_ray() -> str:
     if address is None:
         raise UserError(
             "train.ray_address: auto: no Ray runs on this machine and RAY_ADDRESS is not set; start one with "
-            "`ray start --head`, or leave the key out for a local Ray"
+            "`ray start --head`, or omit the key for a local Ray"
         )
     return str(address)
 
@@ -74,7 +74,7 @@ def _host_and_port(address: str, target: str) -> tuple[str, int]:
     parts = urlsplit(target if "://" in target else f"//{target}")
     try:
         host, port = parts.hostname, parts.port or (_CLIENT_PORT if parts.scheme == "ray" else None)
-    except ValueError:  # no number, or none of a port
+    except ValueError:  # not a port number
         host, port = None, None
     if not host or not port or parts.scheme not in ("", "ray"):
         raise UserError(f"train.ray_address: {address}: write it as HOST:PORT, ray://HOST:PORT or auto")
@@ -83,20 +83,18 @@ def _host_and_port(address: str, target: str) -> tuple[str, int]:
 
 @asynccontextmanager
 async def ray_session(address: str | None, *, cpus: int) -> AsyncIterator[None]:
-    """As :func:`ray_cluster`, once ``address`` answers; other tasks go on meanwhile. Raises UserError or TrainerError.
-
-    Within another session this is the same connection, whatever ``address`` and ``cpus`` are.
+    """Connect as :func:`ray_cluster` after checking ``address``, without blocking the event loop. Raises UserError or
+    TrainerError. Inside another session it uses that connection and ignores both arguments.
     """
     if find_spec("ray") is None:
         raise UserError(
-            "Ray is not installed, which sandbox.placement=ray and the trainer need; `agent-rl install trainer` "
-            "installs it"
+            "Ray is not installed, and the trainer and sandbox.placement=ray need it: run `agent-rl install trainer`"
         )
     if address is not None and not is_connected():
         await check_ray(address)
     stack = ExitStack()
     try:
-        # Shielded: a cancelled start must not leave behind a thread that starts processes nobody owns.
+        # Shielded: after a cancelled start a thread would go on to start processes without an owner.
         await shielded(asyncio.to_thread(stack.enter_context, ray_cluster(address, cpus=cpus)))
         yield
     finally:
@@ -104,31 +102,30 @@ async def ray_session(address: str | None, *, cpus: int) -> AsyncIterator[None]:
 
 
 def is_connected() -> bool:
-    """Whether this process is within a session."""
+    """Whether this process has a connection to Ray."""
     return "ray" in sys.modules and bool(sys.modules["ray"].is_initialized())
 
 
 def object_store_bytes() -> int:
-    """How much a local Ray's object store may hold; memory is taken as objects come, and more is spilled to disk."""
+    """Bytes that a local Ray's object store may use. Memory is taken as objects arrive; more objects spill to disk."""
     free = shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else 0
-    return max(LEAST_STORE_BYTES, free // _STORE_SHARE)
+    return max(MIN_STORE_BYTES, free // _STORE_SHARE)
 
 
 @contextmanager
 def ray_cluster(address: str | None, *, cpus: int) -> Iterator[None]:
-    """Connect to ``address``, or start a Ray of our own that ends with the block. Raises TrainerError.
+    """Connect to ``address``, or start a local Ray that ends with the block. Raises TrainerError.
 
-    The local one has no dashboard, keeps its files in a directory of its own, and its processes die with this one.
-    Where this process is connected already, that connection is used, and left as it is.
+    The local Ray has no dashboard and its own directory, and its processes die with this one. An existing connection is
+    used and left open.
     """
     if is_connected():
         yield
         return
     leftovers.remove_stale()
     with ExitStack() as stack:
-        # The thread that starts Ray puts objects under the driver's own ids, counted from 1 in each session, as long as
-        # it lives: one that outlived a session would put into the next under ids that are given out there again. It
-        # must not end sooner either, for Ray's processes die with the thread that started them.
+        # One thread per session: Ray's processes die with the thread that started them, so it must live as long as the
+        # session. A thread that outlived it would reuse object ids in the next session, which count from 1.
         thread = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="ray-session"))
         directory = None if address else stack.enter_context(_temp_dir())
         stack.callback(lambda: thread.submit(_shut_down, directory).result())
@@ -146,9 +143,9 @@ def _shut_down(directory: Path | None) -> None:
 
 @contextmanager
 def _temp_dir() -> Iterator[Path]:
-    """A directory for a local Ray, held by this process and watched by a guard."""
+    """A directory for a local Ray, locked by this process and watched by a guard."""
     directory = leftovers.make_dir()
-    lock = leftovers.hold(directory)
+    lock = leftovers.lock_dir(directory)
     guard = leftovers.start_guard(directory)
     try:
         yield directory
@@ -161,7 +158,7 @@ def _temp_dir() -> Iterator[Path]:
 def _init(address: str | None, directory: Path | None, *, cpus: int) -> None:
     import ray
 
-    # GNU OpenMP's threads spin while they wait; beside another busy process that made a rank 10 to 30 times slower.
+    # Waiting threads of GNU OpenMP spin, which made a worker 10 to 30 times slower beside another busy process.
     variables = {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")}
     local = {
         "num_cpus": cpus,
@@ -170,10 +167,9 @@ def _init(address: str | None, directory: Path | None, *, cpus: int) -> None:
         "_temp_dir": str(directory),
     }
     try:
-        # Ray's processes rename themselves; SPT_NOENV keeps that from overwriting the environment that tells them.
+        # Ray's processes rename themselves; SPT_NOENV keeps the renaming from overwriting their environment.
         marks = {leftovers.MARK: str(directory), "SPT_NOENV": "1"} if directory else {}
-        # Ray's own is 15: beside anything else on the machine, the commands of sandboxes and the ranks would wait
-        # for it.
+        # Ray's default niceness of 15 would slow sandbox commands and workers beside any other process.
         marks["RAY_worker_niceness"] = str(os.nice(0))
         with _environment(RAY_USAGE_STATS_ENABLED="0", RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0", **variables, **marks):
             ray.init(
@@ -182,14 +178,14 @@ def _init(address: str | None, directory: Path | None, *, cpus: int) -> None:
                 logging_level=logging.ERROR,
                 **({"runtime_env": {"env_vars": variables}} if address else local),
             )
-    except Exception as error:  # Ray raises a bare one where a busy machine takes more than 30 s to start it
+    except Exception as error:  # Ray raises Exception itself if the start takes over 30 s
         where = f"the Ray cluster at {address}" if address else "a local Ray"
         raise TrainerError(f"{where} could not be reached: {str(error).splitlines()[0]}") from error
 
 
 @contextmanager
 def _environment(**values: str) -> Iterator[None]:
-    """Set environment variables that only Ray's processes read, while they are started."""
+    """Set environment variables while Ray's processes start."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

@@ -1,13 +1,12 @@
-"""The trainer as the controller drives it: its ranks are Ray actors, on this machine or on a cluster.
+"""The trainer as the controller uses it. Its workers are Ray actors, on this node or on a cluster.
 
 ::
 
-    step(samples) ── a data rank's samples, and each rank's own routes ──> Ray's object store ──> the ranks
-                  <── sums, the sampled tokens' log-probs, where routes differ: merged into metrics ──
+    step(samples) ── samples of each data rank, route shards of each worker ──> Ray's object store ──> workers
+                  <── sums, log-probs of sampled tokens, route differences: merged into metrics ──
 
-How the ranks are called, and what becomes of a failure: :mod:`agent_rl.train.worker_group`. Whatever goes through
-routes or through a step's tokens runs on a thread: a step of 512 long trajectories takes seconds of it, and the
-event loop also serves the engines.
+:mod:`agent_rl.train.worker_group` calls the workers and handles failures. Work on routes or tokens of a step runs in a
+thread: it takes seconds for 512 long trajectories, and the event loop also serves the engines.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -24,28 +24,35 @@ from numpy.typing import NDArray
 
 from agent_rl.config import RunConfig
 from agent_rl.errors import TrainerError
-from agent_rl.models.spec import read_model_spec
+from agent_rl.models.spec import ModelSpec, read_model_spec
 from agent_rl.train.batching.cost import TOKENS, sequence_cost
-from agent_rl.train.batching.mini_steps import MiniStepShare, split_step
-from agent_rl.train.batching.partition import Deal, deal, lockstep_ranks
+from agent_rl.train.batching.partition import MiniStepShare, Partition, lockstep_ranks, partition_sequences, split_step
 from agent_rl.train.checkpoint.directory import Manifest
 from agent_rl.train.checkpoint.driver import CheckpointDriver, absolute
-from agent_rl.train.dispatch import DispatchedStep, dispatch
 from agent_rl.train.expert_balancing.report import BalanceReport, balance_metrics, write_balance
 from agent_rl.train.parallel_checks import check_layout
-from agent_rl.train.reports import Differing, ForwardAnswer, RankReport
+from agent_rl.train.reports import ForwardResult, RankReport, RouteDifferences
 from agent_rl.train.requests import OptimizerSpec, StepRequest
-from agent_rl.train.route_sharding import MicroBatches, by_sample, count_all_differing, have_routes, put_together
+from agent_rl.train.route_sharding import (
+    MicroBatches,
+    by_sample,
+    count_all_differing,
+    have_routes,
+    reassemble,
+    shard_routes,
+    without_routes,
+)
 from agent_rl.train.route_trace import begin_trace, check_trace
-from agent_rl.train.step_metrics import step_metrics
-from agent_rl.train.token_detail import LayerBits, token_details
-from agent_rl.train.worker_group import Ranks
+from agent_rl.train.step_metrics import RouteDifferenceBits, step_metrics, token_details
+from agent_rl.train.worker_group import WorkerGroup
 from agent_rl.types import Sample, TokenDetail
 from agent_rl.utils.concurrency import shielded
-from agent_rl.weight_sync.order import PublishReport, PublishRequest
+from agent_rl.weight_sync.requests import PublishReport, PublishRequest
+from r3.shard import RouteShard
 from r3.trace.recorders import TraceRequest
 
 if TYPE_CHECKING:
+    from ray import ObjectRef
     from ray.util.placement_group import PlacementGroup
 
 PUBLISH_SECONDS = 900.0
@@ -53,62 +60,63 @@ PUBLISH_SECONDS = 900.0
 Shares = tuple[tuple[MiniStepShare, ...], ...]
 """``shares[data_rank][mini_step]``"""
 
-TakeDetails = Callable[[Mapping[int, TokenDetail]], None]
+DetailSink = Callable[[Mapping[int, TokenDetail]], None]
 
-StepAnswer = tuple[RankReport | None, Differing | None, BalanceReport | None]
-"""What a rank answers to a step."""
+WorkerStepResult = tuple[RankReport | None, RouteDifferences | None, BalanceReport | None]
+"""The result of a step on one worker."""
 
 
 class RayTrainer:
     """Owns the training weights, optimizer and schedule. An async context manager, or call start() and close().
 
-    ``optimizer`` overrides the GRPO optimizer that the config asks for (supervised training has its own). ``room``:
-    what is reserved for the ranks on Ray. ``note`` is told of a long start. ``config`` is the run's, ``ranks`` what is
-    called.
+    ``model_spec``: the architecture of ``config.model``; None reads its ``config.json``. ``optimizer`` replaces the
+    optimizer of the config (supervised training has its own). ``placement_group``: the workers' reservation on Ray.
+    ``note`` receives progress lines of the start.
     """
 
     def __init__(
         self,
         config: RunConfig,
+        model_spec: ModelSpec | None = None,
         *,
         optimizer: OptimizerSpec | None = None,
-        room: PlacementGroup | None = None,
+        placement_group: PlacementGroup | None = None,
         note: Callable[[str], None] | None = None,
     ) -> None:
-        check_layout(config)
-        check_trace(config)
-        self.config = config
+        check_layout(config, model_spec)
+        check_trace(config.r3.trace, config.train.replay)
+        self.config, self._model_spec = config, model_spec
         self._optimizer = optimizer or OptimizerSpec.of(config.train)
-        self._ray, self._room = ExitStack(), room
+        self._ray, self._placement_group = ExitStack(), placement_group
         self._note = note or _silent
-        self._hold()
-        self._cost = TOKENS  # the model's own once it is known, in start()
+        self._new_workers()
+        self._cost = TOKENS  # start() replaces it by the cost of the model
 
     async def start(self) -> RayTrainer:
-        """Start Ray and the ranks and build the model in each. Raises TrainerError or UserError."""
+        """Start Ray and the workers, and build the model in each. Raises TrainerError or UserError."""
         try:
-            self._cost = sequence_cost(read_model_spec(self.config.model))
-            await self.ranks.start(self.config, self._optimizer, self._note)
+            model_spec = self._model_spec or read_model_spec(self.config.model)
+            self._cost = sequence_cost(model_spec)
+            await self.workers.start(self.config, model_spec, self._optimizer, self._note)
         except BaseException:
             await self.close()
             raise
         return self
 
     async def restart(self) -> RayTrainer:
-        """End what is left of the ranks and start others, with the weights that the config names; Ray stays. Raises as
-        start()."""
-        await shielded(self._end_ranks())
-        self._hold()
+        """Replace all workers by new ones with the weights of ``config.model``; Ray stays. Raises as :meth:`start`."""
+        await shielded(self._end_workers())
+        self._new_workers()
         return await self.start()
 
-    def _hold(self) -> None:
-        self.ranks = Ranks(self._ray, self._room)
-        self._checkpoints = CheckpointDriver(self.ranks, self.config.train)
+    def _new_workers(self) -> None:
+        self.workers = WorkerGroup(self._ray, self._placement_group)
+        self._checkpoints = CheckpointDriver(self.workers, self.config.train)
 
     @property
     def data_size(self) -> int:
         """The number of data-parallel ranks."""
-        return self.ranks.infos[0].data_size
+        return self.workers.infos[0].data_size
 
     async def step(
         self,
@@ -117,35 +125,33 @@ class RayTrainer:
         measure_without_replay: bool,
         step: int | None = None,
         spike_norm: float | None = None,
-        on_detail: TakeDetails | None = None,
+        on_detail: DetailSink | None = None,
     ) -> Mapping[str, float]:
-        """One GRPO global step: old log-probs, then the updates. Without a sampled token (no group had any variance)
-        nothing is updated.
+        """Run one GRPO global step: old log-probs, then the updates. Without a sampled token there is no update.
 
         ``measure_without_replay`` also runs a pass without replay for the ``mismatch_without_replay/*`` metrics.
-        ``step``: its number, by which ``r3.trace.steps`` names the steps to trace, and the run's ``balance.jsonl``
-        its rows. A gradient norm beyond ``spike_norm`` is dealt with as ``guard.on_spike`` says. ``on_detail`` is
-        called with what was seen of every sample's tokens, by index. Returns metrics under the names of
-        docs/metrics.md.
+        ``step``: the number of the step in ``r3.trace.steps`` and in ``balance.jsonl``. ``guard.on_spike`` says what
+        happens to an update with a gradient norm above ``spike_norm``. ``on_detail`` receives the token details of
+        every sample by index. Returns metrics under the names of docs/reference/metrics.md.
         """
         if not any(sample.loss_mask[1:].any() for sample in samples):
             return {"train/updates": 0.0, "time/old_logprob": 0.0, "time/update": 0.0}
-        self.ranks.check_running()
-        shares, trace, handed = await asyncio.to_thread(self._deal_out, samples, step)
-        order = StepRequest(self.config, measure_without_replay, spike_norm, trace, detail=on_detail is not None)
-        answers = await self.ranks.call_each(
+        self.workers.check_running()
+        shares, trace, dispatched = await asyncio.to_thread(self._dispatch, samples, step)
+        request = StepRequest(self.config, measure_without_replay, spike_norm, trace, detail=on_detail is not None)
+        results = await self.workers.call_each(
             lambda actor, info: actor.grpo.remote(
-                handed[info.rank].samples, shares[info.data_rank], order, handed[info.rank].routes
+                dispatched[info.rank].samples, shares[info.data_rank], request, dispatched[info.rank].routes
             )
         )
-        handed.clear()  # the routes leave the object store
-        return await asyncio.to_thread(self._merged, samples, shares, answers, step, on_detail)
+        dispatched.clear()  # frees the routes in the object store
+        return await asyncio.to_thread(self._merge_results, samples, shares, results, step, on_detail)
 
-    def _deal_out(
+    def _dispatch(
         self, samples: Sequence[Sample], step: int | None
     ) -> tuple[Shares, TraceRequest | None, list[DispatchedStep]]:
-        """Which data rank trains on what, what is traced of it, and what each rank is handed."""
-        infos, moe_layers = self.ranks.infos, self.ranks.infos[0].moe_layers
+        """Partition the samples, begin a trace if one is due, and put every worker's data into the object store."""
+        infos, moe_layers = self.workers.infos, self.workers.infos[0].moe_layers
         routes = have_routes(samples, moe_layers)
         if self.config.train.replay == "r3" and not routes and moe_layers:
             raise TrainerError(
@@ -154,29 +160,29 @@ class RayTrainer:
         shares = self._split(samples)
         micro_batches = _micro_batches(shares)
         trace = begin_trace(self.config, step, samples, micro_batches, infos)
-        return shares, trace, dispatch(self.ranks, samples, micro_batches, routes=routes)
+        return shares, trace, dispatch(self.workers, samples, micro_batches, routes=routes)
 
-    def _merged(
+    def _merge_results(
         self,
         samples: Sequence[Sample],
         shares: Shares,
-        answers: Sequence[StepAnswer],
+        results: Sequence[WorkerStepResult],
         step: int | None,
-        on_detail: TakeDetails | None,
+        on_detail: DetailSink | None,
     ) -> dict[str, float]:
-        """The ranks' answers as one step's metrics."""
-        infos, micro_batches = self.ranks.infos, _micro_batches(shares)
-        reports = [report for report, _, _ in answers if report is not None]
-        differs = [differs for _, differs, _ in answers]
+        """Merge the workers' results into the metrics of the step."""
+        infos, micro_batches = self.workers.infos, _micro_batches(shares)
+        reports = [report for report, _, _ in results if report is not None]
+        differences = [item for _, item, _ in results]
         if on_detail is None:
-            counts = count_all_differing(samples, micro_batches, infos, differs)
+            counts = count_all_differing(samples, micro_batches, infos, differences)
         else:
-            bits = LayerBits(samples), LayerBits(samples)
-            counts = count_all_differing(samples, micro_batches, infos, differs, *(part.take for part in bits))
-            leads = zip(infos, answers, strict=True)
+            bits = RouteDifferenceBits(samples), RouteDifferenceBits(samples)
+            counts = count_all_differing(samples, micro_batches, infos, differences, *(part.take for part in bits))
+            leads = zip(infos, results, strict=True)
             by_rank = {info.data_rank: report for info, (report, _, _) in leads if report is not None}
             on_detail(token_details(samples, micro_batches, by_rank, *bits))
-        balanced = [balance for _, _, balance in answers if balance is not None]
+        balanced = [balance for _, _, balance in results if balance is not None]
         if balanced and step is not None:
             write_balance(self.config.run_dir, step, balanced)
         return step_metrics(reports, *counts, self.config.train.clip) | balance_metrics(balanced)
@@ -193,11 +199,11 @@ class RayTrainer:
             expert_ranks=train.parallel.expert,
         )
 
-    def deal(self, lengths: Sequence[int]) -> Deal:
-        """Deal sequences of so many tokens out to data ranks and micro-batches. Raises TrainerError for one that
-        ``train.microbatch_tokens`` does not hold."""
+    def partition_sequences(self, lengths: Sequence[int]) -> Partition:
+        """Partition sequences of these lengths into data ranks and micro-batches. Raises TrainerError for a sequence
+        longer than ``train.microbatch_tokens``."""
         train = self.config.train
-        return deal(
+        return partition_sequences(
             lengths,
             budget=train.microbatch_tokens,
             ranks=self.data_size,
@@ -206,88 +212,93 @@ class RayTrainer:
         )
 
     async def logprobs(self, samples: Sequence[Sample], *, replay: bool) -> Sequence[Sequence[float]]:
-        """Log-probs of every token given those before it (0 for the first), one list a sample, at temperature 1."""
-        answers, _ = await self._forward(samples, 1.0, replay=replay, record=False)
-        by_index = {index: values for logprobs, _ in answers for index, values in logprobs.items()}
+        """Log-probs of every token given those before it (0 for the first), one list per sample, at temperature 1."""
+        results, _ = await self._forward(samples, 1.0, replay=replay, record=False)
+        by_index = {index: values for logprobs, _ in results for index, values in logprobs.items()}
         return [by_index[index].tolist() for index in range(len(samples))]
 
     async def routes(
         self, samples: Sequence[Sample], *, replay: bool, temperature: float = 1.0
     ) -> list[tuple[NDArray[np.float32], NDArray[np.unsignedinteger]]]:
         """As :meth:`logprobs`, at ``temperature``, with the experts used at every token: ``(logprobs [S], experts
-        [S, moe_layers, top_k])`` a sample. With ``replay`` those are the samples' own where a row is present."""
-        answers, dealt = await self._forward(samples, temperature, replay=replay, record=True)
-        logprobs = {index: values for own, _ in answers for index, values in own.items()}
+        [S, moe_layers, top_k])`` per sample. With ``replay`` they are the samples' own routes in rows that are
+        present."""
+        results, partition = await self._forward(samples, temperature, replay=replay, record=True)
+        logprobs = {index: values for by_sample_id, _ in results for index, values in by_sample_id.items()}
         experts: dict[int, NDArray[np.unsignedinteger]] = {}
-        for data_rank, batches in enumerate(dealt):
-            infos = [info for info in self.ranks.infos if info.data_rank == data_rank]
-            for at, ids in enumerate(batches):
-                whole = put_together(samples, ids, infos, [answers[info.rank][1][at] for info in infos])
-                experts |= by_sample(samples, ids, whole)
+        for data_rank, batches in enumerate(partition):
+            infos = [info for info in self.workers.infos if info.data_rank == data_rank]
+            for number, ids in enumerate(batches):
+                used = reassemble(samples, ids, infos, [results[info.rank][1][number] for info in infos])
+                experts |= by_sample(samples, ids, used)
         return [(logprobs[index], experts[index]) for index in range(len(samples))]
 
     async def _forward(
         self, samples: Sequence[Sample], temperature: float, *, replay: bool, record: bool
-    ) -> tuple[list[ForwardAnswer], Deal]:
-        """A pass without gradients over all samples: every rank's answer, and what each data rank was given."""
-        self.ranks.check_running()
-        if replay and not have_routes(samples, self.ranks.infos[0].moe_layers):
+    ) -> tuple[list[ForwardResult], Partition]:
+        """A pass without gradients over all samples: the results by rank, and the partition of the samples."""
+        self.workers.check_running()
+        if replay and not have_routes(samples, self.workers.infos[0].moe_layers):
             raise TrainerError("the samples have no routes to replay")
-        dealt = self.deal([len(sample.tokens) for sample in samples])
-        handed = await asyncio.to_thread(dispatch, self.ranks, samples, dealt, routes=replay)
-        answers = await self.ranks.call_each(
+        partition = self.partition_sequences([len(sample.tokens) for sample in samples])
+        dispatched = await asyncio.to_thread(dispatch, self.workers, samples, partition, routes=replay)
+        results = await self.workers.call_each(
             lambda actor, info: actor.logprobs.remote(
-                handed[info.rank].samples, dealt[info.data_rank], temperature, record, handed[info.rank].routes
+                dispatched[info.rank].samples,
+                partition[info.data_rank],
+                temperature,
+                record,
+                dispatched[info.rank].routes,
             )
         )
-        return answers, dealt
+        return results, partition
 
     async def set_optimizer(self, spec: OptimizerSpec) -> None:
-        """Start over with a new optimizer and schedule; the weights stay."""
-        await self.ranks.call(lambda actor: actor.set_optimizer.remote(spec))
+        """Replace optimizer and schedule by new ones; the weights stay."""
+        await self.workers.call(lambda actor: actor.set_optimizer.remote(spec))
 
     async def publish(self, engine_urls: Sequence[str], weight_version: str) -> PublishReport:
-        """Send the weights to every engine as ``weight_version``; the report names those that did not take them."""
+        """Send the weights to every engine as ``weight_version``; the report names those that failed."""
         engine = self.config.engine
-        order = PublishRequest(tuple(engine_urls), weight_version, engine, engine.headers)
-        reports = await self.ranks.call(lambda actor: actor.publish.remote(order), timeout=PUBLISH_SECONDS)
+        request = PublishRequest(tuple(engine_urls), weight_version, engine, engine.headers)
+        reports = await self.workers.call(lambda actor: actor.publish.remote(request), timeout=PUBLISH_SECONDS)
         assert reports[0] is not None, "rank 0 reports"
         return reports[0]
 
     async def save(self, directory: Path, run: Mapping[str, object] | None = None) -> None:
-        """As :meth:`begin_save`, returning when the checkpoint is complete."""
+        """As :meth:`begin_save`; returns when the checkpoint is complete."""
         await (await self.begin_save(directory, run))
 
     async def begin_save(self, directory: Path, run: Mapping[str, object] | None = None) -> asyncio.Task[None]:
-        """Begin a checkpoint that :meth:`load` resumes from exactly; atomic. All ranks must see ``directory``.
+        """Begin to write a checkpoint from which :meth:`load` resumes exactly. All workers must see ``directory``.
 
-        Returns when every rank has its state in host memory, and training may go on. The task ends when the
-        directory is complete, or raises UserError where the disk is full and TrainerError on other failures, leaving
-        nothing. A save that is still under way is waited for. ``run`` is kept in the manifest.
+        Waits for an earlier save, and returns when every worker has copied its state to host memory: training can
+        continue. The returned task ends when the directory is complete. It raises UserError where the disk is full,
+        TrainerError for other failures, and then leaves no directory. The manifest stores ``run``.
         """
         return await self._checkpoints.begin(directory, run or {})
 
     async def load(self, directory: Path) -> Manifest:
-        """Resume from a checkpoint of any parallel layout; its manifest. Raises ConfigError where it is incomplete or
-        of another format, TrainerError where it is damaged or of another model."""
+        """Resume from a checkpoint of any parallel layout; returns its manifest. Raises ConfigError where it is
+        incomplete or has another format, TrainerError where it is damaged or belongs to another model."""
         return await self._checkpoints.load(directory)
 
     async def export(self, directory: Path) -> None:
         """Write a Hugging Face checkpoint."""
         target = absolute(directory)
-        await self.ranks.call(lambda actor: actor.export.remote(target))
+        await self.workers.call(lambda actor: actor.export.remote(target))
 
     async def close(self) -> None:
-        """Stop the ranks, and Ray where it is ours. Idempotent; a cancellation waits for its end."""
-        self.ranks.end("the trainer was closed")
+        """Stop the workers, and a Ray that this process started. Idempotent. A cancellation waits for the end."""
+        self.workers.end("the trainer was closed")
         await shielded(self._close())
 
     async def _close(self) -> None:
-        await self._end_ranks()
+        await self._end_workers()
         await asyncio.to_thread(self._ray.close)
 
-    async def _end_ranks(self) -> None:
-        await asyncio.to_thread(self.ranks.kill)
+    async def _end_workers(self) -> None:
+        await asyncio.to_thread(self.workers.kill)
         await self._checkpoints.stop()
 
     async def __aenter__(self) -> RayTrainer:
@@ -299,9 +310,37 @@ class RayTrainer:
         await self.close()
 
 
+@dataclass(frozen=True, slots=True)
+class DispatchedStep:
+    """A worker's data in Ray's object store: its samples by index, and its shard of the routes of every micro-batch, in
+    order, or none. The data stays there as long as this object lives."""
+
+    samples: ObjectRef[Mapping[int, Sample]]
+    routes: list[ObjectRef[RouteShard]]
+
+
+def dispatch(
+    workers: WorkerGroup, samples: Sequence[Sample], micro_batches: Sequence[MicroBatches], *, routes: bool
+) -> list[DispatchedStep]:
+    """Put the data of ``micro_batches[data_rank]`` into the object store, for every worker. Blocks. Routes are sharded
+    one micro-batch at a time, so they are never copied as a whole."""
+    stored: list[ObjectRef[Mapping[int, Sample]]] = [
+        workers.put(without_routes(samples, batches)) for batches in micro_batches
+    ]
+    return [
+        DispatchedStep(
+            stored[info.data_rank],
+            [workers.put(shard_routes(samples, ids, info.shard)) for ids in micro_batches[info.data_rank]]
+            if routes
+            else [],
+        )
+        for info in workers.infos
+    ]
+
+
 def _silent(_: str) -> None: ...
 
 
 def _micro_batches(shares: Shares) -> list[MicroBatches]:
-    """All of a step's, by data rank."""
+    """The micro-batches of a step by data rank."""
     return [[ids for share in rank for ids in share.micro_batches] for rank in shares]

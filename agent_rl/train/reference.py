@@ -1,25 +1,23 @@
-"""The reference model of the KL penalty: its weights, and what a step needs of it. Needs torch.
+"""The reference model of the KL penalty: its weights, log-probs and penalties. Needs torch.
 
 ::
 
-    start    checkpoint ─ read into the model ─ exchanged ─> the host         (the training's weights are back)
-    a step   host <─ exchanged ─> model: one forward pass, then exchanged back    ─> reference log-probs
+    start    checkpoint ─ read into the model ─ swapped ─> host         (the training weights are back in the model)
+    a step   host <─ swapped ─> model: one forward pass, then swapped back    ─> reference log-probs
 
-The reference never has a place of its own on the device. Its weights (this rank's part of them, in the trainer's
-precision) lie on the host. For one forward pass of a step they and the training's change places, tensor by tensor, in
-the model's own memory. So it works under every parallel layout without knowing of any, costs the device one tensor, and
-brings back every bit. Gradients and optimizer state are not touched; nor are the float32 masters of a bfloat16 run,
-which go into the weights only by an update. It is read from its checkpoint at every start, so a resumed run has the
-same reference.
+The reference has no memory of its own on the device. This rank's part of its weights lies on the host in the trainer's
+precision. For one forward pass per step it changes places with the training weights, tensor by tensor, in the model's
+memory. This works under every parallel layout, needs one tensor of device memory and restores every bit. Gradients,
+optimizer state and the float32 masters of a bfloat16 run are not touched. The reference is read from its checkpoint at
+every start, so a resumed run has the same one.
 
-*Which routes.* The reference is given the routes that the update is given: the rollout's under ``train.replay: r3``,
-those of the old-log-prob pass under ``r2``, none under ``off``. With pinned routes both log-probs are smooth functions
-of the weights along the same experts, and with equal weights their difference is exactly 0. If the reference chose its
-own, a router that rounding has flipped would enter the KL as a jump: at the first step, where the true KL is 0, the
-penalty would be the native mismatch of engine and trainer (docs/trainer.md has figures). The price: where training has
-taught a router to choose other experts, the reference is asked along experts that it would not have chosen, with its
-own gates over them (R3's Eq. 8). So the KL is that of the weights along the sampled path; a change of choice counts
-only by what the chosen experts say.
+*Routes.* The reference replays the update's routes: the rollout's under ``train.replay: r3``, those of the old-log-prob
+pass under ``r2``, none under ``off``. With the same routes both log-probs are smooth functions of the weights along the
+same experts, and equal weights give a difference of exactly 0. If the reference chose its own experts, a router flipped
+by rounding would enter the KL as a jump: in the first step, where the true KL is 0, the penalty would equal the routing
+mismatch of engine and trainer (docs/reference/objectives.md has numbers). The price: where training has changed a
+router's choice, the reference is evaluated along experts that it would not choose, with its own gates over them (R3's
+Eq. 8). The KL is that of the weights along the sampled path; a changed choice counts only through the chosen experts.
 """
 
 from __future__ import annotations
@@ -29,17 +27,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from agent_rl.config import KlConfig, TrainConfig
-from agent_rl.models.spec import check_alike
+from agent_rl.models.spec import check_same_architecture
 from agent_rl.train.hf_index import LoadProgress
+from agent_rl.train.host_memory import host_tensor
 from agent_rl.train.loss.objectives import advantage_moments, kl_penalty, normalized_advantages, penalized_advantages
-from agent_rl.train.megatron.packed_batch import PackedBatch, PassOutput, Routes
-from agent_rl.train.pinned_memory import host_tensor
+from agent_rl.train.megatron.packed_batch import PackedBatch, Routes
 
 if TYPE_CHECKING:
     from agent_rl.train.megatron.model import PolicyModel
@@ -49,75 +47,65 @@ class Reference:
     """One rank's part of the reference's weights, on the host."""
 
     def __init__(self, model: PolicyModel, *, frozen: bool = False) -> None:
-        """With the weights that ``model`` has now. Those that are not trained stay where they are, for they stay as
-        they are, unless ``frozen`` ones will differ, too."""
+        """Copy the current weights of ``model``. Weights that are not trained are skipped, because they stay the same,
+        unless ``frozen``: then the reference has other frozen weights."""
         weights = dict.fromkeys(p for module in model.modules for p in module.parameters())
         self._parameters = [weight for weight in weights if frozen or weight.requires_grad]
-        self._held = _to_host(self._parameters)
+        self._weights = _to_host(self._parameters)
 
     @classmethod
     def load(cls, model: PolicyModel, directory: Path, progress: LoadProgress | None = None) -> Reference:
-        """The checkpoint in ``directory``; ``model`` keeps its weights, and ``progress`` grows while it is read. Raises
-        ConfigError where it does not fit."""
-        check_alike(model.facts, model.directory, directory, "train.kl.reference")
+        """Read the checkpoint in ``directory``; ``model`` keeps its weights. ``progress`` counts the bytes. Raises
+        ConfigError where the checkpoint does not fit."""
+        check_same_architecture(model.model_spec, model.directory, directory, "train.kl.reference")
         reference = cls(model, frozen=directory != model.directory)
         try:
             model.load_hf(directory, progress)
         finally:
-            reference._exchange()  # what was held are the training's weights
+            reference._swap()  # self._weights were the training weights
         return reference
 
     @property
     def nbytes(self) -> int:
         """Bytes on the host."""
-        return sum(held.nbytes for held in self._held)
+        return sum(weight.nbytes for weight in self._weights)
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Inside, the model has the reference's weights, and no gradient must be taken; after it, its own again."""
-        self._exchange()
+    def swapped_in(self) -> Iterator[None]:
+        """A context in which the model has the reference's weights. No gradient may be taken inside."""
+        self._swap()
         try:
             yield
         finally:
-            self._exchange()
+            self._swap()
 
     @torch.no_grad()
-    def _exchange(self) -> None:
-        for parameter, held in zip(self._parameters, self._held, strict=True):
-            own = parameter.detach().clone()
-            parameter.copy_(held)
-            held.copy_(own)
+    def _swap(self) -> None:
+        for parameter, stored in zip(self._parameters, self._weights, strict=True):
+            current = parameter.detach().clone()
+            parameter.copy_(stored)
+            stored.copy_(current)
 
 
 def _to_host(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Copies on the host, of each dtype in one stretch of memory."""
-    held = dict[int, Tensor]()
+    """Copies on the host, with one block of memory per dtype."""
+    copies = dict[int, Tensor]()
     for dtype in {parameter.dtype for parameter in parameters}:
-        alike = [parameter for parameter in parameters if parameter.dtype == dtype]
-        sizes = [parameter.numel() for parameter in alike]
-        block = host_tensor(sum(sizes), dtype, pinned=alike[0].is_cuda)
-        for parameter, place in zip(alike, block.split(sizes), strict=True):
-            held[id(parameter)] = place.view(parameter.shape).copy_(parameter.detach())
-    return [held[id(parameter)] for parameter in parameters]
-
-
-class ForwardModel(Protocol):
-    """What the penalty needs of :class:`agent_rl.train.megatron.model.PolicyModel`."""
-
-    def forward_logprobs(
-        self, batches: Sequence[PackedBatch], routes: Sequence[Routes | None] | None, *, temperature: float = 1.0
-    ) -> list[PassOutput]: ...
-
-    def sum_over_data(self, values: Tensor) -> Tensor: ...
+        same_dtype = [parameter for parameter in parameters if parameter.dtype == dtype]
+        sizes = [parameter.numel() for parameter in same_dtype]
+        block = host_tensor(sum(sizes), dtype, pinned=same_dtype[0].is_cuda)
+        for parameter, view in zip(same_dtype, block.split(sizes), strict=True):
+            copies[id(parameter)] = view.view(parameter.shape).copy_(parameter.detach())
+    return [copies[id(parameter)] for parameter in parameters]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Compared:
-    """The reference's word on a rank's micro-batches.
+class ReferenceComparison:
+    """The reference's results on a rank's micro-batches.
 
-    ``extras``: what the loss function needs of each, by name: ``reference`` ``[T]``, its log-probs, and where the
-    penalty is taken from the reward ``advantages`` ``[T]`` instead of the samples'. ``taken``: the sum over the rank's
-    sampled tokens of what was taken from an advantage. ``seconds``: the pass.
+    ``extras``: per micro-batch the inputs of the loss function by name: ``reference`` ``[T]``, the reference log-probs,
+    and for a penalty in the reward the new ``advantages`` ``[T]``. ``taken``: the sum over the rank's sampled tokens of
+    the penalty taken from advantages. ``seconds``: duration of the pass.
     """
 
     extras: tuple[Mapping[str, Tensor], ...]
@@ -126,19 +114,19 @@ class Compared:
 
 
 def compare_with_reference(
-    model: ForwardModel,
+    model: PolicyModel,
     reference: Reference,
     batches: Sequence[PackedBatch],
     routes: Sequence[Routes | None] | None,
     old_logprobs: Sequence[Tensor],
     train: TrainConfig,
     temperature: float,
-) -> Compared:
-    """Run the reference over micro-batches that have the extras ``mask``, ``sequence`` and ``advantages``, replaying
-    ``routes``. ``old_logprobs``: the trainer's own before the update, whose KL a penalty in the reward is of.
+) -> ReferenceComparison:
+    """Run the reference over micro-batches with the extras ``mask``, ``sequence`` and ``advantages``, replaying
+    ``routes``. ``old_logprobs``: the trainer's log-probs before the update, which a penalty in the reward compares.
     Collective."""
     started = time.perf_counter()
-    with reference.in_place():
+    with reference.swapped_in():
         outputs = model.forward_logprobs(batches, routes, temperature=temperature)
     extras: list[dict[str, Tensor]] = [{"reference": output.logprobs} for output in outputs]
     taken = 0.0
@@ -148,11 +136,11 @@ def compare_with_reference(
             for batch, old, output in zip(batches, old_logprobs, outputs, strict=True)
         ]
         taken = sum(_taken(batch, values) for batch, values in zip(batches, advantages, strict=True))
-        if train.normalizes_penalized:
+        if train.normalizes_after_penalty:
             advantages = _normalized(model, batches, advantages)
-        for own, values in zip(extras, advantages, strict=True):
-            own["advantages"] = values
-    return Compared(tuple(extras), taken, time.perf_counter() - started)
+        for item, values in zip(extras, advantages, strict=True):
+            item["advantages"] = values
+    return ReferenceComparison(tuple(extras), taken, time.perf_counter() - started)
 
 
 def _penalized(batch: PackedBatch, old_T: Tensor, reference_T: Tensor, kl: KlConfig) -> Tensor:
@@ -166,11 +154,11 @@ def _taken(batch: PackedBatch, penalized_T: Tensor) -> float:
     return float(taken_T[batch.extras["mask"].to(penalized_T.device)].sum())
 
 
-def _normalized(model: ForwardModel, batches: Sequence[PackedBatch], advantages: Sequence[Tensor]) -> list[Tensor]:
-    """By mean and standard deviation over all the step's sampled tokens, also those of the other data ranks."""
-    own = [
+def _normalized(model: PolicyModel, batches: Sequence[PackedBatch], advantages: Sequence[Tensor]) -> list[Tensor]:
+    """Normalize by mean and standard deviation over the sampled tokens of the step on all data ranks."""
+    moments = [
         advantage_moments(values, batch.extras["mask"].to(values.device))
         for batch, values in zip(batches, advantages, strict=True)
     ]
-    total = model.sum_over_data(torch.stack(own).sum(0) if own else torch.zeros(3, dtype=torch.float64))
+    total = model.sum_over_data(torch.stack(moments).sum(0) if moments else torch.zeros(3, dtype=torch.float64))
     return [normalized_advantages(values, total.to(values.device)) for values in advantages]

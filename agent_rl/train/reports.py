@@ -1,6 +1,6 @@
-"""What a trainer rank hands back after a step: sums and per-token values that add up over ranks. numpy only.
+"""What trainer workers return after a step: sums and per-token values, merged over ranks. numpy only.
 
-Axes: ``T`` packed tokens, ``L`` MoE layers; ``R`` rows and ``C`` columns of a rank, ``K`` experts a token.
+Axes: ``T`` packed tokens, ``L`` MoE layers; ``R`` rows and ``C`` columns of a rank, ``K`` experts per token.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from agent_rl.errors import TrainerError
 from r3.shard import RouteShard
 
 WeightedSequences = Sequence[tuple[NDArray[np.int32], NDArray[np.float32]]]
-"""Supervised training's: the tokens ``[S]`` of each and a loss weight for every token ``[S]``."""
+"""Sequences of supervised training: tokens ``[S]`` and a loss weight per token ``[S]``."""
 
-ForwardAnswer = tuple[dict[int, NDArray[np.float32]], list[NDArray[np.unsignedinteger]]]
-"""A rank's answer to a pass without gradients: log-probs by sample, experts used ``[R, C, K]`` by micro-batch."""
+ForwardResult = tuple[dict[int, NDArray[np.float32]], list[NDArray[np.unsignedinteger]]]
+"""A worker's result of a pass without gradients: log-probs by sample, experts used ``[R, C, K]`` by micro-batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """One optimizer update: the gradient norm before clipping and the learning rate it used.
+    """One optimizer update: the gradient norm before clipping, and its learning rate.
 
-    ``finite``: loss and norm were finite on all ranks; ``spike``: the norm was beyond the spike limit; ``taken``: the
-    weights were changed. The same on every rank.
+    ``finite``: loss and norm were finite on all ranks. ``spike``: the norm was above the spike limit. ``taken``: the
+    weights changed. The same on every rank.
     """
 
     grad_norm: float
@@ -38,7 +38,7 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class UpdateSums:
-    """One optimizer update on one rank: its sums over sampled tokens. ``loss`` is already divided by ``tokens``, the
+    """One optimizer update on one rank: sums over its sampled tokens. ``loss`` is already divided by ``tokens``, the
     sampled tokens of all ranks."""
 
     tokens: int
@@ -54,12 +54,12 @@ class UpdateSums:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RouteCounts:
-    """Experts that a pass used against those the rollout used, compared as sets where the rollout's row is present.
+    """Compares the experts of a pass with the rollout's, as sets, in rows that the rollout recorded.
 
-    ``needed`` rows are all but each sequence's last (it feeds no prediction); ``present`` of them came with the
-    rollout. ``routers``: (token, layer) pairs compared, ``routers_differ`` of them differ. ``tokens_differ``: tokens
-    with a differing layer. ``sequence_layers``: the sum over sequences of the mean number of differing layers a token.
-    ``layers_differ`` ``[L]``: ``routers_differ`` by layer.
+    ``needed``: rows of all tokens except each sequence's last, which predicts nothing. ``present``: those that the
+    rollout recorded. ``routers``: compared (token, layer) pairs, ``routers_differ``: those that differ.
+    ``tokens_differ``: tokens with a differing layer. ``sequence_layers``: the mean number of differing layers per
+    token, summed over sequences. ``layers_differ`` ``[L]``: ``routers_differ`` by layer.
     """
 
     needed: int
@@ -84,7 +84,7 @@ class RouteCounts:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceReport:
-    """What became of a KL penalty: what was taken from advantages, summed over sampled tokens; the pass' seconds."""
+    """The KL penalty of a step: the sum taken from advantages over sampled tokens, and the seconds of the pass."""
 
     taken: float
     seconds: float
@@ -92,8 +92,8 @@ class ReferenceReport:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampledTokens:
-    """Of the sampled tokens ``n``, as the updates saw them: ``entropy`` float16 ``[n]`` of the first epoch, ``flags``
-    uint8 ``[n]`` (:class:`agent_rl.types.TokenFlag`) of all."""
+    """The ``n`` sampled tokens: ``entropy`` float16 ``[n]`` in the first epoch, ``flags`` uint8 ``[n]``
+    (:class:`agent_rl.types.TokenFlag`) over all epochs."""
 
     entropy: NDArray[np.float16]
     flags: NDArray[np.uint8]
@@ -101,9 +101,9 @@ class SampledTokens:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankReport:
-    """One data rank's share of a step. Log-probs are those of the sampled tokens, one after another, in the same order
-    for rollout, trainer (with the configured replay) and native (without), and ``sampled``, where it was asked for.
-    ``lag`` int32: how many updates older the token's weights are than those before this step."""
+    """One data rank's share of a step. Log-probs are concatenated over the sampled tokens, in the same order for
+    rollout, trainer (with the configured replay), without replay and ``sampled``. ``lag`` int32: the age of the weights
+    that sampled a token, in updates, relative to those before this step."""
 
     rollout_logprobs: NDArray[np.float32]
     trainer_logprobs: NDArray[np.float32]
@@ -118,9 +118,9 @@ class RankReport:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Differing:
-    """Where one rank's routers used other experts than the rollout, bool ``[R, C]`` a micro-batch: in the pass with the
-    configured replay, and in the one without (None where it was not run). Eight columns travel in a byte."""
+class RouteDifferences:
+    """Where one rank's routers used other experts than the rollout, bool ``[R, C]`` per micro-batch, packed into bits:
+    in the pass with the configured replay, and in the pass without replay (None where it did not run)."""
 
     columns: int
     replayed: tuple[NDArray[np.uint8], ...]
@@ -129,11 +129,11 @@ class Differing:
     @classmethod
     def of(
         cls, columns: int, replayed: Sequence[NDArray[np.bool_]], without_replay: Sequence[NDArray[np.bool_]] | None
-    ) -> Differing:
+    ) -> RouteDifferences:
         return cls(columns, _to_bits(replayed), None if without_replay is None else _to_bits(without_replay))
 
     def unpacked(self, bits: Sequence[NDArray[np.uint8]]) -> list[NDArray[np.bool_]]:
-        """``replayed`` or ``without_replay`` as bool ``[R, C]``."""
+        """Unpack ``replayed`` or ``without_replay`` to bool ``[R, C]``."""
         return [np.unpackbits(part, axis=1, count=self.columns).view(np.bool_) for part in bits]
 
 
@@ -141,10 +141,10 @@ def _to_bits(parts: Sequence[NDArray[np.bool_]]) -> tuple[NDArray[np.uint8], ...
     return tuple(np.packbits(part, axis=1) for part in parts)
 
 
-def differing(shard: RouteShard, used_RCK: NDArray[np.integer]) -> NDArray[np.bool_]:
-    """``[R, C]``: where the experts used are another set than the rollout's, in the rows it recorded."""
+def route_differences(shard: RouteShard, used_RCK: NDArray[np.integer]) -> NDArray[np.bool_]:
+    """bool ``[R, C]``: where the used experts differ as a set from the rollout's, in the rows that it recorded."""
     if shard.experts.shape != used_RCK.shape:
-        raise TrainerError(f"the pass recorded routes {used_RCK.shape} for the rollout's {shard.experts.shape}")
+        raise TrainerError(f"the pass recorded routes {used_RCK.shape} and the rollout has {shard.experts.shape}")
     unequal = (np.sort(shard.experts, axis=-1) != np.sort(used_RCK, axis=-1)).any(axis=-1)
     result: NDArray[np.bool_] = unequal & shard.present[:, None]
     return result
@@ -153,7 +153,7 @@ def differing(shard: RouteShard, used_RCK: NDArray[np.integer]) -> NDArray[np.bo
 def count_routes(
     differs_TL: NDArray[np.bool_], present_T: NDArray[np.bool_], cu_seqlens: NDArray[np.int32], *, stored_bytes: int
 ) -> RouteCounts:
-    """Sum up one packed micro-batch; ``differs_TL`` is False in rows that are not ``present_T``."""
+    """The counts of one packed micro-batch. ``differs_TL`` is False in rows without ``present_T``."""
     layers_T, layers_differ = differs_TL.sum(axis=1), differs_TL.sum(axis=0)
     bounds = list(zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True))
     means = [layers_T[a:b].sum() / present_T[a:b].sum() for a, b in bounds if present_T[a:b].any()]

@@ -1,5 +1,4 @@
-"""What the driver orders of a trainer rank: the run's config, and the facts that no config says. Small frozen values
-without torch; they travel through Ray."""
+"""Requests of the driver to trainer workers: small frozen values without torch that travel through Ray."""
 
 from __future__ import annotations
 
@@ -9,24 +8,26 @@ from typing import Literal
 
 from agent_rl.config import RunConfig, TrainConfig
 from agent_rl.config.base import Precision
+from agent_rl.models.spec import ModelSpec
 from r3.trace.recorders import TraceRequest
 
-RankDevice = Literal["cpu", "cuda"]
+WorkerDevice = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerRequest:
-    """What every rank is built from.
+    """What every worker is built from.
 
-    ``model`` and ``reference`` (of the KL penalty; None without one) are absolute directories of checkpoints, as
-    ranks may run in another working directory. ``device`` is where the passes run, ``threads`` the CPU threads a
-    rank uses.
+    ``model_spec``: the architecture of ``model``. ``model`` and ``reference`` (of the KL penalty; None without one) are
+    absolute checkpoint directories, because workers may run in another working directory. ``device``: where passes run.
+    ``threads``: CPU threads per worker.
     """
 
     config: RunConfig
+    model_spec: ModelSpec
     model: Path
     reference: Path | None
-    device: RankDevice
+    device: WorkerDevice
     threads: int
 
 
@@ -35,8 +36,8 @@ class OptimizerSpec:
     """AdamW, its schedule and the gradient clip.
 
     ``warmup_steps`` updates of linear warm-up, then ``lr`` (constant) or a cosine down to ``lr * min_lr_ratio`` at
-    update ``total_steps``. ``offload``: its state lies in host memory between updates; ``moments``: the
-    precision in which Adam's are kept.
+    update ``total_steps``. ``offload``: the state is in host memory between updates. ``moments``: the precision of
+    Adam's moments.
     """
 
     lr: float
@@ -53,7 +54,7 @@ class OptimizerSpec:
 
     @classmethod
     def of(cls, train: TrainConfig) -> OptimizerSpec:
-        """The optimizer of policy training: a constant rate after the warm-up."""
+        """The optimizer of policy training: a constant learning rate after the warm-up."""
         return cls(
             lr=train.lr,
             betas=train.betas,
@@ -68,9 +69,9 @@ class OptimizerSpec:
 
 @dataclass(frozen=True, slots=True)
 class StepRequest:
-    """One global step. ``measure_without_replay``: whether the mismatch without replay is measured in it.
-    ``spike_norm``: the gradient norm beyond which an update is a spike (None: none is). ``trace``: what is written
-    down of its routes. ``detail``: whether entropy and flags of every sampled token are reported."""
+    """One global step. ``measure_without_replay``: also measure the mismatch without replay. ``spike_norm``: an update
+    with a larger gradient norm is a spike (None: no limit). ``trace``: what to trace of the routes. ``detail``: report
+    entropy and flags of every sampled token."""
 
     config: RunConfig
     measure_without_replay: bool

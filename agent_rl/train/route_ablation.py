@@ -1,8 +1,8 @@
-"""Experiments on the routes between the rollout and the trainer (``r3.ablation``): what a fault in them would cost.
+"""Ablations of the routes between rollout and trainer (``r3.ablation``), which measure the cost of a fault.
 
-Pure functions of a rank's own rows, which are the packed tokens of a micro-batch: the config refuses layouts that cut
-sequences. Row i was computed with token i as the input, so the token sampled with it is token i + 1. The experts of the
-old-log-prob pass are still compared with the rollout's own routes: ``r3/router_mismatch`` shows every ablation of it.
+Pure functions of a rank's rows. The config refuses layouts that divide sequences, so the rows are the packed tokens of
+a micro-batch. Row i was computed with token i as the input and sampled token i + 1. The old-log-prob pass is still
+compared with the unchanged routes, so ``r3/router_mismatch`` shows every ablation of it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from r3.shard import RouteShard
 Shards = Sequence[RouteShard]
 
 
-def ablated(ablation: Ablation, routes: Shards, batches: Sequence[MicroBatch]) -> tuple[Shards | None, Shards | None]:
-    """The routes that the old-log-prob pass replays, and those of the update, one of each ``batches``; None: the pass
-    routes natively."""
+def ablated_routes(
+    ablation: Ablation, routes: Shards, batches: Sequence[MicroBatch]
+) -> tuple[Shards | None, Shards | None]:
+    """The routes of the old-log-prob pass and those of the update, one per batch; None: no replay in that pass."""
     if ablation == "old_logprob_only":
         return routes, None
     if ablation == "update_only":
@@ -37,30 +38,30 @@ def _as_it_is(shard: RouteShard, batch: MicroBatch) -> RouteShard:
 
 
 def _sampled_only(shard: RouteShard, batch: MicroBatch) -> RouteShard:
-    """Rows that a token was sampled with; observations and prompts are routed natively."""
+    """Keep the rows that sampled a token; prompts and observations are not replayed."""
     return replace(shard, present=shard.present & _of_next(batch.mask_T))
 
 
 def _fresh_only(shard: RouteShard, batch: MicroBatch) -> RouteShard:
-    """Without the rows that a token was sampled with before the present weights."""
+    """Drop the rows that sampled a token with older weights."""
     return replace(shard, present=shard.present & ~_of_next(batch.lag_T > 0))
 
 
 def _shifted(shard: RouteShard, batch: MicroBatch) -> RouteShard:
-    """Every row is that of the token before; a sequence's first token has none."""
+    """Give every token the row of the token before; a sequence's first token has none."""
     present = np.roll(shard.present, 1)
     present[batch.cu_seqlens[:-1]] = False
     return replace(shard, experts=np.roll(shard.experts, 1, axis=0), present=present)
 
 
 def _alternate_layers(shard: RouteShard, batch: MicroBatch) -> RouteShard:
-    """The first MoE layer, the third, and so on."""
+    """Keep every other MoE layer, starting with the first."""
     even = np.array(shard.columns) % 2 == 0
     return replace(shard, present=shard.present[:, None] & even)
 
 
 def _of_next(values_T: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """What is said of each row's next token. A sequence's first token is never sampled, so the last row of the sequence
+    """The value of each row's next token. A sequence's first token is never sampled, so the last row of the sequence
     before it has False."""
     return np.append(values_T[1:], False)
 

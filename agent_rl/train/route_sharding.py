@@ -1,13 +1,12 @@
-"""The driver's side of the routes: every rank's share is cut out before a byte travels, and what ranks report of their
-shares is put together again. numpy only.
+"""The driver's side of routes: shard them for every rank before they travel, reassemble what ranks report. numpy only.
 
 ::
 
-    samples ─ routes ─> cut for (data rank, context rank, tensor rank, pipeline stages) ─> one object a micro-batch
-            └ the rest ─> one object a data rank
-    experts used, or where they differ <─ put together ── every rank's own rows and layers
+    samples ─ routes ─> shard for (data rank, context rank, tensor rank, pipeline stages) ─> one object per micro-batch
+            └ the rest ─> one object per data rank
+    experts used, or where they differ <─ reassembled ── rows and layers of every rank
 
-Axes: ``T`` packed tokens, ``L`` MoE layers, ``R`` rows and ``C`` columns of a rank, ``K`` experts a token.
+Axes: ``T`` packed tokens, ``L`` MoE layers, ``R`` rows and ``C`` columns of a rank, ``K`` experts per token.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agent_rl.errors import TrainerError
-from agent_rl.train.reports import Differing, RouteCounts, count_routes
+from agent_rl.train.reports import RouteCounts, RouteDifferences, count_routes
 from agent_rl.types import Sample
 from r3.routing import Routing, RoutingError
 from r3.shard import Packing, RouteShard, ShardSpec, cut_routes, unshard
@@ -29,15 +28,15 @@ from r3.shard import Packing, RouteShard, ShardSpec, cut_routes, unshard
 MicroBatches = Sequence[Sequence[int]]
 
 TakeDiffering = Callable[[Sequence[int], NDArray[np.bool_]], None]
-"""Given the samples' indices of a micro-batch, and where their routers differ, ``[T, L]``."""
+"""Called with the sample indices of a micro-batch, and bool ``[T, L]``: where its routers differ."""
 
 
 @dataclass(frozen=True, slots=True)
-class RankInfo:
-    """Where a rank stands: it gets the batches of its ``data_rank`` and, of their routes, what ``shard`` says.
+class WorkerInfo:
+    """The position of a worker. It gets the batches of its ``data_rank`` and the shard ``shard`` of their routes.
 
-    ``lead``: of the ranks that share a data rank, the one that reports what all of them know. ``moe_layers`` are the
-    whole model's, ``layer_numbers`` those layers' numbers, from 1. ``notes``: lines for the user about its start.
+    ``lead``: it reports for all ranks of its data rank. ``moe_layers``: number of MoE layers of the full model;
+    ``layer_numbers``: their numbers, from 1. ``notes``: lines for the user about the start.
     """
 
     rank: int
@@ -51,63 +50,60 @@ class RankInfo:
 
 
 def have_routes(samples: Sequence[Sample], moe_layers: int) -> bool:
-    """Whether samples come with routes. Raises TrainerError where only some do, or where they don't line up."""
-    given = [(index, sample, sample.routing) for index, sample in enumerate(samples) if sample.routing is not None]
-    if given and len(given) != len(samples):
-        raise TrainerError(f"{len(samples) - len(given)} of {len(samples)} samples have no routes")
-    for index, sample, routing in given:
+    """Whether the samples have routes. Raises TrainerError where only some have, or where shapes do not match."""
+    routed = [(index, sample, sample.routing) for index, sample in enumerate(samples) if sample.routing is not None]
+    if routed and len(routed) != len(samples):
+        raise TrainerError(f"{len(samples) - len(routed)} of {len(samples)} samples have no routes")
+    for index, sample, routing in routed:
         if routing.tokens != len(sample.tokens):
             raise TrainerError(f"sample {index} has {len(sample.tokens)} tokens and {routing.tokens} rows of routes")
         if routing.moe_layers != moe_layers:
             raise TrainerError(
                 f"sample {index} has routes of {routing.moe_layers} MoE layers, the trainer's model has {moe_layers}"
             )
-    if len(shapes := {(r.top_k, r.num_experts, str(r.experts.dtype)) for _, _, r in given}) > 1:
+    if len(shapes := {(r.top_k, r.num_experts, str(r.experts.dtype)) for _, _, r in routed}) > 1:
         raise TrainerError(f"samples have routes of different shapes (top-k, experts, dtype): {sorted(shapes)}")
-    return bool(given)
+    return bool(routed)
 
 
 def without_routes(samples: Sequence[Sample], micro_batches: MicroBatches) -> dict[int, Sample]:
-    """The samples of ``micro_batches`` by index, as they travel."""
-    return {index: _bare(samples[index]) for ids in micro_batches for index in ids}
+    """The samples of ``micro_batches`` by index, without routes."""
+    return {index: replace(samples[index], routing=None) for ids in micro_batches for index in ids}
 
 
-def _bare(sample: Sample) -> Sample:
-    return replace(sample, routing=None)
-
-
-def cut(samples: Sequence[Sample], ids: Sequence[int], spec: ShardSpec) -> RouteShard:
-    """A rank's share of the routes of the micro-batch ``ids``."""
+def shard_routes(samples: Sequence[Sample], ids: Sequence[int], spec: ShardSpec) -> RouteShard:
+    """A rank's shard of the routes of micro-batch ``ids``."""
     tokens_T = np.concatenate([samples[index].tokens for index in ids])
     return cut_routes([_routing(samples[index]) for index in ids], ids, tokens_T, _packing(samples, ids, spec), spec)
 
 
-def put_together(
-    samples: Sequence[Sample], ids: Sequence[int], infos: Sequence[RankInfo], parts: Sequence[NDArray]
+def reassemble(
+    samples: Sequence[Sample], ids: Sequence[int], infos: Sequence[WorkerInfo], parts: Sequence[NDArray]
 ) -> NDArray:
-    """What the ranks of one data rank hold of micro-batch ``ids``, ``[R, C, ...]`` each, as ``[T, L, ...]``.
+    """Reassemble the ranks' parts ``[R, C, ...]`` of micro-batch ``ids`` into ``[T, L, ...]``; ``infos``: one data
+    rank.
 
-    Raises TrainerError unless every token and layer is there exactly once.
+    Raises TrainerError unless every token and layer appears exactly once.
     """
     specs = [info.shard for info in infos]
     try:
         return unshard(_packing(samples, ids, specs[0]), specs, parts, infos[0].moe_layers)
     except RoutingError as error:
-        raise TrainerError(f"the ranks' routes don't fit together: {error}") from None
+        raise TrainerError(f"the ranks' routes do not fit together: {error}") from None
 
 
 def count_differing(
     samples: Sequence[Sample],
     micro_batches: MicroBatches,
-    infos: Sequence[RankInfo],
+    infos: Sequence[WorkerInfo],
     differs: Sequence[Sequence[NDArray[np.bool_]]],
     take: TakeDiffering | None = None,
 ) -> RouteCounts:
-    """The counts of one data rank; ``differs[rank][micro_batch]`` bool ``[R, C]``: experts unlike the rollout's.
-    ``take`` is given those of each micro-batch, put together."""
+    """The counts of one data rank. ``differs[rank][micro_batch]`` bool ``[R, C]``: experts unlike the rollout's.
+    ``take`` receives the reassembled differences of each micro-batch."""
     total = RouteCounts.none(infos[0].moe_layers)
-    for at, ids in enumerate(micro_batches):
-        differs_TL = put_together(samples, ids, infos, [rank[at] for rank in differs])
+    for number, ids in enumerate(micro_batches):
+        differs_TL = reassemble(samples, ids, infos, [rank[number] for rank in differs])
         if take is not None:
             take(ids, differs_TL)
         routings = [_routing(samples[index]) for index in ids]
@@ -121,12 +117,12 @@ def count_differing(
 def count_all_differing(
     samples: Sequence[Sample],
     micro_batches: Sequence[MicroBatches],
-    infos: Sequence[RankInfo],
-    differs: Sequence[Differing | None],
+    infos: Sequence[WorkerInfo],
+    differs: Sequence[RouteDifferences | None],
     take: TakeDiffering | None = None,
     take_without_replay: TakeDiffering | None = None,
 ) -> tuple[RouteCounts | None, RouteCounts | None]:
-    """The counts over all ranks, with the configured replay and without any; ``differs[rank]`` is a rank's answer.
+    """The counts over all ranks, with the configured replay and without replay. ``differs[rank]``: a worker's result.
     ``take`` and ``take_without_replay``: as in :func:`count_differing`."""
     replayed: list[RouteCounts] = []
     unreplayed: list[RouteCounts] = []
@@ -147,7 +143,7 @@ def _total(counts: Sequence[RouteCounts]) -> RouteCounts | None:
 
 
 def by_sample(samples: Sequence[Sample], ids: Sequence[int], values_T: NDArray) -> Mapping[int, NDArray]:
-    """Packed values of a micro-batch, ``[T, ...]``, sample by sample."""
+    """Split packed values of a micro-batch ``[T, ...]`` by sample."""
     bounds = np.cumsum([len(samples[index].tokens) for index in ids])[:-1]
     return dict(zip(ids, np.split(values_T, bounds), strict=True))
 

@@ -1,12 +1,12 @@
-"""Tracing a step of the trainer (``r3.trace`` in the config): the driver orders it, every rank notes what it sees.
+"""Trace a step of the trainer (``r3.trace`` in the config): the driver requests it, every rank records.
 
 ::
 
-    driver   begin_trace: which micro-batches and samples, and what each rank should get of them
-    rank     rank_trace ─> for each pass: model.observe(PassTrace) ─> shares, micro-batches, routers
+    driver   begin_trace: which micro-batches and samples, and the shard that each rank should receive
+    rank     rank_trace ─> for each pass: model.observe(PassTrace) ─> shards, micro-batches, routers
 
-Nothing here runs in a step that is not traced. Imports no torch: the driver has none. See :mod:`r3.trace.events` for
-the records and :mod:`r3.trace.recorders` for what goes into them.
+Nothing here runs in a step without tracing. Imports no torch, which the driver lacks. :mod:`r3.trace.events` has the
+records, :mod:`r3.trace.recorders` what goes into them.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from numpy.typing import NDArray
 
-from agent_rl.config import RunConfig
+from agent_rl.config import Replay, RunConfig, TraceConfig
 from agent_rl.errors import ConfigError
-from agent_rl.train.route_sharding import MicroBatches, RankInfo
+from agent_rl.train.route_sharding import MicroBatches, WorkerInfo
 from agent_rl.types import Sample
 from r3.shard import RouteShard, ShardSpec, router_slice
 from r3.trace.events import ReplayAction, Stage
-from r3.trace.recorders import RankPlace, RankTracer, TraceRequest, order_trace, write_driver_trace
+from r3.trace.recorders import RankTracer, TracedRank, TraceRequest, request_trace, write_driver_trace
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from agent_rl.train.megatron.token_sharding import Layout
 
 
-def check_trace(config: RunConfig) -> None:
-    """Refuse to trace where the trainer does not replay the rollout's routes. Raises ConfigError."""
-    if config.r3.trace.steps and config.train.replay != "r3":
+def check_trace(trace: TraceConfig, replay: Replay) -> None:
+    """Raises ConfigError where ``r3.trace`` is set and the trainer does not replay the rollout's routes."""
+    if trace.steps and replay != "r3":
         raise ConfigError(
-            f"r3.trace.steps names {list(config.r3.trace.steps)} and train.replay is {config.train.replay}: only r3 "
+            f"r3.trace.steps names {list(trace.steps)} and train.replay is {replay}: only r3 "
             "brings the rollout's routes to the trainer; leave r3.trace.steps empty"
         )
 
@@ -48,16 +48,16 @@ def begin_trace(
     step: int | None,
     samples: Sequence[Sample],
     micro_batches: Sequence[MicroBatches],
-    infos: Sequence[RankInfo],
+    infos: Sequence[WorkerInfo],
 ) -> TraceRequest | None:
-    """Write the driver's trace of ``step`` and say what the ranks are to trace; None where the step is not traced.
+    """Write the driver's trace of ``step`` and return the request to the ranks; None for a step without tracing.
 
-    ``micro_batches[data_rank]`` are all of the step's. The directory is absolute: all ranks must see it.
+    ``micro_batches[data_rank]``: those of the whole step. The directory is absolute; all ranks must see it.
     """
     settings, layers = config.r3.trace, infos[0].layer_numbers
     if step is None or step not in settings.steps or not layers:
         return None
-    order = order_trace(
+    request = request_trace(
         Path(os.path.abspath(settings.dir or config.run_dir / "r3_trace")),
         step,
         micro_batches,
@@ -69,32 +69,32 @@ def begin_trace(
     )
     train = config.train
     write_driver_trace(
-        order,
-        [RankPlace(info.rank, info.data_rank, info.shard) for info in infos],
+        request,
+        [TracedRank(info.rank, info.data_rank, info.shard) for info in infos],
         [sample.tokens for sample in samples],
         [sample.routing for sample in samples],
         recompute=train.recompute == "full" or (train.recompute == "selective" and "moe" in train.recompute_modules),
     )
-    return order
+    return request
 
 
 class PassTrace:
-    """Told by a model what routes a pass brings to its routers and, as a :class:`r3.megatron_replay.ReplayObserver`,
-    what those do with them; notes it where the micro-batch is traced. ``microbatch`` counts the pass' from 0."""
+    """Receives the routes of a pass from the model and, as a :class:`r3.megatron_replay.ReplayObserver`, what the
+    routers do with them. Records traced micro-batches; ``microbatch`` counts from 0 in the pass."""
 
     def __init__(self, tracer: RankTracer) -> None:
         self._tracer = tracer
 
     def fetched(self, microbatch: int, batch: PackedBatch, layout: Layout, share: RouteShard) -> None:
-        """``share`` came for ``batch``; nothing of it is checked yet."""
+        """``share`` arrived for ``batch``, before any check."""
         if self._tracer.traces(microbatch):
             self._tracer.fetched(microbatch, _array(batch.tokens), layout.packing, share)
 
     def handed(
         self, microbatch: int, batch: PackedBatch, layout: Layout, experts: Tensor, pinned: Tensor, checked: int
     ) -> None:
-        """``experts`` ``[R, C, K]`` go to the routers, the rows that are ``pinned`` to be used; ``checked`` rows were
-        compared with their tokens."""
+        """``experts`` ``[R, C, K]`` go to the routers, which use the ``pinned`` rows. ``checked``: number of rows that
+        were compared with their tokens."""
         if self._tracer.traces(microbatch):
             fed = layout.take(batch.tokens, 0)
             mine = _array(fed[router_slice(len(fed), layout.spec)])
@@ -112,28 +112,28 @@ class PassTrace:
         self, layer_number: int, microbatch: int, action: str, used: Tensor, expected: Tensor | None, fallback_rows: int
     ) -> None:
         if self._tracer.traces(microbatch) and self._tracer.verifies:
-            asked = None if expected is None else _array(expected)
+            replayed = None if expected is None else _array(expected)
             self._tracer.used(
-                layer_number, microbatch, cast(ReplayAction, action), _array(used), asked, fallback_rows
+                layer_number, microbatch, cast(ReplayAction, action), _array(used), replayed, fallback_rows
             )  # fmt: skip
 
 
-class Observable(Protocol):
-    """A model that tells a :class:`PassTrace`; None stops it."""
+class TracedModel(Protocol):
+    """A model that reports the routes of its passes to a :class:`PassTrace`; None stops it."""
 
     def observe(self, trace: PassTrace | None) -> None: ...
 
 
 def rank_trace(
-    order: TraceRequest | None, rank: int, data_rank: int, spec: ShardSpec
+    request: TraceRequest | None, rank: int, data_rank: int, spec: ShardSpec
 ) -> AbstractContextManager[RankTracer | None]:
-    """Around a rank's share of a step: its tracer, or None where the step is not traced."""
-    return nullcontext() if order is None else RankTracer(order, rank, data_rank, spec)
+    """A context around a rank's share of a step: its tracer, or None for a step without tracing."""
+    return nullcontext() if request is None else RankTracer(request, rank, data_rank, spec)
 
 
 @contextmanager
-def traced_pass(model: Observable, tracer: RankTracer | None, stage: Stage, first: int) -> Iterator[None]:
-    """Around one pass of ``model``, over micro-batches that count from ``first`` in the rank's list."""
+def traced_pass(model: TracedModel, tracer: RankTracer | None, stage: Stage, first: int) -> Iterator[None]:
+    """A context around one pass of ``model``; ``first``: the number of its first micro-batch in the rank's list."""
     if tracer is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""Supervised training of token sequences with a loss weight a token, on the same ranks as GRPO."""
+"""Supervised training of token sequences with a loss weight per token, on the same workers as GRPO."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agent_rl.train.checkpoint import directory as checkpoint
 from agent_rl.train.ray_trainer import RayTrainer
 from agent_rl.train.reports import Update, WeightedSequences
 from agent_rl.train.requests import OptimizerSpec
-from agent_rl.train.worker_group import Ranks
+from agent_rl.train.worker_group import WorkerGroup
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SftConfig:
-    """``steps`` updates of ``batch`` sequences; every epoch draws them in a new order, made from ``seed``. A checkpoint
-    is written every ``checkpoint_every`` updates, where there is a directory for it."""
+    """``steps`` updates of ``batch`` sequences. ``seed`` shuffles the sequences in every epoch. With a checkpoint
+    directory, one is written every ``checkpoint_every`` updates."""
 
     steps: int
     batch: int = 8
@@ -39,7 +39,7 @@ class SftConfig:
     checkpoint_every: int = 100
 
     def optimizer(self) -> OptimizerSpec:
-        """AdamW, warmed up, then a cosine down to ``min_lr_ratio``."""
+        """AdamW with warm-up, then a cosine down to ``min_lr_ratio``."""
         return OptimizerSpec(
             lr=self.lr,
             betas=self.betas,
@@ -66,8 +66,8 @@ class SftProgress:
 
 
 @dataclass(slots=True)
-class _Done:
-    """What all starts have done: the loss of every update, tokens, seconds."""
+class _Progress:
+    """Over all starts: the loss of every update, tokens and seconds."""
 
     losses: list[float] = field(default_factory=list)
     tokens: int = 0
@@ -92,23 +92,23 @@ async def sft(
 ) -> dict[str, float]:
     """Train a started trainer on ``(tokens, weights)`` pairs; ``weights`` ``[S]`` scale each token's cross entropy.
 
-    The trainer's optimizer starts over, unless the directory ``checkpoints`` holds one of an earlier start with the
-    same sequences and config: then training goes on after it, to the same weights. Returns ``sft/loss`` (mean of the
+    The optimizer is new, unless the directory ``checkpoints`` has a checkpoint of the same sequences and config: then
+    training continues from it and reaches the same weights. Returns ``sft/loss`` (mean of the
     last tenth of the updates), ``sft/tokens_per_second``, ``sft/tokens`` and ``sft/seconds``. Raises TrainerError for
-    sequences that don't line up.
+    tokens and weights of different lengths.
     """
     _check(sequences)
     lengths = [len(tokens) for tokens, _ in sequences]
     check_lengths(lengths, trainer.config.train.microbatch_tokens)
     await trainer.set_optimizer(config.optimizer())
     done = await _resumed(trainer, checkpoints)
-    stored = trainer.ranks.put(sequences)
+    stored = trainer.workers.put(sequences)
     weights = [float(np.sum(weights[1:], dtype=np.float64)) for _, weights in sequences]
     before, started = done.seconds, time.perf_counter()
     for ids in batches(len(sequences), config)[len(done.losses) :]:
-        dealt = trainer.deal([lengths[i] for i in ids])
-        shares = [[[ids[i] for i in micro] for micro in rank] for rank in dealt]
-        loss, update = await _update(trainer.ranks, stored, shares, max(sum(weights[i] for i in ids), 1e-9))
+        partition = trainer.partition_sequences([lengths[i] for i in ids])
+        shares = [[[ids[i] for i in micro] for micro in rank] for rank in partition]
+        loss, update = await _update(trainer.workers, stored, shares, max(sum(weights[i] for i in ids), 1e-9))
         done.losses.append(loss)
         done.tokens += sum(lengths[i] for i in ids)
         done.seconds = before + time.perf_counter() - started
@@ -120,35 +120,38 @@ async def sft(
     return done.totals()
 
 
-async def _resumed(trainer: RayTrainer, checkpoints: Path | None) -> _Done:
-    """Load the newest checkpoint; what had been done by then."""
+async def _resumed(trainer: RayTrainer, checkpoints: Path | None) -> _Progress:
+    """Load the newest checkpoint; the progress at that time."""
     if checkpoints is None:
-        return _Done()
-    checkpoint.tidy(checkpoints)
+        return _Progress()
+    checkpoint.remove_partial(checkpoints)
     if (latest := checkpoint.latest_checkpoint(checkpoints)) is None:
-        return _Done()
+        return _Progress()
     run: dict[str, Any] = dict((await trainer.load(latest)).run)
-    return _Done(**run)
+    return _Progress(**run)
 
 
-async def _save(trainer: RayTrainer, checkpoints: Path, done: _Done) -> None:
-    """Write a checkpoint, and remove the older ones."""
+async def _save(trainer: RayTrainer, checkpoints: Path, done: _Progress) -> None:
+    """Write a checkpoint and remove older ones."""
     await trainer.save(checkpoints / f"step-{len(done.losses):06d}", asdict(done))
     for older in checkpoint.complete_checkpoints(checkpoints)[:-1]:
         checkpoint.remove(older)
 
 
 async def _update(
-    ranks: Ranks, sequences: ObjectRef[WeightedSequences], shares: Sequence[Sequence[Sequence[int]]], weight: float
+    workers: WorkerGroup,
+    sequences: ObjectRef[WeightedSequences],
+    shares: Sequence[Sequence[Sequence[int]]],
+    weight: float,
 ) -> tuple[float, Update]:
     """One update over ``shares[data_rank][micro_batch]``, its loss divided by ``weight``."""
-    parts = await ranks.call(lambda actor: actor.supervise.remote(sequences, shares, weight))
-    loss = sum(part for info, (part, _) in zip(ranks.infos, parts, strict=True) if info.lead)
+    parts = await workers.call(lambda actor: actor.supervise.remote(sequences, shares, weight))
+    loss = sum(part for info, (part, _) in zip(workers.infos, parts, strict=True) if info.lead)
     return loss, parts[0][1]
 
 
 def batches(count: int, config: SftConfig) -> list[list[int]]:
-    """The sequences of every update: epoch after epoch in a new order, none skipped."""
+    """The sequence indices of every update; each epoch visits all sequences in a new order."""
     generator = np.random.default_rng(config.seed)
     needed = config.steps * config.batch
     order = np.concatenate([generator.permutation(count) for _ in range(-(-needed // count))])[:needed]

@@ -1,8 +1,10 @@
-"""The ranks' reports of one step merged into the metrics of docs/metrics.md. numpy only; runs in the driver."""
+"""Merge the workers' reports of one step into its metrics (docs/reference/metrics.md) and its token details. numpy
+only; runs in the driver.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,17 +12,19 @@ from numpy.typing import NDArray
 from agent_rl.config import Clip
 from agent_rl.errors import TrainerError
 from agent_rl.train.reports import RankReport, RouteCounts
+from agent_rl.train.route_sharding import MicroBatches, by_sample
+from agent_rl.types import Sample, TokenDetail
 from r3.mismatch.report import log_ratios, mismatch_metrics
 
 
 def step_metrics(
     reports: Sequence[RankReport], routes: RouteCounts | None, routes_without_replay: RouteCounts | None, clip: Clip
 ) -> dict[str, float]:
-    """The metrics of the data ranks' reports, whose registered source is this file.
+    """The metrics of the data ranks' reports; the registry names this file as their source.
 
-    The route counts are those over all ranks (None where the samples had no routes, or no native pass was run).
-    ``mismatch/*`` compares trainer and engine with the same weights: tokens of older ones are left out, and told apart
-    by their lag under ``off_policy/*``, where ``clip`` bounds what counts as clipped.
+    Route counts are over all ranks (None without routes, or without a pass without replay). ``mismatch/*`` compares
+    trainer and engine with equal weights: tokens of older weights are left out. ``off_policy/*`` reports those by lag;
+    ``clip`` defines what counts as clipped.
     """
     rollout = np.concatenate([report.rollout_logprobs for report in reports])
     trainer = np.concatenate([report.trainer_logprobs for report in reports])
@@ -60,7 +64,7 @@ def _staleness(lag: NDArray[np.int32]) -> dict[str, float]:
 def _off_policy(
     rollout: NDArray[np.float32], trainer: NDArray[np.float32], lag: NDArray[np.int32], clip: Clip
 ) -> dict[str, float]:
-    """How far the weights before this step are from those that sampled, a figure for each lag above 0."""
+    """The difference of the weights before this step from those that sampled, for each lag above 0."""
     logs = {age: log_ratios(trainer, rollout, lag == age) for age in np.unique(lag[lag > 0]).tolist()}
     ratios = {age: np.exp(log) for age, log in logs.items()}
     outside = {age: (ratio < 1 - clip.low) | (ratio > 1 + clip.high) for age, ratio in ratios.items()}
@@ -76,18 +80,18 @@ def _by_lag(name: str, values: Mapping[int, float]) -> dict[str, float]:
 
 
 def _train(reports: Sequence[RankReport]) -> dict[str, float]:
-    tried = [[report.updates[index] for report in reports] for index in range(len(reports[0].updates))]
-    updates = [ranks for ranks in tried if ranks[0].update.finite]
-    made = {
-        "train/updates": float(sum(ranks[0].update.taken for ranks in tried)),
-        "train/skipped_updates": float(sum(not ranks[0].update.taken for ranks in tried)),
-        "train/spikes": float(sum(ranks[0].update.spike for ranks in tried)),
-        "train/sampled_tokens": float(sum(ranks[0].tokens for ranks in tried)),
+    attempted = [[report.updates[index] for report in reports] for index in range(len(reports[0].updates))]
+    updates = [ranks for ranks in attempted if ranks[0].update.finite]
+    counts = {
+        "train/updates": float(sum(ranks[0].update.taken for ranks in attempted)),
+        "train/skipped_updates": float(sum(not ranks[0].update.taken for ranks in attempted)),
+        "train/spikes": float(sum(ranks[0].update.spike for ranks in attempted)),
+        "train/sampled_tokens": float(sum(ranks[0].tokens for ranks in attempted)),
     }
-    if not updates:  # a mean over what is not finite says nothing: the names are left out
-        return made
+    if not updates:  # without a finite update there are no means
+        return counts
     tokens = max(1, sum(ranks[0].tokens for ranks in updates))
-    return made | {
+    return counts | {
         "train/loss": float(np.mean([sum(rank.loss for rank in ranks) for ranks in updates])),
         "train/grad_norm": float(np.mean([ranks[0].update.grad_norm for ranks in updates])),
         "train/clip_fraction": sum(rank.clipped for ranks in updates for rank in ranks) / tokens,
@@ -100,7 +104,7 @@ def _train(reports: Sequence[RankReport]) -> dict[str, float]:
 
 
 def _reference(reports: Sequence[RankReport]) -> dict[str, float]:
-    """The KL to the reference in the updates, and what it took from the advantages, a sampled token."""
+    """The KL to the reference in the updates, and the penalty taken from the advantages, per sampled token."""
     references = [report.reference for report in reports if report.reference is not None]
     if not references:
         return {}
@@ -129,3 +133,61 @@ def _coverage(counts: RouteCounts) -> dict[str, float]:
         "r3/fallback_token_fraction": 1.0 - counts.present / max(1, counts.needed),
         "r3/bytes_per_token": counts.stored_bytes / max(1, counts.stored_tokens),
     }
+
+
+class RouteDifferenceBits:
+    """Which MoE layers of each token differ, by sample: bool ``[S, L]`` packed into bits, eight layers per byte."""
+
+    def __init__(self, samples: Sequence[Sample]) -> None:
+        self._samples = samples
+        self.of: dict[int, NDArray[np.uint8]] = {}
+
+    def take(self, ids: Sequence[int], differs_TL: NDArray[np.bool_]) -> None:
+        """Add the differences of a micro-batch."""
+        self.of.update(by_sample(self._samples, ids, np.packbits(differs_TL, axis=1)))
+
+
+def token_details(
+    samples: Sequence[Sample],
+    micro_batches: Sequence[MicroBatches],
+    reports: Mapping[int, RankReport],
+    replayed: RouteDifferenceBits,
+    without_replay: RouteDifferenceBits,
+) -> dict[int, TokenDetail]:
+    """The detail of every sample by index; ``micro_batches`` and ``reports`` by data rank. For
+    ``monitoring.token_detail``."""
+    details: dict[int, TokenDetail] = {}
+    for data_rank, report in reports.items():
+        ids = [index for batch in micro_batches[data_rank] for index in batch]
+        for index, part in zip(ids, _parts(samples, ids), strict=True):
+            details[index] = _detail(report, part, samples[index], replayed.of.get(index), without_replay.of.get(index))
+    return details
+
+
+def _parts(samples: Sequence[Sample], ids: Sequence[int]) -> Iterator[slice]:
+    """The slice of each sample's sampled tokens in a report; a sequence's first token is never sampled."""
+    end = 0
+    for index in ids:
+        start, end = end, end + int(samples[index].loss_mask[1:].sum())
+        yield slice(start, end)
+
+
+def _detail(
+    report: RankReport,
+    part: slice,
+    sample: Sample,
+    replayed: NDArray[np.uint8] | None,
+    without_replay: NDArray[np.uint8] | None,
+) -> TokenDetail:
+    engine, sampled = report.rollout_logprobs[part], report.sampled
+    return TokenDetail(
+        gap=report.trainer_logprobs[part] - engine,
+        gap_without_replay=None
+        if report.logprobs_without_replay is None
+        else report.logprobs_without_replay[part] - engine,
+        entropy=None if sampled is None else sampled.entropy[part],
+        flags=np.zeros(len(engine), np.uint8) if sampled is None else sampled.flags[part],
+        layers=0 if sample.routing is None else sample.routing.moe_layers,
+        differs=replayed,
+        differs_without_replay=without_replay,
+    )

@@ -1,4 +1,4 @@
-"""What a command's event loop needs: clean-up that cancellation can't cut short, signals, pulses, files."""
+"""Helpers for a command's event loop: signals, shielded clean-up, notifications and process limits."""
 
 from __future__ import annotations
 
@@ -15,50 +15,64 @@ from typing import Any
 
 from sandbox.shielded import shielded
 
-__all__ = ["Pulse", "allow_many_files", "beside", "cancel_on_signals", "collect_rarely", "first_leaf", "shielded"]
+__all__ = [
+    "Notifier",
+    "cancel_on_signals",
+    "first_error",
+    "raise_open_file_limit",
+    "reduce_gc_pauses",
+    "run_alongside",
+    "shielded",
+]
 
 STOP_SECONDS = 30.0
-FILES = 65536
+MAX_OPEN_FILES = 65536
 STOPPED = 130
-"""Exit code of a command that was told to stop."""
+"""Exit code of a stopped command."""
 
 
-class Pulse:
-    """Wakes all that wait for it, each time that it is given."""
+class Notifier:
+    """Wakes all waiting tasks at each call of :meth:`notify`."""
 
     def __init__(self) -> None:
         self._next = asyncio.Event()
 
-    def give(self) -> None:
-        given, self._next = self._next, asyncio.Event()
-        given.set()
+    def notify(self) -> None:
+        current, self._next = self._next, asyncio.Event()
+        current.set()
 
     async def wait(self) -> None:
-        """Return when it is given next."""
+        """Return at the next call of :meth:`notify`."""
         await self._next.wait()
 
 
-def allow_many_files() -> None:
-    """Let this process open ``FILES`` files, or as many as it may: 1,024, as usual, are too few for a large rollout."""
-    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = FILES if most == resource.RLIM_INFINITY else min(most, FILES)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(now, wanted), most))
+def raise_open_file_limit() -> None:
+    """Raise this process's limit of open files to ``MAX_OPEN_FILES`` or the hard limit.
+
+    The usual 1,024 are too few for a large rollout.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    target = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, target), hard))
 
 
-def collect_rarely() -> None:
-    """Full garbage collections stop the event loop, about a second for a million objects: from now on they leave out
-    what there is by now, and come a hundred times as rarely (still, for an environment's code may need them). Those of
-    new objects come a tenth as often: most of what a turn makes is gone by then, and is not looked at."""
+def reduce_gc_pauses() -> None:
+    """Shorten the pauses of the event loop that garbage collection causes.
+
+    A full collection takes about a second per million objects. This call excludes all existing objects, makes full
+    collections 100 times rarer, and collections of new objects 10 times rarer, so that most objects of a turn are freed
+    before a collection. Collection stays enabled, because an environment's code may need it.
+    """
     gc.freeze()
     gc.set_threshold(7_000, 10, 100)
 
 
 def cancel_on_signals() -> None:
-    """Let Ctrl-C and SIGTERM cancel the current task, which cleans up after itself; that it stops is told at once.
+    """Make Ctrl-C and SIGTERM cancel the current task and print a line at once.
 
-    A process that still lives after ``STOP_SECONDS`` is ended, for a thread that waits on a dead host, Ray's above all,
-    can't be cancelled; engine and sandboxes go with their owner. Call it again after Ray was started: Ray's own
-    handler of SIGTERM, installed then, prints a stack trace and ends the process on the spot.
+    The process exits after ``STOP_SECONDS`` in any case, because a thread that waits for a dead node (in Ray, for
+    example) cannot be cancelled; engines and sandboxes end with their owner. Call this function again after Ray
+    started: Ray installs a SIGTERM handler that prints a stack trace and ends the process immediately.
     """
     task = asyncio.current_task()
     assert task is not None
@@ -68,17 +82,17 @@ def cancel_on_signals() -> None:
 
 def _stop(task: asyncio.Task[object]) -> None:
     first = not task.cancelling()
-    task.cancel()  # before anything is printed: it takes the panel off the screen
+    task.cancel()  # before the print, because it removes the panel from the screen
     if first:
-        print("stopping: ending what was started (some seconds) ...", file=sys.stderr, flush=True)
+        print("stopping: cleaning up (some seconds) ...", file=sys.stderr, flush=True)
         last_resort = threading.Timer(STOP_SECONDS, os._exit, [STOPPED])
         last_resort.daemon = True
         last_resort.start()
 
 
 @asynccontextmanager
-async def beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Let ``work`` run while the block does; it is cancelled at the block's end. What it raises ends the block."""
+async def run_alongside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run ``work`` concurrently with the block and cancel it at the end. An error of ``work`` ends the block."""
     try:
         async with asyncio.TaskGroup() as scope:
             task = scope.create_task(work)
@@ -87,12 +101,12 @@ async def beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
             finally:
                 task.cancel()
     except BaseExceptionGroup as errors:
-        error = first_leaf(errors)
+        error = first_error(errors)
         raise error from error.__cause__
 
 
-def first_leaf(error: BaseException) -> BaseException:
-    """The first error of a (nested) group: what a user should read in one line."""
+def first_error(error: BaseException) -> BaseException:
+    """The first error of a nested exception group, for a one-line message."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -50,7 +50,7 @@ _READ_AHEAD = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class HttpAnswer:
+class HttpResponse:
     """What a server answered, whatever its status."""
 
     method: str
@@ -64,7 +64,7 @@ class HttpAnswer:
         return self.content.decode(errors="replace")
 
 
-async def retried(
+async def call_with_retries(
     attempt: Callable[[], Awaitable[T]],
     retries: int,
     first_pause: float,
@@ -138,11 +138,11 @@ class AsyncHttp:
         """GET a JSON object. Raises EngineRejected where the answer is none."""
         return json_object(await self.get(url), url)
 
-    async def exchange(self, url: str, body: Mapping[str, Any], *, seconds: float | None = None) -> HttpAnswer:
+    async def exchange(self, url: str, body: Mapping[str, Any], *, seconds: float | None = None) -> HttpResponse:
         """POST ``body`` as JSON; what was answered, whatever its status is."""
         return await self._ask("POST", url, _content(body), seconds or self._seconds)
 
-    async def _ask(self, method: str, url: str, content: bytes | None, seconds: float) -> HttpAnswer:
+    async def _ask(self, method: str, url: str, content: bytes | None, seconds: float) -> HttpResponse:
         async with self._request(method, url, content, seconds) as response:
             return await _read(response)
 
@@ -195,11 +195,11 @@ class BlockingHttp:
         """GET a JSON object. Raises EngineRejected where the answer is none."""
         return json_object(check(self._ask("GET", url, None)).content, url)
 
-    def _ask(self, method: str, url: str, content: bytes | None) -> HttpAnswer:
+    def _ask(self, method: str, url: str, content: bytes | None) -> HttpResponse:
         headers = self._headers | (_JSON_HEADERS if content is not None else {})
         with converted(url):
             response = self._pools.request(method, url, body=content, headers=headers, redirect=False)
-        return HttpAnswer(method, url, response.status, response.headers, response.data)
+        return HttpResponse(method, url, response.status, response.headers, response.data)
 
 
 @contextmanager
@@ -218,7 +218,7 @@ def timed_out(error: EngineUnreachable) -> bool:
     return isinstance(error.__cause__, aiohttp.SocketTimeoutError)
 
 
-def check(answer: HttpAnswer) -> HttpAnswer:
+def check(answer: HttpResponse) -> HttpResponse:
     """Return an ``answer`` of status 2xx; raise the engine error that its status means."""
     if 200 <= answer.status < 300:
         return answer
@@ -232,9 +232,9 @@ def check(answer: HttpAnswer) -> HttpAnswer:
     raise EngineUnreachable(message)
 
 
-async def _read(response: aiohttp.ClientResponse) -> HttpAnswer:
+async def _read(response: aiohttp.ClientResponse) -> HttpResponse:
     content = await response.read()
-    return HttpAnswer(response.method, str(response.url), response.status, response.headers, content)
+    return HttpResponse(response.method, str(response.url), response.status, response.headers, content)
 
 
 def server_message(body: bytes) -> str:

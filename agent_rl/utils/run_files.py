@@ -1,4 +1,4 @@
-"""Files of a run: written atomically, so that a killed run leaves nothing half-written; and a full disk in one line."""
+"""Atomic reads and writes of a run's files, and their errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def read_json(path: Path) -> Any:
 
 
 def disk_error(path: Path, error: OSError) -> AgentRlError:
-    """Why ``path`` could not be written, in one line: a UserError where the disk is full, else a TrainerError."""
+    """The error for a failed write of ``path``: a UserError if the disk is full, else a TrainerError."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return UserError(f"{path}: no room on the disk; make some, set runs_dir, or lower train.keep_checkpoints")
-    return TrainerError(f"{path}: could not be written: {error.strerror or error}")
+        return UserError(f"{path}: the disk is full; free space, set runs_dir, or lower train.keep_checkpoints")
+    return TrainerError(f"{path}: cannot be written: {error.strerror or error}")

@@ -1,1 +1,1 @@
-"""``agent-rl view``: a run as a page, served on this machine or exported as files."""
+"""``agent-rl view``: a run as a web page, served locally or exported as files."""

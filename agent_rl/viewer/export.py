@@ -1,7 +1,7 @@
-"""A run's page as files: one HTML file that opens without a server, or a directory for a web server of static files.
+"""Exports a run's page: one HTML file that opens without a server, or a directory for a static web server.
 
-Both hold what the served page would ask for: every page but trajectories, and the trajectories that
-:func:`picked` names. The HTML file holds each resource gzipped, and asks for nothing from anywhere.
+Both contain all resources of the served page except trajectories, and the trajectories that
+:func:`select_trajectories` returns. The HTML file contains each resource gzipped and makes no requests.
 """
 
 from __future__ import annotations
@@ -29,37 +29,40 @@ _SCRIPT = b'<script src="app.js" defer></script>\n'
 
 
 class Source(Protocol):
-    """What is exported: :class:`agent_rl.viewer.api.Resources`."""
+    """The exported resources: :class:`agent_rl.viewer.api.Resources`."""
 
     def read(self, path: str) -> Mapping[str, Any]:
         """A resource."""
         ...
 
     def body(self, path: str) -> bytes:
-        """The same as JSON."""
+        """A resource as JSON text."""
         ...
 
     def pages(self) -> Iterator[str]:
-        """Every resource but those of single trajectories and of the running step."""
+        """All paths except those of single trajectories and the running step."""
         ...
 
 
 def export(source: Source, out: Path, trajectories: int) -> int:
-    """Write the page to ``out``, one file if it ends in ``.html``, with so many trajectories of each run at least.
+    """Write the page with at least ``trajectories`` trajectories of each run to ``out``: one file if it ends in
+    ``.html``.
 
-    Returns the bytes written. Raises UserError for a directory that holds something.
+    Returns the number of bytes written. Raises UserError for a directory that is not empty.
     """
-    held = {run["run"]: picked(source, run["run"], trajectories) for run in source.read("runs")["runs"]}
-    singles = (path for run, ids in held.items() for path in _singles(source, run, ids))
+    selected = {
+        run["run"]: select_trajectories(source, run["run"], trajectories) for run in source.read("runs")["runs"]
+    }
+    singles = (path for run, ids in selected.items() for path in _singles(source, run, ids))
     bodies = ((path, source.body(path)) for path in chain(source.pages(), singles))
-    listed = ("exported", orjson.dumps({"notes": [], "trajectories": held}, option=orjson.OPT_NON_STR_KEYS))
+    listed = ("exported", orjson.dumps({"notes": [], "trajectories": selected}, option=orjson.OPT_NON_STR_KEYS))
     write = _write_file if out.suffix == ".html" else _write_dir
     return write(out, chain([listed], bodies))
 
 
-def picked(source: Source, run: int, count: int) -> list[str]:
-    """At least ``count`` trajectories of a run, where it has them: whole groups, those with the largest gap between
-    trainer and engine first, then the newest."""
+def select_trajectories(source: Source, run: int, count: int) -> list[str]:
+    """At least ``count`` trajectories of a run, if it has as many: whole groups, first those with the largest
+    difference between trainer and engine log-probs, then the newest."""
     columns = source.read(f"{run}/trajectories")["columns"]
     gaps = np.nan_to_num(np.array(columns["worst_gap_without_replay"], np.float64))
     groups: dict[tuple[str, int], list[int]] = {}
@@ -84,7 +87,7 @@ def _singles(source: Source, run: int, ids: Sequence[str]) -> Iterator[str]:
 
 def _write_dir(out: Path, bodies: Iterator[tuple[str, bytes]]) -> int:
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
-        raise UserError(f"--export {out}: there is something already; name a new directory, or a file ending in .html")
+        raise UserError(f"--export {out}: exists already; choose a new directory, or a file name ending in .html")
     size = 0
     for path, body in bodies:
         file = out / "data" / f"{path}.json"
@@ -98,7 +101,7 @@ def _write_dir(out: Path, bodies: Iterator[tuple[str, bytes]]) -> int:
 
 
 def _write_file(out: Path, bodies: Iterator[tuple[str, bytes]]) -> int:
-    # Within a script element, only its own end tag ends it; in JavaScript's strings the two spellings are the same.
+    # Only </script ends a script element; in JavaScript strings <\\/script is the same text.
     script = (STATIC / "app.js").read_bytes().replace(b"</script", b"<\\/script")
     style = (STATIC / "app.css").read_bytes()
     head = _policy(script, style) + _SERVED.replace(b"api", b"embedded")
@@ -116,7 +119,7 @@ def _write_file(out: Path, bodies: Iterator[tuple[str, bytes]]) -> int:
 
 
 def _policy(script: bytes, style: bytes) -> bytes:
-    """The page may run and apply what is written into it, and load nothing."""
+    """A content security policy that allows the embedded script and style and no requests."""
     script_hash, style_hash = (base64.b64encode(hashlib.sha256(text).digest()) for text in (script, style))
     rules = b"default-src 'none'; script-src 'sha256-%b'; style-src 'sha256-%b'; img-src data:" % (
         script_hash,

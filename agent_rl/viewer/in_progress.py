@@ -1,4 +1,4 @@
-"""The step that is under way: the episodes of it that have ended, from its journal."""
+"""The running step: its finished episodes, from the journal."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import Any
 import yaml
 
 from agent_rl.errors import AgentRlError
-from agent_rl.rollout.framed_log import frames_of
+from agent_rl.rollout.framed_log import read_frames
 from agent_rl.rollout.records import row_of_encoded
 from agent_rl.rollout.step_index import sizes
 from agent_rl.viewer.index import file_stamp
 
 
 def stamp(directory: Path) -> str:
-    """Changes as episodes end."""
+    """A text that changes when an episode finishes."""
     path = _newest(directory)
     return "" if path is None else f"{path.name}-{file_stamp(path)}"
 
 
 @dataclass(slots=True)
 class _Journal:
-    """What was read of a journal, up to byte ``end``."""
+    """The content of a journal up to byte ``end``."""
 
     path: Path | None = None
     header: bytes = b""
@@ -34,8 +34,8 @@ class _Journal:
     episodes: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def take(self, payload: bytes) -> None:
-        """Take up a frame after the header: a line of JSON and, of an episode that ended or a turn, its bytes."""
+    def add_frame(self, payload: bytes) -> None:
+        """Add a frame after the header: a line of JSON, then the encoded episode or turn."""
         line, _, encoded = payload.partition(b"\n")
         if encoded and b'"turn"' not in line:
             try:
@@ -44,9 +44,9 @@ class _Journal:
                 self.notes.append(str(error))
 
 
-class Running:
-    """The episodes of a run's newest journal. What was read before is not read again: a journal holds all arrays.
-    Threads may share it."""
+class RunningStep:
+    """The finished episodes of a run's newest journal. Reads only new frames, because a journal contains all arrays.
+    Thread-safe."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -54,31 +54,30 @@ class Running:
         self._reading = threading.Lock()
 
     def episodes(self) -> dict[str, Any]:
-        """In the order they ended. An end that is being written is left out."""
+        """The episodes in the order of completion, without one that is being written."""
         path = _newest(self._directory)
         if path is None:
-            return {"step": None, "episodes": [], "expected": None, "notes": ["no step is under way"]}
+            return {"step": None, "episodes": [], "expected": None, "notes": ["no step is running"]}
         with self._reading:
-            self._read_on(path)
-            found, notes = list(self._journal.episodes), list(self._journal.notes)
+            self._read_new_frames(path)
+            episodes, notes = list(self._journal.episodes), list(self._journal.notes)
         step = int(path.stem.removeprefix("step-"))
-        return {"step": step, "episodes": found, "expected": _expected(self._directory), "notes": notes}
+        return {"step": step, "episodes": episodes, "expected": _expected(self._directory), "notes": notes}
 
-    def _read_on(self, path: Path) -> None:
+    def _read_new_frames(self, path: Path) -> None:
         with path.open("rb") as file:
-            frames = frames_of(file)
+            frames = read_frames(file)
             header, end = next(frames, (b"", 0))
             known = self._journal
             if (path, header) != (known.path, known.header) or os.fstat(file.fileno()).st_size < known.end:
                 self._journal = known = _Journal(path, header, end)
             file.seek(known.end)
             for payload, known.end in frames:
-                known.take(payload)
+                known.add_frame(payload)
 
 
 def _newest(directory: Path) -> Path | None:
-    """The journal of the newest step, where that step has no trajectories yet; None too where the directory goes
-    away."""
+    """The journal of the newest step if it has no trajectory file yet; None also if the directory disappears."""
     try:
         newest = max((directory / "journal").glob("step-*.journal"), default=None)
         written = [] if newest is None else list((directory / "trajectories").glob(f"{newest.stem}.jsonl*"))
@@ -98,7 +97,7 @@ def _episode(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _expected(directory: Path) -> int | None:
-    """Episodes of a step, unless further ones are drawn."""
+    """The number of episodes of a step without additional draws."""
     try:
         rollout = yaml.safe_load((directory / "config.yaml").read_text())["rollout"]
         return int(rollout["tasks_per_step"]) * int(rollout["group_size"])

@@ -1,10 +1,10 @@
-"""All trajectories of a run's directory in columns of numbers, made of the sidecars beside their rows.
+"""All trajectories of a run's directory as columns, read from the step indexes next to the row files.
 
 ::
 
     trajectories/step-000007.index.json.zst          ─┐
-    evaluations/step-000020-sampled.index.json.zst   ─┼──▶ Shelf, one a step or evaluation ──▶ Index: columns, filters
-    rows without a sidecar, an evaluation's logs     ─┘      (read again when its files change)
+    evaluations/step-000020-sampled.index.json.zst   ─┼──▶ Shelf, one for each step or evaluation ──▶ Index: columns,
+    filters rows without a step index, an evaluation's logs     ─┘      (read again when its files change)
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from numpy.typing import NDArray
 from agent_rl.errors import AgentRlError, UserError
 from agent_rl.evaluation.directory import log_path, read_results
 from agent_rl.evaluation.report import EpisodeResult
-from agent_rl.rollout.jsonl_zst import Place, read_rows
+from agent_rl.rollout.jsonl_zst import RowPosition, read_rows
 from agent_rl.rollout.records import DIRECTORY, EVALUATIONS, rows_path
-from agent_rl.rollout.step_index import COLUMNS, columns, read_sidecar, sidecar_path
+from agent_rl.rollout.step_index import COLUMNS, columns, read_step_index, step_index_path
 
 EVAL = "eval"
-"""Where the trajectories of an ``agent-rl eval`` directory are filed."""
+"""The name of the trajectories of an ``agent-rl eval`` directory."""
 RESULTS, REPORT = "results.jsonl", "report.json"
-"""The files of such a directory."""
+"""Files of an ``agent-rl eval`` directory."""
 SHOWN = (
     *(
         "id",
@@ -51,29 +51,29 @@ SHOWN = (
     ),
     *("advantage", "branches", "versions", "seconds", "began", "worst_gap", "worst_gap_without_replay"),
 )
-"""The columns that are handed out."""
+"""The columns of the API."""
 RANGES = (
     *("step", "reward", "turns", "tokens", "sampled", "hacks", "branches", "versions", "seconds", "advantage"),
     *("worst_gap", "worst_gap_without_replay", "group"),
 )
-"""The columns that are filtered by a range."""
+"""Columns with a range filter."""
 CHOICES = ("n", "stop", "training_status")
-"""Those that are filtered by some of their values."""
+"""Columns with a filter by values."""
 _BROKEN = (KeyError, TypeError, ValueError, AttributeError, OSError, AgentRlError)
 
 Columns = dict[str, list[Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Shelf:
-    """What is filed under one name ``n``, a step's number or an evaluation's key: its columns, the places of its rows
-    (none in an evaluation's directory), and what is wrong with it, in a line each."""
+class StepIndex:
+    """The trajectories of ``n``, a step or an evaluation: their columns, the positions of their rows (None without a
+    step index file), and notes on damaged files."""
 
     n: str
     step: int
     stem: Path
     columns: Columns
-    places: tuple[Place, ...] | None
+    positions: tuple[RowPosition, ...] | None
     notes: tuple[str, ...] = ()
     results: tuple[EpisodeResult, ...] = ()
 
@@ -82,46 +82,51 @@ class Shelf:
 
 
 class Index:
-    """The shelves of a run's directory. :meth:`refresh` reads what changed on the disk since. Threads may share it:
-    what :attr:`shelves` and :attr:`table` gave stays as it is, and a later refresh puts others in their place."""
+    """The step indexes of a run's directory. :meth:`refresh` reads changed files.
+
+    Thread-safe: a refresh replaces :attr:`step_indexes` and :attr:`table` and does not modify earlier values.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.shelves: dict[str, Shelf] = {}
+        self.step_indexes: dict[str, StepIndex] = {}
         self._stamps: dict[str, str] = {}
         self._table: dict[str, NDArray] | None = None
         self._changing = threading.Lock()
 
     def refresh(self) -> None:
-        """Take up what was added, changed or removed. A file that cannot be read makes a note, never an error."""
+        """Read added and changed files and drop removed ones. A file that cannot be read becomes a note."""
         with self._changing:
-            found = _filed(self.directory)
-            stamps = {n: files.stamp for n, files in found.items()}
+            on_disk = _list_files(self.directory)
+            stamps = {n: files.stamp for n, files in on_disk.items()}
             if stamps == self._stamps:
                 return
-            kept = {n: shelf for n, shelf in self.shelves.items() if stamps.get(n) == self._stamps.get(n)}
-            self.shelves = {
-                n: kept[n] if n in kept else _shelf(n, files.step, files.stem) for n, files in found.items()
+            kept = {
+                n: step_index for n, step_index in self.step_indexes.items() if stamps.get(n) == self._stamps.get(n)
+            }
+            self.step_indexes = {
+                n: kept[n] if n in kept else _read_step_index(n, files.step, files.stem) for n, files in on_disk.items()
             }
             self._stamps, self._table = stamps, None
 
     def stamps(self) -> Mapping[str, str]:
-        """A stamp of the files of each shelf, by its name, as they are on the disk now."""
-        return {n: files.stamp for n, files in _filed(self.directory).items()}
+        """The current stamp of the files of each step index, by name."""
+        return {n: files.stamp for n, files in _list_files(self.directory).items()}
 
     @property
     def table(self) -> Mapping[str, NDArray]:
-        """All shelves' columns, one behind the other: numbers as float64 (NaN: none), all others as objects."""
+        """The concatenated columns of all step indexes: numbers as float64 (NaN for a missing value), others as
+        objects."""
         with self._changing:
             if self._table is None:
-                parts = [shown(shelf) for shelf in self.shelves.values()]
+                parts = [output_columns(step_index) for step_index in self.step_indexes.values()]
                 self._table = {name: _column(name, [part[name] for part in parts]) for name in SHOWN}
             return self._table
 
 
 def select(table: Mapping[str, NDArray], query: Mapping[str, str]) -> tuple[NDArray[np.int64], int]:
-    """The rows of ``table``, an index's, that ``query`` asks for, in its order, and how many match in all. Raises
-    UserError for a filter that is none."""
+    """The selected rows of ``table`` in the order of ``query``, and the number of matches before offset and limit.
+    Raises UserError for an unknown filter."""
     chosen = np.ones(len(table["id"]), np.bool_)
     for key, text in query.items():
         if key not in ("sort", "limit", "offset"):
@@ -129,12 +134,12 @@ def select(table: Mapping[str, NDArray], query: Mapping[str, str]) -> tuple[NDAr
     rows = np.flatnonzero(chosen)
     if order := query.get("sort"):
         rows = rows[_order(table, order.lstrip("-"), rows, descending=order.startswith("-"))]
-    start = _whole(query, "offset", 0)
-    return rows[start : start + _whole(query, "limit", len(rows))], len(rows)
+    start = _non_negative(query, "offset", 0)
+    return rows[start : start + _non_negative(query, "limit", len(rows))], len(rows)
 
 
 def file_stamp(path: Path) -> str:
-    """Changes whenever ``path`` does; empty where it is not there."""
+    """A text that changes with ``path``; empty if it does not exist."""
     try:
         found = path.stat()
     except OSError:
@@ -143,15 +148,14 @@ def file_stamp(path: Path) -> str:
 
 
 def evaluation_key(n: str) -> str | None:
-    """The key of the evaluation that is filed under ``n``; None for a step."""
+    """The key of the evaluation ``n``; None for a step."""
     kind, step, decoding = (*n.split("-", 2), "", "")[:3]
     return None if kind != EVAL else f"step-{step}/{decoding}" if step else EVAL
 
 
 @dataclass(frozen=True, slots=True)
 class _Files:
-    """What is filed: its step, its directory, what the names of its files begin with, and a stamp that changes when
-    they do."""
+    """The files of a step or evaluation: its step, their directory and common name prefix, and their stamp."""
 
     step: int
     directory: Path
@@ -163,8 +167,8 @@ class _Files:
         return self.directory / self.name
 
 
-def _filed(directory: Path) -> dict[str, _Files]:
-    """Everything that is filed in ``directory`` by its name ``n``, steps first."""
+def _list_files(directory: Path) -> dict[str, _Files]:
+    """The files of all steps and evaluations in ``directory`` by name ``n``, steps first."""
     trajectories = directory / DIRECTORY
     stamps = _stamps(trajectories)
     steps = sorted((step, name) for name in stamps if (step := _number(name)) is not None)
@@ -179,13 +183,13 @@ def _filed(directory: Path) -> dict[str, _Files]:
 
 
 def _stamps(directory: Path) -> dict[str, str]:
-    """A stamp of all files that begin with the same name, for those of them that have rows. A directory has
-    thousands of files and is looked at each second, so it is listed once."""
+    """A stamp for each name prefix with a row file. One directory listing, because the directory has thousands of files
+    and is polled each second."""
     parts: dict[str, list[str]] = {}
     rows = set()
     for entry in _entries(directory):
         name, _, suffix = entry.name.partition(".")
-        with contextlib.suppress(OSError):  # one that goes away
+        with contextlib.suppress(OSError):  # the file may disappear
             found = entry.stat()
             parts.setdefault(name, []).append(f"{suffix}.{found.st_mtime_ns:x}.{found.st_size:x}")
             if suffix in ("jsonl.zst", "jsonl"):
@@ -206,35 +210,39 @@ def _number(name: str) -> int | None:
     return int(digits) if digits.isdecimal() else None
 
 
-def _shelf(n: str, step: int, stem: Path) -> Shelf:
+def _read_step_index(n: str, step: int, stem: Path) -> StepIndex:
     try:
-        return _evaluation(stem) if n == EVAL else _of_rows(n, step, stem)
+        return _evaluation(stem) if n == EVAL else _from_rows(n, step, stem)
     except _BROKEN as error:
         note = f"{n}: cannot be read ({error or type(error).__name__})"
-        return Shelf(n, step, stem, {name: [] for name in COLUMNS}, (), (note,))
+        return StepIndex(n, step, stem, {name: [] for name in COLUMNS}, (), (note,))
 
 
-def _of_rows(n: str, step: int, stem: Path) -> Shelf:
+def _from_rows(n: str, step: int, stem: Path) -> StepIndex:
     path = rows_path(stem)
     rows_stamp = path.stat().st_mtime_ns
-    sidecar = sidecar_path(stem)
-    if sidecar.is_file() and sidecar.stat().st_mtime_ns >= rows_stamp and (found := read_sidecar(stem)) is not None:
-        columns_of, places = found
+    index_file = step_index_path(stem)
+    if (
+        index_file.is_file()
+        and index_file.stat().st_mtime_ns >= rows_stamp
+        and (found := read_step_index(stem)) is not None
+    ):
+        columns_of, positions = found
         columns_of |= {
-            name: [_once(value) for value in columns_of[name]] for name in ("task", "stop", "training_status")
+            name: [_intern(value) for value in columns_of[name]] for name in ("task", "stop", "training_status")
         }
-        return Shelf(n, step, stem, columns_of, tuple(places))
+        return StepIndex(n, step, stem, columns_of, tuple(positions))
     rows = list(read_rows(path))
-    return Shelf(n, step, stem, columns(rows), None)
+    return StepIndex(n, step, stem, columns(rows), None)
 
 
-def _once(value: Any) -> Any:
-    """A text that many rows have, held once."""
+def _intern(value: Any) -> Any:
+    """``value`` with equal texts shared, because many rows repeat them."""
     return sys.intern(value) if isinstance(value, str) else value
 
 
-def _evaluation(stem: Path) -> Shelf:
-    """The samples of an ``agent-rl eval`` directory, each as it ended last. A line that a kill cut off is left out."""
+def _evaluation(stem: Path) -> StepIndex:
+    """The samples of an ``agent-rl eval`` directory with their last results, without an incomplete last line."""
     ended = {(result.task_id, result.sample): result for result in read_results(stem.with_name(RESULTS))}
     results = tuple(ended.values())
     groups = {task: number for number, task in enumerate(dict.fromkeys(task for task, _ in ended))}
@@ -248,24 +256,24 @@ def _evaluation(stem: Path) -> Shelf:
         "hacks": [len(result.suspected_hack) for result in results],
         "branches": [1] * len(results),
     }
-    return Shelf(EVAL, 0, stem, found, (), (), results)
+    return StepIndex(EVAL, 0, stem, found, (), (), results)
 
 
-def log_of(shelf: Shelf, number: int) -> Path:
-    """The log of sample ``number`` of an evaluation's directory."""
-    result = shelf.results[number]
-    return log_path(shelf.stem.parent, result.task_id, result.sample)
+def log_of(step_index: StepIndex, number: int) -> Path:
+    """The log file of sample ``number`` of an evaluation's directory."""
+    result = step_index.results[number]
+    return log_path(step_index.stem.parent, result.task_id, result.sample)
 
 
-def shown(shelf: Shelf) -> Columns:
-    """The columns of one shelf that are handed out."""
-    count = len(shelf)
+def output_columns(step_index: StepIndex) -> Columns:
+    """The API's columns of one step index."""
+    count = len(step_index)
     own: Columns = {
-        "id": [f"{shelf.n}-{number}" for number in range(count)],
-        "n": [shelf.n] * count,
-        "step": [shelf.step] * count,
+        "id": [f"{step_index.n}-{number}" for number in range(count)],
+        "n": [step_index.n] * count,
+        "step": [step_index.step] * count,
     }
-    return {name: own[name] if name in own else shelf.columns[name] for name in SHOWN}
+    return {name: own[name] if name in own else step_index.columns[name] for name in SHOWN}
 
 
 def _column(name: str, parts: Sequence[Sequence[Any]]) -> NDArray:
@@ -289,11 +297,11 @@ def _matches(table: Mapping[str, NDArray], key: str, text: str) -> NDArray[np.bo
     raise UserError(f"{key}={text}: no such filter; there are {', '.join((*RANGES, *CHOICES, 'task', 'resolved'))}")
 
 
-def _each(values: NDArray, holds: Callable[[Any], bool]) -> NDArray[np.bool_]:
-    """Whether each value holds, asked once for each different one."""
-    held = values.tolist()
-    known = {value: holds(value) for value in set(held)}
-    return np.fromiter((known[value] for value in held), np.bool_, len(held))
+def _each(values: NDArray, predicate: Callable[[Any], bool]) -> NDArray[np.bool_]:
+    """Apply ``predicate`` to each value, once for each distinct one."""
+    items = values.tolist()
+    results = {value: predicate(value) for value in set(items)}
+    return np.fromiter((results[value] for value in items), np.bool_, len(items))
 
 
 def _range(key: str, text: str) -> tuple[float, float]:
@@ -303,24 +311,24 @@ def _range(key: str, text: str) -> tuple[float, float]:
         start = float(low) if low else -np.inf
         return start, (float(high) if high else np.inf) if dots else start
     except ValueError:
-        raise UserError(f"{key}={text}: not a range; right would be 3..9, 3.., ..9 or 7") from None
+        raise UserError(f"{key}={text}: not a range; expected 3..9, 3.., ..9 or 7") from None
 
 
 def _order(table: Mapping[str, NDArray], name: str, rows: NDArray[np.int64], *, descending: bool) -> NDArray[np.int64]:
-    """The order of ``rows`` by a column; what has no value comes last."""
+    """The order of ``rows`` by a column, missing values last."""
     if name not in table:
         raise UserError(f"sort={name}: no such column; there are {', '.join(SHOWN)}")
     values = table[name][rows]
     if name not in RANGES:
-        places = {value: place for place, value in enumerate(sorted(set(values.tolist()), key=str))}
-        values = np.array([places[value] for value in values.tolist()], np.float64)
+        ranks = {value: rank for rank, value in enumerate(sorted(set(values.tolist()), key=str))}
+        values = np.array([ranks[value] for value in values.tolist()], np.float64)
     return np.argsort(-values if descending else values, kind="stable")
 
 
-def _whole(query: Mapping[str, str], key: str, default: int) -> int:
+def _non_negative(query: Mapping[str, str], key: str, default: int) -> int:
     text = query.get(key)
     if text is None:
         return default
     if not text.isdecimal():
-        raise UserError(f"{key}={text}: not a number; right would be 0 or more")
+        raise UserError(f"{key}={text}: not a number; expected 0 or more")
     return int(text)

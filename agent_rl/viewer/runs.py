@@ -1,4 +1,4 @@
-"""A run as a whole: what it is, how far it has come, its metrics and its evaluations."""
+"""Resources of a whole run: its state, metrics and evaluations."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from typing import Any
 import orjson
 import yaml
 
-from agent_rl.evaluation.finished import report_path
 from agent_rl.evaluation.report import Z95, wilson_interval
+from agent_rl.evaluation.saved import report_path
 from agent_rl.monitoring.metrics import METRICS
 from agent_rl.types import StopReason
 from agent_rl.utils.directory_lock import LOCK
 from agent_rl.viewer.index import EVAL, REPORT, Index
-from agent_rl.viewer.trajectory import layout_of
+from agent_rl.viewer.trajectory import model_layout
 
-Answer = dict[str, Any]
+Json = dict[str, Any]
 _METRICS = {name: metric for metric in METRICS for name in metric.names}
 _UNGRADED = ("", *(stop for stop in StopReason if stop.infrastructure))
-"""Endings without a reward; an evaluation's sample that never ran has none."""
+"""Endings without a reward; "" is a sample of an evaluation that never ran."""
 _REPORTED = (*("pass_at_1", "interval", "graded", "tasks", "ungraded", "infrastructure_failures", "seconds", "stops"),)
 
 
-def overview(index: Index) -> Answer:
-    """One line of the list of runs."""
+def overview(index: Index) -> Json:
+    """The entry of a run in the list of runs."""
     index.refresh()
     directory, notes = index.directory, list[str]()
-    return _line(index, _config(directory, notes), _evaluations(index, notes), _events(directory, notes))
+    return _summary(index, _config(directory, notes), _evaluations(index, notes), _events(directory, notes))
 
 
-def _line(index: Index, config: Mapping[str, Any], evaluations: Sequence[Answer], guard: Sequence[Answer]) -> Answer:
+def _summary(index: Index, config: Mapping[str, Any], evaluations: Sequence[Json], guard: Sequence[Json]) -> Json:
     directory, kind, steps = index.directory, _kind(index), _last_step(index.directory)
     total = _mapping(config.get("train")).get("steps") if kind == "train" else None
     last = evaluations[-1] if evaluations else None
@@ -51,28 +51,28 @@ def _line(index: Index, config: Mapping[str, Any], evaluations: Sequence[Answer]
     }
 
 
-def run(index: Index) -> Answer:
-    """All that is known of the run but its trajectories and metrics."""
+def run(index: Index) -> Json:
+    """The state, config and evaluations of a run, without trajectories and metrics."""
     directory, notes = index.directory, list[str]()
     config, state = _config(directory, notes), _json(directory / "state.json", notes)
     summary, formats = _json(directory / "summary.json", notes), _formats(index)
     evaluations, guard = _evaluations(index, notes), _events(directory, notes)
-    shelves = index.shelves.values()
+    step_indexes = index.step_indexes.values()
     if not (directory / "tokenizer.json").is_file() and formats:
         notes.append("the run's directory has no tokenizer.json: tokens are shown as numbers")
-    if 2 in formats:
-        notes.append("written in format 2: without fates, tests, times and what the trainer saw of tokens")
-    if shelves and all(stop in _UNGRADED for shelf in shelves for stop in shelf.columns["stop"]):
+    if step_indexes and all(stop in _UNGRADED for step_index in step_indexes for stop in step_index.columns["stop"]):
         notes.append("infrastructure failures only: no trajectory was graded")
-    notes += [note for shelf in shelves for note in shelf.notes]
+    notes += [note for step_index in step_indexes for note in step_index.notes]
     return {
-        **_line(index, config, evaluations, guard),
+        **_summary(index, config, evaluations, guard),
         "model": str(config["model"]) if "model" in config else None,
         "config": config,
-        "facts": {"group_size": _mapping(config.get("rollout")).get("group_size"), **layout_of(index)},
+        "facts": {"group_size": _mapping(config.get("rollout")).get("group_size"), **model_layout(index)},
         "format": min(formats, default=None),
-        "filed": list(index.shelves),
-        "detail": [shelf.n for shelf in shelves if shelf.columns["worst_gap"].count(None) < len(shelf)],
+        "filed": list(index.step_indexes),
+        "detail": [
+            step_index.n for step_index in step_indexes if step_index.columns["worst_gap"].count(None) < len(step_index)
+        ],
         "evaluations": evaluations,
         "guard": [{name: event.get(name) for name in ("step", "event", "text")} for event in guard],
         "resumes": state.get("resumes", []),
@@ -81,12 +81,12 @@ def run(index: Index) -> Answer:
     }
 
 
-def metrics(directory: Path) -> Answer:
-    """All steps' metrics, column by column."""
+def metrics(directory: Path) -> Json:
+    """The metrics of all steps, by column."""
     notes: list[str] = []
     rows = _by_step(directory / "metrics.jsonl", notes)
     if not rows and not notes:
-        notes = ["no step has ended yet"]
+        notes = ["no step has finished yet"]
     names = [name for name in dict.fromkeys(chain.from_iterable(rows)) if name not in ("step", "time/ended")]
     columns = {name: [row.get(name) for row in rows] for name in names}
     for name in (name for name in names if None in columns[name]):
@@ -95,7 +95,7 @@ def metrics(directory: Path) -> Answer:
     return {
         "steps": [int(row["step"]) for row in rows],
         "time": [row.get("time/ended") for row in rows],
-        "sampled_tokens": _cumulated(rows),
+        "sampled_tokens": _cumulative_tokens(rows),
         "columns": columns,
         "help": {name: _METRICS[name].text for name in names if name in _METRICS},
         "units": {name: _METRICS[name].unit for name in names if name in _METRICS},
@@ -103,8 +103,8 @@ def metrics(directory: Path) -> Answer:
     }
 
 
-def evaluation(index: Index, key: str) -> Answer | None:
-    """One evaluation with the outcome of every task; None where there is none of that key."""
+def evaluation(index: Index, key: str) -> Json | None:
+    """One evaluation with the outcome of each task; None for an unknown key."""
     notes: list[str] = []
     found = next((one for one in _evaluations(index, notes) if one["key"] == key), None)
     if found is None:
@@ -114,26 +114,26 @@ def evaluation(index: Index, key: str) -> Answer | None:
     report = _json(whole, notes) or _mapping(_json(directory / "state.json", notes).get("evaluations")).get(key, {})
     outcomes = report.get("outcomes") or _unreported(index, key)
     ids: dict[str, str] = {}
-    if (shelf := index.shelves.get(found["n"] or "")) is not None:
-        for number, task in enumerate(shelf.columns["task"]):
-            ids.setdefault(task, f"{shelf.n}-{number}")
+    if (step_index := index.step_indexes.get(found["n"] or "")) is not None:
+        for number, task in enumerate(step_index.columns["task"]):
+            ids.setdefault(task, f"{step_index.n}-{number}")
     else:
-        notes.append("its trajectories were not kept")
+        notes.append("its trajectories were not recorded")
     outcomes = [{**outcome, "id": ids.get(outcome["task_id"])} for outcome in outcomes]
     return {**found, "outcomes": outcomes, "notes": notes}
 
 
-def _unreported(index: Index, key: str) -> list[Answer]:
-    """The outcomes so far of an evaluation that has no report yet."""
-    shelf = index.shelves.get(key)
-    return [] if shelf is None else [
+def _unreported(index: Index, key: str) -> list[Json]:
+    """The outcomes so far of an evaluation without a report."""
+    step_index = index.step_indexes.get(key)
+    return [] if step_index is None else [
         {
             "task_id": result.task_id, "repo": "", "graded": int(result.resolved is not None),
             "resolved": int(bool(result.resolved)), "infrastructure_failures": result.failures,
             "suspected_hacks": int(bool(result.suspected_hack)), "stops": [result.stop], "turns_mean": result.turns,
             "error": result.error,
         }
-        for result in shelf.results
+        for result in step_index.results
     ]  # fmt: skip
 
 
@@ -141,13 +141,13 @@ def _kind(index: Index) -> str:
     directory = index.directory
     if (directory / "state.json").is_file() or (directory / "metrics.jsonl").is_file():
         return "train"
-    if EVAL in index.shelves or (directory / REPORT).is_file():
+    if EVAL in index.step_indexes or (directory / REPORT).is_file():
         return "eval"
-    return "rollout" if index.shelves else "empty"
+    return "rollout" if index.step_indexes else "empty"
 
 
-def _state(directory: Path, kind: str, steps: int, total: int | None, guard: Sequence[Answer]) -> str:
-    if _held(directory):
+def _state(directory: Path, kind: str, steps: int, total: int | None, guard: Sequence[Json]) -> str:
+    if _is_locked(directory):
         return "running"
     if kind == "empty":
         return "empty"
@@ -158,9 +158,9 @@ def _state(directory: Path, kind: str, steps: int, total: int | None, guard: Seq
     return "finished" if (directory / "summary.json").is_file() and steps == total else "stopped"
 
 
-def _held(directory: Path) -> bool:
-    """Whether the process that its lock names lives on this machine. The lock itself is left alone: to try it could
-    turn a starting run away."""
+def _is_locked(directory: Path) -> bool:
+    """Whether the process in the directory's lock file runs on this machine. Does not try to lock, which could stop a
+    starting run."""
     try:
         holder = orjson.loads((directory / LOCK).read_bytes())
         if holder["host"] != socket.gethostname():
@@ -173,39 +173,39 @@ def _held(directory: Path) -> bool:
     return True
 
 
-def _evaluations(index: Index, notes: list[str]) -> list[Answer]:
+def _evaluations(index: Index, notes: list[str]) -> list[Json]:
     directory = index.directory
-    if EVAL in index.shelves or (not (directory / "state.json").is_file() and (directory / REPORT).is_file()):
-        return [_of_dir(index, notes)]
-    made = _mapping(_json(directory / "state.json", notes).get("evaluations"))
-    found = []
-    for key, report in made.items():
+    if EVAL in index.step_indexes or (not (directory / "state.json").is_file() and (directory / REPORT).is_file()):
+        return [_from_eval_directory(index, notes)]
+    reports = _mapping(_json(directory / "state.json", notes).get("evaluations"))
+    evaluations = []
+    for key, report in reports.items():
         step, _, decoding = key.removeprefix("step-").partition("/")
         n = f"eval-{step}-{decoding}"
-        found.append(
+        evaluations.append(
             {
                 "key": key,
-                "n": n if n in index.shelves else None,
+                "n": n if n in index.step_indexes else None,
                 "step": int(step) if step.isdecimal() else 0,
                 "decoding": decoding,
                 **{name: report.get(name) for name in _REPORTED},
             }
         )
-    return sorted(found, key=lambda one: (one["step"], one["decoding"]))
+    return sorted(evaluations, key=lambda item: (item["step"], item["decoding"]))
 
 
-def _of_dir(index: Index, notes: list[str]) -> Answer:
-    """An ``agent-rl eval`` directory's: its report, or of what ended so far."""
+def _from_eval_directory(index: Index, notes: list[str]) -> Json:
+    """The evaluation of an ``agent-rl eval`` directory: its report, or the results so far."""
     report = _json(index.directory / REPORT, notes)
-    n = EVAL if EVAL in index.shelves else None
+    n = EVAL if EVAL in index.step_indexes else None
     if not report:
-        notes.append("the evaluation has no report yet: it is under way, or was stopped")
-        report = _so_far(index)
+        notes.append("the evaluation has no report yet: it is running or was stopped")
+        report = _partial_report(index)
     return {"key": EVAL, "n": n, "step": 0, "decoding": "", **{name: report.get(name) for name in _REPORTED}}
 
 
-def _so_far(index: Index) -> Answer:
-    results = index.shelves[EVAL].results if EVAL in index.shelves else ()
+def _partial_report(index: Index) -> Json:
+    results = index.step_indexes[EVAL].results if EVAL in index.step_indexes else ()
     graded = [result for result in results if result.resolved is not None]
     rate = sum(bool(result.resolved) for result in graded) / len(graded) if graded else None
     stops = [result.stop for result in results]
@@ -223,11 +223,15 @@ def _so_far(index: Index) -> Answer:
 
 def _formats(index: Index) -> set[int]:
     return {
-        found for shelf in index.shelves.values() if shelf.n != EVAL for found in set(shelf.columns["format"]) if found
+        found
+        for step_index in index.step_indexes.values()
+        if step_index.n != EVAL
+        for found in set(step_index.columns["format"])
+        if found
     }
 
 
-def _cumulated(rows: list[dict[str, Any]]) -> list[float]:
+def _cumulative_tokens(rows: list[dict[str, Any]]) -> list[float]:
     total, sums = 0.0, []
     for row in rows:
         total += (row.get("rollout/trajectories") or 0.0) * (row.get("rollout/sampled_tokens_mean") or 0.0)
@@ -236,7 +240,7 @@ def _cumulated(rows: list[dict[str, Any]]) -> list[float]:
 
 
 def _last_step(directory: Path) -> int:
-    """The step of the last row of metrics that can be read; 0 without one. A list of runs reads no other row."""
+    """The step of the last valid row of metrics; 0 without one. Does not parse other rows."""
     with contextlib.suppress(OSError):
         for line in reversed((directory / "metrics.jsonl").read_bytes().splitlines()):
             with contextlib.suppress(ValueError, KeyError, TypeError):
@@ -244,13 +248,13 @@ def _last_step(directory: Path) -> int:
     return 0
 
 
-def _events(directory: Path, notes: list[str]) -> list[Answer]:
+def _events(directory: Path, notes: list[str]) -> list[Json]:
     return _by_step(directory / "guard.jsonl", notes)
 
 
-def _by_step(path: Path, notes: list[str]) -> list[Answer]:
-    """The rows of a file of JSON lines, each of a step, up to the first that is damaged, which is noted."""
-    rows: list[Answer] = []
+def _by_step(path: Path, notes: list[str]) -> list[Json]:
+    """The rows of a JSON lines file up to the first damaged one, which becomes a note."""
+    rows: list[Json] = []
     try:
         for line in path.read_bytes().splitlines():
             row = orjson.loads(line)
@@ -274,7 +278,7 @@ def _config(directory: Path, notes: list[str]) -> dict[str, Any]:
 
 
 def _json(path: Path, notes: list[str]) -> dict[str, Any]:
-    """What ``path`` holds; nothing where it is not there, or is damaged, which is noted."""
+    """The object in the file ``path``; empty if it is missing or damaged. Damage becomes a note."""
     try:
         return dict(_mapping(orjson.loads(path.read_bytes())))
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""The page and its resources over HTTP, for the browsers of this machine alone.
+"""Serves the page and its resources over HTTP, only to browsers of this machine.
 
 ::
 
@@ -45,27 +45,26 @@ HEADERS = {
 
 
 class Source(Protocol):
-    """What the page shows: :class:`agent_rl.viewer.api.Resources`. Its methods block on the disk."""
+    """The resources of the page: :class:`agent_rl.viewer.api.Resources`. Its methods block on the disk."""
 
     def body(self, path: str, query: Mapping[str, str]) -> bytes:
-        """A resource as JSON; one that cannot be had is an object whose ``error`` is an object."""
+        """A resource as JSON; an object with ``error`` if it is not available."""
         ...
 
     def stamps(self) -> Mapping[str, str]:
-        """A stamp for each resource whose files may change; it changes with them."""
+        """A stamp for each resource; it changes with the resource's files."""
         ...
 
 
 class Changes:
-    """Looks at the stamps of a source, and tells everyone who listens which resources have others than before."""
+    """Polls the stamps of a source and sends the paths of changed resources to all listeners."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
         self._listeners: set[asyncio.Queue[list[str]]] = set()
 
     async def watch(self) -> None:
-        """Look again and again while someone listens, until cancelled. Who is the first to listen hears of all that
-        changed since the last look."""
+        """Poll while there are listeners, until cancelled. The first listener gets all changes since the last poll."""
         before = await run_in_threadpool(self._source.stamps)
         while True:
             await asyncio.sleep(POLL_SECONDS)
@@ -78,8 +77,7 @@ class Changes:
             before = now
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Server-sent events: a comment at once, then a list of paths for each change. A browser whose connection was
-        cut tries again after a second."""
+        """Server-sent events: a comment at once, then a list of paths for each change. Browsers reconnect after 1 s."""
         listener: asyncio.Queue[list[str]] = asyncio.Queue()
         self._listeners.add(listener)
         try:
@@ -91,19 +89,19 @@ class Changes:
 
 
 def affected(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """The resources whose stamps differ, with the lists that are made of them."""
+    """The resources with different stamps, and the resources that depend on them."""
     changed = {path for path in before.keys() | now.keys() if before.get(path) != now.get(path)}
     for path in tuple(changed):
         run, _, kind = path.partition("/")
-        if kind in ("run", "metrics") or kind.startswith("steps/"):  # the list of runs has the last step, and Pass@1
+        if kind in ("run", "metrics") or kind.startswith("steps/"):  # the list of runs shows the last step and Pass@1
             changed |= {"runs", f"{run}/run"}
         if kind.startswith("steps/"):
             changed |= {f"{run}/trajectories", f"{run}/loads/{kind.removeprefix('steps/')}"}
     return sorted(changed)
 
 
-class Guarded:
-    """Every answer gets the headers that keep a page from loading or sending anything elsewhere."""
+class SecurityHeaders:
+    """Adds headers that keep the page from loading or sending data elsewhere."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -118,7 +116,7 @@ class Guarded:
 
 
 def application(source: Source) -> Starlette:
-    """The ASGI application. A request that names another host is refused, so no page from elsewhere can read a run."""
+    """The ASGI application. It rejects requests for other host names, so that no other site can read a run."""
     changes = Changes(source)
 
     async def events(request: Request) -> Response:
@@ -144,11 +142,11 @@ def application(source: Source) -> Starlette:
         Route("/api/{path:path}", resource),
     ]
     hosts = Middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"], www_redirect=False)
-    return Starlette(routes=routes, lifespan=watching, middleware=[Middleware(Guarded), hosts])
+    return Starlette(routes=routes, lifespan=watching, middleware=[Middleware(SecurityHeaders), hosts])
 
 
 def _status(body: bytes) -> int:
-    """404 for what is not there. A failure is a short answer: long ones are not read for it."""
+    """404 for a missing resource. Errors are short, so longer bodies are not parsed."""
     if len(body) > 4096:
         return 200
     error = orjson.loads(body).get("error")
@@ -156,19 +154,19 @@ def _status(body: bytes) -> int:
 
 
 def listen(port: int) -> socket.socket:
-    """A socket on this machine's own address; 0 is a free port. Raises UserError where the port is taken."""
-    opened = socket.socket(proto=socket.IPPROTO_TCP)  # named: asyncio then waits for no acknowledgement
+    """A socket on 127.0.0.1; port 0 selects a free port. Raises UserError if the port is in use."""
+    opened = socket.socket(proto=socket.IPPROTO_TCP)  # with an explicit protocol asyncio sets TCP_NODELAY
     opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         opened.bind((HOST, port))
-        opened.listen()  # who comes before the server has started waits
+        opened.listen()  # connections wait until the server has started
     except OSError as error:
         opened.close()
-        raise UserError(f"--port {port}: {error.strerror}; name another, or 0 for one that is free") from None
+        raise UserError(f"--port {port}: {error.strerror}; choose another, or 0 for a free port") from None
     return opened
 
 
 def web_server(source: Source) -> uvicorn.Server:
-    """The server; ``run(sockets=[...])`` serves until Ctrl-C, or until its ``should_exit`` is set."""
-    # Nothing is lost by ending answers at once, and those of /api/changes would never end.
+    """The server; ``run(sockets=[...])`` serves until Ctrl-C or until ``should_exit`` is set."""
+    # Responses are stopped at once: those of /api/changes never end.
     return uvicorn.Server(uvicorn.Config(application(source), log_level="critical", timeout_graceful_shutdown=0))

@@ -1,7 +1,7 @@
-"""Token ids to the texts that they stand for, one a token, so that a page can colour each by itself.
+"""Decodes token ids to one text for each token, so that the page can color tokens separately.
 
-A character's bytes may lie in several tokens: the last of them has the character as its text, and those before have an
-empty one. All texts joined are the decoded text, special tokens written out.
+If the bytes of a character are spread over several tokens, the last of them has the character and the others are empty.
+The joined texts are the decoded text with special tokens.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from tokenizers import Tokenizer
 from agent_rl.errors import AgentRlError
 
 _BYTE = re.compile("<0x([0-9A-F]{2})>")
-"""How vocabularies of characters write a byte that is no whole character."""
+"""A byte token of a character vocabulary."""
 _SPACE = "▁"
-"""How they write a space."""
+"""The space of a character vocabulary."""
 
 
-class Pieces:
-    """The texts of a tokenizer's tokens. Raises AgentRlError where the file is no tokenizer."""
+class TokenTexts:
+    """The texts of a tokenizer's tokens. Raises AgentRlError if the file is not a tokenizer."""
 
     def __init__(self, tokenizer_json: Path) -> None:
         try:
             self._tokenizer = Tokenizer.from_file(str(tokenizer_json))
-        except Exception as error:  # the library raises nothing narrower
+        except Exception as error:  # the library raises only Exception
             raise AgentRlError(f"{tokenizer_json}: not a tokenizer: {error}") from None
 
     def texts(self, ids: Sequence[int]) -> list[str]:
-        """One text a token; "" where its bytes end in a later one. Bytes that are no UTF-8 become U+FFFD."""
+        """One text for each token; "" if its bytes end in a later one. Bytes that are not UTF-8 become U+FFFD."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        held = {token: self._bytes(token) for token in set(ids)}
-        texts = [decoder.decode(held[token]) for token in ids]
+        token_bytes = {token: self._bytes(token) for token in set(ids)}
+        texts = [decoder.decode(token_bytes[token]) for token in ids]
         if rest := decoder.decode(b"", final=True):
             texts[-1] += rest
         return texts
@@ -63,10 +63,10 @@ class Pieces:
 
 
 def _letters() -> dict[str, int]:
-    """The letters that byte-level vocabularies write bytes with: itself where one can be seen, else one from U+0100."""
-    seen = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    unseen = [byte for byte in range(256) if byte not in seen]
-    return {chr(byte): byte for byte in seen} | {chr(256 + at): byte for at, byte in enumerate(unseen)}
+    """The bytes by their letters in byte-level vocabularies: printable ones themselves, others from U+0100 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
 _BYTES = _letters()

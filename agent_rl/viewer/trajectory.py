@@ -1,4 +1,4 @@
-"""One trajectory, down to its tokens and their experts. Arrays are read of the one that is asked for, and not kept."""
+"""One trajectory with its tokens and their experts. Arrays are read for each request and not cached."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from numpy.typing import NDArray
 
 from agent_rl.errors import AgentRlError
 from agent_rl.rollout.jsonl_zst import read_row, read_rows
-from agent_rl.rollout.records import arrays_path, folded, messages_of, read_arrays, read_branch, rows_path
+from agent_rl.rollout.records import arrays_path, fold_messages, read_arrays, read_branch, row_messages, rows_path
 from agent_rl.rollout.token_details import Differing, StoredDetail, details_path, read_detail, read_loads
 from agent_rl.types import Branch
-from agent_rl.viewer.index import EVAL, Index, Shelf, file_stamp, log_of
-from agent_rl.viewer.token_text import Pieces
+from agent_rl.viewer.index import EVAL, Index, StepIndex, file_stamp, log_of
+from agent_rl.viewer.token_text import TokenTexts
 from r3 import archive
 from r3.routing import RoutingError
 
-Answer = dict[str, Any]
-Which = tuple[int, int]
-"""The number of a trajectory in its shelf, and of its branch."""
-MOST_ROWS = 512
+Json = dict[str, Any]
+BranchId = tuple[int, int]
+"""The index of a trajectory in its step index, and of its branch."""
+MAX_ROWS = 512
 _LAYOUT = ("moe_layers", "num_experts", "top_k")
-_NOTHING: Answer = {"tokens": [], "pieces": None, "sampled": [], "versions": [], "logprobs": [], "detail": None}
+_NO_TOKENS: Json = {"tokens": [], "pieces": None, "sampled": [], "versions": [], "logprobs": [], "detail": None}
 
 
 class Reader:
@@ -34,35 +34,37 @@ class Reader:
 
     def __init__(self, index: Index) -> None:
         self._index = index
-        self._pieces: tuple[str, Pieces | None, list[str]] = ("", None, [])
+        self._token_texts: tuple[str, TokenTexts | None, list[str]] = ("", None, [])
 
-    def whole(self, shelf: Shelf, number: int) -> Answer:
-        """Everything of a trajectory but its routes. Raises AgentRlError where its row is damaged."""
-        if shelf.n == EVAL:
-            return self._of_log(shelf, number)
-        row, notes = _row(shelf, number), list(shelf.notes)
-        count = shelf.columns["branches"][number]
-        branches = [self._branch(shelf, (number, branch), row, notes) for branch in range(count)]
-        story = _story(row)
-        _place(story["turns"], [branch["sampled"] for branch in branches])
+    def trajectory(self, step_index: StepIndex, number: int) -> Json:
+        """A trajectory without its routes. Raises AgentRlError if its row is damaged."""
+        if step_index.n == EVAL:
+            return self._from_log(step_index, number)
+        row, notes = _row(step_index, number), list(step_index.notes)
+        count = step_index.columns["branches"][number]
+        branches = [self._branch(step_index, (number, branch), row, notes) for branch in range(count)]
+        conversation = _conversation(row)
+        _assign_branches(conversation["turns"], [branch["sampled"] for branch in branches])
         return {
-            **_head(shelf, number, row),
-            **story,
+            **_head(step_index, number, row),
+            **conversation,
             "branches": branches,
             "notes": list(dict.fromkeys(notes)),
         }
 
-    def routes(self, shelf: Shelf, which: Which, start: int, stop: int | None) -> Answer | None:
-        """Rows of a branch's routes; None where it has none. Raises AgentRlError where they are damaged."""
-        number, _ = which
-        routing = None if shelf.n == EVAL else _branch_of(shelf, _row(shelf, number), which[1]).routing
+    def routes(self, step_index: StepIndex, branch_id: BranchId, start: int, stop: int | None) -> Json | None:
+        """Rows of a branch's routes; None without routes. Raises AgentRlError if they are damaged."""
+        number, _ = branch_id
+        routing = (
+            None if step_index.n == EVAL else _branch_of(step_index, _row(step_index, number), branch_id[1]).routing
+        )
         if routing is None:
             return None
         start = min(start, routing.tokens)
-        stop = min(start + MOST_ROWS, routing.tokens, routing.tokens if stop is None else max(stop, start))
-        detail = _detail(shelf, which, [])
+        stop = min(start + MAX_ROWS, routing.tokens, routing.tokens if stop is None else max(stop, start))
+        detail = _detail(step_index, branch_id, [])
         return {
-            "id": f"{shelf.n}-{number}",
+            "id": f"{step_index.n}-{number}",
             "from": start,
             "to": stop,
             "rows": routing.tokens,
@@ -82,40 +84,40 @@ class Reader:
                 for span in routing.spans
                 if span.start < stop and span.stop > start
             ],
-            **_of_both(detail, lambda differing: _by_row(differing, start, stop)),
+            **_map_both(detail, lambda differing: _by_row(differing, start, stop)),
             "notes": [],
         }
 
-    def layer_map(self, shelf: Shelf, which: Which) -> Answer:
-        """The layers of all tokens whose experts differ, as ``[row, layer]``."""
+    def layer_map(self, step_index: StepIndex, branch_id: BranchId) -> Json:
+        """The ``[row, layer]`` pairs in which the experts of engine and trainer differ."""
         notes: list[str] = []
-        detail = _detail(shelf, which, notes)
-        found = _of_both(detail, _pairs)
+        detail = _detail(step_index, branch_id, notes)
+        found = _map_both(detail, _pairs)
         layers = next((d.layers for d in _both(detail).values() if d is not None and d.layers is not None), None)
         if detail is not None and layers is None:
-            notes.append("which layers differ was not kept, only their number: too many do")
+            notes.append("only the number of differing layers was recorded, because there are too many")
         return {
-            "id": f"{shelf.n}-{which[0]}",
+            "id": f"{step_index.n}-{branch_id[0]}",
             "layers": 0 if layers is None else layers.shape[1],
             "rows": 0 if layers is None else layers.shape[0],
             **found,
             "notes": notes,
         }
 
-    def _branch(self, shelf: Shelf, which: Which, row: Mapping[str, Any], notes: list[str]) -> Answer:
-        described = row.get("branches", [{}] * (which[1] + 1))[which[1]]
+    def _branch(self, step_index: StepIndex, branch_id: BranchId, row: Mapping[str, Any], notes: list[str]) -> Json:
+        described = row.get("branches", [{}] * (branch_id[1] + 1))[branch_id[1]]
         found = {key: described.get(key, value) for key, value in (("parent", None), ("shared", 0), ("cause", "start"))}
         try:
-            return {**found, **self._tokens(shelf, which, row, notes)}
+            return {**found, **self._tokens(step_index, branch_id, row, notes)}
         except (AgentRlError, OSError) as error:
-            notes.append(f"its tokens cannot be read: {error}")
-            return {**found, **_NOTHING}
+            notes.append(f"tokens cannot be read: {error}")
+            return {**found, **_NO_TOKENS}
 
-    def _tokens(self, shelf: Shelf, which: Which, row: Mapping[str, Any], notes: list[str]) -> Answer:
-        branch = _branch_of(shelf, row, which[1], routes=False)
-        mask, detail = branch.loss_mask, _detail(shelf, which, notes)
+    def _tokens(self, step_index: StepIndex, branch_id: BranchId, row: Mapping[str, Any], notes: list[str]) -> Json:
+        branch = _branch_of(step_index, row, branch_id[1], routes=False)
+        mask, detail = branch.loss_mask, _detail(step_index, branch_id, notes)
         if detail is not None and len(detail.gap) != int(mask.sum()):
-            notes.append(f"its detail is of {len(detail.gap)} sampled tokens, it has {int(mask.sum())}")
+            notes.append(f"its detail has {len(detail.gap)} sampled tokens, the trajectory {int(mask.sum())}")
             detail = None
         if detail is None and row.get("training_status") == "uniform":
             notes.append("not evaluated by the trainer: all rewards of its group are equal")
@@ -131,36 +133,38 @@ class Reader:
     def _texts(self, ids: Sequence[int], notes: list[str]) -> list[str] | None:
         path = self._index.directory / "tokenizer.json"
         stamp = file_stamp(path)
-        if stamp != self._pieces[0] or not stamp:
-            self._pieces = (stamp, *_opened(path, stamp))
-        notes += self._pieces[2]
-        pieces = self._pieces[1]
-        return None if pieces is None else pieces.texts(ids)
+        if stamp != self._token_texts[0] or not stamp:
+            self._token_texts = (stamp, *_open_tokenizer(path, stamp))
+        notes += self._token_texts[2]
+        texts = self._token_texts[1]
+        return None if texts is None else texts.texts(ids)
 
-    def _of_log(self, shelf: Shelf, number: int) -> Answer:
-        """A sample of an evaluation's directory, which keeps no tokens."""
-        path, notes = log_of(shelf, number), ["the directory of an evaluation keeps no tokens"]
-        result = shelf.results[number]
+    def _from_log(self, step_index: StepIndex, number: int) -> Json:
+        """A sample of an evaluation's directory, which has no tokens."""
+        path, notes = log_of(step_index, number), ["the directory of an evaluation has no tokens"]
+        result = step_index.results[number]
         row: dict[str, Any] = {"messages": [], "turns": [], "error": result.error, "patch": result.patch}
         if path.is_file():
             row |= json.loads(path.read_bytes())
         else:
-            notes.append("it has no log: it was not graded")
+            notes.append("no log: it was not graded")
         log = path.with_suffix(".log")
         row["test_log"] = log.read_text(errors="replace") if log.is_file() else ""
         row["seconds"], row["stop"] = result.seconds, result.stop
         row["suspected_hack"] = list(result.suspected_hack)
-        return {**_head(shelf, number, row), **_story(row), "branches": [], "notes": notes}
+        return {**_head(step_index, number, row), **_conversation(row), "branches": [], "notes": notes}
 
 
-def loads(shelf: Shelf) -> Answer:
-    """How many tokens each expert got in a step."""
-    found = read_loads(shelf.stem)
+def loads(step_index: StepIndex) -> Json:
+    """The number of tokens of each expert in a step, by layer."""
+    found = read_loads(step_index.stem)
     notes = (
-        [] if found is not None else ["no loads were kept: monitoring.token_detail was off, or there were no routes"]
+        []
+        if found is not None
+        else ["no expert loads were recorded: monitoring.token_detail was off, or there were no routes"]
     )
     return {
-        "n": shelf.n,
+        "n": step_index.n,
         "layers": 0 if found is None else found.shape[0],
         "num_experts": 0 if found is None else found.shape[1],
         "loads": None if found is None else found.tolist(),
@@ -168,17 +172,17 @@ def loads(shelf: Shelf) -> Answer:
     }
 
 
-def layout_of(index: Index) -> Answer:
-    """The model's MoE layers, experts and experts a token, of the newest step that can be read; None without routes."""
-    for shelf in reversed(index.shelves.values()):
-        if shelf.n.isdecimal() and len(shelf):
+def model_layout(index: Index) -> Json:
+    """The model's MoE layers, experts and top_k, from the newest readable step; None values without routes."""
+    for step_index in reversed(index.step_indexes.values()):
+        if step_index.n.isdecimal() and len(step_index):
             with contextlib.suppress(AgentRlError, RoutingError, OSError, KeyError, TypeError):
-                return _layout(shelf)
+                return _layout(step_index)
     return dict.fromkeys(_LAYOUT)
 
 
-def _layout(shelf: Shelf) -> Answer:
-    path = rows_path(shelf.stem)
+def _layout(step_index: StepIndex) -> Json:
+    path = rows_path(step_index.stem)
     key = next((row["arrays"]["key"] for row in read_rows(path) if row["arrays"]["routes"]), None)
     if key is None:
         return dict.fromkeys(_LAYOUT)
@@ -187,46 +191,45 @@ def _layout(shelf: Shelf) -> Answer:
     return {name: getattr(header, name) for name in _LAYOUT}
 
 
-def _row(shelf: Shelf, number: int) -> dict[str, Any]:
-    path = rows_path(shelf.stem)
-    if shelf.places is not None:
-        return read_row(path, shelf.places[number])
-    found = next((row for at, row in enumerate(read_rows(path)) if at == number), None)
+def _row(step_index: StepIndex, number: int) -> dict[str, Any]:
+    path = rows_path(step_index.stem)
+    if step_index.positions is not None:
+        return read_row(path, step_index.positions[number])
+    found = next((row for index, row in enumerate(read_rows(path)) if index == number), None)
     if found is None:
-        raise AgentRlError(f"{path}: it has no row {number} any more")
+        raise AgentRlError(f"{path}: row {number} no longer exists")
     return found
 
 
-def _branch_of(shelf: Shelf, row: Mapping[str, Any], branch: int, *, routes: bool = True) -> Branch:
-    path = arrays_path(rows_path(shelf.stem))
+def _branch_of(step_index: StepIndex, row: Mapping[str, Any], branch: int, *, routes: bool = True) -> Branch:
+    path = arrays_path(rows_path(step_index.stem))
     return read_branch(row, branch, lambda name: read_arrays(path, [name])[name], routes=routes)
 
 
-def _detail(shelf: Shelf, which: Which, notes: list[str]) -> StoredDetail | None:
+def _detail(step_index: StepIndex, branch_id: BranchId, notes: list[str]) -> StoredDetail | None:
     try:
-        found = read_detail(shelf.stem, *which)
+        found = read_detail(step_index.stem, *branch_id)
     except AgentRlError as error:
         notes.append(str(error))
         return None
     if (
         found is None
-        and shelf.columns["training_status"][which[0]] == "trained"
-        and not details_path(shelf.stem).is_file()
+        and step_index.columns["training_status"][branch_id[0]] == "trained"
+        and not details_path(step_index.stem).is_file()
     ):
-        notes.append("what the trainer saw of its tokens was not kept: monitoring.token_detail was off")
+        notes.append("the trainer's token values were not recorded: monitoring.token_detail was off")
     return found
 
 
-def _head(shelf: Shelf, number: int, row: Mapping[str, Any]) -> Answer:
-    columns = shelf.columns
-    own = [at for at, group in enumerate(columns["group"]) if group == columns["group"][number]]
-    format_2 = row.get("format") == 2 or "began" not in row
+def _head(step_index: StepIndex, number: int, row: Mapping[str, Any]) -> Json:
+    columns = step_index.columns
+    siblings = [index for index, group in enumerate(columns["group"]) if group == columns["group"][number]]
     return {
-        "id": f"{shelf.n}-{number}",
-        "n": shelf.n,
-        "step": shelf.step,
+        "id": f"{step_index.n}-{number}",
+        "n": step_index.n,
+        "step": step_index.step,
         "group": columns["group"][number],
-        "siblings": [f"{shelf.n}-{at}" for at in own],
+        "siblings": [f"{step_index.n}-{index}" for index in siblings],
         "task": columns["task"][number],
         "env": row.get("env", ""),
         "reward": columns["reward"][number],
@@ -243,29 +246,31 @@ def _head(shelf: Shelf, number: int, row: Mapping[str, Any]) -> Answer:
             "began": row.get("began") or None,
             "queue": row.get("queue_seconds"),
             "start": row.get("start_seconds"),
-            "grade_began": None if format_2 else row["grade_began"] or None,
+            "grade_began": row.get("grade_began") or None,
             "grade": row.get("grade_seconds"),
             "total": row["seconds"],
         },
     }
 
 
-def _story(row: Mapping[str, Any]) -> Answer:
-    """The messages and the turns, which name their messages."""
+def _conversation(row: Mapping[str, Any]) -> Json:
+    """The messages, and the turns with the indexes of their messages."""
     turns = row["turns"]
-    messages = messages_of(row)
-    answers: dict[int, int] = {}
+    messages = row_messages(row)
+    sampled: dict[int, int] = {}
     observed: dict[int, int] = {}
-    for at, message in enumerate(folded([dict(m) for m in messages], [(t["text"], t["observation"]) for t in turns])):
+    for at, message in enumerate(
+        fold_messages([dict(m) for m in messages], [(t["text"], t["observation"]) for t in turns])
+    ):
         if isinstance(content := message["content"], Mapping):
-            (answers if "turn" in content else observed).setdefault(content.get("turn", content.get("observed")), at)
+            (sampled if "turn" in content else observed).setdefault(content.get("turn", content.get("observed")), at)
     return {
         "messages": messages,
         "turns": [
             {
                 **turn,
                 "branch": 0,
-                "message": answers.get(number),
+                "message": sampled.get(number),
                 "observation_message": observed.get(number),
                 "span": _span(turn),
                 "began": turn.get("began"),
@@ -280,27 +285,27 @@ def _span(turn: Mapping[str, Any]) -> list[int] | None:
     return [start, start + count] if count else None
 
 
-def _place(turns: Sequence[Answer], sampled: Sequence[Sequence[Sequence[int]]]) -> None:
-    """Give each turn its branch: the first that sampled tokens where the turn did, and that no turn took for these."""
-    taken: set[tuple[int, int]] = set()
+def _assign_branches(turns: Sequence[Json], sampled: Sequence[Sequence[Sequence[int]]]) -> None:
+    """Set each turn's branch: the first that sampled the turn's token span and is not assigned for it yet."""
+    assigned: set[tuple[int, int]] = set()
     for turn in turns:
         if turn["span"] is None:
             continue
         start, stop = turn["span"]
         for branch, spans in enumerate(sampled):
-            if (branch, start) not in taken and any(first <= start and stop <= last for first, last in spans):
+            if (branch, start) not in assigned and any(first <= start and stop <= last for first, last in spans):
                 turn["branch"] = branch
-                taken.add((branch, start))
+                assigned.add((branch, start))
                 break
 
 
 def _spans(mask: NDArray[np.bool_]) -> list[list[int]]:
-    """Where the mask is set: ``[start, stop]`` each."""
+    """The ``[start, stop]`` spans in which the mask is set."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8)))
     return edges.reshape(-1, 2).tolist()
 
 
-def _values(detail: StoredDetail) -> Answer:
+def _values(detail: StoredDetail) -> Json:
     numbers = {name: None if found is None else found.numbers for name, found in _both(detail).items()}
     return {
         "gap": _single(detail.gap),
@@ -321,7 +326,7 @@ def _both(detail: StoredDetail | None) -> dict[str, Differing | None]:
     return {"differs": detail.differs, "differs_without_replay": detail.differs_without_replay}
 
 
-def _of_both(detail: StoredDetail | None, make: Callable[[NDArray[np.bool_]], Any]) -> Answer:
+def _map_both(detail: StoredDetail | None, make: Callable[[NDArray[np.bool_]], Any]) -> Json:
     return {
         name: None if found is None or found.layers is None else make(found.layers)
         for name, found in _both(detail).items()
@@ -336,10 +341,10 @@ def _pairs(layers: NDArray[np.bool_]) -> list[list[int]]:
     return np.argwhere(layers).tolist()
 
 
-def _opened(path: Path, stamp: str) -> tuple[Pieces | None, list[str]]:
+def _open_tokenizer(path: Path, stamp: str) -> tuple[TokenTexts | None, list[str]]:
     if not stamp:
         return None, ["the run's directory has no tokenizer.json: tokens are shown as numbers"]
     try:
-        return Pieces(path), []
+        return TokenTexts(path), []
     except AgentRlError as error:
         return None, [f"tokens are shown as numbers: {error}"]

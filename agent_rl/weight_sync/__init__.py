@@ -1,1 +1,1 @@
-"""The trainer's weights into the engines: asking, sending, receiving, checking."""
+"""Transfer of the trainer's weights to the engines, with checks."""

@@ -1,4 +1,4 @@
-"""What an engine's weights become of the adapters that are sent to it, foreseen; and what trainer and engine share
+"""The weights of an engine after an adapter update, and the adapter format that trainer and engine share
 (:mod:`agent_rl.engine.server.lora_merge`)."""
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from torch import Tensor
 
 from agent_rl.engine.server.lora_merge import SUFFIX, BaseWeights, merge, pack
 from agent_rl.weight_sync.digests import Digests
-from agent_rl.weight_sync.served import place
+from agent_rl.weight_sync.served import engine_order
 
 __all__ = ["SUFFIX", "BaseWeights", "add_merged", "merge", "pack"]
 
 
 def add_merged(digests: Digests, base: BaseWeights, changes: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-    """Feed ``digests`` with the weights that an engine started with ``base`` holds, in ``dtype``, when it has been sent
-    ``changes``, by the names that they travel under."""
-    for name in sorted(base.names, key=place):
+    """Add to ``digests`` the weights, in ``dtype``, of an engine that started with ``base`` and received ``changes``
+    (by the names of the transfer)."""
+    for name in sorted(base.names, key=engine_order):
         change = changes.get(name + SUFFIX)
         sent = (name, base[name]) if change is None else (name + SUFFIX, change.cpu())
         ((_, weight),) = base.merged([sent])

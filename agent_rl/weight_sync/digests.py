@@ -1,8 +1,8 @@
-"""An engine's checksums of its weights, predicted from the tensors that are sent to it.
+"""Predict an engine's checksums of its weights from the tensors that are sent to it.
 
-SGLang's ``/weights_checker`` hashes every parameter it holds. On a CPU the hash is the first 8 bytes of SHA-256 over
-the parameter's bytes, or XXH3, eight times as fast, in a server that we launched (``engine/cpu/cpu_shims.py``), whose
-checksums say so. Several Hugging Face tensors lie behind one another in one parameter::
+SGLang's ``/weights_checker`` hashes every parameter. On a CPU the hash is the first 8 bytes of SHA-256 over the
+parameter's bytes; servers that we launched use XXH3 (``engine/cpu/cpu_shims.py``), which is 8 times as fast, and mark
+their checksums. Several Hugging Face tensors are concatenated in one parameter::
 
     q_proj, k_proj, v_proj                    qkv_proj
     gate_proj, up_proj                        gate_up_proj
@@ -10,12 +10,12 @@ checksums say so. Several Hugging Face tensors lie behind one another in one par
     experts.1.gate_proj, ...                  experts.w13_weight
     experts.0.down_proj, ...                  experts.w2_weight
 
-Tensors come in this very order, so each parameter's hash is fed as they come. A tensor that was lost, changed on its
-way or loaded under another name gives another checksum.
+Tensors arrive in this order, so each hash is updated as they come. A tensor that is lost, changed or loaded under
+another name gives another checksum.
 
-An engine of several tensor ranks has one set of checksums a rank. Of a tensor in two axes a rank holds a block of rows
-(q, k, v, gate, up, embedding, output) or of columns (o, down), of the others all. Where there are fewer key-value heads
-than ranks, neighbours hold the same head.
+An engine with several tensor ranks has checksums per rank. A rank has a block of rows (q, k, v, gate, up, embedding,
+output) or columns (o, down) of a matrix, and all of other tensors. With fewer key-value heads than ranks, neighbours
+have the same head.
 """
 
 from __future__ import annotations
@@ -38,46 +38,45 @@ _FUSED = (
     (re.compile(r"\.(gate|up)_proj\.weight$"), ".gate_up_proj.weight"),
 )
 _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
-_VOCABULARY_MULTIPLE = 64  # SGLang fills the vocabulary up with rows of zeros
-_INNER_MULTIPLE = 32  # ... and each rank's part of an MLP's inner dimension (on a CPU)
+_VOCABULARY_MULTIPLE = 64  # SGLang pads the vocabulary with rows of zeros
+_INNER_MULTIPLE = 32  # and each rank's part of an MLP's inner dimension (on a CPU)
 _BY_ROWS = re.compile(r"\.(q|k|v|gate|up)_proj\.")
 _BY_COLUMNS = re.compile(r"\.(o|down)_proj\.")
 _OF_HEADS = re.compile(r"\.[kv]_proj\.")
 
 _HASHES: Mapping[str, Callable[[], Any]] = {"xxh3:": xxhash.xxh3_64, "": hashlib.sha256}
-"""By what checksums begin with."""
+"""Hash functions by the prefix of their checksums."""
 
 RankDigests = tuple[Mapping[str, str], ...]
-"""One an engine's tensor rank: the checksum of every parameter, by the engine's name."""
+"""For each tensor rank of an engine: the checksum of every parameter, by the engine's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class DigestKind:
-    """Engines of equal kind have equal checksums: they have so many tensor ``ranks``, and the same hash, by what its
-    checksums begin with."""
+    """Engines of the same kind have equal checksums: the same number of tensor ``ranks``, and the same hash, by the
+    prefix of its checksums."""
 
     ranks: int
     prefix: str = ""
 
     @classmethod
-    def of(cls, held: RankDigests) -> DigestKind:
-        """The kind of an engine by the checksums that it holds."""
-        some = next(iter(held[0].values()), "")
-        return cls(len(held), next(prefix for prefix in _HASHES if some.startswith(prefix)))
+    def of(cls, digests: RankDigests) -> DigestKind:
+        """The kind of an engine with these checksums."""
+        first = next(iter(digests[0].values()), "")
+        return cls(len(digests), next(prefix for prefix in _HASHES if first.startswith(prefix)))
 
 
 def predictable(server: Mapping[str, Any]) -> bool:
-    """Whether the checksums of a server that reports this about itself (``/server_info``) can be predicted.
+    """Whether the checksums of a server with this ``/server_info`` can be predicted.
 
-    Not on a GPU (another hash), nor where experts are dealt out, or weights quantised or packed for the CPU's matrix
-    unit.
+    Not on a GPU (another hash), nor with expert parallelism, quantized weights or weights packed for Intel AMX.
     """
     plain = server.get("quantization") is None and server.get("attention_backend") != "intel_amx"
     return server.get("device") == "cpu" and server.get("ep_size", 1) == 1 and plain
 
 
 class Digests:
-    """Collects the checksums of one update, for engines of each of the ``kinds``."""
+    """Computes the checksums of one update for engines of each of the ``kinds``."""
 
     def __init__(self, kv_heads: int, kinds: Collection[DigestKind]) -> None:
         self._kv_heads = kv_heads
@@ -86,7 +85,7 @@ class Digests:
     def add(
         self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], itemsize: int, data: NDArray[np.uint8]
     ) -> None:
-        """A bucket: ``data`` ``[bytes]``, the tensors' bytes one after the other."""
+        """Add a bucket. ``data`` ``[bytes]``: the bytes of its tensors, concatenated."""
         start = 0
         for name, shape in zip(names, shapes, strict=True):
             stop = start + itemsize * math.prod(shape)
@@ -98,7 +97,7 @@ class Digests:
             start = stop
 
     def _share(self, name: str, rows: NDArray[np.uint8], itemsize: int, rank: int, size: int) -> NDArray[np.uint8]:
-        """Of a tensor, ``rows`` uint8 ``[first axis, bytes]``, what tensor rank ``rank`` of ``size`` holds."""
+        """The part of a tensor (``rows`` uint8 ``[first axis, bytes]``) on tensor rank ``rank`` of ``size``."""
         if name in _VOCABULARY:
             return _block(rows, rank, size, _VOCABULARY_MULTIPLE // size)
         if _OF_HEADS.search(name):
@@ -111,8 +110,8 @@ class Digests:
             return _block(rows.T, rank, size, multiple * itemsize).T
         return rows
 
-    def found(self) -> dict[DigestKind, RankDigests]:
-        """What each tensor rank should hold, by the kind of its engine."""
+    def expected(self) -> dict[DigestKind, RankDigests]:
+        """The expected checksums of each tensor rank, by engine kind."""
         return {
             kind: tuple(
                 {name: kind.prefix + digest.digest()[:8].hex() for name, digest in hashes.items()} for hashes in ranks
@@ -121,56 +120,56 @@ class Digests:
         }
 
 
-def _block(rows: NDArray[np.uint8], at: int, parts: int, multiple: int) -> NDArray[np.uint8]:
-    """The ``at``-th of equal ``parts`` of the first axis, each a ``multiple`` long, filled up with zeros."""
+def _block(rows: NDArray[np.uint8], index: int, parts: int, multiple: int) -> NDArray[np.uint8]:
+    """Part ``index`` of ``parts`` equal blocks of the first axis, each padded with zeros to a ``multiple``."""
     height = -(-len(rows) // (parts * multiple)) * multiple
-    held = rows[at * height : (at + 1) * height]
-    return np.pad(held, ((0, height - len(held)), (0, 0))) if len(held) < height else held
+    block = rows[index * height : (index + 1) * height]
+    return np.pad(block, ((0, height - len(block)), (0, 0))) if len(block) < height else block
 
 
 def engine_name(name: str) -> str:
-    """The engine's parameter that the Hugging Face tensor ``name`` is a part of."""
+    """The engine's parameter that contains the Hugging Face tensor ``name``."""
     for pattern, fused in _FUSED:
         if pattern.search(name):
             return pattern.sub(fused, name)
     return name
 
 
-def difference(expected: Mapping[str, str], held: Mapping[str, str]) -> str | None:
-    """What of an engine's checksums is not as it should be, in one line; None where all is.
+def rank_difference(expected: Mapping[str, str], actual: Mapping[str, str]) -> str | None:
+    """The first difference between expected and actual checksums of a rank, in one line; None where they agree.
 
-    An engine that ties its output to the embedding has no ``lm_head.weight`` of its own.
+    An engine with a tied output has no ``lm_head.weight``.
     """
-    wrong = sorted(name for name, digest in held.items() if expected.get(name) != digest)
-    lacking = sorted(name for name in expected if name not in held and name != "lm_head.weight")
-    if not wrong and not lacking:
+    wrong = sorted(name for name, digest in actual.items() if expected.get(name) != digest)
+    missing = sorted(name for name in expected if name not in actual and name != "lm_head.weight")
+    if not wrong and not missing:
         return None
-    parts = [_named("does not hold the bytes that were sent", wrong), _named("has no parameter", lacking)]
+    parts = [_named("does not hold the bytes that were sent", wrong), _named("has no parameter", missing)]
     return " and ".join(part for part in parts if part)
 
 
-def differing(expected: RankDigests, held: RankDigests) -> str | None:
-    """As :func:`difference`, of every tensor rank of an engine; the first that is wrong is named."""
-    if len(held) != len(expected):
-        return f"has {len(held)} ranks, not {len(expected)}"
-    for rank, (wanted, found) in enumerate(zip(expected, held, strict=True)):
-        if wrong := difference(wanted, found):
-            return wrong if len(held) == 1 else f"{wrong} (its rank {rank} of {len(held)})"
+def engine_difference(expected: RankDigests, actual: RankDigests) -> str | None:
+    """As :func:`rank_difference` over all tensor ranks of an engine; names the first rank that differs."""
+    if len(actual) != len(expected):
+        return f"has {len(actual)} ranks, not {len(expected)}"
+    for rank, (expected_rank, actual_rank) in enumerate(zip(expected, actual, strict=True)):
+        if wrong := rank_difference(expected_rank, actual_rank):
+            return wrong if len(actual) == 1 else f"{wrong} (its rank {rank} of {len(actual)})"
     return None
 
 
-def left_behind(before: RankDigests, after: RankDigests) -> str | None:
-    """What is odd of an engine's ranks where checksums cannot be predicted: one that an update changed nothing of."""
+def unchanged_ranks(before: RankDigests, after: RankDigests) -> str | None:
+    """For engines without predictable checksums: reports if an update changed only some of the engine's ranks."""
     changed = [one != other for one, other in zip(before, after, strict=True)]
     if all(changed) or not any(changed):
         return None
-    return f"was changed on {sum(changed)} of its {len(changed)} ranks alone (not on rank {changed.index(False)})"
+    return f"changed on only {sum(changed)} of its {len(changed)} ranks (not on rank {changed.index(False)})"
 
 
-def outvoted(checksums: Mapping[str, str]) -> list[str]:
-    """The engines, by URL, that do not hold what most hold; all of them where no majority does.
+def minority_engines(checksums: Mapping[str, str]) -> list[str]:
+    """The URLs of engines that differ from the majority; all URLs without a majority.
 
-    ``checksums``: one of all weights an engine. For engines whose checksums cannot be predicted.
+    ``checksums``: one checksum of all weights per engine. For engines without predictable checksums.
     """
     values = list(checksums.values())
     most = max(set(values), key=values.count)

@@ -1,15 +1,15 @@
-"""Weights from the trainer's rank 0 into running engines, through a process group that spans both.
+"""Send weights from the trainer's rank 0 to running engines, through a process group that includes both.
 
 ::
 
-    join (once)    engines are told where to meet ── rank 0 meets them there
+    join (once)    engines receive the address of the rendezvous ── rank 0 meets them there
     publish        pause ─ begin ─ [announce bucket ─ broadcast] ... ─ end ─ checksums ─ resume    every reply checked
 
-The first bucket is prepared while the engines pause, each further one while the one before is broadcast, and announced
-while that is loaded. A thread hashes what goes out.
+The first bucket is prepared while the engines pause. Each further bucket is prepared while the one before is broadcast,
+and announced while that one is loaded. A thread hashes the buckets.
 
-Neither side may be left waiting: an engine that refuses never joins the collective, so rank 0 looks at the replies
-while a rendezvous or a broadcast is under way, and everything is bounded by one time limit.
+An engine that refuses never joins the collective. So rank 0 checks the replies during a rendezvous or broadcast, and
+one time limit applies to every wait.
 """
 
 from __future__ import annotations
@@ -33,9 +33,16 @@ from agent_rl.config import EngineConfig
 from agent_rl.engine.server.lora_merge import BaseWeights
 from agent_rl.errors import WeightSyncError
 from agent_rl.weight_sync.adapters import add_merged
-from agent_rl.weight_sync.digests import DigestKind, Digests, differing, left_behind, outvoted, predictable
-from agent_rl.weight_sync.order import PublishReport, PublishRequest
-from agent_rl.weight_sync.receivers import Checksums, Pending, WeightReceivers
+from agent_rl.weight_sync.digests import (
+    DigestKind,
+    Digests,
+    engine_difference,
+    minority_engines,
+    predictable,
+    unchanged_ranks,
+)
+from agent_rl.weight_sync.receivers import Checksums, PendingReplies, WeightReceivers
+from agent_rl.weight_sync.requests import PublishReport, PublishRequest
 
 _POLL_SECONDS = 0.0005
 _LEAVE_SECONDS = 5.0
@@ -43,7 +50,8 @@ _LEAVE_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bucket:
-    """Tensors of one dtype sent as one: ``data`` uint8 holds their bytes one after the other, as ``names`` go."""
+    """Tensors of one dtype sent together: ``data`` uint8 is the concatenation of their bytes, in the order of
+    ``names``."""
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
@@ -53,30 +61,30 @@ class Bucket:
 
 
 def buckets(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, *, limit: int) -> Iterator[Bucket]:
-    """Gather ``weights`` into buckets of about ``limit`` bytes, converted to ``dtype``; the last one says so."""
-    held: list[tuple[str, Tensor]] = []
+    """Group ``weights`` into buckets of about ``limit`` bytes, converted to ``dtype``. The last bucket is marked."""
+    pending: list[tuple[str, Tensor]] = []
     size = 0
     for name, tensor in weights:
-        more = tensor.numel() * dtype.itemsize
-        if held and size + more > limit:
-            yield _bucket(held, dtype, last=False)
-            held, size = [], 0
-        held.append((name, tensor.detach()))
-        size += more
-    if not held:
+        added = tensor.numel() * dtype.itemsize
+        if pending and size + added > limit:
+            yield _bucket(pending, dtype, last=False)
+            pending, size = [], 0
+        pending.append((name, tensor.detach()))
+        size += added
+    if not pending:
         raise WeightSyncError("the model has no weights to send")
-    yield _bucket(held, dtype, last=True)
+    yield _bucket(pending, dtype, last=True)
 
 
-def _bucket(held: Sequence[tuple[str, Tensor]], dtype: torch.dtype, *, last: bool) -> Bucket:
-    """``held`` as one: a tensor is converted as it is copied to its place."""
-    sizes = [tensor.numel() for _, tensor in held]
-    data = torch.empty(sum(sizes), dtype=dtype, device=held[0][1].device)
-    for (_, tensor), place in zip(held, data.split(sizes), strict=True):
-        place.view(tensor.shape).copy_(tensor)
+def _bucket(tensors: Sequence[tuple[str, Tensor]], dtype: torch.dtype, *, last: bool) -> Bucket:
+    """Concatenate ``tensors``; each is converted while it is copied."""
+    sizes = [tensor.numel() for _, tensor in tensors]
+    data = torch.empty(sum(sizes), dtype=dtype, device=tensors[0][1].device)
+    for (_, tensor), target in zip(tensors, data.split(sizes), strict=True):
+        target.view(tensor.shape).copy_(tensor)
     return Bucket(
-        names=tuple(name for name, _ in held),
-        shapes=tuple(tuple(tensor.shape) for _, tensor in held),
+        names=tuple(name for name, _ in tensors),
+        shapes=tuple(tuple(tensor.shape) for _, tensor in tensors),
         dtype=str(dtype).removeprefix("torch."),
         data=data.view(torch.uint8),
         last=last,
@@ -84,15 +92,15 @@ def _bucket(held: Sequence[tuple[str, Tensor]], dtype: torch.dtype, *, last: boo
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sending:
-    """A bucket on its way: the collective's ``work``, and the engines' ``replies`` once they have loaded it."""
+class InFlightBucket:
+    """A bucket in transfer: the collective's ``work``, and the engines' ``replies`` after loading."""
 
     work: Any
-    replies: Pending
+    replies: PendingReplies
 
 
-class Stages:
-    """Seconds by stage, summed."""
+class StageTimer:
+    """Adds up seconds by stage."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -107,26 +115,26 @@ class Stages:
 
 
 @dataclass
-class Sent:
-    """What went out in one update."""
+class UpdateProgress:
+    """Bytes sent in one update, and the hashing in progress."""
 
     bytes: int = 0
     hashing: list[Future[None]] = field(default_factory=list)
 
-    def hashed(self) -> None:
-        """Wait until all of it is hashed."""
-        for part in self.hashing:
-            part.result()
+    def wait_hashed(self) -> None:
+        """Wait until all buckets are hashed."""
+        for future in self.hashing:
+            future.result()
 
 
 class WeightPublisher:
-    """Rank 0's link to a set of engines; the group is made once and used for every update.
+    """Rank 0's connection to a set of engines; all updates use one process group.
 
-    ``kv_heads`` is the model's, by which engines of several ranks are checked. Of ``config``, ``dtype`` is what the
-    weights are sent in, ``server_pause`` is SGLang's, the weights travel in pieces of about ``weight_bucket_mb``, and
-    ``weight_sync_timeout`` bounds each call, rendezvous and broadcast. With ``colocate`` the weights go through host
-    memory, by gloo: NCCL takes each GPU once in a group. ``headers`` go with each call. After an update that an engine
-    did not take it must be closed.
+    ``kv_heads``: the model's, needed for the checksums of engines with several ranks. Settings in ``config``: the
+    weights are sent in ``dtype``, in buckets of about ``weight_bucket_mb``; ``server_pause`` is SGLang's pause mode;
+    ``weight_sync_timeout`` limits each call, rendezvous and broadcast; with ``colocate`` weights go through host memory
+    by gloo, because NCCL accepts each GPU once per group. ``headers`` go with each call. Close it after an update that
+    an engine did not take.
     """
 
     def __init__(
@@ -142,59 +150,62 @@ class WeightPublisher:
         self._device, self._config = device, config
         self._backend = "nccl" if device.type == "cuda" and not config.colocate else "gloo"
         self._dtype, self._timeout = getattr(torch, config.dtype), config.weight_sync_timeout
-        self._name = f"agent-rl-{uuid.uuid4().hex[:8]}"  # an engine may still hold the group of a trainer that died
+        self._name = f"agent-rl-{uuid.uuid4().hex[:8]}"  # unique: an engine may still have the group of a dead trainer
         self._receivers = WeightReceivers(urls, timeout=self._timeout, headers=headers)
         self._hashing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-digests")
-        self._kv_heads, self._limit = kv_heads, int(config.weight_bucket_mb * 2**20)
+        self._kv_heads, self._bucket_bytes = kv_heads, int(config.weight_bucket_mb * 2**20)
         self._predictable = frozenset[str]()
-        self._held: Mapping[str, Checksums] = {}
+        self._checksums: Mapping[str, Checksums] = {}
         self._group: Any = None
 
-    def serves(self, order: PublishRequest) -> bool:
-        """Whether this link is the one that ``order`` asks for."""
-        return (self.urls, self._config) == (order.urls, order.config)
+    def serves(self, request: PublishRequest) -> bool:
+        """Whether this connection has the engines and settings of ``request``."""
+        return (self.urls, self._config) == (request.urls, request.config)
 
     def publish(
         self, weights: Iterable[tuple[str, Tensor]], version: str, base: BaseWeights | None = None
     ) -> PublishReport:
-        """Send all ``weights`` (Hugging Face names) as ``version`` and compare what the engines then hold.
+        """Send all ``weights`` (Hugging Face names) as ``version`` and compare the engines' checksums.
 
-        With ``base``, the checkpoint that all engines were started with, ``weights`` are changes of it
-        (:mod:`agent_rl.engine.server.lora_merge`), and everything else stays.
-        What an engine does not take is in the report, with a reason of one line.
+        With ``base``, the checkpoint that all engines started with, ``weights`` are adapter changes of it
+        (:mod:`agent_rl.engine.server.lora_merge`). The report has a one-line reason for every engine that failed.
         """
-        clock, sent = Stages(), Sent()
-        refusal = self._met(clock)
-        digests = Digests(self._kv_heads, {DigestKind.of(self._held[url].ranks) for url in self._predictable})
-        parts = self._weights(weights, digests, sent) if base is None else self._changes(weights, base, digests, sent)
+        timer, sent = StageTimer(), UpdateProgress()
+        failure = self._ensure_group(timer)
+        digests = Digests(self._kv_heads, {DigestKind.of(self._checksums[url].ranks) for url in self._predictable})
+        weight_buckets = (
+            self._weight_buckets(weights, digests, sent)
+            if base is None
+            else self._change_buckets(weights, base, digests, sent)
+        )
         stale = 0
         try:
-            if refusal is not None:
-                raise refusal
-            stale = self._update(parts, version, clock)
-            with clock.stage("check"):
+            if failure is not None:
+                raise failure
+            stale = self._update(weight_buckets, version, timer)
+            with timer.stage("check"):
                 failures = self._check(version, sent, digests)
                 self._receivers.resume([url for url in self.urls if url not in failures])
         except WeightSyncError as error:
             failures = dict.fromkeys(self.urls, str(error))
-            for _ in parts:  # the checksums of what was not sent any more are wanted for a load from disk
+            for _ in weight_buckets:  # a later load from disk needs the checksums of unsent buckets
                 pass
-            sent.hashed()
+            sent.wait_hashed()
         return PublishReport(
             failures=failures,
-            digests=digests.found(),
+            digests=digests.expected(),
             verified=len(self._predictable) / len(self.urls),
             stale_caches=stale,
-            seconds=clock.seconds,
+            seconds=timer.seconds,
             bytes=sent.bytes,
         )
 
-    def _met(self, clock: Stages) -> WeightSyncError | None:
-        """Make the group with the engines unless it stands; what came in the way."""
+    def _ensure_group(self, timer: StageTimer) -> WeightSyncError | None:
+        """Create the process group unless it exists. Returns the failure, if any."""
         if self._group is None:
             try:
-                with clock.stage("join"):
-                    self._meet()
+                with timer.stage("join"):
+                    self._connect()
             except WeightSyncError as error:
                 return error
         return None
@@ -202,80 +213,82 @@ class WeightPublisher:
     def _sizes(self) -> Iterator[tuple[str, int]]:
         return zip(self.urls, self._receivers.ranks, strict=True)
 
-    def _update(self, parts: Iterator[Bucket], version: str, clock: Stages) -> int:
-        """Pause, begin, every bucket, end. Returns how many engines kept old prefixes."""
-        opening = self._receivers.opening(self._config.server_pause)
-        bucket = self._next(parts, clock)
-        with clock.stage("pause"):  # what is left of it: the first bucket was prepared meanwhile
-            opening.wait()
-        before: Sending | None = None
+    def _update(self, weight_buckets: Iterator[Bucket], version: str, timer: StageTimer) -> int:
+        """Pause, begin, send every bucket, end. Returns the number of engines that kept old prefixes."""
+        begun = self._receivers.begin_paused(self._config.sglang_pause_mode)
+        bucket = self._next(weight_buckets, timer)
+        with timer.stage("pause"):  # the rest of the pause, after preparing the first bucket
+            begun.wait()
+        previous: InFlightBucket | None = None
         while bucket is not None:
-            with clock.stage("broadcast"):
+            with timer.stage("broadcast"):
                 sending = self._send(bucket, version)
-            bucket = self._next(parts, clock)
-            with clock.stage("broadcast"):
-                self._arrived(sending)
-                if before is not None:
-                    before.replies.wait()  # an engine takes a bucket when it has loaded the one before
-            before = sending
-        assert before is not None, "buckets() gives at least one"
-        with clock.stage("load"):
-            before.replies.wait()
+            bucket = self._next(weight_buckets, timer)
+            with timer.stage("broadcast"):
+                self._wait_received(sending)
+                if previous is not None:
+                    previous.replies.wait()  # an engine accepts a bucket after loading the previous one
+            previous = sending
+        assert previous is not None, "buckets() yields at least one"
+        with timer.stage("load"):
+            previous.replies.wait()
             self._receivers.end()
             return len(self._receivers.flush()) if self._config.pause_mode == "in_place" else 0
 
     @staticmethod
-    def _next(parts: Iterator[Bucket], clock: Stages) -> Bucket | None:
-        with clock.stage("prepare"):
-            return next(parts, None)
+    def _next(weight_buckets: Iterator[Bucket], timer: StageTimer) -> Bucket | None:
+        with timer.stage("prepare"):
+            return next(weight_buckets, None)
 
-    def _weights(self, weights: Iterable[tuple[str, Tensor]], digests: Digests, sent: Sent) -> Iterator[Bucket]:
-        """Buckets, counted and (where it is of use) hashed on a thread of their own."""
-        for bucket in buckets(weights, self._dtype, limit=self._limit):
+    def _weight_buckets(
+        self, weights: Iterable[tuple[str, Tensor]], digests: Digests, sent: UpdateProgress
+    ) -> Iterator[Bucket]:
+        """Buckets of ``weights``, counted and (for predictable engines) hashed in a thread."""
+        for bucket in buckets(weights, self._dtype, limit=self._bucket_bytes):
             sent.bytes += bucket.data.nbytes
             if self._predictable:
-                # Hashing lets other threads run, so a thread of its own costs an update next to nothing.
+                # Hashing releases the lock of Python, so its thread does not delay the update.
                 sent.hashing.append(self._hashing.submit(self._hash, bucket, digests))
             yield bucket
 
-    def _changes(
-        self, changes: Iterable[tuple[str, Tensor]], base: BaseWeights, digests: Digests, sent: Sent
+    def _change_buckets(
+        self, changes: Iterable[tuple[str, Tensor]], base: BaseWeights, digests: Digests, sent: UpdateProgress
     ) -> Iterator[Bucket]:
-        """Buckets in float32; what the engines make of them is hashed instead."""
-        all_of_them = dict(changes)
+        """Buckets of ``changes`` in float32; hashes the merged weights of the engines instead."""
+        all_changes = dict(changes)
         if self._predictable:
-            sent.hashing.append(self._hashing.submit(add_merged, digests, base, all_of_them, self._dtype))
-        for bucket in buckets(all_of_them.items(), torch.float32, limit=self._limit):
+            sent.hashing.append(self._hashing.submit(add_merged, digests, base, all_changes, self._dtype))
+        for bucket in buckets(all_changes.items(), torch.float32, limit=self._bucket_bytes):
             sent.bytes += bucket.data.nbytes
             yield bucket
 
     def _hash(self, bucket: Bucket, digests: Digests) -> None:
         digests.add(bucket.names, bucket.shapes, self._dtype.itemsize, bucket.data.cpu().numpy())
 
-    def _check(self, version: str, sent: Sent, digests: Digests) -> dict[str, str]:
-        """Why, by URL, an engine does not hold what was sent."""
-        held = dict(zip(self.urls, self._receivers.checksums(), strict=True))
-        sent.hashed()
-        expected = digests.found()
+    def _check(self, version: str, sent: UpdateProgress, digests: Digests) -> dict[str, str]:
+        """Compare the engines' checksums. Returns reasons by URL."""
+        actual = dict(zip(self.urls, self._receivers.checksums(), strict=True))
+        sent.wait_hashed()
+        expected = digests.expected()
         wrong: dict[str, str | None] = {}
         for url in self.urls:
             if url in self._predictable:
-                wrong[url] = differing(expected[DigestKind.of(self._held[url].ranks)], held[url].ranks)
+                wrong[url] = engine_difference(expected[DigestKind.of(self._checksums[url].ranks)], actual[url].ranks)
             else:
-                wrong[url] = left_behind(self._held[url].ranks, held[url].ranks)
+                wrong[url] = unchanged_ranks(self._checksums[url].ranks, actual[url].ranks)
         for size in set(self._receivers.ranks):
-            alike = [url for url, other in self._sizes() if other == size and url not in self._predictable]
-            odd = outvoted({url: held[url].whole for url in alike}) if alike else []
-            wrong |= dict.fromkeys(odd, "does not hold the weights that the other engines hold")
-        self._held = held
+            same_size = [url for url, other in self._sizes() if other == size and url not in self._predictable]
+            minority = minority_engines({url: actual[url].combined for url in same_size}) if same_size else []
+            wrong |= dict.fromkeys(minority, "does not hold the weights that the other engines hold")
+        self._checksums = actual
         return {url: f"{url}, updated to version {version}, {reason}" for url, reason in wrong.items() if reason}
 
     def close(self) -> None:
-        """Drop the group and the connections. Idempotent."""
+        """Close group and connections. Idempotent."""
         if self._group is not None:
             self._receivers.leave(self._name, within=_LEAVE_SECONDS)
-            # A broadcast that an engine never joined keeps gloo's destructor waiting until it times out: the thread
-            # has the last reference, and is not waited for.
+            # After a broadcast that an engine never joined, gloo's destructor blocks until its timeout, so a daemon
+            # thread owns the last reference.
             last, self._group = [self._group], None
             destroying = threading.Thread(target=lambda: self._destroy(last.pop()), name="weight-group", daemon=True)
             destroying.start()
@@ -284,80 +297,82 @@ class WeightPublisher:
         self._hashing.shutdown(wait=False, cancel_futures=True)
 
     def _destroy(self, group: Any) -> None:
-        if self._backend == "nccl":  # else NCCL's watchdog would end this process over a broadcast nobody joined
+        if self._backend == "nccl":  # otherwise NCCL's watchdog ends this process after an unjoined broadcast
             torch.distributed.distributed_c10d._abort_process_group(group)
         else:
             torch.distributed.destroy_process_group(group)
 
-    def _meet(self) -> None:
-        """Look at the engines and make the group with them."""
-        infos = self._receivers.look()
-        wanted = self._config.dtype
+    def _connect(self) -> None:
+        """Query the engines and create the group with them."""
+        infos = self._receivers.query_info()
+        dtype = self._config.dtype
         for url, info in zip(self.urls, infos, strict=True):
-            if info.get("dtype") not in (None, "auto", wanted):
-                raise WeightSyncError(f"{url} holds its weights in {info['dtype']}, not in {wanted}: set engine.dtype")
+            if info.get("dtype") not in (None, "auto", dtype):
+                raise WeightSyncError(f"{url} holds its weights in {info['dtype']}, not in {dtype}: set engine.dtype")
         self._predictable = frozenset(url for url, info in zip(self.urls, infos, strict=True) if predictable(info))
-        self._held = dict(zip(self.urls, self._receivers.checksums(), strict=True))
+        self._checksums = dict(zip(self.urls, self._receivers.checksums(), strict=True))
         self._join()
 
     def _join(self) -> None:
-        host = _meeting_host(self.urls)
+        host = _rendezvous_host(self.urls)
         port = free_port()
         with self._receivers.joining(host, port, backend=self._backend, group=self._name) as joining:
-            join = _Threaded(
+            join = _BackgroundCall(
                 lambda: join_group(host, port, 0, self._receivers.world_size, self._name, self._backend, self._timeout)
             )
             self._wait(join.done, joining, "the rendezvous")
             self._group = join.result()
 
-    def _send(self, bucket: Bucket, version: str) -> Sending:
-        """Announce one bucket and begin to send it; the replies come when the engines have loaded it."""
+    def _send(self, bucket: Bucket, version: str) -> InFlightBucket:
+        """Announce one bucket and start its broadcast. Replies arrive when the engines have loaded it."""
         data = bucket.data.to(self._device)
         replies = self._receivers.receive(
             bucket.names,
             [bucket.dtype] * len(bucket.names),
             bucket.shapes,
-            # An engine that has got only a part of the weights shall not claim to have the version.
+            # An engine with a part of the weights must not report the version.
             weight_version=version if bucket.last else f"{version}-partial",
             flush_cache=bucket.last and self._config.pause_mode != "in_place",
             group=self._name,
         )
-        # NCCL makes its communicator in the first broadcast, and waits there for engines that may have refused.
-        begin = _Threaded(lambda: torch.distributed.broadcast(data, group=self._group, group_src=0, async_op=True))
+        # In the first broadcast NCCL creates its communicator and blocks for engines that may have refused.
+        begin = _BackgroundCall(
+            lambda: torch.distributed.broadcast(data, group=self._group, group_src=0, async_op=True)
+        )
         self._wait(begin.done, replies, "the broadcast")
-        return Sending(begin.result(), replies)
+        return InFlightBucket(begin.result(), replies)
 
-    def _arrived(self, sending: Sending) -> None:
-        """Wait until the engines have a bucket, which they then load."""
+    def _wait_received(self, sending: InFlightBucket) -> None:
+        """Wait until the engines have received a bucket."""
         self._wait(sending.work.is_completed, sending.replies, "the broadcast")
         try:
             sending.work.wait()
-        except RuntimeError as error:  # an engine died with its end of the connection
+        except RuntimeError as error:  # an engine died
             reason = str(error).splitlines()[0]
             raise WeightSyncError(f"the broadcast to {', '.join(self.urls)} broke off: {reason}") from error
 
-    def _wait(self, done: Callable[[], bool], replies: Pending, what: str) -> None:
+    def _wait(self, done: Callable[[], bool], replies: PendingReplies, operation: str) -> None:
         deadline = time.monotonic() + self._timeout
         while not done():
             replies.check()
             if time.monotonic() > deadline:
-                raise WeightSyncError(f"{what} with {', '.join(self.urls)} took more than {self._timeout:g} s")
+                raise WeightSyncError(f"{operation} with {', '.join(self.urls)} took more than {self._timeout:g} s")
             time.sleep(_POLL_SECONDS)
 
 
-class _Threaded:
-    """A blocking call on a daemon thread, so that its caller can look elsewhere meanwhile and give it up."""
+class _BackgroundCall:
+    """A blocking call in a daemon thread, which the caller can abandon."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
         self._call = call
-        self._answer: Any = None
+        self._result: Any = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="weight-rendezvous", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         try:
-            self._answer = self._call()
+            self._result = self._call()
         except (RuntimeError, OSError, ValueError) as error:
             self._error = error
 
@@ -367,19 +382,19 @@ class _Threaded:
     def result(self) -> Any:
         if self._error is not None:
             raise WeightSyncError(f"no process group with the engines: {self._error}") from self._error
-        return self._answer
+        return self._result
 
 
 def free_port() -> int:
-    """A port that nothing listens on now."""
+    """A free port."""
     with closing(socket.socket()) as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
 
 
 def join_group(host: str, port: int, rank: int, world_size: int, name: str, backend: str, timeout: float) -> Any:
-    """A process group beside the default one, met at ``host:port``; made exactly as SGLang's other end makes it
-    (``sglang.srt.utils.init_custom_process_group``). Blocks until all ``world_size`` ranks are there."""
+    """A process group beside the default one, with its rendezvous at ``host:port``. Matches SGLang's
+    ``sglang.srt.utils.init_custom_process_group``. Blocks until all ``world_size`` ranks have joined."""
     from torch.distributed import distributed_c10d as c10d
 
     limit = timedelta(seconds=timeout)
@@ -399,8 +414,8 @@ def join_group(host: str, port: int, rank: int, world_size: int, name: str, back
     return group
 
 
-def _meeting_host(urls: Sequence[str]) -> str:
-    """Where engines reach this process: the loopback if they are all here, else this node's address."""
+def _rendezvous_host(urls: Sequence[str]) -> str:
+    """The host where engines reach this process: loopback if all are local, otherwise this node's address."""
     if all(urlsplit(url).hostname in ("127.0.0.1", "localhost") for url in urls):
         return "127.0.0.1"
     import ray

@@ -1,7 +1,7 @@
-"""Whether running engines hold the weights of a checkpoint, where none are published to them.
+"""Check that running engines have the weights of a checkpoint, for runs that publish none.
 
-Their checksums are compared with those of the checkpoint's bytes (:mod:`.digests`). Where these can't be predicted (on
-a GPU), only the layers are, and the engines with each other.
+Compares their checksums with those of the checkpoint (:mod:`.digests`). Where these cannot be predicted (on a GPU), it
+compares the layers, and the engines with each other.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from numpy.typing import NDArray
 from agent_rl.config import EngineConfig
 from agent_rl.errors import UserError, WeightSyncError
 from agent_rl.models.spec import ModelSpec
-from agent_rl.weight_sync.digests import DigestKind, Digests, RankDigests, differing, engine_name, predictable
+from agent_rl.weight_sync.digests import DigestKind, Digests, RankDigests, engine_difference, engine_name, predictable
 from agent_rl.weight_sync.receivers import Checksums, WeightReceivers
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _PARTS = ("q_proj", "k_proj", "v_proj", "gate_proj", ".w1.", "up_proj", ".w3.")
-"""Of one engine parameter, in the order in which they lie in it."""
+"""Parts of one engine parameter, in their order."""
 _BYTES = {"BF16": 2, "F32": 4}
 _AS_STORED = {"bfloat16": "BF16", "float32": "F32"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Stored:
-    """A tensor of a safetensors file. ``kind`` is its type there, ``raw`` its bytes as they lie on the disk."""
+class StoredTensor:
+    """A tensor of a safetensors file: its dtype there (``kind``) and its bytes (``raw``)."""
 
     kind: str
     shape: tuple[int, ...]
     raw: NDArray[np.uint8]
 
     def bytes_as(self, kind: str) -> NDArray[np.uint8]:
-        """Its bytes as type ``kind``, rounded as a checkpoint is when it is loaded. Both are BF16 or F32."""
+        """The bytes as dtype ``kind``, rounded as in loading. Both dtypes are BF16 or F32."""
         if kind == self.kind:
             return self.raw
         if kind == "F32":
@@ -48,44 +48,48 @@ class Stored:
         return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2").view(np.uint8)
 
 
-def refuse_others(urls: Sequence[str], directory: Path, facts: ModelSpec, config: EngineConfig) -> str | None:
-    """Compare the engines at ``urls`` with the checkpoint in ``directory``, whose facts are ``facts``. Blocking.
+def check_served_weights(
+    urls: Sequence[str], directory: Path, model_spec: ModelSpec, config: EngineConfig
+) -> str | None:
+    """Compare the engines at ``urls`` with the checkpoint in ``directory`` (architecture ``model_spec``). Blocks.
 
-    Returns why the weights of some were not compared, in one line; None where all were. Raises UserError for an engine
-    that holds other weights.
+    Returns a line about engines whose weights were not compared, or None. Raises UserError for an engine with other
+    weights.
     """
     try:
         with WeightReceivers(urls, timeout=config.weight_sync_timeout, headers=config.headers) as receivers:
-            engines = list(zip(urls, receivers.look(), receivers.checksums(), strict=True))
+            engines = list(zip(urls, receivers.query_info(), receivers.checksums(), strict=True))
     except WeightSyncError as error:
         return f"the engines' weights were not compared with those of {directory}: {error}"
-    tensors = stored(directory)
+    tensors = stored_tensors(directory)
     expected: dict[tuple[DigestKind, str], RankDigests] = {}
-    left: dict[str, Checksums] = {}
-    for url, info, held in engines:
+    uncompared: dict[str, Checksums] = {}
+    for url, info, checksums in engines:
         if not tensors or not _comparable(info, tensors.values()):
-            left[url] = held
-            wrong = _layers(held.ranks[0]) != set(range(facts.num_layers))
+            uncompared[url] = checksums
+            wrong = _layers(checksums.ranks[0]) != set(range(model_spec.num_layers))
         else:
-            key = DigestKind.of(held.ranks), _AS_STORED[info["dtype"]]
+            key = DigestKind.of(checksums.ranks), _AS_STORED[info["dtype"]]
             if key not in expected:
-                expected[key] = _digests(tensors, facts.kv_heads, *key)
-            wrong = differing(expected[key], held.ranks) is not None
+                expected[key] = _digests(tensors, model_spec.kv_heads, *key)
+            wrong = engine_difference(expected[key], checksums.ranks) is not None
         if wrong:
             raise UserError(
-                f"the engine at {url} holds other weights than model: {directory} (it was started with "
-                f"{info.get('model_path')}, and others may have been published to it since): start it with that "
-                "directory, or name the model that it serves"
+                f"the engine at {url} has other weights than model: {directory} (it was started with "
+                f"{info.get('model_path')}, and may have received others since): start it with that directory, or set "
+                "model to the one that it serves"
             )
-    _refuse_different(left)
+    _check_equal(uncompared)
     return (
-        f"{', '.join(left)}: the weights were not compared with those of {directory}, only the layers" if left else None
+        f"{', '.join(uncompared)}: the weights were not compared with those of {directory}, only the layers"
+        if uncompared
+        else None
     )
 
 
-def stored(directory: Path) -> dict[str, Stored]:
-    """The tensors in the safetensors files of ``directory``, by name; none where it has no such files."""
-    found: dict[str, Stored] = {}
+def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
+    """The tensors in the safetensors files of ``directory`` by name; empty without such files."""
+    tensors: dict[str, StoredTensor] = {}
     for file in sorted(directory.glob("*.safetensors")):
         data = np.memmap(file, np.uint8, mode="r")
         start = 8 + int(data[:8].view("<u8")[0])
@@ -93,38 +97,38 @@ def stored(directory: Path) -> dict[str, Stored]:
         for name, entry in header.items():
             if name != "__metadata__":
                 begin, end = entry["data_offsets"]
-                found[name] = Stored(entry["dtype"], tuple(entry["shape"]), data[start + begin : start + end])
-    return found
+                tensors[name] = StoredTensor(entry["dtype"], tuple(entry["shape"]), data[start + begin : start + end])
+    return tensors
 
 
-def _comparable(info: Mapping[str, Any], tensors: Iterable[Stored]) -> bool:
-    """Whether the checksums of a server that reports ``info`` can be predicted from ``tensors``."""
+def _comparable(info: Mapping[str, Any], tensors: Iterable[StoredTensor]) -> bool:
+    """Whether the checksums of a server with this ``/server_info`` can be predicted from ``tensors``."""
     return predictable(info) and info.get("dtype") in _AS_STORED and all(tensor.kind in _BYTES for tensor in tensors)
 
 
-def _digests(tensors: Mapping[str, Stored], kv_heads: int, kind: DigestKind, dtype: str) -> RankDigests:
-    """What the ranks of an engine hold that loaded ``tensors`` in ``dtype``."""
+def _digests(tensors: Mapping[str, StoredTensor], kv_heads: int, kind: DigestKind, dtype: str) -> RankDigests:
+    """The checksums of an engine of ``kind`` that has loaded ``tensors`` in ``dtype``."""
     digests = Digests(kv_heads, [kind])
-    for name in sorted(tensors, key=place):
+    for name in sorted(tensors, key=engine_order):
         digests.add([name], [tensors[name].shape], _BYTES[dtype], tensors[name].bytes_as(dtype))
-    return digests.found()[kind]
+    return digests.expected()[kind]
 
 
-def place(name: str) -> tuple[str, int, int]:
-    """Sorts the parts of each engine parameter into the order in which they lie in it."""
+def engine_order(name: str) -> tuple[str, int, int]:
+    """The sort key that puts the parts of each engine parameter into their order in it."""
     expert = _EXPERT.search(name)
     part = next((index for index, part in enumerate(_PARTS) if part in name), 0)
     return engine_name(name), int(expert[1]) if expert else 0, part
 
 
 def _layers(names: Iterable[str]) -> set[int]:
-    return {int(found[1]) for name in names if (found := _LAYER.search(name))}
+    return {int(match[1]) for name in names if (match := _LAYER.search(name))}
 
 
-def _refuse_different(engines: Mapping[str, Checksums]) -> None:
-    """Raise UserError for engines of as many ranks that do not hold the same."""
+def _check_equal(engines: Mapping[str, Checksums]) -> None:
+    """Raises UserError for engines with the same number of ranks and different weights."""
     first: dict[int, str] = {}
-    for url, held in engines.items():
-        other = first.setdefault(len(held.ranks), url)
-        if engines[other].whole != held.whole:
-            raise UserError(f"the engines at {other} and {url} hold different weights: start them with the same model")
+    for url, checksums in engines.items():
+        other = first.setdefault(len(checksums.ranks), url)
+        if engines[other].combined != checksums.combined:
+            raise UserError(f"the engines at {other} and {url} have different weights: start them with the same model")

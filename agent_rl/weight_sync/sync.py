@@ -1,15 +1,15 @@
-"""Brings every engine to the trainer's weights, and keeps one that cannot be brought there from being used.
+"""Bring every engine to the trainer's weights, and exclude engines where that fails.
 
 ::
 
-    all together, by process group ──▶ one by one ──▶ from disk ──▶ its last good version, and out of use
+    all together, by process group ──▶ one by one ──▶ from disk ──▶ restore the last good version, retire
             │                              │              │
             └──────────────────────────────┴──────────────┴──▶ checksums and log-probs agree ──▶ in use
 
-An arrow to the right is taken by the engines that failed; each way is tried once. One that died meanwhile is out of use
-until it comes back; then it gets the weights alone (:meth:`WeightSync.join`). Until an engine has been checked it stays
-paused (what only the log-probs can tell comes just after), so no token is sampled from weights that are part old and
-part new. What is loaded from disk is the trainer's own current weights, exported when an engine needs them.
+Engines that fail move one step to the right; each method is tried once. A dead engine is out of use until it returns,
+and then gets the weights alone (:meth:`WeightSync.join`). An engine stays paused until its checksums are verified
+(log-probs are compared just after), so it never samples from a mixture of old and new weights. The weights on disk are
+the trainer's current ones, exported when an engine needs them.
 """
 
 from __future__ import annotations
@@ -23,39 +23,39 @@ from typing import Protocol
 
 import numpy as np
 
-from agent_rl.config import RunConfig
+from agent_rl.config import EngineConfig
 from agent_rl.engine.fleet import Fleet
 from agent_rl.engine.sleep import EngineSleep
 from agent_rl.engine.types import EngineInfo
 from agent_rl.errors import EngineError, WeightSyncError
 from agent_rl.models.spec import ModelSpec
 from agent_rl.types import Sample, TokenIds
-from agent_rl.weight_sync.digests import DigestKind, RankDigests, differing
-from agent_rl.weight_sync.order import PublishReport
+from agent_rl.weight_sync.digests import DigestKind, RankDigests, engine_difference
 from agent_rl.weight_sync.receivers import WeightReceivers
+from agent_rl.weight_sync.requests import PublishReport
 
 PROBE_TOKENS = 128
 
 
 def difference_limit(dtype: str, kv_dtype: str) -> float:
-    """What engine and trainer may differ by on the fixed sequence, in nats a token, where the engine computes in
-    ``dtype`` and keeps keys and values in ``kv_dtype``.
+    """The largest allowed difference of engine and trainer on the fixed sequence, in nats per token, for an engine with
+    weights in ``dtype`` and keys and values in ``kv_dtype``.
 
-    By rounding to bfloat16 they differ by a mean of about 0.03, and where keys and values are kept in fp8 by 0.14 to
-    0.44 in 195 updates (docs/paper-runs); weights that did not arrive, or arrived under wrong names, by whole nats.
+    Rounding to bfloat16 gives a mean of about 0.03; keys and values in fp8 gave 0.14 to 0.44 in 195 updates
+    (docs/paper-runs). Weights that are missing or misnamed differ by whole nats.
     """
     return 1.0 if kv_dtype.startswith("fp8") else {"bfloat16": 0.3, "float32": 0.02}[dtype]
 
 
 class Trainer(Protocol):
-    """The trainer, as far as a weight update needs it."""
+    """The part of the trainer that a weight update uses."""
 
     async def logprobs(self, samples: Sequence[Sample], *, replay: bool) -> Sequence[Sequence[float]]:
-        """Log-probs of every token given those before it (0 for the first), one list a sample."""
+        """Log-probs of every token given those before it (0 for the first), one list per sample."""
         ...
 
     async def publish(self, engine_urls: Sequence[str], weight_version: str) -> PublishReport:
-        """Send the weights to every engine under ``weight_version``; the report names those that did not take them."""
+        """Send the weights to every engine as ``weight_version``; the report names those that failed."""
         ...
 
     async def export(self, directory: Path) -> None:
@@ -64,28 +64,28 @@ class Trainer(Protocol):
 
 
 class Engines(Protocol):
-    """The client of the engines in use, as far as a weight update needs it."""
+    """The part of the engine client that a weight update uses."""
 
     fleet: Fleet
-    facts: ModelSpec
+    model_spec: ModelSpec
     sleep: EngineSleep
 
     async def info(self, url: str) -> EngineInfo:
-        """What the server at ``url`` reports about itself. Raises EngineError."""
+        """The server information of the engine at ``url``. Raises EngineError."""
         ...
 
     async def score(self, tokens: TokenIds, *, url: str) -> Sequence[float]:
-        """As :meth:`Trainer.logprobs`, of one sequence by the engine at ``url``. Raises EngineError."""
+        """As :meth:`Trainer.logprobs`, for one sequence on the engine at ``url``. Raises EngineError."""
         ...
 
     async def lives(self, url: str) -> bool:
-        """Whether the server at ``url`` answers at all."""
+        """Whether the server at ``url`` responds."""
         ...
 
 
 @dataclass
-class Update:
-    """One version on its way: what the trainer's log-probs of the fixed sequence are, and what happened so far."""
+class WeightUpdate:
+    """One version being published: the trainer's log-probs of the fixed sequence, and the results so far."""
 
     step: int
     logprobs: np.ndarray
@@ -103,78 +103,78 @@ class Update:
 class WeightSync:
     """Publishes the trainer's weights to the engines in use.
 
-    ``directory`` holds the exports that engines are given from disk (``step-NNNNNN``, the newest kept). ``note`` is
-    called with a line for each update that an engine did not take, and for each engine put out of use.
+    ``directory``: exports for loading from disk (``step-NNNNNN``; only the newest is kept). ``note`` receives a line
+    for each failed attempt and each engine put out of use.
     """
 
     def __init__(
-        self, config: RunConfig, engine: Engines, trainer: Trainer, directory: Path, note: Callable[[str], None]
+        self,
+        config: EngineConfig,
+        model: Path,
+        engine: Engines,
+        trainer: Trainer,
+        directory: Path,
+        note: Callable[[str], None],
     ) -> None:
-        self._config, self._engine, self._trainer, self._directory, self._note = (
-            config,
-            engine,
-            trainer,
-            directory,
-            note,
-        )
-        self._tokens = np.arange(min(PROBE_TOKENS, engine.facts.vocab_size), dtype=np.int32)
-        self._last: Update | None = None
-        self._good = (config.model, "start")  # the newest version on disk that is known to be whole
-        shutil.rmtree(
-            directory, ignore_errors=True
-        )  # of an earlier start, which may have gone on beyond our checkpoint
+        self._config, self._engine, self._trainer = config, engine, trainer
+        self._directory, self._note = directory, note
+        self._tokens = np.arange(min(PROBE_TOKENS, engine.model_spec.vocab_size), dtype=np.int32)
+        self._last: WeightUpdate | None = None
+        self._good = (model, "start")  # the newest complete version on disk
+        # An earlier start may have gone on beyond our checkpoint.
+        shutil.rmtree(directory, ignore_errors=True)
 
     async def publish(self, step: int) -> dict[str, float]:
-        """Bring every engine in use to the trainer's weights as version ``step``; metrics ``weight_sync/*``.
+        """Publish the trainer's weights to every engine in use as version ``step``; returns metrics ``weight_sync/*``.
 
-        An engine that cannot be brought there is put out of use. Raises WeightSyncError where it was the last, unless
-        it died: it may come back, and be waited for.
+        An engine that fails is put out of use. Raises WeightSyncError if it was the last one, except for a dead engine,
+        which may return.
         """
         probe = Sample(self._tokens, np.ones(len(self._tokens), bool), np.zeros(len(self._tokens), "f4"), 0.0, None)
         (logprobs,) = await self._trainer.logprobs([probe], replay=False)
-        self._last = update = Update(step, np.asarray(logprobs))
+        self._last = update = WeightUpdate(step, np.asarray(logprobs))
         self._engine.fleet.publishing(update.version)
-        await self._bring(update, self._engine.fleet.in_use)
+        await self._deliver(update, self._engine.fleet.in_use)
         self._engine.fleet.settled()
         return self._metrics(update)
 
     async def join(self, url: str) -> None:
-        """Bring an engine that came up, or came back, to the version that was published last; it serves then, or is out
-        of use. The trainer must still have those weights."""
-        assert self._last is not None, "an engine waits only for what was published"
-        await self._bring(replace(self._last, worst=0.0), (url,))
+        """Give an engine that has started or returned the last published version. It then serves, or is out of use. The
+        trainer must still have those weights."""
+        assert self._last is not None, "no version was published"
+        await self._deliver(replace(self._last, worst=0.0), (url,))
 
-    async def _bring(self, update: Update, urls: Sequence[str]) -> None:
-        failures = await self._by_group(update, urls) if urls else {}
-        for way in (self._alone, self._from_disk):
+    async def _deliver(self, update: WeightUpdate, urls: Sequence[str]) -> None:
+        failures = await self._publish_to(update, urls) if urls else {}
+        for retry in (self._publish_alone, self._from_disk):
             for url, reason in tuple(failures.items()):
                 self._note(f"weights {update.version}: {reason}")
                 update.retries += 1
-                failures |= await way(update, url)
+                failures |= await retry(update, url)
                 if failures[url] == "":
                     del failures[url]
         for url in urls:
             if url not in failures:
                 self._engine.fleet.published(url)
         for url, reason in failures.items():
-            await self._put_out_of_use(url, reason)
+            await self._exclude(url, reason)
 
-    async def _by_group(self, update: Update, urls: Sequence[str]) -> dict[str, str]:
-        """Publish to ``urls`` together; the reason by URL where an engine failed."""
+    async def _publish_to(self, update: WeightUpdate, urls: Sequence[str]) -> dict[str, str]:
+        """Publish to ``urls`` together. Returns the reason by URL of each engine that failed."""
         report = await self._trainer.publish(urls, update.version)
         update.first = update.first or report
         update.digests = report.digests or update.digests
-        taken = [url for url in urls if url not in report.failures]
-        reasons = await asyncio.gather(*(self._compare(update, url) for url in taken))
-        return {**report.failures, **{url: reason for url, reason in zip(taken, reasons, strict=True) if reason}}
+        updated = [url for url in urls if url not in report.failures]
+        reasons = await asyncio.gather(*(self._compare(update, url) for url in updated))
+        return {**report.failures, **{url: reason for url, reason in zip(updated, reasons, strict=True) if reason}}
 
-    async def _alone(self, update: Update, url: str) -> dict[str, str]:
-        return {url: "", **await self._by_group(update, [url])}
+    async def _publish_alone(self, update: WeightUpdate, url: str) -> dict[str, str]:
+        return {url: "", **await self._publish_to(update, [url])}
 
-    async def _from_disk(self, update: Update, url: str) -> dict[str, str]:
+    async def _from_disk(self, update: WeightUpdate, url: str) -> dict[str, str]:
         try:
             with self._receiver(url) as receiver:
-                await asyncio.to_thread(receiver.pause, self._config.engine.server_pause)  # does it live?
+                await asyncio.to_thread(receiver.pause, self._config.sglang_pause_mode)  # also checks that it responds
                 directory = await self._exported(update.step)
                 await asyncio.to_thread(self._load, receiver, directory, update.version, update.digests)
         except WeightSyncError as error:
@@ -194,11 +194,11 @@ class WeightSync:
     def _load(
         self, receiver: WeightReceivers, directory: Path, version: str, digests: Mapping[DigestKind, RankDigests]
     ) -> None:
-        """Give one paused engine the checkpoint in ``directory`` and let it go on. Raises WeightSyncError."""
-        receiver.load_from_disk(directory, version, flush_cache=self._config.engine.pause_mode != "in_place")
-        held = receiver.checksums()[0].ranks
-        if (expected := digests.get(DigestKind.of(held))) and (wrong := differing(expected, held)):
-            raise WeightSyncError(f"{receiver.urls[0]}, given {directory}, {wrong}")
+        """Load the checkpoint in ``directory`` into one paused engine and resume it. Raises WeightSyncError."""
+        receiver.load_from_disk(directory, version, flush_cache=self._config.pause_mode != "in_place")
+        actual = receiver.checksums()[0].ranks
+        if (expected := digests.get(DigestKind.of(actual))) and (wrong := engine_difference(expected, actual)):
+            raise WeightSyncError(f"{receiver.urls[0]}, after loading {directory}, {wrong}")
         receiver.resume()
 
     def _keep(self, directory: Path, version: str) -> None:
@@ -207,10 +207,10 @@ class WeightSync:
         if before.parent == self._directory and before != directory:
             shutil.rmtree(before)
 
-    async def _compare(self, update: Update, url: str) -> str:
-        """Why the engine at ``url`` does not compute what the trainer computes, or "". One that does not is paused."""
+    async def _compare(self, update: WeightUpdate, url: str) -> str:
+        """Compare log-probs with the trainer's. Returns the reason and pauses the engine if they differ, else ""."""
         try:
-            await self._engine.sleep.ready(url)
+            await self._engine.sleep.resume_cache(url)
             info = await self._engine.info(url)
             if info.weight_version != update.version:
                 return f"{url} answers with weights {info.weight_version!r}, not {update.version!r}"
@@ -218,20 +218,20 @@ class WeightSync:
         except EngineError as error:
             return str(error)
         difference = float(np.abs(np.asarray(scores)[1:] - update.logprobs[1:]).mean())
-        limit = difference_limit(self._config.engine.dtype, info.kv_dtype)
+        limit = difference_limit(self._config.dtype, info.kv_dtype)
         if difference < limit:
             update.worst = max(update.worst, difference)
             return ""
         with self._receiver(url) as receiver:
-            await asyncio.to_thread(receiver.pause, self._config.engine.server_pause)
+            await asyncio.to_thread(receiver.pause, self._config.sglang_pause_mode)
         return (
             f"{url}, updated to version {update.version}, differs from the trainer by {difference:.3f} nats a token on "
             f"a fixed sequence, more than {limit}"
         )
 
-    async def _put_out_of_use(self, url: str, reason: str) -> None:
-        """Take an engine out of use that could not be brought to the new weights: for good, on its last good ones if it
-        takes them, or until it comes back where it is dead."""
+    async def _exclude(self, url: str, reason: str) -> None:
+        """Exclude an engine that failed: permanently, on its last good version if it accepts that, or until it returns
+        if it is dead."""
         fleet = self._engine.fleet
         if (member := fleet.find(url)) is None:
             return
@@ -247,11 +247,11 @@ class WeightSync:
         self._note(f"{url} is out of use, {holds}: {reason}")
 
     def _restore(self, url: str) -> str:
-        """Give an engine its last good version; what it holds then, in words."""
+        """Load the last good version into an engine. Returns a phrase about its weights."""
         directory, version = self._good
         with self._receiver(url) as receiver:
             try:
-                receiver.pause(self._config.engine.server_pause)
+                receiver.pause(self._config.sglang_pause_mode)
                 receiver.stop_requests()
                 self._load(receiver, directory, version, {})
             except WeightSyncError:
@@ -259,11 +259,10 @@ class WeightSync:
         return f"it holds the last good version, {version!r}, again"
 
     def _receiver(self, url: str) -> WeightReceivers:
-        engine = self._config.engine
-        return WeightReceivers([url], timeout=engine.weight_sync_timeout, headers=engine.headers)
+        return WeightReceivers([url], timeout=self._config.weight_sync_timeout, headers=self._config.headers)
 
-    def _metrics(self, update: Update) -> dict[str, float]:
-        first = update.first or PublishReport({})  # no engine lived
+    def _metrics(self, update: WeightUpdate) -> dict[str, float]:
+        first = update.first or PublishReport({})  # no engine was alive
         values = {
             "logprob_abs_diff": update.worst,
             "retries": update.retries,

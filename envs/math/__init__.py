@@ -1,11 +1,10 @@
-"""Mathematical problems with exact answers, generated or from data sets, answered in one turn."""
+"""Math problems with exact answers, generated or from data sets, with one turn each."""
 
 from envs.math.environment import INSTRUCTION, MathEnvironment, MathEpisode
-from envs.math.families import FAMILIES, LEVELS
+from envs.math.families import FAMILIES, LEVELS, Exact
 from envs.math.generator import GENERATOR_VERSION, SPLITS, generate, stream
-from envs.math.grader import Grader, MathUnavailableError, Verdict, answer_of
-from envs.math.numbers import Exact
-from envs.math.records import Problem, Problems, read_problems
+from envs.math.grader import AnswerCheck, Grader, MathUnavailableError, extract_answer
+from envs.math.records import Problem, ProblemSet, read_problems
 
 __all__ = [
     "FAMILIES",
@@ -13,15 +12,15 @@ __all__ = [
     "INSTRUCTION",
     "LEVELS",
     "SPLITS",
+    "AnswerCheck",
     "Exact",
     "Grader",
     "MathEnvironment",
     "MathEpisode",
     "MathUnavailableError",
     "Problem",
-    "Problems",
-    "Verdict",
-    "answer_of",
+    "ProblemSet",
+    "extract_answer",
     "generate",
     "read_problems",
     "stream",

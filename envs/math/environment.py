@@ -1,4 +1,4 @@
-"""The environment of mathematical problems: one question, one turn, one answer that is right or wrong."""
+"""The environment ``math``: one question, one turn, one answer that is correct or not."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from envs.context import EnvContext
 from envs.math.families import LEVELS
 from envs.math.generator import SPLITS, generate
 from envs.math.grader import Grader
-from envs.math.records import Problem, Problems, read_problems
-from envs.rows import is_one_data_set, of_split
+from envs.math.records import Problem, ProblemSet, read_problems
+from envs.rows import is_data_set_directory, select_split
 from envs.types import Grade, Message, Task, TaskRecordError
 from tools import FunctionToolSet, ToolResult, ToolSet
 
@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class MathEpisode:
-    """A question that waits for its answer. Implements :class:`envs.types.Dialogue`."""
+    """One question. Implements :class:`envs.types.Dialogue`."""
 
     problem: Problem
     grader: Grader
@@ -34,33 +34,34 @@ class MathEpisode:
 
     @property
     def messages(self) -> Sequence[Message]:
-        """The row's own messages, or the question and how it is to be answered."""
-        asked = {"role": "user", "content": f"{self.problem.question}\n\n{INSTRUCTION}"}
-        return self.problem.messages or (asked,)
+        """The row's messages, or the question with the answer instruction."""
+        question = {"role": "user", "content": f"{self.problem.question}\n\n{INSTRUCTION}"}
+        return self.problem.messages or (question,)
 
-    async def hear(self, text: str) -> ToolResult:
-        """Take the turn; it ends the episode."""
+    async def respond(self, text: str) -> ToolResult:
+        """Take the turn and end the episode."""
         self.turn = text
         return ToolResult("", submitted=True)
 
     async def grade(self) -> Grade:
-        """Reward 1 for the right answer and 0 for any other turn; the log says why."""
-        verdict = await self.grader.verdict(self.problem.answer, self.turn)
-        status = "PASSED" if verdict.right else "FAILED"
-        return Grade(float(verdict.right), verdict.right, tests={"answer": status}, log=verdict.reason)
+        """Reward 1 for the correct answer, else 0. The log has the reason."""
+        check = await self.grader.check(self.problem.answer, self.turn)
+        status = "PASSED" if check.correct else "FAILED"
+        return Grade(float(check.correct), check.correct, tests={"answer": status}, log=check.reason)
 
 
 class MathEnvironment:
-    """Problems with one right answer, asked in one turn, without tools or sandboxes.
+    """Problems with one correct answer and one turn, without tools or sandboxes.
 
-    Without ``path`` they are generated from ``seed``: ``train_tasks`` and ``heldout_tasks`` of the ``levels`` 1 (easy)
-    to 5. ``path`` is a file of rows (JSONL, JSON, Parquet), a directory with one a split, or a data set's directory
-    or name on the Hugging Face hub; ``data_split``, ``heldout``, ``limit`` and ``skip_broken`` are as in the
-    environment swe. Rows that ask and answer the same are one problem. Raises MathUnavailableError where
-    math-verify is not installed.
+    Without ``path`` the problems are generated from ``seed``: ``train_tasks`` and ``heldout_tasks`` problems of the
+    ``levels`` 1 (easy) to 5. ``path`` is a file of rows (JSONL, JSON, Parquet), a directory with a file for each split,
+    or a data set's directory or name on the Hugging Face hub. ``data_split``, ``heldout``, ``limit`` and
+    ``skip_broken`` are as in the environment swe. Rows with the same question and answer are one problem.
+
+    Raises MathUnavailableError if math-verify is not installed.
     """
 
-    sandboxes = False
+    needs_sandbox = False
 
     def __init__(
         self,
@@ -77,13 +78,13 @@ class MathEnvironment:
         levels: Sequence[int] = tuple(LEVELS),
     ) -> None:
         if not isinstance(levels, Sequence) or not levels or not all(level in LEVELS for level in levels):
-            raise TaskRecordError(f"environment math: levels is {levels!r}; right would be some of {[*LEVELS]}")
+            raise TaskRecordError(f"environment math: levels is {levels!r}; expected a list of values from {[*LEVELS]}")
         self._path = None if path is None else Path(path)
         self._data_split, self._heldout, self._limit, self._skip_broken = data_split, heldout, limit, skip_broken
         self._counts = {"train": train_tasks, "heldout": heldout_tasks}
         self._seed, self._levels = seed, tuple(levels)
         self._grader = Grader()
-        self._read: dict[str, Problems] = {}
+        self._read: dict[str, ProblemSet] = {}
         self._tasks: dict[str, list[Task]] = {}
 
     @property
@@ -91,25 +92,24 @@ class MathEnvironment:
         return "math"
 
     async def prepare(self, *splits: str) -> None:
-        """Generate or read the problems of ``splits`` (both, if none is named). Raises as :meth:`tasks`."""
+        """Generate or read the problems of ``splits``, by default both. Raises as :meth:`tasks`."""
         for split in splits or SPLITS:
             await asyncio.to_thread(self.tasks, split)
 
     def tasks(self, split: str) -> Sequence[Task]:
-        """The tasks of ``split``. Raises ``TaskRecordError`` for a broken row, and for a split or level that there is
-        not."""
+        """The tasks of ``split``. Raises ``TaskRecordError`` for a broken row, and an unknown split or level."""
         if split not in self._tasks:
-            problems = self._generated(split) if self._path is None else self._of_rows(self._path, split)
+            problems = self._generated(split) if self._path is None else self._from_rows(self._path, split)
             self._tasks[split] = [Task(problem.id, self.name, problem.model_dump()) for problem in problems]
         return self._tasks[split]
 
     @asynccontextmanager
     async def start(self, task: Task) -> AsyncIterator[MathEpisode]:
-        """Nothing is opened: the episode is its question."""
+        """Yield the episode. It has no resources to open."""
         yield MathEpisode(Problem.model_validate(task.record), self._grader)
 
     def gold(self, task: Task) -> str:
-        """No patch: :meth:`solution` has the answer."""
+        """Empty: :meth:`solution` has the answer."""
         return ""
 
     def solution(self, task: Task) -> Sequence[str]:
@@ -124,15 +124,15 @@ class MathEnvironment:
         except ValueError as error:
             raise TaskRecordError(f"environment math: {error}") from None
 
-    def _of_rows(self, path: Path, split: str) -> Sequence[Problem]:
-        problems = of_split(path, split, self._heldout, self._problems, whole=is_one_data_set(path))
+    def _from_rows(self, path: Path, split: str) -> Sequence[Problem]:
+        problems = select_split(path, split, self._heldout, self._problems, is_data_set=is_data_set_directory(path))
         return problems[: self._limit]
 
     def _problems(self, source: str) -> Sequence[Problem]:
         if source not in self._read:
-            found = read_problems(source, self._grader, split=self._data_split, skip_broken=self._skip_broken)
-            if found.broken or found.repeated:
-                counts = len(found.problems), found.repeated, len(found.broken)
-                _log.warning("%s: %d problems; left out: %d rows that repeat one, %d broken rows", source, *counts)
-            self._read[source] = found
+            problems = read_problems(source, self._grader, split=self._data_split, skip_broken=self._skip_broken)
+            if problems.broken or problems.repeated:
+                counts = len(problems.problems), problems.repeated, len(problems.broken)
+                _log.warning("%s: %d problems; skipped %d duplicate rows and %d broken rows", source, *counts)
+            self._read[source] = problems
         return self._read[source].problems

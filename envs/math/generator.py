@@ -1,7 +1,7 @@
-"""Generated problems with exact answers: unlimited in number, the same for the same seed.
+"""Generates problems with exact answers, deterministically for each seed.
 
-The splits are disjoint by content, not by luck: a problem is held out if a hash of its question says so, whatever seed
-drew it. A family asks each question in one wording alone, so that no problem is in both splits in other words.
+The splits are disjoint for all seeds: a hash of the question decides whether a problem is held out. A family has one
+wording for each question, so that no problem is in both splits in different words.
 """
 
 from __future__ import annotations
@@ -17,30 +17,33 @@ from envs.math.records import Problem
 GENERATOR_VERSION = 1
 SPLITS = ("train", "heldout")
 _HELDOUT_SHARE = 8
-"""One in so many questions is held out."""
-_MOST_REPEATS = 10_000
+"""One of 8 questions is held out."""
+_MAX_REPEATS = 10_000
 
 
 def generate(split: str, count: int, seed: int, levels: Sequence[int] = tuple(LEVELS)) -> list[Problem]:
-    """The first ``count`` problems of ``split`` under ``seed``. Raises ValueError where there are not so many."""
-    found = list(islice(stream(split, seed, levels), count))
-    if len(found) < count:
-        raise ValueError(f"levels {list(levels)} have {len(found)} {split} problems under seed {seed}, not {count}")
-    return found
+    """The first ``count`` problems of ``split`` under ``seed``. Raises ValueError if there are fewer."""
+    problems = list(islice(stream(split, seed, levels), count))
+    if len(problems) < count:
+        raise ValueError(f"levels {list(levels)} have {len(problems)} {split} problems under seed {seed}, not {count}")
+    return problems
 
 
 def stream(split: str, seed: int, levels: Sequence[int] = tuple(LEVELS)) -> Iterator[Problem]:
-    """Problems of ``split`` of these ``levels``, no two with the same question. It ends where no new one is drawn any
-    more. Raises ValueError for another split or level."""
+    """Problems of ``split`` and ``levels`` without duplicates. The stream ends after 10,000 draws without a new
+    question.
+
+    Raises ValueError for an unknown split or level.
+    """
     if split not in SPLITS or not levels or not set(levels) <= set(LEVELS):
         raise ValueError(f"split {split!r}, levels {list(levels)}: one of {', '.join(SPLITS)}, and some of 1 to 5")
     rng = random.Random(f"maths/{GENERATOR_VERSION}/{split}/{seed}")
     seen: set[str] = set()
     repeats = 0
-    while repeats < _MOST_REPEATS:
+    while repeats < _MAX_REPEATS:
         family, level = rng.choice(list(FAMILIES)), rng.choice(list(levels))
         question, answer = FAMILIES[family](rng, level)
-        if question in seen or _held_out(question) != (split == "heldout"):
+        if question in seen or _is_held_out(question) != (split == "heldout"):
             repeats += 1
             continue
         repeats = 0
@@ -54,5 +57,5 @@ def stream(split: str, seed: int, levels: Sequence[int] = tuple(LEVELS)) -> Iter
         )
 
 
-def _held_out(question: str) -> bool:
+def _is_held_out(question: str) -> bool:
     return hashlib.sha256(question.encode()).digest()[0] % _HELDOUT_SHARE == 0

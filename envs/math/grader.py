@@ -1,7 +1,7 @@
-"""Which part of a turn is its answer, and whether it equals the truth, asked of processes that can be ended.
+"""Extracts the answer of a turn and compares it with the reference in worker processes.
 
-math-verify bounds its work by signals, which reach Python code on a main thread alone. Here it works in processes of
-its own (:mod:`envs.math.grading_process`) that are started when the first answer is graded and end with this one.
+math-verify limits its run time with signals, which work only on a main thread. It therefore runs in worker processes
+(:mod:`envs.math.grading_process`), which start with the first graded answer and end with this process.
 """
 
 from __future__ import annotations
@@ -23,55 +23,55 @@ from typing import Any
 
 from envs.types import EnvsError, GradingError
 from sandbox import printable
-from tools.turns import split_thoughts
+from tools.formats import split_reasoning
 
 TAIL = 4096
-"""Characters at the end of a turn in which its answer is looked for."""
+"""The answer is searched in the last 4096 characters of a turn."""
 
 _PROGRAM = Path(__file__).with_name("grading_process.py")
 _WORKERS = min(4, os.cpu_count() or 1)
 _LATE = "late"
-_READ_AT_ONCE = 256
-_SHOWN = 200
-_SANDBOXED = r"\boxed"
+_CHUNK_SIZE = 256
+_MAX_SHOWN_CHARS = 200
+_BOXED = r"\boxed"
 _MARKED = re.compile(r"(?:####|answer\s*:)(.*)", re.IGNORECASE)
 
 
 class MathUnavailableError(EnvsError):
-    """math-verify is not installed: one line that says how to get it."""
+    """math-verify is not installed: one line with the command that installs it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """Whether an answer is right, and in a sentence why."""
+class AnswerCheck:
+    """Whether an answer is correct, and the reason in one sentence."""
 
-    right: bool
+    correct: bool
     reason: str
 
 
-def answer_of(text: str) -> str | None:
-    r"""The answer that a turn gives: what its last ``\boxed{}`` holds; without one, the rest of the last line that has
-    ``####`` or ``Answer:``. None where it gives none. Thoughts (``<think>``) are no answer."""
-    end = split_thoughts(text)[1][-TAIL:]
-    if _SANDBOXED in end:
-        return _braced(end.rpartition(_SANDBOXED)[2])
-    if marked := _MARKED.findall(end):
-        return str(marked[-1]).strip(" \t*").rstrip(".") or None
+def extract_answer(text: str) -> str | None:
+    r"""The answer of a turn: the content of its last ``\boxed{}``; without one, the rest of the last line with ``####``
+    or ``Answer:``; else None. A ``<think>`` block is ignored."""
+    end = split_reasoning(text)[1][-TAIL:]
+    if _BOXED in end:
+        return _braces_content(end.rpartition(_BOXED)[2])
+    if matches := _MARKED.findall(end):
+        return str(matches[-1]).strip(" \t*").rstrip(".") or None
     return None
 
 
-def _braced(text: str) -> str | None:
-    """What the braces at the start of ``text`` hold."""
+def _braces_content(text: str) -> str | None:
+    """The content of the braces at the start of ``text``; None if they are not balanced."""
     depth = 0
-    for place, sign in enumerate(text):
-        depth += (sign == "{") - (sign == "}")
+    for index, character in enumerate(text):
+        depth += (character == "{") - (character == "}")
         if depth == 0:
-            return text[1:place] if place else None
+            return text[1:index] if index else None
     return None
 
 
 class Grader:
-    """Asks up to ``workers`` processes, one question each at a time. Raises MathUnavailableError."""
+    """Grades answers in up to ``workers`` processes. Raises MathUnavailableError."""
 
     def __init__(self, workers: int = _WORKERS) -> None:
         if importlib.util.find_spec("math_verify") is None:
@@ -79,52 +79,52 @@ class Grader:
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="math-grader")
         self._idle: deque[_Worker] = deque()
 
-    async def verdict(self, truth: str, turn: str | None) -> Verdict:
-        """Whether ``turn``, all that the agent said, gives ``truth``. Raises GradingError where no process answers."""
-        answer = answer_of(turn or "")
+    async def check(self, truth: str, turn: str | None) -> AnswerCheck:
+        """Compare the answer of ``turn`` with ``truth``. Raises GradingError if a worker process fails."""
+        answer = extract_answer(turn or "")
         if not answer:
-            return Verdict(False, r"no answer was given: right would be \boxed{...}")
-        asked = asyncio.get_running_loop().run_in_executor(self._threads, self._ask, "compare", truth, answer)
-        found = await asked
-        shown, wanted = _in_a_line(answer), _in_a_line(truth)
-        if found is None:
-            return Verdict(False, f"the answer {shown} could not be compared within the limits, expected {wanted}")
-        right, read = found
-        if not read:
-            return Verdict(False, f"the answer {shown} could not be read, expected {wanted}")
-        return Verdict(right, f"the answer {shown} is {'right' if right else 'wrong'}, expected {wanted}")
+            return AnswerCheck(False, r"no answer was given; expected \boxed{...}")
+        loop = asyncio.get_running_loop()
+        result = await loop.run_in_executor(self._threads, self._run_task, "compare", truth, answer)
+        shown, expected = _one_line(answer), _one_line(truth)
+        if result is None:
+            return AnswerCheck(False, f"the answer {shown} was not compared within the limits, expected {expected}")
+        correct, parsed = result
+        if not parsed:
+            return AnswerCheck(False, f"the answer {shown} could not be parsed, expected {expected}")
+        return AnswerCheck(correct, f"the answer {shown} is {'correct' if correct else 'wrong'}, expected {expected}")
 
-    def unreadable(self, truths: Sequence[str]) -> list[str]:
-        """Those of ``truths`` that no answer could ever equal, since they can't be read. Raises GradingError."""
-        parts = [truths[at : at + _READ_AT_ONCE] for at in range(0, len(truths), _READ_AT_ONCE)]
-        return [truth for found in self._threads.map(self._unreadable, parts) for truth in found]
+    def unparsable(self, truths: Sequence[str]) -> list[str]:
+        """The ``truths`` that math-verify cannot parse, so that no answer can equal them. Raises GradingError."""
+        chunks = [truths[start : start + _CHUNK_SIZE] for start in range(0, len(truths), _CHUNK_SIZE)]
+        return [truth for unparsable in self._threads.map(self._unparsable, chunks) for truth in unparsable]
 
-    def _unreadable(self, truths: Sequence[str]) -> list[str]:
-        readable = self._ask("can_read", *truths)
-        if readable is not None:
-            return [truth for truth, fine in zip(truths, readable, strict=True) if not fine]
+    def _unparsable(self, truths: Sequence[str]) -> list[str]:
+        parsable = self._run_task("can_parse", *truths)
+        if parsable is not None:
+            return [truth for truth, fine in zip(truths, parsable, strict=True) if not fine]
         if len(truths) == 1:
             return list(truths)
-        half = len(truths) // 2  # one of them passes the limits, and takes the others with it
-        return [*self._unreadable(truths[:half]), *self._unreadable(truths[half:])]
+        half = len(truths) // 2  # one truth exceeded the limits and stopped the whole chunk
+        return [*self._unparsable(truths[:half]), *self._unparsable(truths[half:])]
 
-    def _ask(self, *task: str) -> Any:
+    def _run_task(self, *task: str) -> Any:
         try:
             worker = self._idle.pop()
-        except IndexError:  # asked like this, since another thread may take the last one after any look
+        except IndexError:  # not a check beforehand: another thread may take the last worker
             worker = _Worker()
-        answer = worker.ask(task)
+        result = worker.request(task)
         self._idle.append(worker)
-        if answer == _LATE:
-            raise GradingError("this machine is too busy to compare answers: one had not the time to pass its limits")
-        return answer
+        if result == _LATE:
+            raise GradingError("this machine is too busy to compare answers: one got too little CPU time")
+        return result
 
 
 class _Worker:
-    """One process. It ends when it is dropped, and when this process does."""
+    """A worker process. It ends when this object is collected or this process ends."""
 
     def __init__(self) -> None:
-        # Without this process' environment, which may hold secrets: what it reads was written by a model.
+        # An empty environment: the process parses model text, and this process's environment may hold secrets.
         self._process = subprocess.Popen(
             [sys.executable, "-P", str(_PROGRAM)],
             stdin=subprocess.PIPE,
@@ -133,10 +133,10 @@ class _Worker:
             env={},
             start_new_session=True,
         )
-        weakref.finalize(self, _end, self._process)
+        weakref.finalize(self, _kill, self._process)
 
-    def ask(self, task: Sequence[str]) -> Any:
-        """What the program answers. Raises GradingError where it is gone."""
+    def request(self, task: Sequence[str]) -> Any:
+        """The result of ``task``. Raises GradingError if the process has ended."""
         process = self._process
         assert process.stdin is not None
         assert process.stdout is not None
@@ -147,14 +147,14 @@ class _Worker:
         except OSError:
             line = b""
         if not line:
-            raise GradingError(f"the process that reads answers ended with exit code {process.wait()}")
+            raise GradingError(f"the grading process ended with exit code {process.wait()}")
         return json.loads(line)
 
 
-def _in_a_line(text: str) -> str:
-    return printable(" ".join(text.split())[:_SHOWN])
+def _one_line(text: str) -> str:
+    return printable(" ".join(text.split())[:_MAX_SHOWN_CHARS])
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _kill(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     process.communicate()

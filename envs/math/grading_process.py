@@ -1,10 +1,9 @@
-"""Reads and compares answers with math-verify: the program behind :mod:`envs.math.grader`, which runs this file.
+"""Parses and compares answers with math-verify: the worker program of :mod:`envs.math.grader`.
 
-It takes a task a line as a JSON list, its name and its texts, and answers a line of JSON: what the task gave, null
-where it passed a limit, or "late" where the machine gave it no time to come that far. A model wrote the texts, and one
-of ten characters (``9^{9^{9}}``) can ask for more memory and time than there is, in places that no signal reaches. So
-each task runs in a process of its own, a fork of this one: a limit ends it, and nothing that it did to the library's
-caches or the memory stays.
+Each input line is a JSON list with a task's name and its texts. The output line is JSON: the task's result, null if it
+exceeded a limit, or "late" if the machine gave it too little CPU time. The texts come from a model, and ten characters
+(``9^{9^{9}}``) can request unlimited memory and time in code that no signal interrupts. Each task therefore runs in a
+fork of this process: a limit ends it, and its changes to memory and the library's caches do not persist.
 """
 
 from __future__ import annotations
@@ -23,41 +22,41 @@ from math_verify import LatexExtractionConfig, parse, verify
 
 CPU_SECONDS = 2
 FAIR_SECONDS = 1.0
-"""Processor time with which every honest answer is done: one that had it and is not done is at fault itself."""
+"""CPU seconds that suffice for every honest answer. A task that used them and is not done exceeded its limit."""
 WALL_SECONDS = 60.0
 LATE = "late"
 MEMORY_BYTES = 1 << 30
 _CHUNK = 1 << 16
-_SHOWN = 200
-_SANDBOXED = (LatexExtractionConfig(sandboxed_match_priority=0, try_extract_without_anchor=False),)
+_MAX_TEXT = 200
+_BOXED = (LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False),)
 
 
-def read(text: str) -> list[Any]:
-    """What the library makes of an expression: where it can read it a sympy object, and the text that it read."""
-    found: list[Any] = parse(rf"\boxed{{{text}}}", extraction_config=_SANDBOXED, parsing_timeout=None)
-    return found
+def parse_expression(text: str) -> list[Any]:
+    """The library's result: a sympy object if it can parse the text, and the parsed text."""
+    parsed: list[Any] = parse(rf"\boxed{{{text}}}", extraction_config=_BOXED, parsing_timeout=None)
+    return parsed
 
 
-def can_read(*texts: str) -> list[bool]:
+def can_parse(*texts: str) -> list[bool]:
     """Whether each text is an expression."""
-    return [any(not isinstance(part, str) for part in read(text)) for text in texts]
+    return [any(not isinstance(part, str) for part in parse_expression(text)) for text in texts]
 
 
 def compare(truth: str, answer: str) -> tuple[bool, str]:
-    """Whether ``answer`` equals ``truth``, and what was read of it; an empty text where nothing could be."""
-    found = read(answer)
-    text = next((part for part in found if isinstance(part, str)), "")
-    if all(isinstance(part, str) for part in found):
+    """Whether ``answer`` equals ``truth``, and the parsed text; empty if ``answer`` cannot be parsed."""
+    parsed = parse_expression(answer)
+    text = next((part for part in parsed if isinstance(part, str)), "")
+    if all(isinstance(part, str) for part in parsed):
         return False, ""
-    return bool(verify(read(truth), found, timeout_seconds=None)), text[:_SHOWN]
+    return bool(verify(parse_expression(truth), parsed, timeout_seconds=None)), text[:_MAX_TEXT]
 
 
-TASKS: Mapping[str, Callable[..., Any]] = {"can_read": can_read, "compare": compare}
+TASKS: Mapping[str, Callable[..., Any]] = {"can_parse": can_parse, "compare": compare}
 
 
-def apart(name: str, *texts: str) -> Any:
-    """What the task gives in a process of its own; None where it passed a limit or ended without a word, ``LATE`` where
-    it did neither in ``WALL_SECONDS`` and had no fair share of the processor in them."""
+def run_forked(name: str, *texts: str) -> Any:
+    """The task's result from a forked process; None if it exceeded a limit or crashed; ``LATE`` if it was not done in
+    ``WALL_SECONDS`` with less than ``FAIR_SECONDS`` of CPU time."""
     reads, writes = os.pipe()
     child = os.fork()
     if child == 0:
@@ -65,7 +64,7 @@ def apart(name: str, *texts: str) -> Any:
     os.close(writes)
     try:
         ready, _, _ = select.select([reads], [], [], WALL_SECONDS)
-        data = os.read(reads, _CHUNK) if ready else b""  # it fits into a pipe, and is written at once
+        data = os.read(reads, _CHUNK) if ready else b""  # it fits into the pipe's buffer
     finally:
         os.close(reads)
         os.kill(child, signal.SIGKILL)
@@ -76,7 +75,7 @@ def apart(name: str, *texts: str) -> Any:
 
 
 def _run(writes: int, name: str, *texts: str) -> None:
-    """The child's part: it ends here, however the task does."""
+    """Run the task in the child, which always exits here."""
     try:
         resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
@@ -86,15 +85,15 @@ def _run(writes: int, name: str, *texts: str) -> None:
 
 
 def main() -> None:
-    """Serve until nobody asks any more."""
+    """Serve tasks until the input ends."""
     logging.disable(logging.CRITICAL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # What the library loads and builds at its first use, a fork would build again for every answer.
+    # Warm up the library before the first fork, or each fork would repeat its initialization.
     compare(r"\frac{3}{4}", "0.75")
     compare(r"3\sqrt{2}", r"\sqrt{18}")
     compare(r"\{2, 3\}", "x=2, y=4")
     for line in sys.stdin:
-        print(json.dumps(apart(*json.loads(line))), flush=True)
+        print(json.dumps(run_forked(*json.loads(line))), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Rows of the usual data sets of mathematics as problems: what is asked, and the one answer that is right."""
+"""Reads rows of common math data sets (GSM8K, MATH, verl's format) as problems with one correct answer."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any, TypeGuard
 
 from pydantic import BaseModel, ConfigDict
 
-from envs.math.grader import Grader, answer_of
+from envs.math.grader import Grader, extract_answer
 from envs.rows import BrokenRowsError, read_rows
 from envs.types import TaskRecordError
 
 
 class Problem(BaseModel):
-    """``question`` in the words of the row. ``messages`` is the whole opening where the row brings it, else empty.
-    ``answer`` is LaTeX without delimiters. ``family`` and ``level`` are a generated problem's."""
+    """One problem. ``messages`` are the initial messages of a row that has them, else empty. ``answer`` is LaTeX
+    without delimiters. Only generated problems have ``family`` and ``level``."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -34,19 +34,22 @@ _ROLES = ("system", "user", "assistant")
 
 
 @dataclass(frozen=True, slots=True)
-class Problems:
-    """What was read: the problems, each once, a line for every row that was left out as broken, and how many rows said
-    the same as one before them."""
+class ProblemSet:
+    """The distinct problems of a source, an error line for each skipped broken row, and the number of duplicate
+    rows."""
 
     problems: Sequence[Problem]
     broken: Sequence[str] = ()
     repeated: int = 0
 
 
-def read_problems(source: str, grader: Grader, *, split: str | None = None, skip_broken: bool = False) -> Problems:
-    """The problems of a file or a data set. Raises ``BrokenRowsError`` for rows that have no question or no answer that
-    can be read, unless ``skip_broken``; ``TaskRecordError`` for a source that cannot be read or holds nothing."""
-    found: dict[str, tuple[int, Problem]] = {}
+def read_problems(source: str, grader: Grader, *, split: str | None = None, skip_broken: bool = False) -> ProblemSet:
+    """The problems of a file or a data set.
+
+    Raises ``BrokenRowsError`` for rows without a question or a parsable answer, unless ``skip_broken``;
+    ``TaskRecordError`` for a source that cannot be read or has no problem.
+    """
+    problems: dict[str, tuple[int, Problem]] = {}
     faults: dict[int, str] = {}
     repeated = 0
     for number, row in read_rows(source, split):
@@ -55,26 +58,26 @@ def read_problems(source: str, grader: Grader, *, split: str | None = None, skip
         except ValueError as error:
             faults[number] = str(error)
             continue
-        first, known = found.setdefault(problem.id, (number, problem))
+        first, known = problems.setdefault(problem.id, (number, problem))
         if known.answer != problem.answer:
-            faults[number] = f"answer: {problem.answer!r}, and {known.answer!r} in row {first}, which asks the same"
+            faults[number] = f"answer: {problem.answer!r}, but {known.answer!r} in row {first} with the same question"
         elif first != number:
             repeated += 1
-    unreadable = set(grader.unreadable(list(dict.fromkeys(problem.answer for _, problem in found.values()))))
-    for number, problem in found.values():
-        if problem.answer in unreadable:
-            faults[number] = f"answer: {problem.answer[:80]!r} can't be read; right would be a number or an expression"
+    unparsable = set(grader.unparsable(list(dict.fromkeys(problem.answer for _, problem in problems.values()))))
+    for number, problem in problems.values():
+        if problem.answer in unparsable:
+            faults[number] = f"answer: {problem.answer[:80]!r} cannot be parsed; expected a number or an expression"
     broken = [f"row {number}: {faults[number]}" for number in sorted(faults)]
     if broken and not skip_broken:
         raise BrokenRowsError(source, broken)
-    whole = [problem for number, problem in found.values() if number not in faults]
-    if not whole:
-        raise TaskRecordError(f"{source}: holds no problem" + (" that is whole" if broken else ""))
-    return Problems(whole, broken, repeated)
+    valid = [problem for number, problem in problems.values() if number not in faults]
+    if not valid:
+        raise TaskRecordError(f"{source}: no {'valid ' if broken else ''}problem")
+    return ProblemSet(valid, broken, repeated)
 
 
 def _problem(row: Mapping[str, Any] | str) -> Problem:
-    """Raises ValueError naming the field that is absent or wrong."""
+    """Raises ValueError with the name of the missing or wrong field."""
     if isinstance(row, str):
         raise ValueError(row)
     fields = {key.lower(): value for key, value in row.items()}
@@ -90,43 +93,41 @@ def _problem(row: Mapping[str, Any] | str) -> Problem:
 def _question(fields: Mapping[str, Any]) -> str:
     name = next((name for name in ("question", "problem") if fields.get(name) is not None), None)
     if name is None:
-        raise ValueError("question: missing; right would be a text in question or problem, or messages in prompt")
+        raise ValueError("question: missing; expected a text in question or problem, or messages in prompt")
     if not _is_text(fields[name]):
-        raise ValueError(f"{name}: {_shown(fields[name])}; right would be a text that is not empty")
+        raise ValueError(f"{name}: {_describe(fields[name])}; expected a text that is not empty")
     return str(fields[name])
 
 
 def _answer(fields: Mapping[str, Any]) -> str:
-    r"""The field ``answer``: of GSM8K what follows ``####``; without it what ``solution`` sandboxes, as MATH does."""
+    r"""The field ``answer`` (GSM8K: the text after ``####``), else the ``\boxed{}`` of ``solution`` (MATH)."""
     if fields.get("answer") is not None:
-        text = _written("answer", fields["answer"])
+        text = _answer_text("answer", fields["answer"])
         return text.rpartition("####")[2].strip()
     if fields.get("solution") is None:
-        raise ValueError(r"answer: missing; right would be answer, or a solution with \boxed{}")
-    solution = _written("solution", fields["solution"])
-    sandboxed = answer_of(solution) if r"\boxed" in solution else None
-    if sandboxed is None:
-        raise ValueError(
-            r"solution: sandboxes no answer, and there is no field answer; right would be \boxed{...} in it"
-        )
-    return sandboxed
+        raise ValueError(r"answer: missing; expected answer, or a solution with \boxed{}")
+    solution = _answer_text("solution", fields["solution"])
+    boxed = extract_answer(solution) if r"\boxed" in solution else None
+    if boxed is None:
+        raise ValueError(r"solution: no \boxed{...}, and there is no field answer")
+    return boxed
 
 
 def _ground_truth(fields: Mapping[str, Any]) -> str:
     judge = fields.get("reward_model")
     if not isinstance(judge, Mapping) or judge.get("ground_truth") is None:
-        raise ValueError('reward_model.ground_truth: missing; right would be {"ground_truth": "42"} in reward_model')
-    return _written("reward_model.ground_truth", judge["ground_truth"])
+        raise ValueError('reward_model.ground_truth: missing; expected {"ground_truth": "42"} in reward_model')
+    return _answer_text("reward_model.ground_truth", judge["ground_truth"])
 
 
 def _prompt(fields: Mapping[str, Any]) -> tuple[dict[str, str], ...]:
-    """The messages of ``prompt``, as verl's rows have them; the last is the user's."""
+    """The messages of ``prompt``, in verl's format; the last is the user's."""
     prompt = fields.get("prompt")
     parts: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    fine = isinstance(parts, Sequence) and len(parts) > 0 and all(map(_is_message, parts))
-    if not fine or parts[-1]["role"] != "user":
+    is_valid = isinstance(parts, Sequence) and len(parts) > 0 and all(map(_is_message, parts))
+    if not is_valid or parts[-1]["role"] != "user":
         raise ValueError(
-            f'prompt: {_shown(prompt)}; right would be messages, the last of them {{"role": "user", "content": TEXT}}'
+            f'prompt: {_describe(prompt)}; expected messages, the last of them {{"role": "user", "content": TEXT}}'
         )
     return tuple({"role": part["role"], "content": part["content"]} for part in parts)
 
@@ -136,21 +137,21 @@ def _is_message(part: object) -> bool:
 
 
 def _is_text(value: object) -> TypeGuard[str]:
-    """Whether ``value`` is a text that can be written as UTF-8, and not blank."""
+    """Whether ``value`` is a non-blank text without lone surrogates."""
     return isinstance(value, str) and bool(value.strip()) and not any("\ud800" <= sign <= "\udfff" for sign in value)
 
 
-def _written(name: str, value: object) -> str:
-    """An answer as text: whole numbers and decimals may stand in a row as such. Never as ``1e-07``, which is read as a
-    product with the number e."""
+def _answer_text(name: str, value: object) -> str:
+    """An answer as text. Integers and floats become decimals, never ``1e-07``, which would be parsed as a product with
+    the number e."""
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     if isinstance(value, float) and math.isfinite(value):
         return f"{Decimal(str(value)):f}"
     if not _is_text(value):
-        raise ValueError(f"{name}: {_shown(value)}; right would be a text or a number")
+        raise ValueError(f"{name}: {_describe(value)}; expected a text or a number")
     return value.strip()
 
 
-def _shown(value: object) -> str:
+def _describe(value: object) -> str:
     return f"{type(value).__name__} {str(value)[:40]!r}" if value is not None else "missing"

@@ -1,6 +1,6 @@
 """Generated tasks: small Python repositories with one seeded bug each."""
 
-from envs.mini.environment import MiniEnvironment, opening
+from envs.mini.environment import MiniEnvironment, initial_messages
 from envs.mini.generator import GENERATOR_VERSION, SPLITS, MiniTask, generate, stream
 from envs.mini.records import to_record
 from envs.mini.templates import FAMILIES, HELDOUT_FAMILIES
@@ -14,7 +14,7 @@ __all__ = [
     "MiniEnvironment",
     "MiniTask",
     "generate",
-    "opening",
+    "initial_messages",
     "stream",
     "to_record",
     "verify_records",

@@ -1,4 +1,4 @@
-"""The environment of generated tasks."""
+"""The environment ``mini`` of generated tasks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from envs.context import EnvContext, ToolStyle
 from envs.mini.generator import SPLITS, generate
 from envs.mini.records import to_record
 from envs.mini.verify import verify_records
-from envs.scaffold import OWN, Scaffold
+from envs.scaffold import DEFAULT_SCAFFOLD, Scaffold
 from envs.swe.audit import audit_record
 from envs.swe.episode import SweEpisode, start_episode
 from envs.swe.records import SweRecord, parse_record, write_jsonl
-from envs.swe.repositories import WORKDIR, Repositories
+from envs.swe.repositories import WORKDIR, RepositoryCache
 from envs.swe.sources import read_jsonl
 from envs.types import Finding, Message, Task, TaskRecordError
 
@@ -27,11 +27,11 @@ _SYSTEM: Message = {"role": "system", "content": "Fix the bug."}
 
 
 class MiniEnvironment:
-    """Small generated repositories, one seeded bug each. Splits: ``train``, ``heldout``, ``heldout_family``.
+    """Small generated repositories with one seeded bug each. Splits: ``train``, ``heldout``, ``heldout_family``.
 
-    Tasks are generated from ``seed``, verified in sandboxes of the context's backend, and kept under ``cache_dir`` in a
-    file whose name holds a digest of the generator, so that another generator never meets them. Opening messages and
-    tool answers are short whatever the context's style: the models these tasks are for have a short context.
+    Tasks are generated from ``seed``, verified in sandboxes of the context's backend, and cached under ``cache_dir``.
+    The file name contains a digest of the generator's source, so that another version does not reuse them. Initial
+    messages and tool results are always concise, because the models for these tasks have a short context.
     """
 
     def __init__(
@@ -43,14 +43,15 @@ class MiniEnvironment:
         seed: int = 0,
         cache_dir: Path = Path(".cache/tasks"),
     ) -> None:
-        own = context.scaffold.name == OWN
-        scaffold = replace(context.scaffold, opening=opening) if own else context.scaffold
+        scaffold = context.scaffold
+        if scaffold.name == DEFAULT_SCAFFOLD:
+            scaffold = replace(scaffold, initial_messages=initial_messages)
         self._context = replace(context, tool_style="concise", scaffold=scaffold)
         self._counts = {"train": train_tasks, "heldout": heldout_tasks, "heldout_family": heldout_tasks}
         self._seed = seed
         self._cache = Path(cache_dir)
         self._tasks: dict[str, list[Task]] = {}
-        self._repositories = Repositories()
+        self._repositories = RepositoryCache()
 
     @property
     def name(self) -> str:
@@ -61,16 +62,16 @@ class MiniEnvironment:
         return self._context.scaffold
 
     def tasks(self, split: str) -> Sequence[Task]:
-        """The tasks of ``split``. Where :meth:`prepare` was not awaited before, this blocks while they are verified."""
+        """The tasks of ``split``. Without an earlier :meth:`prepare` this blocks until they are verified."""
         self._check(split)
         if split not in self._tasks:
-            # The caller's thread may run an event loop of its own, which a blocking call cannot share.
+            # The caller's thread may already run an event loop.
             with ThreadPoolExecutor(1) as thread:
                 thread.submit(asyncio.run, self.prepare(split)).result()
         return self._tasks[split]
 
     async def prepare(self, *splits: str) -> None:
-        """Generate and verify the tasks of ``splits`` (train and heldout, if none is named) unless they are cached."""
+        """Generate and verify the tasks of ``splits``, by default train and heldout, unless they are cached."""
         for split in splits or ("train", "heldout"):
             self._check(split)
             records = self._cached(split)
@@ -87,7 +88,7 @@ class MiniEnvironment:
         return self._record(task).gold
 
     async def audit(self, task: Task) -> Sequence[Finding]:
-        """Whether ``task`` could be won without solving it; see :func:`envs.swe.audit.audit_record`."""
+        """Check whether reward hacks win ``task``; see :func:`envs.swe.audit.audit_record`."""
         return await audit_record(self._context, self._record(task))
 
     @staticmethod
@@ -106,8 +107,8 @@ class MiniEnvironment:
         return self._cache / f"mini-{_digest()}-{split}-{self._seed}-{self._counts[split]}.jsonl"
 
 
-def opening(statement: str, workdir: str = WORKDIR, style: ToolStyle = "concise") -> tuple[Message, Message]:
-    """The system and the user message of a generated task: the issue and nothing else."""
+def initial_messages(statement: str, workdir: str = WORKDIR, style: ToolStyle = "concise") -> tuple[Message, Message]:
+    """The system and the user message of a generated task. The user message is only the issue."""
     issue = statement.removeprefix("[ISSUE]\n").removesuffix("\n[/ISSUE]")
     return _SYSTEM, {"role": "user", "content": issue}
 

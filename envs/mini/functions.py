@@ -21,7 +21,7 @@ _WORDS = (
     "code",
     "tree",
     "red",
-    "sandbox",
+    "box",
     "ant",
     "map",
     "oak",

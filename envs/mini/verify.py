@@ -1,6 +1,6 @@
-"""Every generated task is tried out before it is handed out: with its true fix it passes, as it stands it fails.
+"""Verifies generated tasks: the tests pass with the gold patch and fail without it.
 
-Many tasks share a sandbox here, side by side in directories of their own; agents and gradings never share one.
+Forty tasks share a sandbox here, each in its own directory. Agents and gradings never share one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from envs.context import EnvContext
 from envs.swe.calls import CallRun
-from envs.swe.pytest_log import judge
+from envs.swe.pytest_log import judge_pytest_log
 from envs.swe.records import SweRecord
 from envs.types import GradingError
 from sandbox import SandboxSpec
@@ -21,15 +21,15 @@ _TASKS_PER_SANDBOX = 40
 _SANDBOXES = 2
 _TIMEOUT = 300.0
 _MARK = "agent-rl: task "
-_NOTHING, _GOLD = "nothing", "gold"
+_UNPATCHED, _GOLD = "nothing", "gold"
 
 
 async def verify_records(context: EnvContext, records: Sequence[SweRecord]) -> list[SweRecord]:
-    """The records, marked verified. Raises ``GradingError`` naming the first that is not what it should be."""
-    gate = asyncio.Semaphore(_SANDBOXES)
+    """The records, marked verified. Raises ``GradingError`` with the id of the first invalid task."""
+    semaphore = asyncio.Semaphore(_SANDBOXES)
 
     async def verify(chunk: Sequence[SweRecord]) -> None:
-        async with gate:
+        async with semaphore:
             await _verify_chunk(context, chunk)
 
     async with asyncio.TaskGroup() as group:
@@ -52,17 +52,22 @@ async def _verify_chunk(context: EnvContext, records: Sequence[SweRecord]) -> No
         await sandbox.write_files(_files(records, runs))
         result = await sandbox.exec(_script(runs), timeout=_TIMEOUT, cwd="/testbed")
     if result.timed_out or result.truncated:
-        raise GradingError(f"mini tasks could not be verified: the sandbox was cut off after {result.seconds:.0f} s")
+        raise GradingError(
+            f"mini tasks could not be verified: time or output limit of the sandbox after {result.seconds:.0f} s"
+        )
     logs = _logs(result.stdout.decode(errors="replace"))
     for number, (record, run) in enumerate(zip(records, runs, strict=True)):
-        gold, nothing = (
-            judge(run.summary(logs.get(f"{number}/{variant}", "")), record.expected) for variant in (_GOLD, _NOTHING)
+        gold, unpatched = (
+            judge_pytest_log(run.summary(logs.get(f"{number}/{variant}", "")), record.expected)
+            for variant in (_GOLD, _UNPATCHED)
         )
         if gold is None or not gold.resolved:
-            why = "no answers" if gold is None else gold.difference
-            raise GradingError(f"task {record.id}: its gold patch does not resolve it: {why}")
-        if nothing is None or nothing.resolved:
-            raise GradingError(f"task {record.id}: {'no answers' if nothing is None else 'solved as it stands'}")
+            reason = "no test results" if gold is None else gold.difference
+            raise GradingError(f"task {record.id}: its gold patch does not resolve it: {reason}")
+        if unpatched is None or unpatched.resolved:
+            raise GradingError(
+                f"task {record.id}: {'no test results' if unpatched is None else 'the tests pass without the fix'}"
+            )
 
 
 def _files(records: Sequence[SweRecord], runs: Sequence[CallRun]) -> dict[str, bytes]:
@@ -70,7 +75,7 @@ def _files(records: Sequence[SweRecord], runs: Sequence[CallRun]) -> dict[str, b
     for number, (record, run) in enumerate(zip(records, runs, strict=True)):
         files |= run.files()
         files[f"/testbed/{number}.patch"] = record.gold.encode()
-        for variant in (_NOTHING, _GOLD):
+        for variant in (_UNPATCHED, _GOLD):
             for path, content in record.files.items():
                 files[f"/testbed/{number}/{variant}/{path}"] = content.encode()
     return files
@@ -79,7 +84,7 @@ def _files(records: Sequence[SweRecord], runs: Sequence[CallRun]) -> dict[str, b
 def _script(runs: Sequence[CallRun]) -> str:
     lines = []
     for number, run in enumerate(runs):
-        for variant in (_NOTHING, _GOLD):
+        for variant in (_UNPATCHED, _GOLD):
             patch = f"git apply ../../{number}.patch 2>&1 && " if variant == _GOLD else ""
             inner = f"cd {number}/{variant} && {patch}timeout 20 bash -c {shlex.quote(run.command)}"
             lines.append(f"echo {shlex.quote(f'{_MARK}{number}/{variant}')}; ({inner})")

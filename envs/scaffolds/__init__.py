@@ -1,1 +1,1 @@
-"""The interfaces that come along, a module each; :mod:`envs.interface` says what one is."""
+"""The shipped scaffolds (:mod:`envs.scaffold`), one module each."""

@@ -1,8 +1,8 @@
-"""OpenHands' CodeAct agent on SWE-bench, with a model that writes its calls as text.
+"""OpenHands' CodeAct agent on SWE-bench, for models without native function calling.
 
-The prompts are what github.com/SWE-Gym/OpenHands at e644a2ca (OpenHands 0.13.1) makes of its system prompt, the
-descriptions of its tools, its example and ``get_instruction`` of ``evaluation/swe_bench/run_infer.py``, with the task's
-directory in the place of OpenHands' own and of the repository's below it. Tools: :mod:`tools.openhands`.
+The prompts are those of github.com/SWE-Gym/OpenHands at e644a2ca (OpenHands 0.13.1): its system prompt, its tool
+descriptions, its example and ``get_instruction`` of ``evaluation/swe_bench/run_infer.py``. The task's directory
+replaces OpenHands' workspace and the repository below it. Tools: :mod:`tools.openhands`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tools import Style, ToolCall
 from tools.openhands import openhands_tools
 
 
-def opening(statement: str, workdir: str, style: Style) -> tuple[Message, Message]:
+def initial_messages(statement: str, workdir: str, style: Style) -> tuple[Message, Message]:
     system, user = (shipped_text(f"openhands-{role}.txt").replace("{workdir}", workdir) for role in ("system", "user"))
     user = user.replace("{name}", posixpath.basename(workdir)).replace("{statement}", statement)
     return {"role": "system", "content": system}, {"role": "user", "content": user}
@@ -24,11 +24,11 @@ def opening(statement: str, workdir: str, style: Style) -> tuple[Message, Messag
 
 OPENHANDS = Scaffold(
     name="openhands",
-    opening=opening,
+    initial_messages=initial_messages,
     tools=openhands_tools,
     shell=lambda cmd: ToolCall("execute_bash", {"command": cmd}),
     submit=ToolCall("finish", {}),
     observation_role="user",
-    fixed=MappingProxyType({"tool_format": "openhands", "describe_tools": False}),
-    defaults=MappingProxyType({"tool_timeout": 300.0, "max_parse_failures": None}),
+    required_rollout=MappingProxyType({"tool_format": "openhands", "describe_tools": False}),
+    default_rollout=MappingProxyType({"tool_timeout": 300.0, "max_parse_failures": None}),
 )

@@ -1,4 +1,8 @@
-"""Whether to believe a run of the hidden tests, and who is to blame for one that says nothing: patch or machine."""
+"""Decides whether to trust a run of the hidden tests, and who caused a run without results: the patch or the machine.
+
+A run raises *doubts* where its log and the integrity monitor's report disagree or show tampering. A doubtful success is
+compared with a *control run*: the hidden tests with the gold patch or, if the record has none, without a change.
+"""
 
 from __future__ import annotations
 
@@ -10,158 +14,149 @@ from pathlib import Path
 
 from envs.context import EnvContext
 from envs.swe.integrity import NO_REPORT
-from envs.swe.pytest_log import Verdict, as_summary, count_summaries, judge
+from envs.swe.pytest_log import TestVerdict, count_summaries, format_summary, judge_pytest_log
 from envs.swe.records import SweRecord
-from envs.swe.sandboxes import TestRun, run_apart, run_tests, sandbox_spec
-from envs.swe.swebench import as_log, read_log
+from envs.swe.sandboxes import TestRun, run_tests, sandbox_spec
+from envs.swe.swebench import format_swebench_log, judge_swebench_log
 from envs.types import GradingError, UndecidableError
 
-_SHOWN = 10
-"""Doubts that a ruling names."""
+_MAX_DOUBTS = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Ruling:
-    """A verdict, what speaks against the patch's honesty (one sentence a doubt), and the log of the patch's run."""
+class Adjudication:
+    """A verdict, the doubts about the patch (one sentence each, at most 10), and the log of the patch's run."""
 
-    verdict: Verdict
+    verdict: TestVerdict
     doubts: Sequence[str] = ()
     log: str = ""
 
 
-class Controls:
-    """The doubts that each task's control run raised, so that one run serves all successes in doubt.
-
-    A control run is one with the gold patch or, where the record has none, without a change.
-    """
+class ControlRuns:
+    """Caches the doubts of each task's control run, so that one run serves all doubtful successes of the task."""
 
     def __init__(self) -> None:
-        self._doubts: dict[tuple[str, bool], tuple[str, ...]] = {}
-        self._running: defaultdict[tuple[str, bool], asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._doubts: dict[str, tuple[str, ...]] = {}
+        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
-    async def doubts(self, case: _Case, run: Callable[[], Coroutine[None, None, tuple[str, ...]]]) -> tuple[str, ...]:
-        """Those of ``run``, which is made once for all cases of a record. Raises what it raises, and forgets it."""
-        key = (case.record.id, case.apart)
-        async with self._running[key]:
-            if key not in self._doubts:
-                self._doubts[key] = await run()
-            return self._doubts[key]
+    async def doubts(
+        self, record: SweRecord, run: Callable[[], Coroutine[None, None, tuple[str, ...]]]
+    ) -> tuple[str, ...]:
+        """Return the doubts of the record's control run; ``run`` makes it once. Errors of ``run`` are not cached."""
+        async with self._locks[record.id]:
+            if record.id not in self._doubts:
+                self._doubts[record.id] = await run()
+            return self._doubts[record.id]
 
 
-async def rule(
-    context: EnvContext, record: SweRecord, patch: str, site_root: Path | None, controls: Controls | None = None
-) -> Ruling:
-    """Run the hidden tests with ``patch`` and rule on what they say.
+async def adjudicate(
+    context: EnvContext, record: SweRecord, patch: str, site_root: Path | None, control_runs: ControlRuns | None = None
+) -> Adjudication:
+    """Run the hidden tests with ``patch`` and decide what their result is worth.
 
-    A failure is believed as it stands. A success in doubt, and a run without a verdict, are measured against the gold
-    patch's run, or, where the record has none, against a run without a change: doubts that it raises too are the
-    task's own manner, the others are the patch's. ``controls`` remembers that run for further successes in doubt; for a
-    run without a verdict it is made anew, as it has to show that the machine was able to. A success of a record with
-    ``isolated`` tests must hold for these where they run apart from the code. Raises ``GradingError`` where the control
-    run has no verdict either, or the gold patch is not resolved; ``UndecidableError`` where that is the row's doing.
+    A failure is accepted as it is. A doubtful success, and a run without a verdict, are compared with the control run.
+    Doubts that the control run raises too belong to the task; the remaining doubts belong to the patch and make the
+    success a failure. ``control_runs`` caches the control run for later doubtful successes. A run without a verdict
+    always gets a new control run, because that run must show that the machine can run the tests now.
+
+    Raises ``GradingError`` if the control run has no verdict either or the gold patch does not resolve the task, and
+    ``UndecidableError`` if the row itself is the cause.
     """
-    controls = controls or Controls()
-    ruling = await _rule(_Case(context, record, site_root, controls), patch)
-    if not (record.isolated and ruling.verdict.resolved):
-        return ruling
-    apart = await _rule(_Case(context, record.alone(), site_root, controls, apart=True), patch)
-    if apart.verdict.resolved:
-        return ruling
-    doubt = f"{apart.verdict.difference}, where the tests run apart from the code"
-    return Ruling(Verdict(False, ruling.verdict.tests, doubt), (*ruling.doubts, *apart.doubts, doubt), apart.log)
+    case = _Case(context, record, site_root)
+    run, verdict, doubts = await case.run(patch)
+    if verdict is not None and not (verdict.resolved and doubts):
+        return Adjudication(verdict, doubts[:_MAX_DOUBTS], run.log)
+    if patch == record.gold:
+        if verdict is None:
+            raise _no_verdict_error(run, f"task {record.id}: no verdict ({run.outcome}) in the run {case.control}")
+        return Adjudication(verdict, log=run.log)
+    if verdict is None:
+        own_doubts = _subtract(doubts, await _run_control(case, run, None))
+        return Adjudication(TestVerdict(False, {}, run.outcome), own_doubts, run.log or run.outcome)
+    cache = control_runs or ControlRuns()
+    own_doubts = _subtract(doubts, await cache.doubts(record, lambda: _run_control(case, run, verdict)))
+    return Adjudication(
+        TestVerdict(False, verdict.tests, own_doubts[0]) if own_doubts else verdict, own_doubts, run.log
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """What is the same in all runs that a patch is ruled on by."""
+    """The inputs that all runs of one adjudication share."""
 
     context: EnvContext
     record: SweRecord
     site_root: Path | None
-    controls: Controls
-    apart: bool = False
 
     @property
     def control(self) -> str:
-        """What a control run is made with."""
+        """The patch of the control run, in words."""
         return "with the gold patch" if self.record.gold else "without a change"
 
-    async def run(self, patch: str) -> tuple[TestRun, Verdict | None, tuple[str, ...]]:
-        """A run, its verdict, and the doubts that it raises. Logs are long: they are read in a thread."""
-        run_in = run_apart if self.apart else run_tests
-        run = await run_in(self.context, self.record, sandbox_spec(self.context, self.record, self.site_root), patch)
-        verdict = await asyncio.to_thread(read_run, self.record, run)
-        return run, verdict, await asyncio.to_thread(_doubts, self.record, run, verdict)
+    async def run(self, patch: str) -> tuple[TestRun, TestVerdict | None, tuple[str, ...]]:
+        """Run the tests and return the run, its verdict and its doubts. A thread reads the logs, which are long."""
+        run = await run_tests(self.context, self.record, sandbox_spec(self.context, self.record, self.site_root), patch)
+        verdict = await asyncio.to_thread(judge_run, self.record, run)
+        return run, verdict, await asyncio.to_thread(_find_doubts, self.record, run, verdict)
 
 
-async def _rule(case: _Case, patch: str) -> Ruling:
-    run, verdict, doubts = await case.run(patch)
-    if verdict is not None and not (verdict.resolved and doubts):
-        return Ruling(verdict, doubts[:_SHOWN], run.log)
-    if patch == case.record.gold:
-        if verdict is None:
-            raise _mute(run, f"task {case.record.id}: no verdict ({run.account}), and it is the run {case.control}")
-        return Ruling(verdict, log=run.log)
-    if verdict is None:
-        own = _without(doubts, await _control(case, run, None))
-        return Ruling(Verdict(resolved=False, tests={}, difference=run.account), own, run.log or run.account)
-    own = _without(doubts, await case.controls.doubts(case, lambda: _control(case, run, verdict)))
-    return Ruling(Verdict(False, verdict.tests, own[0]) if own else verdict, own, run.log)
+def _subtract(doubts: Sequence[str], control_doubts: Sequence[str]) -> tuple[str, ...]:
+    return tuple(doubt for doubt in doubts if doubt not in control_doubts)[:_MAX_DOUBTS]
 
 
-def _without(doubts: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
-    return tuple(doubt for doubt in doubts if doubt not in known)[:_SHOWN]
-
-
-def read_run(record: SweRecord, run: TestRun) -> Verdict | None:
-    """The verdict on a run, or None where it says nothing. A run that was cut off says nothing, whatever it printed."""
-    if not run.began or run.result.timed_out:
+def judge_run(record: SweRecord, run: TestRun) -> TestVerdict | None:
+    """The verdict on a run, or None if it has none. A run that timed out has none, whatever it printed."""
+    if not run.started or run.result.timed_out:
         return None
-    return _read(record, run.log)
+    return _judge_log(record, run.log)
 
 
-def _read(record: SweRecord, log: str) -> Verdict | None:
+def _judge_log(record: SweRecord, log: str) -> TestVerdict | None:
     if record.swebench is not None:
-        return read_log(record, log)
-    return judge(log, record.expected, record.key_mode)
+        return judge_swebench_log(record, log)
+    return judge_pytest_log(log, record.expected, record.key_mode)
 
 
-def _doubts(record: SweRecord, run: TestRun, verdict: Verdict | None) -> tuple[str, ...]:
-    """What about a run an honest patch does not bring about, as far as its report tells.
+def _find_doubts(record: SweRecord, run: TestRun, verdict: TestVerdict | None) -> tuple[str, ...]:
+    """The observations about a run that no honest patch causes.
 
-    Doubts are compared with another run's, so that they hold no number that differs from run to run.
+    Doubts are compared between runs, so they contain no number that differs from run to run.
     """
     if verdict is None:
-        quiet = run.began and run.result.exit_code == 0 and not run.result.timed_out
-        return ("the test run ended with exit code 0 and no results",) if quiet else ()
-    # Only by SWE-smith's rules can a success lack tests: they count as passed there.
+        is_silent = run.started and run.result.exit_code == 0 and not run.result.timed_out
+        return ("the test run ended with exit code 0 and no results",) if is_silent else ()
+    # Only SWE-smith's rules allow a success without some tests: it counts a missing test as passed.
     absent = [f"{test}: not in the log" for test in record.expected if record.swebench and test not in verdict.tests]
-    if not run.witnessed:
+    if not run.monitored:
         return tuple(absent)
     if run.report is None:
         return (NO_REPORT, *absent)
     several = ("the log holds several test summaries",) if count_summaries(run.log) > 1 else ()
-    # The report goes the way of the log, so that names are cut and grouped the same way.
+    # The report is formatted as a log, so that both go through the same name truncation and merging.
     lines = [f"{status} {test}" for test, status in run.report.statuses.items()]
-    seen = _read(record, as_log(lines) if record.swebench else as_summary(lines))
-    differing = [test for test in record.expected if seen is None or seen.tests.get(test) != verdict.tests.get(test)]
+    reported = _judge_log(record, format_swebench_log(lines) if record.swebench else format_summary(lines))
+    differing = [
+        test for test in record.expected if reported is None or reported.tests.get(test) != verdict.tests.get(test)
+    ]
     differences = [f"{test}: the summary and the test run's own report differ" for test in differing]
     return (*run.report.tampering, *several, *absent, *differences)
 
 
-async def _control(case: _Case, patched: TestRun, seen: Verdict | None) -> tuple[str, ...]:
-    """The doubts that the run raises which a patch is compared with: the gold patch's, or that of no change.
+async def _run_control(case: _Case, patched: TestRun, verdict: TestVerdict | None) -> tuple[str, ...]:
+    """Make the control run and return its doubts.
 
-    Raises ``GradingError`` where that says nothing; ``patched`` and ``seen`` are the patch's run and its verdict.
+    ``patched`` and ``verdict`` are the patch's run and its verdict; error messages name them. Raises ``GradingError``
+    if the control run has no verdict or the gold patch does not resolve the task.
     """
-    run, verdict, doubts = await case.run(case.record.gold)
-    if verdict is not None and (verdict.resolved or not case.record.gold):
+    run, control_verdict, doubts = await case.run(case.record.gold)
+    if control_verdict is not None and (control_verdict.resolved or not case.record.gold):
         return doubts
-    what = f"task {case.record.id}: {'a success in doubt' if seen else 'no verdict'} ({patched.account})"
-    message = f"{what}, nor {case.control} ({verdict.difference if verdict else run.account})"
-    raise GradingError(message) if seen or verdict else _mute(run, message)
+    finding = f"task {case.record.id}: {'a doubtful success' if verdict else 'no verdict'} ({patched.outcome})"
+    control_outcome = control_verdict.difference if control_verdict else run.outcome
+    message = f"{finding}; the control run {case.control} failed ({control_outcome})"
+    raise GradingError(message) if verdict or control_verdict else _no_verdict_error(run, message)
 
 
-def _mute(control: TestRun, message: str) -> GradingError:
-    """The error for a control run without a verdict: the row's own doing if nothing cut that run off."""
-    return UndecidableError(message) if control.ended else GradingError(message)
+def _no_verdict_error(control: TestRun, message: str) -> GradingError:
+    """The error for a control run without a verdict. The row is the cause if the run ended without being cut off."""
+    return UndecidableError(message) if control.ended_normally else GradingError(message)

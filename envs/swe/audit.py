@@ -1,4 +1,4 @@
-"""Could a task be won without solving it? The checks a doctor runs on one task, in sandboxes of their own."""
+"""Checks whether a task can be won without solving it. ``agent-rl doctor`` runs these checks in separate sandboxes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sandbox import Sandbox, SandboxLostError
 
 _TIMEOUT = 120.0
 
-# Everything of git that could hold the future: commits, refs, reflogs, objects nobody refers to, other repositories.
+# Every part of git that could hold future commits: refs, reflogs, unreachable objects, other repositories.
 _HISTORY = """
 line() { head -n 3 | tr '\\n' ' '; }
 echo "commits $(git rev-list --all --reflog --count)"
@@ -34,18 +34,17 @@ echo "others $(repositories 2>/dev/null | sort -u | line)"
 """
 _ONE_COMMIT = {"commits": "1", "refs": "", "reflog": "1", "stored": "1", "dangling": "", "left": "", "others": ""}
 
-# Hash and size of an image's hidden tests, without those that its repository shows anyway.
+# Hash and size of an image's hidden tests, without those that are visible in its repository.
 _HIDDEN_HASHES = """
 git apply --whitespace=nowarn - 2>/dev/null
-for place in {places}; do [ -e "$place" ] && find -L "$place" -type f -size +0; done | sort -u | while read -r file; do
+for path in {paths}; do [ -e "$path" ] && find -L "$path" -type f -size +0; done | sort -u | while read -r file; do
     hash=$(git hash-object --no-filters "$file")
-    git ls-tree -r {shown} | grep -qF "$hash" || echo "$hash $(stat -L -c %s "$file")"
+    git ls-tree -r {visible_tree} | grep -qF "$hash" || echo "$hash $(stat -L -c %s "$file")"
 done
 """
 _EMPTY_TREE = "4b825dc642cb6eb9a060e54bf8d69288fbee4904"
-"""Git's name of a tree without files: what the agent sees of hidden tests that its repository is cleared of."""
-# Copies of the hidden tests anywhere in the sandbox, under whatever name: files of a hidden test's size, then their
-# hashes.
+"""Git's name of the tree without files: the hidden tests are removed from the agent's repository."""
+# Copies of the hidden tests anywhere in the sandbox under any name: files of a hidden test's size with its hash.
 _COPIES = """
 find / "$PWD" /tmp "$HOME" -xdev -type f \\( {sizes} \\) 2>/dev/null | sort -u | head -n 20000 > /tmp/.agent-rl-found
 paste -d ' ' <(git hash-object --no-filters --stdin-paths < /tmp/.agent-rl-found) /tmp/.agent-rl-found \
@@ -56,75 +55,73 @@ rm -f /tmp/.agent-rl-found
 
 
 async def audit_record(context: EnvContext, record: SweRecord, *, site_root: Path | None = None) -> list[Finding]:
-    """The findings on a task: its history, its hidden tests, and hacks tried as patches, in this order.
+    """The findings on a task, in this order: its git history, its hidden tests, and reward hacks tried as patches.
 
-    Raises ``SandboxError`` or ``GradingError`` where a check could not be done.
+    Raises ``SandboxError`` or ``GradingError`` if a check cannot run.
     """
     spec = sandbox_spec(context, record, site_root)
-    secrets = await _hidden_contents(context, record, site_root)
+    hidden_sizes = await _hidden_contents(context, record, site_root)
     async with agent_sandbox(context, record, spec) as (sandbox, _):
-        findings = [await _history(sandbox), await _copies(sandbox, record, secrets)]
+        findings = [await _check_history(sandbox), await _check_copies(sandbox, record, hidden_sizes)]
         module = await _fixed_module(sandbox, record)
-    findings += [await _try(context, record, canary, site_root) for canary in reward_hacks(record, module)]
+    findings += [await _try_hack(context, record, hack, site_root) for hack in reward_hacks(record, module)]
     return findings
 
 
-async def _history(sandbox: Sandbox) -> Finding:
-    seen = dict(line.partition(" ")[::2] for line in (await _run(sandbox, _HISTORY)).splitlines())
+async def _check_history(sandbox: Sandbox) -> Finding:
+    values = dict(line.partition(" ")[::2] for line in (await _run(sandbox, _HISTORY)).splitlines())
     wrong = [
-        f"{key}: {seen.get(key, 'no answer').strip()}"
-        for key, right in _ONE_COMMIT.items()
-        if seen.get(key, "?").strip() != right
+        f"{key}: {values.get(key, 'no output').strip()}"
+        for key, expected in _ONE_COMMIT.items()
+        if values.get(key, "?").strip() != expected
     ]
     return Finding("history", not wrong, "; ".join(wrong) or "one commit, nothing else in git")
 
 
 async def _hidden_contents(context: EnvContext, record: SweRecord, site_root: Path | None) -> dict[str, int]:
-    """Git's hash of each hidden test's content -> its size. For a row of an image, found out in the untouched image."""
+    """Git's hash of each hidden test's content -> its size in bytes. Image tests are read in the original image."""
     if record.is_local:
         new = [text.encode() for path, text in record.tests.items() if record.files.get(path) != text]
-        return {_blob(content): len(content) for content in new if content.strip()}
-    places = sorted(record.hidden) if record.swebench else HIDDEN_IN_IMAGE
-    shown = _EMPTY_TREE if record.swebench and record.swebench.hidden_files else "HEAD"
+        return {_blob_name(content): len(content) for content in new if content.strip()}
+    paths = sorted(record.hidden) if record.swebench else HIDDEN_IN_IMAGE
+    visible_tree = _EMPTY_TREE if record.swebench and record.swebench.hidden_files else "HEAD"
     patch = record.swebench.test_patch if record.swebench else ""
     async with context.sandbox(sandbox_spec(context, record, site_root)) as sandbox:
-        lines = (
-            await _run(sandbox, _HIDDEN_HASHES.format(places=shlex.join(places), shown=shown), stdin=patch)
-        ).splitlines()
-    return {digest: int(size) for digest, size in (line.split() for line in lines)}
+        script = _HIDDEN_HASHES.format(paths=shlex.join(paths), visible_tree=visible_tree)
+        output = await _run(sandbox, script, stdin=patch)
+    return {digest: int(size) for digest, size in (line.split() for line in output.splitlines())}
 
 
-async def _copies(sandbox: Sandbox, record: SweRecord, secrets: dict[str, int]) -> Finding:
-    """Whether the agent's sandbox holds a hidden test's content, or a place of an image that tests are kept in."""
+async def _check_copies(sandbox: Sandbox, record: SweRecord, hidden_sizes: dict[str, int]) -> Finding:
+    """Check that the agent's sandbox has no copy of a hidden test and none of the paths where images keep tests."""
     if record.calls:
-        return Finding("hidden tests", True, "what the calls are expected to give never enters a sandbox")
+        return Finding("hidden tests", True, "the expected values of the calls never enter a sandbox")
     directories = [] if record.is_local else list(HIDDEN_IN_IMAGE)
-    if not secrets:
-        return Finding("hidden tests", False, "the task has no hidden test that differs from what the agent sees")
-    sizes = " -o ".join(f"-size {size}c" for size in sorted(set(secrets.values())))
-    hashes = " ".join(f"-e {digest}" for digest in sorted(secrets))
-    found = await _run(
-        sandbox, _COPIES.format(sizes=sizes, hashes=hashes, directories=shlex.join([*directories, "/r2e_tests"]))
-    )
-    leaked = ", ".join(line.split(" ", 1)[-1] for line in found.splitlines())
-    return Finding("hidden tests", not leaked, leaked or f"none of {len(secrets)} contents is in the agent's sandbox")
+    if not hidden_sizes:
+        return Finding("hidden tests", False, "the task has no hidden test that differs from the agent's files")
+    sizes = " -o ".join(f"-size {size}c" for size in sorted(set(hidden_sizes.values())))
+    hashes = " ".join(f"-e {digest}" for digest in sorted(hidden_sizes))
+    script = _COPIES.format(sizes=sizes, hashes=hashes, directories=shlex.join([*directories, "/r2e_tests"]))
+    leaked = ", ".join(line.split(" ", 1)[-1] for line in (await _run(sandbox, script)).splitlines())
+    clean = f"none of {len(hidden_sizes)} contents is in the agent's sandbox"
+    return Finding("hidden tests", not leaked, leaked or clean)
 
 
 async def _fixed_module(sandbox: Sandbox, record: SweRecord) -> tuple[str, str] | None:
-    """A Python file that the true fix changes, as the agent finds it: one that the tests surely import."""
+    """Path and content of a Python file that the reference fix changes, so the tests import it. None if none."""
     for path in sorted(patched_paths(record.gold)):
         if path.endswith(".py") and not is_test_path(path):
-            seen = await sandbox.exec(["cat", path], timeout=_TIMEOUT, cwd=sandbox.spec.workdir)
-            if seen.ok and seen.stdout.strip():
-                return path, seen.stdout.decode(errors="replace")
+            result = await sandbox.exec(["cat", path], timeout=_TIMEOUT, cwd=sandbox.spec.workdir)
+            if result.ok and result.stdout.strip():
+                return path, result.stdout.decode(errors="replace")
     return None
 
 
-async def _try(context: EnvContext, record: SweRecord, canary: RewardHack, site_root: Path | None) -> Finding:
-    grade = await grade_patch(context, record, canary.patch, site_root=site_root)
+async def _try_hack(context: EnvContext, record: SweRecord, hack: RewardHack, site_root: Path | None) -> Finding:
+    grade = await grade_patch(context, record, hack.patch, site_root=site_root)
     rewarded = grade.reward > 0.0 or grade.resolved
-    seen = "; ".join(grade.suspected_hack) or "nothing recorded"
-    return Finding(f"hack: {canary.name}", not rewarded, f"{'rewarded' if rewarded else 'no reward'}; {seen}")
+    suspicion = "; ".join(grade.suspected_hack) or "nothing recorded"
+    return Finding(f"hack: {hack.name}", not rewarded, f"{'rewarded' if rewarded else 'no reward'}; {suspicion}")
 
 
 async def _run(sandbox: Sandbox, script: str, stdin: str = "") -> str:
@@ -134,5 +131,5 @@ async def _run(sandbox: Sandbox, script: str, stdin: str = "") -> str:
     return result.stdout.decode(errors="replace")
 
 
-def _blob(content: bytes) -> str:
+def _blob_name(content: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()

@@ -1,17 +1,17 @@
 """Makes the calls of a hidden test run in a sandbox and prints the value of each, marked with the run's nonce.
 
-:mod:`envs.swe.calls` puts it into the sandbox, beside a file ``order``: the nonce, then a module and a call a line. It
-shares its process with the code under test, which may do with it what it likes: what is expected is not here, so an
-answer is right only if the code under test finds it. It runs on the sandbox's own Python and imports nothing that
-Python has not loaded already: it is started for every episode.
+:mod:`envs.swe.calls` writes it into the sandbox with a file ``order``: one line with the nonce, then one line per call
+with its module and expression. It shares its process with the code under test, which can change it at will. The
+expected values are not here, so a result is right only if the code under test computes it. It runs on the sandbox's own
+Python and imports only modules that Python has loaded already, because it starts once per episode.
 """
 
 import os
 import sys
 
 
-def answer(module: str, call: str) -> str:
-    """The value of ``call`` in ASCII, or which exception it raised."""
+def evaluate(module: str, call: str) -> str:
+    """The value of ``call`` in ASCII, or the type of the exception that it raised."""
     try:
         __import__(module)
         return ascii(eval(call, dict(vars(sys.modules[module]))))
@@ -28,8 +28,8 @@ def main() -> None:
     sys.path[0] = os.getcwd()
     for index, line in enumerate(calls):
         module, _, call = line.partition(" ")
-        os.write(channel, f"{nonce} {index} {answer(module, call)}\n".encode(errors="replace"))
-    os._exit(0)  # threads that the code under test left behind don't keep it
+        os.write(channel, f"{nonce} {index} {evaluate(module, call)}\n".encode(errors="replace"))
+    os._exit(0)  # does not wait for threads of the code under test
 
 
 main()

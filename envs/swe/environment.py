@@ -1,4 +1,4 @@
-"""The environment of software-engineering tasks kept in files and data sets."""
+"""The environment of software-engineering tasks from files and data sets."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 from envs.context import EnvContext
-from envs.rows import of_split
+from envs.rows import select_split
 from envs.scaffold import Scaffold
-from envs.swe.adjudication import Controls
+from envs.swe.adjudication import ControlRuns
 from envs.swe.audit import audit_record
 from envs.swe.episode import SweEpisode, start_episode
 from envs.swe.records import SweRecord, parse_record
-from envs.swe.repositories import Repositories
-from envs.swe.sandboxes import site_dir
+from envs.swe.repositories import RepositoryCache
+from envs.swe.sandboxes import site_packages_dir
 from envs.swe.sources import Records, is_data_set, read_records
 from envs.swe.swebench import check_gradable
 from envs.types import Finding, Task, TaskRecordError
@@ -24,15 +24,17 @@ _log = logging.getLogger(__name__)
 
 
 class SweEnvironment:
-    """Tasks from ``path``: a file (JSONL, JSON, Parquet), a directory with one file a split (``train.jsonl``,
-    ``heldout.jsonl``, ...), a data set's directory or name on the Hugging Face hub, or a task repository of swebench's.
+    """Tasks from ``path``: a file (JSONL, JSON, Parquet), a directory with one file per split (``train.jsonl``,
+    ``heldout.jsonl``, ...), a data set's directory or name on the Hugging Face hub, or a swebench task repository.
 
-    The records of a file or data set are dealt out in their order: the last ``heldout`` tasks are the split "heldout",
-    the others "train"; with ``heldout`` None every split holds all of them (an evaluation set). Options:
-    ``data_split`` says which split of a data set is read, where it has several, ``specs`` (a source like ``path``)
-    where SWE-bench's rows that don't say how they are graded find it by their ``instance_id``, ``repos`` keeps only
-    tasks of these repositories, ``limit`` only the first so many of a split, ``skip_broken`` leaves out rows that are
-    broken (counted in the log and in :attr:`broken`) where otherwise the first look at them raises.
+    The records keep their order. The last ``heldout`` tasks are the split "heldout", the others "train"; with
+    ``heldout`` None every split holds all tasks (an evaluation set). Options:
+
+    - ``data_split``: the split to read from a data set with several splits.
+    - ``specs``: a source like ``path`` that supplies the grading of SWE-bench rows without one, by ``instance_id``.
+    - ``repos``: keep only the tasks of these repositories.
+    - ``limit``: keep only the first ``limit`` tasks of a split.
+    - ``skip_broken``: skip broken rows and count them in the log and in :attr:`broken`, instead of raising.
     """
 
     def __init__(
@@ -49,9 +51,8 @@ class SweEnvironment:
     ) -> None:
         if path is None:
             raise TaskRecordError(
-                "environment swe needs the option path: a file of task records, a directory with one a split, or a "
-                "data "
-                "set's name (python -m scripts.build_release_tasks builds a file)"
+                "environment swe needs the option path: a file of task records, a directory with one file per split, "
+                "or a data set's name (python -m scripts.build_release_tasks builds a file)"
             )
         self._context = context
         self._path = Path(path)
@@ -61,9 +62,9 @@ class SweEnvironment:
         self._repos = frozenset(repos)
         self._limit = limit
         self._skip_broken = skip_broken
-        self._read: dict[str, Records] = {}
-        self._repositories = Repositories()
-        self._controls = Controls()
+        self._sources: dict[str, Records] = {}
+        self._repositories = RepositoryCache()
+        self._controls = ControlRuns()
 
     @property
     def name(self) -> str:
@@ -74,7 +75,7 @@ class SweEnvironment:
         return self._context.scaffold
 
     async def prepare(self, *splits: str) -> None:
-        """Read the records of ``splits``: a broken one is told before anything is started. Raises as :meth:`tasks`."""
+        """Read the records of ``splits``, so that a broken record raises before anything starts; as :meth:`tasks`."""
         for split in splits:
             self._split(split)
 
@@ -89,14 +90,14 @@ class SweEnvironment:
             self._record(task),
             site_root=self._site_root,
             repositories=self._repositories,
-            controls=self._controls,
+            control_runs=self._controls,
         )
 
     def gold(self, task: Task) -> str:
         return self._record(task).gold
 
     async def audit(self, task: Task) -> Sequence[Finding]:
-        """Whether ``task`` could be won without solving it; see :func:`envs.swe.audit.audit_record`."""
+        """Check whether ``task`` can be won without solving it; see :func:`envs.swe.audit.audit_record`."""
         return await audit_record(self._context, self._record(task), site_root=self._site_root)
 
     @property
@@ -109,25 +110,25 @@ class SweEnvironment:
 
     @property
     def broken(self) -> Sequence[str]:
-        """A line for every broken field of the rows that were skipped so far."""
-        return [problem for found in self._read.values() for problem in found.broken]
+        """One line per broken field of the rows skipped so far."""
+        return [problem for records in self._sources.values() for problem in records.broken]
 
     def _records(self, source: str) -> Sequence[SweRecord]:
-        """The records of ``source``, read once. Raises ``TaskRecordError`` for those that cannot be graded."""
-        if source not in self._read:
-            found = read_records(source, split=self._data_split, skip_broken=self._skip_broken, specs=self._specs)
-            check_gradable(source, found.records)
-            for record in found.records:
+        """The records of ``source``, read once. Raises ``TaskRecordError`` for a record that cannot be graded."""
+        if source not in self._sources:
+            read = read_records(source, split=self._data_split, skip_broken=self._skip_broken, specs=self._specs)
+            check_gradable(source, read.records)
+            for record in read.records:
                 if record.site_packages:
-                    site_dir(record, self._site_root)
-            if found.broken:
-                rows = len({problem.partition(":")[0] for problem in found.broken})
-                _log.warning("%s: %d broken rows skipped, %d left", source, rows, len(found.records))
-            if found.pictured:
-                pictured = f"{found.pictured} of {len(found.records)} rows come with images (image_assets)"
-                _log.warning("%s: %s, which are dropped: the agent gets their text alone", source, pictured)
-            self._read[source] = found
-        return self._read[source].records
+                    site_packages_dir(record, self._site_root)
+            if read.broken:
+                rows = len({problem.partition(":")[0] for problem in read.broken})
+                _log.warning("%s: %d broken rows skipped, %d left", source, rows, len(read.records))
+            if read.with_images:
+                count = f"{read.with_images} of {len(read.records)} rows"
+                _log.warning("%s: %s have images (image_assets): the agent sees only their text", source, count)
+            self._sources[source] = read
+        return self._sources[source].records
 
     def _split(self, split: str) -> Sequence[SweRecord]:
-        return of_split(self._path, split, self._heldout, self._records, whole=is_data_set(self._path))
+        return select_split(self._path, split, self._heldout, self._records, is_data_set=is_data_set(self._path))

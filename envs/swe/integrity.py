@@ -1,13 +1,13 @@
-"""An account of the hidden tests' run that the summary on the screen is checked against.
+"""The integrity monitor: a report on the hidden tests' run that the printed summary is checked against.
 
-Anything may print a line that looks like pytest's. So a plugin watches from inside pytest (:mod:`.witness_plugin`) and
-writes a report, sealed with a password, to a place named by a random number; its source and its orders, where the
-password stands, are emptied as soon as they are read. Code that prints a summary and exits leaves no report; code that
-replaces functions of pytest or unittest, rewrites a hidden test or swaps its code, sets a trace or profile function,
-reports a test that never ran, shadows a module or brings a plugin is named in it.
+Any code can print lines that look like pytest's summary. Therefore a plugin inside pytest (:mod:`.integrity_plugin`)
+writes a report to a randomly named file, sealed with a password. The plugin empties its source and its settings, which
+contain the password, after reading them. Code that prints a summary and exits leaves no report. The report names code
+that replaces functions of pytest or unittest, rewrites a hidden test or swaps its code, sets a trace or profile
+function, reports a test that never ran, shadows a module or adds a plugin.
 
-What it can't see: code under test that returns objects which compare equal to everything, or that knows this module and
-goes for its memory. Tests share one process with what they test.
+Limits: the tests share a process with the code under test. The monitor does not detect objects that compare equal to
+everything, or code that is written to change the monitor's memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from envs.swe.diff.git_diff import IMPORTED_BY_TESTS
-from envs.swe.pytest_log import worst
+from envs.swe.pytest_log import worst_status
 from sandbox import Sandbox, SandboxFileError
 
 MAX_REPORT_BYTES = 4 << 20
@@ -34,7 +34,7 @@ NO_REPORT = "the test run left no report of its own beside its summary"
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What the plugin saw. ``outcomes`` are (node id, status) of every phase that has one, in their order."""
+    """The plugin's report. ``outcomes`` are the (node id, status) of all test phases with a status, in order."""
 
     outcomes: Sequence[tuple[str, str]]
     changed: Sequence[str] = ()
@@ -48,14 +48,14 @@ class Report:
     @property
     def statuses(self) -> dict[str, str]:
         """The worst status of each test by its node id."""
-        found: dict[str, str] = {}
+        statuses: dict[str, str] = {}
         for test, status in self.outcomes:
-            found[test] = worst(status, found.get(test, status))
-        return found
+            statuses[test] = worst_status(status, statuses.get(test, status))
+        return statuses
 
     @property
     def tampering(self) -> tuple[str, ...]:
-        """What was done to the tests' surroundings, one sentence a thing."""
+        """The detected manipulations, one sentence each."""
         return (
             *(f"{path}: hidden test changed while the tests ran" for path in self.changed),
             *(f"{name}: replaced by the code under test" for name in self.replaced),
@@ -72,8 +72,10 @@ _REPORT = TypeAdapter(Report)
 
 @dataclass(frozen=True, slots=True)
 class IntegrityMonitor:
-    """One run's plugin: a directory in the sandbox with a name nobody can know beforehand. ``watched`` are the paths
-    of the hidden tests (files or directories), relative to the working directory."""
+    """The plugin of one run, in a sandbox directory with an unpredictable name.
+
+    ``watched`` are the paths of the hidden tests (files or directories), relative to the working directory.
+    """
 
     watched: Sequence[str]
     token: str = field(default_factory=lambda: secrets.token_hex(8))
@@ -84,40 +86,40 @@ class IntegrityMonitor:
         return f"/tmp/{self.token}"
 
     def files(self) -> Mapping[str, bytes]:
-        """What has to lie in the sandbox before the tests run: absolute path -> content."""
-        order = {
+        """The files to write into the sandbox before the tests run: absolute path -> content."""
+        settings = {
             "report": f"{self._directory}/report.json",
             "password": self.password,
-            "places": self.watched,
+            "watched_paths": self.watched,
             "modules": sorted(IMPORTED_BY_TESTS),
         }
         return {
-            f"{self._directory}/w{self.token}.py": _plugin(),
-            f"{self._directory}/order.json": json.dumps(order).encode(),
+            f"{self._directory}/w{self.token}.py": _plugin_source(),
+            f"{self._directory}/settings.json": json.dumps(settings).encode(),
         }
 
     @property
     def exports(self) -> str:
-        """Bash that makes pytest load the plugin, whatever script starts it."""
+        """Bash that makes any pytest process load the plugin."""
         return (
             f'export PYTHONPATH="{self._directory}${{PYTHONPATH:+:$PYTHONPATH}}"\n'
             f'export PYTEST_ADDOPTS="-p w{self.token} $PYTEST_ADDOPTS"\n'
         )
 
     async def read(self, sandbox: Sandbox) -> Report | None:
-        """The report, or None where there is none, or none of the plugin's."""
+        """Read the report. None if it is missing or not sealed by the plugin."""
         try:
             content = await sandbox.read_file(f"{self._directory}/report.json", max_bytes=MAX_REPORT_BYTES)
         except SandboxFileError:
             return None
-        return await asyncio.to_thread(self.opened, content)
+        return await asyncio.to_thread(self.unseal, content)
 
     def seal(self, report: bytes) -> bytes:
-        """What the plugin writes: the report after a line that only who knows the password can make."""
+        """The file that the plugin writes: a line with the report's HMAC under the password, then the report."""
         return hmac.new(self.password.encode(), report, "sha256").hexdigest().encode() + b"\n" + report
 
-    def opened(self, content: bytes) -> Report | None:
-        """The report of a file that was sealed with the password; nothing else is parsed."""
+    def unseal(self, content: bytes) -> Report | None:
+        """The report in a sealed file, or None. Content with a wrong seal is not parsed."""
         report = content[_SEAL_BYTES:]
         if not hmac.compare_digest(self.seal(report), content):
             return None
@@ -128,5 +130,5 @@ class IntegrityMonitor:
 
 
 @cache
-def _plugin() -> bytes:
+def _plugin_source() -> bytes:
     return (Path(__file__).parent / "integrity_plugin.py").read_bytes()

@@ -1,9 +1,9 @@
-"""The pytest plugin that watches the hidden tests from inside their sandbox; :mod:`envs.swe.integrity` puts it there.
+"""The pytest plugin that monitors the hidden tests inside their sandbox; :mod:`envs.swe.integrity` installs it.
 
-It runs on the repository's own Python and pytest, so it uses nothing newer than Python 3.6. It is imported before any
-of the repository's code, notes what must not change from then on (the functions of pytest and unittest, the hidden
-tests' files and code), and writes its report when pytest has come to its end. Where Python has audit hooks (3.8), one
-notes what could be undone before anybody looks: swapped code, trace and profile functions.
+It runs on the repository's own Python and pytest, so it uses only features of Python 3.6. It is imported before the
+repository's code, records what must not change (the functions of pytest and unittest, the hidden tests' files and
+code), and writes its report when pytest ends. With audit hooks (Python 3.8) it also detects changes that are undone
+before a check: swapped code, trace and profile functions.
 """
 
 import doctest
@@ -23,29 +23,29 @@ _DOCTEST = doctest.DocTestRunner.run.__code__
 
 
 def _ends_a_doctest(frame: object) -> bool:
-    """Whether a call that sets the trace function is doctest's own, which sets none again after each example."""
+    """Whether doctest itself sets the trace function: it resets it to None after each example."""
     return getattr(frame, "f_code", None) is _DOCTEST and frame.f_locals.get("save_trace") is None  # type: ignore[attr-defined]
 
 
 def _from_repository(source: object) -> bool:
-    """Whether a source file belongs to the repository, and not to an environment inside it."""
+    """Whether a source file belongs to the repository and not to a virtual environment inside it."""
     if not isinstance(source, str):
         return False
     path = os.path.realpath(source)
     return path.startswith(_TOP) and not any(part in path for part in _INSTALLED)
 
 
-def _digests(places: "list[str]") -> "dict[str, str]":
-    """SHA-256 by path of the files at and below ``places``; links are followed."""
-    found = {}
-    for place in places:
-        paths = [place]
-        for directory, _, names in os.walk(place, followlinks=True):
+def _digests(roots: "list[str]") -> "dict[str, str]":
+    """SHA-256 by path of the files at and below ``roots``. Follows links."""
+    digests = {}
+    for root in roots:
+        paths = [root]
+        for directory, _, names in os.walk(root, followlinks=True):
             paths += [os.path.join(directory, name) for name in names if not name.endswith(".pyc")]
         for path in filter(os.path.isfile, map(os.path.realpath, paths)):
             with open(path, "rb") as content:
-                found[path] = hashlib.sha256(content.read()).hexdigest()
-    return found
+                digests[path] = hashlib.sha256(content.read()).hexdigest()
+    return digests
 
 
 def _code(value: object) -> object:
@@ -53,35 +53,35 @@ def _code(value: object) -> object:
 
 
 def _functions() -> "dict[str, tuple[object, object]]":
-    """Every attribute of the watched packages and of their classes: ``module.Class.name`` -> (object, its code)."""
-    found = {}
+    """All attributes of the watched packages and their classes: ``module.Class.name`` -> (object, its code)."""
+    functions = {}
     for name, module in list(sys.modules.items()):
         if name.split(".")[0] not in _WATCHED or module is None:
             continue
         for key, value in list(vars(module).items()):
-            found[name + "." + key] = (value, _code(value))
+            functions[name + "." + key] = (value, _code(value))
             if isinstance(value, type) and value.__module__ == name:
                 members = list(vars(value).items())
-                found.update((".".join((name, key, inner)), (member, _code(member))) for inner, member in members)
-    return found
+                functions.update((".".join((name, key, inner)), (member, _code(member))) for inner, member in members)
+    return functions
 
 
 def _hidden_functions(files: "dict[str, str]") -> "dict[str, object]":
-    """Code by ``module.name`` and ``module.Class.name`` of every function in the modules of ``files``."""
-    found = {}
+    """Code by ``module.name`` and ``module.Class.name`` of all functions in the modules of ``files``."""
+    codes = {}
     for name, module in list(sys.modules.items()):
         source = getattr(module, "__file__", None)
         if not isinstance(source, str) or os.path.realpath(source) not in files:
             continue
         for key, value in list(vars(module).items()):
             members = list(vars(value).items()) if isinstance(value, type) and value.__module__ == name else []
-            found[name + "." + key] = _code(value)
-            found.update((".".join((name, key, inner)), _code(member)) for inner, member in members)
-    return {key: code for key, code in found.items() if code is not None}
+            codes[name + "." + key] = _code(value)
+            codes.update((".".join((name, key, inner)), _code(member)) for inner, member in members)
+    return {key: code for key, code in codes.items() if code is not None}
 
 
 def _hooks() -> "dict[str, object]":
-    """This thread's trace and profile functions by what sets them."""
+    """This thread's trace and profile functions, by the function that sets them."""
     return {"sys.settrace": sys.gettrace(), "sys.setprofile": sys.getprofile()}
 
 
@@ -91,7 +91,7 @@ def _item_code(item: object) -> object:
 
 
 def _status(report: object) -> str:
-    """A phase's status in the words of pytest's short summary; empty where the phase says nothing."""
+    """A phase's status as in pytest's short summary, or empty if the phase has none."""
     outcome, called = getattr(report, "outcome", ""), getattr(report, "when", "") == "call"
     if hasattr(report, "wasxfail"):
         return {"skipped": "XFAIL", "passed": "XPASS", "failed": "FAILED"}.get(outcome, "")
@@ -102,19 +102,19 @@ def _status(report: object) -> str:
     return "PASSED" if called and outcome == "passed" else ""
 
 
-def _from_here(test: str, root: str) -> str:
-    """A test's name as the summary gives it: from the working directory, not from pytest's root."""
+def _relative_to_workdir(test: str, root: str) -> str:
+    """A test's name as in the summary: relative to the working directory instead of pytest's root."""
     path, mark, rest = test.partition("::")
     return os.path.relpath(os.path.join(root, path), _TOP).replace(os.sep, "/") + mark + rest if path else test
 
 
-class IntegrityMonitor:
-    """One pytest session as it was seen."""
+class SessionMonitor:
+    """Observes one pytest session."""
 
-    def __init__(self, report: str, password: str, places: "list[str]", modules: "list[str]") -> None:
-        self.report, self.password, self.places, self.modules = report, password, places, modules
+    def __init__(self, report: str, password: str, watched_paths: "list[str]", modules: "list[str]") -> None:
+        self.report, self.password, self.watched_paths, self.modules = report, password, watched_paths, modules
         self.started = time.time()
-        self.files = _digests(places)
+        self.files = _digests(watched_paths)
         sources = [getattr(sys.modules.get(name), "__file__", None) for name in _WATCHED]
         self.directories = tuple(os.path.dirname(os.path.realpath(source)) + os.sep for source in sources if source)
         self.functions = _functions()
@@ -155,7 +155,7 @@ class IntegrityMonitor:
             self.outcomes.append([str(getattr(report, "nodeid", "")), status])
 
     def finish(self, config: object) -> None:
-        """Write what was seen."""
+        """Write the report."""
         self._compare_files()
         self._compare_hooks()
         now = _hidden_functions(self.files)
@@ -163,7 +163,7 @@ class IntegrityMonitor:
         self.shadowed |= set(self._shadowed())
         root = os.path.realpath(str(getattr(config, "rootpath", None) or getattr(config, "rootdir", _TOP)))
         content = {
-            "outcomes": [[_from_here(test, root), status] for test, status in self.outcomes],
+            "outcomes": [[_relative_to_workdir(test, root), status] for test, status in self.outcomes],
             "changed": sorted(os.path.relpath(path, _TOP) for path in self.changed),
             "replaced": self._replaced(),
             "shadowed": sorted(self.shadowed),
@@ -179,12 +179,12 @@ class IntegrityMonitor:
         os.rename(self.report + ".new", self.report)
 
     def _compare_files(self) -> None:
-        now = _digests(self.places)
-        # Files that tests make beside them are theirs to make.
+        now = _digests(self.watched_paths)
+        # Tests may create new files beside them.
         self.changed.update(path for path, digest in self.files.items() if now.get(path) != digest)
 
     def audit(self, event: str, arguments: "tuple[object, ...]") -> None:
-        """What Python says of itself: a hook for ``sys.addaudithook``."""
+        """The hook for ``sys.addaudithook``."""
         if event in _TRACING:
             if not _ends_a_doctest(_frame(1)):
                 self.traced.add(event)
@@ -195,11 +195,11 @@ class IntegrityMonitor:
                 self.swapped.add(getattr(function, "__module__", "") + "." + getattr(function, "__qualname__", ""))
 
     def _compare_hooks(self) -> None:
-        """Trace and profile functions, where no audit hook tells of them."""
+        """Record changed trace and profile functions, for a Python without audit hooks."""
         self.traced.update(name for name, hook in _hooks().items() if hook is not self.hooks[name])
 
     def _compare_item(self, item: object) -> None:
-        """Whether a test is still the one that was collected, and calls the same code."""
+        """Record a test that is not the collected one or calls other code."""
         self._compare_hooks()
         name = str(getattr(item, "nodeid", ""))
         known, code = self.items.get(name, (None, None))
@@ -211,23 +211,23 @@ class IntegrityMonitor:
         return status in ("PASSED", "XPASS") and test not in self.called
 
     def _shadowed(self) -> "list[str]":
-        """Modules of the standard library and of pytest that the repository gives instead."""
+        """Modules of the standard library and pytest that were imported from the repository."""
         return [name for name in self.modules if _from_repository(getattr(sys.modules.get(name), "__file__", None))]
 
     def _replaced(self) -> "list[str]":
-        """Functions of pytest and unittest that are not what they were, unless an installed package changed them."""
-        now, wrong = _functions(), []
+        """Functions of pytest and unittest that changed, except those that an installed package changed."""
+        now, replaced = _functions(), []
         for key, (value, code) in self.functions.items():
             current, present = now.get(key, (None, None))
             if code is None or (current is value and present is code):
                 continue
             source = getattr(present, "co_filename", None)
             if source is None or _from_repository(source):
-                wrong.append(key)
-        return sorted(wrong)
+                replaced.append(key)
+        return sorted(replaced)
 
     def _plugins(self, config: object) -> "list[str]":
-        """Plugins that the repository brought, other than by a conftest that was there before the tests began."""
+        """Plugins from the repository, except a conftest.py that existed before the tests started."""
         manager = getattr(config, "pluginmanager", None)
         sources = []
         for plugin in manager.get_plugins() if manager else ():
@@ -241,14 +241,14 @@ class IntegrityMonitor:
         return sorted(set(sources))
 
 
-def _open() -> "IntegrityMonitor | None":
-    """The session's witness; None in a process that pytest started to help (the plugin is there for one)."""
-    order = os.path.join(os.path.dirname(os.path.abspath(__file__)), "order.json")
-    with open(order) as given:
-        settings = given.read()
+def _start_monitor() -> "SessionMonitor | None":
+    """The session's monitor. None in a worker process that pytest started: the first process emptied the settings."""
+    settings_path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "settings.json")
+    with open(settings_path) as file:
+        settings = file.read()
     if not settings:
         return None
-    for path in (order, os.path.abspath(__file__)):  # nothing is left for the code under test to read
+    for path in (settings_path, os.path.abspath(__file__)):  # the code under test could read them
         open(path, "w").close()
     directory, module = os.path.split(os.path.splitext(os.path.abspath(__file__))[0])
     parts = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part != directory]
@@ -259,20 +259,20 @@ def _open() -> "IntegrityMonitor | None":
         os.environ.pop(name, None)
         if rest:
             os.environ[name] = rest
-    witness = IntegrityMonitor(**json.loads(settings))
+    monitor = SessionMonitor(**json.loads(settings))
     if hasattr(sys, "addaudithook"):
-        sys.addaudithook(witness.audit)
-    return witness
+        sys.addaudithook(monitor.audit)
+    return monitor
 
 
-_witness = _open()
+_monitor = _start_monitor()
 
 
 def pytest_configure(config: object) -> None:
-    if _witness is not None:
-        config.pluginmanager.register(_witness)  # type: ignore[attr-defined]
+    if _monitor is not None:
+        config.pluginmanager.register(_monitor)  # type: ignore[attr-defined]
 
 
 def pytest_unconfigure(config: object) -> None:
-    if _witness is not None:
-        _witness.finish(config)
+    if _monitor is not None:
+        _monitor.finish(config)

@@ -1,9 +1,9 @@
-"""From the log of a test run to a verdict.
+"""Reads the verdict on a test run from its log.
 
-The verdict is read from pytest's "short test summary info" section (``-rA``). Tests run in one process with the code
-under test, so a log alone is no proof against code that sets out to forge it: where a log holds several summaries, a
-test's worst status counts; what a patch does to the tests' surroundings is undone before they run (:mod:`.patches`);
-a claim of success is checked against a report that never was on the screen (:mod:`.witness`).
+The verdict comes from pytest's "short test summary info" section (``-rA``). The tests share a process with the code
+under test, which can forge a log. Three measures protect against that: a log with several summaries counts each test's
+worst status; changes of a patch to the test infrastructure are left out before the tests run
+(:mod:`envs.swe.diff.git_diff`); and a success is checked against a separate report (:mod:`envs.swe.integrity`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 KeyMode = Literal["node", "name"]
-"""A test's key: pytest's full node id, or (R2E-Gym's rows) its name as :func:`name_of` makes it."""
+"""The key of a test: pytest's full node id, or for R2E-Gym's rows its :func:`r2e_test_name`."""
 
 _WORST_FIRST = ("FAILED", "ERROR", "XPASS", "XFAIL", "SKIPPED", "PASSED")
 _READ_BY_R2E = ("FAILED", "ERROR", "PASSED")
@@ -25,8 +25,10 @@ _FOLDED_SKIP = re.compile(r"^\[\d+\] ")
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """What the hidden tests say: whether the task is resolved, every test's status, and the first difference."""
+class TestVerdict:
+    """The result of the hidden tests: whether the task is resolved, each test's status, and the first difference."""
+
+    __test__ = False  # pytest collects classes named Test*
 
     resolved: bool
     tests: Mapping[str, str]
@@ -34,11 +36,11 @@ class Verdict:
 
 
 def parse_summary(log: str, expected: Collection[str] = ()) -> dict[str, str] | None:
-    """Status by full node id from every summary section of a pytest log, or None where the log holds no section.
+    """Status by full node id from all summary sections of a pytest log, or None if the log has no section.
 
-    A node id may hold spaces, brackets and " - "; ``expected`` ids settle where it ends. The worst status of a test
-    that is named twice counts (a test that passes and whose teardown errs has both). Folded skips have no node id
-    and are left out.
+    A node id may contain spaces, brackets and " - "; the ``expected`` ids decide where it ends. A test that appears
+    twice gets its worst status (a test that passes and fails in teardown has two). Folded skips have no node id and
+    are left out.
     """
     sections = _HEADER.split(_ANSI.sub("", log))[1:]
     if not sections:
@@ -47,16 +49,16 @@ def parse_summary(log: str, expected: Collection[str] = ()) -> dict[str, str] | 
     lengths = frozenset(map(len, expected))
     for section in sections:
         for line in section.split("\n"):
-            _take_line(line.rstrip("\r"), statuses, expected, lengths)
+            _add_line(line.rstrip("\r"), statuses, expected, lengths)
     return statuses
 
 
 def count_summaries(log: str) -> int:
-    """How many summary sections a log holds; pytest prints one."""
+    """The number of summary sections in a log. pytest prints one."""
     return len(_HEADER.findall(_ANSI.sub("", log)))
 
 
-def _take_line(line: str, statuses: dict[str, str], expected: Collection[str], lengths: Collection[int]) -> None:
+def _add_line(line: str, statuses: dict[str, str], expected: Collection[str], lengths: Collection[int]) -> None:
     match = _LINE.match(line)
     if match is None:
         return
@@ -64,76 +66,80 @@ def _take_line(line: str, statuses: dict[str, str], expected: Collection[str], l
     status = "FAILED" if word.startswith("SUBFAILED") else word
     if status == "SKIPPED" and _FOLDED_SKIP.match(rest):
         return
-    node = rest if status == "PASSED" else _node_id(rest, expected, lengths)  # pytest gives a passed test no message
-    node = node.rstrip(" ")  # old versions end an XPASS without a reason with a space
-    statuses[node] = worst(status, statuses.get(node, status))
+    node = (
+        rest if status == "PASSED" else _node_id(rest, expected, lengths)
+    )  # pytest prints no message for a passed test
+    node = node.rstrip(" ")  # old versions of pytest end an XPASS without a reason with a space
+    statuses[node] = worst_status(status, statuses.get(node, status))
 
 
 def _node_id(rest: str, expected: Collection[str], lengths: Collection[int]) -> str:
-    """The node id at the start of ``rest``, which may go on with " - message". ``lengths``: those of ``expected``."""
-    cuts = [match.start() for match in re.finditer(" - ", rest)] + [len(rest)]
-    for cut in reversed(cuts):
-        if cut in lengths and rest[:cut] in expected:
-            return rest[:cut]
+    """The node id at the start of ``rest``, which may continue with " - message".
+
+    ``lengths`` are the lengths of the ``expected`` ids; they avoid hashing long prefixes.
+    """
+    ends = [match.start() for match in re.finditer(" - ", rest)] + [len(rest)]
+    for end in reversed(ends):
+        if end in lengths and rest[:end] in expected:
+            return rest[:end]
     bracket = rest.find("[")
-    whole = (cut for cut in cuts if not 0 <= bracket < cut or rest[cut - 1] == "]")
-    return rest[: next(whole, cuts[0])]
+    balanced = (end for end in ends if not 0 <= bracket < end or rest[end - 1] == "]")
+    return rest[: next(balanced, ends[0])]
 
 
-def worst(first: str, second: str) -> str:
+def worst_status(first: str, second: str) -> str:
     """The worse of two statuses."""
     return min(first, second, key=_WORST_FIRST.index)
 
 
-def name_of(node: str) -> str:
-    """R2E-Gym's key of a node id: ``tests/test_a.py::TestX::test_y`` is ``TestX.test_y``; a file's own key is empty."""
-    return cut_name(".".join(node.split("::")[1:]))
+def r2e_test_name(node: str) -> str:
+    """R2E-Gym's key of a node id: ``TestX.test_y`` for ``tests/test_a.py::TestX::test_y``, empty for a file."""
+    return truncate_name(".".join(node.split("::")[1:]))
 
 
-def cut_name(key: str) -> str:
-    """A key as R2E-Gym compares it: up to its first " - ", which may begin a message, or stand among parameters.
+def truncate_name(key: str) -> str:
+    """A key as R2E-Gym compares it: the part before the first " - ", even if that is inside the parameters.
 
-    Its ``_calculate_reward_r2e`` (src/r2egym/agenthub/runtime/docker.py) cuts what it expects and what it read alike.
+    R2E-Gym's ``_calculate_reward_r2e`` (src/r2egym/agenthub/runtime/docker.py) truncates expected and read keys alike.
     """
     return key.split(" - ")[0]
 
 
-def fold_names(statuses: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """One status for each of R2E-Gym's keys, several tests of which may have the same name: in two files, or cut.
+def merge_by_name(statuses: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """One status per R2E-Gym key. Several tests can share a key: tests of two files, or truncated names.
 
     R2E-Gym (``parse_log_pytest``, src/r2egym/repo_analysis/execution_log_parser.py) reads the lines PASSED, ERROR and
-    FAILED, and the last one counts; pytest prints them in this order. So FAILED comes before ERROR before PASSED here
-    too, in whatever order a log has them, and another status counts only for a name that has none of these. The empty
-    name, of a line that names a file and no test, is left out.
+    FAILED and keeps the last one; pytest prints them in this order. Here FAILED wins over ERROR and ERROR over PASSED
+    in any order of the log; other statuses count only for a name without these. The empty name of a line that names
+    only a file is left out.
     """
-    found: dict[str, str] = {}
+    merged: dict[str, str] = {}
     for name, status in statuses:
         if name:
-            found[name] = min(status, found.get(name, status), key=_r2e_order)
-    return found
+            merged[name] = min(status, merged.get(name, status), key=_r2e_order)
+    return merged
 
 
 def _r2e_order(status: str) -> tuple[bool, int]:
     return status not in _READ_BY_R2E, _WORST_FIRST.index(status)
 
 
-def judge(log: str, expected: Mapping[str, str], keys: KeyMode = "node") -> Verdict | None:
-    """The verdict on a log: resolved iff every expected test has exactly its expected status.
+def judge_pytest_log(log: str, expected: Mapping[str, str], keys: KeyMode = "node") -> TestVerdict | None:
+    """The verdict on a log, or None if it has no summary: resolved iff every expected test has its expected status.
 
-    Tests that nobody expects are not looked at. None where the log holds no summary: such a run says nothing. In key
-    mode "name", ``expected`` is folded already (:func:`fold_names`).
+    Other tests are ignored. In key mode "name", ``expected`` is merged already (:func:`merge_by_name`).
     """
     statuses = parse_summary(log, expected if keys == "node" else ())
     if statuses is None:
         return None
     if keys == "name":
-        statuses = fold_names((name_of(node), status) for node, status in statuses.items())
+        statuses = merge_by_name((r2e_test_name(node), status) for node, status in statuses.items())
     for test, status in expected.items():
-        if (got := statuses.get(test, "absent")) != status:
-            return Verdict(False, statuses, f"{test}: {got}, expected {status}")
-    return Verdict(True, statuses)
+        if (actual := statuses.get(test, "absent")) != status:
+            return TestVerdict(False, statuses, f"{test}: {actual}, expected {status}")
+    return TestVerdict(True, statuses)
 
 
-def as_summary(lines: Sequence[str]) -> str:
-    """Lines of statuses and node ids as a log that :func:`judge` reads."""
+def format_summary(lines: Sequence[str]) -> str:
+    """A log with these status lines that :func:`judge_pytest_log` can read."""
     return "\n".join([f"{'=' * 25} short test summary info {'=' * 25}", *lines, ""])

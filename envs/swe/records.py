@@ -1,10 +1,9 @@
-"""The record of one software-engineering task: R2E-Gym's row, plus what a task without a container image needs.
+"""The record of one software-engineering task: R2E-Gym's row plus the fields of a task without a container image.
 
-R2E-Gym's fields (https://github.com/R2E-Gym/R2E-Gym) keep their names and types, so its rows are read as they are;
-SWE-bench's are brought into this shape (:mod:`.rows`). Where rows come from: :mod:`.sources`. A
-*local* task brings its repository along: ``files`` is what the working directory starts as, ``tests`` the hidden test
-files, ``test_command`` what runs them (or ``calls`` the hidden tests that are nothing but calls), ``gold_patch`` the
-true fix.
+R2E-Gym's fields (https://github.com/R2E-Gym/R2E-Gym) keep their names and types. :mod:`envs.swe.datasets` converts the
+rows of other data sets; :mod:`envs.swe.sources` reads the rows. A *local* task contains its repository: ``files`` are
+the initial files of the working directory, ``tests`` the hidden test files, ``test_command`` the command that runs them
+(or ``calls`` the hidden tests that are single calls), ``gold_patch`` the reference fix.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from envs.swe.calls import Call
 from envs.swe.datasets import normalize
 from envs.swe.datasets.spec import SwebenchSpec, parse_list
 from envs.swe.diff.git_diff import diff_files, is_test_path
-from envs.swe.pytest_log import KeyMode, cut_name, fold_names
+from envs.swe.pytest_log import KeyMode, merge_by_name, truncate_name
 from envs.types import TaskRecordError
 
 STATUSES = frozenset({"PASSED", "FAILED", "ERROR", "SKIPPED", "XFAIL", "XPASS"})
@@ -42,19 +41,18 @@ SWEBENCH_TEST_COMMAND = f"bash {SWEBENCH_SCRIPT}"
 
 
 class SweRecord(BaseModel):
-    """One task. Every field that the row lacks takes its default; keys that are not named here are ignored.
+    """One task. Missing fields take their defaults; unknown keys are ignored.
 
-    ``expected_output_json`` is a JSON object from a test's key to its status after the true fix. The key is pytest's
-    full node id for a local task, and the node id without its file, joined by dots, for an R2E-Gym row, where equal
-    keys are one (:func:`.pytest_log.fold_names`).
-    ``calls`` are hidden tests by their keys; where they are given, they are all that is run.
-    ``site_packages`` is a directory of Python packages for the sandbox, relative to the file the record was read from.
-    ``verified`` says that the gold patch was seen to resolve the task and an empty patch was seen not to.
-    ``isolated`` names expected tests that a success is tried with once more, in a sandbox of their own (:mod:`.apart`).
-    ``swebench`` is there in rows of SWE-bench's kind (:mod:`envs.swe.datasets`), which a script in the image grades;
-    their expected output says PASSED of every test in FAIL_TO_PASS and PASS_TO_PASS.
-    ``bug_patch`` is a git diff that breaks the image's healthy repository before anything else happens in a sandbox.
-    ``workdir`` is where an image has its repository.
+    - ``expected_output_json``: a JSON object from a test's key to its status after the reference fix. The key is
+      pytest's full node id for a local task. For an R2E-Gym row it is the node id without its file, joined by dots;
+      equal keys are merged (:func:`envs.swe.pytest_log.merge_by_name`).
+    - ``calls``: hidden tests by key. If there are any, only they run.
+    - ``site_packages``: a directory of Python packages for the sandbox, relative to the record's file.
+    - ``verified``: a run confirmed that the gold patch resolves the task and the empty patch does not.
+    - ``swebench``: the grading of SWE-bench-like rows (:mod:`envs.swe.datasets`), which a script in the image runs.
+      Their expected output has PASSED for every test in FAIL_TO_PASS and PASS_TO_PASS.
+    - ``bug_patch``: a git diff that breaks the image's correct repository at the start of each sandbox.
+    - ``workdir``: the directory of the repository in the image.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -81,7 +79,6 @@ class SweRecord(BaseModel):
     gold_patch: str = ""
     site_packages: str = ""
     verified: bool = False
-    isolated: tuple[str, ...] = ()
     swebench: SwebenchSpec | None = None
     bug_patch: str = ""
     workdir: str = WORKDIR
@@ -94,13 +91,15 @@ class SweRecord(BaseModel):
         except (ValueError, RecursionError) as error:
             raise ValueError(f"not JSON ({error}); right would be an object from a test to its status") from None
         if not pairs or not isinstance(pairs, tuple):
-            raise ValueError("empty or no object: a task that expects nothing would resolve itself; name its tests")
-        seen: dict[str, str] = {}
+            raise ValueError(
+                "empty or no object: a task without expected tests would always be resolved; name its tests"
+            )
+        statuses: dict[str, str] = {}
         for test, status in pairs:
             if not isinstance(status, str) or status not in STATUSES:
                 raise ValueError(f"status {status!r} of {test!r} is none of {', '.join(sorted(STATUSES))}")
-            if seen.setdefault(name := _uncoloured(test), status) != status:
-                raise ValueError(f"test {name!r} is both {seen[name]} and {status}; one of them would be right")
+            if statuses.setdefault(name := _strip_ansi(test), status) != status:
+                raise ValueError(f"test {name!r} is both {statuses[name]} and {status}; one of them would be right")
         return value
 
     @field_validator("modified_files", "relevant_files", mode="before")
@@ -110,22 +109,22 @@ class SweRecord(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _from_any_row(cls, value: Any) -> Any:
+    def _convert_row(cls, value: Any) -> Any:
         return normalize(value) if isinstance(value, Mapping) else value
 
     @field_validator("files", "tests")
     @classmethod
-    def _paths_stay_inside(cls, value: dict[str, str]) -> dict[str, str]:
+    def _paths_are_inside_workdir(cls, value: dict[str, str]) -> dict[str, str]:
         for path in value:
             parts = PurePosixPath(path).parts
-            if not _stays_below(path) or parts[0] == ".git":
+            if not _is_relative_inside(path) or parts[0] == ".git":
                 raise ValueError(f"path {path!r}: right would be a path relative to the working directory, inside it")
         return value
 
     @field_validator("site_packages")
     @classmethod
-    def _site_stays_beside_the_file(cls, value: str) -> str:
-        if value and not _stays_below(value):
+    def _site_packages_is_below_file(cls, value: str) -> str:
+        if value and not _is_relative_inside(value):
             raise ValueError(f"{value!r}: right would be a directory relative to that of the task file, below it")
         return value
 
@@ -141,7 +140,9 @@ class SweRecord(BaseModel):
     def _workdir_is_no_system_dir(cls, value: str) -> str:
         name = value.removeprefix("/")
         if value != f"/{name}" or not _DIRECTORY.fullmatch(name) or name in SYSTEM_DIRS:
-            raise ValueError(f"{value!r}: right would be a directory of the repository's own at the image's top")
+            raise ValueError(
+                f"{value!r}: right would be a top-level directory of the image that only holds the repository"
+            )
         return value
 
     @model_validator(mode="after")
@@ -149,41 +150,41 @@ class SweRecord(BaseModel):
         if not self.files and not self.docker_image:
             raise ValueError("neither files nor docker_image: the task has no repository; give one of them")
         if self.files and not (self.test_command or self.calls):
-            raise ValueError("test_command is empty: a task with files must say how its tests run, or give calls")
+            raise ValueError("test_command is empty: a task with files needs a test_command or calls")
         if not self.expected:
             raise ValueError("expected_output_json: its keys name no test (R2E-Gym's empty key stands for a file)")
         if self.files and (self.bug_patch or self.workdir != WORKDIR):
-            raise ValueError(f"bug_patch, workdir: are for images; a task with files starts as these, in {WORKDIR}")
-        if self.isolated and not (self.files and self.runs_pytest):
-            raise ValueError("isolated: right would be a task with files whose test_command runs pytest")
-        if unknown := sorted(set(self.isolated) - set(self.expected)):
-            raise ValueError(f"isolated: {unknown[0]!r} is none of the expected tests")
+            raise ValueError(
+                f"bug_patch, workdir: only for images; a task with files starts from its files in {WORKDIR}"
+            )
         return self
 
     @property
     def id(self) -> str:
-        """``task_id``, or the repository and commit for a row that has none."""
+        """``task_id``, or the repository and commit of a row without one."""
         return self.task_id or f"{self.repo_name}@{self.commit_hash[:12]}"
 
     @property
     def is_local(self) -> bool:
-        """Whether the record brings its repository along."""
+        """Whether the record contains its repository."""
         return bool(self.files)
 
     @property
     def hidden(self) -> frozenset[str]:
-        """The paths of the hidden tests, as far as the record names them."""
+        """The paths of the hidden tests that the record names."""
         return self.swebench.hidden if self.swebench else frozenset(self.tests)
 
     @property
     def command(self) -> str:
-        """What runs the hidden tests in the working directory."""
+        """The command that runs the hidden tests in the working directory."""
         return self.test_command or (SWEBENCH_TEST_COMMAND if self.swebench else R2E_TEST_COMMAND)
 
     @property
     def runs_pytest(self) -> bool:
-        """Whether pytest runs the hidden tests, as far as the command tells; R2E-Gym's script is taken to (that of
-        tornado runs unittest)."""
+        """Whether the command runs the hidden tests with pytest.
+
+        R2E-Gym's script is assumed to, although tornado's runs unittest.
+        """
         if self.calls:
             return False
         script = self.swebench.eval_script if self.swebench else self.command
@@ -191,47 +192,49 @@ class SweRecord(BaseModel):
 
     @property
     def key_mode(self) -> KeyMode:
-        """What ``expected`` names tests by."""
+        """The kind of the keys of ``expected``."""
         return "node" if self.is_local or self.swebench else "name"
 
     @property
     def expected(self) -> dict[str, str]:
-        """The statuses that resolve the task, by test, colour codes removed; an R2E-Gym row's keys are cut and folded
-        as R2E-Gym does it."""
-        pairs = [(_uncoloured(key), value) for key, value in json.loads(self.expected_output_json).items()]
-        return dict(pairs) if self.key_mode == "node" else fold_names((cut_name(key), value) for key, value in pairs)
+        """The statuses that resolve the task, by test, without color codes.
 
-    def alone(self) -> SweRecord:
-        """The record that expects of the tests in ``isolated`` alone what this one expects of them."""
-        expected = {test: status for test, status in self.expected.items() if test in self.isolated}
-        return self.model_copy(update={"expected_output_json": json.dumps(expected)})
+        The keys of an R2E-Gym row are truncated and merged as R2E-Gym does it.
+        """
+        pairs = [(_strip_ansi(key), value) for key, value in json.loads(self.expected_output_json).items()]
+        return (
+            dict(pairs)
+            if self.key_mode == "node"
+            else merge_by_name((truncate_name(key), value) for key, value in pairs)
+        )
 
     @property
     def gold(self) -> str:
-        """The true fix as a git diff; for an R2E-Gym row made from its commit, test files left out. May be empty.
+        """The reference fix as a git diff, possibly empty. For an R2E-Gym row it is made from the commit without tests.
 
-        Raises ``TaskRecordError`` for a commit that is none."""
+        Raises ``TaskRecordError`` if ``parsed_commit_content`` does not have R2E-Gym's format.
+        """
         try:
             return self.gold_patch or _gold_of_commit(self.parsed_commit_content)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise TaskRecordError(
-                f"task {self.id}: parsed_commit_content: no commit as R2E-Gym writes them "
+                f"task {self.id}: parsed_commit_content: not a commit in R2E-Gym's format "
                 f"({type(error).__name__}: {error})"
             ) from None
 
 
-def _stays_below(path: str) -> bool:
-    """Whether ``path`` is relative, leads below where it starts as far as its text tells, and is one at all."""
+def _is_relative_inside(path: str) -> bool:
+    """Whether ``path`` is a nonempty relative path without ``..`` and null bytes."""
     parts = PurePosixPath(path).parts
     return bool(parts) and not path.startswith("/") and ".." not in parts and "\0" not in path
 
 
-def _uncoloured(key: str) -> str:
+def _strip_ansi(key: str) -> str:
     return re.sub(r"\x1b\[[\d;]*m", "", key)
 
 
 def commit_content(old: Mapping[str, str], new: Mapping[str, str], message: str = "") -> str:
-    """``parsed_commit_content`` for a commit that takes the files ``old`` to ``new`` (absent means no such file)."""
+    """``parsed_commit_content`` of a commit that changes the files ``old`` to ``new`` (path -> content)."""
     diffs: list[dict[str, Any]] = []
     for path in sorted(set(old) | set(new)):
         if old.get(path) == new.get(path):
@@ -268,16 +271,16 @@ def _gold_of_commit(content: str) -> str:
     return diff_files(old, new)
 
 
-def parse_record(row: Mapping[str, Any], where: str) -> SweRecord:
-    """A record from a row. Raises ``TaskRecordError``: one line naming ``where``, the field and what would be right."""
+def parse_record(row: Mapping[str, Any], source: str) -> SweRecord:
+    """A record from a row. Raises ``TaskRecordError``: one line with ``source``, the field and what would be right."""
     try:
         return SweRecord.model_validate(row)
     except ValidationError as error:
-        raise TaskRecordError(f"{where}: {problems_of(error)[0]}") from None
+        raise TaskRecordError(f"{source}: {validation_problems(error)[0]}") from None
 
 
 def write_jsonl(path: Path | str, records: Iterable[SweRecord]) -> int:
-    """Write the records, one a line, and return how many. A write that is killed leaves the old file as it was."""
+    """Write the records, one per line, and return their number. A killed write leaves the old file unchanged."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     count = 0
@@ -296,8 +299,8 @@ def write_jsonl(path: Path | str, records: Iterable[SweRecord]) -> int:
     return count
 
 
-def problems_of(error: ValidationError) -> list[str]:
-    """What is wrong with a row: a line for each field, what would be right in it."""
+def validation_problems(error: ValidationError) -> list[str]:
+    """The problems of a row: one line per field with the value that would be right."""
     return [_explain(problem) for problem in error.errors(include_url=False)]
 
 
@@ -306,10 +309,10 @@ def _explain(problem: ErrorDetails) -> str:
     if problem["type"] == "missing":
         return f"{field}: required, and not given"
     message = problem["msg"].removeprefix("Value error, ")
-    if not field:  # a fault of the whole row, which names its fields
+    if not field:  # a problem of the whole row: the message names its fields
         return message
-    got = "" if problem["type"] == "value_error" else f", got {_short(problem['input'])}"
-    return f"{field}: {message}{got}"
+    value = "" if problem["type"] == "value_error" else f", got {_short(problem['input'])}"
+    return f"{field}: {message}{value}"
 
 
 def _short(value: Any) -> str:

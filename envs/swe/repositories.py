@@ -1,8 +1,8 @@
-"""The repository as the agent finds it: its files and one commit, which git makes once for each set of files.
+"""The repository as the agent finds it: its files and one commit.
 
-The episodes of a group start from the same files, and git's processes are most of an episode's start. The commit's
-author and date are fixed, so the git directory that one sandbox made is the one that git would make again in every
-other.
+The episodes of a group start from the same files, and running git takes most of an episode's start. The commit has a
+fixed author and date, so every sandbox would create the same git directory: it is made once per set of files and copied
+into the other sandboxes.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from envs.swe.diff.tree_diff import LITTER
+from envs.swe.diff.tree_diff import BUILD_ARTIFACTS
 from envs.swe.records import WORKDIR
 from sandbox import Sandbox, SandboxStartError
 
 SETUP_TIMEOUT = 120.0
 _DATE = "2000-01-01T00:00:00+0000"
 
-# One commit with a fixed author and date: nothing of the future to read, and the same hash in every sandbox. Files
-# are kept as they are, whatever attributes ask for: line ends stay, and no filter is run.
+# One commit with a fixed author and date: no future commits to read, and the same hash in every sandbox. The attributes
+# keep files as they are: no conversion of line ends and no filters.
 _COMMIT = f"""set -e
 git init -q -b main --template=
 mkdir -p .git/info
-printf '%s\\n' {shlex.join(LITTER)} > .git/info/exclude
+printf '%s\\n' {shlex.join(BUILD_ARTIFACTS)} > .git/info/exclude
 echo '* -text !filter !ident !working-tree-encoding' > .git/info/attributes
 git add -A
 export GIT_AUTHOR_DATE={_DATE} GIT_COMMITTER_DATE={_DATE}
 git -c gc.auto=0 commit -q --no-verify --allow-empty -m 'Start of the task'"""
 
 
-async def first_commit(sandbox: Sandbox, *, before: str = "", after: str = "") -> None:
-    """Make the sandbox's working directory a repository of one commit, between two shell texts.
+async def create_initial_commit(sandbox: Sandbox, *, before: str = "", after: str = "") -> None:
+    """Make the sandbox's working directory a repository of one commit.
 
-    Raises ``SandboxStartError`` with git's last words.
+    ``before`` and ``after`` are bash to run in the same command. Raises ``SandboxStartError`` with git's last words.
     """
     result = await sandbox.exec(f"{before}{_COMMIT}\n{after}", timeout=SETUP_TIMEOUT)
     if not result.ok:
@@ -46,56 +46,54 @@ async def first_commit(sandbox: Sandbox, *, before: str = "", after: str = "") -
 
 
 @dataclass
-class _Made:
-    """Whether a sandbox has made a repository's commit, and its git directory (path -> content; empty: too large to
-    keep)."""
+class _CachedRepository:
+    """The git directory of one set of files (path -> content). It stays empty if it is too large to keep."""
 
-    making: asyncio.Lock = field(default_factory=asyncio.Lock)
-    done: bool = False
-    directory: Mapping[str, bytes] = field(default_factory=dict)
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    is_created: bool = False
+    git_files: Mapping[str, bytes] = field(default_factory=dict)
 
 
-class Repositories:
-    """Sets repositories up in sandboxes. Keeps the git directories of the ``kept`` sets of files that were used
-    last."""
+class RepositoryCache:
+    """Creates repositories in sandboxes. Keeps the git directories of the ``capacity`` most recently used file sets."""
 
-    def __init__(self, kept: int = 64) -> None:
-        self._kept = kept
-        self._made: OrderedDict[str, _Made] = OrderedDict()
+    def __init__(self, capacity: int = 64) -> None:
+        self._capacity = capacity
+        self._repositories: OrderedDict[str, _CachedRepository] = OrderedDict()
 
-    async def set_up(self, sandbox: Sandbox, files: Mapping[str, str]) -> None:
+    async def populate(self, sandbox: Sandbox, files: Mapping[str, str]) -> None:
         """Write ``files`` and their git directory into the working directory of a new sandbox.
 
         Raises ``SandboxError``.
         """
-        made, content = self._of(files), in_workdir(files)
-        async with made.making:  # the first sandbox makes what the others wait for
-            if not made.done:
+        repository, content = self._repository_for(files), workdir_files(files)
+        async with repository.lock:  # the other sandboxes wait until the first one has created the git directory
+            if not repository.is_created:
                 await sandbox.write_files(content)
-                await first_commit(sandbox)
-                made.directory = await _git_dir(sandbox)
-                made.done = True
+                await create_initial_commit(sandbox)
+                repository.git_files = await _read_git_dir(sandbox)
+                repository.is_created = True
                 return
-        await sandbox.write_files({**content, **made.directory})
-        if not made.directory:
-            await first_commit(sandbox)
+        await sandbox.write_files({**content, **repository.git_files})
+        if not repository.git_files:
+            await create_initial_commit(sandbox)
 
-    def _of(self, files: Mapping[str, str]) -> _Made:
+    def _repository_for(self, files: Mapping[str, str]) -> _CachedRepository:
         key = hashlib.sha256(repr(sorted(files.items())).encode("utf-8", "surrogatepass")).hexdigest()
-        made = self._made.setdefault(key, _Made())
-        self._made.move_to_end(key)
-        while len(self._made) > self._kept:
-            self._made.popitem(last=False)
-        return made
+        repository = self._repositories.setdefault(key, _CachedRepository())
+        self._repositories.move_to_end(key)
+        while len(self._repositories) > self._capacity:
+            self._repositories.popitem(last=False)
+        return repository
 
 
-def in_workdir(files: Mapping[str, str]) -> dict[str, bytes]:
-    """The files by their absolute path in a sandbox, as bytes."""
+def workdir_files(files: Mapping[str, str]) -> dict[str, bytes]:
+    """The files as bytes, by their absolute path in a sandbox."""
     return {f"{WORKDIR}/{path}": content.encode() for path, content in files.items()}
 
 
-async def _git_dir(sandbox: Sandbox) -> Mapping[str, bytes]:
-    """All files of the git directory by absolute path; none where they are more bytes than a command may print."""
+async def _read_git_dir(sandbox: Sandbox) -> Mapping[str, bytes]:
+    """All files of the git directory by absolute path, or none if they exceed the output limit of a command."""
     result = await sandbox.exec(["tar", "-cf", "-", ".git"], timeout=SETUP_TIMEOUT, cwd=WORKDIR)
     if not result.ok or result.truncated:
         return {}

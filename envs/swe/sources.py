@@ -1,7 +1,6 @@
-"""Where task rows come from: a file (JSONL, JSON, Parquet), a data set's directory or name on the hub, a task
-repository.
+"""Reads task rows from a file (JSONL, JSON, Parquet), a data set's directory or hub name, or a task repository.
 
-A task repository is how swebench 5 keeps its instances in git: a directory each below ``tasks/``
+A task repository is swebench 5's git layout with one directory per instance below ``tasks/``
 (``swebench.task.repo``).
 """
 
@@ -14,61 +13,61 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from envs.rows import BrokenRowsError, Row, first_line, is_one_data_set, read_rows
-from envs.swe.datasets import says_how, with_spec
-from envs.swe.datasets.swebench import shows_images
-from envs.swe.records import SweRecord, problems_of
+from envs.rows import BrokenRowsError, Row, first_line, is_data_set_directory, read_rows
+from envs.swe.datasets import has_grading_spec, join_spec
+from envs.swe.datasets.swebench import has_images
+from envs.swe.records import SweRecord, validation_problems
 from envs.types import TaskRecordError
 
 REAL_TASKS = "real.jsonl"
-"""The file that configs/real.yaml names, and `make real-tasks` makes."""
+"""The file in configs/real.yaml; `make real-tasks` creates it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """What was read. ``broken`` has a line for every field that was wrong in a row that was skipped; ``pictured`` is
-    the number of records whose problem statement comes with images, which no record holds."""
+    """The records of a source. ``broken`` has one line per broken field of a skipped row. ``with_images`` is the number
+    of records whose problem statement has images; records contain only text."""
 
     records: Sequence[SweRecord]
     broken: Sequence[str] = ()
-    pictured: int = 0
+    with_images: int = 0
 
 
 def read_jsonl(path: Path | str) -> list[SweRecord]:
-    """The records of a local file, one a line. Raises ``TaskRecordError`` for broken rows."""
+    """The records of a local file, one per line. Raises ``TaskRecordError`` for broken rows."""
     return list(read_records(path).records)
 
 
 def read_records(
     source: Path | str, *, split: str | None = None, skip_broken: bool = False, specs: Path | str | None = None
 ) -> Records:
-    """All records of ``source``; ``split`` says which part of a data set is meant, where it has several.
+    """All records of ``source``; ``split`` selects the split of a data set with several.
 
-    ``specs`` is another source, of SWE-bench rows that say how they are graded: a row of ``source`` that doesn't is
-    graded as the one with its ``instance_id`` there.
+    ``specs`` is another source of SWE-bench rows with their grading. A row of ``source`` without grading takes it from
+    the row with the same ``instance_id`` there.
 
-    Raises ``BrokenRowsError`` for broken rows unless ``skip_broken``, and ``TaskRecordError`` for a source that cannot
-    be read or holds nothing.
+    Raises ``BrokenRowsError`` for broken rows unless ``skip_broken`` is set, and ``TaskRecordError`` for a source that
+    cannot be read or is empty.
     """
     records: list[SweRecord] = []
     problems: list[str] = []
-    seen: dict[str, int] = {}
-    known = _by_instance(specs, split) if specs is not None else {}
-    pictured = 0
+    first_rows: dict[str, int] = {}
+    specs_by_id = _by_instance(specs, split) if specs is not None else {}
+    with_images = 0
     for number, row in _rows(source, split):
-        found = [row] if isinstance(row, str) else _take(row, number, records, seen, known)
-        problems += [f"row {number}: {problem}" for problem in found]
-        pictured += not found and not isinstance(row, str) and shows_images(row)
+        row_problems = [row] if isinstance(row, str) else _add_record(row, number, records, first_rows, specs_by_id)
+        problems += [f"row {number}: {problem}" for problem in row_problems]
+        with_images += not row_problems and not isinstance(row, str) and has_images(row)
     if problems and not skip_broken:
         raise BrokenRowsError(str(source), problems)
     if not records:
-        raise TaskRecordError(f"{source}: holds no task record" + (" that is whole" if problems else ""))
-    return Records(records, problems, pictured)
+        raise TaskRecordError(f"{source}: contains no {'valid ' if problems else ''}task record")
+    return Records(records, problems, with_images)
 
 
 def is_data_set(path: Path) -> bool:
-    """Whether ``path`` is a directory that holds one data set: saved, cloned from the hub, or a task repository."""
-    return is_one_data_set(path) or _is_task_repository(path)
+    """Whether ``path`` is the directory of one data set: saved, cloned from the hub, or a task repository."""
+    return is_data_set_directory(path) or _is_task_repository(path)
 
 
 def _is_task_repository(path: Path) -> bool:
@@ -76,30 +75,30 @@ def _is_task_repository(path: Path) -> bool:
 
 
 def _by_instance(specs: Path | str, split: str | None) -> dict[str, Mapping[str, Any]]:
-    """The rows of ``specs`` by ``instance_id``. Raises ``TaskRecordError`` where they don't say how they are graded."""
+    """The rows of ``specs`` by ``instance_id``. Raises ``TaskRecordError`` if none has a grading."""
     rows = [row for _, row in _rows(specs, split) if not isinstance(row, str)]
-    found = {str(row["instance_id"]): row for row in rows if row.get("instance_id") and says_how(row)}
-    if not found:
+    by_id = {str(row["instance_id"]): row for row in rows if row.get("instance_id") and has_grading_spec(row)}
+    if not by_id:
         raise TaskRecordError(f"specs: {specs}: no row with instance_id and eval_script; right would be swebench 5's")
-    return found
+    return by_id
 
 
-def _take(
+def _add_record(
     row: Mapping[str, Any],
     number: int,
     records: list[SweRecord],
-    seen: dict[str, int],
+    first_rows: dict[str, int],
     specs: Mapping[str, Mapping[str, Any]],
 ) -> list[str]:
-    """Add the row's record, or say what is wrong with it."""
+    """Append the row's record to ``records`` and return the row's problems."""
     try:
-        record = SweRecord.model_validate(with_spec(row, specs))
+        record = SweRecord.model_validate(join_spec(row, specs))
     except ValidationError as error:
-        return problems_of(error)
+        return validation_problems(error)
     except ValueError as error:
         return [str(error)]
-    if (first := seen.setdefault(record.id, number)) != number:
-        return [f"task_id: {record.id!r} is row {first}'s; ids are unique"]
+    if (first := first_rows.setdefault(record.id, number)) != number:
+        return [f"task_id: {record.id!r} is the id of row {first} too; ids must be unique"]
     records.append(record)
     return []
 
@@ -120,7 +119,7 @@ def _task_repository(path: Path, split: str | None) -> Iterator[Row]:
         try:
             row = load_task(directory)
         except (OSError, ValueError, TypeError) as error:
-            yield number, f"{directory.name}: no whole task ({first_line(error)})"
+            yield number, f"{directory.name}: not a complete task ({first_line(error)})"
             continue
         if split is None or row.get("split") in (None, split):
             yield number, row

@@ -1,24 +1,26 @@
-"""Rows of SWE-bench's kind, graded by swebench 5's specification, log parsers and report, or by their own rules.
+"""Judges the logs of SWE-bench-like rows with swebench 5's log parsers and report, or by the rules of other data sets.
 
-Of its harness (github.com/SWE-bench/SWE-bench) we use what decides: ``make_test_spec`` and ``get_eval_report``.
-Containers, limits, patch and screening are ours, so a conftest that forces passes, a verdict kept from another patch,
-and a container with privileges are no concern here. swebench is an extra (``pip install 'agent-rl[swebench]'``),
-imported when the first row is graded. SWE-smith's rows do without it.
+From the swebench harness (github.com/SWE-bench/SWE-bench) only ``make_test_spec``, ``get_eval_report`` and the log
+parsers are used. Containers, limits, patch application and screening are ours, so the harness's weaknesses do not apply
+(a conftest that forces passes, verdicts cached from another patch, privileged containers). swebench is an extra
+(``pip install 'agent-rl[swebench]'``), imported when the first row is graded. SWE-smith's rows do not need it.
+docs/reference/datasets.md describes the rules.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import logging
+import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from envs.swe.dataset_rules import FAILED, judge_log
+from envs.swe.datasets.rebench import without_duration
 from envs.swe.datasets.scripts import END, START
 from envs.swe.datasets.spec import PASSED, SwebenchSpec
-from envs.swe.pytest_log import Verdict
+from envs.swe.pytest_log import TestVerdict
 from envs.swe.records import SweRecord
 from envs.types import TaskRecordError
 
@@ -27,74 +29,126 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+_FAILED = "FAILED"
+_STATUS = r"(?:PASSED|FAILED|ERROR|SKIPPED|XFAIL)(?!\S)"
+# A status line of pytest. In the progress the status follows the test, in the summary it precedes it. pytest-xdist
+# starts its lines with the name of a worker.
+_STATUS_LINE = re.compile(
+    rf"(?:\[gw\d+\]\s+(?:\[\s*\d+%\]\s+)?)?"
+    rf"(?:(?P<test>\S+)\s+(?P<status>{_STATUS})|(?P<first>{_STATUS})\s+(?P<name>\S+))"
+)
+
 
 def check_gradable(source: str, records: Sequence[SweRecord]) -> None:
-    """Raise ``TaskRecordError`` where rows of SWE-bench lack what grades them, or swebench is not installed."""
+    """Raise ``TaskRecordError`` if SWE-bench rows lack grading fields or swebench is not installed."""
     rows = [record for record in records if record.swebench]
-    if classic := [record for record in rows if record.swebench and record.swebench.missing]:
-        assert classic[0].swebench
+    if incomplete := [record for record in rows if record.swebench and record.swebench.missing]:
+        assert incomplete[0].swebench
         raise TaskRecordError(
-            f"{source}: {len(classic)} of {len(records)} rows ({classic[0].id}, ...) lack "
-            f"{', '.join(classic[0].swebench.missing)}, without which swebench 5 cannot grade them; right would be "
+            f"{source}: {len(incomplete)} of {len(records)} rows ({incomplete[0].id}, ...) lack "
+            f"{', '.join(incomplete[0].swebench.missing)}, without which swebench 5 cannot grade them; right would be "
             "rows that have these columns, as SWE-bench/SWE-bench_Verified's have (the option specs joins them by id)"
         )
-    if any(needs_swebench(record) for record in rows) and importlib.util.find_spec("swebench") is None:
+    if any(_needs_swebench(record) for record in rows) and importlib.util.find_spec("swebench") is None:
         raise TaskRecordError(f"{source}: grading SWE-bench's rows needs swebench: pip install 'agent-rl[swebench]'")
 
 
-def needs_swebench(record: SweRecord) -> bool:
-    """Whether the package swebench takes part in grading the record."""
+def _needs_swebench(record: SweRecord) -> bool:
     return record.swebench is not None and record.swebench.rules != "swe-smith"
 
 
 def eval_script(record: SweRecord) -> str:
     """The bash script that puts the hidden tests in place and runs them."""
-    spec = _own(record)
-    return spec.eval_script if spec.rules == "swe-smith" else _spec(record).eval_script
+    spec = _swebench_spec(record)
+    return spec.eval_script if spec.rules == "swe-smith" else _test_spec(record).eval_script
 
 
-def read_log(record: SweRecord, log: str) -> Verdict | None:
-    """The verdict on the eval script's output, or None where no test results are found there, or the parser of logs
-    breaks on what the tests printed.
+def judge_swebench_log(record: SweRecord, log: str) -> TestVerdict | None:
+    """The verdict on the eval script's output, or None if it has no test results or the log parser fails on it.
 
-    The verdict's tests are those of FAIL_TO_PASS and PASS_TO_PASS, PASSED where they count as such.
+    The verdict names the tests of FAIL_TO_PASS and PASS_TO_PASS, each as PASSED or FAILED.
     """
+    spec = _swebench_spec(record)
     try:
-        return _report(record, log) if _own(record).rules == "swebench" else judge_log(_own(record), log)
+        return _judge_by_report(record, log) if spec.rules == "swebench" else judge_by_dataset_rules(spec, log)
     except (LookupError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        _log.warning("task %s: the parser of logs broke on the tests' log: %r", record.id, error)
+        _log.warning("task %s: the log parser failed on the tests' log: %r", record.id, error)
         return None
 
 
-def _report(record: SweRecord, log: str) -> Verdict | None:
+def _judge_by_report(record: SweRecord, log: str) -> TestVerdict | None:
     from swebench.harness.grading import get_eval_report
 
-    # The patch was applied before the tests ran; swebench asks only whether there is one.
+    # The patch was applied before the tests ran; swebench only checks that the prediction has a patch.
     prediction = {"instance_id": record.id, "model_patch": "applied", "model_name_or_path": "agent-rl"}
     with tempfile.TemporaryDirectory(prefix="agent-rl-") as directory:
         path = Path(directory) / "test_output.txt"
         path.write_text(log, encoding="utf-8", errors="replace")
-        report = get_eval_report(_spec(record), prediction, str(path), include_tests_status=True)[record.id]
+        report = get_eval_report(_test_spec(record), prediction, str(path), include_tests_status=True)[record.id]
     if not report["patch_successfully_applied"]:
         return None
     groups = report["tests_status"].values()
-    failed = {test: FAILED for group in groups for test in group["failure"]}
+    failed = {test: _FAILED for group in groups for test in group["failure"]}
     passed = {test: PASSED for group in groups for test in group["success"]}
-    difference = next((f"{test}: {FAILED}, expected {PASSED}" for test in failed), "")
-    return Verdict(bool(report["resolved"]), {**passed, **failed}, difference)
+    difference = next((_difference(test) for test in failed), "")
+    return TestVerdict(bool(report["resolved"]), {**passed, **failed}, difference)
 
 
-def as_log(lines: Sequence[str]) -> str:
-    """Lines of a summary as the part of a log that swebench reads."""
+def judge_by_dataset_rules(spec: SwebenchSpec, log: str) -> TestVerdict | None:
+    """The verdict by SWE-rebench-V2's or SWE-smith's rules, or None if the output has no test results.
+
+    SWE-smith counts a test that is not in the log as not failed; the verdict then does not name it. The exception is a
+    test whose file could not be collected: it failed. Raises ``LookupError`` for an unknown log parser.
+    """
+    output = _marked_output(log)
+    statuses = _pytest_statuses(output) if spec.rules == "swe-smith" else _parse_statuses(spec.log_parser, output)
+    if not statuses:
+        return None
+    tests = (*spec.fail_to_pass, *spec.pass_to_pass)
+    uncollected = {test for test in tests if statuses.get(test.partition("::")[0]) == "ERROR"}
+    status_of = {test: statuses.get(test) or ("ERROR" if test in uncollected else None) for test in tests}
+    if spec.rules == "swe-smith":
+        judged = {
+            test: PASSED if status in (PASSED, "XFAIL") else _FAILED for test, status in status_of.items() if status
+        }
+    else:
+        judged = {test: PASSED if status == PASSED else _FAILED for test, status in status_of.items()}
+    failed = next((test for test, status in judged.items() if status == _FAILED), None)
+    return TestVerdict(failed is None, judged, _difference(failed) if failed else "")
+
+
+def _difference(test: str) -> str:
+    return f"{test}: {_FAILED}, expected {PASSED}"
+
+
+def _marked_output(log: str) -> str:
+    """The text between swebench's markers, or nothing if one is missing. Tests can print markers: the widest pair."""
+    return log.partition(START)[2].rpartition(END)[0]
+
+
+def _pytest_statuses(log: str) -> Mapping[str, str]:
+    matches = (match for line in log.split("\n") if (match := _STATUS_LINE.match(line)))
+    return {match["test"] or match["name"]: match["status"] or match["first"] for match in matches}
+
+
+def _parse_statuses(parser: str, log: str) -> Mapping[str, str]:
+    """Statuses as swebench's ``parser`` reads them, by test name without duration."""
+    from swebench.harness.log_parsers import PARSER_REGISTRY
+
+    return {without_duration(test): status for test, status in PARSER_REGISTRY[parser](log, None).items()}
+
+
+def format_swebench_log(lines: Sequence[str]) -> str:
+    """Summary lines between the markers that swebench looks for."""
     return "\n".join([START, *lines, END])
 
 
-def _spec(record: SweRecord) -> TestSpec:
+def _test_spec(record: SweRecord) -> TestSpec:
     from swebench.harness.utils import make_test_spec
 
-    return make_test_spec(_own(record).instance(record.id, record.repo_name))
+    return make_test_spec(_swebench_spec(record).instance(record.id, record.repo_name))
 
 
-def _own(record: SweRecord) -> SwebenchSpec:
-    assert record.swebench is not None, f"{record.id} is no row of SWE-bench's kind"
+def _swebench_spec(record: SweRecord) -> SwebenchSpec:
+    assert record.swebench is not None, f"{record.id} is not a SWE-bench-like row"
     return record.swebench

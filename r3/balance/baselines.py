@@ -1,4 +1,4 @@
-"""What the planner is compared with. Each is batched over instances, and plans for ``counts`` ``[M, L, R, E]``."""
+"""Baseline planners. Each plans for ``counts`` ``[M, L, R, E]``, batched over instances."""
 
 from __future__ import annotations
 
@@ -6,109 +6,113 @@ import numpy as np
 from numpy.typing import NDArray
 
 from r3.balance.cost import Floats
-from r3.balance.plan import Grid, Ints, Plans
+from r3.balance.plan import ExpertLayout, Ints, PlanArrays
 
 
-def sequential(counts: Ints, grid: Grid) -> Plans:
-    """Every expert at home, as without balancing."""
-    return Plans.identity(grid, counts)
+def sequential(counts: Ints, layout: ExpertLayout) -> PlanArrays:
+    """Returns plans without borrowing."""
+    return PlanArrays.identity(layout, counts)
 
 
-def shadow(counts: Ints, grid: Grid) -> Plans:
-    """As FasterMoE's shadowing: the heaviest expert of the fullest rank goes to all ranks, each of which computes its
-    own tokens of it, as long as the fullest rank then has less, and at most X times."""
-    seen = counts.reshape(-1, grid.ranks, grid.experts)
-    at, total = np.arange(len(seen)), seen.sum(axis=1)
-    plans = Plans.identity(grid, counts)
-    load = plans.load.sum(axis=2).reshape(-1, grid.ranks)
-    home_rank = np.broadcast_to(grid.home_rank, (*counts.shape[:2], grid.experts)).reshape(-1, grid.experts)
+def shadow(counts: Ints, layout: ExpertLayout) -> PlanArrays:
+    """FasterMoE's expert shadowing (He et al., PPoPP 2022): the heaviest expert of the fullest rank is copied to all
+    ranks, each of which computes its own tokens of it. Repeats at most X times, while it lowers the maximum load."""
+    seen = counts.reshape(-1, layout.ranks, layout.experts)
+    rows, total = np.arange(len(seen)), seen.sum(axis=1)
+    plans = PlanArrays.identity(layout, counts)
+    load = plans.load.sum(axis=2).reshape(-1, layout.ranks)
+    owner_rank = np.broadcast_to(layout.owner_rank, (*counts.shape[:2], layout.experts)).reshape(-1, layout.experts)
     shadowed = np.zeros(total.shape, bool)
-    for _ in range(grid.slots):
-        candidate = ~shadowed & (home_rank == load.argmax(axis=1)[:, None])
+    for _ in range(layout.slots):
+        candidate = ~shadowed & (owner_rank == load.argmax(axis=1)[:, None])
         expert = np.where(candidate, total, -1).argmax(axis=1)
-        spread = load + seen[at, :, expert]
-        spread[at, home_rank[at, expert]] -= total[at, expert]
-        better = (spread.max(axis=1) < load.max(axis=1)) & candidate[at, expert]
-        shadowed[at, expert] |= better
-        load = np.where(better[:, None], spread, load)
-    everywhere = shadowed.reshape(*counts.shape[:2], grid.experts, 1)
+        new_load = load + seen[rows, :, expert]
+        new_load[rows, owner_rank[rows, expert]] -= total[rows, expert]
+        better = (new_load.max(axis=1) < load.max(axis=1)) & candidate[rows, expert]
+        shadowed[rows, expert] |= better
+        load = np.where(better[:, None], new_load, load)
+    everywhere = shadowed.reshape(*counts.shape[:2], layout.experts, 1)
     load = np.where(everywhere, counts.swapaxes(2, 3), plans.load)
-    return as_plans(load, np.broadcast_to(everywhere, load.shape), grid, counts)
+    return as_plans(load, np.broadcast_to(everywhere, load.shape), layout, counts)
 
 
-def eplb(counts: Ints, grid: Grid, expected: Ints, redundant: int) -> Plans:
-    """DeepSeek's expert-parallel load balancer: E + ``redundant`` * R replicas packed onto ranks by ``expected`` loads.
+def eplb(counts: Ints, layout: ExpertLayout, expected: Ints, redundant: int) -> PlanArrays:
+    """DeepSeek's expert-parallel load balancer (EPLB): packs E + ``redundant`` * R replicas onto ranks by ``expected``
+    loads.
 
-    ``expected``: ``[L, E]`` of the last step, or with foresight ``[M, L, E]``. The heaviest expert a replica gets one
-    more until all are given out; replicas go, heaviest first, to the least loaded rank with a place; tokens are spread
-    evenly over replicas, wherever they come from. Homes are not kept: a rank needs N + ``redundant`` borrowed slots.
+    ``expected``: ``[L, E]`` of the last step, or ``[M, L, E]`` with foresight. Each further replica goes to the expert
+    with the highest load per replica. Replicas are packed, heaviest first, onto the least loaded rank with an empty
+    slot; tokens are spread evenly over the replicas, whatever their source. Owner ranks are ignored: a rank needs
+    N + ``redundant`` borrowed slots.
     """
-    nowhere = np.zeros((grid.experts, grid.ranks), bool)
-    return _spread(counts, grid, replicas(expected, nowhere, redundant, grid.homes + redundant))
+    none = np.zeros((layout.experts, layout.ranks), bool)
+    return _spread(counts, layout, replicas(expected, none, redundant, layout.experts_per_rank + redundant))
 
 
-def eplb_around_homes(counts: Ints, grid: Grid, expected: Ints) -> Plans:
-    """The same where every expert stays at home and only the replicas are packed, into the X borrowed slots."""
-    return _spread(counts, grid, replicas(expected, grid.at_home, grid.slots, grid.homes + grid.slots))
+def eplb_fixed_owners(counts: Ints, layout: ExpertLayout, expected: Ints) -> PlanArrays:
+    """:func:`eplb` with every expert on its owner rank: only the replicas are packed, into the X borrowed slots."""
+    return _spread(
+        counts, layout, replicas(expected, layout.owner_mask, layout.slots, layout.experts_per_rank + layout.slots)
+    )
 
 
 def replicas(expected: Ints, fixed: NDArray[np.bool_], redundant: int, places: int) -> NDArray[np.bool_]:
-    """``[..., E, R]``: the ranks that hold each expert. ``fixed``, of the same shape or without some of its
-    first axes: replicas that have their rank already."""
+    """Returns ``[..., E, R]``: the ranks that hold each expert. ``fixed``, of the same shape or without some leading
+    axes: replicas whose rank is given. ``places``: slots per rank."""
     loads, shape = expected.reshape(-1, expected.shape[-1]), (*expected.shape, fixed.shape[-1])
     copies = _copies(loads, loads.shape[1] + redundant * shape[-1])
-    held = np.broadcast_to(fixed, shape).reshape(-1, *shape[-2:]).copy()
-    _pack(held, loads / copies, copies - held.sum(axis=2), places)
-    return held.reshape(shape)
+    holders = np.broadcast_to(fixed, shape).reshape(-1, *shape[-2:]).copy()
+    _pack(holders, loads / copies, copies - holders.sum(axis=2), places)
+    return holders.reshape(shape)
 
 
 def _copies(loads: Ints, total: int) -> Ints:
-    """``[B, E]``: how many replicas each expert gets."""
-    copies, at = np.ones(loads.shape, np.int64), np.arange(len(loads))
+    """Returns ``[B, E]``: the number of replicas of each expert."""
+    copies, rows = np.ones(loads.shape, np.int64), np.arange(len(loads))
     for _ in range(total - loads.shape[1]):
-        copies[at, (loads / copies).argmax(axis=1)] += 1
+        copies[rows, (loads / copies).argmax(axis=1)] += 1
     return copies
 
 
-def _pack(held: NDArray[np.bool_], weight: Floats, copies: Ints, places: int) -> None:
-    """Add to ``held`` ``[B, E, R]``, in place, ``copies`` ``[B, E]`` of each expert. A rank gets an expert twice only
-    where no other has room; that replica is lost."""
-    at = np.arange(len(weight))
+def _pack(holders: NDArray[np.bool_], weight: Floats, copies: Ints, places: int) -> None:
+    """Add ``copies`` ``[B, E]`` of each expert to ``holders`` ``[B, E, R]``, in place. A rank gets an expert twice only
+    if no other rank has an empty slot; that replica is lost."""
+    rows = np.arange(len(weight))
     order = np.argsort(-weight, axis=1, kind="stable")
     experts = np.take_along_axis(order, _repeat(np.take_along_axis(copies, order, axis=1)), axis=1)
-    used, load = held.sum(axis=1), (weight[..., None] * held).sum(axis=1)
+    used, load = holders.sum(axis=1), (weight[..., None] * holders).sum(axis=1)
     for expert in experts.T:
-        blocked = held[at, expert] + 2.0 * (used >= places)
+        blocked = holders[rows, expert] + 2.0 * (used >= places)
         rank = np.where(blocked > 0, 1e18 * blocked, load).argmin(axis=1)
-        held[at, expert, rank] = True
-        used[at, rank] += 1
-        load[at, rank] += weight[at, expert]
+        holders[rows, expert, rank] = True
+        used[rows, rank] += 1
+        load[rows, rank] += weight[rows, expert]
 
 
 def _repeat(copies: Ints) -> Ints:
-    """``[B, total]``: each row's places 0, 1, ... as often as ``copies`` says; rows have one total."""
+    """Returns ``[B, total]``: each row's column numbers, each repeated ``copies`` times; rows have one total."""
     return np.stack([np.repeat(np.arange(len(row)), row) for row in copies])
 
 
-def _spread(counts: Ints, grid: Grid, held: NDArray[np.bool_]) -> Plans:
-    """Each expert's tokens, evenly over the ranks that hold it: ``[M, L, E, R]``, or ``[L, E, R]`` for all M."""
-    held = np.broadcast_to(held, (*counts.shape[:2], grid.experts, grid.ranks))
-    total, holders = counts.sum(axis=2, dtype=np.int32)[..., None], held.sum(axis=3, keepdims=True)
-    place = held.cumsum(axis=3) - 1
-    return as_plans(np.where(held, (total + holders - 1 - place) // holders, 0), held, grid, counts)
+def _spread(counts: Ints, layout: ExpertLayout, holders: NDArray[np.bool_]) -> PlanArrays:
+    """Spread each expert's tokens evenly over the ranks in ``holders`` ``[M, L, E, R]``, or ``[L, E, R]`` for all M."""
+    holders = np.broadcast_to(holders, (*counts.shape[:2], layout.experts, layout.ranks))
+    total, count = counts.sum(axis=2, dtype=np.int32)[..., None], holders.sum(axis=3, keepdims=True)
+    index = holders.cumsum(axis=3) - 1
+    return as_plans(np.where(holders, (total + count - 1 - index) // count, 0), holders, layout, counts)
 
 
-def as_plans(load: Ints, held: NDArray[np.bool_], grid: Grid, counts: Ints) -> Plans:
-    """Plans from the ``load`` and the holders of each expert, ``[M, L, E, R]`` or with both axes in one."""
-    shape = (*counts.shape[:2], grid.experts, grid.ranks)
-    away = held.reshape(shape) & ~grid.at_home
-    return Plans(grid, _slots_of(away, grid), load.reshape(shape).astype(np.int32), counts)
+def as_plans(load: Ints, holders: NDArray[np.bool_], layout: ExpertLayout, counts: Ints) -> PlanArrays:
+    """Returns plans from the ``load`` and the ``holders`` of each expert, ``[M, L, E, R]`` or ``[M * L, E, R]``."""
+    shape = (*counts.shape[:2], layout.experts, layout.ranks)
+    borrowed = holders.reshape(shape) & ~layout.owner_mask
+    return PlanArrays(layout, _fill_slots(borrowed, layout), load.reshape(shape).astype(np.int32), counts)
 
 
-def _slots_of(away: NDArray[np.bool_], grid: Grid) -> Ints:
-    """``[M, L, R, X]``: the experts that ranks hold ``[M, L, E, R]`` and that are not at home there, in their slots."""
-    borrowed = np.full((*away.shape[:2], grid.ranks, grid.slots), -1, np.int32)
-    at, layer, rank, expert = np.nonzero(away.swapaxes(2, 3))
-    slot = (away.cumsum(axis=2) - 1)[at, layer, expert, rank]
-    borrowed[at, layer, rank, slot] = expert
-    return borrowed
+def _fill_slots(borrowed: NDArray[np.bool_], layout: ExpertLayout) -> Ints:
+    """Returns the borrowed slots ``[M, L, R, X]`` from the mask of borrowed experts ``[M, L, E, R]``."""
+    slots = np.full((*borrowed.shape[:2], layout.ranks, layout.slots), -1, np.int32)
+    batch, layer, rank, expert = np.nonzero(borrowed.swapaxes(2, 3))
+    slot = (borrowed.cumsum(axis=2) - 1)[batch, layer, expert, rank]
+    slots[batch, layer, rank, slot] = expert
+    return slots

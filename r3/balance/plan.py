@@ -1,7 +1,7 @@
-"""What a plan is: which experts every rank borrows, and how many tokens of each expert every rank computes.
+"""Expert layouts and plans: which experts each rank borrows, and how many tokens of each expert each rank computes.
 
-Slots are counted over the expert group: slot ``rank * (N + X) + local`` is a home slot where ``local < N``, it holds
-the parameters; the others are borrowed. A rank holds an expert at most once.
+Slots are numbered over the expert group: slot ``rank * (N + X) + local`` is a parameter slot if ``local < N`` (its rank
+owns the expert), else a borrowed slot. A rank holds an expert at most once.
 """
 
 from __future__ import annotations
@@ -18,28 +18,29 @@ Ints = NDArray[np.signedinteger]
 
 
 class PlanError(ValueError):
-    """A grid or a plan that cannot be: the message names what, where, and what would be right."""
+    """An impossible layout or plan; the message says what, where and what is expected."""
 
 
 @dataclass(frozen=True, eq=False)
-class Grid:
-    """Where experts live. ``machine``: of every rank, ascending from 0, equally many ranks each (empty: one machine).
+class ExpertLayout:
+    """How experts are spread over an expert-parallel group, with ``slots`` borrowed slots per rank (X).
 
-    ``home``: int32 ``[E]``, the logical expert in home slot ``rank * N + i`` (empty: ``arange(E)``, contiguous), or
-    ``[L, E]`` where layers differ; :meth:`layer` is the grid of one. Raises PlanError for what does not fit together.
+    ``node_of_rank``: ascending from 0, equally many ranks per node (empty: one node). ``placement``: int32 ``[E]``, the
+    logical expert in parameter slot ``rank * N + i`` (empty: ``arange(E)``), or ``[L, E]`` if layers differ;
+    :meth:`layer` is the layout of one. Raises PlanError if the values do not fit together.
     """
 
     experts: int
     ranks: int
     slots: int
-    machine: tuple[int, ...] = ()
-    home: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
+    node_of_rank: tuple[int, ...] = ()
+    placement: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
 
     def __post_init__(self) -> None:
-        home = np.array(self.home if len(self.home) else np.arange(self.experts), np.int32)
-        home.flags.writeable = False
-        object.__setattr__(self, "home", home)
-        object.__setattr__(self, "machine", tuple(self.machine) or (0,) * self.ranks)
+        placement = np.array(self.placement if len(self.placement) else np.arange(self.experts), np.int32)
+        placement.flags.writeable = False
+        object.__setattr__(self, "placement", placement)
+        object.__setattr__(self, "node_of_rank", tuple(self.node_of_rank) or (0,) * self.ranks)
         self._check()
 
     def _check(self) -> None:
@@ -48,185 +49,219 @@ class Grid:
                 f"{self.experts} experts on {self.ranks} ranks with {self.slots} borrowed slots: expected experts "
                 "that divide evenly over the ranks and no negative number of slots"
             )
-        each = self.ranks // self.machines
-        if list(self.machine) != [rank // each for rank in range(self.ranks)]:
+        each = self.ranks // self.nodes
+        if list(self.node_of_rank) != [rank // each for rank in range(self.ranks)]:
             raise PlanError(
-                f"machines of ranks {self.machine}: expected {self.ranks} that ascend from 0, equally many ranks each"
+                f"nodes of ranks {self.node_of_rank}: expected {self.ranks} numbers that ascend from 0, equally many "
+                "ranks per node"
             )
-        expected = np.broadcast_to(np.arange(self.experts), (*self.home.shape[:-1], self.experts))
-        if self.home.ndim > 2 or not np.array_equal(np.sort(self.home), expected):
-            raise PlanError(f"home order {self.home.shape}: expected each of {self.experts} experts exactly once")
+        expected = np.broadcast_to(np.arange(self.experts), (*self.placement.shape[:-1], self.experts))
+        if self.placement.ndim > 2 or not np.array_equal(np.sort(self.placement), expected):
+            raise PlanError(f"placement {self.placement.shape}: expected each of {self.experts} experts exactly once")
 
     @property
-    def homes(self) -> int:
-        """N, home experts a rank."""
+    def experts_per_rank(self) -> int:
+        """N, the experts that a rank owns."""
         return self.experts // self.ranks
 
     @property
-    def machines(self) -> int:
+    def nodes(self) -> int:
         """K."""
-        return max(1, len(set(self.machine)))
+        return max(1, len(set(self.node_of_rank)))
 
     @cached_property
-    def home_rank(self) -> Ints:
-        """``[E]`` (or ``[L, E]``): the rank that holds each expert's parameters."""
-        return (np.argsort(self.home) // self.homes).astype(np.int32)
+    def owner_rank(self) -> Ints:
+        """``[E]`` (or ``[L, E]``): the rank that owns each expert's parameters."""
+        return (np.argsort(self.placement) // self.experts_per_rank).astype(np.int32)
 
     @cached_property
-    def at_home(self) -> NDArray[np.bool_]:
-        """``[E, R]`` (or ``[L, E, R]``): the same as a mask."""
-        return self.home_rank[..., None] == np.arange(self.ranks)
+    def owner_mask(self) -> NDArray[np.bool_]:
+        """``[E, R]`` (or ``[L, E, R]``): :attr:`owner_rank` as a mask."""
+        return self.owner_rank[..., None] == np.arange(self.ranks)
 
-    def layer(self, column: int) -> Grid:
-        """The grid of one layer, whose ``home`` is ``[E]``."""
-        return self if self.home.ndim == 1 else self._by_layer[column]
+    def layer(self, column: int) -> ExpertLayout:
+        """Returns the layout of one layer, whose ``placement`` is ``[E]``."""
+        return self if self.placement.ndim == 1 else self._by_layer[column]
 
     @cached_property
-    def _by_layer(self) -> list[Grid]:
-        return [replace(self, home=home) for home in self.home]
+    def _by_layer(self) -> list[ExpertLayout]:
+        return [replace(self, placement=placement) for placement in self.placement]
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
-    """One micro-batch of one layer, on that layer's grid. All arrays are int32 and must not be changed.
+class LayerPlan:
+    """The plan of one micro-batch of one layer, on that layer's layout. All arrays are int32 and read-only.
 
-    ``borrowed`` ``[R, X]``: the expert in each borrowed slot, -1 where it is empty. ``load`` ``[E, R]``: foreseen
-    tokens of an expert by target. ``counts`` ``[R, E]``: the same tokens by source.
+    ``borrowed`` ``[R, X]``: the expert in each borrowed slot, -1 if empty. ``load`` ``[E, R]``: foreseen tokens of an
+    expert by target rank. ``counts`` ``[R, E]``: the same tokens by source rank.
     """
 
-    grid: Grid
+    layout: ExpertLayout
     borrowed: Ints
     load: Ints
     counts: Ints
 
     @staticmethod
-    def identity(grid: Grid, counts: Ints | None = None) -> Plan:
-        """Nothing is borrowed, every token is computed at its expert's home. ``counts`` None: no token is foreseen."""
-        seen = np.zeros((grid.ranks, grid.experts), np.int32) if counts is None else counts
-        return Plans.identity(grid, seen[None, None]).of(0, 0)
+    def identity(layout: ExpertLayout, counts: Ints | None = None) -> LayerPlan:
+        """Returns the plan without borrowing: the owner rank computes every token. ``counts`` None: no tokens."""
+        seen = np.zeros((layout.ranks, layout.experts), np.int32) if counts is None else counts
+        return PlanArrays.identity(layout, seen[None, None]).layer_plan(0, 0)
 
     def quota(self, source: int) -> Ints:
-        """``[E, R]``: how many of ``source``'s tokens of each expert go to each target; rows sum to its counts.
+        """Returns ``[E, R]``: how many of ``source``'s tokens of each expert go to each target; rows sum to its counts.
 
-        A target takes its own tokens first, then its machine's, then those of other machines, in the order of ranks.
+        A target takes its own tokens first, then those of its node, then those of other nodes, in the order of ranks.
         """
         own = np.minimum(self.counts.T, self.load)
         quota = np.zeros_like(self.load)
         quota[:, source] = own[:, source]
         supply, need = self.counts.T - own, self.load - own
-        for group in sorted({self.grid.ranks // self.grid.machines, self.grid.ranks}):
+        for group in sorted({self.layout.ranks // self.layout.nodes, self.layout.ranks}):
             _add_share(quota, supply, need, source, group)
             supply, need = _rest(supply, need, group), _rest(need, supply, group)
         return quota
 
     @cached_property
     def slot_of(self) -> Ints:
-        """``[E, R]``: the slot in which a rank holds an expert, -1 where it does not."""
-        grid, slots = self.grid, np.full(self.load.shape, -1, np.int32)
-        places = np.arange(grid.experts)
-        slots[grid.home, places // grid.homes] = places + places // grid.homes * grid.slots
+        """``[E, R]``: the slot in which a rank holds an expert, -1 if it does not hold it."""
+        layout, slots = self.layout, np.full(self.load.shape, -1, np.int32)
+        indices = np.arange(layout.experts)
+        owners = indices // layout.experts_per_rank
+        slots[layout.placement, owners] = indices + owners * layout.slots
         ranks, local = np.nonzero(self.borrowed >= 0)
-        slots[self.borrowed[ranks, local], ranks] = ranks * (grid.homes + grid.slots) + grid.homes + local
+        slots[self.borrowed[ranks, local], ranks] = (
+            ranks * (layout.experts_per_rank + layout.slots) + layout.experts_per_rank + local
+        )
         return slots
 
     @cached_property
     def fallback_slot(self) -> Ints:
-        """``[E]``: where tokens go that were not foreseen: the last slot that has load, home where none has."""
+        """``[E]``: the slot of tokens that were not foreseen: the last slot with load, or the parameter slot."""
         last = np.where(self.load > 0, self.slot_of, -1).max(axis=1)
-        home = self.slot_of[np.arange(self.grid.experts), self.grid.home_rank]
-        return np.where(last >= 0, last, home)
+        parameter_slot = self.slot_of[np.arange(self.layout.experts), self.layout.owner_rank]
+        return np.where(last >= 0, last, parameter_slot)
 
     def check(self) -> None:
-        """Raise PlanError unless every token has one target, and that target holds the token's expert once."""
-        Plans(self.grid, *(array[None, None] for array in (self.borrowed, self.load, self.counts))).check()
+        """Raises PlanError unless every token has one target that holds its expert once."""
+        PlanArrays(self.layout, *(array[None, None] for array in (self.borrowed, self.load, self.counts))).check()
 
 
 @dataclass(frozen=True, eq=False)
-class Plans:
-    """A pass: the arrays of :class:`Plan` with ``[M, L]`` in front."""
+class PlanArrays:
+    """The plans of a pass: the arrays of :class:`LayerPlan` with leading axes ``[M, L]``."""
 
-    grid: Grid
+    layout: ExpertLayout
     borrowed: Ints
     load: Ints
     counts: Ints
 
     @staticmethod
-    def identity(grid: Grid, counts: Ints) -> Plans:
-        """Every token of ``counts`` ``[M, L, R, E]`` is computed at its expert's home."""
+    def identity(layout: ExpertLayout, counts: Ints) -> PlanArrays:
+        """Returns plans without borrowing: owner ranks compute all tokens of ``counts`` ``[M, L, R, E]``."""
         shape = counts.shape[:2]
-        load = np.where(grid.at_home, counts.sum(axis=2, dtype=np.int32)[..., None], 0).astype(np.int32)
-        return Plans(grid, np.full((*shape, grid.ranks, grid.slots), -1, np.int32), load, counts.astype(np.int32))
+        load = np.where(layout.owner_mask, counts.sum(axis=2, dtype=np.int32)[..., None], 0).astype(np.int32)
+        return PlanArrays(
+            layout, np.full((*shape, layout.ranks, layout.slots), -1, np.int32), load, counts.astype(np.int32)
+        )
 
     @staticmethod
-    def join(parts: Sequence[Plans]) -> Plans:
-        """The plans of consecutive micro-batches, one after the other. They must be on one grid."""
+    def concatenate(parts: Sequence[PlanArrays]) -> PlanArrays:
+        """Concatenate the plans of consecutive micro-batches on one layout."""
         arrays = ([getattr(part, name) for part in parts] for name in ("borrowed", "load", "counts"))
-        return Plans(parts[0].grid, *(np.concatenate(list(array)) for array in arrays))
+        return PlanArrays(parts[0].layout, *(np.concatenate(list(array)) for array in arrays))
 
-    def of(self, microbatch: int, column: int) -> Plan:
-        """The plan of one micro-batch and one column of the routes."""
-        at = (microbatch, column)
-        return Plan(self.grid.layer(column), self.borrowed[at], self.load[at], self.counts[at])
+    def layer_plan(self, microbatch: int, column: int) -> LayerPlan:
+        """Returns the plan of one micro-batch and one column of the routes."""
+        index = (microbatch, column)
+        return LayerPlan(self.layout.layer(column), self.borrowed[index], self.load[index], self.counts[index])
 
     def checksum(self) -> NDArray[np.int64]:
-        """``[L]``, over all micro-batches: ranks whose numbers differ would compute different plans of that layer."""
+        """Returns ``[L]``, over all micro-batches: ranks with different numbers have different plans of that layer."""
         layers = range(self.load.shape[1])
         return np.array([self._digest(layer) for layer in layers], np.int64)
 
     def _digest(self, layer: int) -> int:
-        digest = hashlib.blake2b(repr((self.grid.machine, self.grid.slots)).encode(), digest_size=8)
-        digest.update(self.grid.layer(layer).home.data)
+        digest = hashlib.blake2b(repr((self.layout.node_of_rank, self.layout.slots)).encode(), digest_size=8)
+        digest.update(self.layout.layer(layer).placement.data)
         for array in (self.borrowed, self.load, self.counts):
             digest.update(np.ascontiguousarray(array[:, layer], "<i4").data)
         return int.from_bytes(digest.digest(), "little", signed=True)
 
     def check(self) -> None:
-        """Raise PlanError unless every token has one target, and that target holds the token's expert once."""
+        """Raises PlanError unless every token has one target that holds its expert once."""
         self._check_slots()
-        held = _held(self.grid, self.borrowed)
+        copies = _copies_per_rank(self.layout, self.borrowed)
         lost = self.counts.sum(axis=2) != self.load.sum(axis=3)
         for wrong, what in (
-            (held > 1, "is held twice by rank"),
+            (copies > 1, "is held twice by rank"),
             (self.load < 0, "has a negative load on rank"),
-            ((self.load > 0) & (held == 0), "is not held, but computed, by rank"),
+            ((self.load > 0) & (copies == 0), "is computed, but not held, by rank"),
             (lost[..., None], "does not compute each of its tokens once, from rank"),
         ):
             if wrong.any():
-                at, layer, expert, rank = np.argwhere(wrong)[0].tolist()
-                raise PlanError(f"micro-batch {at}, MoE layer {layer}: expert {expert} {what} {rank}")
+                batch, layer, expert, rank = np.argwhere(wrong)[0].tolist()
+                raise PlanError(f"micro-batch {batch}, MoE layer {layer}: expert {expert} {what} {rank}")
 
     def _check_slots(self) -> None:
-        grid, lead = self.grid, self.load.shape[:2]
-        shapes = ((grid.ranks, grid.slots), (grid.experts, grid.ranks), (grid.ranks, grid.experts))
+        layout, lead = self.layout, self.load.shape[:2]
+        shapes = ((layout.ranks, layout.slots), (layout.experts, layout.ranks), (layout.ranks, layout.experts))
         for name, shape in zip(("borrowed", "load", "counts"), shapes, strict=True):
             if getattr(self, name).shape != (*lead, *shape):
                 raise PlanError(f"plans: {name} is {getattr(self, name).shape}, expected {(*lead, *shape)}")
-        if self.borrowed.size and not -1 <= self.borrowed.min() <= self.borrowed.max() < grid.experts:
-            raise PlanError(f"plans: borrowed experts must be in [-1, {grid.experts})")
+        if self.borrowed.size and not -1 <= self.borrowed.min() <= self.borrowed.max() < layout.experts:
+            raise PlanError(f"plans: borrowed experts must be in [-1, {layout.experts})")
 
 
-def _held(grid: Grid, borrowed: Ints) -> Ints:
-    """``[M, L, E, R]``: how many slots of a rank hold an expert."""
-    held = np.zeros((*borrowed.shape[:2], grid.experts, grid.ranks), np.int32) + grid.at_home
-    at, layer, rank, slot = np.nonzero(borrowed >= 0)
-    np.add.at(held, (at, layer, borrowed[at, layer, rank, slot], rank), 1)
-    return held
+def _copies_per_rank(layout: ExpertLayout, borrowed: Ints) -> Ints:
+    """Returns ``[M, L, E, R]``: how many slots of a rank hold an expert."""
+    copies = np.zeros((*borrowed.shape[:2], layout.experts, layout.ranks), np.int32) + layout.owner_mask
+    batch, layer, rank, slot = np.nonzero(borrowed >= 0)
+    np.add.at(copies, (batch, layer, borrowed[batch, layer, rank, slot], rank), 1)
+    return copies
 
 
 def _add_share(quota: Ints, supply: Ints, need: Ints, source: int, group: int) -> None:
-    """Add to ``quota`` what ``source`` gives when the supplies and needs ``[E, R]`` of its group of ranks are laid side
-    by side, both in the order of ranks: where its stretch and a target's overlap."""
+    """Add the tokens that ``source`` sends within its group of ranks to ``quota``: supplies and needs ``[E, R]`` are
+    laid end to end in the order of ranks, and the overlap of two intervals is what a source sends to a target."""
     first = source // group * group
-    mates = slice(first, first + group)
+    members = slice(first, first + group)
     start = supply[:, first:source].sum(axis=1, keepdims=True)
     stop = start + supply[:, source, None]
-    stops = need[:, mates].cumsum(axis=1)
-    starts = stops - need[:, mates]
-    quota[:, mates] += np.maximum(np.minimum(stop, stops) - np.maximum(start, starts), 0).astype(np.int32)
+    stops = need[:, members].cumsum(axis=1)
+    starts = stops - need[:, members]
+    quota[:, members] += np.maximum(np.minimum(stop, stops) - np.maximum(start, starts), 0).astype(np.int32)
 
 
 def _rest(amounts: Ints, met: Ints, group: int) -> Ints:
-    """What is left of ``amounts`` ``[E, R]`` when each group of ranks has met the ``met`` of the same group."""
+    """Returns the rest of ``amounts`` ``[E, R]`` after each group of ranks has given what it can to ``met``."""
     grouped = amounts.reshape(len(amounts), -1, group)
     taken = met.reshape(grouped.shape).sum(axis=2, keepdims=True)
     return np.clip(grouped.cumsum(axis=2) - taken, 0, grouped).reshape(amounts.shape).astype(np.int32)
+
+
+def measured_placement(loads: Ints, layout: ExpertLayout) -> Ints:
+    """Returns an expert placement ``[L, E]`` for :class:`ExpertLayout` from ``loads`` ``[L, E]``, the tokens of each
+    expert over one or more steps.
+
+    First over nodes, then over the ranks of each node, the heaviest remaining expert goes to the one with the lowest
+    load that has capacity. The experts of a rank ascend, so that a single rank keeps the contiguous order.
+    """
+    layers, each = len(loads), layout.ranks // layout.nodes
+    node = _greedy_bins(loads, layout.nodes)
+    by_node = np.argsort(node, axis=1, kind="stable").reshape(layers * layout.nodes, -1)
+    inside = np.take_along_axis(loads, by_node.reshape(layers, -1), axis=1).reshape(by_node.shape)
+    order = np.argsort(_greedy_bins(inside, each), axis=1, kind="stable")
+    return np.take_along_axis(by_node, order, axis=1).reshape(layers, -1).astype(np.int32)
+
+
+def _greedy_bins(loads: Ints, bins: int) -> Ints:
+    """Returns ``[B, E]``: the bin of each item of ``loads`` ``[B, E]``; all bins get the same number of items."""
+    rows, capacity = np.arange(len(loads)), loads.shape[1] // bins
+    bin_of = np.zeros(loads.shape, np.int64)
+    bin_load, count = np.zeros((len(loads), bins), np.int64), np.zeros((len(loads), bins), np.int64)
+    for item in np.argsort(-loads, axis=1, kind="stable").T:
+        best = np.where(count < capacity, bin_load, np.iinfo(np.int64).max).argmin(axis=1)
+        bin_of[rows, item] = best
+        bin_load[rows, best] += loads[rows, item]
+        count[rows, best] += 1
+    return bin_of

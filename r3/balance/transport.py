@@ -1,74 +1,280 @@
 """The planner ``foremoe``: transport on two levels, batched over instances, in integers.
 
-First between machines (:mod:`r3.balance.machines`): each borrows the experts of others that most of its own tokens go
-to, which spares the links, and the machines' loads are made even. Then between the ranks of each machine
-(:mod:`r3.balance.ranks`).
+1. Between nodes: each node borrows the experts of other nodes that most of its own tokens use, which saves traffic on
+   the links, and the loads of the nodes are made even.
+2. Between the ranks of each node.
+
+Experts are named by their parameter slot (``rank * N + i``), so that the experts of a node are consecutive.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
-from r3.balance.machines import even_demand, home_demand, own_experts
-from r3.balance.plan import Grid, Ints, Plans
-from r3.balance.ranks import Slots, level, place
+from r3.balance.plan import ExpertLayout, Ints, PlanArrays
 
 EVEN = 101
-"""The fullest rank's load, in percent of the mean, up to which borrowing costs a pass more than it saves
+"""Load of the fullest rank, in percent of the mean, up to which borrowing costs a pass more than it saves
 (benchmarks/bench_balance_step.py)."""
 
 
-def transport(counts: Ints, grid: Grid, *, link_slots: int, within_node: bool) -> Plans:
-    """Plans for ``counts`` ``[M, L, R, E]``. ``link_slots``: of a rank's borrowed slots, how many spare the links.
+def transport(counts: Ints, layout: ExpertLayout, *, link_slots: int, within_node: bool) -> PlanArrays:
+    """Returns plans for ``counts`` ``[M, L, R, E]``. ``link_slots``: borrowed slots of a rank that save link traffic.
 
-    ``within_node``: no expert is borrowed from another machine. Nothing is borrowed where too few slots would leave
-    the fullest rank fuller than at home, nor, where no link can be spared, of ranks that are even (``EVEN``).
+    ``within_node``: no expert is borrowed from another node. An instance borrows nothing if its plan, for lack of
+    slots, would load the fullest rank more than without borrowing; also, on one node or within nodes, if its ranks are
+    even already (``EVEN``).
     """
-    each = grid.ranks // grid.machines
-    sources = counts.reshape(*counts.shape[:2], grid.machines, each, grid.experts).sum(axis=3, dtype=np.int32)
-    by_slot = np.broadcast_to(grid.home, (counts.shape[1], grid.experts))[:, None]
+    each = layout.ranks // layout.nodes
+    sources = counts.reshape(*counts.shape[:2], layout.nodes, each, layout.experts).sum(axis=3, dtype=np.int32)
+    by_slot = np.broadcast_to(layout.placement, (counts.shape[1], layout.experts))[:, None]
     sources = np.take_along_axis(sources, by_slot[None], axis=3).reshape(-1, *sources.shape[2:])
-    demand = home_demand(sources) if within_node else even_demand(sources, link_slots * each, grid.slots * each)
-    slots = rank_slots(demand, grid)
-    plans = as_plans(slots, grid, counts)
-    at_home = sources.sum(axis=1).reshape(len(sources), grid.ranks, -1).sum(axis=2).max(axis=1)
-    stay = slots.load.reshape(len(sources), -1).max(axis=1) > at_home
-    if within_node or grid.machines == 1:
+    demand = own_demand(sources) if within_node else even_demand(sources, link_slots * each, layout.slots * each)
+    slots = rank_slots(demand, layout)
+    plans = as_plans(slots, layout, counts)
+    owner_max = sources.sum(axis=1).reshape(len(sources), layout.ranks, -1).sum(axis=2).max(axis=1)
+    keep = slots.load.reshape(len(sources), -1).max(axis=1) > owner_max
+    if within_node or layout.nodes == 1:
         total = sources.reshape(len(sources), -1).sum(axis=1, dtype=np.int64)
-        stay |= 100 * grid.ranks * at_home.astype(np.int64) <= EVEN * total
-    at = stay.reshape(*counts.shape[:2], 1, 1)
-    return _mixed(at, Plans.identity(grid, counts), plans) if stay.any() else plans
+        keep |= 100 * layout.ranks * owner_max.astype(np.int64) <= EVEN * total
+    if not keep.any():
+        return plans
+    mask, unbalanced = keep.reshape(*counts.shape[:2], 1, 1), PlanArrays.identity(layout, counts)
+    borrowed = np.where(mask, unbalanced.borrowed, plans.borrowed)
+    return PlanArrays(layout, borrowed, np.where(mask, unbalanced.load, plans.load), unbalanced.counts)
 
 
-def rank_slots(demand: Ints, grid: Grid) -> Slots:
-    """The machines' demand ``[B, K, E]`` on their ranks, made even; P = B * K, experts are named by home slot."""
-    each, own = grid.ranks // grid.machines, own_experts(demand)
-    expert = np.arange(grid.experts, dtype=np.int32).reshape(grid.machines, each, grid.homes)
-    slots = Slots.of_homes(
-        np.tile(expert, (len(demand), 1, 1)), demand[:, own].reshape(-1, each, grid.homes), grid.slots
-    )
-    foreign = np.where(own, 0, demand).reshape(-1, grid.experts)
+def rank_slots(demand: Ints, layout: ExpertLayout) -> Slots:
+    """Spread the nodes' ``demand`` ``[B, K, E]`` evenly over their ranks; the result has P = B * K problems."""
+    each, own = layout.ranks // layout.nodes, own_experts(demand)
+    expert = np.arange(layout.experts, dtype=np.int32).reshape(layout.nodes, each, layout.experts_per_rank)
+    tokens = demand[:, own].reshape(-1, each, layout.experts_per_rank)
+    slots = Slots.with_own_experts(np.tile(expert, (len(demand), 1, 1)), tokens, layout.slots)
+    foreign = np.where(own, 0, demand).reshape(-1, layout.experts)
     borrowed = int((foreign > 0).sum(axis=1).max(initial=0))
     largest = np.argsort(-foreign, axis=1, kind="stable")[:, :borrowed].astype(np.int32)
-    place(slots, largest, np.take_along_axis(foreign, largest, axis=1))
+    borrow_largest(slots, largest, np.take_along_axis(foreign, largest, axis=1))
     level(slots)
     return slots
 
 
-def as_plans(slots: Slots, grid: Grid, counts: Ints) -> Plans:
-    """The same by logical experts, for ``counts`` ``[M, L, R, E]``."""
-    lead = (*counts.shape[:2], grid.ranks, grid.homes + grid.slots)
+def as_plans(slots: Slots, layout: ExpertLayout, counts: Ints) -> PlanArrays:
+    """Returns ``slots`` as plans over logical experts, for ``counts`` ``[M, L, R, E]``."""
+    lead = (*counts.shape[:2], layout.ranks, layout.experts_per_rank + layout.slots)
     expert, tokens = slots.expert.reshape(lead), slots.tokens.reshape(lead)
-    home = np.broadcast_to(grid.home, (lead[1], grid.experts))
-    logical = np.where(expert < 0, -1, home[np.arange(lead[1])[:, None, None], expert])
-    load = np.zeros((*lead[:2], grid.experts, grid.ranks), np.int32)
-    at, layer, rank, slot = np.nonzero(tokens)
-    load[at, layer, logical[at, layer, rank, slot], rank] = tokens[at, layer, rank, slot]
-    return Plans(grid, np.ascontiguousarray(logical[..., grid.homes :]), load, counts)
+    placement = np.broadcast_to(layout.placement, (lead[1], layout.experts))
+    logical = np.where(expert < 0, -1, placement[np.arange(lead[1])[:, None, None], expert])
+    load = np.zeros((*lead[:2], layout.experts, layout.ranks), np.int32)
+    batch, layer, rank, slot = np.nonzero(tokens)
+    load[batch, layer, logical[batch, layer, rank, slot], rank] = tokens[batch, layer, rank, slot]
+    return PlanArrays(layout, np.ascontiguousarray(logical[..., layout.experts_per_rank :]), load, counts)
 
 
-def _mixed(where: NDArray[np.bool_], some: Plans, others: Plans) -> Plans:
-    """``some`` plans ``where`` ``[M, L, 1, 1]`` says so, ``others`` elsewhere."""
-    borrowed, load = np.where(where, some.borrowed, others.borrowed), np.where(where, some.load, others.load)
-    return Plans(some.grid, borrowed, load, some.counts)
+def own_experts(counts: Ints) -> NDArray[np.bool_]:
+    """Returns ``[K, E]``: which node owns each expert."""
+    nodes, experts = counts.shape[1:]
+    return np.arange(nodes)[:, None] == np.arange(experts) * nodes // experts
+
+
+def own_demand(counts: Ints) -> Ints:
+    """Returns ``[B, K, E]``: tokens of each expert that each node computes if no node borrows."""
+    return np.where(own_experts(counts), counts.sum(axis=1, keepdims=True), 0).astype(np.int32)
+
+
+def even_demand(counts: Ints, imports: int, limit: int) -> Ints:
+    """Returns ``[B, K, E]``: tokens of each expert that each node computes when loads are even.
+
+    Each node borrows, for its own tokens, the ``imports`` foreign experts that most of its tokens use; then loads are
+    made even. ``counts``: tokens by source node. A node borrows at most ``limit`` experts.
+    """
+    own, nodes = own_experts(counts), counts.shape[1]
+    reach = min(limit * (nodes - 1), counts.shape[2] - counts.shape[2] // nodes)
+    preferred = np.argsort(np.where(own, 1, -counts), axis=2, kind="stable")[..., :reach].astype(np.int32)
+    demand = np.zeros_like(counts)
+    chosen = preferred[..., : min(imports, limit)]
+    np.put_along_axis(demand, chosen, np.take_along_axis(counts, chosen, axis=2), axis=2)
+    rest = counts.sum(axis=1, keepdims=True) - demand.sum(axis=1, keepdims=True)
+    demand += np.where(own, rest, 0).astype(np.int32)
+    _NodeTransport(counts, demand, preferred, min(limit, imports * 5 // 4), limit).make_even()
+    return demand
+
+
+@dataclass(frozen=True, eq=False)
+class _Pairs:
+    """For each of ``rows`` a node ``source`` with too many tokens and a node ``target`` with too few."""
+
+    rows: Ints
+    source: Ints
+    target: Ints
+
+
+@dataclass(frozen=True, eq=False)
+class _NodeTransport:
+    """Moves tokens between nodes by changing ``demand`` ``[B, K, E]`` in place.
+
+    ``preferred`` ``[B, K, F]``: a node's foreign experts, those that most of its own tokens use first. A node borrows
+    up to ``own_limit`` experts for its own tokens only, and up to ``limit`` if even loads need it.
+    """
+
+    counts: Ints
+    demand: Ints
+    preferred: Ints
+    own_limit: int
+    limit: int
+
+    def make_even(self) -> None:
+        """Move tokens from the fullest node to the emptiest until all have their share, or nothing moves.
+
+        Half of the excess leaves as new loans, which reduces traffic from the target to the source, and half by ending
+        the smallest loans of the source, which adds traffic in the other direction: both directions stay alike, and so
+        does the number of loans.
+        """
+        nodes = self.demand.shape[1]
+        share = (self.demand.sum(axis=(1, 2))[:, None] + np.arange(nodes)[::-1]) // nodes
+        rows = np.arange(len(self.demand))
+        while len(rows):
+            excess = self.demand[rows].sum(axis=2) - share[rows]
+            source, target = excess.argmax(axis=1), excess.argmin(axis=1)
+            index = np.arange(len(rows))
+            amount = np.minimum(excess[index, source], -excess[index, target])
+            pairs = _Pairs(rows, source, target)
+            remaining = amount - amount // 2 + self._apply(self._lend, pairs, amount // 2)
+            for move in (self._end_loans, self._lend, self._lend_more):
+                remaining = self._apply(move, pairs, remaining)
+            rows = rows[remaining < amount]
+
+    def _apply(self, move: Callable[[_Pairs, Ints], Ints], pairs: _Pairs, amount: Ints) -> Ints:
+        """Returns what remains of ``amount`` after ``move``, which gets only the rows with a nonzero amount."""
+        busy = np.flatnonzero(amount)
+        remaining = np.zeros_like(amount)
+        remaining[busy] = move(_Pairs(pairs.rows[busy], pairs.source[busy], pairs.target[busy]), amount[busy])
+        return remaining
+
+    def _lend(self, pairs: _Pairs, amount: Ints) -> Ints:
+        """The target borrows more experts of the source, for its own tokens only."""
+        expert, lent, source_tokens = self._preferred_by_target(pairs)
+        new = ~lent & self._is_owner(expert, pairs.source)
+        new &= new.cumsum(axis=1) <= self.own_limit - lent.sum(axis=1, keepdims=True)
+        own = self.counts[pairs.rows[:, None], pairs.target[:, None], expert]
+        return self._move(pairs, expert, np.where(new, np.minimum(source_tokens, own), 0), amount)
+
+    def _lend_more(self, pairs: _Pairs, amount: Ints) -> Ints:
+        """The target also computes tokens of other nodes, first with experts that it borrows already."""
+        expert, lent, source_tokens = self._preferred_by_target(pairs)
+        remaining = self._move(pairs, expert, np.where(lent, source_tokens, 0), amount)
+        new = ~lent & (source_tokens > 0)
+        new &= new.cumsum(axis=1) <= self.limit - lent.sum(axis=1, keepdims=True)
+        return self._move(pairs, expert, np.where(new, source_tokens, 0), remaining)
+
+    def _end_loans(self, pairs: _Pairs, amount: Ints) -> Ints:
+        """The source returns tokens to experts of the target that it borrows, the smallest loans first."""
+        expert = self.preferred[pairs.rows, pairs.source][:, ::-1]
+        tokens = self.demand[pairs.rows[:, None], pairs.source[:, None], expert]
+        return self._move(pairs, expert, np.where(self._is_owner(expert, pairs.target), tokens, 0), amount)
+
+    def _preferred_by_target(self, pairs: _Pairs) -> tuple[Ints, NDArray[np.bool_], Ints]:
+        """Returns ``[rows, F]``: the experts that the target prefers, whether it borrows them, and the source's tokens
+        of them."""
+        expert, rows = self.preferred[pairs.rows, pairs.target], pairs.rows[:, None]
+        lent = self.demand[rows, pairs.target[:, None], expert] > 0
+        return expert, lent, self.demand[rows, pairs.source[:, None], expert]
+
+    def _is_owner(self, expert: Ints, node: Ints) -> NDArray[np.bool_]:
+        return expert // (self.demand.shape[2] // self.demand.shape[1]) == node[:, None]
+
+    def _move(self, pairs: _Pairs, expert: Ints, tokens: Ints, amount: Ints) -> Ints:
+        """Move up to ``amount`` of ``tokens``, the first experts first; returns what remains of ``amount``."""
+        moved = np.clip(amount[:, None] - (tokens.cumsum(axis=1) - tokens), 0, tokens).astype(np.int32)
+        index, column = np.nonzero(moved)
+        self.demand[pairs.rows[index], pairs.source[index], expert[index, column]] -= moved[index, column]
+        self.demand[pairs.rows[index], pairs.target[index], expert[index, column]] += moved[index, column]
+        return amount - moved.sum(axis=1)
+
+
+@dataclass(frozen=True, eq=False)
+class Slots:
+    """What the ranks of a node hold and compute, changed in place: ``expert`` (-1: empty) and ``tokens`` ``[P, r, S]``,
+    ``load`` ``[P, r]``.
+
+    P nodes of instances at once, r ranks per node, S = N + X slots per rank; the first ``own`` (N) are parameter slots.
+    """
+
+    expert: Ints
+    tokens: Ints
+    load: Ints
+    own: int
+
+    @staticmethod
+    def with_own_experts(expert: Ints, tokens: Ints, slots: int) -> Slots:
+        """Ranks that hold their own experts ``[P, r, N]`` and ``slots`` empty slots each."""
+        empty = (*tokens.shape[:2], slots)
+        return Slots(
+            np.concatenate([expert, np.full(empty, -1, np.int32)], axis=2),
+            np.concatenate([tokens, np.zeros(empty, np.int32)], axis=2),
+            tokens.sum(axis=2, dtype=np.int32),
+            tokens.shape[2],
+        )
+
+    def add(self, rows: Ints, rank: Ints, expert: Ints, tokens: Ints) -> None:
+        """Give ``tokens`` of ``expert`` to one rank per row: to its slot with that expert, or to an empty slot."""
+        experts = self.expert[rows, rank]
+        same = experts == expert[:, None]
+        slot = np.where(same.any(axis=1), same.argmax(axis=1), (experts < 0).argmax(axis=1))
+        self.expert[rows, rank, slot] = expert
+        self.tokens[rows, rank, slot] += tokens
+        self.load[rows, rank] += tokens
+
+    def take(self, rows: Ints, rank: Ints, slot: Ints, tokens: Ints) -> None:
+        """Take ``tokens`` from one slot per row; a borrowed slot without tokens becomes empty."""
+        self.tokens[rows, rank, slot] -= tokens
+        self.load[rows, rank] -= tokens
+        idle = (self.tokens[rows, rank, slot] == 0) & (slot >= self.own)
+        self.expert[rows[idle], rank[idle], slot[idle]] = -1
+
+    def has_empty_slot(self, rows: Ints) -> NDArray[np.bool_]:
+        """Returns bool ``[rows, r]``."""
+        return np.any(self.expert[rows] < 0, axis=2)
+
+
+def borrow_largest(slots: Slots, expert: Ints, tokens: Ints) -> None:
+    """Borrow the experts ``[P, n]`` that have tokens, in this order, each on the least loaded rank with two empty slots
+    (:func:`level` needs the second), or with one if no rank has two."""
+    free = (slots.expert < 0).sum(axis=2)
+    for column in range(tokens.shape[1]):
+        rows = np.flatnonzero(tokens[:, column])
+        penalty = np.maximum(2 - free[rows], 0) << 32
+        rank = (slots.load[rows] + penalty).argmin(axis=1)
+        slots.add(rows, rank, expert[rows, column], tokens[rows, column])
+        free[rows, rank] -= 1
+
+
+def level(slots: Slots) -> None:
+    """Fill the emptiest rank up to its share with one expert of a rank above its share, until no rank is above.
+
+    As in the alias method of sampling, the giving rank may fall below its share and is filled later: with experts large
+    enough, every rank borrows at most one.
+    """
+    ranks = slots.load.shape[1]
+    total = slots.load.sum(axis=1, keepdims=True)
+    share = (total + np.arange(ranks)[::-1]) // ranks
+    rows = np.arange(len(total))
+    while len(rows):
+        index = np.arange(len(rows))
+        excess = slots.load[rows] - share[rows]
+        deficit = np.where(slots.has_empty_slot(rows), -excess, 0)
+        target = deficit.argmax(axis=1)
+        largest = slots.tokens[rows].max(axis=2)
+        fill = np.minimum(largest, deficit[index, target, None]).astype(np.int64) << 32
+        source = np.where(excess > 0, fill + excess, -1).argmax(axis=1)
+        slot = slots.tokens[rows, source].argmax(axis=1)
+        amount = np.minimum(deficit[index, target], slots.tokens[rows, source, slot])
+        amount = np.where(excess[index, source] > 0, amount, 0).astype(np.int32)
+        going = amount > 0
+        rows, source, target, slot, amount = (a[going] for a in (rows, source, target, slot, amount))
+        expert = slots.expert[rows, source, slot]
+        slots.take(rows, source, slot, amount)
+        slots.add(rows, target, expert, amount)

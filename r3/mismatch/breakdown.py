@@ -1,4 +1,4 @@
-"""The mismatch of many sequences, as a whole and by turn and by weight version.
+"""The mismatch of many sequences, in total, by turn and by weight version.
 
 A forward pass at position i takes token i, uses row i's experts and gives token i + 1 its log-prob. So row i and the
 log-prob of token i + 1 have the same labels: the turn that token i + 1 belongs to, and the weights that row i was
@@ -33,11 +33,11 @@ from r3.routing import Routing
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pair:
-    """One sequence of S tokens as two passes saw it: a reference (the engine, say) and another (the trainer).
+    """One sequence of S tokens in two passes: a reference (such as the engine) and another (the trainer).
 
-    ``logprobs`` and ``reference_logprobs`` ``[S]``: of each token given those before it; read where ``sampled`` bool
-    ``[S]``. ``turns`` int ``[S]``: the turn each token belongs to. ``routes`` and ``reference_routes``: S rows each;
-    the spans of the reference's say which weights computed what.
+    ``logprobs`` and ``reference_logprobs`` ``[S]``: of each token given those before it; used where ``sampled`` bool
+    ``[S]`` is true. ``turns`` int ``[S]``: each token's turn. ``routes`` and ``reference_routes``: S rows each; the
+    spans of the reference have the weight versions.
     """
 
     logprobs: Floats
@@ -50,7 +50,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mismatch:
-    """Log-probs and routes of the same positions; None where there is no sampled token, or no row that both have."""
+    """The mismatch of log-probs and routes; None without sampled tokens, or without rows present in both."""
 
     logprobs: LogprobMismatch | None
     routes: RouteMismatch | None
@@ -65,7 +65,7 @@ class MismatchReport:
     by_weight_version: Mapping[str, Mismatch]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values only: lists for arrays, strings for keys, None for what is not finite. The parts leave out
+        """Returns plain values: lists for arrays, strings for keys, None for values that are not finite. The parts omit
         ``by_sequence``, which would be most of the bytes."""
         plain = _plain(asdict(self))
         for part in (*plain["by_turn"].values(), *plain["by_weight_version"].values()):
@@ -75,20 +75,20 @@ class MismatchReport:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Labelled:
-    """``values`` ``[n, ...]`` with each one's sequence, turn and weight version."""
+class _Labeled:
+    """``values`` ``[n, ...]`` with the sequence, turn and weight version of each."""
 
     values: NDArray
     sequence: NDArray[np.int64]
     turn: NDArray[np.integer]
     version: NDArray[np.str_]
 
-    def where(self, keep: NDArray[np.bool_]) -> _Labelled:
-        return _Labelled(self.values[keep], self.sequence[keep], self.turn[keep], self.version[keep])
+    def select(self, keep: NDArray[np.bool_]) -> _Labeled:
+        return _Labeled(self.values[keep], self.sequence[keep], self.turn[keep], self.version[keep])
 
 
 def mismatch_report(pairs: Sequence[Pair], taus: Sequence[float] = TAUS) -> MismatchReport:
-    """Compare the passes of all ``pairs``.
+    """Compare the two passes of all ``pairs``.
 
     Raises ValueError for log-probs that are not finite or of the wrong shape, RoutingError for routes of different
     shapes.
@@ -97,7 +97,7 @@ def mismatch_report(pairs: Sequence[Pair], taus: Sequence[float] = TAUS) -> Mism
     differ = _joined([_rows(index, pair) for index, pair in enumerate(pairs)])
     top_k = pairs[0].routes.top_k
 
-    def of(tokens: _Labelled, rows: _Labelled) -> Mismatch:
+    def mismatch(tokens: _Labeled, rows: _Labeled) -> Mismatch:
         return Mismatch(
             logprob_mismatch(tokens.values, tokens.sequence, taus) if len(tokens.values) else None,
             route_mismatch(rows.values, rows.sequence, top_k) if len(rows.values) else None,
@@ -106,32 +106,35 @@ def mismatch_report(pairs: Sequence[Pair], taus: Sequence[float] = TAUS) -> Mism
     turns = sorted({*log_r.turn.tolist(), *differ.turn.tolist()})
     versions = sorted({*log_r.version.tolist(), *differ.version.tolist()}, key=lambda name: (len(name), name))
     return MismatchReport(
-        total=of(log_r, differ),
-        by_turn={turn: of(log_r.where(log_r.turn == turn), differ.where(differ.turn == turn)) for turn in turns},
+        total=mismatch(log_r, differ),
+        by_turn={
+            turn: mismatch(log_r.select(log_r.turn == turn), differ.select(differ.turn == turn)) for turn in turns
+        },
         by_weight_version={
-            name: of(log_r.where(log_r.version == name), differ.where(differ.version == name)) for name in versions
+            name: mismatch(log_r.select(log_r.version == name), differ.select(differ.version == name))
+            for name in versions
         },
     )
 
 
-def _logprobs(index: int, pair: Pair) -> _Labelled:
+def _logprobs(index: int, pair: Pair) -> _Labeled:
     """Log-ratios of the sampled tokens; the first token of a sequence is never sampled."""
     sampled = pair.sampled.copy()
     sampled[0] = False
     values = log_ratios(pair.logprobs, pair.reference_logprobs, sampled) if sampled.any() else np.zeros(0)
     version = np.roll(_versions(pair.reference_routes), 1)
-    return _Labelled(values, np.full(len(values), index), pair.turns[sampled], version[sampled])
+    return _Labeled(values, np.full(len(values), index), pair.turns[sampled], version[sampled])
 
 
-def _rows(index: int, pair: Pair) -> _Labelled:
-    """Differing experts of the rows that both have and that predict a token: all but the last."""
+def _rows(index: int, pair: Pair) -> _Labeled:
+    """Differing experts of the rows present in both that predict a token: all but the last."""
     both = pair.routes.present & pair.reference_routes.present
     values = differing_experts(pair.routes, pair.reference_routes)
     rows = np.flatnonzero(both)
     predicts = rows < pair.routes.tokens - 1
     rows, values = rows[predicts], values[predicts]
     version = _versions(pair.reference_routes)
-    return _Labelled(values, np.full(len(rows), index), pair.turns[rows + 1], version[rows])
+    return _Labeled(values, np.full(len(rows), index), pair.turns[rows + 1], version[rows])
 
 
 def _versions(routing: Routing) -> NDArray[np.str_]:
@@ -140,8 +143,8 @@ def _versions(routing: Routing) -> NDArray[np.str_]:
     return np.repeat(np.array(names, dtype=np.str_), [span.stop - span.start for span in routing.spans])
 
 
-def _joined(parts: Sequence[_Labelled]) -> _Labelled:
-    return _Labelled(
+def _joined(parts: Sequence[_Labeled]) -> _Labeled:
+    return _Labeled(
         np.concatenate([part.values for part in parts]),
         np.concatenate([part.sequence for part in parts]),
         np.concatenate([part.turn for part in parts]),

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 POINTS = 20_000
-"""Points of one scatter plot; of more tokens, the nearest to the diagonal are thinned out."""
+"""Maximum points of a scatter plot; with more tokens, those nearest to the diagonal are thinned out."""
 
 
 def probability_scatter(passes: Mapping[str, tuple[Floats, Floats]]) -> bytes:
-    """Each sampled token's probability in the engine (x) and in the trainer (y), a panel a pass.
+    """Each sampled token's probability in the engine (x) and in the trainer (y), one panel per pass.
 
     ``passes``: name -> (log-probs of the trainer, of the engine). Tokens off by more than a factor 2 are red.
     """
@@ -31,8 +31,8 @@ def probability_scatter(passes: Mapping[str, tuple[Floats, Floats]]) -> bytes:
         kept = _thinned(np.abs(trainer - engine))
         x, y = np.exp(engine[kept]), np.exp(trainer[kept])
         beyond = np.abs(trainer[kept] - engine[kept]) > np.log(2)
-        for group, colour, size in ((~beyond, "tab:blue", 3), (beyond, "tab:red", 10)):
-            axes.scatter(x[group], y[group], s=size, color=colour, alpha=0.5, linewidths=0, rasterized=True)
+        for group, color, size in ((~beyond, "tab:blue", 3), (beyond, "tab:red", 10)):
+            axes.scatter(x[group], y[group], s=size, color=color, alpha=0.5, linewidths=0, rasterized=True)
         low = float(min(x.min(), y.min(), 0.5))
         for factor, style in ((1, "-"), (2, ":"), (0.5, ":")):
             axes.plot([low, 1], [low * factor, factor], style, color="black", linewidth=0.6)
@@ -68,27 +68,27 @@ def f_tau_curves(curves: Mapping[str, Floats]) -> bytes:
     return _png(figure)
 
 
-def differing_routers(found: RouteMismatch) -> bytes:
+def differing_routers(mismatch: RouteMismatch) -> bytes:
     """Where the experts differ: by router and layer, by token, and by sequence."""
     figure = _figure(13, 3.8)
     router, token, sequence = figure.subplots(1, 3)
-    layers = np.arange(len(found.by_layer))
+    layers = np.arange(len(mismatch.by_layer))
     below = np.zeros(len(layers))
-    for count in range(1, found.experts.shape[1]):
-        share = 100 * found.experts[:, count] / found.tokens
+    for count in range(1, mismatch.experts.shape[1]):
+        share = 100 * mismatch.experts[:, count] / mismatch.tokens
         if not share.any():
             continue
         router.bar(layers, share, bottom=below, label=f"{count} differ{'s' if count == 1 else ''}")
         below += share
-    router.set(xlabel="MoE layer", ylabel="% of tokens", title=f"router level: {100 * found.router:.2f} % differ")
+    router.set(xlabel="MoE layer", ylabel="% of tokens", title=f"router level: {100 * mismatch.router:.2f} % differ")
     router.legend(title="experts", fontsize=8)
-    token.bar(np.arange(len(found.layers)), 100 * found.layers / found.tokens)
+    token.bar(np.arange(len(mismatch.layers)), 100 * mismatch.layers / mismatch.tokens)
     token.set(xlabel="differing layers of a token", ylabel="% of tokens", yscale="log")
-    token.set(title=f"token level: {100 * found.token:.2f} % in some layer")
-    sequence.hist(found.by_sequence.sum(axis=1), bins=40)
-    sequence.axvline(found.sequence, color="black", linewidth=0.8)
-    sequence.set(xlabel="mean differing layers a token", ylabel="sequences")
-    sequence.set(title=f"sequence level: mean {found.sequence:.3f} of {len(layers)} layers")
+    token.set(title=f"token level: {100 * mismatch.token:.2f} % in some layer")
+    sequence.hist(mismatch.by_sequence.sum(axis=1), bins=40)
+    sequence.axvline(mismatch.sequence, color="black", linewidth=0.8)
+    sequence.set(xlabel="mean differing layers per token", ylabel="sequences")
+    sequence.set(title=f"sequence level: mean {mismatch.sequence:.3f} of {len(layers)} layers")
     return _png(figure)
 
 

@@ -1,4 +1,4 @@
-"""How far the trainer is from the engine: in log-probs of the sampled tokens, and in experts chosen.
+"""The mismatch between trainer and engine: log-probs of the sampled tokens, and experts.
 
 Log-probs (p: trainer, q: engine, of the sampled token; r = p / q):
 
@@ -6,19 +6,19 @@ Log-probs (p: trainer, q: engine, of the sampled token; r = p / q):
   "Approximating KL Divergence", 2020), used for this mismatch by the R3 paper (arXiv 2510.11370, section 3); NeMo RL
   calls it ``gen_kl_error``
 - ``f_tau``                  share of tokens with max(r, 1/r) > tau (the R3 paper's extreme token distribution)
-- ``token_mult_prob_error``  mean exp |log p - log q|, 1 where they agree (NeMo RL's name)
+- ``token_mult_prob_error``  mean exp |log p - log q|, 1 if equal (NeMo RL's name)
 - ``js_divergence``          half k3 of p against m plus half k3 of q against m, m = (p + q) / 2 (NeMo RL:
   ``js_divergence_error``)
 - ``logprob_abs_diff``       mean |log p - log q|; ``logprob_abs_diff_max`` that of the worst token
 
 Experts, as the R3 paper counts them: a *router* is one (token, layer) pair.
 
-- router level               share of routers whose two sets of experts differ, and by how many experts
-- token level                how many of a token's layers differ; the share of tokens with any
-- sequence level             a sequence's mean number of differing layers a token
+- router level               share of routers whose sets of experts differ, and the number of differing experts
+- token level                number of differing layers per token; share of tokens with at least one
+- sequence level             a sequence's mean number of differing layers per token
 
-All log-prob figures are means over tokens whose tails are heavy: a few tokens decide k3. So an :class:`Estimate` has
-an interval, from a bootstrap over sequences.
+All log-prob figures are means of heavy-tailed values: a few tokens dominate k3. An :class:`Estimate` therefore has an
+interval from a bootstrap over sequences.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ Floats = NDArray[np.floating]
 Mask = NDArray[np.bool_]
 
 TAUS = tuple(1 + 10 ** (exponent / 10) for exponent in range(-30, 21))
-"""Where F(tau) is taken by default: tau - 1 from 0.001 to 100, ten points a decade; 2 is one of them."""
+"""Default values of tau: tau - 1 from 0.001 to 100, ten points per decade; includes tau = 2."""
 
 DRAWS = 1000
 """Resamples of a bootstrap."""
 
 
 def log_ratios(trainer: Floats, engine: Floats, mask: Mask | None = None) -> NDArray[np.float64]:
-    """log p - log q of the tokens that ``mask`` keeps (all without one), flattened.
+    """Returns log p - log q of the tokens selected by ``mask`` (None: all), flattened.
 
-    Raises ValueError for unequal shapes, for no token at all, and for log-probs that are not finite.
+    Raises ValueError for different shapes, if no token is selected, and for log-probs that are not finite.
     """
     if trainer.shape != engine.shape or (mask is not None and mask.shape != trainer.shape):
         raise ValueError(
@@ -54,48 +54,48 @@ def log_ratios(trainer: Floats, engine: Floats, mask: Mask | None = None) -> NDA
     difference = trainer.astype(np.float64) - engine.astype(np.float64)
     kept = difference.ravel() if mask is None else difference[mask]
     if kept.size == 0:
-        raise ValueError("no token to compare: the mask keeps none")
+        raise ValueError("no token to compare: the mask selects none")
     if not np.isfinite(kept).all():
         raise ValueError(f"{int((~np.isfinite(kept)).sum())} of {kept.size} log-prob differences are not finite")
     return kept
 
 
 def k3_kl(trainer: Floats, engine: Floats, mask: Mask | None = None) -> float:
-    """Mean of r - 1 - log r; 0 where the two agree, never negative."""
+    """Returns the mean of r - 1 - log r; 0 if equal, never negative."""
     return float(_k3(log_ratios(trainer, engine, mask)).mean())
 
 
 def f_tau(trainer: Floats, engine: Floats, tau: float, mask: Mask | None = None) -> float:
-    """Share of tokens whose probability differs by more than a factor ``tau`` either way."""
+    """Returns the share of tokens whose probability differs by more than a factor ``tau`` in either direction."""
     if tau <= 0:
         raise ValueError(f"tau must be positive, got {tau}")
     return float(_exceeds(log_ratios(trainer, engine, mask), tau).mean())
 
 
 def token_mult_prob_error(trainer: Floats, engine: Floats, mask: Mask | None = None) -> float:
-    """Mean factor by which a token's probability differs; 1 where the two agree."""
+    """Returns the mean factor between the two probabilities of a token; 1 if equal."""
     return float(_factor(log_ratios(trainer, engine, mask)).mean())
 
 
 def js_divergence(trainer: Floats, engine: Floats, mask: Mask | None = None) -> float:
-    """Jensen-Shannon divergence estimated on the sampled tokens alone."""
+    """Returns the Jensen-Shannon divergence, estimated on the sampled tokens."""
     return float(_js(log_ratios(trainer, engine, mask)).mean())
 
 
 def logprob_abs_diff(trainer: Floats, engine: Floats, mask: Mask | None = None) -> float:
-    """Mean absolute difference of log-probs."""
+    """Returns the mean absolute difference of log-probs."""
     return float(np.abs(log_ratios(trainer, engine, mask)).mean())
 
 
 def mismatch_metrics(trainer: Floats, engine: Floats, mask: Mask | None = None) -> dict[str, float]:
-    """All of them under the names of the ``mismatch/*`` metrics, without the prefix; ``f_tau`` at tau = 2."""
+    """Returns all figures by the names of the ``mismatch/*`` metrics, without prefix; ``f_tau`` at tau = 2."""
     log_r = log_ratios(trainer, engine, mask)
     means = {name: float(values(log_r).mean()) for name, values in TOKEN_VALUES.items()}
     return means | {"logprob_abs_diff_max": float(np.abs(log_r).max())}
 
 
 def _k3(log_r: NDArray[np.float64]) -> NDArray[np.float64]:
-    # expm1 keeps the digits that r - 1 loses where r is close to 1, as it is for nearly all tokens.
+    # expm1 keeps the digits that r - 1 loses for r close to 1, the case of nearly all tokens.
     return np.expm1(log_r) - log_r
 
 
@@ -121,12 +121,12 @@ TOKEN_VALUES: Mapping[str, Callable[[NDArray[np.float64]], NDArray]] = {
     "js_divergence": _js,
     "logprob_abs_diff": np.abs,
 }
-"""Every metric that is a mean over tokens, as a function from log r to a value a token."""
+"""Every metric that is a mean over tokens, as a function from log r to a value per token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean and its 95 % interval; the interval is NaN where there are fewer than two sequences to draw from."""
+    """A mean and its 95 % interval, which is NaN for fewer than two sequences."""
 
     value: float
     low: float
@@ -136,8 +136,8 @@ class Estimate:
 def resampled_sums(table: NDArray[np.float64], *, draws: int = DRAWS, seed: int = 0) -> NDArray[np.float64]:
     """Column sums of ``table`` ``[sequences, columns]`` under a bootstrap of its rows, ``[draws, columns]``.
 
-    Tokens of a sequence are not independent, so whole sequences are drawn. Tables of as many rows get the same draws:
-    figures of two passes over the same sequences are thereby paired.
+    Tokens of a sequence are not independent, so whole sequences are drawn. Tables with equal numbers of rows get the
+    same draws, so figures of two passes over the same sequences are paired.
     """
     generator, rows = np.random.default_rng(seed), len(table)
     sums = np.empty((draws, table.shape[1]))
@@ -149,7 +149,7 @@ def resampled_sums(table: NDArray[np.float64], *, draws: int = DRAWS, seed: int 
 def estimate_ratios(
     numerators: Mapping[str, NDArray[np.float64]], denominator: NDArray[np.float64]
 ) -> dict[str, Estimate]:
-    """Sum over sum of columns ``[sequences]``, by name. NaN or infinite where the denominator is 0."""
+    """Returns the ratio of sums of columns ``[sequences]``, by name. NaN or infinite if the denominator is 0."""
     table = np.stack([*numerators.values(), denominator], axis=1)
     with np.errstate(divide="ignore", invalid="ignore"):
         values = table[:, :-1].sum(axis=0) / denominator.sum()
@@ -165,14 +165,15 @@ def estimate_ratios(
 
 
 def per_sequence(values: NDArray, sequence: NDArray[np.integer]) -> NDArray[np.float64]:
-    """Sums of ``values`` ``[n]`` over each sequence that occurs in ``sequence`` ``[n]``, in their order."""
+    """Returns the sums of ``values`` ``[n]`` over each sequence in ``sequence`` ``[n]``, in the order of their
+    numbers."""
     _, index = np.unique(sequence, return_inverse=True)
     return np.bincount(index, weights=values).astype(np.float64, copy=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LogprobMismatch:
-    """All figures of the sampled tokens of some sequences.
+    """The log-prob figures of some sequences.
 
     ``metrics``: the means, under the names of :data:`TOKEN_VALUES`. ``f_tau[i]``: F at ``taus[i]``.
     """
@@ -187,7 +188,7 @@ class LogprobMismatch:
 def logprob_mismatch(
     log_r: NDArray[np.float64], sequence: NDArray[np.integer], taus: Sequence[float] = TAUS
 ) -> LogprobMismatch:
-    """The figures of tokens whose :func:`log_ratios` are ``log_r`` ``[n]`` and which belong to ``sequence`` ``[n]``."""
+    """Returns the figures of tokens with :func:`log_ratios` ``log_r`` ``[n]`` in sequences ``sequence`` ``[n]``."""
     counts = per_sequence(np.ones(len(log_r)), sequence)
     sums = {name: per_sequence(values(log_r), sequence) for name, values in TOKEN_VALUES.items()}
     return LogprobMismatch(
@@ -200,7 +201,7 @@ def logprob_mismatch(
 
 
 def f_tau_curve(log_r: NDArray[np.float64], taus: Sequence[float] = TAUS) -> NDArray[np.float64]:
-    """F at each of ``taus``: the share of tokens whose probability differs by more than that factor."""
+    """Returns F at each of ``taus``: the share of tokens whose probability differs by more than that factor."""
     if min(taus) <= 0:
         raise ValueError(f"tau must be positive, got {min(taus)}")
     ordered = np.sort(np.abs(log_r))
@@ -209,16 +210,16 @@ def f_tau_curve(log_r: NDArray[np.float64], taus: Sequence[float] = TAUS) -> NDA
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RouteMismatch:
-    """Two routings of the same tokens compared as sets of experts, over the rows that both have.
+    """Two routings of the same tokens, compared as sets of experts over the rows present in both.
 
     ``router``: share of routers, (token, layer) pairs, that differ; ``by_layer`` ``[L]`` the same in each MoE layer.
     ``token``: share of tokens with a differing layer. ``sequence``: mean over sequences of a sequence's mean number of
-    differing layers a token. And the distributions behind them:
+    differing layers per token. Distributions:
 
-    - ``experts`` ``[L, top_k + 1]``: routers of a layer by how many of their experts differ
-    - ``layers`` ``[L + 1]``: tokens by how many of their layers differ
+    - ``experts`` ``[L, top_k + 1]``: number of routers of a layer, by their number of differing experts
+    - ``layers`` ``[L + 1]``: number of tokens, by their number of differing layers
     - ``by_sequence`` ``[sequences, L]``: share of a sequence's tokens that differ in a layer (its sum over the layers
-      is the sequence's mean number of differing layers a token)
+      is the sequence's mean number of differing layers per token)
     """
 
     tokens: int
@@ -233,9 +234,8 @@ class RouteMismatch:
 
 
 def differing_experts(first: Routing, second: Routing) -> NDArray[np.uint8]:
-    """``[rows, moe_layers]``: how many of ``first``'s experts are not among ``second``'s, over the rows present in
-    both. Expects rows as :func:`r3.routing.validate` passes them: no expert twice. Raises RoutingError where the two
-    are of different shapes."""
+    """Returns ``[rows, moe_layers]``: how many of ``first``'s experts are not in ``second``, over the rows present in
+    both. Rows must be valid by :func:`r3.routing.validate`. Raises RoutingError for different shapes."""
     if first.experts.shape != second.experts.shape or first.num_experts != second.num_experts:
         raise RoutingError(
             f"can't compare {list(first.experts.shape)} of {first.num_experts} experts "
@@ -244,31 +244,31 @@ def differing_experts(first: Routing, second: Routing) -> NDArray[np.uint8]:
     both = first.present & second.present
     one, other = first.experts[both], second.experts[both]
     differ = np.full(one.shape[:2], first.top_k, dtype=np.uint8)
-    for slot in range(first.top_k):  # a slot at a time: all pairs at once would take top_k times the memory
+    for slot in range(first.top_k):  # one slot at a time: all pairs at once would take top_k times the memory
         differ -= (other == one[:, :, slot, None]).any(axis=2)
     return differ
 
 
 def route_mismatch(differ: NDArray[np.uint8], sequence: NDArray[np.integer], top_k: int) -> RouteMismatch:
-    """The figures of rows whose :func:`differing_experts` are ``differ`` ``[rows, L]``, of ``sequence`` ``[rows]``.
+    """Returns the figures of rows with :func:`differing_experts` ``differ`` ``[rows, L]`` in ``sequence`` ``[rows]``.
 
-    Raises RoutingError where there is no row.
+    Raises RoutingError without rows.
     """
     if not len(differ):
         raise RoutingError("no token has routes in both")
     layers = differ.shape[1]
     unequal = differ > 0
-    layers_a_token = unequal.sum(axis=1)
+    layers_per_token = unequal.sum(axis=1)
     rows = per_sequence(np.ones(len(differ)), sequence)
     by_sequence = np.stack([per_sequence(unequal[:, layer], sequence) / rows for layer in range(layers)], axis=1)
     return RouteMismatch(
         tokens=len(differ),
         sequences=len(rows),
         router=float(unequal.mean()),
-        token=float((layers_a_token > 0).mean()),
+        token=float((layers_per_token > 0).mean()),
         sequence=float(by_sequence.sum(axis=1).mean()),
         by_layer=unequal.mean(axis=0),
         experts=np.stack([np.bincount(column, minlength=top_k + 1) for column in differ.T]),
-        layers=np.bincount(layers_a_token, minlength=layers + 1),
+        layers=np.bincount(layers_per_token, minlength=layers + 1),
         by_sequence=by_sequence,
     )

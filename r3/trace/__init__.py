@@ -1,1 +1,1 @@
-"""The routes' way from the rollout to the routers, written down and checked."""
+"""Records the path of routes from the rollout to the routers and checks it."""

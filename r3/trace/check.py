@@ -1,17 +1,17 @@
-"""Proves from a trace (:mod:`.records`) that the routes the routers used are those of the rollout, token by token.
+"""Proves from a trace (:mod:`.events`) that the routers used the rollout's routes, token by token.
 
-One step is followed over six hand-overs, once for the old-log-prob pass and once for the update::
+Each step is checked at six hand-overs, once for the old-log-prob pass and once for the update::
 
     rollout ─1─> payload ─2─> fetch ─3─> shard ─4─> router ─5─> used in forward ─6─> used in backward
 
-1. The parts of a sample meant for the ranks cover each of its rows and layers exactly once.
-2. A rank holds the rows, layers, tokens and routes that were meant for it.
-3. The micro-batch its routers get holds the same, at the places of these very tokens.
-4. Each layer is given its own column of that micro-batch.
-5. Each router used what it was given; only rows without routes were routed natively.
-6. Under the backward pass it used what it had used forward.
+1. The parts of a sample sent to the ranks cover each of its rows and layers exactly once.
+2. A rank received the rows, layers, tokens and routes that were sent to it.
+3. The micro-batch of its routers contains the same, at the positions of the same tokens.
+4. Each layer receives its own column of that micro-batch.
+5. Each router used the experts it received; only rows without routes were routed without replay.
+6. The recomputation used the same experts as the forward pass.
 
-What a plan announces and no record tells counts as broken, and so does a record that nothing announced.
+A record that the plan announces and that is missing is a break, and so is a record that the plan does not announce.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from r3.trace.events import (
     Fetch,
     ForwardVerify,
     Payload,
-    Plan,
     RankPlan,
     ReplayAction,
     Runs,
@@ -43,18 +42,19 @@ from r3.trace.events import (
     Shard,
     Stage,
     TraceError,
+    TracePlan,
     read_trace,
 )
 
 E = TypeVar("E", bound=Event)
-Place = tuple[Stage, int, int]
+BatchKey = tuple[Stage, int, int]
 """Stage, rank, micro-batch."""
-LayerPlace = tuple[Stage, int, int, int]
+LayerKey = tuple[Stage, int, int, int]
 """Stage, rank, micro-batch, layer."""
 
 
 class HandOver(IntEnum):
-    """The hand-overs in the order of the data's way."""
+    """The hand-overs in the order of the data flow."""
 
     PAYLOAD = 1
     FETCH = 2
@@ -82,8 +82,8 @@ _TITLES = {
 
 @dataclass(frozen=True, slots=True)
 class Break:
-    """A place where identity was lost. ``layer`` counts from 1, ``row`` is the sample's (or, where ``sample`` is None,
-    the micro-batch's on that rank); None is what is not known."""
+    """A mismatch at a hand-over. ``layer`` counts from 1; ``row`` is that of the sample, or of the rank's micro-batch
+    if ``sample`` is None. None: unknown or not applicable."""
 
     hand_over: HandOver
     step: int
@@ -97,7 +97,7 @@ class Break:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """Sorts breaks along the data's way, first passes first."""
+        """Sort key: by pass, then by the data flow."""
         stage = -1 if self.stage is None else STAGES.index(self.stage)
         stage = len(STAGES) if self.hand_over is HandOver.RUN else stage
         places = (self.microbatch, self.layer, self.rank, self.sample, self.row)
@@ -111,7 +111,7 @@ class Break:
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """How many records a hand-over was checked on and how many broke it; ``stage`` None belongs to both passes."""
+    """Numbers of checked records and of breaks at a hand-over; ``stage`` None: it belongs to both passes."""
 
     hand_over: HandOver
     stage: Stage | None
@@ -121,7 +121,7 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """The verdict on a directory of traces; ``breaks`` in the order of the data's way."""
+    """The result for a directory of traces; ``breaks`` in the order of the data flow."""
 
     steps: tuple[int, ...]
     records: int
@@ -133,7 +133,7 @@ class CheckReport:
         return not self.breaks
 
     def as_json(self) -> dict[str, Any]:
-        """The report as plain values."""
+        """Returns the report as plain values."""
         return {
             "holds": self.holds,
             "steps": list(self.steps),
@@ -154,9 +154,9 @@ def check_dir(
 ) -> CheckReport:
     """Check every traced step in ``directory``.
 
-    ``require_forward_verify``: a trace without a record of what each router used is broken, not merely silent.
-    ``require_shard_identity``: so is a micro-batch whose rows were not all compared with the tokens fed.
-    Raises TraceError where there is no trace or it cannot be read.
+    ``require_forward_verify``: a missing record of the experts that a router used is a break.
+    ``require_shard_identity``: a micro-batch with rows that were not compared with their tokens is a break.
+    Raises TraceError if there is no trace or if it cannot be read.
     """
     trace = read_trace(directory)
     breaks = [
@@ -169,8 +169,8 @@ def check_dir(
         checker.run()
         breaks += checker.breaks
         counts += checker.counts
-    breaks.sort(key=lambda found: (found.order, found.what))
-    broken = Counter((found.hand_over, found.stage) for found in breaks)
+    breaks.sort(key=lambda each: (each.order, each.what))
+    broken = Counter((each.hand_over, each.stage) for each in breaks)
     keys = sorted({*counts, *broken}, key=lambda key: (key[0], "" if key[1] is None else STAGES.index(key[1])))
     return CheckReport(
         steps=tuple(sorted(trace.steps)),
@@ -182,17 +182,17 @@ def check_dir(
 
 @dataclass
 class _Step:
-    """One step's records by place."""
+    """The records of one step by key."""
 
-    plan: Plan
+    plan: TracePlan
     payloads: dict[str, Payload] = field(default_factory=dict)
     fetches: dict[tuple[Stage, str], Fetch] = field(default_factory=dict)
-    shards: dict[Place, Shard] = field(default_factory=dict)
-    assigned: dict[LayerPlace, Assignment] = field(default_factory=dict)
-    actions: dict[tuple[ReplayAction, LayerPlace], Action] = field(default_factory=dict)
-    verified: dict[tuple[ReplayAction, LayerPlace], ForwardVerify] = field(default_factory=dict)
+    shards: dict[BatchKey, Shard] = field(default_factory=dict)
+    assigned: dict[LayerKey, Assignment] = field(default_factory=dict)
+    actions: dict[tuple[ReplayAction, LayerKey], Action] = field(default_factory=dict)
+    verified: dict[tuple[ReplayAction, LayerKey], ForwardVerify] = field(default_factory=dict)
     ends: dict[int | None, End] = field(default_factory=dict)
-    twice: list[Event] = field(default_factory=list)
+    duplicates: list[Event] = field(default_factory=list)
 
     @cached_property
     def ranks(self) -> dict[int, RankPlan]:
@@ -203,24 +203,24 @@ _PASS_OF = {fetch: stage for stage, fetch in FETCH_STAGE.items()}
 
 
 def _index(step: int, events: Sequence[Event]) -> _Step:
-    plans = [event for event in events if isinstance(event, Plan)]
+    plans = [event for event in events if isinstance(event, TracePlan)]
     if len(plans) != 1:
         raise TraceError(f"step {step}: {len(plans)} trace_plan records, expected the driver's one")
     if len({rank.rank for rank in plans[0].ranks}) != len(plans[0].ranks):
-        raise TraceError(f"step {step}: its trace_plan names a rank twice")
+        raise TraceError(f"step {step}: its trace_plan lists a rank twice")
     records = _Step(plans[0])
     for event in events:
-        table, key = _table(records, event)
+        table, key = _table_and_key(records, event)
         if key in table:
-            records.twice.append(event)
+            records.duplicates.append(event)
         table.setdefault(key, event)
     return records
 
 
-def _table(records: _Step, event: Event) -> tuple[dict[Any, Any], Hashable]:
-    """Where a record belongs."""
+def _table_and_key(records: _Step, event: Event) -> tuple[dict[Any, Any], Hashable]:
+    """Returns the table and the key of a record."""
     match event:
-        case Plan():
+        case TracePlan():
             return {}, None
         case Payload():
             return records.payloads, event.key
@@ -229,16 +229,16 @@ def _table(records: _Step, event: Event) -> tuple[dict[Any, Any], Hashable]:
         case Shard():
             return records.shards, (event.stage, _rank(event), event.microbatch_idx)
         case Assignment():
-            return records.assigned, _layer_place(event)
+            return records.assigned, _layer_key(event)
         case Action():
-            return records.actions, (event.action, _layer_place(event))
+            return records.actions, (event.action, _layer_key(event))
         case ForwardVerify():
-            return records.verified, (event.action, _layer_place(event))
+            return records.verified, (event.action, _layer_key(event))
         case End():
             return records.ends, event.rank
 
 
-def _layer_place(event: Assignment | Action | ForwardVerify) -> LayerPlace:
+def _layer_key(event: Assignment | Action | ForwardVerify) -> LayerKey:
     return event.stage, _rank(event), event.microbatch_idx, event.layer_number
 
 
@@ -258,8 +258,8 @@ class _StepChecker:
         self.counts: Counter[tuple[HandOver, Stage | None]] = Counter()
 
     def run(self) -> None:
-        for event in self.of.twice:
-            self._break(_hand_over_of(event), f"its {event.event} record is there twice", **_places(event))
+        for event in self.of.duplicates:
+            self._break(_hand_over_of(event), f"its {event.event} record is there twice", **_location(event))
         self._payload()
         for stage in STAGES:
             self._fetch(stage)
@@ -276,24 +276,24 @@ class _StepChecker:
     def _count(self, hand_over: HandOver, stage: Stage | None) -> None:
         self.counts[hand_over, stage] += 1
 
-    def _same_keys(
+    def _match_keys(
         self,
         hand_over: HandOver,
         expected: Iterable[Any],
-        found: Mapping[Any, Event],
+        records: Mapping[Any, Event],
         places: Callable[[Any], dict[str, Any]],
     ) -> list[Any]:
-        """The expected keys that are there; a break for each that is not and each that nothing announced.
+        """Returns the expected keys that have a record; adds a break for each missing and each unannounced record.
 
-        What a rank that stopped early did not come to is no break of its own: that it stopped is one.
+        Missing records of a rank that stopped early are not counted: the stop itself is a break.
         """
         keys = list(dict.fromkeys(expected))
         for key in keys:
-            if key not in found and places(key)["rank"] not in self.stopped:
+            if key not in records and places(key)["rank"] not in self.stopped:
                 self._break(hand_over, "no record of it", **places(key))
-        for key in found.keys() - set(keys):
-            self._break(hand_over, "a record that the plan does not announce", **_places(found[key]))
-        return [key for key in keys if key in found]
+        for key in records.keys() - set(keys):
+            self._break(hand_over, "a record that the plan does not announce", **_location(records[key]))
+        return [key for key in keys if key in records]
 
     def _payload(self) -> None:
         samples: dict[int, list[Payload]] = {}
@@ -303,12 +303,12 @@ class _StepChecker:
             self._break(HandOver.PAYLOAD, "no sample was traced")
         for sample, parts in samples.items():
             self._count(HandOver.PAYLOAD, None)
-            if problem := self._not_covering(parts):
+            if problem := self._coverage_problem(parts):
                 layer, row, what = problem
                 self._break(HandOver.PAYLOAD, what, sample=sample, layer=layer, row=row)
 
-    def _not_covering(self, parts: Sequence[Payload]) -> tuple[int | None, int | None, str] | None:
-        """What keeps ``parts`` of one sample from covering its rows and layers exactly once: layer, row, why."""
+    def _coverage_problem(self, parts: Sequence[Payload]) -> tuple[int | None, int | None, str] | None:
+        """Returns why ``parts`` of one sample do not cover its rows and layers exactly once: layer, row, reason."""
         if len({(part.sample_length, part.microbatch_idx) for part in parts}) > 1:
             return None, None, "its parts do not agree on its length or micro-batch"
         holders = {rank.data_rank for part in parts if (rank := self.of.ranks.get(part.to_rank))}
@@ -316,8 +316,8 @@ class _StepChecker:
             return None, None, "its parts are meant for ranks that are not one data-parallel rank's"
         length = parts[0].sample_length
         for layer in self.of.plan.layers:
-            held = sorted(run for part in parts if layer in part.layers for run in part.rows)
-            for (_, stop), (start, _) in pairwise([(0, 0), *held, (length, length)]):
+            covered = sorted(run for part in parts if layer in part.layers for run in part.rows)
+            for (_, stop), (start, _) in pairwise([(0, 0), *covered, (length, length)]):
                 if start != stop:
                     what = "is meant for no rank" if start > stop else "is meant for two ranks"
                     return layer, min(start, stop), f"the row {what}"
@@ -330,10 +330,10 @@ class _StepChecker:
 
         def places(key: tuple[Stage, str]) -> dict[str, Any]:
             payload = self.of.payloads[key[1]]
-            return _places(payload) | {"stage": stage, "rank": payload.to_rank}
+            return _location(payload) | {"stage": stage, "rank": payload.to_rank}
 
         expected = [(stage, key) for key in self.of.payloads]
-        for key in self._same_keys(HandOver.FETCH, expected, fetches, places):
+        for key in self._match_keys(HandOver.FETCH, expected, fetches, places):
             self._count(HandOver.FETCH, stage)
             payload, fetch = self.of.payloads[key[1]], fetches[key]
             if fetch.rank != payload.to_rank:
@@ -352,12 +352,12 @@ class _StepChecker:
             for index in range(min(plan.micro_batches, len(shards) + 1) if plan.layers else 0)
         ]
         segments: dict[str, tuple[Shard, SampleRows]] = {}
-        for key in self._same_keys(HandOver.SHARD, expected, shards, _place_names):
+        for key in self._match_keys(HandOver.SHARD, expected, shards, _batch_location):
             shard = shards[key]
             self._shard_alone(shard)
             segments |= {segment.key: (shard, segment) for segment in shard.segments}
         for (_, name), fetch in ((k, f) for k, f in self.of.fetches.items() if k[0] == stage):
-            places = _places(fetch)
+            places = _location(fetch)
             self._count(HandOver.SHARD, stage)
             if name not in segments:
                 if fetch.rank not in self.stopped:
@@ -371,19 +371,19 @@ class _StepChecker:
             else:
                 self._compare(HandOver.SHARD, fetch, segment, places)
         for shard, segment in segments.values():
-            self._break(HandOver.SHARD, f"holds {segment.key}, which was not fetched", **_places(shard))
+            self._break(HandOver.SHARD, f"holds {segment.key}, which was not fetched", **_location(shard))
 
     def _shard_alone(self, shard: Shard) -> None:
         plan = self.of.ranks[_rank(shard)]
         rows, checked = shard.tensor.shape[0], shard.cp_token_identity_verified_count
         if shard.layers != plan.layers:
             what = f"holds layers {list(shard.layers)}, the rank has {list(plan.layers)}"
-            self._break(HandOver.SHARD, what, **_places(shard))
+            self._break(HandOver.SHARD, what, **_location(shard))
         if checked != rows and not (checked is None and not self.require_identity):
             what = f"{checked or 0} of {rows} rows were compared with the tokens fed"
-            self._break(HandOver.SHARD, what, **_places(shard))
+            self._break(HandOver.SHARD, what, **_location(shard))
 
-    def _layer_places(self, stage: Stage) -> list[LayerPlace]:
+    def _layer_keys(self, stage: Stage) -> list[LayerKey]:
         return [
             (stage, rank, index, layer)
             for (of, rank, index) in self.of.shards
@@ -393,39 +393,39 @@ class _StepChecker:
 
     def _router(self, stage: Stage) -> None:
         assigned = {key: given for key, given in self.of.assigned.items() if key[0] == stage}
-        for key in self._same_keys(HandOver.ROUTER, self._layer_places(stage), assigned, _layer_names):
+        for key in self._match_keys(HandOver.ROUTER, self._layer_keys(stage), assigned, _layer_location):
             self._count(HandOver.ROUTER, stage)
             given, shard = assigned[key], self.of.shards[key[:3]]
-            held = dict(zip(shard.layers, shard.layer_sha256, strict=True))
+            layer_hashes = dict(zip(shard.layers, shard.layer_sha256, strict=True))
             columns = {layer: column for column, layer in enumerate(self.of.plan.layers)}
-            if given.layer_number not in held or columns.get(given.layer_number) != given.payload_idx:
-                self._break(HandOver.ROUTER, f"column {given.payload_idx} is not this layer's", **_layer_names(key))
-            elif given.tensor.sha256 != held[given.layer_number] or given.differs_at is not None:
-                others = [layer for layer, sha in held.items() if sha == given.tensor.sha256]
+            if given.layer_number not in layer_hashes or columns.get(given.layer_number) != given.payload_idx:
+                self._break(HandOver.ROUTER, f"column {given.payload_idx} is not this layer's", **_layer_location(key))
+            elif given.tensor.sha256 != layer_hashes[given.layer_number] or given.differs_at is not None:
+                others = [layer for layer, sha in layer_hashes.items() if sha == given.tensor.sha256]
                 what = f"was given layer {others[0]}'s routes" if others else "was given other routes than the shard's"
-                self._break(HandOver.ROUTER, what, **self._at(key, given.differs_at))
+                self._break(HandOver.ROUTER, what, **self._row_location(key, given.differs_at))
 
     def _used(
         self,
         stage: Stage,
         action: ReplayAction,
         hand_over: HandOver,
-        check: Callable[[LayerPlace, ForwardVerify], str | None],
+        check: Callable[[LayerKey, ForwardVerify], str | None],
     ) -> None:
-        """Each router was switched to ``action``, and ran with it where a run is due."""
-        run = self._layer_places(stage) if action == "replay_forward" or stage == "train" else []
-        due = run if action == "replay_forward" or self.of.plan.recompute else []
+        """Check that each router was switched to ``action`` and ran with it when expected."""
+        expected = self._layer_keys(stage) if action == "replay_forward" or stage == "train" else []
+        verifiable = expected if action == "replay_forward" or self.of.plan.recompute else []
         actions = {key[1]: event for key, event in self.of.actions.items() if key[0] == action and key[1][0] == stage}
         verified = {key[1]: event for key, event in self.of.verified.items() if key[0] == action and key[1][0] == stage}
-        switched = self._same_keys(hand_over, run, actions, _layer_names)
+        switched = self._match_keys(hand_over, expected, actions, _layer_location)
         self.counts[hand_over, stage] += len(switched)
         if not (self.verify or verified):
             return
-        for key in self._same_keys(hand_over, due, verified, _layer_names):
+        for key in self._match_keys(hand_over, verifiable, verified, _layer_location):
             if problem := check(key, verified[key]):
-                self._break(hand_over, problem, **self._at(key, verified[key].differs_at))
+                self._break(hand_over, problem, **self._row_location(key, verified[key].differs_at))
 
-    def _forward(self, key: LayerPlace, used: ForwardVerify) -> str | None:
+    def _forward(self, key: LayerKey, used: ForwardVerify) -> str | None:
         given, shard = self.of.assigned.get(key), self.of.shards[key[:3]]
         if given is None:
             return "used routes it was not given"
@@ -434,10 +434,10 @@ class _StepChecker:
         if used.given_sha256 != given.sorted_sha256:
             return "used other experts than it was given"
         if used.fallback_rows != shard.missing_rows:
-            return f"{used.fallback_rows} rows were routed natively, {shard.missing_rows} have no routes"
-        return _own_verdict(used)
+            return f"{used.fallback_rows} rows were routed without replay, {shard.missing_rows} have no routes"
+        return _reported_mismatch(used)
 
-    def _backward(self, key: LayerPlace, used: ForwardVerify) -> str | None:
+    def _backward(self, key: LayerKey, used: ForwardVerify) -> str | None:
         forward = self.of.verified.get(("replay_forward", key))
         if forward is None:
             return "was recomputed without a record of its forward pass"
@@ -445,11 +445,11 @@ class _StepChecker:
             return "used other experts than in the forward pass"
         if used.given_sha256 != forward.given_sha256 or used.fallback_rows != forward.fallback_rows:
             return "its rows without routes are not those of the forward pass"
-        return _own_verdict(used)
+        return _reported_mismatch(used)
 
-    def _at(self, key: LayerPlace, local: int | None) -> dict[str, Any]:
-        """The places of ``key``, and which sample's row stands at place ``local`` of the micro-batch."""
-        places = _layer_names(key)
+    def _row_location(self, key: LayerKey, local: int | None) -> dict[str, Any]:
+        """Returns the location of ``key``, and the sample and row at index ``local`` of the micro-batch."""
+        places = _layer_location(key)
         if local is None:
             return places
         for segment in self.of.shards[key[:3]].segments:
@@ -473,10 +473,10 @@ class _StepChecker:
             self._break(HandOver.RUN, f"{who} stopped: {end.error}", rank=rank)
 
 
-def _own_verdict(used: ForwardVerify) -> str | None:
-    """What the rank itself says of asked and used, held against the hashes it gives."""
+def _reported_mismatch(used: ForwardVerify) -> str | None:
+    """Returns a mismatch between the experts that the rank expected and used, by its own report and by its hashes."""
     if used.expected is None:
-        return "no routes were asked of it"
+        return "no routes were assigned to it"
     if (used.expected.shape, used.expected.sha256) != (used.actual.shape, used.actual.sha256):
         return "used other experts than were asked of it"
     if not used.matches_expected or used.differs_at is not None:
@@ -485,10 +485,10 @@ def _own_verdict(used: ForwardVerify) -> str | None:
 
 
 def _difference(before: SampleRows, after: SampleRows) -> tuple[int | None, int | None, str] | None:
-    """The first difference of two records of the same part of a sample: layer, row, what."""
+    """Returns the first difference of two records of one part of a sample: layer, row, description."""
     if before.rows != after.rows:
         row = next((a[0] for a, b in zip(before.rows, after.rows, strict=False) if a != b), None)
-        return None, row, f"rows {_spell(after.rows)} came, expected {_spell(before.rows)}"
+        return None, row, f"rows {_format_runs(after.rows)} came, expected {_format_runs(before.rows)}"
     if before.layers != after.layers:
         return None, None, f"layers {list(after.layers)} came, expected {list(before.layers)}"
     for name in ("input_ids", "routed_experts"):
@@ -499,7 +499,7 @@ def _difference(before: SampleRows, after: SampleRows) -> tuple[int | None, int 
     if before.routed_experts.valid_sha256 != after.routed_experts.valid_sha256:
         return _differing_routes(before, after)
     if before.input_ids.valid_sha256 != after.input_ids.valid_sha256:
-        return None, None, "the routes stand at other tokens"
+        return None, None, "the routes belong to other tokens"
     if before.identity_sha256 != after.identity_sha256:
         return None, None, "the rows' identities are not those of their tokens"
     return None
@@ -545,7 +545,7 @@ def _index_in(runs: Runs, value: int) -> int | None:
     return None
 
 
-def _spell(runs: Runs) -> str:
+def _format_runs(runs: Runs) -> str:
     shown = ", ".join(f"{start}..{stop - 1}" for start, stop in runs[:4])
     return f"{shown}{', ...' if len(runs) > 4 else ''}" or "none"
 
@@ -568,17 +568,17 @@ def _hand_over_of(event: Event) -> HandOver:
             return HandOver.RUN
 
 
-def _places(event: Event) -> dict[str, Any]:
-    """The places a record names, under :class:`Break`'s names."""
+def _location(event: Event) -> dict[str, Any]:
+    """Returns the location of a record, by the field names of :class:`Break`."""
     names = {"microbatch_idx": "microbatch", "sample_idx": "sample", "layer_number": "layer"}
     named = {name: getattr(event, field, None) for field, name in names.items()}
     stage = getattr(event, "stage", None)
     return named | {"rank": event.rank, "stage": _PASS_OF.get(stage, stage) if stage else None}
 
 
-def _place_names(key: Place) -> dict[str, Any]:
+def _batch_location(key: BatchKey) -> dict[str, Any]:
     return dict(zip(("stage", "rank", "microbatch"), key, strict=True))
 
 
-def _layer_names(key: LayerPlace) -> dict[str, Any]:
+def _layer_location(key: LayerKey) -> dict[str, Any]:
     return dict(zip(("stage", "rank", "microbatch", "layer"), key, strict=True))

@@ -1,10 +1,10 @@
-"""A trace of the routes' way from the rollout to the routers, for :mod:`r3.trace.check`. numpy and pydantic only.
+"""The trace of routes from the rollout to the routers, for :mod:`r3.trace.check`. Imports numpy and pydantic only.
 
-Each process writes what it saw of a traced step as JSON lines: hashes, shapes, previews, never the routes themselves.
-Event and field names are those of NeMo RL's route trace, so that its checker reads these files too; what it lacks is
-added under names of our own. In the order of the data's way::
+Each process writes its part of a traced step as JSON lines with hashes, shapes and previews, never the routes
+themselves. Event and field names are those of NeMo RL's route trace, so that its checker reads these files too; further
+events have names of this project. In the order of the data flow::
 
-    event                          by       says
+    event                          by       content
     trace_plan                     driver   which ranks, layers and micro-batches the trace must cover
     rollout_payload_sample         driver   a sample's rows and layers meant for one rank, cut from the rollout's routes
     tq_fetch_sample                rank     what that rank holds of the sample as a pass begins (stage prev_lp, train)
@@ -14,9 +14,9 @@ added under names of our own. In the order of the data's way::
     router_replay_forward_verify   router   the experts it then used, forward and under the backward pass
     trace_end                      all      how many lines the file has, and the error that ended the step if one did
 
-A hash of routes is the SHA-256 of little-endian int32 ``[rows, layers, top_k]`` in which every absent row is -1, since
-what it happens to hold says nothing. ``sorted_sha256`` hashes each row's experts in ascending order: routers give back
-sets. Steps and layers count from 1; samples, rows, ranks and micro-batches from 0.
+A hash of routes is the SHA-256 of little-endian int32 ``[rows, layers, top_k]`` with -1 in absent rows, whose values
+have no meaning. ``sorted_sha256`` hashes each row's experts in ascending order, because routers return sets. Steps and
+layers count from 1; samples, rows, ranks and micro-batches from 0.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from r3.atomic_write import write_atomic
 
 
 class TraceError(Exception):
-    """There is no trace, or it cannot be read; the message names file and line."""
+    """A missing or unreadable trace; the message names file and line."""
 
 
 Count = Annotated[int, Field(ge=0, lt=1 << 48)]
@@ -57,7 +57,7 @@ class _Record(BaseModel):
 
 
 class TensorRecord(_Record):
-    """A whole array: what a router was given or used."""
+    """A complete array that a router received or used."""
 
     shape: tuple[Count, ...]
     dtype: str
@@ -72,7 +72,7 @@ class MatrixRecord(TensorRecord):
 
 
 class ValidRecord(_Record):
-    """The rows of one sample that a record is about (``valid``), out of an array of ``full_shape``."""
+    """The rows of one sample (``valid``) out of an array of ``full_shape``."""
 
     full_shape: tuple[Count, ...]
     valid_shape: tuple[Count, ...]
@@ -82,9 +82,9 @@ class ValidRecord(_Record):
 
 
 class RoutesRecord(ValidRecord):
-    """Routes of one sample. ``layer_sha256``: a hash a layer; ``row_digests``: four hex digits a row.
+    """Routes of one sample. ``layer_sha256``: one hash per layer; ``row_digests``: four hex digits per row.
 
-    The digests only find the place of a difference; that there is none is ``valid_sha256``'s to say.
+    The digests only locate a difference; ``valid_sha256`` proves equality.
     """
 
     missing_rows: Count
@@ -109,9 +109,9 @@ class SampleRows(_Record):
     def _agrees(self) -> SampleRows:
         rows, routes = _total(self.rows), self.routed_experts
         if self.input_ids.valid_shape != (rows,) or routes.valid_shape[:2] != (rows, len(self.layers)):
-            raise ValueError("rows and layers do not agree with the shapes")
+            raise ValueError("rows and layers do not match the shapes")
         if len(routes.layer_sha256) != len(self.layers) or len(routes.row_digests) != 4 * rows:
-            raise ValueError("not a hash a layer and a digest a row")
+            raise ValueError("expected one hash per layer and one digest per row")
         return self
 
 
@@ -127,7 +127,7 @@ def _total(rows: Runs) -> int:
 
 
 class RankPlan(_Record):
-    """What a rank's trace must hold: ``micro_batches`` of each pass, at ``layers`` (1-based numbers)."""
+    """What a rank's trace must contain: ``micro_batches`` of each pass, at ``layers`` (1-based numbers)."""
 
     rank: Count
     data_rank: Count
@@ -135,8 +135,8 @@ class RankPlan(_Record):
     micro_batches: Count
 
 
-class Plan(_Event):
-    """What the whole trace of a step must hold; ``layers`` are all layers with experts."""
+class TracePlan(_Event):
+    """What the trace of a step must contain; ``layers`` are all MoE layers."""
 
     event: Literal["trace_plan"] = "trace_plan"
     layers: tuple[Count, ...]
@@ -158,7 +158,7 @@ class _SampleEvent(_Event, SampleRows):
 
 
 class Payload(_SampleEvent):
-    """Rows of a sample of ``sample_length`` tokens that are meant for rank ``to_rank``."""
+    """Rows of a sample of ``sample_length`` tokens, sent to rank ``to_rank``."""
 
     event: Literal["rollout_payload_sample"] = "rollout_payload_sample"
     to_rank: Count
@@ -176,19 +176,19 @@ class _PassEvent(_Event):
 
 
 class Segment(SampleRows):
-    """A traced sample inside a micro-batch; ``local``: the places of its rows there."""
+    """A traced sample inside a micro-batch; ``local``: the indices of its rows there."""
 
     local: Runs
 
     @model_validator(mode="after")
     def _has_places(self) -> Segment:
         if _total(self.local) != _total(self.rows):
-            raise ValueError("not a place a row")
+            raise ValueError("expected one local index per row")
         return self
 
 
 class Shard(_PassEvent):
-    """A micro-batch's share on one rank. ``cp_token_identity_verified_count``: rows compared with the tokens fed."""
+    """A rank's shard of a micro-batch. ``cp_token_identity_verified_count``: rows compared with their tokens."""
 
     event: Literal["cp_routed_experts"] = "cp_routed_experts"
     cp_rank: Count
@@ -205,7 +205,7 @@ class Shard(_PassEvent):
     @model_validator(mode="after")
     def _agrees(self) -> Shard:
         if len(self.tensor.shape) != 3 or not self.tensor.shape[1] == len(self.layers) == len(self.layer_sha256):
-            raise ValueError("not a column and a hash a layer")
+            raise ValueError("expected one column and one hash per layer")
         return self
 
 
@@ -214,7 +214,8 @@ class _RouterEvent(_PassEvent):
 
 
 class Assignment(_RouterEvent):
-    """``payload_idx``: the layer's column in the sample's routes. ``differs_at``: the first row unlike the shard's."""
+    """``payload_idx``: the layer's column in the sample's routes. ``differs_at``: the first row that differs from the
+    shard."""
 
     event: Literal["router_replay_assignment"] = "router_replay_assignment"
     payload_idx: Count
@@ -251,17 +252,17 @@ class End(_Event):
     error: str | None
 
 
-Event = Plan | Payload | Fetch | Shard | Assignment | Action | ForwardVerify | End
+Event = TracePlan | Payload | Fetch | Shard | Assignment | Action | ForwardVerify | End
 EVENTS: dict[str, type[Event]] = {
     kind.model_fields["event"].default: kind
-    for kind in (Plan, Payload, Fetch, Shard, Assignment, Action, ForwardVerify, End)
+    for kind in (TracePlan, Payload, Fetch, Shard, Assignment, Action, ForwardVerify, End)
 }
 
 
 class TraceWriter:
-    """One process' trace of one step; a context manager. The file appears whole when it closes, also after an error.
+    """Writes one process's trace of one step, atomically on close, also after an error. A context manager.
 
-    ``rank`` None is the driver. ``previews``: values of an array that are written beside its hash.
+    ``rank`` None is the driver. ``previews``: number of values of an array written beside its hash.
     """
 
     def __init__(self, directory: Path, step: int, rank: int | None, previews: int = 0) -> None:
@@ -270,13 +271,13 @@ class TraceWriter:
         self._lines: list[bytes] = []
 
     def add(self, kind: type[Event], **fields: Any) -> None:
-        """Note one event."""
+        """Add one event."""
         record = kind(rank=self.rank, trace_step=self.step, **fields).model_dump(mode="json")
         ordered = {name: record.pop(name) for name in ("event", "rank", "trace_step")} | record
         self._lines.append(json.dumps(ordered, separators=(",", ":")).encode() + b"\n")
 
     def close(self, error: str | None = None) -> None:
-        """Write the file; ``error`` says why the step ended early."""
+        """Write the file; ``error``: the reason if the step ended early."""
         digest = hashlib.sha256(b"".join(self._lines)).hexdigest()
         self.add(End, records=len(self._lines) + 1, sha256=digest, error=error)
         write_atomic(self.path, b"".join(self._lines))
@@ -290,8 +291,8 @@ class TraceWriter:
         self.close(None if error is None else f"{type(error).__name__}: {error}")
 
 
-def forget_step(directory: Path, step: int) -> None:
-    """Remove what an earlier start of the run wrote of ``step``."""
+def remove_step(directory: Path, step: int) -> None:
+    """Remove the trace of ``step`` that an earlier start of the run wrote."""
     for path in directory.glob(f"{_stem(step)}_*.jsonl"):
         path.unlink()
 
@@ -301,12 +302,12 @@ def _stem(step: int) -> str:
 
 
 def canonical(experts: NDArray[np.integer], present: NDArray[np.bool_]) -> NDArray[np.int32]:
-    """Routes as they are hashed: int32 ``[rows, layers, top_k]``, absent rows -1."""
+    """Returns routes in the form that is hashed: int32 ``[rows, layers, top_k]``, absent rows -1."""
     return np.where(present[:, None, None], experts.astype("<i4"), np.int32(-1))
 
 
 def sha256(array: NDArray[Any]) -> str:
-    """SHA-256 of an array's bytes in C order."""
+    """Returns the SHA-256 of an array's bytes in C order."""
     return hashlib.sha256(np.ascontiguousarray(array).data).hexdigest()
 
 
@@ -316,7 +317,7 @@ def sorted_sha256(array: NDArray[np.integer]) -> str:
 
 
 def tensor_record(array: NDArray[Any], previews: int) -> dict[str, Any]:
-    """The record of a whole array, as fields of :class:`TensorRecord`."""
+    """Returns the fields of :class:`TensorRecord` for an array."""
     return {
         "shape": array.shape,
         "dtype": array.dtype.name,
@@ -337,8 +338,8 @@ def sample_rows(
     full_shape: tuple[int, ...],
     previews: int,
 ) -> dict[str, Any]:
-    """The fields of :class:`SampleRows`: rows ``positions`` of a sample, their ``tokens``, ``experts`` and
-    ``identity``; ``full_shape`` is that of the sample's (or micro-batch's) routes here."""
+    """Returns the fields of :class:`SampleRows` for the rows ``positions`` of a sample with their ``tokens``,
+    ``experts`` and ``identity``; ``full_shape``: shape of the routes that they are part of."""
     routes = canonical(experts, present)
     return {
         "key": key,
@@ -366,12 +367,12 @@ def _valid(array: NDArray[Any], full_shape: tuple[int, ...], previews: int) -> d
 
 
 def layer_sha256(routes: NDArray[np.int32]) -> tuple[str, ...]:
-    """A hash a layer of ``[rows, layers, top_k]``."""
+    """Returns one hash per layer of ``[rows, layers, top_k]``."""
     return tuple(sha256(routes[:, layer]) for layer in range(routes.shape[1]))
 
 
 def row_digests(routes: NDArray[np.int32]) -> str:
-    """Four hex digits a row of ``[rows, layers, top_k]``, of all its experts in their order; finds places, no proof."""
+    """Returns four hex digits per row of ``[rows, layers, top_k]``; they locate differences and prove nothing."""
     flat = routes.reshape(len(routes), -1).astype(np.int64).view(np.uint64) + np.uint64(2)
     weights = np.cumprod(np.full(flat.shape[1], 0x9E3779B97F4A7C15, np.uint64))
     mixed = (flat * weights).sum(axis=1, dtype=np.uint64)
@@ -380,7 +381,7 @@ def row_digests(routes: NDArray[np.int32]) -> str:
 
 
 def runs(values: NDArray[np.integer]) -> Runs:
-    """Integers as half-open runs, in their order.
+    """Returns integers as half-open runs, in their order.
 
     >>> runs(np.array([0, 1, 2, 9, 10]))
     ((0, 3), (9, 11))
@@ -393,14 +394,14 @@ def runs(values: NDArray[np.integer]) -> Runs:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What a directory holds: events by step; and step, rank and name of files that are not as they were written."""
+    """The events of a directory by step; ``changed``: step, rank and name of files whose hash does not match."""
 
     steps: Mapping[int, Sequence[Event]]
     changed: tuple[tuple[int, int | None, str], ...]
 
 
 def read_trace(directory: Path) -> Trace:
-    """Read ``folder/r3_trace_*.jsonl``. Raises TraceError naming file and line."""
+    """Read ``directory/r3_trace_*.jsonl``. Raises TraceError naming file and line."""
     paths = sorted(directory.glob("r3_trace_*.jsonl")) if directory.is_dir() else []
     if not paths:
         raise TraceError(f"{directory}: no r3_trace_*.jsonl here; set r3.trace.steps to write one")
@@ -415,13 +416,13 @@ def read_trace(directory: Path) -> Trace:
 
 
 def _read_file(path: Path) -> tuple[list[Event], bool]:
-    """A file's events, and whether its hash is the one it tells."""
+    """Returns a file's events, and whether its hash matches."""
     try:
         data = path.read_bytes()
     except OSError as error:
         raise TraceError(f"{path}: cannot be read: {error.strerror}") from None
     if not data.endswith(b"\n"):
-        raise TraceError(f"{path}: its last line is cut off")
+        raise TraceError(f"{path}: its last line is incomplete")
     lines = data[:-1].split(b"\n")
     events = [_read_line(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
     last = events[-1]
@@ -430,7 +431,9 @@ def _read_file(path: Path) -> tuple[list[Event], bool]:
         raise TraceError(f"{path}: has {len(events)} lines and its last {fault}: lines are missing or added")
     for number, event in enumerate(events, start=1):
         if (event.rank, event.trace_step) != (last.rank, last.trace_step):
-            raise TraceError(f"{path}:{number}: rank {event.rank}, step {event.trace_step} in the file of another")
+            raise TraceError(
+                f"{path}:{number}: rank {event.rank}, step {event.trace_step} in the file of another rank or step"
+            )
         if isinstance(event, End) and event is not last:
             raise TraceError(f"{path}:{number}: lines follow the trace_end")
     return events, hashlib.sha256(data[: -len(lines[-1]) - 1]).hexdigest() == last.sha256
@@ -457,5 +460,5 @@ def _read_line(line: bytes, where: str) -> Event:
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     record = dict(pairs)
     if len(record) != len(pairs):
-        raise ValueError("a key is given twice")
+        raise ValueError("a key occurs twice")
     return record

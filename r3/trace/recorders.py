@@ -1,13 +1,13 @@
-"""What is noted of a traced step at each hand-over: the driver's side and a rank's. numpy only; see :mod:`.records`.
+"""Records a traced step at each hand-over, on the driver and on the ranks. numpy only; see :mod:`.events`.
 
 ::
 
-    driver   order_trace ──> TraceRequest ──(travels with the step)──> ranks
-             write_driver_trace: the plan, and every rank's part of the traced samples, cut from the rollout's own rows
+    driver   request_trace ──> TraceRequest ──(sent with the step)──> ranks
+             write_driver_trace: the plan, and each rank's part of the traced samples, from the rollout's rows
     rank     RankTracer: fetched -> sharded -> assigned -> used, a micro-batch at a time
 
-The driver does not cut with :func:`r3.shard.cut_routes`, which it would only repeat: it takes each sample's rows one by
-one, by the positions a rank should hold.
+The driver does not use :func:`r3.shard.cut_routes`, because the ranks use it: it selects each sample's rows by the
+positions that a rank should have.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from r3.trace.events import (
     Fetch,
     ForwardVerify,
     Payload,
-    Plan,
     RankPlan,
     ReplayAction,
     Shard,
     Stage,
+    TracePlan,
     TraceWriter,
     canonical,
-    forget_step,
     layer_sha256,
+    remove_step,
     runs,
     sample_rows,
     sha256,
@@ -50,8 +50,8 @@ Rows = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """What of a step is traced. ``micro_batches[data_rank]``: the samples of its first micro-batches; ``samples``:
-    those of them that are followed one by one; ``moe_layers``: the 1-based numbers of the layers with experts."""
+    """What to trace in a step. ``micro_batches[data_rank]``: the samples of its first micro-batches; ``samples``: those
+    traced individually; ``moe_layers``: the 1-based numbers of the MoE layers."""
 
     directory: Path
     step: int
@@ -62,7 +62,7 @@ class TraceRequest:
     verify_forward: bool
 
 
-def order_trace(
+def request_trace(
     directory: Path,
     step: int,
     micro_batches: Sequence[Sequence[Sequence[int]]],
@@ -73,7 +73,8 @@ def order_trace(
     previews: int,
     verify_forward: bool,
 ) -> TraceRequest:
-    """Trace the first ``limit`` micro-batches of every data rank, and there the first ``samples`` samples."""
+    """Request a trace of the first ``limit`` micro-batches of every data rank, and of their first ``samples``
+    samples."""
     first = [[tuple(ids) for ids in batches[:limit]] for batches in micro_batches]
     followed = [index for batches in first for index in [i for ids in batches for i in ids][:samples]]
     traced = tuple(tuple(batches) for batches in first)
@@ -81,8 +82,8 @@ def order_trace(
 
 
 @dataclass(frozen=True, slots=True)
-class RankPlace:
-    """Where a rank stands, as the driver sees it."""
+class TracedRank:
+    """A rank, its data-parallel rank and its shard."""
 
     rank: int
     data_rank: int
@@ -91,21 +92,20 @@ class RankPlace:
 
 def write_driver_trace(
     order: TraceRequest,
-    ranks: Sequence[RankPlace],
+    ranks: Sequence[TracedRank],
     tokens: Sequence[NDArray[np.integer]],
     routings: Sequence[Routing | None],
     *,
     recompute: bool,
 ) -> None:
-    """Write the driver's file, and remove what an earlier start of the run left of this step.
+    """Write the driver's file and remove the trace of an earlier attempt of this step.
 
-    ``tokens`` and ``routings`` are those of all samples of the step. ``recompute``: whether routers run again under the
-    backward pass.
+    ``tokens`` and ``routings``: of all samples of the step. ``recompute``: routers run again under the backward pass.
     """
-    forget_step(order.directory, order.step)
+    remove_step(order.directory, order.step)
     with TraceWriter(order.directory, order.step, None, order.previews) as writer:
         writer.add(
-            Plan,
+            TracePlan,
             layers=order.moe_layers,
             recompute=recompute,
             verify_forward=order.verify_forward,
@@ -113,7 +113,7 @@ def write_driver_trace(
                 RankPlan(
                     rank=place.rank,
                     data_rank=place.data_rank,
-                    layers=_numbers(order, place.spec),
+                    layers=_layer_numbers(order, place.spec),
                     micro_batches=len(order.micro_batches[place.data_rank]),
                 )
                 for place in ranks
@@ -121,20 +121,20 @@ def write_driver_trace(
         )
         for place in ranks:
             for index, ids in enumerate(order.micro_batches[place.data_rank]):
-                _write_payloads(writer, order, place, index, ids, tokens, routings)
+                _add_payloads(writer, order, place, index, ids, tokens, routings)
 
 
-def _write_payloads(
+def _add_payloads(
     writer: TraceWriter,
     order: TraceRequest,
-    place: RankPlace,
+    place: TracedRank,
     index: int,
     ids: Sequence[int],
     tokens: Sequence[NDArray[np.integer]],
     routings: Sequence[Routing | None],
 ) -> None:
     packing = Packing(tuple(len(tokens[sample]) for sample in ids), place.spec.multiple)
-    for _, sample, _, positions in _followed(order, packing, place.spec, ids):
+    for _, sample, _, positions in _traced_samples(order, packing, place.spec, ids):
         routing = routings[sample]
         assert routing is not None
         experts = routing.experts[positions][:, list(place.spec.columns)]
@@ -142,7 +142,7 @@ def _write_payloads(
         fields = sample_rows(
             _key(order.step, sample, place.rank),
             positions,
-            _numbers(order, place.spec),
+            _layer_numbers(order, place.spec),
             fed,
             experts,
             routing.present[positions],
@@ -162,7 +162,7 @@ def _write_payloads(
 
 
 class RankTracer:
-    """Notes what one rank sees of the micro-batches that it :meth:`traces`. Arrays hold this rank's own rows.
+    """Records the micro-batches of one rank that it :meth:`traces`. Arrays have this rank's rows.
 
     A context manager: the file is written when it closes.
     """
@@ -171,10 +171,10 @@ class RankTracer:
         self._order, self._rank, self._spec = order, rank, spec
         self._writer = TraceWriter(order.directory, order.step, rank, order.previews)
         self._micro_batches = order.micro_batches[data_rank]
-        self._layers = _numbers(order, spec)
+        self._layers = _layer_numbers(order, spec)
         self._stage: Stage = "prev-logprob"
         self._first = 0
-        self._given: dict[int, tuple[NDArray[np.int32], NDArray[np.bool_]]] = {}
+        self._pass_routes: dict[int, tuple[NDArray[np.int32], NDArray[np.bool_]]] = {}
 
     def __enter__(self) -> RankTracer:
         return self
@@ -183,21 +183,21 @@ class RankTracer:
         self._writer.__exit__(*error)
 
     def begin(self, stage: Stage, first: int) -> None:
-        """A pass begins, over micro-batches that count from ``first`` in this rank's list."""
+        """Start a pass over micro-batches that count from ``first`` in this rank's list."""
         self._stage, self._first = stage, first
-        self._given.clear()
+        self._pass_routes.clear()
 
     def traces(self, microbatch: int) -> bool:
-        """Whether the pass' micro-batch is one to trace."""
+        """Whether to trace this micro-batch of the pass."""
         return bool(self._layers) and self._first + microbatch < len(self._micro_batches)
 
     @property
     def verifies(self) -> bool:
-        """Whether :meth:`used` is wanted."""
+        """Whether to call :meth:`used`."""
         return self._order.verify_forward
 
     def fetched(self, microbatch: int, tokens: NDArray[np.integer], packing: Packing, shard: RouteShard) -> None:
-        """What the rank holds as the pass begins: packed ``tokens`` and its share of their routes."""
+        """Record what the rank has at the start of the pass: packed ``tokens`` and its shard of their routes."""
         index = self._first + microbatch
         starts = packing.cu_seqlens
         for sequence, sample, local, positions in self._parts(index, packing):
@@ -230,11 +230,11 @@ class RankTracer:
         pinned: NDArray[np.bool_],
         checked: int,
     ) -> None:
-        """What the routers get: ``experts`` ``[R, C, K]``, the rows that are ``pinned`` to them, the tokens that the
-        model is ``fed`` there. ``checked`` rows were compared with their tokens."""
+        """Record the routers' input: ``experts`` ``[R, C, K]``, the rows ``pinned`` to them, and the tokens ``fed`` at
+        these rows. ``checked``: number of rows that were compared with their tokens."""
         index = self._first + microbatch
         routes = canonical(experts, pinned)
-        self._given[index] = routes, pinned
+        self._pass_routes[index] = routes, pinned
         identity = self._identity(index, packing, fed)
         segments = []
         for _, sample, local, positions in self._parts(index, packing):
@@ -268,9 +268,9 @@ class RankTracer:
         )
 
     def assigned(self, layer: int, microbatch: int, experts: NDArray[np.integer]) -> None:
-        """Layer ``layer`` (1-based) was given ``experts`` ``[R, K]``."""
+        """Record that layer ``layer`` (1-based) received ``experts`` ``[R, K]``."""
         index = self._first + microbatch
-        routes, pinned = self._given[index]
+        routes, pinned = self._pass_routes[index]
         given = canonical(experts[:, None], pinned)[:, 0]
         self._writer.add(
             Assignment,
@@ -284,7 +284,7 @@ class RankTracer:
         )
 
     def action(self, layer: int, microbatch: int, action: ReplayAction) -> None:
-        """The layer's router was switched to ``action``."""
+        """Record that the layer's router was switched to ``action``."""
         index = self._first + microbatch
         self._writer.add(Action, stage=self._stage, microbatch_idx=index, layer_number=layer, action=action)
 
@@ -297,12 +297,12 @@ class RankTracer:
         expected: NDArray[np.integer] | None,
         fallback_rows: int,
     ) -> None:
-        """The layer's router has run; ``used`` and ``expected`` ``[R, K]``, each row ascending."""
+        """Record a run of the layer's router; ``used`` and ``expected`` ``[R, K]``, each row ascending."""
         index = self._first + microbatch
-        pinned = self._given[index][1]
+        pinned = self._pass_routes[index][1]
         actual = used.astype("<i4")
-        asked = None if expected is None else expected.astype("<i4")
-        differs_at = None if asked is None else _first_difference(actual, asked)
+        requested = None if expected is None else expected.astype("<i4")
+        differs_at = None if requested is None else _first_difference(actual, requested)
         previews = self._order.previews
         self._writer.add(
             ForwardVerify,
@@ -312,29 +312,29 @@ class RankTracer:
             layer_number=layer,
             topk=used.shape[1],
             actual=tensor_record(actual, previews),
-            expected=None if asked is None else tensor_record(asked, previews),
-            matches_expected=asked is not None and differs_at is None,
+            expected=None if requested is None else tensor_record(requested, previews),
+            matches_expected=requested is not None and differs_at is None,
             fallback_rows=fallback_rows,
             given_sha256=sha256(canonical(actual[:, None], pinned)[:, 0]),
             differs_at=differs_at,
         )
 
     def _parts(self, index: int, packing: Packing) -> Iterator[tuple[int, int, Rows, Rows]]:
-        return _followed(self._order, packing, self._spec, self._micro_batches[index])
+        return _traced_samples(self._order, packing, self._spec, self._micro_batches[index])
 
     def _identity(self, index: int, packing: Packing, fed: NDArray[np.integer]) -> NDArray[np.uint32]:
-        """Whose each row is, by the tokens the model is fed."""
+        """Returns the identity of each row, from the tokens fed to the model."""
         places = router_places(packing, self._spec)
         samples = np.asarray(self._micro_batches[index])[packing.sequence[places]]
         token = np.where(packing.source[places] < 0, -1, fed)
         return identify(samples, packing.positions[places], token)
 
 
-def _followed(
+def _traced_samples(
     order: TraceRequest, packing: Packing, spec: ShardSpec, ids: Sequence[int]
 ) -> Iterator[tuple[int, int, Rows, Rows]]:
-    """Each followed sample of a micro-batch that has rows on a rank: its sequence there, its index, where its rows
-    stand in the rank's share, and which rows of the sample they are."""
+    """Yields each traced sample of a micro-batch with rows on a rank: its sequence number, its index, the indices of
+    its rows in the rank's shard, and the positions of these rows in the sample."""
     if not spec.columns:
         return
     places = router_places(packing, spec)
@@ -345,7 +345,7 @@ def _followed(
             yield number, sample, local, packing.positions[places[local]]
 
 
-def _numbers(order: TraceRequest, spec: ShardSpec) -> tuple[int, ...]:
+def _layer_numbers(order: TraceRequest, spec: ShardSpec) -> tuple[int, ...]:
     return tuple(order.moe_layers[column] for column in spec.columns)
 
 

@@ -1,1 +1,1 @@
-"""Sandboxes made by bubblewrap, where no container engine is wanted or answers."""
+"""Sandboxes of bubblewrap, which needs no container engine."""

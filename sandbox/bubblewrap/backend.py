@@ -1,9 +1,9 @@
-"""The embedded backend: each command runs in namespaces of its own, made by bubblewrap in a few milliseconds.
+"""The bubblewrap backend: each command runs in new namespaces, which bubblewrap creates in a few milliseconds.
 
-A sandbox is a directory on the host with three subdirectories, mounted writable as the working directory, /tmp and the
-home; the rest of its file system is read-only (:mod:`.root`). Nothing runs between commands: every command is one
-``bwrap``, and whatever it leaves behind dies with it. Limits hold through control groups where this process can make
-them (:mod:`sandbox.cgroup`), otherwise through resource limits; ``BubblewrapBackend.limits`` says which.
+A sandbox is a host directory with three subdirectories, mounted writable as the working directory, /tmp and home; the
+rest of its file system is read-only (:mod:`.rootfs`). Nothing runs between commands: every command is one ``bwrap``
+process, and its background processes end with it. Limits are enforced by control groups if this process can create
+them (:mod:`sandbox.cgroup`), otherwise by resource limits; ``BubblewrapBackend.limits`` reports which.
 """
 
 from __future__ import annotations
@@ -15,24 +15,23 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-from sandbox.bubblewrap.launch import OWN_PROCESSES, Launcher, find_bwrap
-from sandbox.bubblewrap.rootfs import HOST_IMAGE, RootFs, allowed_dir, dir_root, host_root
+from sandbox.bubblewrap.launch import OVERHEAD_PROCESSES, Launcher, find_bwrap
+from sandbox.bubblewrap.rootfs import HOST_IMAGE, RootFs, dir_root, host_root, resolve_image_directory
 from sandbox.bubblewrap.run_dir import RunDirectory, dir_leases, remove_lease
 from sandbox.bubblewrap.sandbox import BubblewrapSandbox, on_disk
 from sandbox.cgroup import CgroupParents, find_parents
-from sandbox.disk import check_room
+from sandbox.disk import check_free_space
 from sandbox.errors import SandboxError, SandboxLostError, SandboxStartError
-from sandbox.lease import Heartbeat
-from sandbox.owner import Owner
+from sandbox.lease import Heartbeat, Owner
 from sandbox.shielded import shielded
 from sandbox.types import ImagePolicy, SandboxSpec
 
 
 class BubblewrapBackend:
-    """Sandboxes made with bubblewrap. Raises ``SandboxUnavailableError`` where it is absent or not allowed.
+    """Sandboxes of bubblewrap. Raises ``SandboxUnavailableError`` if it is not installed or not permitted.
 
-    ``images`` says which directories may be images; without it only the host's own directories (``HOST_IMAGE``) are
-    one.
+    ``images`` is the policy for image directories; without it, only ``HOST_IMAGE`` (the host's system directories) is
+    allowed. ``base`` is the directory of the sandboxes.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class BubblewrapBackend:
         self._heartbeat = Heartbeat(self._directory.beat)
         self._sandboxes: dict[str, BubblewrapSandbox] = {}
         self._roots: dict[str, RootFs] = {}
-        self._rooting = asyncio.Lock()
+        self._roots_lock = asyncio.Lock()
         self._count = 0
         self._closed = False
 
@@ -66,23 +65,25 @@ class BubblewrapBackend:
 
     @property
     def limits(self) -> str:
-        """What holds a sandbox's limits on this machine."""
+        """How limits are enforced; for people."""
         return self._parents.description if self._parents else "resource limits (address space, processes)"
 
     @property
     def disk(self) -> Path:
-        """The directory that sandboxes are in."""
+        """The directory of the sandboxes."""
         return self._base
 
     async def image_id(self, image: str) -> str:
-        """The directory that ``image`` is; for the machine's own directories its system and Python. Raises
-        ``ImageMissingError``."""
+        """Return the directory of ``image``, or distribution and Python version for ``HOST_IMAGE``.
+
+        Raises ``ImageMissingError``.
+        """
         if image == HOST_IMAGE:
-            return await asyncio.to_thread(_system)
+            return await asyncio.to_thread(_describe_system)
         return str((await self._root(image)).seed)
 
     async def fetch(self, image: str) -> None:
-        """Nothing: images are directories. Raises ``ImageMissingError`` where ``image`` is none."""
+        """Check that the directory ``image`` exists. Raises ``ImageMissingError``."""
         await self.image_id(image)
 
     async def start(self, spec: SandboxSpec) -> BubblewrapSandbox:
@@ -98,7 +99,7 @@ class BubblewrapBackend:
         try:
             await shielded(asyncio.to_thread(self._prepare, sandbox))
             if root.seed is not None:
-                await sandbox.growth.start_from_here()
+                await sandbox.disk_watch.set_baseline()
         except BaseException:
             await sandbox.close()
             raise
@@ -114,27 +115,27 @@ class BubblewrapBackend:
         await shielded(self._close())
 
     async def _close(self) -> None:
-        async with self._rooting, asyncio.TaskGroup() as group:
+        async with self._roots_lock, asyncio.TaskGroup() as group:
             for sandbox in list(self._sandboxes.values()):
                 group.create_task(sandbox.close())
         await asyncio.to_thread(self._heartbeat.stop)
         await asyncio.to_thread(on_disk, self._directory.remove, f"{self._base}", SandboxLostError)
 
     async def _root(self, image: str) -> RootFs:
-        async with self._rooting:
+        async with self._roots_lock:
             if image not in self._roots:
-                # Shielded, as a thread goes on when its waiter is cancelled, and would meet the directory's removal.
+                # Shielded: the thread ignores cancellation and must not run while ``close`` removes the directory.
                 self._roots[image] = await shielded(asyncio.to_thread(self._make_root, image))
             return self._roots[image]
 
     def _make_root(self, image: str) -> RootFs:
         if image != HOST_IMAGE:
-            return dir_root(allowed_dir(image, self._policy))
+            return dir_root(resolve_image_directory(image, self._policy))
         return on_disk(partial(host_root, self._base), "the sandboxes' root file system", SandboxStartError)
 
     def _prepare(self, sandbox: BubblewrapSandbox) -> None:
-        """Make the sandbox's directories and group. Runs in a thread."""
-        check_room(self._base)
+        """Create the directories and the control group of ``sandbox``. Blocking."""
+        check_free_space(self._base)
         for source in sandbox.spec.ro_binds:
             if not Path(source).exists():
                 raise SandboxStartError(f"ro_binds: {source}: no such file or directory on the host")
@@ -143,25 +144,27 @@ class BubblewrapBackend:
             spec = sandbox.spec
             try:
                 sandbox.cgroup = self._parents.make(
-                    f"agent-rl-{sandbox.id}", memory_mb=spec.memory_mb, pids=spec.pids + OWN_PROCESSES, cpus=spec.cpus
+                    f"agent-rl-{sandbox.id}",
+                    memory_mb=spec.memory_mb,
+                    pids=spec.pids + OVERHEAD_PROCESSES,
+                    cpus=spec.cpus,
                 )
             except OSError as error:
-                raise SandboxStartError(f"sandbox {sandbox.id}: its control group could not be made: {error}") from None
+                raise SandboxStartError(f"sandbox {sandbox.id}: cannot create its control group: {error}") from None
 
     def _forget(self, sandbox: BubblewrapSandbox) -> None:
         self._sandboxes.pop(sandbox.id, None)
 
 
-def _system() -> str:
-    """The machine's distribution and Python, which a sandbox of its own directories sees."""
+def _describe_system() -> str:
     return f"{platform.freedesktop_os_release().get('PRETTY_NAME')}, Python {platform.python_version()}"
 
 
 def default_base() -> Path:
-    """Where this user's sandboxes are."""
+    """Return the directory of this user's sandboxes."""
     return Path(tempfile.gettempdir(), f"agent-rl-sandboxes-{os.getuid()}")
 
 
 def reap_dirs(base: Path) -> int:
-    """Remove the sandboxes below ``base`` whose lease is dead; return how many."""
+    """Remove the sandboxes of dead leases below ``base``; return how many."""
     return sum(remove_lease(lease) for lease in dir_leases(base) if lease.dead)

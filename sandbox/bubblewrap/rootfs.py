@@ -1,5 +1,4 @@
-"""What a bubblewrap sandbox sees as its root file system: read-only system directories, and nothing of the host's
-beside."""
+"""The read-only root file system of a bubblewrap sandbox, from the host's system directories or an image directory."""
 
 from __future__ import annotations
 
@@ -21,10 +20,10 @@ from sandbox.types import ImagePolicy
 
 HOST_IMAGE = "host"
 HOST_HOME = "/home/agent"
-"""Home in a sandbox of the host's system directories. Not /root, below which the running Python may live."""
+"""Home in a sandbox of ``HOST_IMAGE``; not /root, which may contain the running Python."""
 ROOTFS_HOME = "/root"
-_GENERATION = "1"  # of what _generated makes: to be changed with it
-_ASK_SECONDS = 30.0
+_GENERATION = "1"  # increase it with every change of the generated files
+_PYTHON_SECONDS = 30.0
 _SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin"
 _TOP_DIRS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 _ETC_COPIES = ("alternatives", "ld.so.cache", "ld.so.conf", "localtime", "mime.types", "debian_version", "os-release")
@@ -35,42 +34,41 @@ _ETC = {
     "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
 }
 PYTHON_PACKAGES = ("pytest", "markupsafe", "pretend")
-"""What a sandbox of the host's system directories can import beside the standard library, as far as it is installed
-here."""
+"""The packages, if installed here, that a sandbox of ``HOST_IMAGE`` can import besides the standard library."""
 
 
 @dataclass(frozen=True, slots=True)
 class RootFs:
-    """bwrap arguments that build the read-only root, and the environment that goes with it."""
+    """The bwrap arguments of the read-only root, with its home directory and PATH."""
 
     arguments: tuple[str, ...]
     home: str
     path: str
     seed: Path | None = None
-    """Root file system whose copy of the working directory a sandbox starts with."""
+    """The image directory from which a sandbox copies its initial working directory."""
 
 
 def host_root(cache: Path) -> RootFs:
-    """The machine's own system directories and the running Python. What has to be generated is kept in ``cache``.
+    """Return the root of ``HOST_IMAGE``: the machine's system directories and the running Python.
 
-    The Python's site-packages are hidden behind a directory that holds ``PYTHON_PACKAGES`` only, so that what else is
-    installed on the host is neither seen nor depended on.
+    Generated files are in ``cache``. A directory with ``PYTHON_PACKAGES`` covers the Python's site-packages, so that
+    other packages of the host are not visible.
     """
     prefix = Path(sys.base_prefix)
-    made = _generated(cache, prefix)
-    arguments = [*_bind("/usr", "/usr"), *_top_dirs(Path("/")), *_bind(made / "etc", "/etc")]
+    generated = _generate_files(cache, prefix)
+    arguments = [*_bind("/usr", "/usr"), *_top_dirs(Path("/")), *_bind(generated / "etc", "/etc")]
     if not prefix.is_relative_to("/usr"):
         arguments += _bind(prefix, prefix)
-    arguments += [part for directory in _site_dirs() for part in _bind(made / "site", directory)]
+    arguments += [part for directory in _site_dirs() for part in _bind(generated / "site", directory)]
     path = f"{prefix}/bin:{_SYSTEM_PATH}"
     if not (prefix / "bin" / "python").exists():
-        arguments += _bind(made / "bin", "/opt/agent-rl/bin")
+        arguments += _bind(generated / "bin", "/opt/agent-rl/bin")
         path = f"/opt/agent-rl/bin:{path}"
     return RootFs(tuple(arguments), HOST_HOME, path)
 
 
-def _generated(cache: Path, prefix: Path) -> Path:
-    """The directory with etc/, site/ and bin/ of a sandbox, made once for each set of what it is made from."""
+def _generate_files(cache: Path, prefix: Path) -> Path:
+    """Return a directory with etc/, site/ and bin/ for sandboxes; create it unless one of the same inputs exists."""
     distributions = _closure(PYTHON_PACKAGES)
     key = [
         _GENERATION,
@@ -82,7 +80,7 @@ def _generated(cache: Path, prefix: Path) -> Path:
     directory = cache / f".host-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}"
     if directory.is_dir():
         return directory
-    # Made beside and renamed: another run may be at it too, and then either result will do.
+    # Created in a scratch directory and renamed; if another run does the same, either result is fine.
     scratch = Path(tempfile.mkdtemp(prefix=".making-", dir=cache))
     try:
         for name in ("etc", "site", "bin"):
@@ -100,28 +98,29 @@ def _generated(cache: Path, prefix: Path) -> Path:
     return directory
 
 
-def allowed_dir(image: str, policy: ImagePolicy) -> Path:
-    """The directory that ``image`` names, its links resolved, where ``policy`` allows it. Raises
-    ``ImageMissingError``."""
-    if image == policy.own:
+def resolve_image_directory(image: str, policy: ImagePolicy) -> Path:
+    """Return the resolved directory of ``image``. Raises ``ImageMissingError`` if ``policy`` does not allow it."""
+    if image == policy.configured:
         return Path(image).resolve()
     if policy.root is None:
         raise ImageMissingError(
-            f"image {image!r}: under bubblewrap a task's image is a directory of the host, which is refused unless "
-            "sandbox.image_root names the directory that holds such images; set it, or sandbox.backend to docker"
+            f"image {image!r}: under bubblewrap a task's image is a directory of the host, which must be below "
+            "sandbox.image_root; set it, or sandbox.backend to docker"
         )
     root = policy.root.resolve()
     directory = (root / image).resolve()
     if root not in directory.parents:
         raise ImageMissingError(
-            f"image {image!r}: leads to {directory}; right would be a directory below sandbox.image_root ({root})"
+            f"image {image!r}: leads to {directory}; it must be a directory below sandbox.image_root ({root})"
         )
     return directory
 
 
 def dir_root(root: Path) -> RootFs:
-    """The root file system in the directory ``root``. Links at its top are not followed. Raises
-    ``ImageMissingError``."""
+    """Return the root file system of the image directory ``root``; links at its top level are not followed.
+
+    Raises ``ImageMissingError``.
+    """
     if not _is_dir(root / "usr"):
         raise ImageMissingError(
             f"image {str(root)!r}: for bubblewrap an image is {HOST_IMAGE!r} or the directory of a root file system "
@@ -129,8 +128,7 @@ def dir_root(root: Path) -> RootFs:
             f"with the directory usr/ in it, not a link); make one with: python -m sandbox.base_image --rootfs DIR"
         )
     arguments: list[str] = []
-    # Bound entry by entry onto a root of the sandbox's own, where mount points can be made; the directory itself
-    # stays as is.
+    # Each entry is bound onto a new root, where mount points can be created without changing the image directory.
     for entry in sorted(root.iterdir()):
         if entry.name in ("proc", "dev", "sys", "tmp", "root", "run", *_TOP_DIRS) or not _is_dir(entry):
             continue
@@ -139,24 +137,23 @@ def dir_root(root: Path) -> RootFs:
     return RootFs(tuple(arguments), ROOTFS_HOME, f"/usr/local/sbin:{_SYSTEM_PATH}:/usr/sbin:/sbin", seed=root)
 
 
-def image_place(root: Path, inside: str) -> Path:
-    """Where ``inside``, an absolute path of a sandbox, is in the image ``root``; it need not exist.
+def path_in_image(root: Path, sandbox_path: str) -> Path:
+    """Return the host path of ``sandbox_path`` (absolute) in the image ``root``; it need not exist.
 
-    Raises ``ImageMissingError`` where a link is on the way there, which would be followed on the host.
+    Raises ``ImageMissingError`` if it contains a link, which would be followed on the host.
     """
-    place = root
-    for part in PurePosixPath(inside).parts[1:]:
-        place /= part
-        if place.is_symlink():
+    path = root
+    for part in PurePosixPath(sandbox_path).parts[1:]:
+        path /= part
+        if path.is_symlink():
             raise ImageMissingError(
-                f"image {str(root)!r}: {place} is a link on the way to {inside}; right would be a directory in its "
-                "place"
+                f"image {str(root)!r}: {path} is a link on the way to {sandbox_path}; replace it by a directory"
             )
-    return place
+    return path
 
 
 def copy_regular(source: str, target: str) -> None:
-    """Copy a regular file of an image; pipes and devices, whose reading may never end, are left out."""
+    """Copy a regular file of an image; skip pipes and devices, because reading them may never end."""
     if stat.S_ISREG(os.lstat(source).st_mode):
         shutil.copy2(source, target, follow_symlinks=False)
 
@@ -177,21 +174,21 @@ def _copy_packages(distributions: Iterable[metadata.Distribution], target: Path)
 
 
 def _closure(names: Iterable[str]) -> list[metadata.Distribution]:
-    """The installed distributions ``names`` and what they require; absent ones are left out."""
-    found: dict[str, metadata.Distribution] = {}
-    wanted = list(names)
-    while wanted:
-        name = wanted.pop()
-        if name in found:
+    """Return the installed distributions among ``names`` and their requirements."""
+    distributions: dict[str, metadata.Distribution] = {}
+    pending = list(names)
+    while pending:
+        name = pending.pop()
+        if name in distributions:
             continue
         try:
-            found[name] = metadata.distribution(name)
+            distributions[name] = metadata.distribution(name)
         except metadata.PackageNotFoundError:
             continue
         # Requirements with a marker are for other platforms, old Pythons or extras.
-        requirements = [r for r in found[name].requires or () if ";" not in r]
-        wanted += [_requirement_name(requirement) for requirement in requirements]
-    return list(found.values())
+        requirements = [r for r in distributions[name].requires or () if ";" not in r]
+        pending += [_requirement_name(requirement) for requirement in requirements]
+    return list(distributions.values())
 
 
 def _requirement_name(requirement: str) -> str:
@@ -211,7 +208,7 @@ def _fill_etc(etc: Path) -> None:
 
 
 def _top_dirs(root: Path) -> list[str]:
-    """/bin and its like: links into /usr on a merged system, directories of their own elsewhere."""
+    """Return the arguments of /bin, /lib and similar: links into /usr on a merged system, else directories."""
     arguments: list[str] = []
     for name in _TOP_DIRS:
         path = root / name
@@ -223,12 +220,11 @@ def _top_dirs(root: Path) -> list[str]:
 
 
 def _site_dirs() -> list[Path]:
-    """The directories from which the base Python imports third-party packages, as it says itself, as far as they
-    exist."""
-    question = "import json, site; print(json.dumps(site.getsitepackages()))"
+    """Return the existing site-packages directories of the base Python."""
+    code = "import json, site; print(json.dumps(site.getsitepackages()))"
     base = Path(sys.base_prefix, "bin", f"python{sys.version_info.major}.{sys.version_info.minor}")
-    answer = subprocess.run([base, "-I", "-c", question], capture_output=True, check=True, timeout=_ASK_SECONDS)
-    return [Path(directory) for directory in json.loads(answer.stdout) if os.path.isdir(directory)]
+    run = subprocess.run([base, "-I", "-c", code], capture_output=True, check=True, timeout=_PYTHON_SECONDS)
+    return [Path(directory) for directory in json.loads(run.stdout) if os.path.isdir(directory)]
 
 
 def _bind(source: Path | str, target: Path | str) -> list[str]:

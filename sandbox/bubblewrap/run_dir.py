@@ -1,12 +1,12 @@
-"""The host directory of one bubblewrap run: who owns it, where its sandboxes are, and how dead ones are removed.
+"""The host directory of one bubblewrap run: its owner, its sandboxes, and the removal of dead runs.
 
 ::
 
-    <base>/                     one for each user of the machine, readable by that user alone
-    ├── .host-<hash>/           what the "host" root file system needs generated, shared by runs (:mod:`.root`)
+    <base>/                             one per user of the machine; only that user may access it
+    ├── .host-<hash>/                   generated files of the "host" root file system, shared by runs (:mod:`.rootfs`)
     └── <run>-<random>/
-        ├── owner.json          the process that made it (:mod:`sandbox.owner`); touched at every heartbeat
-        ├── groups.json         where its sandboxes' control groups are, if it has any
+        ├── owner.json                  the owner process (:mod:`sandbox.lease`); touched at every heartbeat
+        ├── groups.json                 the parents of its sandboxes' control groups, if it has any
         └── sandboxes/<sandbox>/        work, home and tmp of a sandbox
 """
 
@@ -24,8 +24,7 @@ from pathlib import Path
 
 from sandbox.cgroup import Cgroup, CgroupParents
 from sandbox.errors import SandboxStartError
-from sandbox.lease import Lease
-from sandbox.owner import Owner
+from sandbox.lease import Lease, Owner
 
 _OWNER = "owner.json"
 _GROUPS = "groups.json"
@@ -40,14 +39,14 @@ class RunDirectory:
 
     @classmethod
     def make(cls, base: Path, owner: Owner, parents: CgroupParents | None) -> RunDirectory:
-        """Make the run's directory below ``base``, its owner written before it gets the name that the reaper looks
-        at."""
+        """Create the run's directory below ``base``. It gets the name that the reaper searches for when its owner
+        file is complete. Raises ``SandboxStartError`` if another user may write to ``base``."""
         base.mkdir(mode=0o700, parents=True, exist_ok=True)
         info = base.lstat()
-        # In a directory that all may write to, another user may have made it first.
+        # The temporary directory is writable for all: another user may have created ``base`` first.
         if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o022:
             raise SandboxStartError(
-                f"{base}: not a directory that only this user may write to; remove it, or set TMPDIR"
+                f"{base}: must be a directory that only this user may write to; remove it or set TMPDIR"
             )
         name = re.sub(r"[^A-Za-z0-9_.]", "_", owner.run_id)[:40]
         hidden = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=base))
@@ -62,29 +61,28 @@ class RunDirectory:
         os.utime(self.path / _OWNER)
 
     def remove(self) -> None:
-        # The owner's record last: until then a reaper can finish what was begun.
+        # Sandboxes first: while owner.json exists, a reaper can finish an interrupted removal.
         remove_tree(self.path / "sandboxes")
         remove_tree(self.path)
 
 
 def dir_leases(base: Path) -> list[Lease]:
-    """The leases of the runs below ``base``."""
+    """Return the leases of the runs below ``base``."""
     leases = []
     for directory in base.glob("*/"):
         try:
             owner = Owner.from_json((directory / _OWNER).read_text())
-            silent_for = time.time() - (directory / _OWNER).stat().st_mtime
+            silence_seconds = time.time() - (directory / _OWNER).stat().st_mtime
         except (FileNotFoundError, ValueError):
-            # Being removed by its owner, or not one of ours.
-            continue
+            continue  # being removed, or not a run directory
         sandboxes = tuple(sandbox.name for sandbox in (directory / "sandboxes").glob("*"))
-        leases.append(Lease("bubblewrap", owner, sandboxes, silent_for, str(directory)))
+        leases.append(Lease("bubblewrap", owner, sandboxes, silence_seconds, str(directory)))
     return leases
 
 
 def remove_lease(lease: Lease) -> int:
-    """Remove a dead run's directory, processes and control groups; return how many sandboxes there were."""
-    directory = Path(lease.place)
+    """Remove the directory, processes and control groups of a dead run; return its number of sandboxes."""
+    directory = Path(lease.location)
     for group in _leftover_groups(directory):
         group.remove()
     remove_tree(directory)
@@ -92,7 +90,7 @@ def remove_lease(lease: Lease) -> int:
 
 
 def _leftover_groups(directory: Path) -> list[Cgroup]:
-    """The control groups of a run, below its own process's: not where this one would make any."""
+    """Return the control groups of a run; they are below its own parents, not below those of this process."""
     try:
         parents = CgroupParents.from_json((directory / _GROUPS).read_text())
     except FileNotFoundError:
@@ -101,12 +99,12 @@ def _leftover_groups(directory: Path) -> list[Cgroup]:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a directory that hostile code has written to: any depth, any permissions, links never followed."""
+    """Remove a directory that hostile code wrote to: any depth, any permissions; links are not followed."""
     try:
         shutil.rmtree(path)
     except FileNotFoundError:
         return
     except (OSError, RecursionError):
-        # Directories without permission for their own owner, or nested deeper than rmtree's recursion goes.
+        # A directory without permissions for its owner, or deeper than the recursion of rmtree.
         subprocess.run(["chmod", "-R", "u+rwX", "--", path], stderr=subprocess.DEVNULL, timeout=_REMOVE_SECONDS)
         subprocess.run(["rm", "-rf", "--", path], check=True, capture_output=True, timeout=_REMOVE_SECONDS)

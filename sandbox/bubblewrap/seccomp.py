@@ -1,8 +1,8 @@
-"""A system call filter for bubblewrap sandboxes: closes what namespaces leave open.
+"""The system call filter of bubblewrap sandboxes, for interfaces that namespaces do not isolate.
 
-Sockets of families without namespaces (vsock reaches a virtual machine's host), the kernel's keyrings, and interfaces
-that only widen the kernel's attack surface are refused; all else passes. The rest of a sandbox's isolation does not
-rest on this filter, so an architecture that is not listed here goes without.
+It refuses sockets of families without namespaces (vsock reaches the host of a virtual machine), the kernel's keyrings,
+and interfaces that widen the kernel's attack surface. It allows everything else. The other isolation does not depend on
+this filter, so architectures that are not listed here run without it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import platform
 import struct
 from dataclasses import dataclass
 
-# unix, inet, inet6, netlink: each bound to a namespace of the sandbox's, but for unix sockets that are files, which
-# a sandbox reaches where a directory with one is bound into it.
+# unix, inet, inet6, netlink: isolated by the sandbox's namespaces, except unix sockets in directories that are bound
+# into it.
 _SOCKET_FAMILIES = (1, 2, 10, 16)
 _IO_URING = (425, 426, 427)
 
@@ -26,7 +26,7 @@ _X32 = 0x40000000
 
 @dataclass(frozen=True, slots=True)
 class _Abi:
-    """An architecture's audit number and its numbers of the calls that matter (asm/unistd.h)."""
+    """The audit number of an architecture and its system call numbers (asm/unistd.h)."""
 
     audit: int
     socket: int
@@ -40,13 +40,13 @@ _ABIS = {
 
 
 def sandbox_filter(machine: str | None = None) -> bytes | None:
-    """The filter as an array of ``struct sock_filter``; None for an architecture that is not known."""
+    """Return the filter as an array of ``struct sock_filter``, or None for an unknown architecture."""
     abi = _ABIS.get(machine or platform.machine())
     if abi is None:
         return None
     refused = (*abi.refused, *_IO_URING)
     allow, no_family, refuse = "allow", "no_family", "refuse"
-    # (code, operand, label where true, label where false); None goes on to the next line.
+    # (code, operand, label if true, label if false); None continues with the next line.
     lines: list[tuple[int, int, str | None, str | None]] = [
         (_LOAD, _ARCH, None, None),
         (_EQUAL, abi.audit, None, refuse),
@@ -58,13 +58,13 @@ def sandbox_filter(machine: str | None = None) -> bytes | None:
         *((_EQUAL, family, allow, None) for family in _SOCKET_FAMILIES),
     ]
     ends = {no_family: _ERRNO | errno.EAFNOSUPPORT, refuse: _ERRNO | errno.EPERM, allow: _ALLOW}
-    places = {label: len(lines) + offset for offset, label in enumerate(ends)}
+    targets = {label: len(lines) + offset for offset, label in enumerate(ends)}
     program = b"".join(
-        struct.pack("=HBBI", code, _jump(places, true, here), _jump(places, false, here), operand)
-        for here, (code, operand, true, false) in enumerate(lines)
+        struct.pack("=HBBI", code, _jump(targets, true, line), _jump(targets, false, line), operand)
+        for line, (code, operand, true, false) in enumerate(lines)
     )
     return program + b"".join(struct.pack("=HBBI", _RETURN, 0, 0, value) for value in ends.values())
 
 
-def _jump(places: dict[str, int], label: str | None, here: int) -> int:
-    return 0 if label is None else places[label] - here - 1
+def _jump(targets: dict[str, int], label: str | None, line: int) -> int:
+    return 0 if label is None else targets[label] - line - 1

@@ -1,1 +1,1 @@
-"""Sandboxes made by a container engine: docker, or podman through the same interface."""
+"""Sandboxes of a container engine: docker or podman."""

@@ -1,7 +1,7 @@
-"""The container backend: one container of a running engine for each sandbox, over the ``docker`` package.
+"""The docker and podman backends: one container per sandbox, through the ``docker`` package.
 
-A container's first processes belong to the user nobody; commands run as its root, without capabilities. So commands
-can be ended by a ``kill -9 -1`` inside the sandbox that can't reach what keeps the sandbox alive, and neither can they.
+The first processes of a container belong to the user nobody; commands run as root without capabilities. So a command
+cannot kill the processes that keep the sandbox alive, and ``kill -9 -1`` inside the sandbox ends only commands.
 Commands of one sandbox run one after another.
 """
 
@@ -12,16 +12,23 @@ import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 import docker.errors
 from docker.types import LogConfig, Ulimit
 
-from sandbox.disk import check_room
-from sandbox.docker.disk import is_want_of_quota, may_have_quota, quota
-from sandbox.docker.engine import THREADS, EngineClient, connect, converted
-from sandbox.docker.images import ImageStore, ledger_of
+from sandbox.disk import check_free_space
+from sandbox.docker.engine import (
+    THREADS,
+    EngineClient,
+    connect,
+    is_quota_refusal,
+    quota_options,
+    supports_quota,
+    translate_errors,
+)
+from sandbox.docker.images import ImageStore, image_index_path
 from sandbox.docker.lease import OWNER_LABEL, RUN_LABEL, EngineLease, engine_leases, remove_lease
 from sandbox.docker.sandbox import DockerSandbox
 from sandbox.errors import (
@@ -31,46 +38,46 @@ from sandbox.errors import (
     SandboxUnavailableError,
 )
 from sandbox.files import archive
-from sandbox.lease import Heartbeat
-from sandbox.owner import Owner
+from sandbox.lease import Heartbeat, Owner
 from sandbox.shielded import shielded
 from sandbox.types import ImagePolicy, SandboxSpec
 
 T = TypeVar("T")
 
 DEFAULT_IMAGE = "agent-rl-base"
-"""What ``SandboxSpec.image == "host"`` means here: the image that ``python -m sandbox.base_image`` builds."""
+"""The image of ``SandboxSpec.image == "host"``, built by ``python -m sandbox.base_image``."""
 FILE_SIZE_LIMIT = 1 << 30
-"""Bytes one file written in a sandbox may have."""
+"""Maximum bytes of one file written in a sandbox."""
 GVISOR = "runsc"
 _SHARED = "--file-access=shared"
-# What gVisor's kernel takes of the engine's limits for itself: MiB, threads, and tasks for each process in the sandbox
-# (measured: 73 Pythons take 300 MiB, of which most is gVisor's doing, and a bomb of 76 processes up to 1,400 tasks).
+# Overhead of gVisor's kernel on top of the spec's limits: MiB, threads, and tasks per process in the sandbox (measured:
+# 73 Python processes take 300 MiB, mostly gVisor's own, and a fork bomb of 76 processes up to 1,400 tasks).
 _GVISOR_MB, _GVISOR_THREADS, _GVISOR_TASKS = 128, 256, 24
-_KEEPER = "65534:65534"
-_OWN_PROCESSES = 12  # init, keeper, wrapper, head, timeout; and the threads that the engine's runtime enters with
+_NOBODY = "65534:65534"
+_OVERHEAD_PROCESSES = 12  # init, sleep, wrapper, head, timeout, and the threads of the engine's runtime
+_PODMAN_ULIMIT = 16384
 
 
 class DockerBackend:
-    """Sandboxes in a container engine. Raises ``SandboxUnavailableError`` where none answers, or none that holds
-    limits.
+    """Sandboxes in docker. ``runtime`` is the OCI runtime, for example ``runsc`` (gVisor); None: the engine's default.
 
-    ``runtime`` starts the sandboxes' processes, ``runsc`` (gVisor) say; None takes the engine's own default.
+    Raises ``SandboxUnavailableError`` if the engine does not respond or does not enforce limits.
     """
 
     def __init__(self, *, run_id: str, images: ImagePolicy | None = None, runtime: str | None = None) -> None:
         self._api = connect(self.name)
-        check_limits(self._api.about)
+        info = self._api.engine_info
+        check_limits(info)
         self._runtime = runtime
         if runtime is not None:
             self._check_runtime(runtime)
-        self._disk = Path(self._api.about["DockerRootDir"])
-        self._quota = may_have_quota(self._api.about)
+        self._disk = Path(info["DockerRootDir"])
+        self._quota = supports_quota(info)
         self._owner = Owner.current(run_id)
         self._lease = EngineLease(self._api, self._owner)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="docker")
         self._policy = images or ImagePolicy()
-        self._images = ImageStore(self._api, self._policy, self.call, ledger_of(self._api.about))
+        self._images = ImageStore(self._api, self._policy, self.call, image_index_path(info))
         self._sandboxes: dict[str, DockerSandbox] = {}
         self._closed = False
         self._heartbeat = Heartbeat(self._lease.renew)
@@ -81,8 +88,8 @@ class DockerBackend:
 
     @property
     def limits(self) -> str:
-        """What holds a sandbox's limits, and what starts its processes."""
-        runtime = self._runtime or self._api.about["DefaultRuntime"]
+        """How limits are enforced, and the runtime of the processes; for people."""
+        runtime = self._runtime or self._api.engine_info["DefaultRuntime"]
         return f"the container engine's control groups, runtime {runtime}"
 
     async def start(self, spec: SandboxSpec) -> DockerSandbox:
@@ -90,15 +97,15 @@ class DockerBackend:
         if self._closed:
             raise SandboxStartError("the backend is closed")
         try:
-            return await self._started(spec)
+            return await self._start_shielded(spec)
         except ImageMissingError:
             if not self._policy.pull or spec.image == "host":
                 raise
             await self._images.fetch(spec.image)
-            return await self._started(spec)
+            return await self._start_shielded(spec)
 
     async def reap(self) -> int:
-        """Remove the containers of dead runs, of this machine or another that shares the engine; return how many."""
+        """Remove the containers of dead runs of every machine that uses the engine; return how many."""
         return await self.call(partial(reap_containers, self._api, self.name), SandboxError)
 
     async def close(self) -> None:
@@ -107,40 +114,41 @@ class DockerBackend:
         await shielded(self._close())
 
     async def call(self, work: Callable[[], T], error: type[SandboxError]) -> T:
-        """Run ``work`` in one of the backend's threads, the client's errors turned into this package's."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, converted, work, error)
+        """Run ``work`` in a thread of the backend, with :func:`translate_errors`."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, translate_errors, work, error)
 
     @property
     def disk(self) -> Path:
-        """The engine's own directory, which sandboxes are on."""
+        """The engine's data directory, which contains the sandboxes."""
         return self._disk
 
     async def image_id(self, image: str) -> str:
-        """The id of ``image`` in the engine. Raises ``ImageMissingError``."""
+        """Return the id of ``image`` in the engine. Raises ``ImageMissingError``."""
         return await self.call(partial(self._image_id, _image_name(image)), SandboxError)
 
     async def fetch(self, image: str) -> None:
         """Pull ``image``. Raises ``ImageMissingError`` or ``ImagePullError``."""
         await self._images.fetch(image)
 
-    def check_room(self) -> None:
-        """Raise ``SandboxDiskFullError`` if the engine's disk, where it is this machine's, is full."""
+    def check_free_space(self) -> None:
+        """Raise ``SandboxDiskFullError`` if the engine's disk is on this machine and full."""
         if self._disk.is_dir():
-            check_room(self._disk)
+            check_free_space(self._disk)
 
     def forget(self, sandbox: DockerSandbox) -> None:
+        """Remove a closed sandbox from the open ones."""
         self._sandboxes.pop(sandbox.id, None)
 
-    async def _started(self, spec: SandboxSpec) -> DockerSandbox:
+    async def _start_shielded(self, spec: SandboxSpec) -> DockerSandbox:
         starting = asyncio.ensure_future(self.call(partial(self._start, spec), SandboxStartError))
         try:
             return await asyncio.shield(starting)
         except asyncio.CancelledError:
-            # The engine goes on with what it was asked for, so wait for the container in order to remove it.
-            await shielded(self._discard(starting))
+            # The engine does not cancel the start: wait for the container and remove it.
+            await shielded(self._close_started(starting))
             raise
 
-    async def _discard(self, starting: asyncio.Future[DockerSandbox]) -> None:
+    async def _close_started(self, starting: asyncio.Future[DockerSandbox]) -> None:
         await asyncio.wait({starting})
         if starting.exception() is None:
             await starting.result().close()
@@ -155,7 +163,7 @@ class DockerBackend:
         self._api.close()
 
     def _start(self, spec: SandboxSpec) -> DockerSandbox:
-        self.check_room()
+        self.check_free_space()
         for source in spec.ro_binds:
             if not Path(source).exists():
                 raise SandboxStartError(f"ro_binds: {source}: no such file or directory on the host")
@@ -170,39 +178,39 @@ class DockerBackend:
             raise
         self._sandboxes[sandbox.id] = sandbox
         if self._policy.pull:
-            self._images.used(image)
+            self._images.mark_used(image)
         return sandbox
 
     def _check_runtime(self, runtime: str) -> None:
-        """Raise ``SandboxUnavailableError`` where the engine would not start sandboxes with ``runtime``."""
-        known = self._api.about.get("Runtimes") or {}
-        if runtime not in known:
+        """Raise ``SandboxUnavailableError`` if the engine cannot start sandboxes with ``runtime``."""
+        runtimes = self._api.engine_info.get("Runtimes") or {}
+        if runtime not in runtimes:
             raise SandboxUnavailableError(
-                f"sandbox.runtime={runtime}: the container engine knows {', '.join(sorted(known))}; right would be one "
-                f"of these, or to install {runtime} and add it to the engine's daemon.json (docs/sandboxes.md)"
+                f"sandbox.runtime={runtime}: the container engine has {', '.join(sorted(runtimes))}; use one of these, "
+                f"or install {runtime} and add it to the engine's daemon.json (docs/reference/sandboxes.md)"
             )
-        if runtime == GVISOR and _SHARED not in (known[runtime].get("runtimeArgs") or ()):
+        if runtime == GVISOR and _SHARED not in (runtimes[runtime].get("runtimeArgs") or ()):
             raise SandboxUnavailableError(
-                f"sandbox.runtime={runtime}: sandboxes would not see files that are written into them; right would be "
-                f"{_SHARED} among its runtimeArgs in the engine's daemon.json (docs/sandboxes.md)"
+                f"sandbox.runtime={runtime}: sandboxes would not see files written into them; add {_SHARED} to "
+                "its runtimeArgs in the engine's daemon.json (docs/reference/sandboxes.md)"
             )
 
     def _create(self, image: str, spec: SandboxSpec) -> str:
-        """Make the container; its id. Without the quota from the time on when the engine turns out to have none."""
+        """Create the container and return its id. After the engine refuses a quota, go on without quotas."""
         try:
             return str(
                 self._api.create_container(
                     image,
                     ["sleep", "infinity"],
-                    user=_KEEPER,
+                    user=_NOBODY,
                     working_dir=spec.workdir,
                     hostname="sandbox",
                     entrypoint=[],
-                    # Not only a network mode of "none": docker 20.10 keeps accounts of that network, whose locks end in
-                    # a deadlock of the whole engine when sandboxes start and go side by side.
+                    # In addition to the network mode "none": docker 20.10 still locks that network, and the engine
+                    # deadlocks when sandboxes start and end concurrently.
                     network_disabled=True,
                     environment=dict(spec.env),
-                    use_config_proxy=False,  # the user's proxies, whose addresses may hold a password
+                    use_config_proxy=False,  # proxy addresses of the user may contain a password
                     labels={**spec.labels, RUN_LABEL: self._owner.run_id, OWNER_LABEL: self._owner.to_json()},
                     host_config=self._host_config(image, spec),
                 )["Id"]
@@ -210,7 +218,7 @@ class DockerBackend:
         except docker.errors.ImageNotFound:
             raise self._missing(image) from None
         except docker.errors.APIError as error:
-            if not self._quota or not is_want_of_quota(str(error.explanation)):
+            if not self._quota or not is_quota_refusal(str(error.explanation)):
                 raise
             self._quota = False
             return self._create(image, spec)
@@ -224,22 +232,22 @@ class DockerBackend:
     def _missing(self, image: str) -> ImageMissingError:
         build = f"python -m sandbox.base_image --engine {self.name}"
         get = build if image == DEFAULT_IMAGE else f"{self.name} pull {image}"
-        return ImageMissingError(f"image {image!r} is not on this machine: get it with: {get}")
+        return ImageMissingError(f"image {image!r} is not on this machine; get it with: {get}")
 
     def _prepare(self, container: str, spec: SandboxSpec) -> None:
-        """Put in place what the engine would not, before the container starts."""
+        """Prepare the file system before the container starts."""
         if self._runtime == GVISOR:
-            # Over an empty /tmp it puts a file system in memory, which the engine does not see.
+            # gVisor mounts a memory file system over an empty /tmp, which the engine cannot see.
             self._api.unpack(container, archive({"tmp/.agent-rl": b""}))
 
     def _ulimits(self, processes: int) -> dict[str, int]:
-        """The sandbox's resource limits by name. ``processes`` is how many may be in it."""
+        """Return the resource limits by name; ``processes`` is the maximum number of processes in the sandbox."""
         limits = {"core": 0, "fsize": FILE_SIZE_LIMIT}
-        # gVisor has no control groups inside, but counts the processes of the sandbox's root itself.
+        # gVisor has no control groups inside; it counts the processes of the sandbox's root.
         return {**limits, "nproc": processes} if self._runtime == GVISOR else limits
 
     def _host_config(self, image: str, spec: SandboxSpec) -> Any:
-        processes = tasks = spec.pids + _OWN_PROCESSES
+        processes = tasks = spec.pids + _OVERHEAD_PROCESSES
         memory = spec.memory_mb << 20
         if self._runtime == GVISOR:
             memory += _GVISOR_MB << 20
@@ -253,11 +261,11 @@ class DockerBackend:
             cap_drop=["ALL"],
             security_opt=["no-new-privileges"],
             init=True,
-            ulimits=[Ulimit(name=name, soft=most, hard=most) for name, most in self._ulimits(processes).items()],
+            ulimits=[Ulimit(name=name, soft=limit, hard=limit) for name, limit in self._ulimits(processes).items()],
             log_config=LogConfig(type=LogConfig.types.NONE),
             binds=[f"{source}:{target}:ro" for source, target in spec.ro_binds.items()],
             runtime=self._runtime,
-            storage_opt=quota(self._api, image, spec.disk_mb) if self._quota else None,
+            storage_opt=quota_options(self._api, image, spec.disk_mb) if self._quota else None,
         )
 
     def _end_lease(self) -> None:
@@ -265,24 +273,56 @@ class DockerBackend:
         self._lease.end()
 
 
+class PodmanBackend(DockerBackend):
+    """Sandboxes in podman, through its docker-compatible socket; checked with podman 4.3.1 and runc.
+
+    Raises ``SandboxUnavailableError`` unless its service runs (``podman system service``, ``.ci/start-podman``).
+    """
+
+    @property
+    def name(self) -> str:
+        return "podman"
+
+    def _check_runtime(self, runtime: str) -> None:
+        # Podman ignores the runtime of a container and uses the one of its service.
+        default = PurePosixPath(self._api.engine_info["DefaultRuntime"]).name
+        if runtime != default:
+            raise SandboxUnavailableError(
+                f"sandbox.runtime={runtime}: podman's service starts every sandbox with {default}; use {default}, or "
+                f"start the service with podman --runtime {runtime} (docs/reference/sandboxes.md)"
+            )
+
+    def _prepare(self, container: str, spec: SandboxSpec) -> None:
+        super()._prepare(container, spec)
+        # Podman creates the top directory with mode 555, which root without capabilities cannot write to. It gives a
+        # working directory that the image lacks to the container's user, who is not root.
+        missing = [] if self._api.has_path(container, spec.workdir) else [spec.workdir]
+        self._api.unpack(container, archive({}, directories=[".", *missing]))
+
+    def _ulimits(self, processes: int) -> dict[str, int]:
+        # By default, podman as root sets higher values than a machine without CAP_SYS_RESOURCE allows. The control
+        # group limits a sandbox's processes; this nproc is shared by the nobody processes of all sandboxes.
+        return {"nofile": _PODMAN_ULIMIT, "nproc": _PODMAN_ULIMIT, **super()._ulimits(processes)}
+
+
 def _image_name(image: str) -> str:
     return DEFAULT_IMAGE if image == "host" else image
 
 
-def check_limits(about: Mapping[str, Any]) -> None:
-    """Raise ``SandboxUnavailableError`` where the engine, by what it says of itself, would only pretend to limit a
-    sandbox.
+def check_limits(engine_info: Mapping[str, Any]) -> None:
+    """Raise ``SandboxUnavailableError`` if the engine does not enforce memory and process limits.
 
-    Without root it has control groups to itself only in version 2; with version 1 it takes a limit and forgets it.
+    A rootless engine enforces them only with control groups version 2; with version 1 it silently ignores them.
     """
-    rootless = about.get("Rootless") or "name=rootless" in (about.get("SecurityOptions") or ())
-    if (rootless and about.get("CgroupVersion") == "1") or not (about["MemoryLimit"] and about["PidsLimit"]):
+    rootless = engine_info.get("Rootless") or "name=rootless" in (engine_info.get("SecurityOptions") or ())
+    ignores_limits = rootless and engine_info.get("CgroupVersion") == "1"
+    if ignores_limits or not (engine_info["MemoryLimit"] and engine_info["PidsLimit"]):
         raise SandboxUnavailableError(
-            "the container engine holds no sandbox to its memory and processes: run its service as root, or on control "
-            "groups version 2 that are delegated to its user"
+            "the container engine does not enforce memory and process limits: run its service as root, or delegate "
+            "control groups version 2 to its user"
         )
 
 
 def reap_containers(api: EngineClient, backend: str) -> int:
-    """Remove the containers whose lease is dead; return how many."""
+    """Remove the containers of dead leases; return how many."""
     return sum(remove_lease(api, lease) for lease in engine_leases(api, backend) if lease.dead)

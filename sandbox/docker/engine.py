@@ -1,16 +1,19 @@
-"""The container engine: connecting to it, and its errors turned into this package's."""
+"""The container engine: its client, the disk usage and quotas of containers, and the translation of its errors."""
 
 from __future__ import annotations
 
 import errno
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import docker
 import docker.errors
 import requests
 
+from sandbox.disk import Usage
 from sandbox.errors import (
     SandboxDiskFullError,
     SandboxError,
@@ -22,32 +25,34 @@ from sandbox.errors import (
 T = TypeVar("T")
 
 THREADS = 64
-"""Calls to the engine at once; a running command is one."""
-_START = {
+"""Concurrent calls to the engine; each running command is one."""
+_INSTALL_COMMANDS = {
     "docker": "apt-get install docker.io; dockerd",
     "podman": "apt-get install podman catatonit; podman system service --time 0",
 }
 _TIMED_OUT = "timed out"
 _PROBE_SECONDS = 10
 _CALL_SECONDS = 120
+_QUOTA_FILE_SYSTEMS = ("xfs", "btrfs", "zfs")
+_QUOTA_MARGIN_MB = 256
 
 
 class EngineClient(docker.APIClient):
-    """The ``docker`` package's client, with what its calls for archives leave out.
+    """The client of the ``docker`` package with additional archive calls.
 
-    ``about`` is what the engine reported about itself when it was connected to.
+    ``engine_info`` is the engine's ``/info`` response at the time of the connection.
     """
 
-    about: Mapping[str, Any]
+    engine_info: Mapping[str, Any]
 
     def unpack(self, container: str, data: bytes) -> None:
-        """Unpack a tar at the container's root. A file in the place of a directory is refused, not put over it."""
+        """Unpack a tar at the container's root; raises instead of replacing a directory by a file."""
         url = self._url("/containers/{0}/archive", container)
         response = self._put(url, params={"path": "/", "noOverwriteDirNonDir": "1"}, data=data)
         self._raise_for_status(response)
 
     def has_path(self, container: str, path: str) -> bool:
-        """Whether ``path`` exists in the container, which need not run."""
+        """Whether ``path`` exists in the container, running or not."""
         url = self._url("/containers/{0}/archive", container)
         response = self.head(url, params={"path": path}, timeout=self.timeout)
         if response.status_code == requests.codes.not_found:
@@ -56,40 +61,88 @@ class EngineClient(docker.APIClient):
         return True
 
     def layer_bytes(self, container: str) -> int:
-        """Bytes of the files that the container has made or changed. The engine walks them all to know."""
+        """Return the bytes of files that the container created or changed. Slow: the engine walks all of them."""
         response = self._get(self._url("/containers/{0}/json", container), params={"size": 1})
         return int(self._result(response, True).get("SizeRw") or 0)
 
 
 def connect(engine: str = "docker") -> EngineClient:
-    """A client of ``engine``. Raises ``SandboxUnavailableError`` where none answers within seconds."""
-    where = address(engine)
+    """Return a client of ``engine``. Raises ``SandboxUnavailableError`` without a response within 10 seconds."""
+    url = address(engine)
     try:
         api = EngineClient(
-            **{**docker.utils.kwargs_from_env(), "base_url": where},
+            **{**docker.utils.kwargs_from_env(), "base_url": url},
             version="auto",
             timeout=_PROBE_SECONDS,
             max_pool_size=THREADS,
         )
-        # Asked for now, as an engine that has run into a deadlock still tells its version, but nothing more.
-        api.about = api.info()
+        # A deadlocked engine still reports its version, but not its info.
+        api.engine_info = api.info()
     except (docker.errors.DockerException, requests.RequestException) as error:
-        reason = _short(error)
-        advice = "it hangs; restart it" if reason == _TIMED_OUT else f"install and start one ({_START[engine]})"
-        raise SandboxUnavailableError(f"no container engine answers at {where} ({reason}): {advice}") from None
+        reason = _short_reason(error)
+        hangs = reason == _TIMED_OUT
+        advice = "it hangs; restart it" if hangs else f"install and start one ({_INSTALL_COMMANDS[engine]})"
+        raise SandboxUnavailableError(f"no container engine responds at {url} ({reason}): {advice}") from None
     api.timeout = _CALL_SECONDS
     return api
 
 
 def address(engine: str) -> str:
-    """Where ``engine`` listens: as its own clients are told by the environment, or else at its usual socket."""
+    """Return the URL of ``engine``: from its environment variable, or its default socket."""
     if engine == "docker":
         return os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock"
     runtime = "/run" if os.geteuid() == 0 else os.environ.get("XDG_RUNTIME_DIR", f"/run/user/{os.geteuid()}")
     return os.environ.get("CONTAINER_HOST") or f"unix://{runtime}/podman/podman.sock"
 
 
-def _short(error: BaseException) -> str:
+@dataclass(frozen=True, slots=True)
+class WritableDirectories:
+    """The host directories that contain the files of a container.
+
+    ``directories`` are readable by this process. ``layer_missing``: the container's layer is not among them, so its
+    size must come from the engine.
+    """
+
+    directories: tuple[Path, ...]
+    layer_missing: bool
+
+
+def find_writable_directories(api: EngineClient, container: str) -> WritableDirectories:
+    """Return the directories of the container's layer and volumes. Blocking."""
+    info = api.inspect_container(container)
+    layer = (info["GraphDriver"].get("Data") or {}).get("UpperDir")
+    volumes = [mount["Source"] for mount in info.get("Mounts") or () if mount["Type"] == "volume"]
+    directories = tuple(Path(each) for each in (layer, *volumes) if each and os.access(each, os.R_OK | os.X_OK))
+    return WritableDirectories(directories, layer_missing=layer is None or Path(layer) not in directories)
+
+
+def layer_size(api: EngineClient, container: str) -> Usage:
+    """Return the size of the container's layer as the engine reports it, without inodes. Blocking."""
+    return Usage(api.layer_bytes(container))
+
+
+def supports_quota(engine_info: Mapping[str, Any]) -> bool:
+    """Whether the engine stores containers on a file system with quotas."""
+    status = dict(engine_info.get("DriverStatus") or ())
+    return not {engine_info.get("Driver"), status.get("Backing Filesystem")}.isdisjoint(_QUOTA_FILE_SYSTEMS)
+
+
+def is_quota_refusal(message: str) -> bool:
+    """Whether the engine refused a container because its file system is not mounted with quotas."""
+    return any(words in message.lower() for words in ("storage-opt", "storage opt", "project quota"))
+
+
+def quota_options(api: EngineClient, image: str, disk_mb: int) -> dict[str, str]:
+    """Return the storage options of a quota of ``disk_mb`` MiB plus a margin. Blocking.
+
+    The disk watch ends a sandbox at ``disk_mb`` and names it; the quota limits growth between two measurements. Btrfs
+    also counts the data that the container shares with its image.
+    """
+    shared = int(api.inspect_image(image)["Size"]) >> 20 if api.engine_info["Driver"] == "btrfs" else 0
+    return {"size": f"{disk_mb + shared + _QUOTA_MARGIN_MB}m"}
+
+
+def _short_reason(error: BaseException) -> str:
     text = str(error)
     for reason in ("No such file or directory", "Connection refused", "Permission denied", _TIMED_OUT):
         if reason in text:
@@ -98,7 +151,7 @@ def _short(error: BaseException) -> str:
 
 
 def remove_container(api: EngineClient, container: str) -> bool:
-    """Remove a container by force; False where another is at it, or was."""
+    """Remove a container by force; return False if another process has removed it or is removing it."""
     try:
         api.remove_container(container, force=True, v=True)
     except docker.errors.NotFound:
@@ -110,8 +163,11 @@ def remove_container(api: EngineClient, container: str) -> bool:
     return True
 
 
-def converted(work: Callable[[], T], error: type[SandboxError]) -> T:
-    """The result of ``work``. What the engine refuses is an ``error``; an engine or container that is gone is not."""
+def translate_errors(work: Callable[[], T], error: type[SandboxError]) -> T:
+    """Return ``work()``; raise the client's errors as ``error``, ``SandboxDiskFullError`` or ``SandboxLostError``.
+
+    If ``error`` is ``SandboxFileError``, a missing engine or container raises ``SandboxLostError`` instead.
+    """
     gone = SandboxLostError if error is SandboxFileError else error
     try:
         return work()
@@ -121,8 +177,8 @@ def converted(work: Callable[[], T], error: type[SandboxError]) -> T:
             raise SandboxDiskFullError(f"the container engine: {text}") from None
         raise (gone if "o such container" in text else error)(f"the container engine: {text}") from None
     except (docker.errors.DockerException, requests.RequestException) as problem:
-        raise gone(f"the container engine: {_short(problem)}") from None
+        raise gone(f"the container engine: {_short_reason(problem)}") from None
     except OSError as problem:
         if problem.errno == errno.ENOSPC:
-            raise SandboxDiskFullError(f"no room left: {problem}") from None
+            raise SandboxDiskFullError(f"the disk is full: {problem}") from None
         raise gone(f"the container engine's connection: {problem}") from None

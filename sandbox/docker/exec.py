@@ -1,4 +1,4 @@
-"""One command in a running container, over the engine's HTTP API. Blocking: meant for a worker thread."""
+"""Runs one command in a running container over the engine's HTTP API. Blocking: call it in a worker thread."""
 
 from __future__ import annotations
 
@@ -12,30 +12,29 @@ from dataclasses import dataclass, field
 from threading import Event, Lock
 from typing import Any, Protocol
 
-from sandbox.output_throttle import Toll
-from sandbox.process import Capture
+from sandbox.process import Capture, OutputThrottle
 
 _CHUNK = 1 << 16
 _STDERR = 2
-# CPU seconds that output costs the engine's processes and this one, a frame and a byte (measured with docker 20.10 and
-# podman 4.3 under load): each frame wakes a monitor, the engine's daemon and this thread.
+# CPU seconds per frame and per byte of output, in the engine and this process (measured under load with docker 20.10
+# and podman 4.3): each frame wakes a monitor, the engine's daemon and this thread.
 _FRAME_COST, _BYTE_COST = 70e-6, 1.5e-9
 _CODE_SECONDS = 10.0
 _CODE_POLL_SECONDS = 0.01
 
-# Runs in the sandbox as root without capabilities, and says how the command ended:
+# Runs in the sandbox as root without capabilities and reports how the command ended:
 #   $1 seconds, $2 directory, $3 bytes of standard input (-1: none), then the command.
-# - The engine can't kill a command, and a kill from outside would leave its children: `timeout` does it in the sandbox.
-# - `kill -9 -1` then ends whatever the command left behind, also in sessions of its own. It reaches neither this shell
-#   nor the sandbox's first processes, which belong to another user (sandbox/docker/backend.py).
-# - Standard input is cut off by `head`, since closing one direction is beyond a TLS connection. What is left of it is
-#   read, also where no command runs: podman puts a complaint of its own into the output where nobody takes the input.
-# - Last come marks at the end of both outputs: the engine now and then loses output when it is busy (seen with docker
-#   20.10), and what is lost must not look like a command that said nothing.
-# - The shell's own words ("Killed") are kept out of the command's standard error: it says them with the redirection of
-#   the command it waits for, hence the inner shell.
-# - Under gVisor a process that is being forked meanwhile escapes, hence again and again until none is left but init,
-#   keeper and this shell. Counting them starts no program, for which there may be no room.
+# - `timeout` kills the command inside the sandbox: the engine cannot kill it, and a kill from outside leaves children.
+# - `kill -9 -1` ends all remaining processes of the command in any session. It does not reach this shell, nor the
+#   sandbox's first processes, which belong to another user (sandbox/docker/backend.py).
+# - `head` ends standard input because a TLS connection cannot close one direction. The rest of the input is read even
+#   if no command runs: podman otherwise writes an error message of its own to the output.
+# - Both outputs end with a mark: a busy engine sometimes loses output (seen with docker 20.10), and lost output must
+#   not look like a command without output.
+# - The inner shell keeps the shell's own message ("Killed") out of the command's standard error: a shell writes it with
+#   the redirection of the command it waits for.
+# - Under gVisor, a process that is being forked escapes `kill`, so it repeats until only init, `sleep` and this shell
+#   are left. Counting them starts no program, because the process limit may be reached.
 _KILL = """n=0
 while kill -9 -1; n=$((n+1)); set -- /proc/[0-9]*; [ $# -gt 3 ] && [ $n -lt 200 ]; do :; done"""
 WRAPPER = (
@@ -59,87 +58,89 @@ KILL_ALL = ("/bin/sh", "-c", f"{_KILL}; exit 0")
 
 
 class Sink(Protocol):
-    """Takes what comes of a stream."""
+    """Receives the bytes of a stream."""
 
     def feed(self, chunk: bytes) -> None: ...
 
 
 @dataclass(slots=True)
-class Marked:
-    """A stream that ends with the wrapper's mark, which is held back from ``capture``."""
+class MarkedStream:
+    """Passes a stream on to ``capture`` without the wrapper's end mark."""
 
     capture: Capture
-    _held: bytes = b""
+    _tail: bytes = b""
 
     def feed(self, chunk: bytes) -> None:
-        data = self._held + chunk
-        cut = max(0, len(data) - len(END))
-        self.capture.feed(data[:cut])
-        self._held = data[cut:]
+        data = self._tail + chunk
+        split = max(0, len(data) - len(END))
+        self.capture.feed(data[:split])
+        self._tail = data[split:]
 
     def finish(self) -> bool:
-        """Whether the stream came to its end. What was held back and was no mark goes to ``capture``."""
-        if self._held == END:
+        """Return whether the stream ended with the mark; otherwise pass its tail on to ``capture``."""
+        if self._tail == END:
             return True
-        self.capture.feed(self._held)
+        self.capture.feed(self._tail)
         return False
 
 
 @dataclass(slots=True)
 class Demux:
-    """Takes apart the engine's stream of frames: a kind byte, three zeros, a big-endian length, the payload."""
+    """Splits the engine's stream of frames: a kind byte, three zeros, a big-endian length, the payload."""
 
     out: Sink
     err: Sink
     frames: int = 0
     _header: bytearray = field(default_factory=bytearray)
     _kind: int = 0
-    _left: int = 0
+    _remaining: int = 0
 
     def feed(self, data: bytes) -> None:
         view = memoryview(data)
         while view:
-            if self._left:
-                (self.err if self._kind == _STDERR else self.out).feed(bytes(view[: self._left]))
-                taken = min(self._left, len(view))
-                self._left -= taken
+            if self._remaining:
+                (self.err if self._kind == _STDERR else self.out).feed(bytes(view[: self._remaining]))
+                consumed = min(self._remaining, len(view))
+                self._remaining -= consumed
             else:
-                taken = min(8 - len(self._header), len(view))
-                self._header += view[:taken]
+                consumed = min(8 - len(self._header), len(view))
+                self._header += view[:consumed]
                 if len(self._header) == 8:
-                    self._kind, self._left = struct.unpack(">BxxxL", self._header)
+                    self._kind, self._remaining = struct.unpack(">BxxxL", self._header)
                     self._header.clear()
                     self.frames += 1
-            view = view[taken:]
+            view = view[consumed:]
 
 
-class ExecLink:
-    """The connection of a running command, which another thread may cut to make the command's thread return."""
+class ExecConnection:
+    """The connection of a running command; another thread can abort it, so that the command's thread returns."""
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._socket: socket.socket | None = None
-        self._cut = Event()
+        self._aborted = Event()
 
     def attach(self, connection: socket.socket) -> None:
+        """Set the socket of the command; shut it down if :meth:`abort` was called before."""
         with self._lock:
             self._socket = connection
-            if self.is_cut:
+            if self.aborted:
                 self._shut(connection)
 
-    def cut(self) -> None:
+    def abort(self) -> None:
+        """Shut the connection down."""
         with self._lock:
-            self._cut.set()
+            self._aborted.set()
             if self._socket is not None:
                 self._shut(self._socket)
 
     @property
-    def is_cut(self) -> bool:
-        return self._cut.is_set()
+    def aborted(self) -> bool:
+        return self._aborted.is_set()
 
     def wait(self, seconds: float) -> None:
-        """Wait, or until the link is cut."""
-        self._cut.wait(seconds)
+        """Wait ``seconds``, or until the connection is aborted."""
+        self._aborted.wait(seconds)
 
     @staticmethod
     def _shut(connection: socket.socket) -> None:
@@ -149,9 +150,9 @@ class ExecLink:
 
 @dataclass(frozen=True, slots=True)
 class ExecOutcome:
-    """How a command ended. ``exit_code`` is None where it did not within the deadline, or the link was cut.
+    """The end of a command. ``exit_code`` is None after the deadline or an abort.
 
-    ``complete``: the wrapper's marks came at the end of both outputs.
+    ``complete``: both outputs end with the wrapper's mark.
     """
 
     exit_code: int | None
@@ -164,19 +165,19 @@ def run_exec(
     api: Any,
     container: str,
     argv: Sequence[str],
-    link: ExecLink,
+    connection: ExecConnection,
     *,
     env: Mapping[str, str],
     stdin: bytes | None,
     limit: int,
     deadline: float,
-    toll: Toll,
-    haste: float,
+    throttle: OutputThrottle,
+    unthrottled_seconds: float,
 ) -> ExecOutcome:
-    """Run ``argv`` as the sandbox's root and read its output until it ends, or for ``deadline`` seconds at most.
+    """Run ``argv`` as the sandbox's root and read its output until it ends, for at most ``deadline`` seconds.
 
-    Output is read as slowly as ``toll`` demands, but for the last ``haste`` of these seconds.
-    ``argv`` starts in the top directory, which is always there; the working directory is the command's to remove.
+    It reads as slowly as ``throttle`` requires, except in the last ``unthrottled_seconds``. ``argv`` starts in /, which
+    always exists; an earlier command may have removed the working directory.
     """
     exec_id = api.exec_create(
         container,
@@ -189,29 +190,29 @@ def run_exec(
         stderr=True,
     )["Id"]
     stream = api.exec_start(exec_id, socket=True)
-    # The client hands out a read-only wrapper for plain sockets and the socket itself for TLS.
-    connection = stream if isinstance(stream, ssl.SSLSocket) else stream._sock
-    out, err = Marked(Capture.of(limit)), Marked(Capture.of(limit))
-    demux, until = Demux(out, err), time.monotonic() + deadline
+    # The client returns a read-only wrapper for plain sockets and the socket itself for TLS.
+    sock = stream if isinstance(stream, ssl.SSLSocket) else stream._sock
+    out, err = MarkedStream(Capture(limit)), MarkedStream(Capture(limit))
+    demux, deadline_time = Demux(out, err), time.monotonic() + deadline
 
-    def take(data: bytes) -> None:
+    def on_output(data: bytes) -> None:
         frames = demux.frames
         demux.feed(data)
-        wait = toll.wait_after((demux.frames - frames) * _FRAME_COST + len(data) * _BYTE_COST)
-        link.wait(min(wait, until - haste - time.monotonic()))
+        wait = throttle.wait_after((demux.frames - frames) * _FRAME_COST + len(data) * _BYTE_COST)
+        connection.wait(min(wait, deadline_time - unthrottled_seconds - time.monotonic()))
 
     try:
-        link.attach(connection)
-        ended = _converse(connection, stdin or b"", take, until)
+        connection.attach(sock)
+        ended = _exchange(sock, stdin or b"", on_output, deadline_time)
     finally:
         stream.close()
-    code = _exit_code(api, exec_id) if ended and not link.is_cut else None
+    code = _exit_code(api, exec_id) if ended and not connection.aborted else None
     marks = [out.finish(), err.finish()]
     return ExecOutcome(code, out.capture, err.capture, all(marks))
 
 
 def _exit_code(api: Any, exec_id: str) -> int | None:
-    """The exit code of a command whose output has ended. A busy engine notes it a moment later."""
+    """Return the exit code of a command whose output has ended; a busy engine reports it with a delay."""
     deadline = time.monotonic() + _CODE_SECONDS
     while (state := api.exec_inspect(exec_id))["Running"] and time.monotonic() < deadline:
         time.sleep(_CODE_POLL_SECONDS)
@@ -219,22 +220,23 @@ def _exit_code(api: Any, exec_id: str) -> int | None:
     return None if code is None else int(code)
 
 
-def _converse(connection: socket.socket, stdin: bytes, take: Callable[[bytes], None], deadline: float) -> bool:
-    """Send ``stdin`` and read output, both as the other end is ready; whether the other end closed in time."""
+def _exchange(
+    connection: socket.socket, stdin: bytes, on_output: Callable[[bytes], None], deadline_time: float
+) -> bool:
+    """Send ``stdin`` and read output concurrently; return whether the other end closed before the deadline."""
     unsent = memoryview(stdin)
-    while (left := deadline - time.monotonic()) > 0:
-        # While there is input to send a short wait, so that neither direction waits on the other.
-        connection.settimeout(min(left, 0.01) if unsent else left)
+    while (remaining := deadline_time - time.monotonic()) > 0:
+        # A short timeout while there is input, so that neither direction blocks the other.
+        connection.settimeout(min(remaining, 0.01) if unsent else remaining)
         if unsent:
             try:
                 unsent = unsent[connection.send(unsent[:_CHUNK]) :]
             except TimeoutError:
                 pass
             except OSError:
-                unsent = unsent[:0]  # The command ended without reading all of it.
+                unsent = unsent[:0]  # the command ended without reading all input
         try:
-            # Input goes out as fast as it is taken; output is looked at between pieces without waiting.
-            connection.settimeout(0.001 if unsent else max(0.001, deadline - time.monotonic()))
+            connection.settimeout(0.001 if unsent else max(0.001, deadline_time - time.monotonic()))
             data = connection.recv(_CHUNK)
         except TimeoutError:
             continue
@@ -242,5 +244,5 @@ def _converse(connection: socket.socket, stdin: bytes, take: Callable[[bytes], N
             return True
         if not data:
             return True
-        take(data)
+        on_output(data)
     return False

@@ -1,5 +1,8 @@
-"""Reads files out of a container: through the engine's archive call, which resolves links inside the container, and
-directories on this machine, where the engine shows the container's file system here."""
+"""Reads files of a container.
+
+Files come from the engine's archive call, which resolves links inside the container. Directories come from the host
+mount of the container's file system if there is one, else from the archive call.
+"""
 
 from __future__ import annotations
 
@@ -14,24 +17,24 @@ from typing import Any
 import docker.errors
 
 from sandbox.errors import SandboxFileError
-from sandbox.files import Tree
-from sandbox.nofollow_io import tree_beneath
+from sandbox.files import TreeCollector
+from sandbox.nofollow_io import gather_tree_nofollow
 from sandbox.types import TreeFile
 
-# Go's os.FileMode, which the engine reports: the bits of anything that is not a regular file, and of a link.
+# Bits of Go's os.FileMode, which the engine reports.
 _NOT_REGULAR = 0b1000_1111_0010_1000 << 16
 _LINK = 1 << 27
 _TAR_OVERHEAD = 64 << 10
-_MOST_SKIPPED = 4 << 30
+_MAX_SKIPPED_BYTES = 4 << 30
 
 
 def read_archive(api: Any, container: str, path: str, max_bytes: int) -> bytes:
-    """The bytes of the file ``path``. Raises ``SandboxFileError`` if absent, not regular or too large."""
-    stream, stat = _get(api, container, path, path)
+    """Return the content of the file ``path``. Raises ``SandboxFileError`` if missing, not regular or too large."""
+    stream, stat = _get_archive(api, container, path, path)
     if stat["mode"] & _LINK:
-        # The target comes resolved to its end; were it made a link again meanwhile, it is refused below.
+        # linkTarget is fully resolved; if code in the sandbox makes it a link again, it is refused below.
         stream.close()
-        stream, stat = _get(api, container, stat["linkTarget"], path)
+        stream, stat = _get_archive(api, container, stat["linkTarget"], path)
     try:
         if stat["mode"] & _NOT_REGULAR:
             raise SandboxFileError(
@@ -44,38 +47,37 @@ def read_archive(api: Any, container: str, path: str, max_bytes: int) -> bytes:
         stream.close()
 
 
-def gather_dir(api: Any, container: str, path: str, tree: Tree, *, skip: Collection[str]) -> None:
-    """Gather the files and links below the directory ``path``. Raises ``SandboxFileError``."""
-    place = shown_here(api.inspect_container(container), path)
-    if place is None:
-        read_dir(api, container, path, tree, skip=skip)
+def gather_directory(api: Any, container: str, path: str, tree: TreeCollector, *, skip: Collection[str]) -> None:
+    """Add the files and links below the directory ``path`` to ``tree``. Raises ``SandboxFileError``."""
+    root = host_mount_path(api.inspect_container(container), path)
+    if root is None:
+        gather_from_archive(api, container, path, tree, skip=skip)
     else:
-        tree_beneath(place, PurePosixPath(path).parts[1:], tree, skip=skip, path=path)
+        gather_tree_nofollow(root, PurePosixPath(path).parts[1:], tree, skip=skip, path=path)
 
 
-def shown_here(about: Mapping[str, Any], path: str) -> Path | None:
-    """The directory of this machine at which a container's file system is mounted, by what the engine says ``about``
-    it.
+def host_mount_path(container_info: Mapping[str, Any], path: str) -> Path | None:
+    """Return the host directory where a container's file system is mounted.
 
-    None where there is none that this process may read, or where something else is mounted at, above or below ``path``.
+    None if this process may not read it, or if another mount in the container overlaps ``path``.
     """
-    merged = ((about.get("GraphDriver") or {}).get("Data") or {}).get("MergedDir")
-    for mount in about.get("Mounts") or ():
-        inside, whole = PurePosixPath(mount["Destination"]), PurePosixPath(path)
-        if inside.is_relative_to(whole) or whole.is_relative_to(inside):
+    merged = ((container_info.get("GraphDriver") or {}).get("Data") or {}).get("MergedDir")
+    for mount in container_info.get("Mounts") or ():
+        mounted, directory = PurePosixPath(mount["Destination"]), PurePosixPath(path)
+        if mounted.is_relative_to(directory) or directory.is_relative_to(mounted):
             return None
     if not merged or not os.access(merged, os.R_OK | os.X_OK) or not os.path.ismount(merged):
         return None
     return Path(merged)
 
 
-def read_dir(api: Any, container: str, path: str, tree: Tree, *, skip: Collection[str]) -> None:
-    """The same by way of the engine, which packs all that lies below the directory."""
-    stream, stat = _get(api, container, path, path)
+def gather_from_archive(api: Any, container: str, path: str, tree: TreeCollector, *, skip: Collection[str]) -> None:
+    """Like :func:`gather_directory`, from the engine's archive of the whole directory."""
+    stream, stat = _get_archive(api, container, path, path)
     try:
         if not stat["mode"] >> 31:
             raise SandboxFileError(f"{path}: not a directory")
-        reader = io.BufferedReader(_Chunks(stream, path, tree.limits.total_bytes + _MOST_SKIPPED))
+        reader = io.BufferedReader(_ChunkReader(stream, path, tree.limits.total_bytes + _MAX_SKIPPED_BYTES))
         with tarfile.open(fileobj=reader, mode="r|") as tar:
             _gather(tar, tree, skip)
     except tarfile.ReadError:
@@ -84,15 +86,15 @@ def read_dir(api: Any, container: str, path: str, tree: Tree, *, skip: Collectio
         stream.close()
 
 
-def _gather(tar: tarfile.TarFile, tree: Tree, skip: Collection[str]) -> None:
+def _gather(tar: tarfile.TarFile, tree: TreeCollector, skip: Collection[str]) -> None:
     for member in tar:
         _, _, path = member.name.partition("/")
         if not path or not set(skip).isdisjoint(path.split("/")):
             continue
-        tree.see()
+        tree.count_entry()
         if member.issym():
             tree.add(path, TreeFile(modes.S_IFLNK | member.mode, os.fsencode(member.linkname)))
-        elif member.islnk():  # a file's other name; its content came with the first
+        elif member.islnk():  # a hard link: its content came with the first name
             first = tree.files.get(member.linkname.partition("/")[2])
             tree.add(path, first or TreeFile(modes.S_IFREG | member.mode, None))
         elif member.isreg():
@@ -101,27 +103,27 @@ def _gather(tar: tarfile.TarFile, tree: Tree, skip: Collection[str]) -> None:
             tree.read(path, modes.S_IFREG | member.mode, member.size, content)
 
 
-class _Chunks(io.RawIOBase):
-    """A stream of chunks as a file, which ends with ``SandboxFileError`` after ``most`` bytes."""
+class _ChunkReader(io.RawIOBase):
+    """A file object over chunks of bytes; raises ``SandboxFileError`` after ``limit`` bytes."""
 
-    def __init__(self, chunks: Iterator[bytes], path: str, most: int) -> None:
-        self._chunks, self._path, self._left = iter(chunks), path, most
-        self._held = b""
+    def __init__(self, chunks: Iterator[bytes], path: str, limit: int) -> None:
+        self._chunks, self._path, self._remaining = iter(chunks), path, limit
+        self._pending = b""
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        self._held = self._held or next(self._chunks, b"")
-        part, self._held = self._held[: len(buffer)], self._held[len(buffer) :]
-        buffer[: len(part)] = part
-        self._left -= len(part)
-        if self._left < 0:
+        self._pending = self._pending or next(self._chunks, b"")
+        chunk, self._pending = self._pending[: len(buffer)], self._pending[len(buffer) :]
+        buffer[: len(chunk)] = chunk
+        self._remaining -= len(chunk)
+        if self._remaining < 0:
             raise SandboxFileError(f"{self._path}: more than can be read")
-        return len(part)
+        return len(chunk)
 
 
-def _get(api: Any, container: str, path: str, shown: str) -> tuple[Any, dict[str, Any]]:
+def _get_archive(api: Any, container: str, path: str, shown: str) -> tuple[Any, dict[str, Any]]:
     try:
         stream, stat = api.get_archive(container, path)
     except docker.errors.NotFound as error:
@@ -132,13 +134,13 @@ def _get(api: Any, container: str, path: str, shown: str) -> tuple[Any, dict[str
 
 
 def _unpack(stream: Any, path: str, max_bytes: int) -> bytes:
-    held = bytearray()
+    data = bytearray()
     for chunk in stream:
-        held += chunk
-        if len(held) > max_bytes + _TAR_OVERHEAD:
+        data += chunk
+        if len(data) > max_bytes + _TAR_OVERHEAD:
             raise SandboxFileError(f"{path}: more than the {max_bytes} bytes allowed")
     try:
-        with tarfile.open(fileobj=io.BytesIO(held)) as tar:
+        with tarfile.open(fileobj=io.BytesIO(data)) as tar:
             member = tar.next()
             content = tar.extractfile(member) if member is not None and member.isreg() else None
             if content is None:

@@ -1,8 +1,7 @@
-"""A container engine's images: fetched when missing, within limits, and removed again to keep within a disk budget.
+"""Images of a container engine: pulls missing ones and removes old ones to stay within a disk budget.
 
-Only images that were pulled here are ever removed: they stand in a ledger, a file of this user's for each engine, with
-the id they were pulled as and when a sandbox was last started from them. An image that the user has pulled, built or
-renamed since is not ours, and neither is one that a container uses: the engine refuses to remove it.
+It removes only images that it pulled itself. An index file per user and engine records their ids and when a sandbox was
+last started from them. It keeps images that the user pulled, built or renamed, and images in use by a container.
 """
 
 from __future__ import annotations
@@ -31,11 +30,12 @@ from sandbox.timeouts import uncharged
 from sandbox.types import ImagePolicy
 
 Call = Callable[[Callable[[], None], type[SandboxError]], Awaitable[None]]
-Ledger = dict[str, dict[str, Any]]
+ImageIndex = dict[str, dict[str, Any]]
+"""Image name -> its id, size in bytes, and the time of its last use."""
 
-_MOST_WAIT = 60.0
-# What registries and engines say of an image that no retry will find.
-_FOR_GOOD = (
+_MAX_BACKOFF = 60.0
+# Parts of error messages after which a retry is useless.
+_PERMANENT_FAILURES = (
     "not found",
     "manifest unknown",
     "does not exist",
@@ -48,22 +48,22 @@ _log = logging.getLogger(__name__)
 
 
 class ImageStore:
-    """The images of one engine. ``call`` runs blocking work in a thread and converts the client's errors."""
+    """The images of one engine. ``call`` runs blocking work in a thread and translates the client's errors."""
 
-    def __init__(self, api: EngineClient, policy: ImagePolicy, call: Call, ledger: Path) -> None:
+    def __init__(self, api: EngineClient, policy: ImagePolicy, call: Call, index: Path) -> None:
         self._api, self._policy, self._call = api, policy, call
-        self._ledger = ledger
-        self._slots = asyncio.Semaphore(policy.pulls_at_once)
+        self._index = index
+        self._slots = asyncio.Semaphore(policy.max_concurrent_pulls)
         self._pulling: dict[str, asyncio.Task[None]] = {}
         self._stopped = threading.Event()
 
     async def fetch(self, image: str) -> None:
-        """Pull ``image``; once, however many wait for it, and to its end, should they all go away.
+        """Pull ``image``. Concurrent callers share one pull, which continues if they are cancelled.
 
-        Waiting for it is uncharged. It has bounds of its own: the policy's attempts, each of which fails once the
-        engine has been silent for two minutes.
+        The wait does not count against the callers' timeouts. ``ImagePolicy.attempts`` limits it; each attempt fails
+        after 2 minutes without a response of the engine.
 
-        Raises ``ImageMissingError`` where no registry has it for us, ``ImagePullError`` after the last attempt.
+        Raises ``ImageMissingError`` if the registry does not have it, ``ImagePullError`` after the last attempt.
         """
         if image not in self._pulling:
             task = self._pulling[image] = asyncio.create_task(self._fetch(image))
@@ -71,15 +71,15 @@ class ImageStore:
         with uncharged():
             await asyncio.shield(self._pulling[image])
 
-    def used(self, image: str) -> None:
-        """Note that a sandbox was started from ``image``. Blocking."""
-        if self._ledger.exists():
-            with self._entries() as entries:
+    def mark_used(self, image: str) -> None:
+        """Record that a sandbox was started from ``image``. Blocking."""
+        if self._index.exists():
+            with self._locked_index() as entries:
                 if image in entries:
                     entries[image]["used"] = time.time()
 
     async def close(self) -> None:
-        """End pulls that are under way."""
+        """Stop all pulls."""
         self._stopped.set()
         if self._pulling:
             await asyncio.wait(set(self._pulling.values()))
@@ -88,7 +88,7 @@ class ImageStore:
         attempts = AsyncRetrying(
             retry=retry_if_exception_type(ImagePullError),
             stop=stop_after_attempt(self._policy.attempts),
-            wait=wait_random_exponential(multiplier=self._policy.first_wait, max=_MOST_WAIT),
+            wait=wait_random_exponential(multiplier=self._policy.initial_backoff, max=_MAX_BACKOFF),
             before_sleep=lambda state: _log.warning("%s", state.outcome.exception() if state.outcome else ""),
             reraise=True,
         )
@@ -100,65 +100,65 @@ class ImageStore:
         try:
             for line in self._api.pull(image, stream=True, decode=True):
                 if self._stopped.is_set():
-                    raise SandboxLostError(f"image {image!r}: the backend was closed under its pull")
+                    raise SandboxLostError(f"image {image!r}: the backend was closed during the pull")
                 if "error" in line:
-                    raise _failure(image, str(line["error"]))
+                    raise _pull_error(image, str(line["error"]))
         except docker.errors.APIError as error:
-            raise _failure(image, str(error.explanation or error)) from None
+            raise _pull_error(image, str(error.explanation or error)) from None
 
     def _record(self, image: str) -> None:
-        """Enter a pulled image, and remove those used longest ago while all of them take more than the budget."""
-        with self._entries() as entries:
-            found = self._api.inspect_image(image)
-            entries[image] = {"id": found["Id"], "bytes": found["Size"], "used": time.time()}
+        """Add a pulled image to the index, then remove the least recently used images above the budget."""
+        with self._locked_index() as entries:
+            info = self._api.inspect_image(image)
+            entries[image] = {"id": info["Id"], "bytes": info["Size"], "used": time.time()}
             if self._policy.budget_gb is None:
                 return
-            for other in [name for name, entry in entries.items() if self._id(name) != entry["id"]]:
+            for other in [name for name, entry in entries.items() if self._current_id(name) != entry["id"]]:
                 del entries[other]
             oldest_first = sorted(entries, key=lambda name: entries[name]["used"])
             for other in oldest_first:
                 if other != image and sum(entry["bytes"] for entry in entries.values()) > self._policy.budget_gb * 1e9:
                     self._remove(other, entries)
 
-    def _remove(self, image: str, entries: Ledger) -> None:
+    def _remove(self, image: str, entries: ImageIndex) -> None:
         try:
             self._api.remove_image(image)
         except docker.errors.APIError as error:
-            if error.status_code != 409:
+            if error.status_code != 409:  # 409: a container uses it
                 raise
-            return  # A container uses it.
+            return
         del entries[image]
 
-    def _id(self, image: str) -> str | None:
+    def _current_id(self, image: str) -> str | None:
         try:
             return str(self._api.inspect_image(image)["Id"])
         except docker.errors.ImageNotFound:
             return None
 
     @contextmanager
-    def _entries(self) -> Iterator[Ledger]:
-        """The ledger, held by this process alone meanwhile and written back at the end."""
-        self._ledger.parent.mkdir(parents=True, exist_ok=True)
-        with self._ledger.with_suffix(".lock").open("w") as lock:
+    def _locked_index(self) -> Iterator[ImageIndex]:
+        """Lock the index file, yield its entries, and write them back."""
+        self._index.parent.mkdir(parents=True, exist_ok=True)
+        with self._index.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            entries: Ledger = {}
+            entries: ImageIndex = {}
             with contextlib.suppress(FileNotFoundError):
-                entries = json.loads(self._ledger.read_text())
+                entries = json.loads(self._index.read_text())
             yield entries
-            scratch = self._ledger.with_suffix(".new")
+            scratch = self._index.with_suffix(".new")
             scratch.write_text(json.dumps(entries, indent=1))
-            scratch.replace(self._ledger)
+            scratch.replace(self._index)
 
 
-def _failure(image: str, text: str) -> SandboxError:
+def _pull_error(image: str, text: str) -> SandboxError:
     if "no space left on device" in text:
-        return SandboxDiskFullError(f"image {image!r}: no room for it on the engine's disk")
-    if any(words in text.lower() for words in _FOR_GOOD):
+        return SandboxDiskFullError(f"image {image!r}: the engine's disk is full")
+    if any(words in text.lower() for words in _PERMANENT_FAILURES):
         return ImageMissingError(f"image {image!r} can't be pulled: {text.strip()}")
     return ImagePullError(f"image {image!r} could not be pulled: {text.strip()}")
 
 
-def ledger_of(info: Mapping[str, Any]) -> Path:
-    """Where the ledger of the engine is that says ``info`` of itself."""
-    engine = hashlib.sha256(f"{info['Name']}:{info['DockerRootDir']}".encode()).hexdigest()[:16]
+def image_index_path(engine_info: Mapping[str, Any]) -> Path:
+    """Return the path of the index file of an engine."""
+    engine = hashlib.sha256(f"{engine_info['Name']}:{engine_info['DockerRootDir']}".encode()).hexdigest()[:16]
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "agent-rl", f"images-{engine}.json")

@@ -1,1 +1,1 @@
-"""Sandboxes on several machines: a Ray actor on each, and one backend before them."""
+"""Sandboxes on the nodes of a Ray cluster: an actor on each node and one backend over all of them."""

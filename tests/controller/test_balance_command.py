@@ -22,8 +22,8 @@ ROOT = Path(__file__).resolve().parents[2]
 CAPTURED = ROOT / "tests/captured"
 
 
-def asked(tmp_path: Path, run: Path, *options: str) -> dict[tuple[int, str], dict[str, Any]]:
-    """The figures by expert ranks and planner."""
+def simulate(tmp_path: Path, run: Path, *options: str) -> dict[tuple[int, str], dict[str, Any]]:
+    """The rows of the table by expert ranks and planner."""
     out = tmp_path / "balance.json"
     result = CliRunner().invoke(app, ["r3", "balance", str(run), "--json", str(out), *options])
     if result.exception is not None:
@@ -32,50 +32,50 @@ def asked(tmp_path: Path, run: Path, *options: str) -> dict[tuple[int, str], dic
     return {(row["expert_ranks"], row["planner"]): row for row in json.loads(out.read_text())}
 
 
-def test_captured_routes_tell_what_balancing_would_give(tmp_path: Path) -> None:
-    found = asked(tmp_path, CAPTURED, "--tokens", "384", "--expert-ranks", "2,4")
-    assert list(found) == [
+def test_balancing_lowers_the_imbalance_of_captured_routes(tmp_path: Path) -> None:
+    rows = simulate(tmp_path, CAPTURED, "--tokens", "384", "--expert-ranks", "2,4")
+    assert list(rows) == [
         (ranks, planner) for ranks in (2, 4) for planner in ("none", "EPLB, last step", "shadowing", "foremoe")
     ]
-    assert found[2, "none"]["imbalance_mean"] > 1.1
-    assert found[2, "foremoe"]["imbalance_p95"] <= 1.005
-    assert found[4, "none"]["imbalance_mean"] > 1.2
-    assert found[4, "foremoe"]["imbalance_median"] <= 1.005
-    assert found[4, "foremoe"]["imbalance_p95"] <= 1.07
-    for (ranks, planner), row in found.items():
-        assert row["imbalance_mean"] >= found[ranks, "foremoe"]["imbalance_mean"], planner
+    assert rows[2, "none"]["imbalance_mean"] > 1.1
+    assert rows[2, "foremoe"]["imbalance_p95"] <= 1.005
+    assert rows[4, "none"]["imbalance_mean"] > 1.2
+    assert rows[4, "foremoe"]["imbalance_median"] <= 1.005
+    assert rows[4, "foremoe"]["imbalance_p95"] <= 1.07
+    for (ranks, planner), row in rows.items():
+        assert row["imbalance_mean"] >= rows[ranks, "foremoe"]["imbalance_mean"], planner
         assert (row["borrowed"] == 0) == (planner == "none")
         assert (row["link"], row["gain"]) == (0, None), "one machine, and no config that names the model"
 
 
-def test_a_run_says_its_micro_batch_and_model(tmp_path: Path) -> None:
+def test_micro_batch_and_model_come_from_the_run(tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(CAPTURED, run)
     config = load_config(ROOT / "configs/quickstart.yaml", ["train.microbatch_tokens=512"])
     (run / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
-    found = asked(tmp_path, run, "--expert-ranks", "4", "--ranks-per-machine", "2", "--steps", "1")
-    assert (4, "EPLB, last step") not in found, "there is no step before"
-    assert found[4, "none"]["gain"] == 1
-    assert 1 < found[4, "foremoe"]["gain"] < found[4, "none"]["imbalance_mean"]
-    assert found[4, "none"]["link"] > found[4, "foremoe"]["link"] > 0
+    rows = simulate(tmp_path, run, "--expert-ranks", "4", "--ranks-per-node", "2", "--steps", "1")
+    assert (4, "EPLB, last step") not in rows, "there is no step before"
+    assert rows[4, "none"]["gain"] == 1
+    assert 1 < rows[4, "foremoe"]["gain"] < rows[4, "none"]["imbalance_mean"]
+    assert rows[4, "none"]["link"] > rows[4, "foremoe"]["link"] > 0
 
 
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["--expert-ranks", "3"], "--expert-ranks 3: the model has 8 experts: name numbers from 2 that divide it"),
-        (["--expert-ranks", "4", "--ranks-per-machine", "3"], "that 3 ranks of a machine divide"),
-        (["--expert-ranks", "2;4"], "--expert-ranks 2;4: write numbers between commas, as 2,4,8"),
+        (["--expert-ranks", "3"], "--expert-ranks 3: expected a divisor of the model's 8 experts"),
+        (["--expert-ranks", "4", "--ranks-per-node", "3"], "a multiple of --ranks-per-node (3)"),
+        (["--expert-ranks", "2;4"], "--expert-ranks 2;4: expected integers separated by commas"),
         (["--tokens", "100"], "and train.microbatch_tokens is 100: raise it"),
     ],
 )
-def test_a_mistake_is_a_line(tmp_path: Path, options: list[str], told: str) -> None:
+def test_errors_are_one_line(tmp_path: Path, options: list[str], told: str) -> None:
     with pytest.raises(AgentRlError) as caught:
-        asked(tmp_path, CAPTURED, *options)
+        simulate(tmp_path, CAPTURED, *options)
     assert told in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_a_directory_without_trajectories_is_told(tmp_path: Path) -> None:
-    with pytest.raises(AgentRlError, match="no trajectories there; name a run's directory"):
-        asked(tmp_path, tmp_path)
+def test_directory_without_trajectories_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(AgentRlError, match="no trajectories found"):
+        simulate(tmp_path, tmp_path)

@@ -15,13 +15,12 @@ from hypothesis import strategies as st
 from support.trajectories import trajectory
 
 from agent_rl.config import RunConfig
-from agent_rl.controller.advantages import samples_of
+from agent_rl.controller.advantages import build_samples
 from agent_rl.controller.async_rollout.buffer import BufferRules, RolloutBuffer
-from agent_rl.controller.async_rollout.producer import RolloutProducer
-from agent_rl.controller.async_rollout.task_ledger import Ledger
-from agent_rl.controller.batch import Batch, batch_metrics, batch_of, check_filled, goodput, rescore_values
+from agent_rl.controller.async_rollout.producer import RolloutProducer, task_at
+from agent_rl.controller.async_rollout.task_ledger import TaskLedger
+from agent_rl.controller.batch import Batch, batch_metrics, build_batch, check_filled, goodput, rescore_values
 from agent_rl.controller.journal import Journal
-from agent_rl.controller.task_sampler import task_at
 from agent_rl.engine.types import Scores
 from agent_rl.errors import RolloutFailed
 from agent_rl.evaluation.quarantine import Quarantine, read_quarantine
@@ -90,7 +89,7 @@ async def collect(chosen: RunConfig, ends: Ends, position: int = 0, **parts: Any
     most = rollout.dynamic_sampling.max_draws * rollout.tasks_per_step
     buffer = RolloutBuffer(
         BufferRules(rollout.tasks_per_step, 0, 0, most, steps=1, dynamic=rollout.dynamic_sampling.enabled),
-        Ledger(position),
+        TaskLedger(position),
     )
     with tempfile.TemporaryDirectory() as directory:
         journal = Journal(Path(directory), "run")
@@ -100,8 +99,8 @@ async def collect(chosen: RunConfig, ends: Ends, position: int = 0, **parts: Any
         async with pump.running():
             outcomes = await buffer.take()
         journal.close()
-    batch = batch_of(outcomes, await pump.hand_over(outcomes))
-    assert not journal._given, "a run's journal must not remember all its episodes"
+    batch = build_batch(outcomes, await pump.hand_over(outcomes))
+    assert not journal._delivered, "a run's journal must not remember all its episodes"
     check_filled(batch, rollout.tasks_per_step, rollout.dynamic_sampling)
     masked = masked_stops(chosen.train.filter)
     return Collected(batch, buffer.ledger.position, batch_metrics(batch, pump.seconds(), masked))
@@ -161,7 +160,7 @@ async def test_an_undecidable_task_is_drawn_once_and_another_in_its_place(tmp_pa
     chosen, told = config(enabled=dynamic), list[str]()
 
     def learn(event: RolloutEvent) -> None:
-        if line := quarantine.learn(event):
+        if line := quarantine.add_undecidable(event):
             told.append(line)
 
     async def collect_from(position: int, ends: Ends) -> Collected:
@@ -179,23 +178,23 @@ async def test_an_undecidable_task_is_drawn_once_and_another_in_its_place(tmp_pa
     left_out = [ids(1, 2)[0], ids(4, 5)[0]]
     assert [ends.run.count(task) for task in left_out] == [1, 1]
     assert [resumed.run.count(task) for task in left_out] == [0, 0]
-    assert told == [f"left out from now on ({tmp_path}/quarantine.json): undecidable: {task}" for task in left_out]
+    assert told == [f"quarantined ({tmp_path}/quarantine.json): undecidable: {task}" for task in left_out]
     assert read_quarantine(tmp_path / "quarantine.json") == {task: [f"undecidable: {task}"] for task in left_out}
 
 
 async def test_a_machine_that_has_graded_nothing_leaves_nothing_out(tmp_path: Path) -> None:
     quarantine = Quarantine(tmp_path / "quarantine.json")
-    quarantine.learn(RolloutEvent(dropped=DroppedGroup("a", ("no",), undecidable=True)))
-    quarantine.learn(RolloutEvent(trajectory=trajectory(1.0)))
-    quarantine.learn(RolloutEvent(dropped=DroppedGroup("b", ("SandboxLostError: gone",))))
+    quarantine.add_undecidable(RolloutEvent(dropped=DroppedGroup("a", ("no",), undecidable=True)))
+    quarantine.add_undecidable(RolloutEvent(trajectory=trajectory(1.0)))
+    quarantine.add_undecidable(RolloutEvent(dropped=DroppedGroup("b", ("SandboxLostError: gone",))))
     assert "a" not in quarantine
     assert "b" not in quarantine
-    quarantine.learn(RolloutEvent(dropped=DroppedGroup("a", ("no",), undecidable=True)))
+    quarantine.add_undecidable(RolloutEvent(dropped=DroppedGroup("a", ("no",), undecidable=True)))
     assert "a" in quarantine
 
 
 async def test_a_run_whose_tasks_are_all_left_out_ends(tmp_path: Path) -> None:
-    with pytest.raises(RolloutFailed, match=r"none of the tasks can be graded: .*quarantine\.json"):
+    with pytest.raises(RolloutFailed, match=r"no task can be graded: .*quarantine\.json"):
         await collect(config(), Ends([MIXED]), 7, left_out={task.id for task in TASKS})
 
 
@@ -206,16 +205,14 @@ async def test_what_is_thrown_away_is_counted_with_its_lengths() -> None:
     assert batch.values["filter/discarded_tokens_mean"] == 2
     assert batch.values["reward/mean"] == pytest.approx(0.5), "the policy's, over all that was sampled"
     assert len(batch.batch.sampled) == 5
-    trained = samples_of(batch.batch.groups).samples
+    trained = build_samples(batch.batch.groups).samples
     assert goodput(trained, batch.batch.sampled, 2.0) == {"goodput/tokens_per_second": 6.0, "goodput/fraction": 0.6}
 
 
 async def test_a_step_that_stays_short_goes_on_or_ends_by_policy() -> None:
     batch = await collect(config(enabled=True, max_draws=2), Ends([SOLVED, SOLVED, MIXED]))
     assert (len(batch.groups), batch.position) == (2, 6)
-    with pytest.raises(
-        RolloutFailed, match=r"2 of 3 groups have some but not all solved, after 6 tasks: raise .*max_dr"
-    ):
+    with pytest.raises(RolloutFailed, match=r"2 of 3 groups have different rewards after 6 tasks: raise .*max_dr"):
         await collect(config(enabled=True, max_draws=2, when_short="stop"), Ends([SOLVED, SOLVED, MIXED]))
 
 

@@ -13,10 +13,12 @@ import pytest
 from support.pipeline_run import Deaths, Life, run_config
 
 from agent_rl.controller import train
+from agent_rl.controller.checkpoints import TrainerRestarts
+from agent_rl.controller.cluster_resources import ClusterRequest
 from agent_rl.controller.placement import Reservations
+from agent_rl.controller.preflight import Checked
 from agent_rl.controller.state import RunState
-from agent_rl.controller.train import TrainingRun, run_to_the_end
-from agent_rl.controller.trainer_restarts import Restarts
+from agent_rl.controller.train import TrainingRun, run_to_last_step
 from agent_rl.engine.sleep import EngineSleep
 from agent_rl.errors import TrainerDied
 from agent_rl.monitoring.console import Display
@@ -32,16 +34,16 @@ class Watched(EngineSleep):
     events: list[str]
 
     async def begin(self) -> None:
-        if self.is_over:
+        if self.is_awake:
             self._awake.clear()
             self.events.append("sleep")
 
-    async def load(self) -> None:
-        if not self.is_over:
+    async def resume_weights(self) -> None:
+        if not self.is_awake:
             self.events.append("weights")
 
     async def end(self) -> None:
-        if not self.is_over:
+        if not self.is_awake:
             self._awake.set()
             self.events.append("awake")
 
@@ -61,7 +63,7 @@ def watch(life: Life, sleep: Watched) -> None:
         return await publish(number)
 
     async def running(task: Task, *log: Any) -> Trajectory:
-        assert sleep.is_over, "an episode of engines that sleep"
+        assert sleep.is_awake, "an episode of engines that sleep"
         return await run(task, *log)
 
     life.trainer.step, life.publish, life.runtime.run = stepping, publishing, running  # type: ignore[method-assign]
@@ -101,7 +103,7 @@ async def test_where_the_trainer_dies_the_first_publish_wakes_the_engines(
         life.trainer.restart = _nothing  # type: ignore[attr-defined]
         return life.run
 
-    await run_to_the_end(begin, Restarts(3))
+    await run_to_last_step(begin, TrainerRestarts(3))
     assert lives[0].runtime.engine.sleep.events == [*events, *STEP * 2]
 
 
@@ -140,6 +142,9 @@ async def test_the_engines_sleep_before_the_trainer_starts(
     monkeypatch.setattr(train, "open_rollout_runtime", opened)
     monkeypatch.setattr(train, "RayTrainer", lambda *_, **__: trainer)
     monkeypatch.setattr(train, "cancel_on_signals", lambda: None)
-    display = Display("run", life.notes)
-    async with train._parts(config, life.runtime.engine.facts, RunState(config), display, Reservations()):
+    display, checked = (
+        Display("run", life.notes),
+        Checked(config, life.runtime.engine.model_spec, ClusterRequest.of(config)),
+    )
+    async with train._open_parts(checked, RunState(config), display, Reservations()):
         assert sleep.events == (["engines", "sleep", "trainer"] if colocate else ["trainer", "engines"])

@@ -1,4 +1,4 @@
-"""``agent-rl r3 compare``: what it makes of two passes, what it refuses, and once for real."""
+"""``agent-rl r3 compare``: reports of passes, rejected inputs, and one run with the real engine and trainer."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 
 from agent_rl.commands.compare import (
     TrainerPass,
-    chunks,
-    comparable,
+    comparable_trajectories,
     compare,
-    config_of,
-    read_all,
+    load_source,
+    read_groups,
     run_compare,
-    turns_of,
+    token_chunks,
+    turn_numbers,
 )
+from agent_rl.config.builtin import install_model
 from agent_rl.errors import ConfigError
-from agent_rl.models.builtin import install_model
 from agent_rl.types import StopReason, Trajectory, Turn, VersionSpan
 from r3.routing import Routing, Span, SpanKind
 
@@ -65,70 +65,76 @@ def of(trajectories: list[Trajectory], *, off: float = 0.0, exchanged_layer: int
     return TrainerPass(logprobs, routes)
 
 
-def test_each_pass_is_compared_with_what_it_should_be() -> None:
+def test_each_pass_is_compared_with_its_reference() -> None:
     data = [trajectory(seed, turns=2 + seed % 2) for seed in range(5)]
-    found = compare(data, of(data, off=0.1), of(data, off=0.3, exchanged_layer=1), of(data, off=0.3, exchanged_layer=1))
-    replay, native, floor = (report.total for report in (found.replay, found.native, found.floor))
+    comparison = compare(
+        data, of(data, off=0.1), of(data, off=0.3, exchanged_layer=1), of(data, off=0.3, exchanged_layer=1)
+    )
+    replay, without, noise = (
+        report.total for report in (comparison.replay, comparison.without_replay, comparison.noise)
+    )
     assert replay.logprobs is not None
-    assert native.logprobs is not None
-    assert floor.logprobs is not None
+    assert without.logprobs is not None
+    assert noise.logprobs is not None
     assert replay.logprobs.metrics["logprob_abs_diff"].value == pytest.approx(0.1, rel=1e-5)
-    assert native.logprobs.metrics["logprob_abs_diff"].value == pytest.approx(0.3, rel=1e-5)
-    assert floor.logprobs.metrics["logprob_abs_diff"].value == 0
-    assert found.without_over_with_replay["logprob_abs_diff"].value == pytest.approx(3, rel=1e-5)
-    assert found.without_over_with_replay["logprob_abs_diff"].low == pytest.approx(3, rel=1e-5), (
-        "paired: no spread at all"
+    assert without.logprobs.metrics["logprob_abs_diff"].value == pytest.approx(0.3, rel=1e-5)
+    assert noise.logprobs.metrics["logprob_abs_diff"].value == 0
+    assert comparison.without_over_with_replay["logprob_abs_diff"].value == pytest.approx(3, rel=1e-5)
+    assert comparison.without_over_with_replay["logprob_abs_diff"].low == pytest.approx(3, rel=1e-5), (
+        "the estimate is paired"
     )
     assert replay.routes is not None
-    assert native.routes is not None
-    assert floor.routes is not None
-    assert replay.routes.router == floor.routes.router == 0
-    assert native.routes.by_layer.tolist() == [0, 1]
-    assert list(native.routes.layers) == [0, sum(len(item.tokens) - 1 for item in data), 0]
-    assert {turn: part.logprobs and part.logprobs.tokens for turn, part in found.native.by_turn.items()} == {
+    assert without.routes is not None
+    assert noise.routes is not None
+    assert replay.routes.router == noise.routes.router == 0
+    assert without.routes.by_layer.tolist() == [0, 1]
+    assert list(without.routes.layers) == [0, sum(len(item.tokens) - 1 for item in data), 0]
+    assert {
+        turn: part.logprobs and part.logprobs.tokens for turn, part in comparison.without_replay.by_turn.items()
+    } == {
         1: 10,
         2: 10,
         3: 4,
     }
-    assert list(found.native.by_weight_version) == ["1"]
+    assert list(comparison.without_replay.by_weight_version) == ["1"]
 
 
-def test_tokens_belong_to_the_turn_they_open() -> None:
-    assert turns_of(trajectory(0)).tolist() == [1] * 5 + [2] * 5
+def test_observation_tokens_belong_to_the_next_turn() -> None:
+    assert turn_numbers(trajectory(0)).tolist() == [1] * 5 + [2] * 5
 
 
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(1, 80))
 def test_chunks_are_all_sequences_in_order_within_the_budget(lengths: list[int], budget: int) -> None:
-    found = chunks(lengths, budget)
+    found = token_chunks(lengths, budget)
     assert [index for chunk in found for index in range(len(lengths))[chunk]] == list(range(len(lengths)))
     for chunk in found:
         assert sum(lengths[chunk]) <= budget or len(lengths[chunk]) == 1
 
 
-def test_what_cannot_be_compared_is_told_in_a_line(tmp_path: Path) -> None:
+def test_incomparable_inputs_are_rejected(tmp_path: Path) -> None:
     data = [trajectory(0), trajectory(1)]
     silent = replace(data[0], loss_mask=np.zeros(10, bool))
-    assert comparable([silent, data[1]]) == [data[1]]
+    assert comparable_trajectories([silent, data[1]]) == [data[1]]
     with pytest.raises(ConfigError, match="none of 1 trajectories has a sampled token"):
-        comparable([silent])
-    with pytest.raises(ConfigError, match="task-0 was kept without its routes"):
-        comparable([replace(data[0], routing=None)])
-    with pytest.raises(ConfigError, match="no trajectories there"):
-        read_all(tmp_path)
+        comparable_trajectories([silent])
+    with pytest.raises(ConfigError, match="task-0 has no routes"):
+        comparable_trajectories([replace(data[0], routing=None)])
+    with pytest.raises(ConfigError, match="no trajectories found"):
+        read_groups(tmp_path)
     (tmp_path / "config.yaml").write_text("name: half\nmodel: there\n")
     with pytest.raises(ConfigError, match="the run has not finished"):
-        config_of(tmp_path, ())
+        load_source(tmp_path, ())
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
-    assert config_of(tmp_path, ("seed=3",)).model == tmp_path / "model"
+    assert load_source(tmp_path, ("seed=3",)).model == tmp_path / "model"
 
 
-async def test_a_prefill_is_not_compared_at_another_temperature(tmp_path: Path) -> None:
+async def test_rescore_requires_temperature_1(tmp_path: Path) -> None:
     """SGLang gives a prompt's log-probs at temperature 1, and the trainer would compute its own at 0.7."""
     config = tmp_path / "config.yaml"
     config.write_text("name: cool\nmodel: there\nrollout: {temperature: 0.7}\n")
-    with pytest.raises(ConfigError, match=r"rollout\.temperature is 0\.7: add rollout\.temperature=1"):
+    with pytest.raises(ConfigError, match=r"rollout\.temperature is 0\.7"):
         await run_compare(config, (), tasks=1, split="train", out=tmp_path, trajectories=tmp_path, rescore=True)
 
 
@@ -145,16 +151,16 @@ async def test_on_the_real_engine_and_trainer(tmp_path: Path, monkeypatch: pytes
     config = ROOT / "configs" / "quickstart.yaml"
     await run_compare(config, overrides, tasks=2, split="train", out=out, trajectories=None, rescore=True)
     found = json.loads((out / "compare.json").read_text())
-    native, replay = (found[name]["total"] for name in ("without_replay", "replay"))
+    without, replay = (found[name]["total"] for name in ("without_replay", "replay"))
     assert found["trajectories"] == 4
-    assert native["logprobs"]["tokens"] == found["sampled_tokens"] > 40
-    assert native["routes"]["tokens"] == found["tokens"] - 4, "every row but each trajectory's last"
+    assert without["logprobs"]["tokens"] == found["sampled_tokens"] > 40
+    assert without["routes"]["tokens"] == found["tokens"] - 4, "every row but each trajectory's last"
     assert replay["routes"]["router"] == 0
-    assert 0 < native["logprobs"]["metrics"]["logprob_abs_diff"]["value"] < 0.3, "bfloat16 against float32"
-    assert found["native_again"]["total"]["logprobs"]["metrics"]["logprob_abs_diff"]["value"] < 1e-4
+    assert 0 < without["logprobs"]["metrics"]["logprob_abs_diff"]["value"] < 0.3, "bfloat16 against float32"
+    assert found["without_replay_again"]["total"]["logprobs"]["metrics"]["logprob_abs_diff"]["value"] < 1e-4
     assert (out / "trajectories" / "step-000000.jsonl.zst").exists()
     engine = found["engine_again"]["total"]
-    assert engine["routes"]["tokens"] == native["routes"]["tokens"]
+    assert engine["routes"]["tokens"] == without["routes"]["tokens"]
     assert engine["routes"]["router"] < 0.1, "a prefill and a decode of the same tokens differ by rounding"
     assert engine["logprobs"]["metrics"]["logprob_abs_diff"]["value"] < 0.3
     for name in ("probabilities", "f_tau", "routers"):

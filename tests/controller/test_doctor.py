@@ -1,4 +1,4 @@
-"""The doctor on tasks that are healthy and on tasks that are sick in a known way, in real sandboxes."""
+"""``agent-rl doctor`` on valid and invalid tasks, in real sandboxes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from agent_rl.commands.doctor import _tasks_table, diagnose, run_doctor
+from agent_rl.commands.doctor import diagnose, run_doctor, tasks_table
 from agent_rl.commands.eval import EvalOptions, run_evaluation
 from agent_rl.commands.health import Check, check_installation, check_parts, check_sandboxes, checks_table
 from agent_rl.commands.policy import PolicyChoice
@@ -48,8 +48,8 @@ FINE = Finding("history", True, "one commit")
     ("gold", "noop", "findings", "reasons", "undecided"),
     [
         (runs(True, True), runs(False, False), [FINE], (), ()),
-        (runs(False, False), runs(False), [], ("its true fix or solution does not resolve it",), ()),
-        (runs(True), runs(True, True), [], ("resolved by doing nothing",), ()),
+        (runs(False, False), runs(False), [], ("the reference fix or solution does not resolve it",), ()),
+        (runs(True), runs(True, True), [], ("resolved without any change",), ()),
         (runs(True, False, True), runs(False), None, ("flaky: gold resolved in 2 of 3 runs",), ()),
         (runs(True), runs(True, False), None, ("flaky: no-op resolved in 1 of 2 runs",), ()),
         (runs(True), runs(False), [FINE, LEAK], ("history: commits: 2",), ()),
@@ -57,22 +57,22 @@ FINE = Finding("history", True, "one commit")
         (undecidable(2), runs(False, False), None, (NEVER,), ()),
         (undecidable(1) + runs(None), runs(False), None, (), ("gold could not be graded: UndecidableError: x",)),
         (runs(True), runs(False), "SandboxError: gone", (), ("audit: SandboxError: gone",)),
-        (None, runs(False), [], (), ("the environment knows no true fix or solution to try",)),
+        (None, runs(False), [], (), ("the environment has no reference fix or solution",)),
     ],
 )
-def test_a_diagnosis(gold: Any, noop: Any, findings: Any, reasons: Any, undecided: Any) -> None:
+def test_diagnosis_of_one_task(gold: Any, noop: Any, findings: Any, reasons: Any, undecided: Any) -> None:
     found = diagnose("t", {} if gold is None else {"t": gold}, {"t": noop}, findings)
     assert (found.reasons, found.undecided) == (reasons, undecided)
 
 
-def test_a_machine_that_grades_nothing_quarantines_nothing() -> None:
-    found = diagnose("t", {"t": undecidable(2)}, {"t": undecidable(2)}, None, machine_grades=False)
+def test_no_task_is_quarantined_if_no_task_could_be_graded() -> None:
+    found = diagnose("t", {"t": undecidable(2)}, {"t": undecidable(2)}, None, grading_works=False)
     assert (found.reasons, len(found.undecided)) == ((), 2)
 
 
-def sick_and_healthy(directory: Path) -> Path:
-    """Five tasks: a healthy one, one whose gold patch mends nothing, one that is mended already, one whose tests print
-    no summary, and one whose true fix can't be read."""
+def valid_and_invalid_tasks(directory: Path) -> Path:
+    """Five tasks: a valid one, one whose gold patch fixes nothing, one that is fixed already, one whose tests print no
+    summary, and one with an unreadable reference fix."""
     healthy, other, solved, silent, torn = (to_record(task) for task in generate("heldout", 5, 0))
     comment = {path: f"# a comment\n{text}" for path, text in other.files.items()}
     wrong = other.model_copy(update={"gold_patch": diff_files(other.files, comment)})
@@ -90,29 +90,29 @@ def fixed_files(record: SweRecord) -> dict[str, str]:
     return {**record.files, **{diff["header"]["file"]["path"]: diff["new_file_content"] for diff in diffs}}
 
 
-def test_what_was_found_is_shown_as_it_is() -> None:
+def test_markup_and_control_characters_in_findings_are_escaped() -> None:
     """Brackets in a message are no markup, and nothing in it steers the terminal."""
     found = diagnose("t[x]", {}, {"t[x]": runs(True)}, [Finding("leak", False, "a.py[red] and [/b]\x1b[2J")])
     shown = Console(width=200, record=True, file=io.StringIO())
-    shown.print(_tasks_table({found.task_id: found.reasons}, []))
+    shown.print(tasks_table({found.task_id: found.reasons}, []))
     shown.print(checks_table([Check("sandbox", False, "sandbox [x]: [/red]\x1b[2J")]))
     text = shown.export_text()
     for whole in ("t[x]", "a.py[red] and [/b]\ufffd[2J", "sandbox [x]: [/red]\ufffd[2J"):
         assert whole in text
 
 
-async def test_an_environment_that_does_not_load_is_one_wrong_part() -> None:
+async def test_environment_that_cannot_be_imported_is_one_failed_check() -> None:
     config = load_config(ROOT / "configs/quickstart.yaml", ["env.name=nobody.here:Nothing"])
     (found,) = await check_sandboxes(config)
     assert (found.ok, "nobody" in found.detail) == (False, True)
 
 
 @pytest.mark.bubblewrap
-async def test_sick_tasks_are_found_once_and_left_out_afterwards(
+async def test_invalid_tasks_are_found_once_and_skipped_afterwards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
-    tasks = sick_and_healthy(tmp_path / "tasks")
+    tasks = valid_and_invalid_tasks(tmp_path / "tasks")
     overrides = ["env.name=swe", f"env.options={{path: {tasks}}}", "sandbox.backend=bubblewrap"]
     config = load_config(Path("configs/quickstart.yaml"), overrides)
     out, options = tmp_path / "doctor", {"tasks": None, "split": "heldout", "repeats": 2, "audit": True}
@@ -120,27 +120,27 @@ async def test_sick_tasks_are_found_once_and_left_out_afterwards(
     rows = map(json.loads, (tasks / "heldout.jsonl").read_text().splitlines())
     healthy, wrong, done, mute, unread = (row["task_id"] for row in rows)
     quarantined = read_quarantine(out / "quarantine.json")
-    assert quarantined[wrong] == ["its true fix or solution does not resolve it"]
-    assert quarantined[done][0] == "resolved by doing nothing"
+    assert quarantined[wrong] == ["the reference fix or solution does not resolve it"]
+    assert quarantined[done][0] == "resolved without any change"
     assert healthy not in quarantined
     assert [reason.partition(": ")[0] for reason in quarantined[mute]] == [
         "gold can never be graded",
         "no-op can never be graded",
     ]
-    assert quarantined[unread][0].startswith(f"task {unread}: parsed_commit_content: no commit")
+    assert quarantined[unread][0].startswith(f"task {unread}: parsed_commit_content: ")
     told = json.loads((out / "doctor.json").read_text())
     assert {check["name"] for check in told["checks"]} == {"model", "engine", "trainer", "sandbox", "disk"}
     (row,) = [row for row in told["tasks"] if row["task_id"] == healthy]
     assert (row["gold"], row["noop"]) == ([True, True], [False, False])
     assert row["findings"]
-    assert "1 of 5 tasks healthy, 4 sick" in capsys.readouterr().out
+    assert "1 of 5 tasks valid, 4 invalid" in capsys.readouterr().out
 
     lines = {file: file.read_bytes() for file in out.rglob("*.jsonl")}
     assert not await run_doctor(config, out=out, **options)  # type: ignore[arg-type]
     again = {file: file.read_bytes() for file in out.rglob("*.jsonl")}
     assert all(again[file].startswith(before) for file, before in lines.items())
     ids = {json.loads(line)["task_id"] for file in lines for line in again[file][len(lines[file]) :].splitlines()}
-    assert ids == {mute}, "nothing that was decided was run again"
+    assert ids == {mute}, "decided tasks were not run again"
 
     config = load_config(
         Path("configs/quickstart.yaml"),
@@ -152,7 +152,7 @@ async def test_sick_tasks_are_found_once_and_left_out_afterwards(
 
 
 @pytest.mark.bubblewrap
-async def test_an_environment_without_patches_is_tried_by_its_own_solution(
+async def test_environment_without_patches_is_checked_with_its_solution(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config_file = write_template("letters", tmp_path).config
@@ -160,12 +160,12 @@ async def test_an_environment_without_patches_is_tried_by_its_own_solution(
     monkeypatch.syspath_prepend(str(tmp_path))
     config = load_config(config_file, ["sandbox.backend=bubblewrap", "env.options.count=2"])
     await run_doctor(config, tasks=None, split="train", repeats=1, audit=True, out=tmp_path / "out")
-    assert "2 of 2 tasks healthy, 0 sick, 0 undecided" in capsys.readouterr().out
+    assert "2 of 2 tasks valid, 0 invalid, 0 undecided" in capsys.readouterr().out
     await run_evaluation(config, EvalOptions(PolicyChoice("gold"), out=tmp_path / "eval"))
     assert "repository" not in capsys.readouterr().out
 
 
-async def test_what_the_machine_lacks_is_told_with_the_command_that_mends_it(
+async def test_missing_parts_are_reported_with_the_command_that_installs_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -185,12 +185,12 @@ async def test_what_the_machine_lacks_is_told_with_the_command_that_mends_it(
     assert "notthere" in capsys.readouterr().out
 
 
-def test_what_is_no_quarantine_file_is_told(tmp_path: Path) -> None:
+def test_invalid_quarantine_file_is_rejected(tmp_path: Path) -> None:
     write_quarantine(tmp_path / "ours.json", {"a": ["flaky"]})
     assert read_quarantine(tmp_path / "ours.json") == {"a": ["flaky"]}
     for text in ("", "[]", '{"tasks": [1]}', '{"tasks": {"a": 3}}'):
         (tmp_path / "wrong.json").write_text(text)
-        with pytest.raises(ConfigError, match=r"env\.quarantine: .*wrong\.json: no quarantine file"):
+        with pytest.raises(ConfigError, match=r"env\.quarantine: .*wrong\.json: not a quarantine file"):
             read_quarantine(tmp_path / "wrong.json")
-    with pytest.raises(ConfigError, match="no quarantine file"):
+    with pytest.raises(ConfigError, match="not a quarantine file"):
         read_quarantine(tmp_path / "absent.json")

@@ -16,9 +16,16 @@ from typer.testing import CliRunner
 
 from agent_rl.cli import app
 from agent_rl.errors import UserError
-from agent_rl.evaluation.finished import read_evaluation
-from agent_rl.evaluation.paired import Score, bootstrap_interval, compare, shown_by, sign_test, tasks_needed
+from agent_rl.evaluation.paired import (
+    Score,
+    bootstrap_interval,
+    compare,
+    detectable_difference,
+    sign_test,
+    tasks_needed,
+)
 from agent_rl.evaluation.report import EpisodeResult, report
+from agent_rl.evaluation.saved import read_evaluation
 from agent_rl.utils.run_files import write_json
 from envs import Task
 
@@ -49,15 +56,15 @@ def test_the_tasks_that_a_difference_needs_by_hand() -> None:
 
 @given(st.floats(0.001, 1.0), st.integers(4, 100_000))
 def test_what_so_many_tasks_show_needs_so_many_tasks(square: float, tasks: int) -> None:
-    difference = shown_by(square, tasks)
+    difference = detectable_difference(square, tasks)
     assert difference is not None
     assert difference <= math.sqrt(square) + 1e-12
     assert tasks_needed(square, difference * (1 + 1e-9)) in (tasks, tasks + 1, tasks - 1)
 
 
 def test_too_few_tasks_show_nothing() -> None:
-    assert shown_by(0.3, 3) is None
-    assert shown_by(0.0, 300) is None
+    assert detectable_difference(0.3, 3) is None
+    assert detectable_difference(0.0, 300) is None
 
 
 def test_the_power_is_what_it_is_called() -> None:
@@ -91,7 +98,7 @@ def test_the_interval_holds_the_truth_as_often_as_it_says() -> None:
 def test_a_comparison_by_hand() -> None:
     """Tasks of several samples: shares 0 and 1/2, 1 and 1, 3/4 and 1/4, 1/2 and 1."""
     first = [Score(0, 4), Score(4, 4), Score(3, 4), Score(1, 2)]
-    found = compare(first, [Score(2, 4), Score(1, 1), Score(1, 4), Score(2, 2)], wanted=0.03, seed=0)
+    found = compare(first, [Score(2, 4), Score(1, 1), Score(1, 4), Score(2, 2)], target=0.03, seed=0)
     assert found.pass_at_1 == (0.5625, 0.6875)
     assert found.difference == 0.125
     assert (found.tasks, found.better_first, found.better_second, found.p_value) == (4, 1, 2, 1.0)
@@ -134,10 +141,10 @@ def test_the_command_tells_the_difference_and_what_it_left_out(tmp_path: Path) -
     assert "75.0%" in text
     assert "difference: +25.0 points, 95 % interval +" in text
     assert "p = 0.00195 (exact" in text
-    left = "left out: 1 only in the first (only); 1 only in the second (new); 1 not graded in the first (broken)"
+    left = "excluded: 1 only in the first (only); 1 only in the second (new); 1 not graded in the first (broken)"
     assert left in text
     assert "note: top_p is 1 in the first and 0.9 in the second" in text
-    assert "3 points would be shown by" in text
+    assert "detecting 3 points needs" in text
 
 
 def test_as_json_it_is_the_same(tmp_path: Path) -> None:
@@ -153,9 +160,9 @@ def test_as_json_it_is_the_same(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_an_evaluation_with_itself_says_that_nothing_can_be_told(tmp_path: Path) -> None:
+def test_identical_evaluations_have_no_power_calculation(tmp_path: Path) -> None:
     a = results(tmp_path / "a", {f"t{n}": [n % 2 == 0] for n in range(40)})
-    assert "how many tasks a difference needs can't be told" in output_of(a, a)
+    assert "no power calculation" in output_of(a, a)
     assert json.loads(output_of(a, a, "--json"))["tasks_needed"] is None
 
 
@@ -172,12 +179,12 @@ def test_a_runs_own_evaluations_go_by_their_step(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no evaluation 'step-8/sampled'; it has step-0/sampled, step-9/sampled"):
         read_evaluation(f"{tmp_path}:step-8/sampled")
     with pytest.raises(
-        UserError, match=r"a run's directory, with the evaluations step-0/sampled, step-9/sampled; right"
+        UserError, match=r"a run's directory with the evaluations step-0/sampled, step-9/sampled; expected"
     ):
         read_evaluation(str(tmp_path))
 
 
-def test_what_cannot_be_compared_is_told_in_one_line(tmp_path: Path) -> None:
+def test_incomparable_evaluations_are_rejected(tmp_path: Path) -> None:
     a = results(tmp_path / "a", {"t": [True]})
     other = results(tmp_path / "b", {"u": [True]})
     env = results(tmp_path / "c", {"t": [True]}, env_options={"seed": 1})
@@ -186,12 +193,12 @@ def test_what_cannot_be_compared_is_told_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text("[]")
     (tmp_path / "y.json").write_text("{")
     for names, message in {
-        (a, other): "have no task in common that both graded: 1 only in the first (t); 1 only in the second (u)",
-        (env, seeded): "tasks of one id are not the same task there; evaluate both on the same ones",
-        (a, tmp_path / "nowhere"): "there is no such evaluation; right would be an evaluation's directory",
-        (a, tmp_path / "empty"): "no evaluation is in it; right would be",
-        (a, tmp_path / "x.json"): "no report of an evaluation; right would be",
-        (a, tmp_path / "y.json"): "no JSON (",
+        (a, other): "have no graded task in common: 1 only in the first (t); 1 only in the second (u)",
+        (env, seeded): "the task ids are not comparable; evaluate both with the same environment",
+        (a, tmp_path / "nowhere"): "no such evaluation; expected an evaluation's directory",
+        (a, tmp_path / "empty"): "contains no evaluation; expected",
+        (a, tmp_path / "x.json"): "not a report of an evaluation; expected",
+        (a, tmp_path / "y.json"): "not JSON (",
     }.items():
         with pytest.raises(UserError) as caught:
             output_of(*names)

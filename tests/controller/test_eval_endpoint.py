@@ -88,4 +88,4 @@ async def test_a_refused_key_ends_at_once_in_one_line(tmp_path: Path) -> None:
     async with serving(refuse) as url:
         code, _, errors = await evaluate(f"{url}/v1", tmp_path)
     assert (code, len(errors)) == (2, 1)
-    assert "answered 401: no such key: the key in OPENAI_API_KEY" in errors[0]
+    assert "status 401: no such key: the key in OPENAI_API_KEY" in errors[0]

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from agent_rl.evaluation.report import wilson_interval
+from agent_rl.rollout.jsonl_zst import encode_rows
 from agent_rl.rollout.scripted_policies import gold, noop
 from envs import EnvContext, Task
 from envs.mini import MiniEnvironment, generate, to_record
@@ -32,11 +33,11 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_killed_at_random_while_sandboxes_break_it_reports_the_same(
     tmp_path: Path, backend: str, count: int, kills: int
 ) -> None:
-    solved = record_policy(tmp_path / "said.jsonl", count)
+    solved = record_policy(tmp_path / "said.jsonl.zst", count)
     out, seed = tmp_path / "out", random.randrange(1000)
     evaluation = [
         sys.executable, "-m", "agent_rl.cli", "eval", "configs/quickstart.yaml", "--tasks", str(count),
-        "--policy", f"replay:{tmp_path}/said.jsonl", "--out", str(out), "--split", "heldout",
+        "--policy", f"replay:{tmp_path}/said.jsonl.zst", "--out", str(out), "--split", "heldout",
         f"sandbox.backend={backend}", "env.name=faulty_mini:FaultyMini", "rollout.concurrency=2",
     ]  # fmt: skip
     moments = random.Random(seed)
@@ -64,13 +65,12 @@ def record_policy(path: Path, count: int) -> dict[str, int]:
     """Write a recording that solves half of the tasks and gives the others up; whether each is solved, by task."""
     environment, fmt = MiniEnvironment(EnvContext(None)), tool_format("xml")  # type: ignore[arg-type]
     solved: dict[str, int] = {}
-    with path.open("w") as out:
-        for number, record in enumerate(map(to_record, generate("heldout", count, 0))):
-            solved[record.id] = number % 2
-            calls = (gold if number % 2 else noop)(environment, Task(record.id, "mini", record.model_dump()))
-            out.write(
-                json.dumps({"task_id": record.id, "turns": [{"text": fmt.render(call)} for call in calls]}) + "\n"
-            )
+    rows = []
+    for number, record in enumerate(map(to_record, generate("heldout", count, 0))):
+        solved[record.id] = number % 2
+        calls = (gold if number % 2 else noop)(environment, Task(record.id, "mini", record.model_dump()))
+        rows.append({"task_id": record.id, "turns": [{"text": fmt.render(call)} for call in calls]})
+    path.write_bytes(encode_rows(rows)[0])
     return solved
 
 

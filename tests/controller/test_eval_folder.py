@@ -162,7 +162,7 @@ def begun(path: Path, *, resolved: bool | None = True) -> EvaluationDirectory:
 def test_another_evaluation_is_refused_the_directory(tmp_path: Path) -> None:
     begun(tmp_path)
     EvaluationDirectory(tmp_path, dict(reversed(SETTINGS.items())))
-    with pytest.raises(ConfigError, match=r'with policy "told", this one has "gold": give another --out'):
+    with pytest.raises(ConfigError, match=r'with policy "told", this one has "gold": choose another --out'):
         EvaluationDirectory(tmp_path, {**SETTINGS, "policy": "gold"})
 
 
@@ -179,7 +179,7 @@ def test_an_evaluation_in_which_nothing_was_graded_leaves_its_directory_free(tmp
 def test_a_setting_that_the_directory_is_older_than_has_its_default(tmp_path: Path) -> None:
     begun(tmp_path)
     EvaluationDirectory(tmp_path, {**SETTINGS, "new": [1]}, defaults={"new": (1,), "policy": "other"})
-    with pytest.raises(ConfigError, match=r"with new \[1\], this one has \[2\]: give another --out"):
+    with pytest.raises(ConfigError, match=r"with new \[1\], this one has \[2\]: choose another --out"):
         EvaluationDirectory(tmp_path, {**SETTINGS, "new": [2]}, defaults={"new": (1,)})
     with pytest.raises(ConfigError, match=r"with new null, this one has \[1\]"):
         EvaluationDirectory(tmp_path, {**SETTINGS, "new": [1]})
@@ -198,7 +198,7 @@ def test_a_setting_that_only_the_directory_has_is_not_compared(tmp_path: Path) -
 def test_a_line_that_is_no_result_is_told(tmp_path: Path, line: str) -> None:
     directory = EvaluationDirectory(tmp_path, SETTINGS)
     (tmp_path / "results.jsonl").write_text(f"{line}\n")
-    with pytest.raises(ConfigError, match=r"results\.jsonl:1: no result"):
+    with pytest.raises(ConfigError, match=r"results\.jsonl:1: not a result"):
         directory.results()
 
 
@@ -215,6 +215,6 @@ def test_pass_at_k_is_the_share_of_draws_with_a_resolved_one(n: int, data: st.Da
 
 def test_a_run_without_evaluations_can_be_evaluated() -> None:
     config = RunConfig(name="x", model=Path("m"), eval=EvalConfig(tasks=0))
-    assert EvalOptions().tasks_of(config) is None, "all tasks of the split"
-    assert EvalOptions(tasks=3).tasks_of(config) == 3
-    assert EvalOptions().tasks_of(config.model_copy(update={"eval": EvalConfig()})) == 256
+    assert EvalOptions().max_tasks(config.eval) is None, "all tasks of the split"
+    assert EvalOptions(tasks=3).max_tasks(config.eval) == 3
+    assert EvalOptions().max_tasks(EvalConfig()) == 256

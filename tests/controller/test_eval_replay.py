@@ -11,6 +11,7 @@ from agent_rl.commands.eval import EvalOptions, run_evaluation
 from agent_rl.commands.policy import PolicyChoice
 from agent_rl.config.loader import load_config
 from agent_rl.errors import ConfigError
+from agent_rl.rollout.jsonl_zst import encode_rows
 from envs.mini import generate, to_record
 from tools import ToolCall
 from tools.formats import tool_format
@@ -20,12 +21,10 @@ QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml"
 
 @pytest.mark.bubblewrap
 async def test_a_recording_of_training_needs_no_split(tmp_path: Path) -> None:
-    recording, turn = (
-        tmp_path / "step-000001.jsonl",
-        tool_format("xml").render(ToolCall("finish", {"command": "submit"})),
-    )
+    recording = tmp_path / "step-000001.jsonl.zst"
+    turn = tool_format("xml").render(ToolCall("finish", {"command": "submit"}))
     task = to_record(next(iter(generate("train", 1, 0)))).id
-    recording.write_text(json.dumps({"task_id": task, "turns": [{"text": turn}]}) + "\n")
+    recording.write_bytes(encode_rows([{"task_id": task, "turns": [{"text": turn}]}])[0])
     config = load_config(
         QUICKSTART, [f"runs_dir={tmp_path}", "env.options.train_tasks=2", "env.options.heldout_tasks=2"]
     )

@@ -72,8 +72,8 @@ def test_a_collapse_warns_then_stops_and_names_what_crossed_which_limit(tmp_path
     limit = "mismatch/f_tau_2 is 0.35, above its limit 0.1 (guard.f_tau_2.above), 3 steps in a row"
     assert notes[0] == "guard, step 27: mismatch/f_tau_2 is 0.12, above its limit 0.1 (guard.f_tau_2.above)"
     assert notes[-1] == (
-        f"{limit}; saved in {tmp_path}/step-000029: start again to go on from there, or remove what is later than "
-        "step-000025, the last from before it began"
+        f"{limit}; saved in {tmp_path}/step-000029: restart to continue from there, or remove everything after "
+        "step-000025, the last checkpoint before it began"
     )
     events = [orjson.loads(line) for line in (tmp_path / "guard.jsonl").read_bytes().splitlines()]
     assert [(event["step"], event["event"]) for event in events] == [
@@ -174,7 +174,7 @@ def test_updates_left_out_are_bounded(tmp_path: Path) -> None:
         rows[at]["train/skipped_updates"] = 1.0
     stopped, notes = run_guard(tmp_path, rows, GuardConfig(action="off", window=30, max_skipped=3))
     assert stopped == 59
-    assert "4 updates were left out, more than guard.max_skipped=3" in notes[-1]
+    assert "4 updates were skipped, more than guard.max_skipped=3" in notes[-1]
     assert run_guard(tmp_path, rows, GuardConfig(action="off", window=30, max_skipped=3), since=57)[0] is None
 
 

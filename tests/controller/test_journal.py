@@ -142,8 +142,8 @@ async def test_an_episode_of_weights_that_are_yet_to_come_waits_for_them(tmp_pat
     await (await opened(tmp_path)).finish(OTHER)
     await (await opened(tmp_path, step=9, weights="w8", after=7)).finish(FIRST)
     journal = (await opened(tmp_path)).journal
-    waiting = asyncio.create_task(journal.settled(POSITIONS["a"]))
-    await journal.settled(POSITIONS["b"])
+    waiting = asyncio.create_task(journal.wait_usable(POSITIONS["a"]))
+    await journal.wait_usable(POSITIONS["b"])
     await asyncio.sleep(0)
     assert not waiting.done()
     assert await journal.begin(9, "w8") == 1
@@ -158,7 +158,7 @@ async def test_when_a_step_done_again_gives_other_weights_what_came_after_it_is_
     await (await opened(tmp_path, step=9, weights="w8", after=7)).finish(FIRST)
     await (await opened(tmp_path, step=10, weights="w9", after=7)).finish(SECOND)
     journal = (await opened(tmp_path)).journal
-    waiting = asyncio.create_task(journal.settled(POSITIONS["a"]))
+    waiting = asyncio.create_task(journal.wait_usable(POSITIONS["a"]))
     assert await journal.begin(9, "another") == 0
     await waiting
     fresh = trajectory("a", 9)
@@ -182,22 +182,22 @@ async def test_what_is_given_out_while_later_files_are_forgotten_is_not_given_ag
     await (await opened(tmp_path)).finish(FIRST)
     await (await opened(tmp_path, step=9, weights="w8", after=7)).finish(OTHER)
     journal = (await opened(tmp_path)).journal
-    journal._frames[POSITIONS["a"]] = TakenMeanwhile(journal._frames[POSITIONS["a"]])
+    journal._unread[POSITIONS["a"]] = TakenMeanwhile(journal._unread[POSITIONS["a"]])
     await journal.begin(9, "another")
-    assert not journal._frames[POSITIONS["a"]]
-    assert not journal._frames[POSITIONS["b"]]
+    assert not journal._unread[POSITIONS["a"]]
+    assert not journal._unread[POSITIONS["b"]]
 
 
 async def test_what_a_batch_took_is_kept(tmp_path: Path) -> None:
     first = await opened(tmp_path)
-    assert first.journal.recorded(8) == ()
-    first.journal.record(8, (3, 4, 7))
+    assert first.journal.recorded_batch(8) == ()
+    first.journal.record_batch(8, (3, 4, 7))
     await first.finish(FIRST)
     again = await opened(tmp_path)
-    assert (again.journal.recorded(8), again.found) == ((3, 4, 7), 1)
-    again.journal.record(8, (3, 4, 7))
+    assert (again.journal.recorded_batch(8), again.found) == ((3, 4, 7), 1)
+    again.journal.record_batch(8, (3, 4, 7))
     again.journal.close()
-    assert (await opened(tmp_path, weights="another")).journal.recorded(8) == ()
+    assert (await opened(tmp_path, weights="another")).journal.recorded_batch(8) == ()
 
 
 async def test_a_checkpoint_s_files_stay_while_they_hold_episodes_of_open_positions(tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ async def test_a_checkpoint_s_files_stay_while_they_hold_episodes_of_open_positi
     journal = Journal(tmp_path, "run")
     journal.recover(2, {0: "start", 1: "w1"}, lambda position: position == POSITIONS["b"])
     assert os.listdir(tmp_path) == ["step-000002.journal"]
-    await journal.settled(POSITIONS["b"])
+    await journal.wait_usable(POSITIONS["b"])
     run, _ = giving()
     assert same(await journal.runner(POSITIONS["b"], run)(task("b")), OTHER)
     other = Journal(tmp_path, "run")
@@ -222,7 +222,7 @@ async def test_infrastructure_failures_are_not_kept(tmp_path: Path) -> None:
 async def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
     journal = await opened(tmp_path)
     journal.journal._file = os.fdopen(os.open("/dev/full", os.O_RDWR), "r+b", buffering=0)
-    with pytest.raises(UserError, match=r"step-000008\.journal: no room on the disk"):
+    with pytest.raises(UserError, match=r"step-000008\.journal: the disk is full"):
         await journal.finish(FIRST)
 
 

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from agent_rl.controller.async_rollout.buffer import BufferRules, RolloutBuffer
-from agent_rl.controller.async_rollout.task_ledger import Ledger, Outcome
+from agent_rl.controller.async_rollout.task_ledger import Outcome, TaskLedger
 from agent_rl.errors import AgentRlError
 
 ENDS = (Outcome.KEPT, Outcome.KEPT, Outcome.KEPT, Outcome.DISCARDED, Outcome.DROPPED, Outcome.LEFT_OUT)
@@ -32,7 +32,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
     width, depth = draw(st.integers(1, 4)), draw(st.integers(0, 4))
     rules = BufferRules(
         width=width, depth=depth, staleness=draw(st.integers(depth, 6)),
-        most_draws=width * draw(st.integers(1, 4)), steps=draw(st.integers(1, 8)), dynamic=draw(st.booleans()),
+        max_draws=width * draw(st.integers(1, 4)), steps=draw(st.integers(1, 8)), dynamic=draw(st.booleans()),
     )  # fmt: skip
     ends = draw(
         st.lists(st.sampled_from(ENDS), min_size=1, max_size=24).filter(lambda ends: {*ends} != {Outcome.LEFT_OUT})
@@ -49,11 +49,13 @@ def now(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 def play(schedule: Schedule) -> list[dict[int, Outcome]]:
     """The batches of a run, each checked as it is taken. Nothing that can happen is put off for ever."""
-    rules, buffer = schedule.rules, RolloutBuffer(schedule.rules, Ledger())
+    rules, buffer = schedule.rules, RolloutBuffer(schedule.rules, TaskLedger())
     admitted_at, running, batches, training = dict[int, int](), list[int](), list[dict[int, Outcome]](), False
     at = 0
     while len(batches) < rules.steps or training:
-        can = ["admit"] * buffer.has_room + ["end"] * bool(running) + ["take"] * (bool(buffer.ready) and not training)
+        can = (
+            ["admit"] * buffer.has_capacity + ["end"] * bool(running) + ["take"] * (bool(buffer.ready) and not training)
+        )
         can += ["release"] * training
         assert can, f"nothing can happen any more: {buffer.ledger.open}"
         choice, at = schedule.choices[at % len(schedule.choices)] + at // len(schedule.choices), at + 1
@@ -81,7 +83,7 @@ def check_batch(batches: list[dict[int, Outcome]], admitted_at: dict[int, int], 
     assert Outcome.RUNNING not in batch.values()
     restore = sum(rules.fills(outcome) for outcome in batch.values())
     drawn = sum(outcome is not Outcome.LEFT_OUT for outcome in batch.values())
-    assert restore == rules.width or drawn >= rules.most_draws
+    assert restore == rules.width or drawn >= rules.max_draws
 
 
 def check_run(schedule: Schedule) -> None:
@@ -112,28 +114,28 @@ def test_no_schedule_of_a_hundred_thousand_breaks_the_rules(schedule: Schedule) 
 
 
 def test_at_depth_0_nothing_is_drawn_beyond_the_batch() -> None:
-    rules = BufferRules(width=2, depth=0, staleness=0, most_draws=4, steps=9)
-    buffer = RolloutBuffer(rules, Ledger())
+    rules = BufferRules(width=2, depth=0, staleness=0, max_draws=4, steps=9)
+    buffer = RolloutBuffer(rules, TaskLedger())
     assert [now(buffer.admit()) for _ in range(2)] == [0, 1]
-    assert not buffer.has_room
+    assert not buffer.has_capacity
     buffer.end(1, Outcome.DISCARDED)
     assert now(buffer.admit()) == 2
     for position in (0, 2):
         buffer.end(position, Outcome.KEPT)
-    assert not buffer.has_room
+    assert not buffer.has_capacity
     assert list(now(buffer.take())) == [0, 1, 2]
-    assert not buffer.has_room
+    assert not buffer.has_capacity
     buffer.release()
-    assert buffer.has_room
+    assert buffer.has_capacity
 
 
 def test_draws_are_bounded_and_a_batch_is_then_short() -> None:
-    rules = BufferRules(width=2, depth=0, staleness=0, most_draws=4, steps=9)
-    buffer = RolloutBuffer(rules, Ledger())
+    rules = BufferRules(width=2, depth=0, staleness=0, max_draws=4, steps=9)
+    buffer = RolloutBuffer(rules, TaskLedger())
     for position in range(4):
         assert now(buffer.admit()) == position
         buffer.end(position, Outcome.KEPT if position == 2 else Outcome.DISCARDED)
-    assert not buffer.has_room
+    assert not buffer.has_capacity
     assert [outcome for outcome in now(buffer.take()).values()] == [Outcome.DISCARDED] * 2 + [
         Outcome.KEPT,
         Outcome.DISCARDED,
@@ -141,8 +143,8 @@ def test_draws_are_bounded_and_a_batch_is_then_short() -> None:
 
 
 def test_a_straggler_is_overtaken_by_so_many_and_then_waited_for() -> None:
-    rules = BufferRules(width=2, depth=1, staleness=2, most_draws=8, steps=9)
-    buffer, taken = RolloutBuffer(rules, Ledger()), list[list[int]]()
+    rules = BufferRules(width=2, depth=1, staleness=2, max_draws=8, steps=9)
+    buffer, taken = RolloutBuffer(rules, TaskLedger()), list[list[int]]()
     for position in range(4):
         assert now(buffer.admit()) == position
     for position in (1, 2):
@@ -159,7 +161,7 @@ def test_a_straggler_is_overtaken_by_so_many_and_then_waited_for() -> None:
 
 
 async def test_waiting_ends_when_something_changes() -> None:
-    buffer = RolloutBuffer(BufferRules(1, 0, 0, 1, steps=3), Ledger())
+    buffer = RolloutBuffer(BufferRules(1, 0, 0, 1, steps=3), TaskLedger())
     taking = asyncio.create_task(buffer.take())
     assert await buffer.admit() == 0
     admitting = asyncio.create_task(buffer.admit())
@@ -172,7 +174,7 @@ async def test_waiting_ends_when_something_changes() -> None:
 
 
 def test_a_batch_done_again_has_the_positions_that_it_had() -> None:
-    buffer = RolloutBuffer(BufferRules(2, 1, 2, 8, steps=9), Ledger(position=3, ahead=(5,)), done=4)
+    buffer = RolloutBuffer(BufferRules(2, 1, 2, 8, steps=9), TaskLedger(position=3, ahead=(5,)), done=4)
     assert [now(buffer.admit()) for _ in range(3)] == [3, 4, 6], "position 5 was taken before"
     for position in (3, 4, 6):
         buffer.end(position, Outcome.KEPT)
@@ -189,8 +191,8 @@ def test_a_batch_done_again_has_the_positions_that_it_had() -> None:
         lambda ledger: (ledger.end(0, Outcome.KEPT), ledger.close([0]), ledger.close([0])),
     ],
 )
-def test_nothing_is_counted_twice(wrong: Callable[[Ledger], object]) -> None:
-    ledger = Ledger()
+def test_nothing_is_counted_twice(wrong: Callable[[TaskLedger], object]) -> None:
+    ledger = TaskLedger()
     ledger.admit()
     with pytest.raises(AgentRlError, match="of the data"):
         wrong(ledger)

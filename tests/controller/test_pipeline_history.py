@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 from support.trajectories import trajectory
 
-from agent_rl.commands.ledger import ledger
-from agent_rl.controller.async_rollout.ledger_file import NAME, History, StepRow, faults, gaps, read_history
+from agent_rl.commands.runs import check_ledger
+from agent_rl.controller.async_rollout.ledger_file import NAME, LedgerFile, LedgerRow, faults, gaps, read_ledger
 from agent_rl.controller.async_rollout.task_ledger import Outcome
 from agent_rl.errors import AgentRlError, UserError
 from agent_rl.rollout.records import write_trajectories
@@ -19,52 +19,52 @@ from agent_rl.types import Group
 KEPT, DISCARDED, LEFT_OUT = Outcome.KEPT, Outcome.DISCARDED, Outcome.LEFT_OUT
 
 
-def write_run(run: Path, *steps: dict[int, Outcome]) -> History:
+def write_run(run: Path, *steps: dict[int, Outcome]) -> LedgerFile:
     """A run whose task at a position is named after it; its rows and its trajectories."""
-    history = History(run)
+    history = LedgerFile(run)
     for step, outcomes in enumerate(steps, 1):
         ended = [f"task-{at}" for at, outcome in outcomes.items() if outcome in (KEPT, DISCARDED)]
         groups = [Group(name, (trajectory(0.0, task_id=name), trajectory(1.0, task_id=name))) for name in ended]
         write_trajectories(run, step, groups)
-        history.append(StepRow(step, outcomes, tuple(ended)))
+        history.append(LedgerRow(step, outcomes, tuple(ended)))
     return history
 
 
 def test_a_whole_run_is_proven(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     history = write_run(tmp_path, {0: KEPT, 2: KEPT}, {1: KEPT, 3: LEFT_OUT, 4: DISCARDED, 5: KEPT})
-    ledger(tmp_path, Console(highlight=False, width=200))
+    check_ledger(tmp_path, Console(highlight=False, width=200))
     said = capsys.readouterr().out
-    assert "2 steps took 6 positions of the data: 4 trained, 1 discarded, 0 dropped, 1 left out" in said
-    assert "0 positions before the last of them were open" in said
-    assert "every position ended once" in said
+    assert "2 steps took 6 data positions: 4 trained, 1 discarded, 0 dropped, 1 left out" in said
+    assert "0 earlier positions were open" in said
+    assert "every position was used exactly once" in said
     assert "interrupted" not in said
     rows = ({"recover/episodes": 2.0, "recover/turns": 7.0, "recover/differed": 1.0}, {}, {"recover/turns": 1.0})
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    ledger(tmp_path, Console(highlight=False, width=200))
-    assert "2 interrupted episodes went on from 8 turns sampled before; 1 began anew" in capsys.readouterr().out
+    check_ledger(tmp_path, Console(highlight=False, width=200))
+    assert "2 interrupted episodes resumed and reused 8 turns; 1 restarted" in capsys.readouterr().out
     history.forget_after(1)
-    assert [row.step for row in read_history(tmp_path)] == [1]
-    assert gaps(read_history(tmp_path)) == [1]
-    assert history.figures()["ledger/trained"] == 2
+    assert [row.step for row in read_ledger(tmp_path)] == [1]
+    assert gaps(read_ledger(tmp_path)) == [1]
+    assert history.counts()["ledger/trained"] == 2
 
 
 def test_what_contradicts_it_is_found(tmp_path: Path) -> None:
     write_run(tmp_path, {0: KEPT, 1: KEPT}, {1: KEPT, 2: KEPT})
-    assert faults(tmp_path, read_history(tmp_path)) == ["position 1 ended in step 1 and again in step 2"]
+    assert faults(tmp_path, read_ledger(tmp_path)) == ["position 1 ended in step 1 and again in step 2"]
     write_trajectories(tmp_path, 2, [])
     (tmp_path / "trajectories" / "step-000001.jsonl.zst").unlink()
-    rows = [row for row in read_history(tmp_path) if row.step == 2]
-    found = "\n".join(faults(tmp_path, read_history(tmp_path)))
+    rows = [row for row in read_ledger(tmp_path) if row.step == 2]
+    found = "\n".join(faults(tmp_path, read_ledger(tmp_path)))
     assert "step 1 has no trajectories" in found
-    assert "of other tasks than its groups" in found
-    assert faults(tmp_path, rows)[0] == "the steps do not follow each other: [2]"
+    assert "to other tasks than its groups" in found
+    assert faults(tmp_path, rows)[0] == "steps out of order: [2]"
     with pytest.raises(AgentRlError, match="again in step 2"):
-        ledger(tmp_path, Console(quiet=True))
+        check_ledger(tmp_path, Console(quiet=True))
 
 
 def test_a_directory_without_one_and_a_damaged_one_are_one_line(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="name the directory of a run"):
-        ledger(tmp_path, Console(quiet=True))
+    with pytest.raises(UserError, match="expected the directory of a run"):
+        check_ledger(tmp_path, Console(quiet=True))
     (tmp_path / NAME).write_text('{"step": 1}\n')
-    with pytest.raises(AgentRlError, match="not a ledger"):
-        read_history(tmp_path)
+    with pytest.raises(AgentRlError, match="invalid ledger"):
+        read_ledger(tmp_path)

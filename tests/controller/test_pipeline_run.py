@@ -15,11 +15,11 @@ import pytest
 from support.pipeline_run import POINTS, TASKS, TURN_POINTS, Deaths, Life, run_config
 
 from agent_rl.config import RunConfig
-from agent_rl.controller.async_rollout.ledger_file import faults, gaps, read_history
+from agent_rl.controller.async_rollout.ledger_file import faults, gaps, read_ledger
+from agent_rl.controller.async_rollout.producer import task_at
 from agent_rl.controller.async_rollout.task_ledger import Outcome
-from agent_rl.controller.task_sampler import task_at
-from agent_rl.controller.train import TrainingRun, run_to_the_end
-from agent_rl.controller.trainer_restarts import Restarts
+from agent_rl.controller.checkpoints import TrainerRestarts
+from agent_rl.controller.train import TrainingRun, run_to_last_step
 from agent_rl.errors import TrainerDied, UserError
 from agent_rl.monitoring.metrics_log import read_metrics
 from agent_rl.types import StopReason, Trajectory
@@ -51,7 +51,7 @@ async def lived(
 
 
 def check_whole(run: Path, steps: int = 8) -> None:
-    rows = read_history(run)
+    rows = read_ledger(run)
     assert faults(run, rows) == []
     assert gaps(rows) == [], "a position was lost"
     assert [row.step for row in rows] == list(range(1, steps + 1))
@@ -118,7 +118,7 @@ async def test_a_trainer_that_dies_with_work_buffered_is_started_again_and_nothi
         lives[-1].trainer.restart = _nothing  # type: ignore[attr-defined]
         return lives[-1].run
 
-    await run_to_the_end(begin, Restarts(3))
+    await run_to_last_step(begin, TrainerRestarts(3))
     check_whole(config.run_dir)
     assert len(lives) == 2
     assert len(given) - len(set(given)) <= config.rollout.concurrency
@@ -147,7 +147,7 @@ async def test_a_straggler_is_waited_for_when_the_window_is_full_and_then_traine
     ends.set()
     assert await living
     assert max(life.trainer.lags) <= staleness
-    assert 0 in read_history(config.run_dir)[overtaken].outcomes
+    assert 0 in read_ledger(config.run_dir)[overtaken].outcomes
     check_whole(config.run_dir)
 
 
@@ -160,7 +160,7 @@ async def test_steps_whose_every_group_is_uniform_go_on_without_an_update(
     config = run_config(tmp_path, depth=1, steps=4, dynamic_sampling={"enabled": dynamic, "max_draws": 2})
     await lived(config, [Deaths("episode", 5), Deaths("begun", 3)])
     check_whole(config.run_dir, steps=4)
-    rows = read_history(config.run_dir)
+    rows = read_ledger(config.run_dir)
     outcome = Outcome.DISCARDED if dynamic else Outcome.KEPT
     assert [list(row.outcomes.values()) for row in rows] == [[outcome] * (4 if dynamic else 2)] * 4
     assert all(row.get("train/updates", 0) == 0 for row in read_metrics(config.run_dir))

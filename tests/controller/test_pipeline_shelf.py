@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from support.trajectories import trajectory
 
-from agent_rl.controller.async_rollout.spill import restore, spill
+from agent_rl.controller.async_rollout.producer import restore, spill
 from agent_rl.controller.journal import Journal
-from agent_rl.rollout.group import DroppedGroup, GroupFormer, GroupSettings
+from agent_rl.rollout.group import DroppedGroup, GroupCollector, GroupSettings
 from agent_rl.rollout.limiter import Limiter
 from agent_rl.rollout.turn_log import TurnLog
 from agent_rl.types import Branch, BranchCause, Group, Trajectory, Turn
@@ -54,8 +54,8 @@ async def test_a_shelved_group_gets_its_arrays_back(tmp_path: Path, again: bool)
         journal = Journal(tmp_path, "run")
         journal.recover(0, {0: "start"}, lambda position: True)
         await journal.begin(1, "start")
-        former = GroupFormer(GroupSettings(3), Limiter(3), lambda event: None)
-        return journal, await former.form(Task("t", "e", {}), spill(journal.runner(4, run)))
+        collector = GroupCollector(GroupSettings(3), Limiter(3), lambda event: None)
+        return journal, await collector.collect(Task("t", "e", {}), spill(journal.runner(4, run)))
 
     journal, group = await formed()
     if again:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from agent_rl.controller.trainer_restarts import Restarts
+from agent_rl.controller.checkpoints import TrainerRestarts
 from agent_rl.errors import TrainerDied
 
 DEATH = TrainerDied("a trainer rank died")
 
 
 def test_a_new_checkpoint_gives_all_restarts_anew() -> None:
-    restarts = Restarts(2)
+    restarts = TrainerRestarts(2)
     lines = [restarts.count(DEATH, step) for step in (0, 0, 4, 4, 8)]
     start = "a trainer rank died; starting the trainer again from the start: no checkpoint is complete yet"
     assert lines[:2] == [f"{start} (restart 1 of 2)", f"{start} (restart 2 of 2)"]
@@ -20,10 +20,12 @@ def test_a_new_checkpoint_gives_all_restarts_anew() -> None:
         for step, number in ((4, 1), (4, 2), (8, 1))
     ]
     restarts.count(DEATH, 8)
-    with pytest.raises(TrainerDied, match=r"given up: 2 restart\(s\) from the checkpoint of step 8\. The same command"):
+    with pytest.raises(
+        TrainerDied, match=r"giving up: 2 restart\(s\) from the checkpoint of step 8\. The same command"
+    ):
         restarts.count(DEATH, 8)
 
 
 def test_none_is_allowed() -> None:
-    with pytest.raises(TrainerDied, match=r"given up: train\.restarts is 0\. The same command goes on from there"):
-        Restarts(0).count(DEATH, 3)
+    with pytest.raises(TrainerDied, match=r"giving up: train\.restarts is 0\. The same command continues from there"):
+        TrainerRestarts(0).count(DEATH, 3)

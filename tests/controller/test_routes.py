@@ -12,8 +12,8 @@ from rich.console import Console
 
 from agent_rl.config import RunConfig
 from agent_rl.controller import route_checks as routes
-from agent_rl.controller.route_checks import check_budget, probe_engines
-from agent_rl.engine.route_probe.checks import Check, Verdict
+from agent_rl.controller.route_checks import check_missing_budget, probe_engines
+from agent_rl.engine.route_probe.checks import Check, CheckStatus
 from agent_rl.engine.route_probe.run import ProbeReport
 from agent_rl.errors import RoutesMissingError
 from agent_rl.monitoring.console import Display
@@ -40,13 +40,13 @@ def trajectory(missing: int) -> Trajectory:
 @pytest.mark.parametrize("missing", ["without_replay", "drop_sample"])
 def test_the_budget_is_a_share_of_the_steps_tokens(missing: str) -> None:
     groups = [Group("a", (trajectory(3), trajectory(0))), Group("b", (trajectory(0), trajectory(1)))]
-    check_budget(7, groups, config(missing=missing, missing_budget=0.01).r3)  # 4 of 400: exactly what it allows
+    check_missing_budget(7, groups, config(missing=missing, missing_budget=0.01).r3)  # 4 of 400: exactly what it allows
     with pytest.raises(RoutesMissingError, match=r"^step 7: 1.00% .*lack routes, r3.missing_budget=0.009 allows 0.90%"):
-        check_budget(7, groups, config(missing=missing, missing_budget=0.009).r3)
+        check_missing_budget(7, groups, config(missing=missing, missing_budget=0.009).r3)
 
 
 def test_a_step_that_lost_all_its_groups_lacks_nothing() -> None:
-    check_budget(1, [], config(missing="without_replay", missing_budget=0).r3)
+    check_missing_budget(1, [], config(missing="without_replay", missing_budget=0).r3)
 
 
 @pytest.mark.parametrize(
@@ -54,31 +54,35 @@ def test_a_step_that_lost_all_its_groups_lacks_nothing() -> None:
     [("error", "sampled", False), ("without_replay", "latest", True), ("drop_sample", "sampled", True)],
 )
 def test_the_policy_reaches_the_episodes(missing: str, source: str, allowed: bool) -> None:
-    rules = EpisodeRules.of(config(missing=missing, source=source))
+    rules = EpisodeRules.from_config(config(missing=missing, source=source))
     assert rules.routes is not None
     assert (rules.routes.allows_missing, rules.routes.source) == (allowed, source)
     assert rules.for_evaluation(greedy=False).routes is None
 
 
-SOUND = ("routes captured", Verdict.OK), ("key in every answer", Verdict.OK), ("start honoured", Verdict.OK)
-NO_START = SOUND[0], SOUND[1], ("start honoured", Verdict.FAILED)
-SOME_STRIPPED = SOUND[0], ("key in every answer", Verdict.FAILED), SOUND[2]
+SOUND = (
+    ("routes captured", CheckStatus.OK),
+    ("key in every response", CheckStatus.OK),
+    ("start honored", CheckStatus.OK),
+)
+NO_START = SOUND[0], SOUND[1], ("start honored", CheckStatus.FAILED)
+SOME_STRIPPED = SOUND[0], ("key in every response", CheckStatus.FAILED), SOUND[2]
 
 
 async def probing(
-    monkeypatch: pytest.MonkeyPatch, found: tuple[tuple[str, Verdict], ...], chosen: RunConfig
+    monkeypatch: pytest.MonkeyPatch, found: tuple[tuple[str, CheckStatus], ...], chosen: RunConfig
 ) -> tuple[list[str], str]:
     """The servers probed, and what was shown; a report stands in for the real probe (tests/engine/test_probe.py)."""
     probed, shown = list[str](), io.StringIO()
 
-    async def report(url: str, facts: object, **options: object) -> ProbeReport:
+    async def report(url: str, model_spec: object, **options: object) -> ProbeReport:
         probed.append(url)
         return ProbeReport(url, tuple(Check(name, verdict, "as found", "mend it") for name, verdict in found), 13, 0.5)
 
     monkeypatch.setattr(routes, "probe", report)
-    engine = SimpleNamespace(urls=("http://a", "http://b"), facts=None)
+    engine = SimpleNamespace(urls=("http://a", "http://b"), model_spec=None)
     try:
-        await probe_engines(chosen, engine, Display("x", Console(file=shown, width=200)))  # type: ignore[arg-type]
+        await probe_engines(chosen.routes_config, engine, {}, Display("x", Console(file=shown, width=200)))  # type: ignore[arg-type]
     finally:
         assert shown.getvalue() == "" or "probing the engine's routes" in shown.getvalue()
     return probed, shown.getvalue()
@@ -91,16 +95,16 @@ async def test_a_probe_says_what_it_found_in_a_line_each(monkeypatch: pytest.Mon
 
 
 async def test_a_failed_check_stops_the_run_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = r"^http://a: its routes can't be replayed \(start honoured: as found\): mend it; see .agent-rl r3 probe"
+    expected = r"^http://a: its routes can't be replayed \(start honored: as found\): mend it; see .agent-rl r3 probe"
     with pytest.raises(RoutesMissingError, match=expected):
         await probing(monkeypatch, NO_START, config())
 
 
 async def test_routes_that_may_be_missing_may_be_missing_in_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(RoutesMissingError, match="key in every answer"):
+    with pytest.raises(RoutesMissingError, match="key in every response"):
         await probing(monkeypatch, SOME_STRIPPED, config())
     _, shown = await probing(monkeypatch, SOME_STRIPPED, config(missing="without_replay"))
-    assert "1 failed (key in every answer: as found)" in shown
+    assert "1 failed (key in every response: as found)" in shown
 
 
 async def test_nothing_is_probed_where_nothing_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent_rl.controller.task_sampler import check_enough, task_at
+from agent_rl.controller.async_rollout.producer import check_enough, task_at
 from agent_rl.errors import ConfigError
 from envs import Task
 

@@ -52,5 +52,6 @@ async def test_the_base_image_is_built_where_sandboxes_need_it(
     built: list[tuple[str, str]], backend: str, image: str | None, expected: list[Any]
 ) -> None:
     overrides = [f"sandbox.backend=named_boxes:{backend}"] + ([f"sandbox.image={image}"] if image else [])
-    await setup._image(load_config(CONFIG, overrides), Display("setup"))
+    config = load_config(CONFIG, overrides)
+    await setup.ensure_image(config.sandbox, config.env.name, Display("setup"))
     assert built == expected

@@ -41,17 +41,17 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def shown(path: Path, *, width: int = 100, terminal: bool = False, **choice: object) -> str:
+def output_of(path: Path, *, width: int = 100, terminal: bool = False, **choice: object) -> str:
     out = io.StringIO()
     options = {"step": None, "task": None, "sample": None, "as_list": False} | choice
     show(path, console=Console(file=out, width=width, force_terminal=terminal, highlight=False), **options)  # type: ignore[arg-type]
     return out.getvalue()
 
 
-def test_an_episode_is_shown_turn_by_turn(run: Path) -> None:
-    text = shown(run, step=1)
+def test_episode_is_printed_turn_by_turn(run: Path) -> None:
+    text = output_of(run, step=1)
     for part in (
-        "You fix bugs.", "sum is wrong", "turn 1 calls execute_bash (2 tokens, 0.2 s to write, 0.5 s to run)",
+        "You fix bugs.", "sum is wrong", "turn 1 calls execute_bash (2 tokens, generation 0.2 s, tool 0.5 s)",
         "I look. <call>", "cat sum.py", "def sum(a, b):", "red [bold]", "turn 2 makes no call",
         "fix-sum, sample 0: resolved, reward 1; submitted; 2 turns in 2.0 s",
     ):  # fmt: skip
@@ -59,16 +59,16 @@ def test_an_episode_is_shown_turn_by_turn(run: Path) -> None:
     assert "\x1b" not in text, "what a command printed does not steer the terminal"
 
 
-def test_many_are_listed_and_one_is_chosen(run: Path) -> None:
-    text = shown(run)
+def test_several_episodes_are_listed(run: Path) -> None:
+    text = output_of(run)
     assert "step-000002.jsonl.zst" in text, "the last step"
     assert [line.count("fix-sum") for line in text.splitlines() if "not resolved" in line][:1] == [1]
-    assert f"one of them: agent-rl show {run} --task fix-sum --sample 0" in text.replace("\n", "")
+    assert f"to show one: agent-rl show {run} --task fix-sum --sample 0" in text.replace("\n", "")
     assert "steps: 1 to 2" in text
-    assert "not resolved, reward 0;" in shown(run, task="fix-sum", sample=0)
-    assert "resolved, reward 1;" in shown(run, task="fix-sum", sample=1)
-    assert "other, sample 0" in shown(run / "trajectories" / "step-000002.jsonl.zst", task="other")
-    assert "outcome" in shown(run, step=1, as_list=True)
+    assert "not resolved, reward 0;" in output_of(run, task="fix-sum", sample=0)
+    assert "resolved, reward 1;" in output_of(run, task="fix-sum", sample=1)
+    assert "other, sample 0" in output_of(run / "trajectories" / "step-000002.jsonl.zst", task="other")
+    assert "outcome" in output_of(run, step=1, as_list=True)
 
 
 def test_an_evaluation_and_one_of_its_logs(tmp_path: Path) -> None:
@@ -76,31 +76,31 @@ def test_an_evaluation_and_one_of_its_logs(tmp_path: Path) -> None:
     for name in ("a/b", "c"):
         done = episode(1.0, name)
         directory.record(EpisodeResult(name, 0, True, "submitted", 2, 2.0), done)
-    assert "a/b" in shown(directory.path)
-    assert "a/b, sample 0: resolved; submitted" in shown(directory.path, task="a/b")
+    assert "a/b" in output_of(directory.path)
+    assert "a/b, sample 0: resolved; submitted" in output_of(directory.path, task="a/b")
     log = directory.log_of(EpisodeResult("c", 0, True, "submitted", 2, 2.0))
-    assert "c, sample 0: resolved; submitted" in shown(log)
-    with pytest.raises(UserError, match=r"neither a run's directory .*; there are some in .*eval/gold$"):
-        shown(tmp_path / "run")
+    assert "c, sample 0: resolved; submitted" in output_of(log)
+    with pytest.raises(UserError, match=r"expected the directory of a run .*; found some in .*eval/gold$"):
+        output_of(tmp_path / "run")
 
 
 def test_a_narrow_terminal_without_colours(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     for choice in ({"step": 1}, {"step": 2}):
-        text = shown(run, width=40, terminal=True, **choice)
+        text = output_of(run, width=40, terminal=True, **choice)
         assert not re.search(r"\x1b\[[39]\d", text), "no colour"
         lines = [line for line in re.sub(r"\x1b\[\d*m", "", text).splitlines() if "agent-rl show" not in line]
         assert max(map(len, lines)) <= 40
 
 
-def test_what_is_not_there_is_told(run: Path, tmp_path: Path) -> None:
+def test_missing_or_invalid_input_is_a_user_error(run: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--step 9: .* has trajectories of steps 1 to 2"):
-        shown(run, step=9)
-    with pytest.raises(UserError, match="no such episode among its 3; tasks: fix-sum, other"):
-        shown(run, task="nothing")
-    with pytest.raises(UserError, match="neither a run's directory"):
-        shown(tmp_path / "absent")
+        output_of(run, step=9)
+    with pytest.raises(UserError, match="no episode matches"):
+        output_of(run, task="nothing")
+    with pytest.raises(UserError, match="expected the directory of a run"):
+        output_of(tmp_path / "absent")
     for text in ("{}", "[1]", "nonsense", json.dumps({"task_id": "t"})):
         (tmp_path / "wrong.json").write_text(text)
-        with pytest.raises(UserError, match=r"wrong\.json: no trajectories that can be shown"):
-            shown(tmp_path / "wrong.json")
+        with pytest.raises(UserError, match=r"wrong\.json: no readable trajectories"):
+            output_of(tmp_path / "wrong.json")

@@ -9,8 +9,8 @@ from support.evaluations import eval_report
 from agent_rl.config import RunConfig, TrainConfig
 from agent_rl.controller.state import RunState
 from agent_rl.errors import ConfigError
-from agent_rl.evaluation.finished import read_evaluation
 from agent_rl.evaluation.paired import Score
+from agent_rl.evaluation.saved import read_evaluation
 
 
 def config(runs: Path, **train: object) -> RunConfig:
@@ -24,7 +24,7 @@ def test_evaluations_survive_and_those_after_the_resume_point_are_forgotten(tmp_
     trajectories = tmp_path / "demo" / "trajectories"
     trajectories.mkdir()
     for step in (5, 6):
-        (trajectories / f"step-{step:06d}.jsonl").touch()
+        (trajectories / f"step-{step:06d}.jsonl.zst").touch()
         (trajectories / f"step-{step:06d}.safetensors").touch()
     resumed = RunState(config(tmp_path))
     resumed.forget_after(5)
@@ -34,7 +34,7 @@ def test_evaluations_survive_and_those_after_the_resume_point_are_forgotten(tmp_
         "step-000000-sampled.report.json", "step-000005-sampled.report.json",
     ]  # fmt: skip
     assert json.loads((resumed.dir / "state.json").read_text())["resumes"] == [5]
-    assert sorted(path.name for path in trajectories.iterdir()) == ["step-000005.jsonl", "step-000005.safetensors"]
+    assert sorted(path.name for path in trajectories.iterdir()) == ["step-000005.jsonl.zst", "step-000005.safetensors"]
 
 
 def test_a_run_has_one_id_for_good(tmp_path: Path) -> None:
@@ -51,5 +51,5 @@ def test_a_resumed_run_must_be_the_same_run(tmp_path: Path) -> None:
     RunState(config(tmp_path, lr=1e-3))
     RunState(config(tmp_path, lr=1e-3, steps=99, checkpoint_every=2, keep_every=10, parallel={"world_size": 2}))
     RunState(config(tmp_path, lr=1e-3, parallel={"world_size": 2, "expert": 2}, balance={"enabled": True}))
-    with pytest.raises(ConfigError, match=r"train\.lr: .* was begun with 0.001, the config now says 0.002"):
+    with pytest.raises(ConfigError, match=r"train\.lr: .* was started with 0.001, the config now has 0.002"):
         RunState(config(tmp_path, lr=2e-3))

@@ -12,9 +12,8 @@ from rich.console import Console
 from support.evaluations import eval_report
 
 from agent_rl.config import RunConfig
-from agent_rl.controller.skipped_updates import why_idle
 from agent_rl.controller.state import RunState
-from agent_rl.controller.summary import summarize, summary_table
+from agent_rl.controller.summary import summarize, summary_table, why_idle
 
 FACTS = {"sandbox": "bubblewrap", "engine": "sglang"}
 UNIFORM = {"rollout/trajectories": 8.0, "reward/groups_uniform": 1.0, "reward/mean": 0.0}
@@ -55,9 +54,9 @@ def test_an_evaluation_in_which_nothing_was_graded_has_no_rate(tmp_path: Path) -
     [
         (UNIFORM | {"reward/mean": 1.0}, "too easy"),
         (UNIFORM | {"reward/mean": 0.4, "train/updates": 0.0}, "within every group are equal"),
-        ({"rollout/trajectories": 0.0}, "lost to the infrastructure"),
+        ({"rollout/trajectories": 0.0}, "infrastructure failures"),
         ({"rollout/trajectories": 8.0, "train/updates": 0.0, "train/skipped_updates": 1.0}, "the guard"),
-        ({"rollout/trajectories": 8.0, "reward/groups_uniform": 0.5}, "no trajectory was left"),
+        ({"rollout/trajectories": 8.0, "reward/groups_uniform": 0.5}, "were filtered out"),
     ],
 )
 def test_the_reason_is_told(row: dict[str, float], reason: str) -> None:

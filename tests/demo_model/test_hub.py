@@ -11,9 +11,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
 from aiohttp import web
 
 from agent_rl.config.builtin import MODELS
+
+pytestmark = pytest.mark.slow
 
 COMMIT = "c0ffee" * 6 + "c0ff"
 FILES = {
@@ -25,9 +28,9 @@ FETCH = """
 import sys
 from pathlib import Path
 from agent_rl.errors import UserError
-from agent_rl.models.hub import fetch
+from agent_rl.models.hub import fetch_model
 try:
-    print(fetch(Path(sys.argv[1]), "model"))
+    print(fetch_model(Path(sys.argv[1]), "model"))
 except UserError as error:
     sys.exit(str(error))
 """
@@ -103,7 +106,7 @@ async def fetched(name: str, url: str, home: Path, **more: str) -> tuple[int, st
 async def test_a_model_is_fetched_once_over_a_broken_connection_and_found_offline(tmp_path: Path) -> None:
     async with hub({"model.safetensors"}) as served:
         code, _, error = await fetched("acme/tiny", served.url, tmp_path)
-        assert (code, error.splitlines()[-1].endswith("start again, it goes on where it stopped")) == (1, True), error
+        assert (code, error.splitlines()[-1].endswith("start again to resume the download")) == (1, True), error
         code, directory, bars = await fetched("acme/tiny", served.url, tmp_path)
         assert code == 0, bars
         assert "model.safetensors" in bars or "Fetching" in bars, "it says how far it is"
@@ -119,8 +122,10 @@ async def test_a_model_is_fetched_once_over_a_broken_connection_and_found_offlin
     (Path(directory) / "model.safetensors").unlink()
     code, _, error = await fetched("acme/tiny", served.url, tmp_path, HF_HUB_OFFLINE="1")
     assert (code, error) == (
-        1, f"model: acme/tiny: its copy in the cache lacks model.safetensors ({directory}): fetch it with a network",
-    )  # fmt: skip
+        1,
+        f"model: acme/tiny: its copy in the cache lacks model.safetensors ({directory}): download it where there is a "
+        "network",
+    )
 
 
 async def test_what_the_hub_does_not_give_is_one_line(tmp_path: Path) -> None:
@@ -129,16 +134,14 @@ async def test_what_the_hub_does_not_give_is_one_line(tmp_path: Path) -> None:
         names = ("acme/other", "acme/gated", "acme/tiny@v9")
         answers = [(await fetched(name, url, tmp_path))[2] for name in names]
     assert answers == [
-        f"model: acme/other: no directory here, and {url} has no such model, or wants a token that may read it "
+        f"model: acme/other: no directory here, and {url} has no such model, or needs a token that may read it "
         "(HF_TOKEN)",
-        f"model: acme/gated: no directory here, and {url} gives it only to those who accepted its terms: do so, and "
-        "set "
-        "HF_TOKEN",
+        f"model: acme/gated: no directory here, and {url} requires accepting its terms: do so, and set HF_TOKEN",
         f"model: acme/tiny@v9: no directory here, and {url} has no revision v9 of it",
     ]
     code, _, error = await fetched("acme/tiny", url, tmp_path)
     assert (code, error) == (
         1,
         f"model: acme/tiny: no directory here, not in the cache ({tmp_path}/hub), and {url} cannot be reached: name a "
-        "directory, or fetch it where there is a network (hf download acme/tiny)",
+        "directory, or download it where there is a network (hf download acme/tiny)",
     )

@@ -10,12 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from agent_rl.demo_model.demos import Demonstrator, record_demonstrations
-from agent_rl.demo_model.warmup import encode
-from agent_rl.models.builtin import install_model
+from agent_rl.config.builtin import install_model
 from agent_rl.render.chat import ChatRenderer
 from envs import EnvContext
 from envs.mini import generate
+from scripts.train_demo_model import Demonstrator, encode, record_demonstrations
 from tools import ToolCall, tool_format
 
 

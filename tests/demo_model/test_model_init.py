@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from agent_rl.demo_model.init import SHAPES, TinyMoe, initial_weights, save_checkpoint
-from agent_rl.demo_model.warmup import WARMUPS, _keep_only
+from agent_rl.config.builtin import MODEL_FILES, install_model
 from agent_rl.errors import UserError
-from agent_rl.models.builtin import FILES, install_model
 from agent_rl.utils.directory_lock import LOCK, lock_directory
+from scripts.tiny_moe import SHAPES, TinyMoe, initial_weights, save_checkpoint
+from scripts.train_demo_model import WARMUPS, _keep_only
 
 
 def test_the_same_seed_gives_the_same_weights() -> None:
@@ -61,7 +61,7 @@ def test_the_checkpoint_loads_and_the_induction_heads_find_what_followed_before(
 
 def test_an_unfinished_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(UserError, match="holds no complete model"):
+    with pytest.raises(UserError, match="contains no complete model"):
         install_model(tmp_path)
 
 
@@ -69,6 +69,6 @@ def test_an_unfinished_directory_is_refused(tmp_path: Path) -> None:
 def test_a_shipped_model_is_installed_once_and_has_its_sizes(tmp_path: Path, shape: str) -> None:
     out = tmp_path / "models" / shape
     assert install_model(out, f"{shape}-moe")
-    assert {path.name for path in out.iterdir()} == set(FILES)
+    assert {path.name for path in out.iterdir()} == set(MODEL_FILES)
     assert json.loads((out / "config.json").read_text()) == SHAPES[shape].config(eos=2, pad=0)
     assert not install_model(out, f"{shape}-moe")

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from agent_rl.demo_model.demos import Demonstrator
-from agent_rl.demo_model.tokenizer import EOS, TAGS, VOCAB_SIZE, save_tokenizer, train_tokenizer
 from agent_rl.render.chat import ChatRenderer
 from envs.mini import generate
+from scripts.tiny_moe import EOS, TAGS, VOCAB_SIZE, save_tokenizer, train_tokenizer
+from scripts.train_demo_model import Demonstrator
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def test_decoding_without_control_tokens_keeps_the_tags(tokenizer: Tokenizer) ->
 
 
 def test_a_corpus_that_is_too_small_is_refused() -> None:
-    with pytest.raises(ValueError, match="1024 were wanted"):
+    with pytest.raises(ValueError, match="1024 are required"):
         train_tokenizer(["def a():\n    return 1\n"])
 
 
@@ -50,7 +50,8 @@ def test_the_template_is_prefix_preserving_and_a_turn_ends_with_one_token(tokeni
     renderer = ChatRenderer(tmp_path)
     assert renderer.observation_role == "tool"
     assert renderer.stop_token_ids == (tokenizer.token_to_id(EOS),)
-    opening = renderer.opening([{"role": "system", "content": "Fix."}, {"role": "user", "content": "a.py is wrong."}])
-    assert tokenizer.decode(opening, skip_special_tokens=False) == (
+    messages = [{"role": "system", "content": "Fix."}, {"role": "user", "content": "a.py is wrong."}]
+    prompt = renderer.initial_prompt(messages)
+    assert tokenizer.decode(prompt, skip_special_tokens=False) == (
         "<|im_start|>system\nFix.<|im_end|><|im_start|>user\na.py is wrong.<|im_end|><|im_start|>assistant\n"
     )

@@ -1,4 +1,4 @@
-"""Links, anchors and file names in README, CONTRIBUTING and docs lead to something that is there."""
+"""Links, anchors, files and names in README, CONTRIBUTING, SECURITY and docs exist."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ FILE = re.compile(r"^(?:[\w.-]+/)*(?:[\w-]+\.(?:py|yaml|jinja)|[\w.-]+/)$")
 """A code span that is the path of a file or, with a slash at its end, of a directory."""
 
 FOREIGN = {
-    *("setup.py", "sitecustomize.py", "usercustomize.py", "sweb.yaml", "tasks/"),  # of tasks
+    *("setup.py", "sitecustomize.py", "usercustomize.py", "conftest.py", "sweb.yaml", "tasks/"),  # of tasks
     *("distrib_optimizer.py", "layers/logprob_processor.py", "tools/check_r3_trace.py"),  # of Megatron, SGLang, NeMo RL
+    *("letters.py", "test_letters.py", "letters.yaml"),  # written by `agent-rl envs new letters`
     "config.yaml",  # of a run's directory
 }
 """Files that pages name and that are not of this repository."""
 
 NAME = re.compile(r"(?=\w*_|[A-Z][a-z]|[\w.]+\()[A-Za-z_][\w.]*(\(.*\))?")
-"""A code span that names a class, a function or another identifier with an underline."""
+"""A code span that names a class, a function or another identifier with an underscore."""
 
 FOREIGN_NAMES = {
     *("dp_reshardable", "fully_reshardable", "fully_sharded_model_space", "sharded_state_dict"),  # of Megatron-core
@@ -31,7 +32,7 @@ FOREIGN_NAMES = {
 
 WRITTEN_BY_RUNS = (
     *("runs/", "trajectories/", "evaluations/", "journal/", "checkpoints/", "weights/", "model/", "tensorboard/"),
-    "eval/",
+    *("eval/", "logs/"),
 )
 
 
@@ -39,12 +40,20 @@ WRITTEN_BY_RUNS = (
 def repository() -> frozenset[str]:
     """The paths of all files that git keeps or could keep, and of their directories (with a slash at the end)."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    files = subprocess.run(command, cwd=pages.ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
+    listed = subprocess.run(command, cwd=pages.ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    files = [file for file in listed if (pages.ROOT / file).exists()]
     return frozenset(files) | {f"{directory}/" for file in files for directory in Path(file).parents}
 
 
+@functools.cache
+def words_of_the_source() -> frozenset[str]:
+    """Every word in the packages, the tests and the configs."""
+    files = [pages.ROOT / path for path in repository() if path.endswith((".py", ".yaml", ".sh")) and "/" in path]
+    return frozenset(re.findall(r"\w+", "".join(file.read_text() for file in files)))
+
+
 def in_repository(span: str) -> bool:
-    """Whether ``span`` is a path from the root, or the end of one (``hf.py`` beside its page's directory)."""
+    """Whether ``span`` is a path from the root, or the end of one."""
     return span.startswith(WRITTEN_BY_RUNS) or any(path == span or path.endswith(f"/{span}") for path in repository())
 
 
@@ -62,47 +71,28 @@ def test_every_relative_link_leads_to_a_file_and_an_anchor(page: Path) -> None:
         file = (page.parent / path).resolve() if path else page
         if not file.exists():
             dead.append(f"{relative(page)}:{line}: {target}: there is no such file")
+        elif page.parent != pages.ROOT and not file.is_relative_to(pages.ROOT / "docs"):
+            dead.append(f"{relative(page)}:{line}: {target}: the site has only pages of docs/")
         elif anchor and anchor not in pages.anchors(file):
             dead.append(f"{relative(page)}:{line}: {target}: the page has no such heading")
     assert not dead, "\n".join(dead)
 
 
 @pytest.mark.parametrize("page", pages.PAGES, ids=relative)
-def test_every_named_file_is_in_the_repository(page: Path) -> None:
-    named = [(line, span) for line, span in pages.code_spans(page) if FILE.match(span) and span not in FOREIGN]
-    absent = [f"{relative(page)}:{line}: `{span}`" for line, span in named if not in_repository(span)]
-    assert not absent, "there is no such file or directory:\n" + "\n".join(absent)
+def test_every_named_file_and_identifier_exists(page: Path) -> None:
+    missing = []
+    for line, span in pages.code_spans(page):
+        if FILE.match(span):
+            found = span in FOREIGN or in_repository(span)
+        else:
+            words = set(span.split("(")[0].split(".")) - {""}
+            found = not NAME.fullmatch(span) or words <= words_of_the_source() | FOREIGN_NAMES
+        missing += [] if found else [f"{relative(page)}:{line}: `{span}`"]
+    assert not missing, "neither a file nor a name of the source:\n" + "\n".join(missing)
 
 
-def test_every_page_is_in_the_table_of_contents() -> None:
+def test_the_menu_has_every_page_for_users() -> None:
     index = pages.ROOT / "docs/index.md"
     listed = {name for block in pages.blocks(index) if block.language == "{toctree}" for name in block.text.split("\n")}
-    assert {page.stem for page in (pages.ROOT / "docs").glob("*.md")} - {"index"} <= listed
-
-
-def test_every_page_starts_with_a_title_and_a_sentence() -> None:
-    for page in pages.PAGES:
-        first, second = [token for token in pages.tokens(page) if token.type.endswith("_open")][:2]
-        assert (first.tag, second.tag) == ("h1", "p"), f"{relative(page)}: wants a title, then what the page is for"
-
-
-def test_the_readme_is_short() -> None:
-    assert len((pages.ROOT / "README.md").read_text().splitlines()) <= 80
-
-
-@functools.cache
-def words_of_the_source() -> frozenset[str]:
-    """Every word in the packages, the tests and the configs."""
-    files = [pages.ROOT / path for path in repository() if path.endswith((".py", ".yaml", ".sh")) and "/" in path]
-    return frozenset(re.findall(r"\w+", "".join(file.read_text() for file in files if file.exists())))
-
-
-@pytest.mark.parametrize("page", pages.PAGES, ids=relative)
-def test_every_name_of_code_is_in_the_source(page: Path) -> None:
-    unknown = []
-    for line, span in pages.code_spans(page):
-        name = span.split("(")[0]
-        if NAME.fullmatch(span) and not FILE.match(span):
-            missing = set(name.split(".")) - words_of_the_source() - FOREIGN_NAMES - {""}
-            unknown += [f"{relative(page)}:{line}: `{span}`: {missing}"] if missing else []
-    assert not unknown, "names that the source does not have:\n" + "\n".join(unknown)
+    names = {str(page.relative_to(index.parent).with_suffix("")) for page in index.parent.glob("*/*.md")}
+    assert {name for name in names if not name.startswith("research/")} <= listed

@@ -1,5 +1,5 @@
-"""Rehearses ranks in one process after another, each a fork of one that has imported everything, some with a fault that
-was mended once put back. Reads (fault, job) pairs as pickle on standard input, writes records, a line each."""
+"""Dry-runs ranks one after another, each in a fork of a process that has imported everything, some with a reintroduced
+fault. Reads pickled (fault, job) pairs from standard input and writes one record per line."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from agent_rl.dryrun.fake_device import load_guard
+from agent_rl.dryrun.fake_device import load_device_guard
 from agent_rl.dryrun.job import RankJob, RankRecord
 from agent_rl.planner.hardware import GPUS
 
 
 def main() -> None:
     pairs: list[tuple[str, RankJob]] = pickle.load(sys.stdin.buffer)
-    load_guard(pairs[0][1].library)
-    from agent_rl.dryrun.rank import Stage
+    load_device_guard(pairs[0][1].library)
+    from agent_rl.dryrun.rank import RankEnvironment
 
-    stage = Stage.set_up(GPUS["H100 SXM"])
+    stage = RankEnvironment.install(GPUS["H100 SXM"])
     import agent_rl.train.megatron.model
     import agent_rl.train.worker  # noqa: F401
 
     for fault, job in pairs:
-        sys.stdout.buffer.write(_forked(fault, job, stage).dump() + b"\n")
+        sys.stdout.buffer.write(_run_in_fork(fault, job, stage).dump() + b"\n")
 
 
-def _forked(fault: str, job: RankJob, stage: Any) -> RankRecord:
+def _run_in_fork(fault: str, job: RankJob, stage: Any) -> RankRecord:
     read, write = os.pipe()
     if (child := os.fork()) == 0:
-        from agent_rl.dryrun.rank import rehearse
+        from agent_rl.dryrun.rank import dry_run_rank
 
         try:
             FAULTS[fault]()
             with os.fdopen(write, "wb") as out:
-                out.write(rehearse(job, stage).dump())
+                out.write(dry_run_rank(job, stage).dump())
         except Exception:
             traceback.print_exc()
         finally:
             os._exit(0)
     os.close(write)
-    with os.fdopen(read, "rb") as answer:
-        data = answer.read()
+    with os.fdopen(read, "rb") as result:
+        data = result.read()
     os.waitpid(child, 0)
     return RankRecord.load(data)
 
@@ -70,7 +70,7 @@ def _maps_are_kept() -> None:
     """Of what a dispatcher makes in a pass, the gates alone are let go."""
     from agent_rl.train.megatron import moe
 
-    _any(moe).OF_A_PASS = moe.OF_A_PASS[:2]
+    _any(moe).PASS_STATE = moe.PASS_STATE[:2]
 
 
 def _router_on_the_host() -> None:
@@ -156,8 +156,8 @@ def _broadcast_in_the_way() -> None:
         def result(self) -> Any:
             return self._answer
 
-    plain = rank.StandInEngines
-    _any(rank).StandInEngines = lambda *given, **more: plain(*given, **more, seconds=1.0)
+    plain = rank.FakeEngines
+    _any(rank).FakeEngines = lambda *args, **options: plain(*args, **options, seconds=1.0)
     _any(publisher)._Threaded = Now
 
 

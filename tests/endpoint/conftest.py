@@ -15,7 +15,7 @@ import pytest
 from agent_rl.config import HarnessConfig, R3Config, RolloutConfig
 from agent_rl.config.builtin import MODELS
 from agent_rl.endpoint.episode import HarnessRun, agent_binds
-from agent_rl.endpoint.server import Gateway, open_gateway
+from agent_rl.endpoint.server import EndpointServer, serve_endpoint
 from agent_rl.endpoint.session import HarnessRenderer, Session
 from agent_rl.engine.scripted import ScriptedEngine
 from agent_rl.render import ChatRenderer
@@ -55,7 +55,7 @@ class Saying:
     ) -> None:
         self._said = [[*renderer._encoder.encode(text), renderer.end_of_turn_id] for text in texts]
         self._before = before
-        self.asked = 0
+        self.requests = 0
         self.cancelled = 0
         self.scripted = ScriptedEngine(self._next, layout=LAYOUT)
 
@@ -63,10 +63,10 @@ class Saying:
         return self._said[min(turn, len(self._said) - 1)]
 
     async def generate(self, *args: Any, **options: Any) -> Completion:
-        self.asked += 1
+        self.requests += 1
         try:
             if self._before is not None:
-                await self._before(self.asked)
+                await self._before(self.requests)
             return await self.scripted.generate(*args, **options)
         except asyncio.CancelledError:
             self.cancelled += 1
@@ -80,26 +80,26 @@ def renderer() -> ChatRenderer:
 
 def rendering(renderer: ChatRenderer, fmt: str = "hermes", history: str = "keep") -> HarnessRenderer:
     harness = HarnessConfig.model_validate({"command": "true", "history": history})
-    return HarnessRenderer.of(renderer, tool_format(fmt), RolloutConfig(harness=harness))
+    return HarnessRenderer.from_config(renderer, tool_format(fmt), RolloutConfig(harness=harness))
 
 
 @asynccontextmanager
 async def served(
     renderer: ChatRenderer, engine: Any, fmt: str = "hermes", history: str = "keep", **limits: Any
 ) -> AsyncIterator[Any]:
-    """A gateway with one session; ``ask`` posts to it."""
+    """A endpoint with one session; ``ask`` posts to it."""
     rules = EpisodeRules(RolloutConfig(**{"max_tokens": 4000, **limits}), routes=R3Config())
-    async with open_gateway() as gateway:
+    async with serve_endpoint() as endpoint:
         session = Session("s", engine, rendering(renderer, fmt, history), rules, context=rules.rollout.max_tokens)
-        url = f"http://127.0.0.1:{gateway.port}/s/{session.key}"
-        async with AsyncExitStack() as clients, gateway.serving(session):
+        url = f"http://127.0.0.1:{endpoint.port}/s/{session.key}"
+        async with AsyncExitStack() as clients, endpoint.serving(session):
             client = await clients.enter_async_context(httpx.AsyncClient(base_url=url, timeout=20))
 
             async def ask(path: str, **body: Any) -> httpx.Response:
                 return await client.post(path, json=body)
 
             yield SimpleNamespace(
-                gateway=gateway,
+                endpoint=endpoint,
                 session=session,
                 url=url,
                 client=client,
@@ -159,14 +159,19 @@ class OneTask:
 
 
 async def drive(
-    gateway: Gateway, renderer: ChatRenderer, engine: Any, harness: HarnessConfig, pool: SandboxPool, **limits: Any
+    endpoint: EndpointServer,
+    renderer: ChatRenderer,
+    engine: Any,
+    harness: HarnessConfig,
+    pool: SandboxPool,
+    **limits: Any,
 ) -> Trajectory:
     """An episode of a task in its sandbox."""
-    context = EnvContext(backend=pool, agent_binds=agent_binds(gateway, harness))
+    context = EnvContext(backend=pool, agent_binds=agent_binds(endpoint, harness))
     rules = EpisodeRules(RolloutConfig(**{"max_tokens": 4000, **limits}, harness=harness))
     task = Task(RECORD.id, "one", {})
     env, most = OneTask(context), rules.rollout.max_tokens
-    return await HarnessRun(gateway, most, env, task, engine, renderer, tool_format("hermes"), rules).run()
+    return await HarnessRun(endpoint, most, env, task, engine, renderer, tool_format("hermes"), rules).run()
 
 
 @pytest.fixture(scope="session")
@@ -186,6 +191,6 @@ def kit() -> SimpleNamespace:
 
 
 @pytest.fixture
-async def gateway() -> AsyncIterator[Gateway]:
-    async with open_gateway() as opened:
+async def endpoint() -> AsyncIterator[EndpointServer]:
+    async with serve_endpoint() as opened:
         yield opened

@@ -20,11 +20,11 @@ TURNS = ["<think>\nlook\n</think>\n\nFirst. {ls}", "{a}\n{b}", "<think>\nso\n</t
 
 def linear(served: Any) -> None:
     """One branch; no sampled token was encoded again; each row came once."""
-    (branch,) = served.session.forest.branches()
+    (branch,) = served.session.tree.branches()
     assert branch.cause is BranchCause.START
     assert served.engine.scripted.rows_sent == len(branch.tokens) - 1
-    assert int(branch.loss_mask.sum()) == sum(len(node.sampled) for node in served.session.forest.nodes)
-    assert served.session.forest.echo_differs == 0
+    assert int(branch.loss_mask.sum()) == sum(len(node.sampled) for node in served.session.tree.nodes)
+    assert served.session.tree.echo_differs == 0
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ async def test_messages(renderer: ChatRenderer, kit: SimpleNamespace, texts: lis
         counted = await client.messages.count_tokens(
             messages=messages[:3], **{k: asked[k] for k in ("model", "system", "tools")}
         )
-        assert counted.input_tokens == served.session.forest.nodes[1].prompt
+        assert counted.input_tokens == served.session.tree.nodes[1].prompt
         linear(served)
 
 
@@ -159,7 +159,7 @@ async def test_tools_that_are_found_later_are_described_where_they_are_found(
             ("search", {"seconds": "3"}),
             ("fetch", {"seconds": 3}),
         ]
-        (branch,) = served.session.forest.branches()
+        (branch,) = served.session.tree.branches()
         assert renderer.decode(branch.tokens.tolist()).count("Gets a page.") == 2
 
 
@@ -185,7 +185,7 @@ async def test_a_full_context_and_an_ended_episode_are_told_in_each_dialects_own
         assert over.value.code == "episode_ended"
         with pytest.raises(anthropic.BadRequestError, match="the episode is over: max_turns"):
             await claude.messages.create(model="m", messages=[*short, *short], max_tokens=5)
-        url = f"http://127.0.0.1:{served.gateway.port}/v1"
+        url = f"http://127.0.0.1:{served.endpoint.port}/v1"
         foreign = await served.clients(openai.AsyncOpenAI(base_url=url, api_key="wrong"))
         with pytest.raises(openai.AuthenticationError):
             await foreign.chat.completions.create(model="m", messages=short)
@@ -215,4 +215,4 @@ async def test_what_cannot_be_had_is_refused(
         answer = await served.ask("/v1/chat/completions", **body)
         assert answer.status_code == 400
         assert answer.json()["error"]["type"] == "invalid_request_error"
-        assert served.engine.asked == 0
+        assert served.engine.requests == 0

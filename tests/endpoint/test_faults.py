@@ -28,7 +28,10 @@ from agent_rl.types import BranchCause, FinishReason
 
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "u"}]
-OWNER = "import sys; from sandbox.temp_dir import OwnFolder; own = OwnFolder(sys.argv[1]); print(flush=True); input()"
+OWNER = (
+    "import sys; from sandbox.temp_dir import TempDirectory; own = TempDirectory(sys.argv[1]); "
+    "print(flush=True); input()"
+)
 
 
 @asynccontextmanager
@@ -58,12 +61,12 @@ async def test_a_client_that_left_finds_its_reply(renderer: ChatRenderer, kit: S
     async with held(renderer, kit, "one", "two") as served:
         await leave(served, stream=stream)
         async with asyncio.timeout(5):
-            while served.session._took[served.session.forest.nodes[0]].clients:  # noqa: ASYNC110 (the server's to see)
+            while served.session._stats[served.session.tree.nodes[0]].clients:  # noqa: ASYNC110 (the server's to see)
                 await asyncio.sleep(0.01)
         served.go.set()
         answer = await served.ask(CHAT, messages=HELLO)
         assert answer.json()["choices"][0]["message"]["content"] == "one"
-        assert served.engine.asked == len(served.session.forest.nodes) == len(served.session.forest.branches()) == 1
+        assert served.engine.requests == len(served.session.tree.nodes) == len(served.session.tree.branches()) == 1
 
 
 async def test_a_client_that_left_before_its_stream_began_finds_its_reply(
@@ -81,11 +84,11 @@ async def test_a_client_that_left_before_its_stream_began_finds_its_reply(
                 await asyncio.sleep(0)
 
         scope = {"type": "http", "method": "POST", "headers": [], "path_params": {"key": served.session.key}}
-        await server.Endpoint(served.gateway, Chat())(scope, receive, send)
+        await server.DialectApp(served.endpoint, Chat())(scope, receive, send)
         served.go.set()
         answer = await served.ask(CHAT, messages=HELLO)
         assert answer.json()["choices"][0]["message"]["content"] == "one"
-        assert served.engine.asked == 1
+        assert served.engine.requests == 1
 
 
 async def test_a_reply_that_nobody_came_back_for_is_not_trained(renderer: ChatRenderer, kit: SimpleNamespace) -> None:
@@ -93,8 +96,8 @@ async def test_a_reply_that_nobody_came_back_for_is_not_trained(renderer: ChatRe
         await leave(served)
         served.go.set()
         await served.ask(CHAT, messages=[*HELLO, *HELLO])
-        (branch,) = served.session.forest.branches()
-        assert int(branch.loss_mask.sum()) == len(served.session.forest.nodes[1].sampled)
+        (branch,) = served.session.tree.branches()
+        assert int(branch.loss_mask.sum()) == len(served.session.tree.nodes[1].sampled)
 
 
 async def test_two_calls_at_once_alike_and_unlike(renderer: ChatRenderer, kit: SimpleNamespace) -> None:
@@ -105,7 +108,7 @@ async def test_two_calls_at_once_alike_and_unlike(renderer: ChatRenderer, kit: S
         served.go.set()
         said = {(await each).json()["choices"][0]["message"]["content"] for each in asking}
         assert said == {"one", "two", "three"}
-        causes = [branch.cause for branch in served.session.forest.branches()]
+        causes = [branch.cause for branch in served.session.tree.branches()]
         assert causes == [BranchCause.START, BranchCause.PARALLEL, BranchCause.PARALLEL]
 
 
@@ -122,8 +125,8 @@ async def test_what_else_the_loop_does_goes_on_between_requests_that_come_at_onc
     monkeypatch.setattr(Session, "begin", counted)
     async with held(renderer, kit, "one") as served:
         asking = [asyncio.create_task(served.ask(CHAT, messages=HELLO)) for _ in range(20)]
-        async with served.gateway.turn:
-            while len(served.gateway.turn._waiters or ()) < len(asking):  # noqa: ASYNC110 (the lock has no event)
+        async with served.endpoint.turn:
+            while len(served.endpoint.turn._waiters or ()) < len(asking):  # noqa: ASYNC110 (the lock has no event)
                 await asyncio.sleep(0.001)
         while len(begun) < len(asking):
             rounds += 1
@@ -138,7 +141,7 @@ async def test_the_same_again_after_its_reply_replaces_it(renderer: ChatRenderer
         for said in ("one", "two"):
             answer = await served.ask(CHAT, messages=HELLO)
             assert answer.json()["choices"][0]["message"]["content"] == said
-        assert len(served.session.forest.branches()) == 1
+        assert len(served.session.tree.branches()) == 1
         assert served.session.counts()["retries"] == 1
 
 
@@ -149,7 +152,7 @@ async def test_an_aborted_reply_goes_on_with_other_weights(renderer: ChatRendere
     async def cut(*args: Any, **options: Any) -> Any:
         completion = await whole(*args, **options)
         engine.scripted.weight_version = "later"
-        if engine.asked > 1:
+        if engine.requests > 1:
             return completion
         kept = completion.tokens[:2]
         rows = completion.routing.experts[: len(completion.routing.experts) - len(completion.tokens) + 2]
@@ -163,7 +166,7 @@ async def test_an_aborted_reply_goes_on_with_other_weights(renderer: ChatRendere
     engine.scripted.generate = cut
     async with kit.served(renderer, engine) as served:
         await served.ask(CHAT, messages=HELLO)
-        (branch,) = served.session.forest.branches()
+        (branch,) = served.session.tree.branches()
         assert branch.weight_versions == ("scripted", "later")
         assert branch.routes_missing == 0
 
@@ -180,7 +183,7 @@ def _cut(spans: Any, rows: int) -> Any:
 async def test_control_tokens_in_text_stay_text(renderer: ChatRenderer, kit: SimpleNamespace, text: str) -> None:
     async with kit.served(renderer, kit.Saying(renderer, ["ok"])) as served:
         assert (await served.ask(CHAT, messages=[{"role": "user", "content": text}])).status_code == 200
-        prompt = served.session.forest.nodes[0].context.tolist()
+        prompt = served.session.tree.nodes[0].context.tolist()
         assert prompt.count(renderer.end_of_turn_id) == 1
 
 
@@ -208,12 +211,12 @@ async def test_tools_whose_calls_could_not_be_read_are_refused_before_they_break
         chat = [{"type": "function", "function": {"name": "bash", "parameters": parameters}}]
         answer = await served.ask(CHAT, messages=HELLO, tools=chat)
         assert (answer.status_code, served.session.broken.done()) == (400, False)
-        assert answer.json()["error"]["message"] == "tools: the parameters of 'bash' are no JSON schema of an object"
+        assert answer.json()["error"]["message"] == "tools: the parameters of 'bash' are not a JSON schema of an object"
 
 
 async def test_a_body_of_100_mb_is_refused_before_it_is_read(renderer: ChatRenderer, kit: SimpleNamespace) -> None:
     async with kit.served(renderer, kit.Saying(renderer, ["ok"])) as served:
-        reader, writer = await asyncio.open_connection("127.0.0.1", served.gateway.port)
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.endpoint.port)
         path = f"/s/{served.session.key}{CHAT}"
         writer.write(f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {100 << 20}\r\n\r\n{{".encode())
         assert (await reader.readline()).split()[1] == b"413"
@@ -226,14 +229,14 @@ async def test_a_body_of_100_mb_is_refused_before_it_is_read(renderer: ChatRende
         # The connection is closed under what is still being sent, or the answer comes first.
         with contextlib.suppress(httpx.HTTPError):
             assert (await served.client.post(CHAT, content=endless())).status_code == 413
-        assert served.engine.asked == 0
+        assert served.engine.requests == 0
 
 
 async def test_lengths(renderer: ChatRenderer, kit: SimpleNamespace) -> None:
     async with kit.served(renderer, kit.Saying(renderer, [kit.call("ls"), "<think>so"])) as served:
         cut = (await served.ask(CHAT, messages=HELLO, tools=[kit.BASH], max_tokens=1)).json()["choices"][0]
         assert (cut["finish_reason"], cut["message"].get("tool_calls")) == ("length", None)
-        assert len(served.session.forest.nodes[0].sampled) == 1
+        assert len(served.session.tree.nodes[0].sampled) == 1
         open_thought = (await served.ask(CHAT, messages=[*HELLO, *HELLO], tools=[kit.BASH])).json()["choices"][0]
         assert open_thought["message"]["reasoning_content"] == "so"
         assert open_thought["message"]["parse_failure"] == "no tool call found; <think> is not closed"
@@ -241,7 +244,7 @@ async def test_lengths(renderer: ChatRenderer, kit: SimpleNamespace) -> None:
 
 async def test_keys_that_are_unknown_foreign_or_over(renderer: ChatRenderer, kit: SimpleNamespace) -> None:
     async with kit.served(renderer, kit.Saying(renderer, ["ok"])) as served:
-        port = served.gateway.port
+        port = served.endpoint.port
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
             for headers in ({}, {"x-api-key": "wrong"}, {"authorization": "Bearer"}):
                 assert (await client.post(CHAT, json={"messages": HELLO}, headers=headers)).status_code == 401
@@ -249,23 +252,23 @@ async def test_keys_that_are_unknown_foreign_or_over(renderer: ChatRenderer, kit
                 assert (await client.post(CHAT, json={"messages": HELLO}, headers=headers)).status_code == 200
             assert (await client.head("/")).status_code == 200
             assert (await client.get("/v1/models")).json()["data"][0]["id"] == "agent-rl"
-        async with served.gateway.serving(served.session):
+        async with served.endpoint.serving(served.session):
             pass
         answer = await served.ask(CHAT, messages=HELLO)
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "episode_ended")
-        served.gateway._sessions[served.session.key] = served.session  # which the fixture closes once more
+        served.endpoint._sessions[served.session.key] = served.session  # which the fixture closes once more
 
 
 async def test_a_foreign_key_opens_its_own_session_alone(renderer: ChatRenderer, kit: SimpleNamespace) -> None:
     async with kit.served(renderer, kit.Saying(renderer, ["ok"])) as served:
         own, other = served.session, replace(served.session, name="other", key="a-key-of-another-episode")
         foreign = {"x-api-key": other.key}
-        async with served.gateway.serving(other):
+        async with served.endpoint.serving(other):
             assert (await served.client.post(CHAT, json={"messages": HELLO}, headers=foreign)).status_code == 200
-            assert (len(own.forest.nodes), len(other.forest.nodes)) == (1, 0), "an address counts before a header"
-            url = f"http://127.0.0.1:{served.gateway.port}{CHAT}"
+            assert (len(own.tree.nodes), len(other.tree.nodes)) == (1, 0), "an address counts before a header"
+            url = f"http://127.0.0.1:{served.endpoint.port}{CHAT}"
             assert (await served.client.post(url, json={"messages": HELLO}, headers=foreign)).status_code == 200
-            assert (len(own.forest.nodes), len(other.forest.nodes)) == (1, 1)
+            assert (len(own.tree.nodes), len(other.tree.nodes)) == (1, 1)
         assert (await served.client.post(url, json={"messages": HELLO}, headers=foreign)).status_code == 400
         assert (await served.ask(CHAT, messages=[*HELLO, *HELLO])).status_code == 200
 
@@ -274,7 +277,7 @@ async def test_a_gateway_closed_under_a_request_answers_it(renderer: ChatRendere
     async with held(renderer, kit, "one") as served:
         asking = asyncio.create_task(served.ask(CHAT, messages=HELLO))
         await served.begun.get()
-        await served.gateway.close()
+        await served.endpoint.close()
         assert (await asking).json()["error"]["code"] == "episode_ended"
         assert served.engine.cancelled == 1
 
@@ -284,7 +287,7 @@ async def test_a_socket_path_that_is_too_long_is_told(monkeypatch: pytest.Monkey
     directory.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(directory))
     with pytest.raises(UserError, match=r"too long for a unix socket .* set TMPDIR"):
-        async with server.open_gateway():
+        async with server.serve_endpoint():
             pass
 
 
@@ -310,11 +313,11 @@ def test_what_a_killed_controllers_endpoint_left_is_removed_by_the_next(
 
     async def serve() -> None:
         (owned,) = there()
-        async with server.open_gateway() as first:
+        async with server.serve_endpoint() as first:
             assert there() == {owned, first.directory}, "a living owner's stays"
             owner.kill()
             owner.communicate()
-            async with server.open_gateway() as second:
+            async with server.serve_endpoint() as second:
                 assert there() == {first.directory, second.directory}
 
     asyncio.run(serve())
@@ -324,7 +327,7 @@ def test_what_a_killed_controllers_endpoint_left_is_removed_by_the_next(
 async def test_while_nothing_is_there_yet_a_stream_says_so(
     renderer: ChatRenderer, kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "_STILL_THERE", 0.02)
+    monkeypatch.setattr(server, "_PING_SECONDS", 0.02)
     async with held(renderer, kit, "one") as served:
         body = {"messages": HELLO, "stream": True}
         async with served.client.stream("POST", CHAT, json=body) as answer:
@@ -360,11 +363,11 @@ async def test_thoughts_before_a_users_message_are_as_sampled_unless_the_templat
             reply = (await served.ask(CHAT, messages=messages)).json()["choices"][0]["message"]
             assert reply.pop("reasoning_content") == "so"
             messages = [*messages, reply, {"role": after, "tool_call_id": "x", "content": "seen"}]
-        first, *further = served.session.forest.branches()
+        first, *further = served.session.tree.branches()
         assert [branch.cause for branch in further] == causes
         last = further[0] if further else first
         assert renderer.decode(last.tokens.tolist()).count("<think>") == (1 if causes else 3)
-        sampled = sum(len(node.sampled) for node in served.session.forest.nodes)
+        sampled = sum(len(node.sampled) for node in served.session.tree.nodes)
         assert sum(branch.sampled_tokens for branch in (first, *further)) == sampled
         assert sum(branch.routes_missing for branch in (first, *further)) == 0
 
@@ -389,9 +392,9 @@ async def test_histories_that_are_changed_begin_a_branch(
         }[edit]
         tools = [kit.BASH, kit.BASH] if edit == "tools" else [kit.BASH]
         assert (await served.ask(CHAT, messages=changed, tools=tools)).status_code == 200
-        first, second = served.session.forest.branches()
+        first, second = served.session.tree.branches()
         assert second.cause is (BranchCause.TOOLS if edit == "tools" else BranchCause.REWRITE)
-        sampled = sum(len(node.sampled) for node in served.session.forest.nodes)
+        sampled = sum(len(node.sampled) for node in served.session.tree.nodes)
         assert int(first.loss_mask.sum() + second.loss_mask.sum()) == sampled
         assert first.routes_missing == second.routes_missing == 0
         assert served.session.counts()["rewrites"] == 1

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from agent_rl.endpoint.host_process import run_on_host
+from agent_rl.endpoint.episode import run_on_host
 
 ENV = {"PATH": os.environ["PATH"], "GIVEN": "yes"}
 OWNER = """
 import asyncio, sys
-from agent_rl.endpoint.host_process import run_on_host
+from agent_rl.endpoint.episode import run_on_host
 asyncio.run(run_on_host(sys.argv[1], {"PATH": "/usr/bin:/bin"}, b""))
 """
 

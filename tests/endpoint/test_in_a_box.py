@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from agent_rl.config import HarnessConfig
-from agent_rl.endpoint.episode import SANDBOX_GATEWAY, SANDBOX_HARNESS
-from agent_rl.endpoint.server import Gateway
+from agent_rl.endpoint.episode import SANDBOX_ENDPOINT, SANDBOX_HARNESS
+from agent_rl.endpoint.server import EndpointServer
 from agent_rl.render import ChatRenderer
 from agent_rl.types import StopReason
 from envs.context import EnvContext
@@ -43,7 +43,7 @@ async def pool() -> AsyncIterator[Watched]:
 
 
 async def test_a_program_in_the_sandbox(
-    gateway: Gateway, renderer: ChatRenderer, kit: SimpleNamespace, pool: Watched
+    endpoint: EndpointServer, renderer: ChatRenderer, kit: SimpleNamespace, pool: Watched
 ) -> None:
     # Commands of other sandboxes go on meanwhile, although the pool runs one at a time.
     other = await pool.start(sandbox_spec(EnvContext(backend=pool), kit.RECORD, None))
@@ -56,7 +56,7 @@ async def test_a_program_in_the_sandbox(
     engine = kit.Saying(renderer, [kit.call("ls")], before)
     run = f"echo changed > new.txt; touch $HOME/.state; python3 {SANDBOX_HARNESS}/talk.py ends"
     harness = HarnessConfig(command=run, directory=PROGRAMS)
-    driving = asyncio.create_task(kit.drive(gateway, renderer, engine, harness, pool))
+    driving = asyncio.create_task(kit.drive(endpoint, renderer, engine, harness, pool))
     await waiting.wait()
     assert (await other.exec("true", timeout=10)).ok
     beside.set()
@@ -65,26 +65,26 @@ async def test_a_program_in_the_sandbox(
     assert len(trajectory.turns) == 3
     assert trajectory.patch.count("diff --git") == 1
     assert "b/new.txt" in trajectory.patch
-    binds = [set(spec.ro_binds.values()) & {SANDBOX_GATEWAY, SANDBOX_HARNESS} for spec in pool.specs[1:]]
-    assert binds[0] == {SANDBOX_GATEWAY, SANDBOX_HARNESS}
+    binds = [set(spec.ro_binds.values()) & {SANDBOX_ENDPOINT, SANDBOX_HARNESS} for spec in pool.specs[1:]]
+    assert binds[0] == {SANDBOX_ENDPOINT, SANDBOX_HARNESS}
     assert len(binds) > 1
     assert not any(binds[1:])
 
 
 async def test_a_sandbox_without_python_is_told(
-    gateway: Gateway, renderer: ChatRenderer, kit: SimpleNamespace, pool: Watched
+    endpoint: EndpointServer, renderer: ChatRenderer, kit: SimpleNamespace, pool: Watched
 ) -> None:
     harness = HarnessConfig(command="true", env={"PATH": "/nowhere"})
-    trajectory = await kit.drive(gateway, renderer, kit.Saying(renderer, ["x"]), harness, pool)
+    trajectory = await kit.drive(endpoint, renderer, kit.Saying(renderer, ["x"]), harness, pool)
     assert (trajectory.stop, trajectory.reward) == (StopReason.HARNESS_FAILURE, None)
     assert "python3" in trajectory.error
 
 
 @pytest.mark.parametrize("killing", ["kill -9 -1", "pkill -9 -f bridge.py"])
 async def test_a_policy_that_kills_all_in_its_sandbox_is_graded(
-    gateway: Gateway, renderer: ChatRenderer, kit: SimpleNamespace, pool: Watched, killing: str
+    endpoint: EndpointServer, renderer: ChatRenderer, kit: SimpleNamespace, pool: Watched, killing: str
 ) -> None:
     """The program, or its way to the endpoint: no failure of the infrastructure, which would be run again."""
     harness = HarnessConfig(command=f"python3 {SANDBOX_HARNESS}/talk.py obeys", directory=PROGRAMS)
-    trajectory = await kit.drive(gateway, renderer, kit.Saying(renderer, [kit.call(killing)]), harness, pool)
+    trajectory = await kit.drive(endpoint, renderer, kit.Saying(renderer, [kit.call(killing)]), harness, pool)
     assert (trajectory.stop, trajectory.reward) == (StopReason.PROGRAM_FAILED, 0.0)

@@ -11,7 +11,7 @@ import pytest
 
 from agent_rl.config import HarnessConfig
 from agent_rl.config.loader import load_config
-from agent_rl.endpoint.server import Gateway
+from agent_rl.endpoint.server import EndpointServer
 from agent_rl.render import ChatRenderer
 from agent_rl.types import BranchCause, StopReason, Trajectory
 from sandbox import SandboxPool, open_backend
@@ -60,7 +60,7 @@ def check(trajectory: Trajectory, engine: object, said: list[str], renderer: Cha
 
 @pytest.mark.skipif(not (AGENTS / MINI[1]).is_dir(), reason="mini-swe-agent is not installed (make agents)")
 async def test_mini_swe_agent(
-    gateway: Gateway, renderer: ChatRenderer, kit: SimpleNamespace, pool: SandboxPool
+    endpoint: EndpointServer, renderer: ChatRenderer, kit: SimpleNamespace, pool: SandboxPool
 ) -> None:
     said = [
         "<think>\nlook\n</think>\n\nFirst I look. " + calling(("bash", {"command": "ls"})),
@@ -68,13 +68,15 @@ async def test_mini_swe_agent(
         "Done. " + calling(("bash", {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"})),
     ]
     engine = kit.Saying(renderer, said)
-    trajectory = await kit.drive(gateway, renderer, engine, harness(*MINI), pool, max_tokens=CONTEXT)
+    trajectory = await kit.drive(endpoint, renderer, engine, harness(*MINI), pool, max_tokens=CONTEXT)
     check(trajectory, engine, said, renderer)
     assert "a b" in trajectory.turns[1].observation
 
 
 @pytest.mark.exhaustive
-async def test_claude_code(gateway: Gateway, renderer: ChatRenderer, kit: SimpleNamespace, pool: SandboxPool) -> None:
+async def test_claude_code(
+    endpoint: EndpointServer, renderer: ChatRenderer, kit: SimpleNamespace, pool: SandboxPool
+) -> None:
     """It gives the edit's arguments further ones, and offers the tool that it found from then on."""
     said = [
         "<think>\nlook\n</think>\n\nFirst I look. " + calling(("Bash", {"command": "ls", "description": "Lists"})),
@@ -87,7 +89,7 @@ async def test_claude_code(gateway: Gateway, renderer: ChatRenderer, kit: Simple
         "<think>\nso\n</think>\n\nDone.",
     ]
     engine = kit.Saying(renderer, said)
-    trajectory = await kit.drive(gateway, renderer, engine, harness(*CLAUDE), pool, max_tokens=CONTEXT)
+    trajectory = await kit.drive(endpoint, renderer, engine, harness(*CLAUDE), pool, max_tokens=CONTEXT)
     check(trajectory, engine, said, renderer)
     assert "a b" in trajectory.turns[1].observation
     assert '"name":"WebFetch"' in trajectory.turns[2].observation
@@ -96,12 +98,12 @@ async def test_claude_code(gateway: Gateway, renderer: ChatRenderer, kit: Simple
 
 @pytest.mark.exhaustive
 async def test_claude_code_with_a_sub_agent(
-    gateway: Gateway, renderer: ChatRenderer, kit: SimpleNamespace, pool: SandboxPool
+    endpoint: EndpointServer, renderer: ChatRenderer, kit: SimpleNamespace, pool: SandboxPool
 ) -> None:
     agent = {"description": "look", "prompt": "say hi", "subagent_type": "general-purpose", "run_in_background": False}
     said = [calling(("Agent", agent)), "hi", "Done."]
     engine = kit.Saying(renderer, said)
-    trajectory = await kit.drive(gateway, renderer, engine, harness(*CLAUDE), pool, max_tokens=CONTEXT)
+    trajectory = await kit.drive(endpoint, renderer, engine, harness(*CLAUDE), pool, max_tokens=CONTEXT)
     assert (trajectory.stop, [turn.text for turn in trajectory.turns]) == (StopReason.SUBMITTED, said)
     assert [branch.cause for branch in trajectory.branches] == [BranchCause.START, BranchCause.TOOLS]
     assert [renderer.decode(branch.tokens[branch.loss_mask].tolist()) for branch in trajectory.branches] == [
@@ -111,13 +113,13 @@ async def test_claude_code_with_a_sub_agent(
 
 
 @pytest.mark.exhaustive
-async def test_codex(gateway: Gateway, renderer: ChatRenderer, kit: SimpleNamespace, pool: SandboxPool) -> None:
+async def test_codex(endpoint: EndpointServer, renderer: ChatRenderer, kit: SimpleNamespace, pool: SandboxPool) -> None:
     said = [
         "<think>\nlook\n</think>\n\nFirst I look. " + calling(("exec_command", {"cmd": "ls"})),
         calling(("exec_command", {"cmd": "echo 'a b' | tee made.txt"}), ("exec_command", {"cmd": "pwd"})),
         "<think>\nso\n</think>\n\nDone.",
     ]
     engine = kit.Saying(renderer, said)
-    trajectory = await kit.drive(gateway, renderer, engine, harness(*CODEX), pool, max_tokens=CONTEXT)
+    trajectory = await kit.drive(endpoint, renderer, engine, harness(*CODEX), pool, max_tokens=CONTEXT)
     check(trajectory, engine, said, renderer)
     assert "a b" in trajectory.turns[1].observation

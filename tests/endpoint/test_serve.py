@@ -19,9 +19,10 @@ from typer.testing import CliRunner
 from agent_rl.cli import app
 from agent_rl.commands.serve import run_serve, served
 from agent_rl.config.loader import load_config
+from agent_rl.controller import preflight
 from agent_rl.controller import rollout_runtime as runtime
 from agent_rl.endpoint.episode import environment
-from agent_rl.endpoint.server import Gateway
+from agent_rl.endpoint.server import EndpointServer
 from agent_rl.engine.generation_gate import GenerationGate
 from agent_rl.errors import UserError
 from agent_rl.render import ChatRenderer
@@ -37,11 +38,11 @@ def submitting(monkeypatch: pytest.MonkeyPatch, renderer: ChatRenderer, kit: Sim
     engine = kit.Saying(renderer, [tool_format("xml").render(ToolCall("finish", {"command": "submit"}))])
 
     @asynccontextmanager
-    async def opened(config: Any, model: Path, facts: Any, *rest: Any, **options: Any) -> AsyncIterator[Any]:
+    async def opened(config: Any, model: Path, model_spec: Any, *rest: Any, **options: Any) -> AsyncIterator[Any]:
         async def info() -> Any:
             return SimpleNamespace(dtype="float32")
 
-        engine.facts, engine.gate, engine.urls, engine.info = facts, GenerationGate(), ["scripted"], info
+        engine.model_spec, engine.gate, engine.urls, engine.info = model_spec, GenerationGate(), ["scripted"], info
         yield engine
 
     monkeypatch.setattr(runtime, "open_engine", opened)
@@ -70,7 +71,7 @@ def test_a_program_that_is_not_there_is_told_before_anything_starts(kit: SimpleN
 def test_a_program_is_not_driven_by_another_policy() -> None:
     result = CliRunner().invoke(app, ["eval", str(QUICKSTART), "--harness", "true", "--policy", "gold"])
     assert isinstance(result.exception, UserError)
-    assert str(result.exception) == "--harness: a program asks the config's model; leave --policy gold out"
+    assert str(result.exception) == "--harness: an agent program uses the config's model; leave --policy gold out"
 
 
 @pytest.mark.bubblewrap
@@ -78,7 +79,7 @@ async def test_serve_prints_where_it_answers(
     tmp_path: Path, submitting: None, kit: SimpleNamespace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = load_config(QUICKSTART, [f"model={kit.MODEL}", f"runs_dir={tmp_path}"])
-    serving, printed = asyncio.create_task(run_serve(config, port=0)), ""
+    serving, printed = asyncio.create_task(run_serve(preflight.run(config), port=0)), ""
     try:
         async with asyncio.timeout(20):
             while "export AGENT_RL_MODEL" not in printed:
@@ -96,11 +97,11 @@ async def test_serve_prints_where_it_answers(
 
 
 async def test_the_printed_environment_leads_to_the_model(
-    gateway: Gateway, renderer: ChatRenderer, kit: SimpleNamespace
+    endpoint: EndpointServer, renderer: ChatRenderer, kit: SimpleNamespace
 ) -> None:
     config = load_config(QUICKSTART, [])
-    async with served(gateway, kit.Saying(renderer, ["hello"]), kit.rendering(renderer), config, 4000) as session:
-        env = environment(session.key, gateway.port)
+    async with served(endpoint, kit.Saying(renderer, ["hello"]), kit.rendering(renderer), config, 4000) as session:
+        env = environment(session.key, endpoint.port)
         headers = {"authorization": f"Bearer {env['OPENAI_API_KEY']}"}
         async with httpx.AsyncClient(headers=headers) as client:
             for _ in range(config.rollout.max_turns + 1):
@@ -109,8 +110,8 @@ async def test_the_printed_environment_leads_to_the_model(
                 assert answer.json()["choices"][0]["message"]["content"] == "hello"
 
 
-async def test_an_answer_is_sent_at_once(gateway: Gateway) -> None:
+async def test_an_answer_is_sent_at_once(endpoint: EndpointServer) -> None:
     """Its body waited 40 ms for the program to acknowledge its head."""
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.port}") as client:
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{endpoint.port}") as client:
         seconds = sorted([(await client.get("/v1/models")).elapsed.total_seconds() for _ in range(20)])
     assert seconds[5] < 0.03  # a connection's first answers are acknowledged at once

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from agent_rl.engine.route_probe.checks import Answers, Check, Verdict, check_all
-from agent_rl.engine.route_probe.requests import RawAnswer
+from agent_rl.engine.route_probe.checks import Check, CheckStatus, ProbeResponses, check_all
+from agent_rl.engine.route_probe.requests import RawResponse
 from agent_rl.models.spec import ModelSpec
 
 LAYERS, EXPERTS, TOP_K, PROMPT = 24, 64, 4, 80
@@ -44,7 +44,7 @@ class Server:
 
     def answer(
         self, prompt: list[int], count: int, *, start: int = 0, cached: int = 0, finish: str = "length"
-    ) -> RawAnswer:
+    ) -> RawResponse:
         tokens = [int(token) for token in np.random.default_rng(len(prompt) + count).integers(0, 1000, count)]
         rows = routes([*prompt, *tokens][:-1], self.alike)
         flipped = self.rng.random(rows.shape[:2]) < self.rounding
@@ -52,14 +52,14 @@ class Server:
         rows[flipped] = np.arange(TOP_K)
         rows[:, 0] = 0
         rows = self.change(rows)[start:]
-        return RawAnswer(tuple(prompt), start, tuple(tokens), finish, cached, 0, count, "7", rows.nbytes, rows)
+        return RawResponse(tuple(prompt), start, tuple(tokens), finish, cached, 0, count, "7", rows.nbytes, rows)
 
-    def answers(self, **changes: Any) -> Answers:
+    def answers(self, **changes: Any) -> ProbeResponses:
         rng = np.random.default_rng(5)
         prompt, other = rng.integers(0, 1000, PROMPT).tolist(), rng.integers(0, 1000, PROMPT).tolist()
         places = tuple(range(20, 60, 5))
         siblings = (self.answer(other, 8), self.answer(other, 7))
-        found = Answers(
+        found = ProbeResponses(
             captures=True,
             cold=self.answer(prompt, 8),
             cached=self.answer(prompt, 1, cached=PROMPT - 1),
@@ -78,12 +78,12 @@ class Server:
         return replace(found, **changes)
 
 
-def found(answers: Answers) -> dict[str, Check]:
+def found(answers: ProbeResponses) -> dict[str, Check]:
     return {check.name: check for check in check_all(answers, FACTS)}
 
 
-def not_ok(answers: Answers) -> dict[str, Verdict]:
-    return {name: check.verdict for name, check in found(answers).items() if check.verdict is not Verdict.OK}
+def not_ok(answers: ProbeResponses) -> dict[str, CheckStatus]:
+    return {name: check.status for name, check in found(answers).items() if check.status is not CheckStatus.OK}
 
 
 @pytest.mark.parametrize(("rounding", "alike"), [(0.0, 0.0), (0.024, 0.0), (0.024, 0.8), (0.04, 0.5)])
@@ -104,14 +104,14 @@ def test_a_stored_row_that_differs_in_one_layer_is_found() -> None:
     assert answers.cached.wire_TLK is not None
     answers.cached.wire_TLK[17, 3] = [1, 2, 3, 5]
     assert list(not_ok(answers)) == ["cold and cached alike"]
-    assert "first in row 17" in found(answers)["cold and cached alike"].found
+    assert "first in row 17" in found(answers)["cold and cached alike"].finding
 
 
 @pytest.mark.parametrize("off", [-2, -1, 1, 2])
 def test_rows_out_of_step_are_named_with_their_distance(off: int) -> None:
     check = found(Server(alike=0.6, change=lambda rows: np.roll(rows, off, axis=0)).answers())["row i is token i's"]
-    assert check.verdict is Verdict.FAILED
-    assert check.found.endswith(f"part {abs(off)} {'after' if off > 0 else 'before'} its row")
+    assert check.status is CheckStatus.FAILED
+    assert f"diverge {abs(off)} {'after' if off > 0 else 'before'} the token" in check.finding
 
 
 def test_a_dense_layers_zeros_are_no_fault_and_a_moe_layers_are() -> None:
@@ -119,30 +119,30 @@ def test_a_dense_layers_zeros_are_no_fault_and_a_moe_layers_are() -> None:
         rows[:, 5] = 0
         return rows
 
-    assert not_ok(Server(change=zeroed).answers()) == {"no all-zero MoE layer": Verdict.FAILED}
+    assert not_ok(Server(change=zeroed).answers()) == {"no all-zero MoE layer": CheckStatus.FAILED}
 
 
 def test_what_can_not_be_told_is_not_called_right() -> None:
     sound = Server().answers()
     uncached = replace(sound.cached, cached_tokens=0)
-    assert not_ok(replace(sound, cached=uncached)) == {"cold and cached alike": Verdict.SKIPPED}
+    assert not_ok(replace(sound, cached=uncached)) == {"cold and cached alike": CheckStatus.SKIPPED}
     untold = replace(sound, retracted=None, untried="3 requests of others are running")
-    assert not_ok(untold) == {"rows after a retraction": Verdict.SKIPPED}
-    assert found(untold)["rows after a retraction"].found == "not provoked: 3 requests of others are running"
+    assert not_ok(untold) == {"rows after a retraction": CheckStatus.SKIPPED}
+    assert found(untold)["rows after a retraction"].finding == "not provoked: 3 requests of others are running"
     ended = replace(sound, aborted=replace(sound.aborted, finish="length"))
-    assert not_ok(ended) == {"rows after an abort": Verdict.SKIPPED}
+    assert not_ok(ended) == {"rows after an abort": CheckStatus.SKIPPED}
     newer = replace(sound, cached=replace(sound.cached, weight_version="8"))
-    assert set(not_ok(newer).values()) == {Verdict.SKIPPED}
-    assert "the weights changed between two answers" in found(newer)["cold and cached alike"].found
+    assert set(not_ok(newer).values()) == {CheckStatus.SKIPPED}
+    assert "the weights changed between two responses" in found(newer)["cold and cached alike"].finding
 
 
 @pytest.mark.parametrize(
-    ("captures", "failing"), [(True, "key in every answer"), (False, "routes captured"), (None, "routes captured")]
+    ("captures", "failing"), [(True, "key in every response"), (False, "routes captured"), (None, "routes captured")]
 )
 def test_a_router_that_strips_and_an_engine_that_does_not_capture_are_told_apart(
     captures: bool | None, failing: str
 ) -> None:
-    def stripped(answer: RawAnswer) -> RawAnswer:
+    def stripped(answer: RawResponse) -> RawResponse:
         return replace(answer, payload_bytes=None, wire_TLK=None)
 
     sound = Server().answers()
@@ -151,6 +151,6 @@ def test_a_router_that_strips_and_an_engine_that_does_not_capture_are_told_apart
     }
     several = {name: tuple(map(stripped, getattr(sound, name))) for name in ("variants", "siblings", "repeats")}
     strip = replace(sound, captures=captures, **single, **several)
-    assert [name for name, verdict in not_ok(strip).items() if verdict is Verdict.FAILED] == [failing]
-    assert found(strip)["log-probs"].verdict is Verdict.OK
-    assert found(strip)["distinct ids in range"].verdict is Verdict.SKIPPED
+    assert [name for name, status in not_ok(strip).items() if status is CheckStatus.FAILED] == [failing]
+    assert found(strip)["log-probs"].status is CheckStatus.OK
+    assert found(strip)["distinct ids in range"].status is CheckStatus.SKIPPED

@@ -19,10 +19,10 @@ from support.local_server import Handler, serving
 from agent_rl.config import EngineConfig
 from agent_rl.engine.factory import check_engines, open_engine
 from agent_rl.engine.fleet import Phase
-from agent_rl.engine.response import read_answer
+from agent_rl.engine.response import read_completion
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.engine.types import Scores
-from agent_rl.engine.unsupported_args import REFUSED, refusal
+from agent_rl.engine.unsupported_args import UNSUPPORTED_ARGS, unsupported_reason
 from agent_rl.errors import (
     EngineAborted,
     EngineLost,
@@ -252,7 +252,7 @@ async def test_what_is_not_sglang_is_said(body: bytes) -> None:
 
     async with serving(handler) as url:
         engine = client(url)
-        with pytest.raises(EngineRejected, match="not an answer of SGLang"):
+        with pytest.raises(EngineRejected, match="not a response of SGLang"):
             await engine.generate([1, 2, 3], SAMPLE, routes_from=0, session="s")
         await engine.close()
 
@@ -337,9 +337,9 @@ async def test_an_evaluation_that_the_infrastructure_broke_is_tried_again(failur
     ("changes", "message"),
     [
         ({"input_token_logprobs": [[None, 1, None], [-1.0, 2, None], [None, 3, None]]}, "a log-prob is null"),
-        ({"input_token_logprobs": [[None, 1, None], [-1.0, 9, None], [-1.0, 3, None]]}, "received 3 of others"),
-        ({"input_token_logprobs": [[None, 1, None]]}, "received 1 of others"),
-        ({"input_token_logprobs": None}, "received 0 of others"),
+        ({"input_token_logprobs": [[None, 1, None], [-1.0, 9, None], [-1.0, 3, None]]}, "received 3 for other tokens"),
+        ({"input_token_logprobs": [[None, 1, None]]}, "received 1 for other tokens"),
+        ({"input_token_logprobs": None}, "received 0 for other tokens"),
     ],
 )
 async def test_a_wrong_evaluation_is_refused_and_not_asked_again(changes: dict[str, Any], message: str) -> None:
@@ -412,23 +412,20 @@ async def test_one_that_is_late_once_keeps_its_session() -> None:
 
 
 async def test_two_dead_of_eight_cost_each_session_at_most_one_retry() -> None:
-    attempts = list[str]()
+    attempts = list[int]()
 
-    async def handler(path: str, request: dict[str, Any]) -> tuple[int, bytes]:
-        return 200, answer(request)
+    def answering(status: int) -> Handler:
+        async def handler(path: str, request: dict[str, Any]) -> tuple[int, bytes]:
+            attempts.append(status)
+            return status, answer(request) if status else b""  # 0 closes the connection
+
+        return handler
 
     async with AsyncExitStack() as stack:
-        urls = [await stack.enter_async_context(serving(handler)) for _ in range(6)]
-        dead = ("http://127.0.0.1:1", "http://127.0.0.1:2")
+        dead = [await stack.enter_async_context(serving(answering(0))) for _ in range(2)]
+        urls = [await stack.enter_async_context(serving(answering(200))) for _ in range(6)]
         engine = client(*dead, *urls)
         stack.push_async_callback(engine.close)
-        post = engine._post
-
-        async def counted(url: str, body: Any) -> bytes:
-            attempts.append(url)
-            return await post(url, body)
-
-        engine._post = counted  # type: ignore[method-assign]
         sessions = [engine.generate([1], SAMPLE, routes_from=0, session=f"s{n}") for n in range(200)]
         assert not {got.engine for got in await asyncio.gather(*sessions)} & set(dead)
     assert len(attempts) == 250, "the 50 that began at a dead one were sent once more"
@@ -461,9 +458,10 @@ async def test_an_engine_is_sent_no_more_than_it_runs_at_once() -> None:
 
 async def test_a_large_answer_is_read_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     threads = set[int]()
-    monkeypatch.setattr("agent_rl.engine.sglang._LARGE", 1)
+    monkeypatch.setattr("agent_rl.engine.sglang._LARGE_BYTES", 1)
     monkeypatch.setattr(
-        "agent_rl.engine.sglang.read_answer", lambda *given: threads.add(threading.get_ident()) or read_answer(*given)
+        "agent_rl.engine.sglang.read_completion",
+        lambda *given: threads.add(threading.get_ident()) or read_completion(*given),
     )
     assert (await answered(answer)).tokens == (7, 8)
     assert threads
@@ -536,15 +534,15 @@ SERVER_INFO = {
 @pytest.mark.parametrize(
     ("harmful", "message"),
     [
-        ({"pp_size": 2}, "--pp-size above 1: routes and weights reach its first stage alone"),
-        ({"dp_size": 2}, "--dp-size above 1: .*start one engine a rank"),
+        ({"pp_size": 2}, "--pp-size above 1: routes and weights reach only its first stage"),
+        ({"dp_size": 2}, "--dp-size above 1: .*start one engine per rank"),
         ({"enable_dp_attention": True}, "--enable-dp-attention: .*issue 31100"),
         ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache: .*issue 26975"),
         ({"speculative_algorithm": "NGRAM"}, "--speculative-algorithm NGRAM: .*issue 37949"),
         ({"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 4}, "--speculative-eagle-topk above 1: "),
         ({"chunked_prefill_size": -1}, "--chunked-prefill-size -1: .*issue 26860"),
         ({"disaggregation_mode": "prefill"}, "--disaggregation-mode: "),
-        ({"moe_runner_backend": "flashinfer_trtllm"}, "--moe-runner-backend .*start with triton"),
+        ({"moe_runner_backend": "flashinfer_trtllm"}, "--moe-runner-backend .*use triton"),
     ],
 )
 async def test_server_options_that_do_harm_are_refused(harmful: dict[str, Any], message: str) -> None:
@@ -559,11 +557,11 @@ async def test_server_options_that_do_harm_are_refused(harmful: dict[str, Any], 
 
 
 def test_every_refused_option_is_tried() -> None:
-    assert len(REFUSED) == 9
-    assert refusal(SERVER_INFO) is None
-    assert refusal(SERVER_INFO | {"enable_hierarchical_cache": True}, routes=False) is None
-    assert refusal(SERVER_INFO | {"pp_size": 2}, routes=False) is not None
-    assert refusal(SERVER_INFO | {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1}) is None
+    assert len(UNSUPPORTED_ARGS) == 9
+    assert unsupported_reason(SERVER_INFO) is None
+    assert unsupported_reason(SERVER_INFO | {"enable_hierarchical_cache": True}, routes=False) is None
+    assert unsupported_reason(SERVER_INFO | {"pp_size": 2}, routes=False) is not None
+    assert unsupported_reason(SERVER_INFO | {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1}) is None
 
 
 async def test_a_request_leaves_no_garbage_for_a_collection_that_stops_the_loop() -> None:

@@ -27,6 +27,8 @@ from test_keeper import SAMPLE
 
 from agent_rl.commands.health import check_engines_of
 from agent_rl.config import EngineConfig, RolloutConfig, RunConfig
+from agent_rl.controller import preflight
+from agent_rl.controller.cluster_resources import ClusterRequest
 from agent_rl.controller.placement import open_reservations
 from agent_rl.controller.train import train
 from agent_rl.engine import ray_servers as hosts
@@ -35,7 +37,7 @@ from agent_rl.engine.fleet import Phase
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.errors import EngineStartError, UserError
 from agent_rl.models.spec import read_model_spec
-from agent_rl.train.ray_launch import rank_bundles, rank_places
+from agent_rl.train.ray_launch import placement_options, worker_bundles
 from agent_rl.train.ray_session import ray_cluster
 from agent_rl.types import SamplingParams
 
@@ -83,9 +85,9 @@ def config_of(directory: Path, model: Path, **engine: Any) -> RunConfig:
 @asynccontextmanager
 async def opened(config: RunConfig, directory: Path, notes: list[str]) -> AsyncIterator[SGLangEngine]:
     async with (
-        open_reservations(config, ranks=False) as rooms,
+        open_reservations(ClusterRequest.of(config), ranks=False) as reserved,
         open_engine(
-            config.engine, config.model, FACTS, directory / "logs", notes.append, rooms=rooms.engines
+            config.engine, config.model, FACTS, directory / "logs", notes.append, reservations=reserved.engines
         ) as engine,
     ):
         yield engine
@@ -137,7 +139,7 @@ async def test_a_lost_machines_engine_is_started_on_the_next_that_joins(
             assert len(first) == 2
             assert await engines_of(engine, "abcd") == first
             nodes.enter_context(ray_node("third", cpus=2))
-            await engine.until(lambda fleet: len(fleet.in_use) == 3)
+            await engine.fleet.until(lambda fleet: len(fleet.in_use) == 3)
             (third,) = set(engine.urls) - first
             assert [note for note in notes if "engine-2" in note] == [
                 "engine-2 waits for 2 CPUs on 1 machine: it is started when the Ray cluster has them",
@@ -145,11 +147,11 @@ async def test_a_lost_machines_engine_is_started_on_the_next_that_joins(
             ]
             assert third in await engines_of(engine, "efgh")
             await asyncio.to_thread(kill_node, "third")
-            await engine.until(lambda fleet: fleet["engine-2"].phase is not Phase.SERVING)
+            await engine.fleet.until(lambda fleet: fleet["engine-2"].phase is not Phase.SERVING)
             assert await engines_of(engine, "efgh") == first
             nodes.enter_context(ray_node("fourth", cpus=2))
-            await engine.until(lambda fleet: fleet["engine-2"].losses)
-            await engine.until(lambda fleet: fleet["engine-2"].phase is Phase.SERVING)
+            await engine.fleet.until(lambda fleet: fleet["engine-2"].losses)
+            await engine.fleet.until(lambda fleet: fleet["engine-2"].phase is Phase.SERVING)
             assert "engine-2 is started on fourth" in notes
             assert notes[-1].endswith("serves again")
         await none_of(tmp_path)
@@ -162,8 +164,8 @@ async def test_an_actor_that_is_killed_takes_its_server_along_and_is_started_aga
     async with opened(config, tmp_path, notes) as engine, asyncio.timeout(60):
         (server,) = processes(tmp_path)
         os.kill(parent_of(server), signal.SIGKILL)
-        await engine.until(lambda fleet: fleet["engine-0"].losses)
-        await engine.until(lambda fleet: fleet["engine-0"].phase is Phase.SERVING)
+        await engine.fleet.until(lambda fleet: fleet["engine-0"].losses)
+        await engine.fleet.until(lambda fleet: fleet["engine-0"].phase is Phase.SERVING)
         assert server not in processes(tmp_path)
         assert await engines_of(engine, "ab") == set(engine.urls)
     assert re.search(r"is out of use: the machine \S+ is lost", notes[0])
@@ -182,8 +184,8 @@ async def test_an_engine_over_two_machines(cluster: None, checkpoint: Path, tmp_
         (second,) = processes(tmp_path, "--node-rank\x001")
         os.killpg(second, signal.SIGKILL)
         async with asyncio.timeout(60):
-            await engine.until(lambda fleet: fleet["engine-0"].losses)
-            await engine.until(lambda fleet: fleet["engine-0"].phase is Phase.SERVING)
+            await engine.fleet.until(lambda fleet: fleet["engine-0"].losses)
+            await engine.fleet.until(lambda fleet: fleet["engine-0"].phase is Phase.SERVING)
         assert len(starts(tmp_path)) == 4
         assert await engines_of(engine, "ab") == set(engine.urls)
     await none_of(tmp_path)
@@ -196,9 +198,9 @@ async def test_a_log_that_cannot_be_kept_does_not_keep_the_room(
     cluster: None, checkpoint: Path, tmp_path: Path
 ) -> None:
     config = config_of(tmp_path, checkpoint)
-    async with open_reservations(config, ranks=False) as rooms, asyncio.timeout(60):
-        log, (room,) = tmp_path / "logs/engine-0.log", rooms.engines
-        server = hosts.HostedServer(
+    async with open_reservations(ClusterRequest.of(config), ranks=False) as reserved, asyncio.timeout(60):
+        log, (room,) = tmp_path / "logs/engine-0.log", reserved.engines
+        server = hosts.RayEngineServer(
             config.engine, checkpoint, log, room, number=0, capture_routes=True, tell=lambda line: None
         )
         await server.start()
@@ -234,10 +236,10 @@ async def test_too_little_room_is_told_before_anything_starts(cluster: None, mod
     config = config_of(tmp_path, model, count=2)
     asked = {"runs_dir": tmp_path / "runs", "rollout": RolloutConfig(max_tokens=1024)}
     with pytest.raises(UserError) as told:
-        await train(config.model_copy(update=asked))
+        await train(preflight.run(config.model_copy(update=asked), "train"))
     assert str(told.value).startswith(
         "the Ray cluster has too few CPUs: engine.count for 2 engines of 2 CPUs and train.parallel.world_size for 1 "
-        "rank of 1 CPU ask for 5, and its nodes have "
+        "rank of 1 CPU request 5, and its nodes have "
     )
     assert "\n" not in str(told.value)
     assert not list((tmp_path / "runs").glob("*/config.yaml")), "the directory is free for another config"
@@ -255,15 +257,15 @@ async def test_ranks_that_follow_each_other_are_on_one_machine(
     parallel = {"world_size": 4, "tensor": tensor}
     train = {"ray_address": ray.get_runtime_context().gcs_address, "parallel": parallel}
     config = RunConfig.model_validate({"name": "ranks", "model": str(checkpoint), "train": train})
-    async with open_reservations(config, ranks=True) as rooms:
-        assert rooms.engines == ()
-        assert rooms.ranks is not None
-        assert rooms.ranks.bundle_count == bundles
-        assert len(rank_places(rooms.ranks)) == 4
-        nodes = [node for _, node in rank_bundles(rooms.ranks)]
+    async with open_reservations(ClusterRequest.of(config), ranks=True) as reserved:
+        assert reserved.engines == ()
+        assert reserved.ranks is not None
+        assert reserved.ranks.bundle_count == bundles
+        assert len(placement_options(reserved.ranks)) == 4
+        nodes = [node for _, node in worker_bundles(reserved.ranks)]
         assert nodes[0] == nodes[1] != nodes[2] == nodes[3]
-        assert (rooms.note or "").startswith(note or "")
-        assert (rooms.note is None) == (note is None)
+        assert (reserved.note or "").startswith(note or "")
+        assert (reserved.note is None) == (note is None)
     async with asyncio.timeout(20):
         while ray.available_resources().get("CPU") != 4:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
@@ -288,8 +290,10 @@ async def test_a_real_engine_is_killed_with_its_actor_and_serves_again(
     engine = engine_config.model_copy(update=changes)
     config, notes = RunConfig(name="hosted", model=model, engine=engine), list[str]()
     async with (
-        open_reservations(config, ranks=False) as rooms,
-        open_engine(engine, model, read_model_spec(model), tmp_path, notes.append, rooms=rooms.engines) as client,
+        open_reservations(ClusterRequest.of(config), ranks=False) as reserved,
+        open_engine(
+            engine, model, read_model_spec(model), tmp_path, notes.append, reservations=reserved.engines
+        ) as client,
     ):
         before = await client.generate([5, 6, 7], GREEDY, routes_from=0, session="a")
         assert len(processes(model)) == nodes
@@ -297,7 +301,7 @@ async def test_a_real_engine_is_killed_with_its_actor_and_serves_again(
         after = await client.generate([5, 6, 7], GREEDY, routes_from=0, session="b")
         assert after.tokens == before.tokens
     await none_of(model)
-    assert [note.rpartition(") ")[2] for note in notes][-2:] == ["is started again", "serves again"]
+    assert [note.rpartition(") ")[2] for note in notes][-2:] == ["is restarting", "serves again"]
 
 
 async def test_the_doctor_looks_at_every_machine(cluster: None, checkpoint: Path, tmp_path: Path) -> None:

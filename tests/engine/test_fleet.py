@@ -168,7 +168,7 @@ def test_losses_are_forgotten_by_whoever_lives_from_update_to_update() -> None:
         fleet.admitted("a")
         fleet.published("a")
     assert fleet["a"].phase is Phase.RETIRED
-    assert fleet.lost == "a answers from weights 'y', not '2': it was started again"
+    assert fleet.lost == "a answers from weights 'y', not '2': it was restarted"
 
 
 def test_tried_engines_and_suspects_are_the_last_resort() -> None:

@@ -19,7 +19,7 @@ from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.engine.supervisor import EngineSupervisor
 from agent_rl.models.spec import read_model_spec
 from agent_rl.types import Completion, SamplingParams
-from agent_rl.utils.concurrency import beside
+from agent_rl.utils.concurrency import run_alongside
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 BACK_SECONDS = 200.0
@@ -65,11 +65,11 @@ async def test_killed_under_load(
         fleet.up(name, url)
     async with SGLangEngine((), read_model_spec(model), config, fleet=fleet) as engine:
         for name in fleet.names:
-            await engine.admit(fleet[name].url)
+            await engine.admission.admit(fleet[name].url)
             fleet.admitted(name)
         keeper, sync = EngineSupervisor(engine, {"second": Lent(second_server)}, config), setting.sync(engine)
         await sync.publish(3)
-        async with beside(keeper.run()), EngineAdmission(setting.config, engine, sync).admit():
+        async with run_alongside(keeper.run()), EngineAdmission(setting.config.routes_config, engine, sync, {}).admit():
             for kill in range(kills):
                 running = [asyncio.create_task(sampled(engine, f"{kill}-{n}")) for n in range(8)]
                 await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
@@ -79,8 +79,8 @@ async def test_killed_under_load(
                 assert {each.weight_version for each in got} == {"3"}
                 assert all(len(each.tokens) == 200 for each in got)
                 async with asyncio.timeout(BACK_SECONDS):
-                    await engine.until(lambda fleet, before=kill: fleet["second"].losses > before)
-                    await engine.until(lambda fleet: fleet["second"].phase is Phase.SERVING)
+                    await engine.fleet.until(lambda fleet, before=kill: fleet["second"].losses > before)
+                    await engine.fleet.until(lambda fleet: fleet["second"].phase is Phase.SERVING)
         await keeper.close()
         assert len(engine.urls) == 2
         await setting.holds(engine, setting.new, "3")

@@ -19,6 +19,7 @@ from agent_rl.engine.generation_gate import GenerationGate
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.models.spec import ModelSpec
 from agent_rl.types import FinishReason, SamplingParams
+from sandbox.timeouts import PausableTimeout
 
 FACTS = ModelSpec(
     "qwen3_moe", moe=(False, True, True), hidden=8, heads=2, kv_heads=1, head_dim=4, inner=8, vocab_size=100,
@@ -79,10 +80,10 @@ async def test_what_runs_is_cut_with_its_rows_and_what_comes_waits(lost_aborts: 
             server.at_once = True
         after = await second
         await engine.close()
-    assert (got.finish, got.cut, got.tokens) == (FinishReason.ABORT, True, (7, 8))
+    assert (got.finish, got.interrupted, got.tokens) == (FinishReason.ABORT, True, (7, 8))
     assert got.routing is not None
     assert got.routing.tokens == 4
-    assert (after.finish, after.cut) == (FinishReason.LENGTH, False)
+    assert (after.finish, after.interrupted) == (FinishReason.LENGTH, False)
     assert server.prompts == [3, 5]
     assert engine.gate.metrics() == {"async_rollout/interrupted_turns": 1, "async_rollout/reprefilled_tokens": 5}
     assert engine.gate.metrics()["async_rollout/interrupted_turns"] == 0
@@ -116,7 +117,7 @@ async def test_of_200_updates_none_falls_within_a_completion() -> None:
             nonlocal cut
             while True:
                 got = await engine.generate([1, 2, 3], SamplingParams(), routes_from=0, session="s")
-                cut += got.cut
+                cut += got.interrupted
 
         asking = [asyncio.create_task(asks()) for _ in range(4)]
         for _ in range(200):
@@ -136,20 +137,20 @@ async def test_of_200_updates_none_falls_within_a_completion() -> None:
 
 
 async def test_a_request_that_does_not_end_is_left_alone_after_a_while() -> None:
-    gate, aborts = GenerationGate(patience=0.02), []
+    gate, aborts = GenerationGate(drain_timeout=0.02), []
 
     async def abort() -> None:
         aborts.append(1)
 
-    with gate.passing(abort) as passage:
+    with gate.in_flight(abort) as request:
         async with gate.closed():
-            assert passage.cut
+            assert request.interrupted
     assert aborts
 
 
 async def test_time_does_not_pass_for_an_episode_while_it_is_closed() -> None:
     gate, clock, expired = GenerationGate(), LoopClock(), list[bool]()
-    limit = asyncio.timeout(100)
+    limit = PausableTimeout(100)
 
     async def episode() -> None:
         async with limit:
@@ -168,7 +169,7 @@ async def test_time_does_not_pass_for_an_episode_while_it_is_closed() -> None:
 
 async def test_an_episode_that_begins_while_it_is_closed_has_all_its_time() -> None:
     gate, clock = GenerationGate(), LoopClock()
-    async with gate.closed(), asyncio.timeout(100) as limit:
+    async with gate.closed(), PausableTimeout(100) as limit:
         with gate.uncharged(limit):
             await clock.put_forward(1000)
     assert not limit.expired()
@@ -180,14 +181,14 @@ async def test_it_opens_however_the_block_is_left() -> None:
         async with gate.closed():
             raise ValueError("publishing failed")
     async with asyncio.timeout(1):
-        await gate.opened()
+        await gate.wait_open()
 
 
 async def test_one_that_waits_does_not_slip_through_between_two_updates() -> None:
     gate, passed = GenerationGate(), []
 
     async def wait() -> None:
-        await gate.opened()
+        await gate.wait_open()
         passed.append(gate.is_open)
 
     async with gate.closed():

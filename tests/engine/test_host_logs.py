@@ -11,10 +11,10 @@ import pytest
 from standin_sglang import make_interpreter
 
 from agent_rl.config import EngineConfig
-from agent_rl.engine.launch import Seat
-from agent_rl.engine.ray_actor import EngineHost, LogDirectory, ServerRequest
+from agent_rl.engine.launch import ServerNode
+from agent_rl.engine.ray_actor import EngineActor, LogDirectory, ServerRequest
 
-OWNER = "from agent_rl.engine.ray_actor import LogFolder; print(LogFolder().log, flush=True); input()"
+OWNER = "from agent_rl.engine.ray_actor import LogDirectory; print(LogDirectory().log, flush=True); input()"
 
 
 @pytest.fixture
@@ -53,9 +53,9 @@ async def test_a_server_that_was_stopped_leaves_its_log_to_the_caller_alone(temp
     model.mkdir()
     (model / "config.json").write_text("{}")
     config = EngineConfig(python=str(make_interpreter(tmp_path)), device="cpu", extra_args=("--die",))
-    host = EngineHost()
-    answer = await host.start(ServerRequest(config, model, 0, False, Seat(), Path("/logs/engine-0.log")))
-    assert answer.fault.endswith("no such thing as --die; log: /logs/engine-0.log")
+    host = EngineActor()
+    answer = await host.start(ServerRequest(config, model, 0, False, ServerNode(), Path("/logs/engine-0.log")))
+    assert answer.error.endswith("no such thing as --die; log: /logs/engine-0.log")
     assert len(left(temporary)) == 1
     assert b"no such thing as --die" in await host.stop()
     assert left(temporary) == []

@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 from standin import StandIn
 
-from agent_rl.config import EngineConfig, addresses
+from agent_rl.config import EngineConfig, parse_addresses
 from agent_rl.engine import supervisor as keeper
 from agent_rl.engine.factory import open_engine
 from agent_rl.engine.fleet import Fleet, Phase
 from agent_rl.engine.launch import free_port
 from agent_rl.engine.sglang import SGLangEngine
-from agent_rl.engine.supervisor import EngineSupervisor, story
+from agent_rl.engine.supervisor import EngineSupervisor, phase_change
 from agent_rl.errors import EngineLost, UserError
 from agent_rl.models.spec import ModelSpec
 from agent_rl.types import Completion, SamplingParams
-from agent_rl.utils.concurrency import beside
+from agent_rl.utils.concurrency import run_alongside
 from agent_rl.utils.http import AsyncHttp
 
 FACTS = ModelSpec(
@@ -35,7 +35,7 @@ class Kept:
 
     def __init__(self, engine: SGLangEngine, servers: Mapping[str, StandIn]) -> None:
         self.engine, self.servers, self.notes = engine, servers, list[str]()
-        engine.fleet.listeners.append(lambda before, after: self.notes.append(story(before, after) or ""))
+        engine.fleet.listeners.append(lambda before, after: self.notes.append(phase_change(before, after) or ""))
 
     async def publish(self, version: str, *urls: str) -> None:
         """As a weight update does it, to all engines in use or to those at ``urls``."""
@@ -49,7 +49,7 @@ class Kept:
     async def welcome(self, version: str) -> None:
         """Publish to whoever waits for it."""
         while True:
-            url, *_ = await self.engine.until(lambda fleet: fleet.waiting)
+            url, *_ = await self.engine.fleet.until(lambda fleet: fleet.waiting)
             await self.publish(version, url)
 
     async def sample(self, session: str) -> Completion:
@@ -57,7 +57,7 @@ class Kept:
 
     async def phase(self, name: str, *phases: Phase) -> None:
         async with asyncio.timeout(20):
-            await self.engine.until(lambda fleet: fleet[name].phase in phases)
+            await self.engine.fleet.until(lambda fleet: fleet[name].phase in phases)
 
 
 @asynccontextmanager
@@ -75,7 +75,7 @@ async def kept(
     keeper = EngineSupervisor(engine, servers, config)
     try:
         await keeper.open()
-        async with beside(keeper.run()):
+        async with run_alongside(keeper.run()):
             yield Kept(engine, servers | {other.url: other for other in others})
     finally:
         await keeper.close()
@@ -91,13 +91,13 @@ async def test_one_that_dies_is_started_again_and_joins_by_a_publish(tmp_path: P
         got = await asyncio.gather(*(fleet.sample(f"s{n}") for n in range(20)))
         assert {(each.engine, each.weight_version) for each in got} == {(fleet.servers["engine-1"].url, "1")}
         async with asyncio.timeout(20):
-            assert await fleet.engine.until(lambda fleet: fleet.waiting) == (fleet.servers["engine-0"].url,)
+            assert await fleet.engine.fleet.until(lambda fleet: fleet.waiting) == (fleet.servers["engine-0"].url,)
         assert (await fleet.sample("new")).weight_version == "1"
         await fleet.publish("1", fleet.servers["engine-0"].url)
         assert (await fleet.sample("newer")).engine == fleet.servers["engine-0"].url, "it has the fewest sessions"
     told = [note for note in fleet.notes if note]
     assert told[0] == f"engine engine-0 ({fleet.servers['engine-0'].url}) is out of use: the engine server died"
-    assert [note.rpartition(") ")[2] for note in told[1:]] == ["is started again", "serves again"]
+    assert [note.rpartition(") ")[2] for note in told[1:]] == ["is restarting", "serves again"]
 
 
 async def test_the_only_one_is_waited_for(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ async def test_the_only_one_is_waited_for(tmp_path: Path) -> None:
         await asyncio.sleep(0.1)  # they are with the server, or on their way to it
         (tmp_path / "seconds").unlink()
         fleet.servers["engine-0"].kill()
-        async with beside(fleet.welcome("1")):
+        async with run_alongside(fleet.welcome("1")):
             got = [*await asyncio.gather(*running), await fleet.sample("later")]
         assert {each.weight_version for each in got} == {"1"}
         assert fleet.engine.fleet.metrics()["engines/deaths"] == 1
@@ -136,7 +136,7 @@ async def test_a_supervisors_restart_is_noticed_before_a_token_is_used(tmp_path:
     assert fleet[server.url].phase is Phase.JOINING
     assert watched.notes[-1] == (
         f"engine {server.url} waits for the published weights: {server.url} answers from weights 'default', "
-        "not '4': it was started again"
+        "not '4': it was restarted"
     )
     assert (tmp_path / f"{server.port}.answers").read_text().endswith(" default\n"), "it did answer"
     await keeper.close()
@@ -152,7 +152,7 @@ async def test_the_poller_finds_base_weights_without_any_request(tmp_path: Path)
         server.kill()
         await server.start()
         await fleet.phase(name, Phase.JOINING)
-        async with beside(fleet.welcome("4")):
+        async with run_alongside(fleet.welcome("4")):
             await fleet.phase(name, Phase.SERVING)
         assert fleet.engine.urls[0] == url
         assert {(await fleet.sample(f"s{n}")).weight_version for n in range(6)} == {"4"}
@@ -161,17 +161,14 @@ async def test_the_poller_finds_base_weights_without_any_request(tmp_path: Path)
 async def test_one_that_keeps_dying_is_retired_and_the_others_go_on(tmp_path: Path) -> None:
     async with kept(tmp_path, ours=2, restarts=2) as fleet:
         await fleet.publish("1")
-        async with beside(fleet.welcome("1")):
+        async with run_alongside(fleet.welcome("1")):
             for _ in range(3):
                 await fleet.phase("engine-1", Phase.SERVING)
                 fleet.servers["engine-1"].kill()
                 await fleet.phase("engine-1", Phase.DEAD, Phase.STARTING, Phase.RETIRED)
             await fleet.phase("engine-1", Phase.RETIRED)
             assert (await fleet.sample("s")).engine == fleet.servers["engine-0"].url
-    assert (
-        fleet.notes[-1]
-        == f"engine engine-1 ({fleet.servers['engine-1'].url}) is not used again: the engine server died"
-    )
+    assert fleet.notes[-1] == f"engine engine-1 ({fleet.servers['engine-1'].url}) is retired: the engine server died"
 
 
 async def test_where_none_can_be_started_the_reason_is_told(tmp_path: Path) -> None:
@@ -191,11 +188,11 @@ async def test_lines_of_a_file_add_engines_and_take_them_away(tmp_path: Path) ->
     async with open_engine(config, tmp_path, FACTS, tmp_path) as engine, asyncio.timeout(20):
         assert engine.urls == (urls[0],)
         file.write_text("\n".join(urls))
-        await engine.until(lambda fleet: len(fleet.in_use) == 2)
+        await engine.fleet.until(lambda fleet: len(fleet.in_use) == 2)
         file.write_text(urls[1])
-        await engine.until(lambda fleet: fleet.in_use == (urls[1],))
+        await engine.fleet.until(lambda fleet: fleet.in_use == (urls[1],))
         file.write_text("\n".join(urls))
-        await engine.until(lambda fleet: len(fleet.in_use) == 2)
+        await engine.fleet.until(lambda fleet: len(fleet.in_use) == 2)
     for server in (first, second):
         await server.stop()
 
@@ -208,9 +205,9 @@ async def test_a_file_that_is_being_written_takes_no_engine_away(
     def watched(text: str) -> Sequence[str]:
         if not text:
             looked.set()
-        return addresses(text)
+        return parse_addresses(text)
 
-    monkeypatch.setattr(keeper, "addresses", watched)
+    monkeypatch.setattr(keeper, "parse_addresses", watched)
     file.write_text(await server.start())
     config = EngineConfig(urls_file=file, health_interval=0.02)
     async with open_engine(config, tmp_path, FACTS, tmp_path) as engine, asyncio.timeout(20):
@@ -231,19 +228,19 @@ async def test_an_engine_whose_line_comes_back_has_one_keeper(tmp_path: Path) ->
         file.write_text(f"{server.url}\n{url}")
         await asked.wait()
         file.write_text(server.url)
-        await engine.until(lambda fleet: fleet[url].phase is Phase.RETIRED)
+        await engine.fleet.until(lambda fleet: fleet[url].phase is Phase.RETIRED)
         file.write_text(f"{server.url}\n{url}")
         while engine.fleet[url].phase is Phase.RETIRED:  # noqa: ASYNC110 no listener is told that an engine was added
             await asyncio.sleep(0.01)
-        assert [task.get_name() for task in asyncio.all_tasks()].count(f"keep-{url}") == 1
+        assert [task.get_name() for task in asyncio.all_tasks()].count(f"supervise-{url}") == 1
     silent.close()
     await server.stop()
 
 
 async def test_a_file_without_addresses_is_a_users_mistake(tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("# none yet\n")
-    for name, told in (("none", "none: No such file"), ("empty", "empty: no address in it; write one a line")):
+    for name, told in (("none", "none: No such file"), ("empty", "empty contains no URL")):
         with pytest.raises(UserError, match=rf"^engine.urls_file: {tmp_path}/{told}"):
             async with open_engine(EngineConfig(urls_file=tmp_path / name), tmp_path, FACTS, tmp_path):
                 pass
-    assert addresses(" http://a/ # first\n\nhttp://b\nhttp://a\n") == ["http://a", "http://b"]
+    assert parse_addresses(" http://a/ # first\n\nhttp://b\nhttp://a\n") == ["http://a", "http://b"]

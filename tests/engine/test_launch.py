@@ -134,18 +134,20 @@ async def test_a_taken_port_is_one_line(model: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("script", "reason"),
-    [("#!/bin/sh\nexit 3\n", "has no SGLang: exit code 3"), ("\0", r"did not say which SGLang it has: .*Exec format")],
+    [("#!/bin/sh\nexit 3\n", "python has no SGLang: exit code 3"), ("\0", "python: .*Exec format")],
 )
 def test_an_interpreter_that_says_nothing_is_a_users_mistake(tmp_path: Path, script: str, reason: str) -> None:
     python = tmp_path / "python"
     python.write_text(script)
     python.chmod(0o755)
-    with pytest.raises(ConfigError, match=f"^engine.python: {python} {reason}"):
+    with pytest.raises(ConfigError, match=rf"^engine\.python: .*{tmp_path}/{reason}"):
         sglang_version(str(python))
 
 
 async def test_a_missing_interpreter_is_a_users_mistake(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"engine\.python: /no/such is no interpreter; `agent-rl install engine`"):
+    with pytest.raises(
+        ConfigError, match=r"engine\.python: /no/such is not an interpreter; run `agent-rl install engine`"
+    ):
         async with open_engine(EngineConfig(python="/no/such"), model, read_model_spec(model), tmp_path):
             pass
 
@@ -158,9 +160,9 @@ async def test_a_missing_interpreter_is_a_users_mistake(model: Path, tmp_path: P
         ("RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory\n", "out of memory (RuntimeError"),
         (
             "ModuleNotFoundError: No module named 'torch_memory_saver'\n",
-            "engine.colocate wants torch-memory-saver in the engine's environment",
+            "engine.colocate needs torch-memory-saver",
         ),
-        ("OSError: [Errno 28] No space left on device\n", "no room left on the disk (OSError"),
+        ("OSError: [Errno 28] No space left on device\n", "the disk is full (OSError"),
         (
             "[2026-01-01 10:00:00] ValueError: first\n[12:00] ValueError: dtype float9 unknown\nbye\n",
             "ValueError: dtype",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-from agent_rl.engine.utilization import EngineLoad
+from agent_rl.engine.utilization import EngineUtilization
 
 
 class Clock:
@@ -16,7 +16,7 @@ class Clock:
 
 def test_empty_time_and_taken_places_are_the_mean_over_engines_and_time() -> None:
     clock = Clock()
-    load = EngineLoad(clock)
+    load = EngineUtilization(clock)
     load.add("a", 4)
     load.add("b", 4)
     with load.running("a"), load.running("a"):
@@ -30,7 +30,7 @@ def test_empty_time_and_taken_places_are_the_mean_over_engines_and_time() -> Non
 
 def test_a_request_that_goes_on_counts_for_each_step_with_its_part() -> None:
     clock = Clock()
-    load = EngineLoad(clock)
+    load = EngineUtilization(clock)
     load.add("a", 2)
     with ExitStack() as running:
         clock.now += 1.0
@@ -44,7 +44,7 @@ def test_a_request_that_goes_on_counts_for_each_step_with_its_part() -> None:
 
 def test_only_engines_in_use_count_and_those_whose_places_are_not_known_are_never_called_busy() -> None:
     clock = Clock()
-    load = EngineLoad(clock)
+    load = EngineUtilization(clock)
     load.add("dead", 2)
     clock.now += 1.0
     load.add("new", 0)

@@ -11,8 +11,8 @@ import pytest
 from engine_proxy import Fault, Rows, StripsEvery, proxy
 
 from agent_rl.config import EngineConfig, R3Config
-from agent_rl.controller.advantages import samples_of
-from agent_rl.controller.route_checks import check_budget
+from agent_rl.controller.advantages import build_samples
+from agent_rl.controller.route_checks import check_missing_budget
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.errors import RoutesMissingError
 from agent_rl.models.spec import read_model_spec
@@ -99,17 +99,17 @@ async def test_native_leaves_holes_that_are_counted(server: str, client_of: Any)
     )
     assert missing_token_fraction(members) == pytest.approx(per_turn / needed)
     group = [Group("t", tuple(members))]
-    assert len(samples_of(group).samples) == 2
+    assert len(build_samples(group).samples) == 2
     policy = {"missing": "without_replay", "missing_budget": 0.1}
     with pytest.raises(RoutesMissingError, match=r"step 1: 16.18% of its tokens lack routes, r3.missing_budget=0.1"):
-        check_budget(1, group, R3Config(**policy))
+        check_missing_budget(1, group, R3Config(**policy))
 
 
 async def test_drop_sample_leaves_out_whole_trajectories(server: str, client_of: Any) -> None:
     async with proxy(server, StripsEvery(nth=6)) as url:
         group = [await converse(client_of(url), float(seed == 0), seed, missing="drop_sample") for seed in range(3)]
     assert [member.routes_missing > 0 for member in group] == [False, True, True]
-    result = samples_of([Group("t", (*group, group[0]))], drop_missing=True)
+    result = build_samples([Group("t", (*group, group[0]))], drop_missing=True)
     assert result.dropped == 2
     assert result.samples == (), "the two that are left have one reward"
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from agent_rl.engine.cpu.padded_attention import are_attended_at_once, attend
+from agent_rl.engine.cpu.cpu_kernels import attend, is_batched_attention_faster
 
 pytestmark = pytest.mark.megatron
 ENTRIES, HEADS, KEYS_OF, SIZE = 512, 4, 2, 16
@@ -60,7 +60,7 @@ def test_what_lies_behind_a_sequence_is_not_read() -> None:
 
 def test_a_lone_token_uneven_lengths_and_many_scores_are_not() -> None:
     def at_once(lengths: list[int], asked: list[int]) -> bool:
-        return are_attended_at_once(torch.tensor(lengths), torch.tensor(asked), HEADS)
+        return is_batched_attention_faster(torch.tensor(lengths), torch.tensor(asked), HEADS)
 
     assert at_once([150] * 64, [1] * 64)
     assert at_once([400], [30])

@@ -24,7 +24,7 @@ from engine_proxy import (
 from typer.testing import CliRunner
 
 from agent_rl import cli
-from agent_rl.engine.route_probe.checks import Verdict
+from agent_rl.engine.route_probe.checks import CheckStatus
 from agent_rl.engine.route_probe.run import probe, table
 from agent_rl.errors import ConfigError, EngineRejected, EngineUnreachable
 from agent_rl.models.spec import read_model_spec
@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 async def test_a_sound_server_passes_every_check(server: str) -> None:
     report = await probe(server, retract=True)
-    assert [check for check in report.checks if check.verdict is not Verdict.OK] == []
+    assert [check for check in report.checks if check.status is not CheckStatus.OK] == []
     assert len(report.checks) == 14
     assert report.line().startswith(f"14 checks passed; {report.requests} requests, ")
 
@@ -90,8 +90,8 @@ def lost_by_retraction(rows: Rows, finish: str, answer: Mapping[str, Any]) -> Ro
 
 Case = tuple[str, Fault, dict[str, str]]
 FAULTS: list[Case] = [
-    ("strips the key", StripsEvery(), {"key in every answer": "18 of 18 answers lack"}),
-    ("ignores the start", IgnoresStart(), {"start honoured": "asked from row 80, received all 160 rows"}),
+    ("strips the key", StripsEvery(), {"key in every response": "18 of 18 answers lack"}),
+    ("ignores the start", IgnoresStart(), {"start honored": "asked from row 80, received all 160 rows"}),
     ("lags by a row", Lags(), {"row i is token i's": "part 1 after its row"}),
     (
         "leads by a row",
@@ -123,7 +123,7 @@ FAULTS: list[Case] = [
             "rows after a stop token": "not whole rows",
             "rows after an abort": "not whole rows",
             "rows after a retraction": "not whole rows",
-            "start honoured": "not whole rows",
+            "start honored": "not whole rows",
         },
     ),
     (
@@ -133,7 +133,7 @@ FAULTS: list[Case] = [
     ),
 ]
 ALSO = {
-    "leads by a row": {"start honoured", "siblings keep their rows"},
+    "leads by a row": {"start honored", "siblings keep their rows"},
     "serves stale rows": {"siblings keep their rows"},
 }
 """What else a fault may fail: the end of one answer is the middle of another; siblings may find each other cached."""
@@ -145,7 +145,7 @@ async def test_each_fault_is_named_and_nothing_else(
 ) -> None:
     async with proxy(server, fault) as url:
         report = await probe(url, retract=True)
-    found = {check.name: check.found for check in report.failed}
+    found = {check.name: check.finding for check in report.failed}
     for check, finding in expected.items():
         assert finding in found.get(check, ""), report.line()
         assert check in report.line()
@@ -158,7 +158,7 @@ async def test_each_fault_is_named_and_nothing_else(
 async def test_answers_without_routes_are_a_policys_matter_where_others_have_them(server: str) -> None:
     async with proxy(server, StripsEvery(nth=5)) as url:
         report = await probe(url)
-    assert [check.name for check in report.spoils(missing_allowed=False)] == ["key in every answer"]
+    assert [check.name for check in report.spoils(missing_allowed=False)] == ["key in every response"]
     assert "3 of 17 answers lack routed_experts" in report.line()
     assert report.spoils(missing_allowed=True) == ()
 
@@ -168,7 +168,7 @@ async def test_facts_of_another_model_and_none_at_all(server: str, model: Path) 
     assert "not whole rows" in (await probe(server, wrong)).line()
     with pytest.raises(EngineUnreachable, match="ClientConnectorError"):
         await probe("http://127.0.0.1:9")
-    with pytest.raises(EngineRejected, match=r"not an answer of SGLang's /generate \(KeyError\('meta_info'\)\)"):
+    with pytest.raises(EngineRejected, match=r"not a response of SGLang's /generate \(KeyError\('meta_info'\)\)"):
         async with proxy(server, Blank()) as url:
             await probe(url)
     with pytest.raises(
@@ -185,7 +185,7 @@ def test_the_command_says_it_by_its_exit_code(server: str, model: Path, tmp_path
     assert "row i is token i's" in done.output
     report = json.loads(found.read_text())
     assert report["ok"] is True
-    assert [check["found"] for check in report["checks"] if check["verdict"] != "ok"] == [
+    assert [check["finding"] for check in report["checks"] if check["status"] != "ok"] == [
         "not provoked: only done where asked for"
     ]
     nobody = CliRunner().invoke(cli.app, ["r3", "probe", "http://127.0.0.1:9", "--model", str(model)])

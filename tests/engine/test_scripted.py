@@ -46,9 +46,9 @@ async def test_a_long_turn_is_cut() -> None:
 
 
 async def test_routes_need_a_layout_and_a_row_of_the_prompt() -> None:
-    with pytest.raises(EngineRejected, match="no layout"):
+    with pytest.raises(EngineRejected, match="without a layout"):
         await ScriptedEngine(lambda *_: [1]).generate([1], SamplingParams(), routes_from=0, session="s")
-    with pytest.raises(EngineRejected, match=r"row 3, expected one in \[0, 2\]"):
+    with pytest.raises(EngineRejected, match=r"row 3, expected a row in \[0, 2\]"):
         await ScriptedEngine(lambda *_: [1], layout=LAYOUT).generate(
             [1, 2], SamplingParams(), routes_from=3, session=""
         )

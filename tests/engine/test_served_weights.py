@@ -22,7 +22,7 @@ from agent_rl.config import EngineConfig
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.errors import UserError
 from agent_rl.models.spec import read_model_spec
-from agent_rl.weight_sync.served import refuse_others, stored
+from agent_rl.weight_sync.served import check_served_weights, stored_tensors
 
 LAYERS, EXPERTS, PADDING = 4, 8, 8
 
@@ -67,7 +67,7 @@ async def engine(parameters: Mapping[str, bytes], **info: Any) -> AsyncIterator[
 
 
 async def compared(model: Path, *urls: str) -> str | None:
-    return await asyncio.to_thread(refuse_others, urls, model, read_model_spec(model), EngineConfig())
+    return await asyncio.to_thread(check_served_weights, urls, model, read_model_spec(model), EngineConfig())
 
 
 async def test_the_configs_weights_pass(model: Path) -> None:
@@ -77,9 +77,7 @@ async def test_the_configs_weights_pass(model: Path) -> None:
 
 async def test_other_weights_of_the_same_sizes_are_one_line(model: Path, other_model: Path) -> None:
     async with engine(held(model)) as right, engine(held(other_model)) as wrong:
-        with pytest.raises(
-            UserError, match=f"^the engine at {wrong} holds other weights than model: {model} "
-        ) as raised:
+        with pytest.raises(UserError, match=f"^the engine at {wrong} has other weights than model: {model} ") as raised:
             await compared(model, right, wrong)
     assert "it was started with some/model" in str(raised.value)
     assert "\n" not in str(raised.value)
@@ -90,7 +88,7 @@ async def test_one_bit_is_enough(model: Path) -> None:
     data = parameters["model.layers.2.mlp.experts.w2_weight"]
     parameters["model.layers.2.mlp.experts.w2_weight"] = data[:-1] + bytes([data[-1] ^ 1])
     async with engine(parameters) as url:
-        with pytest.raises(UserError, match="holds other weights than model"):
+        with pytest.raises(UserError, match="has other weights than model"):
             await compared(model, url)
 
 
@@ -106,9 +104,9 @@ async def test_where_checksums_cannot_be_predicted_layers_and_other_engines_are_
         assert await compared(model, one) == (
             f"{one}: the weights were not compared with those of {model}, only the layers"
         )
-        with pytest.raises(UserError, match=f"^the engines at {one} and {other} hold different weights: "):
+        with pytest.raises(UserError, match=f"^the engines at {one} and {other} have different weights: "):
             await compared(model, one, other)
-        with pytest.raises(UserError, match=f"^the engine at {short} holds other weights"):
+        with pytest.raises(UserError, match=f"^the engine at {short} has other weights"):
             await compared(model, short)
 
 
@@ -127,7 +125,7 @@ def test_a_tensor_is_rounded_as_a_loader_rounds_it(tmp_path: Path) -> None:
     values = np.random.default_rng(0).standard_normal((7, 5)).astype(np.float32)
     save_file({"a": values}, tmp_path / "model.safetensors")
     rounded = torch.from_numpy(values).bfloat16()
-    tensor = stored(tmp_path)["a"]
+    tensor = stored_tensors(tmp_path)["a"]
     assert tensor.bytes_as("BF16").tobytes() == rounded.view(torch.uint8).numpy().tobytes()
     back = replace(tensor, kind="BF16", raw=_bytes(tensor.bytes_as("BF16")))
     assert back.bytes_as("F32").tobytes() == rounded.float().numpy().tobytes()
@@ -190,5 +188,5 @@ async def test_routes_of_another_model_are_one_line(model: Path) -> None:
 @pytest.mark.slow
 async def test_a_real_servers_weights(server: str, model: Path, other_model: Path) -> None:
     assert await compared(model, server) is None
-    with pytest.raises(UserError, match=f"^the engine at {server} holds other weights than model: {other_model} "):
+    with pytest.raises(UserError, match=f"^the engine at {server} has other weights than model: {other_model} "):
         await compared(other_model, server)

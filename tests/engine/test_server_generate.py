@@ -37,13 +37,13 @@ SAMPLE = SamplingParams(max_new_tokens=12)
 
 
 @pytest.fixture
-def facts(model: Path) -> ModelSpec:
+def model_spec(model: Path) -> ModelSpec:
     return read_model_spec(model)
 
 
 @pytest.fixture
-async def engine(server: str, facts: ModelSpec, engine_config: EngineConfig) -> AsyncIterator[SGLangEngine]:
-    async with SGLangEngine(server, facts, engine_config) as client:
+async def engine(server: str, model_spec: ModelSpec, engine_config: EngineConfig) -> AsyncIterator[SGLangEngine]:
+    async with SGLangEngine(server, model_spec, engine_config) as client:
         await idle(client)
         yield client
 
@@ -90,7 +90,7 @@ async def test_scores_agree_with_the_log_probs_sampled(engine: SGLangEngine) -> 
 
 
 async def test_the_last_id_of_the_vocabulary_is_scored(engine: SGLangEngine) -> None:
-    prompt = [*PROMPT, engine.facts.vocab_size - 1]
+    prompt = [*PROMPT, engine.model_spec.vocab_size - 1]
     got = await engine.generate(prompt, SAMPLE, routes_from=None, session="s")
     scored = await engine.score([*prompt, *got.tokens])
     np.testing.assert_allclose(scored[41:], got.logprobs, atol=1e-4)
@@ -237,9 +237,9 @@ class Mixes(Fault):
 
 @pytest.mark.parametrize("fault", [Fault, Mixes])
 async def test_an_audit_under_load_finds_rows_of_others_and_nothing_else(
-    server: str, facts: ModelSpec, engine_config: EngineConfig, fault: type[Fault]
+    server: str, model_spec: ModelSpec, engine_config: EngineConfig, fault: type[Fault]
 ) -> None:
-    async with proxy(server, fault()) as url, SGLangEngine(url, facts, engine_config) as engine:
+    async with proxy(server, fault()) as url, SGLangEngine(url, model_spec, engine_config) as engine:
 
         async def episode(number: int) -> RouteAudit | None:
             talk = Transcript([number, *PROMPT], max_tokens=500, routes=R3Config())
@@ -360,8 +360,8 @@ async def test_it_says_what_it_is(engine: SGLangEngine, model: Path) -> None:
     assert info.max_total_tokens == 8192
 
 
-async def test_facts_of_another_model_are_found_out(server: str, facts: ModelSpec) -> None:
-    wrong = replace(facts, moe=(True,) * 48, num_experts=128, top_k=8)
+async def test_facts_of_another_model_are_found_out(server: str, model_spec: ModelSpec) -> None:
+    wrong = replace(model_spec, moe=(True,) * 48, num_experts=128, top_k=8)
     with pytest.raises(UserError, match="which is another model than the config's"):
         async with SGLangEngine(server, wrong):
             pass

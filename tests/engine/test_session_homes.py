@@ -8,11 +8,11 @@ from contextlib import ExitStack
 
 import pytest
 
-from agent_rl.engine.session_affinity import SessionAffinity
+from agent_rl.engine.routing import SessionAffinity
 
 
 def home(homes: SessionAffinity, session: str, urls: Sequence[str] = "ab") -> str:
-    with homes.visit(session, urls) as url:
+    with homes.request(session, urls) as url:
         return url
 
 
@@ -27,7 +27,7 @@ def test_new_sessions_avoid_the_busy_engine() -> None:
     homes = SessionAffinity()
     with ExitStack() as running:
         for _ in range(5):
-            running.enter_context(homes.visit("first", "ab"))
+            running.enter_context(homes.request("first", "ab"))
         assert {home(homes, f"s{n}") for n in range(8)} == {"b"}
     assert home(homes, "last") == "a"
 
@@ -42,14 +42,14 @@ def test_a_session_leaves_an_engine_that_may_not_be_used() -> None:
 
 def test_a_failed_request_is_no_load() -> None:
     homes = SessionAffinity()
-    with pytest.raises(RuntimeError), homes.visit("s", "ab"):
+    with pytest.raises(RuntimeError), homes.request("s", "ab"):
         raise RuntimeError
     assert home(homes, "t") == "b"
     assert home(homes, "u") == "a"
 
 
 def test_the_oldest_sessions_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agent_rl.engine.session_affinity._REMEMBERED", 2)
+    monkeypatch.setattr("agent_rl.engine.routing.MAX_SESSIONS", 2)
     homes = SessionAffinity()
     assert [home(homes, session) for session in "stu"] == ["a", "b", "a"]
     assert home(homes, "v") == "a", "s is forgotten: each engine has one session"

@@ -23,11 +23,11 @@ async def test_log_probs_and_routes_are_off_by_their_rounding(
     server: str, engine_config: EngineConfig, model: Path, tmp_path: Path
 ) -> None:
     short = EngineServer(engine_config.model_copy(update={"extra_args": OPTION}), model, tmp_path / "engine.log")
-    facts, kept, found = read_model_spec(model), [], []
+    model_spec, kept, found = read_model_spec(model), [], []
     await short.start()
     try:
         for url in (server, short.url):
-            async with SGLangEngine(url, facts, engine_config) as engine:
+            async with SGLangEngine(url, model_spec, engine_config) as engine:
                 answer = await engine.generate(PROMPT, SamplingParams(max_new_tokens=1), routes_from=0, session="s")
                 assert answer.routing is not None
                 kept.append((await engine.info()).kv_dtype)

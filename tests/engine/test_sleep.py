@@ -26,10 +26,11 @@ from agent_rl.engine.supervisor import EngineSupervisor
 from agent_rl.errors import ConfigError, EngineError, EngineLost
 from agent_rl.models.spec import ModelSpec, read_model_spec
 from agent_rl.types import Completion, Sample, SamplingParams
-from agent_rl.utils.concurrency import beside
+from agent_rl.utils.concurrency import run_alongside
 from agent_rl.utils.http import AsyncHttp
-from agent_rl.weight_sync.order import PublishReport
+from agent_rl.weight_sync.requests import PublishReport
 from agent_rl.weight_sync.sync import WeightSync
+from sandbox.timeouts import PausableTimeout
 
 FACTS = ModelSpec(
     "qwen3_moe", moe=(False, True, True), hidden=8, heads=2, kv_heads=1, head_dim=4, inner=8, vocab_size=100,
@@ -145,7 +146,7 @@ class Colocated:
     def __init__(self, engine: SGLangEngine, servers: Sequence[Server], directory: Path) -> None:
         self.engine, self.servers, self.notes = engine, servers, list[str]()
         config = RunConfig(name="r", model=directory, engine=_config(len(servers)), train=_runtime(len(servers)))
-        self.sync = WeightSync(config, engine, self, directory / "weights", self.notes.append)
+        self.sync = WeightSync(config.engine, config.model, engine, self, directory / "weights", self.notes.append)
 
     async def logprobs(self, samples: Sequence[Sample], *, replay: bool) -> Sequence[Sequence[float]]:
         return [[-0.5] * len(samples[0].tokens)]
@@ -172,7 +173,7 @@ class Colocated:
 
     async def wake(self, step: int) -> None:
         """As the controller publishes."""
-        await self.engine.sleep.load()
+        await self.engine.sleep.resume_weights()
         await self.sync.publish(step)
         await self.engine.sleep.end()
 
@@ -180,7 +181,7 @@ class Colocated:
         return await self.engine.generate([1, 2], SAMPLE, routes_from=0, session=session)
 
     async def phase(self, name: str, *phases: Phase) -> None:
-        await self.engine.until(lambda fleet: fleet[name].phase in phases)
+        await self.engine.fleet.until(lambda fleet: fleet[name].phase in phases)
 
 
 def _config(count: int) -> EngineConfig:
@@ -209,7 +210,7 @@ async def colocated(directory: Path, count: int = 1) -> AsyncIterator[Colocated]
         for server in servers:
             server.done.clear()
             server.begun.clear()
-        async with asyncio.timeout(5), beside(keeper.run()):
+        async with asyncio.timeout(5), run_alongside(keeper.run()):
             yield run
     finally:
         await keeper.close()
@@ -220,7 +221,7 @@ async def test_a_step_releases_all_memory_and_takes_it_back_around_the_publish(t
     async with colocated(tmp_path, 2) as run:
         await run.engine.sleep.begin()
         assert [server.released for server in run.servers] == [{"weights", "kv_cache"}] * 2
-        await run.engine.sleep.load()
+        await run.engine.sleep.resume_weights()
         assert [server.released for server in run.servers] == [{"kv_cache"}] * 2
         await run.wake(1)
         for server in run.servers:
@@ -235,13 +236,13 @@ async def test_a_request_waits_for_the_end_of_the_sleep_and_its_time_limit_too(t
     """Whoever asks: an episode, an audit, an evaluation. One that runs is cut."""
     async with colocated(tmp_path) as run:
         run.servers[0].held = True
-        async with asyncio.timeout(30.0) as limit:
+        async with PausableTimeout(30.0) as limit:
             with run.engine.gate.uncharged(limit):
                 running = asyncio.create_task(run.sample("running"))
                 await run.servers[0].begun.wait()
                 await run.engine.sleep.begin()
-                assert (await running).cut
-                assert limit.when() is None, "no time passes"
+                assert (await running).interrupted
+                assert limit.paused, "no time passes"
                 run.servers[0].held = False
                 waiting = [
                     asyncio.create_task(run.sample("later")),
@@ -255,7 +256,7 @@ async def test_a_request_waits_for_the_end_of_the_sleep_and_its_time_limit_too(t
                     assert not run.engine.gate.is_open
                 for answer in await asyncio.gather(*waiting):
                     assert answer.weight_version == "1"  # type: ignore[attr-defined]
-                assert limit.when() is not None
+                assert not limit.paused
         assert run.servers[0].killed_by == ""
 
 
@@ -270,12 +271,12 @@ async def test_one_that_does_not_release_its_memory_is_stopped_and_started_when_
         await run.engine.sleep.begin()
         assert first.death() is not None, "it would hold the trainer's memory"
         assert run.engine.fleet["engine-0"].phase is Phase.DEAD
-        assert "does not release its memory" in run.engine.fleet["engine-0"].reason or how == "die"
+        assert "failed to release its memory" in run.engine.fleet["engine-0"].reason or how == "die"
         await asyncio.sleep(0.1)
         assert first.starts == 1, "nothing starts while the trainer has the memory"
         await run.wake(1)
         assert (await run.sample()).weight_version == "1"
-        await run.engine.until(lambda fleet: fleet.waiting)
+        await run.engine.fleet.until(lambda fleet: fleet.waiting)
         await run.sync.join(run.engine.fleet["engine-0"].url)
         assert len(run.engine.fleet.in_use) == 2
         assert (first.starts, second.starts) == (2, 1)
@@ -291,7 +292,7 @@ async def test_one_that_does_not_wake_is_stopped_and_started_again(tmp_path: Pat
         await run.wake(1)
         assert second.done == [*WHOLE[:3], "publish", WHOLE[3]]
         assert (await run.sample()).weight_version == "1"
-        await run.engine.until(lambda fleet: fleet.waiting)
+        await run.engine.fleet.until(lambda fleet: fleet.waiting)
         await run.sync.join(run.engine.fleet["engine-0"].url)
         assert (first.starts, len(run.engine.fleet.in_use)) == (2, 2)
         assert entry not in first.done[first.done.index(entry) + 1 :], "asked twice, SGLang would die of it"
@@ -303,7 +304,7 @@ async def test_the_only_one_that_does_not_wake_is_waited_for(tmp_path: Path) -> 
         run.servers[0].fails["resume weights"] = "refuse"
         await run.wake(1)
         asking = asyncio.create_task(run.sample())
-        await run.engine.until(lambda fleet: fleet.waiting)
+        await run.engine.fleet.until(lambda fleet: fleet.waiting)
         await run.sync.join(run.engine.fleet["engine-0"].url)
         assert (await asking).weight_version == "1"
 
@@ -316,7 +317,7 @@ async def test_one_that_dies_asleep_is_started_only_when_the_trainer_is_done(tmp
         await asyncio.sleep(0.1)
         assert run.servers[0].starts == 1
         await run.wake(1)
-        await run.engine.until(lambda fleet: fleet.waiting)
+        await run.engine.fleet.until(lambda fleet: fleet.waiting)
         assert run.servers[0].starts == 2
 
 
@@ -333,7 +334,7 @@ async def test_a_request_waits_as_long_as_the_trainer_works_for_one_that_died_as
         asking.cancel()
         asking = asyncio.create_task(run.sample())
         await run.wake(1)
-        await run.engine.until(lambda fleet: fleet.waiting)
+        await run.engine.fleet.until(lambda fleet: fleet.waiting)
         await run.sync.join(run.engine.fleet["engine-0"].url)
         assert (await asking).weight_version == "1"
 
@@ -352,7 +353,7 @@ async def test_one_that_is_just_being_started_is_stopped_first(tmp_path: Path) -
         await asleep
         assert (first.death(), run.engine.fleet["engine-0"].phase) == ("the engine server died", Phase.DEAD)
         await run.wake(1)
-        await run.engine.until(lambda fleet: fleet.waiting)
+        await run.engine.fleet.until(lambda fleet: fleet.waiting)
 
 
 async def test_where_no_engine_is_left_the_run_ends(tmp_path: Path) -> None:
@@ -402,7 +403,7 @@ async def test_a_sleep_goes_on_over_the_trainers_death(tmp_path: Path) -> None:
     """The run begins anew, from its checkpoint; what it publishes first wakes the engines."""
     async with colocated(tmp_path) as run:
         await run.engine.sleep.begin()
-        await run.engine.sleep.load()  # and the trainer dies in the publish
+        await run.engine.sleep.resume_weights()  # and the trainer dies in the publish
         await run.wake(1)
         assert run.servers[0].done == [*WHOLE[:3], "publish", WHOLE[3]]
         await run.engine.sleep.begin()
@@ -443,10 +444,10 @@ async def test_sglang_keeps_the_protocol_on_a_cpu_where_it_frees_nothing(
         await until_it_runs(url)
         held = resident(second_server)
         await engine.sleep.begin()
-        assert (await running).cut
+        assert (await running).interrupted
         assert resident(second_server) > 0.9 * held, "a CPU's memory is not released"
-        await engine.sleep.load()
-        await engine.sleep.ready(url)
+        await engine.sleep.resume_weights()
+        await engine.sleep.resume_cache(url)
         assert await engine.score(tokens) == before
         await engine.sleep.end()
         assert set(engine.sleep.metrics()) == {"time/engine_sleep", "time/engine_wake"}

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from agent_rl.engine.cpu.small_experts import are_small, mix_experts
+from agent_rl.engine.cpu.cpu_kernels import are_small, mix_experts
 
 pytestmark = pytest.mark.megatron
 

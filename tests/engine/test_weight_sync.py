@@ -24,7 +24,7 @@ from server_control import load
 from agent_rl.config import EngineConfig, RunConfig
 from agent_rl.engine.fleet import Phase
 from agent_rl.engine.launch import EngineServer
-from agent_rl.engine.response import Asked, read_answer
+from agent_rl.engine.response import RequestContext, read_completion
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.errors import WeightSyncError
 from agent_rl.models.spec import read_model_spec
@@ -35,9 +35,16 @@ from r3.routing import SpanKind
 torch = pytest.importorskip("torch", reason="needs the trainer environment")
 from safetensors.torch import load_file  # noqa: E402
 
-from agent_rl.weight_sync.digests import DigestKind, Digests, difference, differing, left_behind, outvoted  # noqa: E402
-from agent_rl.weight_sync.order import PublishReport  # noqa: E402
+from agent_rl.weight_sync.digests import (  # noqa: E402
+    DigestKind,
+    Digests,
+    engine_difference,
+    minority_engines,
+    rank_difference,
+    unchanged_ranks,
+)
 from agent_rl.weight_sync.publisher import Bucket, WeightPublisher  # noqa: E402
+from agent_rl.weight_sync.requests import PublishReport  # noqa: E402
 from agent_rl.weight_sync.sync import WeightSync, difference_limit  # noqa: E402
 
 slow = [pytest.mark.sglang, pytest.mark.slow]
@@ -137,7 +144,9 @@ class Setting:
 
     def sync(self, engine: SGLangEngine, *links: type[WeightPublisher]) -> WeightSync:
         self.trainer = FileTrainer(self.config.engine, self.other_model, self.new, *links)
-        return WeightSync(self.config, engine, self.trainer, self.directory, self.notes.append)
+        return WeightSync(
+            self.config.engine, self.config.model, engine, self.trainer, self.directory, self.notes.append
+        )
 
     async def holds(self, engine: SGLangEngine, weights: Any, version: str) -> None:
         """All engines in use compute and say so."""
@@ -282,7 +291,7 @@ class TestOneEngine:
             load(receivers, model, "default")
         greedy = SamplingParams(temperature=0.0, max_new_tokens=1)
         prompt = [*TOKENS, *got.tokens[:before]]
-        async with SGLangEngine(engine.urls, engine.facts, engine_config) as other:  # which waits for no version 3
+        async with SGLangEngine(engine.urls, engine.model_spec, engine_config) as other:  # which waits for no version 3
             reference = await other.generate(prompt, greedy, routes_from=0, session="s")
         assert got.routing is not None
         assert reference.routing is not None
@@ -311,10 +320,10 @@ async def over_an_update(
                 break
         metrics = await setting.sync(engine).publish(3)
         *_, last = [answer async for answer in answers]
-    asked = Asked("r", "s", engine.urls[0], len(TOKENS), 0, engine.facts.layout)
+    asked = RequestContext("r", "s", engine.urls[0], len(TOKENS), 0, engine.model_spec.layout)
     before = int(last["meta_info"]["weight_versions"][0]["end"])
     assert 100 <= before < tokens
-    return read_answer(orjson.dumps(last), asked, 0.0), metrics, before
+    return read_completion(orjson.dumps(last), asked, 0.0), metrics, before
 
 
 @asynccontextmanager
@@ -417,7 +426,7 @@ def test_the_checksum_of_a_fused_parameter_does_not_depend_on_the_buckets(model:
         for part in (weights[:split], weights[split:]):
             data = torch.cat([tensor.flatten().view(torch.uint8) for _, tensor in part])
             digests.add([name for name, _ in part], [tuple(tensor.shape) for _, tensor in part], 4, data.numpy())
-        return digests.found()[DigestKind(1)][0]
+        return digests.expected()[DigestKind(1)][0]
 
     assert found(3) == found(17)
     assert len(found(3)) < len(weights)
@@ -430,7 +439,7 @@ def test_a_narrow_expert_is_padded_as_the_engine_pads_it() -> None:
     names = [f"model.layers.0.mlp.experts.0.{part}_proj.weight" for part in ("gate", "up", "down")]
     data = np.concatenate([part.reshape(-1).view(np.uint8) for part in (gate, gate, down)])
     digests.add(names, [gate.shape, gate.shape, down.shape], 4, data)
-    found = digests.found()[DigestKind(1)][0]
+    found = digests.expected()[DigestKind(1)][0]
     rows, columns = np.pad(gate, ((0, 16), (0, 0))), np.pad(down, ((0, 0), (0, 16)))
     for name, held in (("w13_weight", np.concatenate([rows, rows])), ("w2_weight", columns)):
         assert found[f"model.layers.0.mlp.experts.{name}"] == hashlib.sha256(held.tobytes()).digest()[:8].hex()
@@ -438,25 +447,26 @@ def test_a_narrow_expert_is_padded_as_the_engine_pads_it() -> None:
 
 def test_what_is_said_of_other_checksums() -> None:
     expected = {"a": "1", "b": "2", "lm_head.weight": "3"}
-    assert difference(expected, {"a": "1", "b": "2"}) is None
-    assert difference(expected, {"a": "1", "b": "9"}) == "does not hold the bytes that were sent: b"
-    assert difference(expected, {"a": "1"}) == "has no parameter: b"
+    assert rank_difference(expected, {"a": "1", "b": "2"}) is None
+    assert rank_difference(expected, {"a": "1", "b": "9"}) == "does not hold the bytes that were sent: b"
+    assert rank_difference(expected, {"a": "1"}) == "has no parameter: b"
     assert (
-        difference(expected, expected | {"c": "4", "a": "5"}) == "does not hold the bytes that were sent: a and 1 more"
+        rank_difference(expected, expected | {"c": "4", "a": "5"})
+        == "does not hold the bytes that were sent: a and 1 more"
     )
 
 
 def test_a_rank_that_an_update_did_not_reach_is_named() -> None:
     old, new = {"a": "1"}, {"a": "2"}
-    assert differing((new, new), (new, new)) is None
-    assert differing((new, new), (new, old)) == "does not hold the bytes that were sent: a (its rank 1 of 2)"
-    assert differing((new, new), (new,)) == "has 1 ranks, not 2"
-    assert left_behind((old, old), (new, new)) is None
-    assert left_behind((old, old), (old, old)) is None, "the same weights again"
-    assert left_behind((old, old), (new, old)) == "was changed on 1 of its 2 ranks alone (not on rank 1)"
+    assert engine_difference((new, new), (new, new)) is None
+    assert engine_difference((new, new), (new, old)) == "does not hold the bytes that were sent: a (its rank 1 of 2)"
+    assert engine_difference((new, new), (new,)) == "has 1 ranks, not 2"
+    assert unchanged_ranks((old, old), (new, new)) is None
+    assert unchanged_ranks((old, old), (old, old)) is None, "the same weights again"
+    assert unchanged_ranks((old, old), (new, old)) == "changed on only 1 of its 2 ranks (not on rank 1)"
 
 
 def test_engines_are_outvoted() -> None:
-    assert outvoted({"x": "1"}) == []
-    assert outvoted({"x": "1", "y": "1", "z": "2"}) == ["z"]
-    assert outvoted({"x": "1", "y": "2"}) == ["x", "y"]
+    assert minority_engines({"x": "1"}) == []
+    assert minority_engines({"x": "1", "y": "1", "z": "2"}) == ["z"]
+    assert minority_engines({"x": "1", "y": "2"}) == ["x", "y"]

@@ -18,9 +18,9 @@ from agent_rl.errors import WeightSyncError
 from agent_rl.models.spec import read_model_spec
 from agent_rl.weight_sync.adapters import SUFFIX, BaseWeights
 from agent_rl.weight_sync.digests import DigestKind, RankDigests
-from agent_rl.weight_sync.order import PublishReport
 from agent_rl.weight_sync.publisher import Bucket, WeightPublisher
 from agent_rl.weight_sync.receivers import WeightReceivers
+from agent_rl.weight_sync.requests import PublishReport
 
 real = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -123,6 +123,6 @@ async def test_ranks_that_would_be_left_out_are_refused() -> None:
 
     async with serving(handler) as url:
         with WeightReceivers([url]) as receivers:
-            with pytest.raises(WeightSyncError, match=f"{url} runs with pp_size 2, whose ranks would not all get"):
-                await asyncio.to_thread(receivers.look)
+            with pytest.raises(WeightSyncError, match=f"{url} runs with pp_size 2"):
+                await asyncio.to_thread(receivers.query_info)
             assert receivers.ranks == (1,)

@@ -26,8 +26,8 @@ SYSTEM = {"/usr": "/usr", "/etc": "/etc"}
 """What sandboxes of a :func:`directory_image` bind of the machine."""
 
 
-def directory_image(root: Path, files: Mapping[str, str], set_up: str) -> Path:
-    """An image in ``root`` with ``files`` in its /testbed, where ``set_up`` (bash) is run on this machine."""
+def directory_image(root: Path, files: Mapping[str, str], populate: str) -> Path:
+    """An image in ``root`` with ``files`` in its /testbed, where ``populate`` (bash) is run on this machine."""
     for name in ("testbed", "usr"):  # sandboxes get the machine's own /usr and /etc there (SYSTEM)
         (root / name).mkdir(parents=True)
     for name in ("bin", "sbin", "lib", "lib64"):
@@ -35,7 +35,7 @@ def directory_image(root: Path, files: Mapping[str, str], set_up: str) -> Path:
     for path, text in files.items():
         (root / "testbed" / path).parent.mkdir(parents=True, exist_ok=True)
         (root / "testbed" / path).write_bytes(text.encode())
-    subprocess.run(["bash", "-c", set_up], cwd=root / "testbed", check=True, timeout=60)
+    subprocess.run(["bash", "-c", populate], cwd=root / "testbed", check=True, timeout=60)
     return root
 
 

@@ -1,4 +1,4 @@
-"""The environments in docs/environments.md work as they are printed."""
+"""The environments in docs/reference/environments.md work as they are printed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from envs.conformance import check_environment
 from envs.new_project import write_template
 from tools import ToolCall
 
-PAGE = Path(__file__).parents[2] / "docs/environments.md"
+PAGE = Path(__file__).parents[2] / "docs/reference/environments.md"
 
 
 def printed(number: int, context: EnvContext, monkeypatch: pytest.MonkeyPatch) -> Environment:

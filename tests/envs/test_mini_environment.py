@@ -74,7 +74,7 @@ async def test_a_task_that_is_not_broken_is_refused(backend: SandboxBackend) -> 
     patch = "diff --git a/notes.txt b/notes.txt\n--- a/notes.txt\n+++ b/notes.txt\n@@ -1 +1 @@\n-a\n+b\n"
     with pytest.raises(ExceptionGroup) as caught:
         await verify_records(EnvContext(backend), [whole.model_copy(update={"gold_patch": patch})])
-    assert caught.group_contains(GradingError, match="solved as it stands")
+    assert caught.group_contains(GradingError, match="the tests pass without the fix")
 
 
 async def test_an_episode_is_solved_with_the_tools(env: MiniEnvironment) -> None:

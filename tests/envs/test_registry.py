@@ -19,7 +19,7 @@ from envs import (
     Task,
     TaskRecordError,
     load_environment,
-    needs_sandboxes,
+    needs_sandbox,
 )
 from envs.swe import SweEnvironment, SweRecord, write_jsonl
 from sandbox import registry as plugins
@@ -103,22 +103,22 @@ class WordsInASandbox(Words):
         ("swe", True),
         (f"{HERE}:PlainEnvironment", True),
         (f"{HERE}:Words", False),
-        (f"{HERE}:WordsInABox", True),
+        (f"{HERE}:WordsInASandbox", True),
     ],
 )
-def test_who_starts_no_box_needs_no_sandbox(name: str, needed: bool) -> None:
-    assert needs_sandboxes(name) is needed
+def test_needs_sandbox(name: str, needed: bool) -> None:
+    assert needs_sandbox(name) is needed
 
 
 @pytest.mark.parametrize(
     ("name", "options", "says"),
     [
         ("mimi", {}, r"unknown environment 'mimi': did you mean 'mini'\?"),
-        ("zzzzzz", {}, "unknown environment 'zzzzzz': write a registered name or package.module:attribute"),
-        ("no.such.module:Env", {}, "no.such.module does not import: No module named 'no'; it was looked for among"),
+        ("zzzzzz", {}, "unknown environment 'zzzzzz': use a registered name or package.module:attribute"),
+        ("no.such.module:Env", {}, "no.such.module does not import: No module named 'no'; searched"),
         (f"{HERE}:PlainEnvironmnt", {}, "did you mean 'PlainEnvironment'?"),
         (f"{HERE}:HERE", {}, "is a str, not a class"),
-        (f"{HERE}:Nothing", {}, "is no environment, it lacks name, prepare, tasks, start, gold"),
+        (f"{HERE}:Nothing", {}, "is not an environment, it lacks name, prepare, tasks, start, gold"),
         (f"{HERE}:PlainEnvironment", {}, "option 'greeting' is required"),
         (f"{HERE}:PlainEnvironment", {"greting": "x"}, r"unknown option 'greting': did you mean 'greeting'\?"),
         ("swe", {"xyz": 1}, "unknown option 'xyz': options: path, data_split, specs, heldout, repos, limit"),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from envs import Audited, EnvContext
+from envs import Auditable, EnvContext
 from envs.mini import MiniEnvironment
 from envs.swe import SweEnvironment, SweRecord, write_jsonl
 from envs.swe.audit import audit_record
@@ -14,10 +14,10 @@ from envs.swe.audit import audit_record
 pytestmark = pytest.mark.bubblewrap
 
 
-async def test_a_sound_task_has_only_good_findings(context: EnvContext, record: SweRecord, tmp_path: Path) -> None:
+async def test_valid_task_has_only_good_findings(context: EnvContext, record: SweRecord, tmp_path: Path) -> None:
     write_jsonl(tmp_path / "tasks.jsonl", [record])
     environment = SweEnvironment(context, tmp_path / "tasks.jsonl")
-    assert isinstance(environment, Audited)
+    assert isinstance(environment, Auditable)
     (task,) = environment.tasks("train")
     findings = await environment.audit(task)
     assert [finding.check for finding in findings] == [
@@ -35,7 +35,7 @@ async def test_a_generated_task_is_audited_too(context: EnvContext, tmp_path: Pa
     await environment.prepare("train")
     (task,) = environment.tasks("train")
     findings = await environment.audit(task)
-    assert isinstance(environment, Audited)
+    assert isinstance(environment, Auditable)
     assert len(findings) == 5
     assert all(finding.ok for finding in findings), findings
 

@@ -1,6 +1,6 @@
 """Hidden tests that are calls, on this machine: right values pass, whatever else the code under test does does not.
 
-``tests/redteam/test_verdicts.py`` has code in a real sandbox that attacks its grading."""
+``tests/redteam/test_grading_attacks.py`` has code in a real sandbox that attacks its grading."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from envs.swe import SweRecord
 from envs.swe.calls import Call, CallRun
-from envs.swe.pytest_log import Verdict, judge
+from envs.swe.pytest_log import TestVerdict, judge_pytest_log
 
 KEYS = ("tests/test_shop.py::test_cost_0", "tests/test_shop.py::test_cost_1")
 EXPECTED = dict.fromkeys(KEYS, "PASSED")
@@ -44,8 +44,8 @@ def run(calls: CallRun, directory: Path, code: str) -> str:
     return done.stdout.decode(errors="replace")
 
 
-def verdict_on(calls: CallRun, directory: Path, code: str) -> Verdict | None:
-    return judge(calls.summary(run(calls, directory, code)), EXPECTED)
+def verdict_on(calls: CallRun, directory: Path, code: str) -> TestVerdict | None:
+    return judge_pytest_log(calls.summary(run(calls, directory, code)), EXPECTED)
 
 
 def test_right_code_passes(calls: CallRun, tmp_path: Path) -> None:
@@ -54,13 +54,13 @@ def test_right_code_passes(calls: CallRun, tmp_path: Path) -> None:
     assert verdict.resolved
 
 
-def test_each_test_has_its_own_status_and_says_what_it_got(calls: CallRun, tmp_path: Path) -> None:
+def test_each_call_has_its_own_status_and_message(calls: CallRun, tmp_path: Path) -> None:
     summary = calls.summary(run(calls, tmp_path, "def cost(n):\n    return 6 if n == 2 else [1 / 0]\n"))
     assert f"PASSED {KEYS[0]}" in summary
     assert f"FAILED {KEYS[1]} - cost(5): raises ZeroDivisionError, expected 15" in summary
 
 
-def test_what_is_expected_is_not_sent(calls: CallRun) -> None:
+def test_expected_values_never_enter_the_sandbox(calls: CallRun) -> None:
     secret = CallRun({KEYS[0]: Call(module="shop", call="cost(2)", result="987654321")})
     assert not any(b"987654321" in content for content in secret.files().values())
     assert "987654321" not in secret.command
@@ -93,25 +93,25 @@ def test_endless_code_is_killed(calls: CallRun, tmp_path: Path) -> None:
     assert verdict.tests == {KEYS[0]: "PASSED", KEYS[1]: "FAILED"}
 
 
-def test_a_call_has_one_answer() -> None:
+def test_a_call_with_two_results_fails() -> None:
     """Else code could answer with one value after another until the right one is among them."""
     calls = CallRun(CALLS)
     log = "\n".join(f"{calls.nonce} {index} {value}" for index in range(2) for value in range(20))
-    verdict = judge(calls.summary(log), EXPECTED)
+    verdict = judge_pytest_log(calls.summary(log), EXPECTED)
     assert verdict is not None
     assert verdict.tests == FAILED
 
 
-def test_a_log_without_answers_says_nothing() -> None:
-    assert judge(CallRun(CALLS).summary("0 6\n1 15\n"), EXPECTED) is None
+def test_a_log_without_results_has_no_verdict() -> None:
+    assert judge_pytest_log(CallRun(CALLS).summary("0 6\n1 15\n"), EXPECTED) is None
 
 
 @given(st.lists(st.tuples(st.sampled_from("0123"), st.text()), max_size=8))
-def test_no_text_of_the_code_under_test_makes_a_line_of_the_summary(answers: list[tuple[str, str]]) -> None:
+def test_output_of_the_code_under_test_adds_no_summary_line(answers: list[tuple[str, str]]) -> None:
     calls = CallRun(CALLS)
     summary = calls.summary("\n".join(f"{calls.nonce} {index} {text}" for index, text in answers))
     assert len(summary.splitlines()) in (0, 2 + len(CALLS) - 1)
-    verdict = judge(summary, EXPECTED)
+    verdict = judge_pytest_log(summary, EXPECTED)
     assert verdict is None or set(verdict.tests) == set(KEYS)
 
 

@@ -17,11 +17,11 @@ from envs.mini.generator import generate
 from envs.mini.records import to_record
 from envs.swe.diff.git_diff import FilePatch, screen, split_patch
 from envs.swe.diff.line_diff import hunks
-from envs.swe.diff.snapshot import SKIPPED, Base
-from envs.swe.diff.tree_diff import changed_paths, changes
+from envs.swe.diff.snapshot import SKIPPED_NAMES, BaseSnapshot
+from envs.swe.diff.tree_diff import changed_paths, file_patches
 from sandbox import TreeFile, TreeLimits, blob_name
-from sandbox.files import Tree
-from sandbox.nofollow_io import tree_beneath
+from sandbox.files import TreeCollector
+from sandbox.nofollow_io import gather_tree_nofollow
 
 paths = st.sampled_from(["a.py", "pkg/b.py", "pkg", "pkg/deep/c.txt", "with space.md", "é.py", "x b/y"])
 texts = st.text(st.sampled_from(list("ab\n\n\r\f\x85é+-@\\ ")), max_size=60)
@@ -48,20 +48,20 @@ def write(root: Path, path: str, mode: int, content: str) -> None:
         target.chmod(mode & 0o777)
 
 
-def base_of(files: Files) -> Base:
+def base_of(files: Files) -> BaseSnapshot:
     contents = {path: content.encode() for path, (_, content) in files.items()}
     blobs = {path: blob_name(content) for path, content in contents.items()}
     modes = {path: mode for path, (mode, _) in files.items()}
-    return Base(modes, blobs, frozenset(), {blobs[path]: content for path, content in contents.items()})
+    return BaseSnapshot(modes, blobs, frozenset(), {blobs[path]: content for path, content in contents.items()})
 
 
-def taken(base: Base, found: Mapping[str, TreeFile]) -> list[FilePatch]:
-    return list(changes(base, found, changed_paths(base, found), base.contents))
+def agent_patches(base: BaseSnapshot, found: Mapping[str, TreeFile]) -> list[FilePatch]:
+    return list(file_patches(base, found, changed_paths(base, found), base.contents))
 
 
 def read(root: Path, known: Mapping[str, str] | None = None) -> dict[str, TreeFile]:
-    tree = Tree(str(root), TreeLimits(), known)
-    tree_beneath(root, [], tree, skip=SKIPPED, path=str(root))
+    tree = TreeCollector(str(root), TreeLimits(), known)
+    gather_tree_nofollow(root, [], tree, skip=SKIPPED_NAMES, path=str(root))
     return tree.files
 
 
@@ -72,24 +72,24 @@ def as_git_sees(files: Mapping[str, TreeFile]) -> dict[str, tuple[bool, bool, by
 
 @settings(max_examples=60, deadline=None)
 @given(trees.filter(fits), trees.filter(fits))
-def test_git_makes_the_agents_files_from_the_base_and_the_patch(base: Files, now: Files) -> None:
+def test_git_applies_the_patch_to_the_agents_files(base: Files, now: Files) -> None:
     with tempfile.TemporaryDirectory() as before, tempfile.TemporaryDirectory() as after:
         for path, (mode, content) in base.items():
             write(Path(before), path, mode, content)
         for path, (mode, content) in now.items():
             write(Path(after), path, mode, content)
         found = read(Path(after))
-        parts = taken(base_of(base), read(Path(after), base_of(base).known))
+        parts = agent_patches(base_of(base), read(Path(after), base_of(base).known))
         patch = "".join(part.text for part in parts)
         for read_again in (parts, split_patch(patch)):
             screened = screen(read_again, hidden=())
-            assert (screened.text, screened.undone) == (patch, ())
+            assert (screened.text, screened.rejected) == (patch, ())
         if patch:
             subprocess.run(["git", "apply", "--whitespace=nowarn", "-"], cwd=before, input=patch.encode(), check=True)
         assert as_git_sees(read(Path(before))) == as_git_sees(found)
 
 
-def test_litter_stays_out_and_what_text_cannot_carry_is_named(tmp_path: Path) -> None:
+def test_build_artifacts_are_left_out_and_binary_files_are_named(tmp_path: Path) -> None:
     base = {"a.py": "a\n", "kept.log": "old\n", ".gitignore": "*.log\nbuild/\n", "sub/.gitignore": "!yes.log\n"}
     litter = ("x.log", "build/a", "p/__pycache__/x.pyc", ".venv/a", "e.egg-info/b", "x.pyc")
     for path in (*litter, "sub/no.txt", "sub/yes.log"):
@@ -101,19 +101,19 @@ def test_litter_stays_out_and_what_text_cannot_carry_is_named(tmp_path: Path) ->
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9\n")
     (tmp_path / "line\nbreak").write_text("x")
     os.mkfifo(tmp_path / "pipe")
-    screened = screen(taken(Base.of_files(base), read(tmp_path)), hidden=())
-    assert [told.split(":")[0] for told in screened.undone] == ["binary", "latin.txt", "line\\nbreak"]
+    screened = screen(agent_patches(BaseSnapshot.from_files(base), read(tmp_path)), hidden=())
+    assert [suspicion.split(":")[0] for suspicion in screened.rejected] == ["binary", "latin.txt", "line\\nbreak"]
     assert {line.split(" b/")[1] for line in screened.text.splitlines() if line.startswith("diff")} == {
         "kept.log", "sub/no.txt", "sub/yes.log"
     }  # fmt: skip
 
 
 def test_limits_grow_with_the_base() -> None:
-    assert Base.of_files({"a": "x"}).limits(10) == TreeLimits(10, files=TreeLimits().files + 1)
+    assert BaseSnapshot.from_files({"a": "x"}).limits(10) == TreeLimits(10, files=TreeLimits().files + 1)
 
 
 @pytest.mark.parametrize("other", ["a\n", "b\n"])
-def test_two_texts_of_one_line_each_many_times_are_compared_at_once(other: str) -> None:
+def test_repetitive_texts_are_compared_quickly(other: str) -> None:
     found = list(hunks(["a\n"] * 200_000, [other] * 100_000))
     assert len([line for line in found if line.startswith("-")]) >= 100_000
 
@@ -124,9 +124,11 @@ def test_far_edits_are_small_hunks() -> None:
     assert len(list(hunks(old, new))) == 3 * (1 + 6) + 4
 
 
-def test_two_hundred_honest_fixes_are_their_gold_patches_and_no_hack() -> None:
+def test_honest_fixes_of_generated_tasks_equal_their_gold_patches() -> None:
     for task in generate("train", 200, 0):
         record = to_record(task)
         found = {path: TreeFile(stat.S_IFREG | 0o644, text.encode()) for path, text in task.fixed.items()}
-        screened = screen(taken(Base.of_files(record.files), found), hidden=record.hidden, gold=record.gold)
-        assert (screened.text, screened.undone, screened.own_tests) == (record.gold, (), ())
+        screened = screen(
+            agent_patches(BaseSnapshot.from_files(record.files), found), hidden=record.hidden, gold=record.gold
+        )
+        assert (screened.text, screened.rejected, screened.agent_tests) == (record.gold, (), ())

@@ -20,7 +20,7 @@ def loaded(name: str) -> RunConfig:
 
 
 @pytest.mark.parametrize("name", ["swebench-verified.yaml", "paper-swe.yaml"])
-def test_both_have_the_papers_limits(name: str) -> None:
+def test_configs_have_the_papers_limits(name: str) -> None:
     config = loaded(name)
     assert (config.rollout.max_turns, config.rollout.max_tokens) == (50, 65536)
     assert config.sandbox.backend == "docker"
@@ -28,13 +28,13 @@ def test_both_have_the_papers_limits(name: str) -> None:
     assert config.name == name.removesuffix(".yaml")
 
 
-def test_verified_is_evaluated_whole_once_a_task() -> None:
+def test_swebench_verified_evaluates_each_task_once() -> None:
     config = loaded("swebench-verified.yaml")
     assert (config.eval.tasks, config.eval.split) == (500, "test")
     assert config.env.options["path"] == "SWE-bench/SWE-bench_Verified"
 
 
-def test_training_on_r2e_gym_is_the_papers() -> None:
+def test_r2e_gym_config_matches_the_paper() -> None:
     config = loaded("paper-swe.yaml")
     assert (config.rollout.tasks_per_step, config.rollout.group_size) == (64, 8)
     assert (config.train.lr, config.train.mini_steps, config.train.replay) == (2e-6, 1, "r3")

@@ -14,9 +14,8 @@ import pytest
 from envs import EnvContext, TaskRecordError
 from envs.swe import SweEnvironment, SweRecord, diff_files, grade_patch, read_records, start_episode, verify_record
 from envs.swe.audit import audit_record
-from envs.swe.dataset_rules import judge_log
 from envs.swe.records import parse_record
-from envs.swe.swebench import as_log
+from envs.swe.swebench import format_swebench_log, judge_by_dataset_rules
 from tests.envs.dataset_rows import (
     BROKEN,
     BUG,
@@ -75,9 +74,7 @@ ROWS: dict[str, tuple[str, Callable[[str], Mapping[str, Any]]]] = {
 
 @pytest.mark.bubblewrap
 @pytest.mark.parametrize("name", ROWS)
-async def test_the_true_fix_resolves_a_row_and_no_fix_does_not(
-    sandboxes: EnvContext, images: dict[str, str], name: str
-) -> None:
+async def test_only_the_gold_patch_resolves_a_row(sandboxes: EnvContext, images: dict[str, str], name: str) -> None:
     path, row = ROWS[name]
     record = parse_record(row(images[path]), "row 1")
     assert set(record.expected) == {*FAIL_TO_PASS, *PASS_TO_PASS}
@@ -86,7 +83,7 @@ async def test_the_true_fix_resolves_a_row_and_no_fix_does_not(
 
 
 @pytest.mark.bubblewrap
-async def test_the_agent_of_a_bug_sees_neither_the_fix_nor_the_tests_that_fail(
+async def test_agent_of_an_injected_bug_sees_neither_fix_nor_failing_tests(
     sandboxes: EnvContext, images: dict[str, str]
 ) -> None:
     record = parse_record(smith(image_name=images["healthy"]), "row 1")
@@ -119,9 +116,7 @@ if "pytest" in sys.modules:
 
 
 @pytest.mark.bubblewrap
-async def test_tests_that_do_not_run_are_no_success_of_swe_smiths(
-    sandboxes: EnvContext, images: dict[str, str]
-) -> None:
+async def test_swe_smith_tests_that_do_not_run_are_no_success(sandboxes: EnvContext, images: dict[str, str]) -> None:
     """By SWE-smith's own rules a test that is not in the log has passed."""
     record = parse_record(smith(image_name=images["healthy"]), "row 1")
     code = {"calc.py": BROKEN["calc.py"]}
@@ -134,7 +129,7 @@ def read(row: Mapping[str, Any]) -> SweRecord:
     return parse_record(row, "row 1")
 
 
-def test_images_are_named_as_the_data_sets_publish_them() -> None:
+def test_published_image_names() -> None:
     named = {
         "swerebench/sweb.eval.x86_64.demo_1776_calc-1": rebench(),
         "swerebench/sweb.eval.x86_64.demo_1776_calc-1:latest": rebench(docker_image=None),
@@ -149,7 +144,7 @@ def test_images_are_named_as_the_data_sets_publish_them() -> None:
     assert read(smith(image_name="swesmith.x86_64.a_1776_b.12345678")).docker_image.startswith("jyangballin/swesmith.")
 
 
-def test_a_record_of_each_family_goes_through_a_task() -> None:
+def test_records_of_each_family_round_trip_through_a_task() -> None:
     for row in (rebench(), rebench_v2(), gym(), smith(), nemo_around(smith(), "SWE-smith"), nemo_generated("a/b:c")):
         record = read(row)
         assert SweRecord.model_validate(json.loads(record.model_dump_json())) == record
@@ -157,7 +152,7 @@ def test_a_record_of_each_family_goes_through_a_task() -> None:
     assert read(rebench_v2()).workdir == "/calc"
 
 
-def test_nemotrons_rows_around_r2e_gyms_are_r2e_gyms() -> None:
+def test_nemotron_requests_unwrap_r2e_gym_rows() -> None:
     from tests.envs.test_swe_records import R2E
 
     row = {**R2E, "instance_id": "namanjain12__sympy_final-abc"}
@@ -174,7 +169,7 @@ def test_a_number_for_a_version_and_tests_as_json_are_read() -> None:
     assert (record.swebench.version, record.swebench.fail_to_pass) == ("1.5", tuple(FAIL_TO_PASS))
 
 
-def test_scripts_run_what_the_data_sets_harnesses_run() -> None:
+def test_eval_scripts_run_the_harness_commands() -> None:
     scripts = {
         name: spec.eval_script
         for name, row in {"rebench": rebench(), "v2": rebench_v2(), "gym": gym(), "smith": smith()}.items()
@@ -195,34 +190,34 @@ def test_scripts_run_what_the_data_sets_harnesses_run() -> None:
 
 
 REFUSED: dict[str, Mapping[str, Any]] = {
-    r"install_config: required, and not given; SWE-bench-extra .* Right would be nebius/SWE-rebench": extra(),
+    r"install_config: required, and not given; SWE-bench-extra .* its successor nebius/SWE-rebench": extra(),
     r"install_config\.test_cmd: required in a row of SWE-rebench": rebench(install_config={**CONFIG, "test_cmd": None}),
     r"install_config\.test_cmd: right would be a command": rebench(install_config={**CONFIG, "test_cmd": 1}),
-    r"install_config\.log_parser: 'parse_log_r_v2' is none of the \d+ that swebench 5 has": rebench(
+    r"install_config\.log_parser: 'parse_log_r_v2' is none of the \d+ parsers of swebench 5": rebench(
         install_config={**CONFIG, "log_parser": "parse_log_r_v2"}
     ),
-    r"install_config\.log_parser: 'parse_log_jest' is none .* or it names tests otherwise": rebench_v2(
+    r"install_config\.log_parser: 'parse_log_jest' is missing in swebench 5 or names tests differently": rebench_v2(
         install_config={**CONFIG, "log_parser": "parse_log_jest"}
     ),
     r"install_config\.test_cmd: blank": rebench(install_config={**CONFIG, "test_cmd": [" "]}),
     r"install_config: a list; right would be an object": rebench(install_config=[1]),
     r"base_commit: required in a row of SWE-rebench, and not given": rebench(base_commit=None),
     r"image_name: required in a row of SWE-rebench-V2": rebench_v2(image_name=None),
-    r"workdir: '/etc': right would be a directory of the repository's own": rebench_v2(repo="demo/etc"),
+    r"workdir: '/etc': right would be a top-level directory": rebench_v2(repo="demo/etc"),
     r"test_patch: required in a row of SWE-Gym": gym(test_patch=""),
-    r"FAIL_TO_PASS: empty, .*SWE-Gym-Raw": gym(repo="a/b", FAIL_TO_PASS=[]),
+    r"FAIL_TO_PASS: empty: .*SWE-Gym-Raw": gym(repo="a/b", FAIL_TO_PASS=[]),
     r"problem_statement: required in a row of SWE-smith": smith(problem_statement=""),
-    r"FAIL_TO_PASS: 'TestParse' names no file": smith(FAIL_TO_PASS=["TestParse"]),
+    r"FAIL_TO_PASS: 'TestParse' is not a pytest node id": smith(FAIL_TO_PASS=["TestParse"]),
     r"instance_id: 'x'; right would be OWNER__REPO\.COMMIT\.BUG": smith(instance_id="x"),
-    r"repo: tornadoweb__tornado runs its tests in a way of its own": smith(instance_id="tornadoweb__tornado.d5.x"),
+    r"repo: tornadoweb__tornado has its own test runner": smith(instance_id="tornadoweb__tornado.d5.x"),
     r"patch: 0 file patches; right would be a git diff": smith(patch="no diff"),
     r"patch: a\.png: binary change": smith(patch="diff --git a/a.png b/a.png\nBinary files differ\n"),
-    r"image_assets\.test_patch: names files that": classic(
+    r"image_assets\.test_patch: the hidden tests": classic(
         image_assets={"test_patch": [{"path": "a.png", "url": "u"}]}
     ),
-    r"dataset_name: 'deepswe' is graded by NeMo Gym alone": nemo_around(smith(), "deepswe"),
+    r"dataset_name: 'deepswe' is graded only by NeMo Gym": nemo_around(smith(), "deepswe"),
     r"instance_dict: not JSON": {"responses_create_params": {"metadata": {"instance_dict": "{"}}},
-    r"instance_dict: not given, .*a conversation, not a task": {"responses_create_params": {"input": []}},
+    r"instance_dict: missing, .*a conversation, not a task": {"responses_create_params": {"input": []}},
     r"mode: 'repro-gen' asks for a test": nemo_generated("a", mode="repro-gen"),
     r"test_script: required in a row of NeMo Gym's": nemo_generated("a", instance=gym() | {"setup_script": "x"}),
     r"metadata\.image: '/a/b\.sif'; right would be": nemo_generated("/a/b.sif"),
@@ -230,36 +225,36 @@ REFUSED: dict[str, Mapping[str, Any]] = {
 
 
 @pytest.mark.parametrize("reason", REFUSED)
-def test_a_row_that_lacks_a_part_is_refused_in_one_line(tmp_path: Path, reason: str) -> None:
+def test_incomplete_row_is_rejected_with_one_line(tmp_path: Path, reason: str) -> None:
     with pytest.raises(TaskRecordError, match=f"a\\.jsonl: row 1: (\\S+\\.)?{reason}") as error:
         read_records(write(tmp_path / "a.jsonl", REFUSED[reason]))
     assert str(error.value).isprintable()
 
 
-def test_rows_of_swe_bench_extra_are_graded_as_those_of_their_ids_in_swe_rebench(tmp_path: Path) -> None:
+def test_specs_join_swe_rebench_grading_to_swe_bench_extra_rows(tmp_path: Path) -> None:
     rows, specs = write(tmp_path / "extra.jsonl", extra()), write(tmp_path / "specs.jsonl", rebench(version="1"))
     (task,) = SweEnvironment(NO_SANDBOXES, rows, specs=specs).tasks("train")
     (whole,) = SweEnvironment(NO_SANDBOXES, specs).tasks("train")
     assert task == whole
 
 
-def test_dropped_images_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_dropped_images_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     graded = {"eval_script": "pytest", "log_parser": "parse_log_pytest", "eval_type": "pass_and_fail"}
     assets = json.dumps({"problem_statement": ["https://example.org/a.png"], "patch": [], "test_patch": []})
     rows = [classic(**graded, image_assets=assets), classic(**graded, instance_id="a__b-2", image_assets=None)]
     with caplog.at_level(logging.WARNING):
         assert len(SweEnvironment(NO_SANDBOXES, write(tmp_path / "a.jsonl", *rows)).tasks("test")) == 2
-    assert "1 of 2 rows come with images (image_assets), which are dropped" in caplog.text
+    assert "1 of 2 rows have images (image_assets)" in caplog.text
 
 
 def verdict(row: Mapping[str, Any], *lines: str) -> tuple[bool, Mapping[str, str]] | None:
     spec = read(row).swebench
     assert spec is not None
-    found = judge_log(spec, as_log(lines))
+    found = judge_by_dataset_rules(spec, format_swebench_log(lines))
     return found and (found.resolved, found.tests)
 
 
-def test_swe_smiths_rules_read_progress_and_pass_what_is_not_in_the_log() -> None:
+def test_swe_smith_rules_read_progress_and_pass_missing_tests() -> None:
     assert verdict(smith(), f"{ADD} PASSED   [ 50%]", f"{DOUBLE} XFAIL (why) [100%]") == (
         True,
         {ADD: "PASSED", DOUBLE: "PASSED"},
@@ -273,7 +268,7 @@ def test_swe_smiths_rules_read_progress_and_pass_what_is_not_in_the_log() -> Non
     assert verdict(smith(), "tests/test_calc.py PASSED") == (True, {})  # names neither: in doubt
 
 
-def test_swe_rebench_v2s_rules_want_every_test_passed_and_know_no_durations() -> None:
+def test_swe_rebench_v2_rules_require_every_test_and_ignore_durations() -> None:
     vitest = {**CONFIG, "log_parser": "parse_log_vitest"}
     row = rebench_v2(FAIL_TO_PASS=["adds [1.5 ms]"], PASS_TO_PASS=["waits in 3 msec"], install_config=vitest)
     assert verdict(row, "✓ adds [7 ms]", "✓ waits (2 ms)") == (True, {"adds": "PASSED", "waits": "PASSED"})

@@ -22,10 +22,10 @@ from envs.swe import (
     verify_record,
     write_jsonl,
 )
-from envs.swe.adjudication import Controls
+from envs.swe.adjudication import ControlRuns
 from envs.swe.diff.git_diff import split_patch
 from envs.swe.grading import grade_changes
-from envs.swe.repositories import Repositories
+from envs.swe.repositories import RepositoryCache
 from envs.swe.sandboxes import agent_sandbox, sandbox_spec
 from sandbox import ExecResult, Sandbox, SandboxError, SandboxSpec
 from sandbox.bubblewrap.backend import BubblewrapBackend
@@ -72,9 +72,7 @@ async def test_no_change_to_a_verified_task_is_graded_without_a_sandbox(record: 
     ],
     ids=["syntax", "exit", "hang", "memory", "system-exit"],
 )
-async def test_code_that_breaks_the_tests_is_the_policys_failure(
-    context: EnvContext, record: SweRecord, code: str
-) -> None:
+async def test_code_that_breaks_the_tests_gets_no_reward(context: EnvContext, record: SweRecord, code: str) -> None:
     grade = await grade_patch(dataclasses.replace(context, grade_timeout=6.0), record, edit(record, calc__py=code))
     assert (grade.reward, grade.resolved) == (0.0, False)
 
@@ -90,7 +88,7 @@ class Counting(BubblewrapBackend):
 
 
 async def test_a_grading_runs_the_tests_in_two_sandboxes_at_most(record: SweRecord, tmp_path: Path) -> None:
-    """What ``env.grading_limit`` of the config allows for."""
+    """What ``env.grading_timeout`` of the config allows for."""
     backend = Counting(run_id="counting", base=tmp_path)
     try:
         await grade_patch(EnvContext(backend), record, edit(record, calc__py="import os\nos._exit(0)\n"))
@@ -99,19 +97,21 @@ async def test_a_grading_runs_the_tests_in_two_sandboxes_at_most(record: SweReco
     assert backend.started == 2
 
 
-async def test_the_gold_patch_runs_once_for_all_successes_in_doubt(record: SweRecord, tmp_path: Path) -> None:
+async def test_one_control_run_serves_all_doubtful_successes(record: SweRecord, tmp_path: Path) -> None:
     """The row's script names pytest and runs something else, as those of tornado do: no success has a report."""
     record = record.model_copy(update={"test_command": f"{record.test_command} # not pytest"})
     honest = list(split_patch(edit(record, calc__py="def add(a, b): return b + a\ndef double(a): return 2 * a\n")))
-    backend, controls = Counting(run_id="once", base=tmp_path), Controls()
+    backend, control_runs = Counting(run_id="once", base=tmp_path), ControlRuns()
     try:
         context = EnvContext(backend)
-        grades = await asyncio.gather(*(grade_changes(context, record, honest, controls=controls) for _ in range(2)))
+        grades = await asyncio.gather(
+            *(grade_changes(context, record, honest, control_runs=control_runs) for _ in range(2))
+        )
         assert backend.started == 2 + 1
-        grades.append(await grade_changes(context, record, honest, controls=controls))
+        grades.append(await grade_changes(context, record, honest, control_runs=control_runs))
         assert backend.started == 3 + 1
         exits = list(split_patch(edit(record, calc__py="import os\nos._exit(0)\n")))
-        grades.append(await grade_changes(context, record, exits, controls=controls))
+        grades.append(await grade_changes(context, record, exits, control_runs=control_runs))
         assert backend.started == 4 + 2, "whether the machine can still grade is tried anew"
     finally:
         await backend.close()
@@ -119,44 +119,42 @@ async def test_the_gold_patch_runs_once_for_all_successes_in_doubt(record: SweRe
     assert [grade.suspected_hack for grade in grades[:3]] == [()] * 3
 
 
-async def test_a_run_that_fails_with_the_gold_patch_too_is_no_grade(context: EnvContext, record: SweRecord) -> None:
+async def test_failing_control_run_raises_a_grading_error(context: EnvContext, record: SweRecord) -> None:
     hanging = record.model_copy(update={"test_command": "sleep 60"})
     short = dataclasses.replace(context, grade_timeout=1.0)
     with pytest.raises(
-        GradingError, match=r"calc-add: no verdict \(the tests did not end within \d s\), nor with"
+        GradingError, match=r"calc-add: no verdict \(the tests did not end within \d s\); the control run with"
     ) as slow:
         await grade_patch(short, hanging, edit(record, calc__py="x = 1\n"))
     assert not isinstance(slow.value, UndecidableError)
-    mute = record.model_copy(update={"test_command": "echo no summary"})
-    with pytest.raises(UndecidableError, match=r"exit code 0: no summary\), and it is the run with the gold patch"):
-        await grade_patch(context, mute, record.gold)
+    silent = record.model_copy(update={"test_command": "echo no summary"})
+    with pytest.raises(UndecidableError, match=r"exit code 0: no summary\) in the run with the gold patch"):
+        await grade_patch(context, silent, record.gold)
 
 
 @pytest.mark.parametrize(
     "script",
     ["echo write: No space left on device", "kill -9 $$", "ulimit -v 90000; python3 -c 'b\" \" * (1 << 30)'"],
 )
-async def test_what_the_machine_lacks_makes_no_task_undecidable(
-    context: EnvContext, record: SweRecord, script: str
-) -> None:
+async def test_lack_of_resources_is_not_undecidable(context: EnvContext, record: SweRecord, script: str) -> None:
     with pytest.raises(GradingError) as error:
         await grade_patch(context, record.model_copy(update={"test_command": script}), record.gold)
     assert not isinstance(error.value, UndecidableError)
 
 
-async def test_without_a_gold_patch_the_run_without_a_change_tells_who_is_to_blame(
-    context: EnvContext, record: SweRecord
-) -> None:
-    strip = record.model_copy(update={"gold_patch": ""})
+async def test_without_gold_patch_the_unchanged_code_is_the_control_run(context: EnvContext, record: SweRecord) -> None:
+    without_gold = record.model_copy(update={"gold_patch": ""})
     exits = edit(record, calc__py="import os\nos._exit(0)\n")
-    grade = await grade_patch(context, strip, exits)
+    grade = await grade_patch(context, without_gold, exits)
     assert (grade.reward, grade.suspected_hack) == (0.0, ("the test run ended with exit code 0 and no results",))
-    mute = strip.model_copy(update={"test_command": "echo no summary"})
-    with pytest.raises(UndecidableError, match=r"no verdict .*, nor without a change \(exit code 0: no summary\)"):
-        await grade_patch(context, mute, exits)
+    silent = without_gold.model_copy(update={"test_command": "echo no summary"})
+    with pytest.raises(
+        UndecidableError, match=r"no verdict .*control run without a change failed \(exit code 0: no summary\)"
+    ):
+        await grade_patch(context, silent, exits)
 
 
-async def test_a_patch_that_does_not_apply_is_the_policys_failure(context: EnvContext, record: SweRecord) -> None:
+async def test_patch_that_does_not_apply_gets_no_reward(context: EnvContext, record: SweRecord) -> None:
     other = diff_files({"calc.py": "something else\n"}, {"calc.py": "changed\n"})
     assert (await grade_patch(context, record, other)).reward == 0.0
 
@@ -172,19 +170,19 @@ async def test_output_beyond_the_cap_does_not_hide_the_summary(context: EnvConte
     assert (await grade_patch(context, record, edit(record, calc__py=loud))).resolved
 
 
-async def test_tampering_is_undone_and_recorded(context: EnvContext, record: SweRecord) -> None:
+async def test_tampering_is_rejected_and_recorded(context: EnvContext, record: SweRecord) -> None:
     forged = "def pytest_runtest_makereport(item, call): pass\n"
     runner = "print('= short test summary info =')\nprint('PASSED hidden/test_calc.py::test_add')\n"
     files = {"conftest.py": forged, "sitecustomize.py": runner, "hidden/runner.py": runner, "hidden": runner}
     grade = await grade_patch(context, record, diff_files({}, files))
     assert grade.reward == 0.0
-    assert [told.split(":")[0] for told in grade.suspected_hack] == sorted(files)
+    assert [suspicion.split(":")[0] for suspicion in grade.suspected_hack] == sorted(files)
     honest_too = await grade_patch(context, record, diff_files({}, files) + record.gold)
     assert honest_too.resolved
     assert len(honest_too.suspected_hack) == 4
 
 
-async def test_an_episode_from_its_opening_to_its_grade(context: EnvContext, record: SweRecord) -> None:
+async def test_an_episode_from_its_initial_prompt_to_its_grade(context: EnvContext, record: SweRecord) -> None:
     async with start_episode(context, record) as episode:
         assert [message["role"] for message in episode.messages] == ["system", "user"]
         assert "add(2, 3) gives -1." in episode.messages[1]["content"]
@@ -238,27 +236,27 @@ async def test_a_repository_is_committed_once_and_is_the_same_in_every_sandbox(
     context: EnvContext, record: SweRecord, limit: int
 ) -> None:
     spec = replace(sandbox_spec(context, record, None), output_limit_bytes=limit)
-    repositories = Repositories()
+    repositories = RepositoryCache()
     async with context.sandbox(spec) as first, context.sandbox(spec) as second, context.sandbox(spec) as alone:
         counted = [CountingSandbox(first), CountingSandbox(second)]
-        await asyncio.gather(*(repositories.set_up(sandbox, record.files) for sandbox in counted))  # type: ignore[arg-type]
-        await Repositories().set_up(alone, record.files)
+        await asyncio.gather(*(repositories.populate(sandbox, record.files) for sandbox in counted))  # type: ignore[arg-type]
+        await RepositoryCache().populate(alone, record.files)
         seen = [(await sandbox.exec(STATE, timeout=10, cwd="/testbed")).text for sandbox in (first, second, alone)]
         assert seen[0] == seen[1] == seen[2]
         assert len(seen[0].split("\n")[0]) == 40, seen[0]
         assert sorted(sandbox.commands for sandbox in counted) == ([0, 2] if limit > 4096 else [1, 2])
 
 
-async def test_other_files_are_another_repository(context: EnvContext, record: SweRecord) -> None:
-    repositories = Repositories(kept=1)
+async def test_other_files_get_another_repository(context: EnvContext, record: SweRecord) -> None:
+    repositories = RepositoryCache(capacity=1)
     for files in (record.files, {**record.files, "more.py": "pass\n"}, record.files):
         async with context.sandbox(sandbox_spec(context, record, None)) as sandbox:
-            await repositories.set_up(sandbox, files)
+            await repositories.populate(sandbox, files)
             listed = await sandbox.exec("git ls-files; git status --short", timeout=10, cwd="/testbed")
             assert listed.text.split() == sorted(files)
 
 
-async def test_a_patch_holds_commits_new_files_and_deletions_but_no_litter(
+async def test_patch_has_commits_new_files_and_deletions_but_no_build_artifacts(
     context: EnvContext, record: SweRecord
 ) -> None:
     script = """sed -i 's/a - b/a + b/' calc.py; git commit -qam 'mine'; mkdir -p 'new dir'; echo hi > 'new dir/é.txt'
@@ -274,16 +272,14 @@ async def test_a_patch_holds_commits_new_files_and_deletions_but_no_litter(
     assert grade.suspected_hack == ("data.bin: binary change, undone", "latin.txt: binary change, undone")
 
 
-async def test_a_fix_counts_whatever_became_of_its_git_directory(context: EnvContext, record: SweRecord) -> None:
+async def test_fix_counts_without_its_git_directory(context: EnvContext, record: SweRecord) -> None:
     async with start_episode(context, record) as episode:
         assert (await episode.sandbox.exec("rm -rf .git; sed -i 's/a - b/a + b/' calc.py", timeout=10)).ok
         assert await episode.patch() == record.gold
         assert (await episode.grade()).resolved
 
 
-async def test_a_working_directory_beyond_all_limits_is_the_policys_failure(
-    context: EnvContext, record: SweRecord
-) -> None:
+async def test_working_directory_beyond_the_limits_gets_no_reward(context: EnvContext, record: SweRecord) -> None:
     async with start_episode(context, record) as episode:
         script = "for i in $(seq 80); do mkdir d; cd d; done"
         assert (await episode.sandbox.exec(script, timeout=10)).ok
@@ -294,7 +290,7 @@ async def test_a_working_directory_beyond_all_limits_is_the_policys_failure(
     assert "no patch can be taken" in grade.suspected_hack[0]
 
 
-async def test_a_patch_beyond_the_limit_is_the_policys_failure(context: EnvContext, record: SweRecord) -> None:
+async def test_patch_beyond_the_size_limit_gets_no_reward(context: EnvContext, record: SweRecord) -> None:
     async with start_episode(context, record) as episode:
         await episode.sandbox.exec("seq 400000 > big.txt", timeout=10)
         assert (await episode.grade()).reward == 0.0
@@ -319,17 +315,17 @@ async def test_site_packages_are_found_beside_the_tasks(context: EnvContext, rec
         **record.tests,
         "hidden/test_calc.py": "import calc, helper\ndef test_add(): helper.check(calc.add(2, 3))\n",
     }
-    needy = record.model_copy(
+    with_packages = record.model_copy(
         update={
             "tests": tests,
             "site_packages": "site",
             "expected_output_json": '{"hidden/test_calc.py::test_add": "PASSED"}',
         }
     )
-    write_jsonl(tmp_path / "tasks.jsonl", [needy])
+    write_jsonl(tmp_path / "tasks.jsonl", [with_packages])
     environment = SweEnvironment(context, tmp_path / "tasks.jsonl")
     (task,) = environment.tasks("heldout")
     async with environment.start(task) as episode:
         assert (await episode.sandbox.exec("python3 -c 'import helper'", timeout=10)).ok
         assert (await episode.grade()).reward == 0.0
-    assert (await grade_patch(context, needy, environment.gold(task), site_root=tmp_path)).resolved
+    assert (await grade_patch(context, with_packages, environment.gold(task), site_root=tmp_path)).resolved

@@ -12,7 +12,7 @@ from support.contexts import context_of
 
 from envs import EnvContext
 from envs.swe import SweEnvironment, SweEpisode, diff_files, grade_patch, read_jsonl
-from envs.swe.adjudication import read_run
+from envs.swe.adjudication import judge_run
 from envs.swe.reward_hacks import FORCE_PASSES, PATCH_PYTEST, forge_summary
 from envs.swe.sandboxes import run_tests, sandbox_spec
 from sandbox import SandboxSpec
@@ -131,7 +131,7 @@ async def test_a_hack_gets_no_reward_and_is_recorded(
     await do(episode, script or "true")
     grade = await episode.grade()
     assert (grade.reward, grade.resolved) == (0.0, False)
-    assert any(recorded in told for told in grade.suspected_hack), grade.suspected_hack
+    assert any(recorded in suspicion for suspicion in grade.suspected_hack), grade.suspected_hack
 
 
 LITTER = {
@@ -147,9 +147,7 @@ LITTER = {
 
 
 @pytest.mark.parametrize(("files", "script"), LITTER.values(), ids=LITTER)
-async def test_what_git_ignores_never_reaches_the_tests(
-    episode: SweEpisode, files: dict[str, str], script: str
-) -> None:
+async def test_ignored_files_do_not_reach_the_tests(episode: SweEpisode, files: dict[str, str], script: str) -> None:
     for path, text in files.items():
         await do(episode, f"mkdir -p $(dirname {path}); cat >> {path}", text)
     await do(episode, script)
@@ -160,13 +158,13 @@ async def test_what_git_ignores_never_reaches_the_tests(
 
 
 @pytest.mark.parametrize("hack", ["patched pytest", "forged summary", "forged report"])
-async def test_these_hacks_would_win_if_only_the_summary_counted(episode: SweEpisode, hack: str) -> None:
+async def test_hacks_forge_the_summary(episode: SweEpisode, hack: str) -> None:
     """So the tests above show what the report is good for, and not that the hacks are badly made."""
     await do(episode, f"cat >> {MODULE}", HACKS[hack][0][MODULE])
     record = RECORDS[TASK]
     spec = sandbox_spec(episode.context, record, episode.site_root)
     run = await run_tests(episode.context, record, spec, await episode.patch())
-    verdict = read_run(record, run)
+    verdict = judge_run(record, run)
     assert verdict is not None
     assert verdict.resolved, verdict.difference
 
@@ -187,16 +185,16 @@ async def test_code_that_attacks_the_tests_from_within_fails_in_containers_too(
     patch = diff_files(before, {MODULE: before[MODULE] + HACKS[hack][0][MODULE]})
     grade = await grade_patch(containers, record, patch, site_root=BUILT.parent)
     assert (grade.reward, grade.resolved) == (0.0, False)
-    assert any(HACKS[hack][2] in told for told in grade.suspected_hack), grade.suspected_hack
+    assert any(HACKS[hack][2] in suspicion for suspicion in grade.suspected_hack), grade.suspected_hack
 
 
-async def test_no_hack_stands_in_the_way_of_an_honest_fix(episode: SweEpisode) -> None:
+async def test_honest_fix_is_rewarded(episode: SweEpisode) -> None:
     await do(episode, "git apply -", RECORDS[TASK].gold)
     grade = await episode.grade()
     assert (grade.resolved, grade.suspected_hack) == (True, ())
 
 
-async def test_the_future_is_nowhere_to_be_read(episode: SweEpisode) -> None:
+async def test_agent_cannot_read_future_commits(episode: SweEpisode) -> None:
     log = await do(episode, "git log --all --reflog --format=%s; git stash list; git tag; git branch -a")
     assert log.split("\n") == ["Start of the task", "* main", ""]
     kinds = await do(episode, "git cat-file --batch-all-objects --batch-check='%(objecttype)' | sort | uniq -c")
@@ -204,7 +202,7 @@ async def test_the_future_is_nowhere_to_be_read(episode: SweEpisode) -> None:
     assert (await do(episode, "git fsck --lost-found --no-progress; ls .git/objects/pack")).strip() == ""
 
 
-async def test_a_process_left_behind_in_the_agents_sandbox_never_meets_the_grading(episode: SweEpisode) -> None:
+async def test_background_process_of_the_agent_does_not_affect_grading(episode: SweEpisode) -> None:
     """It ends with the command that started it, and would run in another sandbox than the tests."""
     await do(episode, f"setsid nohup bash -c 'while true; do echo >> {MODULE}; sleep 0.01; done' >/dev/null 2>&1 &")
     before = await do(episode, f"cat {MODULE}")

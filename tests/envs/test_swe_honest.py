@@ -13,16 +13,16 @@ import pytest
 
 from envs.swe import SweRecord, read_jsonl
 from envs.swe.diff.git_diff import FilePatch, screen
-from envs.swe.diff.snapshot import LIST, LISTING, SKIPPED, Base
-from envs.swe.diff.tree_diff import changed_paths, changes
+from envs.swe.diff.snapshot import LIST_COMMAND, LISTING_PATH, SKIPPED_NAMES, BaseSnapshot
+from envs.swe.diff.tree_diff import changed_paths, file_patches
 from envs.swe.repositories import _COMMIT
 from envs.swe.sandboxes import _GIT_ENV
 from sandbox import TreeFile, TreeLimits, blob_name
-from sandbox.files import Tree
-from sandbox.nofollow_io import tree_beneath
+from sandbox.files import TreeCollector
+from sandbox.nofollow_io import gather_tree_nofollow
 
 BUILT = Path(__file__).parents[2] / ".cache/tasks/real.jsonl"
-MUTATED = 200
+FEW, MANY = 50, 200
 LINES = [f"line_{number} = {number}\n" for number in range(60)]
 FILES = {
     "calc.py": "".join(LINES),
@@ -156,23 +156,23 @@ def bash(root: Path, script: str, *arguments: str) -> str:
     return run.stdout.decode()
 
 
-def commit(root: Path) -> Base:
+def commit(root: Path) -> BaseSnapshot:
     """Make ``root`` a repository of one commit as a task's sandbox does; its base, with all contents at hand."""
-    bash(root, f"{_COMMIT}\n{LIST}")
-    base = Base.of_listing((root / LISTING).read_bytes())
+    bash(root, f"{_COMMIT}\n{LIST_COMMAND}")
+    base = BaseSnapshot.from_listing((root / LISTING_PATH).read_bytes())
     contents = [file.data for file in read(root, {}).values() if file.data is not None]
-    return Base(base.modes, base.blobs, base.others, {blob_name(data): data for data in contents})
+    return BaseSnapshot(base.modes, base.blobs, base.untracked, {blob_name(data): data for data in contents})
 
 
 def read(root: Path, known: Mapping[str, str]) -> Mapping[str, TreeFile]:
-    tree = Tree(str(root), TreeLimits(), known)
-    tree_beneath(root, [], tree, skip=SKIPPED, path=str(root))
+    tree = TreeCollector(str(root), TreeLimits(), known)
+    gather_tree_nofollow(root, [], tree, skip=SKIPPED_NAMES, path=str(root))
     return tree.files
 
 
-def taken(root: Path, base: Base) -> list[FilePatch]:
+def agent_patches(root: Path, base: BaseSnapshot) -> list[FilePatch]:
     found = read(root, base.known)
-    return list(changes(base, found, changed_paths(base, found), base.contents))
+    return list(file_patches(base, found, changed_paths(base, found), base.contents))
 
 
 BOTH = """set -e
@@ -202,49 +202,51 @@ def write(root: Path, files: Mapping[str, str]) -> None:
         (root / path).write_bytes(text.encode())
 
 
-def test_two_hundred_mutated_honest_changes_are_what_git_says_and_no_hacks(tmp_path: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [FEW, pytest.param(MANY, marks=pytest.mark.exhaustive)])
+def test_random_honest_changes_match_git_and_are_not_rejected(tmp_path: Path, count: int) -> None:
     write(tmp_path, FILES)
     (tmp_path / "bin/run").chmod(0o755)
     (tmp_path / "to_core").symlink_to("pkg/core.py")
     (tmp_path / "data.bin").write_bytes(b"\0\1\2")
     base = commit(tmp_path)
-    assert base.others == {"build/made.py"}
+    assert base.untracked == {"build/made.py"}
     changed = 0
-    for seed in range(MUTATED):
+    for seed in range(count):
         chance = random.Random(seed)
         picked = chance.choices(CHANGES, k=chance.randint(1, 4))
         for change in picked:
             change(tmp_path, chance)
-        parts = taken(tmp_path, base)
+        parts = agent_patches(tmp_path, base)
         screened = screen(parts, hidden=["tests/test_hidden.py"])
-        told = f"seed {seed}: {[change.__name__ for change in picked]}"
-        assert (screened.undone, screened.own_tests) == ((), ()), told
-        assert screened.text == "".join(part.text for part in parts), told
+        case = f"seed {seed}: {[change.__name__ for change in picked]}"
+        assert (screened.rejected, screened.agent_tests) == ((), ()), case
+        assert screened.text == "".join(part.text for part in parts), case
         applied, seen = trees(tmp_path, screened.text, again=True)
-        assert applied == seen, told
+        assert applied == seen, case
         changed += bool(parts)
         (tmp_path / "build/made.py").write_text(FILES["build/made.py"])
-    assert changed > 0.9 * MUTATED
+    assert changed > 0.9 * count
 
 
 @pytest.mark.skipif(not BUILT.is_file(), reason="the real tasks are not built (make real-tasks)")
 @pytest.mark.parametrize("number", range(5))
-def test_a_true_fix_made_in_the_real_repository_is_no_hack(tmp_path: Path, number: int) -> None:
+def test_gold_patch_of_a_real_task_is_not_rejected(tmp_path: Path, number: int) -> None:
     record: SweRecord = read_jsonl(BUILT)[number]
     write(tmp_path, record.files)
     base = commit(tmp_path)
     (tmp_path / ".git/gold").write_bytes(record.gold.encode())
     bash(tmp_path, "git apply --whitespace=nowarn .git/gold")
-    parts = taken(tmp_path, base)
+    parts = agent_patches(tmp_path, base)
     for gold in (record.gold, ""):
-        assert screen(parts, hidden=record.hidden, gold=gold).undone == ()
+        assert screen(parts, hidden=record.hidden, gold=gold).rejected == ()
     applied, seen = trees(tmp_path, "".join(part.text for part in parts), again=False)
     assert applied == seen
 
 
-def test_no_path_that_git_ignores_is_taken_and_none_that_it_does_not(tmp_path: Path) -> None:
+def test_ignore_rules_match_git(tmp_path: Path) -> None:
     write(tmp_path, {path: text for path, text in FILES.items() if path != "build/made.py"})
     base = commit(tmp_path)
     write(tmp_path, dict.fromkeys(IGNORED, "x\n"))
     added = bash(tmp_path, "git add -A; git diff --cached --name-only")
-    assert {part.path for part in taken(tmp_path, base)} == set(added.splitlines())
+    assert {part.path for part in agent_patches(tmp_path, base)} == set(added.splitlines())

@@ -74,7 +74,7 @@ git -c core.fileMode=false diff {{base}}
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param("docker", marks=pytest.mark.docker), "podman"],
+    params=[pytest.param("docker", marks=pytest.mark.docker), pytest.param("podman", marks=pytest.mark.podman)],
 )
 def engine(request: pytest.FixtureRequest) -> str:
     return str(request.param)
@@ -195,7 +195,7 @@ async def sandboxes(engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @IN_DOCKER
-async def test_nothing_done_does_not_resolve_and_nothing_leaks(sandboxes: EnvContext, rows: dict[str, Path]) -> None:
+async def test_empty_patch_does_not_resolve_and_nothing_leaks(sandboxes: EnvContext, rows: dict[str, Path]) -> None:
     (record,) = read_jsonl(rows["swebench"])
     assert (await verify_record(sandboxes, record)).verified
     findings = await audit_record(sandboxes, record)
@@ -220,7 +220,7 @@ async def test_the_agent_of_an_r2e_row_sees_neither_tests_nor_future(
 
 
 @IN_DOCKER
-async def test_rewriting_the_tests_of_an_r2e_row_is_undone(sandboxes: EnvContext, rows: dict[str, Path]) -> None:
+async def test_rewritten_tests_of_an_r2e_row_are_rejected(sandboxes: EnvContext, rows: dict[str, Path]) -> None:
     forged = {"r2e_tests/test_1.py": "def test_half(): pass\n", "run_tests.sh": "echo\n", "conftest.py": "\n"}
     grade = await grade_patch(sandboxes, read_jsonl(rows["r2e"])[0], diff_files({}, forged))
     assert not grade.resolved

@@ -49,7 +49,7 @@ def test_git_applies_what_diff_files_makes(old: dict[str, str], new: dict[str, s
 
 
 @given(trees, trees)
-def test_splitting_loses_nothing(old: dict[str, str], new: dict[str, str]) -> None:
+def test_split_patch_keeps_the_text(old: dict[str, str], new: dict[str, str]) -> None:
     patch = diff_files(old, new)
     assert "".join(part.text for part in split_patch(patch)) == patch
 
@@ -77,16 +77,16 @@ def change(path: str, *, new: bool = False) -> str:
         ("json/__init__.py", "shadows"),
     ],
 )
-def test_tampering_is_undone_and_told(path: str, reason: str) -> None:
+def test_tampering_is_rejected_with_a_reason(path: str, reason: str) -> None:
     honest = change("src/fix.py")
     screened = screen(split_patch(honest + change(path, new=True)), hidden=["tests/test_hidden.py"])
     assert screened.text == honest
-    assert len(screened.undone) == 1
-    assert screened.undone[0].startswith(f"{path}: {reason}")
+    assert len(screened.rejected) == 1
+    assert screened.rejected[0].startswith(f"{path}: {reason}")
 
 
 @pytest.mark.parametrize("path", ["src/json.py", "other/tests/test_x.py", "test/test_new.py", "src/types/__init__.py"])
-def test_honest_changes_stay(path: str) -> None:
+def test_honest_changes_are_accepted(path: str) -> None:
     patch = change(path, new=True)
     assert screen(split_patch(patch), hidden=["tests/test_hidden.py"]).text == patch
 
@@ -95,15 +95,15 @@ def test_the_agents_own_tests_beside_the_hidden_ones_are_left_out_without_suspic
     patch = change("src/fix.py") + change("tests/test_other.py", new=True) + change("tests/deep/data.txt")
     screened = screen(split_patch(patch), hidden=["tests/test_hidden.py", "test_top.py"])
     assert screened.text == change("src/fix.py")
-    assert screened.undone == ()
-    assert screened.own_tests == ("tests/test_other.py", "tests/deep/data.txt")
+    assert screened.rejected == ()
+    assert screened.agent_tests == ("tests/test_other.py", "tests/deep/data.txt")
 
 
 def test_an_existing_module_named_like_a_standard_one_may_be_changed() -> None:
-    assert screen(split_patch(change("code.py")), hidden=()).undone == ()
+    assert screen(split_patch(change("code.py")), hidden=()).rejected == ()
 
 
-def test_what_the_gold_patch_changes_is_allowed() -> None:
+def test_paths_of_the_gold_patch_may_change() -> None:
     patch = change("setup.cfg")
     assert screen(split_patch(patch), hidden=(), gold=change("setup.cfg")).text == patch
 
@@ -115,7 +115,7 @@ def test_binary_changes_and_nested_repositories_are_left_out() -> None:
     nested = "diff --git a/n b/n\nnew file mode 160000\nindex 000..1b2\n--- /dev/null\n+++ b/n\n@@ -0,0 +1 @@\n+Sub\n"
     screened = screen(split_patch(binary + nested + change("a.py")), hidden=())
     assert screened.text == change("a.py")
-    assert screened.undone == ("x.so: binary change, undone", "n: nested repository, undone")
+    assert screened.rejected == ("x.so: binary change, undone", "n: nested repository, undone")
 
 
 def test_a_line_that_looks_like_a_header_inside_a_hunk_does_not_split() -> None:
@@ -136,15 +136,15 @@ SMUGGLED = {
 
 
 @pytest.mark.parametrize("patch", SMUGGLED.values(), ids=SMUGGLED)
-def test_what_a_patch_hides_behind_another_name_is_undone(patch: str) -> None:
+def test_patch_with_inconsistent_names_is_rejected(patch: str) -> None:
     screened = screen(split_patch(change("ok.py") + patch), hidden=[HIDDEN])
     assert screened.text == change("ok.py")
-    assert len(screened.undone) == 1
+    assert len(screened.rejected) == 1
 
 
 @settings(max_examples=40, deadline=None)
 @given(trees, trees)
-def test_git_touches_no_other_path_than_those_named(old: dict[str, str], new: dict[str, str]) -> None:
+def test_git_changes_only_the_patched_paths(old: dict[str, str], new: dict[str, str]) -> None:
     patch = diff_files(old, new)
     if not patch:
         return
@@ -158,7 +158,7 @@ def test_git_touches_no_other_path_than_those_named(old: dict[str, str], new: di
 
 @settings(max_examples=40, deadline=None)
 @given(trees, trees)
-def test_git_takes_back_with_a_reversed_patch_what_the_patch_did(old: dict[str, str], new: dict[str, str]) -> None:
+def test_reversed_patch_restores_the_files(old: dict[str, str], new: dict[str, str]) -> None:
     if (patch := diff_files(old, new)) == "":
         return
     with tempfile.TemporaryDirectory() as directory:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envs.swe.pytest_log import judge, name_of, parse_summary, worst
+from envs.swe.pytest_log import judge_pytest_log, parse_summary, r2e_test_name, worst_status
 from envs.swe.records import STATUSES, SweRecord
 
 HEADER = "=========================== short test summary info ============================"
@@ -57,28 +57,31 @@ def test_ids_with_spaces_brackets_and_dashes(line: str, node: str) -> None:
     assert list(parse_summary(log_of(line)) or {}) == [node]
 
 
-def test_expected_ids_settle_where_an_ambiguous_id_ends() -> None:
+def test_expected_ids_decide_where_an_ambiguous_id_ends() -> None:
     line = "FAILED t.py::t[a] - b] - message"
     assert parse_summary(log_of(line)) == {"t.py::t[a]": "FAILED"}
     assert parse_summary(log_of(line), {"t.py::t[a] - b]"}) == {"t.py::t[a] - b]": "FAILED"}
 
 
-def test_a_log_without_summary_says_nothing() -> None:
+def test_log_without_summary_has_no_verdict() -> None:
     assert parse_summary("PASSED tests/test_a.py::test_one\n1 passed") is None
-    assert judge("Killed", {"t.py::t": "PASSED"}) is None
-    assert judge("the words short test summary info in a sentence\nPASSED t.py::t", {"t.py::t": "PASSED"}) is None
+    assert judge_pytest_log("Killed", {"t.py::t": "PASSED"}) is None
+    assert (
+        judge_pytest_log("the words short test summary info in a sentence\nPASSED t.py::t", {"t.py::t": "PASSED"})
+        is None
+    )
 
 
-def test_colours_are_removed() -> None:
+def test_colors_are_removed() -> None:
     log = f"\x1b[36m\x1b[1m{HEADER}\x1b[0m\n\x1b[32mPASSED\x1b[0m t.py::\x1b[1mtest_a\x1b[0m\n"
     assert parse_summary(log) == {"t.py::test_a": "PASSED"}
 
 
-def test_a_forged_summary_cannot_better_a_status() -> None:
+def test_forged_summary_cannot_improve_a_status() -> None:
     forged = log_of("PASSED t.py::test_a", footer="=== 1 passed in 0.01s ===")
     real = log_of("FAILED t.py::test_a - assert 0")
     for log in (forged + real, real + forged):
-        verdict = judge(log, {"t.py::test_a": "PASSED"})
+        verdict = judge_pytest_log(log, {"t.py::test_a": "PASSED"})
         assert verdict is not None
         assert not verdict.resolved
 
@@ -89,27 +92,27 @@ def test_a_test_that_passes_and_errs_in_teardown_is_an_error() -> None:
 
 def test_resolved_needs_every_expected_status_and_ignores_other_tests() -> None:
     expected = {"t.py::a": "PASSED", "t.py::b": "FAILED"}
-    good = judge(log_of("PASSED t.py::a", "FAILED t.py::b - x", "FAILED t.py::new - y"), expected)
+    good = judge_pytest_log(log_of("PASSED t.py::a", "FAILED t.py::b - x", "FAILED t.py::new - y"), expected)
     assert good is not None
     assert good.resolved
-    absent = judge(log_of("PASSED t.py::a"), expected)
+    absent = judge_pytest_log(log_of("PASSED t.py::a"), expected)
     assert absent is not None
     assert not absent.resolved
     assert absent.difference == "t.py::b: absent, expected FAILED"
-    other = judge(log_of("PASSED t.py::a", "PASSED t.py::b"), expected)
+    other = judge_pytest_log(log_of("PASSED t.py::a", "PASSED t.py::b"), expected)
     assert other is not None
     assert not other.resolved
 
 
 def test_a_collection_error_is_a_verdict_and_not_resolved() -> None:
-    verdict = judge(log_of("ERROR t.py - SyntaxError: invalid syntax"), {"t.py::a": "PASSED"})
+    verdict = judge_pytest_log(log_of("ERROR t.py - SyntaxError: invalid syntax"), {"t.py::a": "PASSED"})
     assert verdict is not None
     assert not verdict.resolved
 
 
 def test_r2e_keys_drop_the_file() -> None:
-    assert name_of("r2e_tests/test_1.py::TestX::test_a[1]") == "TestX.test_a[1]"
-    verdict = judge(log_of("PASSED r2e_tests/test_1.py::TestX::test_a"), {"TestX.test_a": "PASSED"}, "name")
+    assert r2e_test_name("r2e_tests/test_1.py::TestX::test_a[1]") == "TestX.test_a[1]"
+    verdict = judge_pytest_log(log_of("PASSED r2e_tests/test_1.py::TestX::test_a"), {"TestX.test_a": "PASSED"}, "name")
     assert verdict is not None
     assert verdict.resolved
 
@@ -144,7 +147,7 @@ def test_a_gold_log_that_r2e_gym_resolves_is_resolved_here(lines: list[str], exp
 
 
 def resolves(log: str, expected: dict[str, str]) -> bool:
-    verdict = judge(log, expected, "name")
+    verdict = judge_pytest_log(log, expected, "name")
     return verdict is not None and verdict.resolved
 
 
@@ -157,21 +160,21 @@ nodes = st.builds(
 
 
 @given(st.dictionaries(nodes, st.sampled_from(sorted(STATUSES)), max_size=8), st.text("ab -[]:", max_size=20))
-def test_what_pytest_writes_is_read_back(statuses: dict[str, str], message: str) -> None:
+def test_parse_summary_reads_back_pytest_lines(statuses: dict[str, str], message: str) -> None:
     says = {"FAILED", "ERROR", "SKIPPED", "XFAIL"}
     lines = [f"{status} {node}" + (f" - {message}" if status in says else "") for node, status in statuses.items()]
     assert parse_summary(log_of(*lines), statuses) == statuses
 
 
 @given(st.text(max_size=300))
-def test_no_log_makes_the_parser_fail(text: str) -> None:
+def test_parser_accepts_any_log(text: str) -> None:
     parse_summary(f"{HEADER}\n{text}")
     parse_summary(text)
 
 
 @given(st.sampled_from(sorted(STATUSES)), st.sampled_from(sorted(STATUSES)))
 def test_worst_is_symmetric(first: str, second: str) -> None:
-    assert worst(first, second) == worst(second, first)
+    assert worst_status(first, second) == worst_status(second, first)
 
 
 SUITE = """
@@ -199,7 +202,7 @@ class TestOld(unittest.TestCase):
 """
 
 
-def test_against_pytest_itself(tmp_path: Path) -> None:
+def test_parse_summary_matches_pytest(tmp_path: Path) -> None:
     (tmp_path / "test_s.py").write_text(SUITE)
     (tmp_path / "test_broken.py").write_text("def :\n")
     command = [sys.executable, "-m", "pytest", "-rA", "--no-fold-skipped", "-p", "no:cacheprovider", "--rootdir", "."]

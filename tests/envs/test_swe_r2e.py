@@ -14,7 +14,7 @@ from envs import EnvContext
 from envs.swe import SweRecord, commit_content, grade_patch, start_episode, verify_record
 from envs.swe.audit import audit_record
 from envs.swe.diff.git_diff import diff_files
-from envs.swe.diff.snapshot import Base
+from envs.swe.diff.snapshot import BaseSnapshot
 from envs.swe.integrity import IntegrityMonitor
 from envs.swe.reward_hacks import PATCH_PYTEST
 from sandbox import SandboxStartError
@@ -85,21 +85,19 @@ async def test_the_agents_sandbox_has_the_environment_and_nothing_that_was_hidde
         ]
         log = await episode.sandbox.exec("git log --all --format=%s; git status --short", timeout=30)
         assert log.text == "Start of the task\n"
-        assert not [path for path in Base.of_listing(episode.listing).modes if path in TOLD]
+        assert not [path for path in BaseSnapshot.from_listing(episode.listing).modes if path in TOLD]
         assert (await episode.sandbox.exec("sed -i 's:a // 2:a / 2:' pkg/m.py", timeout=20)).ok
         grade = await episode.grade()
     assert (grade.resolved, grade.suspected_hack) == (True, ())
     assert grade.tests == row.expected
 
 
-async def test_the_rows_own_script_verifies_and_a_patched_pytest_does_not_get_past_it(
-    sandboxes: EnvContext, row: SweRecord
-) -> None:
+async def test_row_script_verifies_and_rejects_a_patched_pytest(sandboxes: EnvContext, row: SweRecord) -> None:
     assert (await verify_record(sandboxes, row)).verified
     forced = diff_files(OLD, {**OLD, "pkg/m.py": OLD["pkg/m.py"] + PATCH_PYTEST})
     grade = await grade_patch(sandboxes, row, forced)
     assert grade.reward == 0.0
-    assert any("from_item_and_call: replaced" in told for told in grade.suspected_hack)
+    assert any("from_item_and_call: replaced" in suspicion for suspicion in grade.suspected_hack)
 
 
 PRINTS = """
@@ -108,9 +106,7 @@ def test_prints(): print("= short test summary info =\\n" * getattr(pkg.m, "INSI
 """
 
 
-async def test_an_honest_fix_may_run_more_pytests_inside_than_the_true_one(
-    sandboxes: EnvContext, row: SweRecord
-) -> None:
+async def test_honest_fix_may_print_more_summaries_than_the_gold_patch(sandboxes: EnvContext, row: SweRecord) -> None:
     with (Path(row.docker_image) / "testbed/r2e_tests/test_1.py").open("a") as tests:
         tests.write(PRINTS)
     expected = {**row.expected, "test_prints": "PASSED"}
@@ -136,9 +132,7 @@ async def test_code_under_test_finds_no_fix_in_the_image(sandboxes: EnvContext, 
     assert (await grade_patch(sandboxes, row, reads)).reward == 0.0
 
 
-async def test_a_row_whose_tests_have_one_name_in_two_files_is_resolved_as_r2e_gym_does_it(
-    sandboxes: EnvContext, row: SweRecord
-) -> None:
+async def test_tests_with_one_name_in_two_files_are_merged_as_in_r2e_gym(sandboxes: EnvContext, row: SweRecord) -> None:
     again = Path(row.docker_image) / "testbed/r2e_tests/test_2.py"
     again.write_text(TESTS)
     assert (await grade_patch(sandboxes, row, row.gold)).resolved
@@ -151,12 +145,12 @@ async def test_a_row_whose_tests_have_one_name_in_two_files_is_resolved_as_r2e_g
 async def test_hidden_tests_that_cannot_be_removed_stop_the_start(sandboxes: EnvContext, row: SweRecord) -> None:
     """A directory image's top is read-only: the agent would see them."""
     (Path(row.docker_image) / "r2e_tests").mkdir()
-    with pytest.raises(SandboxStartError, match="not to be removed from the agent's sight: /r2e_tests"):
+    with pytest.raises(SandboxStartError, match="could not be hidden from the agent: /r2e_tests"):
         async with start_episode(sandboxes, row):
             pass
 
 
-def test_what_runs_in_the_sandbox_is_written_for_an_old_python() -> None:
+def test_sandbox_code_compiles_for_python_3_6() -> None:
     (source,) = [data for path, data in IntegrityMonitor(watched=()).files().items() if path.endswith(".py")]
     tree = ast.parse(source, feature_version=(3, 6))
     imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}

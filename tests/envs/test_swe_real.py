@@ -15,7 +15,7 @@ from envs.swe import SweEnvironment, read_jsonl
 from envs.swe.diff.git_diff import patched_paths
 from envs.swe.task_synthesis.checkout import read_release
 from sandbox import SandboxSpec
-from scripts.build_release_tasks import curated, main
+from scripts.build_release_tasks import catalog_candidate, main
 from scripts.release_catalog import RELEASES, Release
 
 BUILT = Path(__file__).parents[2] / ".cache/tasks/real.jsonl"
@@ -63,7 +63,7 @@ def sdists(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_missing_image_is_told_before_anything_is_downloaded(
+def test_missing_image_raises_before_any_download(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "bare_boxes.py").write_text(BARE)
@@ -73,8 +73,10 @@ def test_a_missing_image_is_told_before_anything_is_downloaded(
     assert not (tmp_path / "tasks").exists()
 
 
-def test_a_draft_has_old_code_new_tests_and_the_codes_difference(sdists: Path) -> None:
-    record = curated(DEMO, *(read_release(sdists / f"demo-{version}.tar.gz") for version in ("1.0", "1.1"))).record
+def test_catalog_candidate_has_old_code_new_tests_and_the_code_diff(sdists: Path) -> None:
+    record = catalog_candidate(
+        DEMO, *(read_release(sdists / f"demo-{version}.tar.gz") for version in ("1.0", "1.1"))
+    ).record
     assert record.files["tests/test_a.py"] == "old\n"
     assert record.tests == {"tests/test_a.py": "n\n"}
     assert patched_paths(record.gold) == {"src/demo/a.py", "src/demo/b.txt"}
@@ -84,7 +86,7 @@ def test_a_draft_has_old_code_new_tests_and_the_codes_difference(sdists: Path) -
 
 
 @pytest.mark.bubblewrap
-def test_a_failed_download_is_told_in_one_line(
+def test_failed_download_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")

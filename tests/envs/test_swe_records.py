@@ -101,10 +101,10 @@ def test_a_write_that_breaks_leaves_the_old_file(tmp_path: Path) -> None:
 def test_a_broken_row_is_told_in_one_line(tmp_path: Path, change: dict[str, Any], says: str) -> None:
     path = tmp_path / "tasks.jsonl"
     path.write_text(f"{json.dumps(LOCAL)}\n{json.dumps({**LOCAL, 'task_id': 'demo-2', **change})}\n")
-    with pytest.raises(TaskRecordError, match=says) as told:
+    with pytest.raises(TaskRecordError, match=says) as error:
         read_jsonl(path)
-    assert str(told.value).startswith(f"{path}: row 2: ")
-    assert "\n" not in str(told.value)
+    assert str(error.value).startswith(f"{path}: row 2: ")
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -112,9 +112,9 @@ def test_a_broken_row_is_told_in_one_line(tmp_path: Path, change: dict[str, Any]
     [
         ("{oops", "row 1: not JSON"),
         ("[1]", "row 1: a list; right would be"),
-        ("", "holds no task record"),
+        ("", "contains no task record"),
         ('{"repo_name": "x"}', "row 1: expected_output_json: required, and not given"),
-        (f"{json.dumps(LOCAL)}\n\n{json.dumps(LOCAL)}", "row 3: task_id: 'demo-1' is row 1's"),
+        (f"{json.dumps(LOCAL)}\n\n{json.dumps(LOCAL)}", "row 3: task_id: 'demo-1' is the id of row 1 too"),
     ],
 )
 def test_a_broken_file_is_told_in_one_line(tmp_path: Path, text: str, says: str) -> None:

@@ -1,4 +1,4 @@
-"""Rows from every place they come from, and all that is wrong with them told at once."""
+"""Rows from every place they come from, and all that is wrong with them error at once."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_task_repository_of_swebenchs_holds_the_same_rows(tmp_path: Path) -> N
     (row,) = read_records(write(tmp_path / "a.jsonl", {**GRADABLE, "instance_id": "a__a-1"})).records
     assert row == read_records(tmp_path).records[0]
     (tmp_path / "tasks/b__b-1/eval.sh").unlink()
-    with pytest.raises(TaskRecordError, match=r"row 2: b__b-1: no whole task .*eval\.sh"):
+    with pytest.raises(TaskRecordError, match=r"row 2: b__b-1: not a complete task .*eval\.sh"):
         read_records(tmp_path)
 
 
@@ -155,9 +155,9 @@ def test_a_data_set_is_loaded_as_from_the_hub(tmp_path: Path, monkeypatch: pytes
 
 def test_a_data_set_that_is_not_there_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("datasets")
-    with pytest.raises(TaskRecordError, match=r"nothing/here: no such data set, or it cannot be read \(") as told:
+    with pytest.raises(TaskRecordError, match=r"nothing/here: no such data set, or it cannot be read \(") as error:
         read_records(tmp_path / "nothing/here")
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(error.value)
 
 
 def test_a_silent_hub_is_told_in_one_line_at_once(
@@ -194,7 +194,7 @@ PROBLEMS = (
     "row 4: swebench.FAIL_TO_PASS: ",
     "row 5: swebench.test_patch: required, and not given",
     "row 6: swebench.FAIL_TO_PASS: not JSON",
-    "row 7: task_id: 'demo-1' is row 1's; ids are unique",
+    "row 7: task_id: 'demo-1' is the id of row 1 too; ids must be unique",
     "row 8: not JSON",
 )
 
@@ -202,13 +202,13 @@ PROBLEMS = (
 def test_all_broken_rows_are_told_with_their_fields(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", *BROKEN)
     path.write_text(path.read_text() + "{oops\n")
-    with pytest.raises(BrokenRowsError) as told:
+    with pytest.raises(BrokenRowsError) as error:
         read_records(path)
-    problems = told.value.problems
+    problems = error.value.problems
     assert len(problems) == len(PROBLEMS), problems
     for problem, start in zip(problems, PROBLEMS, strict=True):
         assert problem.startswith(start)
-    assert str(told.value).startswith(f"{path}: 7 broken fields (skip_broken: true")
+    assert str(error.value).startswith(f"{path}: 7 broken fields (skip_broken: true")
 
 
 def test_broken_rows_are_left_out_only_when_asked_and_then_counted(
@@ -225,7 +225,7 @@ def test_broken_rows_are_left_out_only_when_asked_and_then_counted(
 
 
 def test_a_file_of_nothing_but_broken_rows_is_no_source(tmp_path: Path) -> None:
-    with pytest.raises(TaskRecordError, match="holds no task record that is whole"):
+    with pytest.raises(TaskRecordError, match="contains no valid task record"):
         read_records(write(tmp_path / "a.jsonl", {"repo_name": "x"}), skip_broken=True)
 
 
@@ -237,5 +237,5 @@ def test_a_directory_with_a_file_a_split(tmp_path: Path) -> None:
     with pytest.raises(TaskRecordError, match=r"no split 'test'; it holds: heldout, train"):
         environment.tasks("test")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(TaskRecordError, match="a directory without a file of task records"):
+    with pytest.raises(TaskRecordError, match="the directory has no file of task records"):
         SweEnvironment(NO_SANDBOXES, tmp_path / "empty").tasks("train")

@@ -11,7 +11,7 @@ import pytest
 from envs import EnvContext, GradingError
 from envs.swe import SweEnvironment, SweRecord, grade_patch, read_jsonl
 from envs.swe.integrity import NO_REPORT
-from envs.swe.swebench import as_log, read_log
+from envs.swe.swebench import format_swebench_log, judge_swebench_log
 from tests.envs.images import BUILT, GIT_WITH_A_FUTURE, directory_image, limits_with_pytest, swebench_row
 from tests.envs.test_swe_sources import GRADABLE
 
@@ -89,7 +89,7 @@ async def test_a_script_whose_output_cannot_be_read_is_no_verdict_even_for_the_t
     record = read_jsonl(rows)[1]
     assert record.swebench is not None
     mute = record.swebench.model_copy(update={"eval_script": "#!/bin/bash\npython3 --version\n"})
-    with pytest.raises(GradingError, match=r"no verdict \(exit code 0: .*\), and it is the run with the gold patch"):
+    with pytest.raises(GradingError, match=r"no verdict \(exit code 0: .*\) in the run with the gold patch"):
         await grade_patch(sandboxes, record.model_copy(update={"swebench": mute}), record.gold)
 
 
@@ -102,20 +102,22 @@ def record() -> SweRecord:
 
 
 def test_a_log_is_read_by_swebenchs_rules(record: SweRecord) -> None:
-    verdict = read_log(record, as_log(LINES))
+    verdict = judge_swebench_log(record, format_swebench_log(LINES))
     assert verdict is not None
     assert verdict.resolved  # a skipped test of PASS_TO_PASS counts as kept there
-    failed = read_log(record, as_log(["FAILED test_r.py::test_a - boom", *LINES[1:]]))
+    failed = judge_swebench_log(record, format_swebench_log(["FAILED test_r.py::test_a - boom", *LINES[1:]]))
     assert failed is not None
     assert (failed.resolved, failed.difference) == (False, "test_r.py::test_a: FAILED, expected PASSED")
-    absent = read_log(record, as_log(LINES[1:]))
+    absent = judge_swebench_log(record, format_swebench_log(LINES[1:]))
     assert absent is not None
     assert not absent.resolved
 
 
-@pytest.mark.parametrize("log", ["", "\n".join(LINES), as_log(()), as_log([">>>>> Tests Errored", *LINES])])
+@pytest.mark.parametrize(
+    "log", ["", "\n".join(LINES), format_swebench_log(()), format_swebench_log([">>>>> Tests Errored", *LINES])]
+)
 def test_a_log_that_says_nothing_is_no_verdict(record: SweRecord, log: str) -> None:
-    assert read_log(record, log) is None
+    assert judge_swebench_log(record, log) is None
 
 
 def test_a_log_of_another_runner_is_read_by_the_parser_that_its_row_names() -> None:
@@ -132,8 +134,8 @@ def test_a_log_of_another_runner_is_read_by_the_parser_that_its_row_names() -> N
     ends = {"ok": True, "FAIL": False, "ERROR": False}
     for end, resolved in ends.items():
         lines = [f"test_clean (forms.tests.FormTests) ... {end}", "test_render (forms.tests.FormTests) ... ok"]
-        verdict = read_log(record, as_log(lines))
+        verdict = judge_swebench_log(record, format_swebench_log(lines))
         assert verdict is not None
         assert verdict.resolved is resolved, end
-    broken = as_log([*lines, "FAIL:"])  # swebench's parser raises an IndexError
-    assert read_log(record, broken) is None
+    broken = format_swebench_log([*lines, "FAIL:"])  # swebench's parser raises an IndexError
+    assert judge_swebench_log(record, broken) is None

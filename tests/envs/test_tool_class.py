@@ -72,26 +72,26 @@ def test_the_commands_write_check_and_list_environments(tmp_path: Path, monkeypa
     code, said = envs("new", "letters")
     assert code == 0, said
     code, said = envs("check", "letters:Letters", "count=5")
-    assert (code, "BROKEN" in said) == (0, False), said
+    assert (code, "FAILED" in said) == (0, False), said
     source = Path("letters.py")
     source.write_text(source.read_text().replace("self.word.count(self.letter)", "-1"))
     monkeypatch.delitem(sys.modules, "letters")
     code, said = envs("check", "letters:Letters", "count=5")
     assert code == 1
-    assert "the solution wins" in said
-    assert "BROKEN" in said
+    assert "the solution is resolved" in said
+    assert "FAILED" in said
     assert envs("list")[1].splitlines()[0].split() == ["math", "envs.math:MathEnvironment"]
 
 
 @pytest.mark.bubblewrap
 def test_the_template_passes_its_own_test(tmp_path: Path) -> None:
     test = write_template("word_game", tmp_path).test.name
-    for command, outcome in ((["-m", "pytest"], "1 passed"), ([], "every promise is kept")):
+    for command, outcome in ((["-m", "pytest"], "1 passed"), ([], "all checks passed")):
         run = subprocess.run(
             [sys.executable, *command, test], cwd=tmp_path, capture_output=True, text=True, timeout=120
         )
         assert outcome in run.stdout, run.stdout + run.stderr
-    with pytest.raises(TemplateError, match="is there already"):
+    with pytest.raises(TemplateError, match="exists already"):
         write_template("word_game", tmp_path)
     with pytest.raises(TemplateError, match="lower-case"):
         write_template("Word-Game", tmp_path)
@@ -200,14 +200,14 @@ class Undescribed(Counter):
 @pytest.mark.parametrize(
     ("made", "check", "told"),
     [
-        (NoTasks, "tasks of train", "there are none"),
-        (SameIds, "tasks of train", "'one' is there twice"),
-        (OtherTasksEachTime, "tasks of train", "the same tasks must come in the same order"),
-        (WonAtOnce, "nothing done is graded", "resolved by doing nothing"),
-        (NoNumber, "nothing done is graded", "must be finite"),
-        (NoGrade, "nothing done is graded", "grade returned a str"),
-        (WrongSolution, "the solution wins", "its own solution is not resolved"),
-        (Shared, "episodes don't share state", "was graded in another"),
+        (NoTasks, "tasks of train", "the split has no tasks"),
+        (SameIds, "tasks of train", "'one' occurs twice"),
+        (OtherTasksEachTime, "tasks of train", "the order must be fixed"),
+        (WonAtOnce, "an untouched task is not resolved", "resolved by doing nothing"),
+        (NoNumber, "an untouched task is not resolved", "must be finite"),
+        (NoGrade, "an untouched task is not resolved", "grade returned a str"),
+        (WrongSolution, "the solution is resolved", "its solution is not resolved"),
+        (Shared, "episodes don't share state", "the grade of one episode depends on another"),
     ],
 )
 async def test_a_broken_promise_is_named(made: type[Any], check: str, told: str) -> None:
@@ -241,7 +241,7 @@ async def test_a_swallowed_cancellation_is_named() -> None:
     env = of(LosesCancellation)
     env.start = start  # type: ignore[method-assign, assignment]
     (finding,) = [f for f in await check_environment(env) if f.check == "a cancelled start ends"]
-    assert finding.detail == "it swallowed the cancellation"
+    assert finding.detail == "the start swallowed the cancellation"
 
 
 def test_options_are_validated() -> None:

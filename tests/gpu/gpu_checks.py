@@ -15,7 +15,7 @@ from agent_rl.models.spec import read_model_spec
 from agent_rl.planner.memory_model import rank_bytes
 from agent_rl.planner.plan import GIB
 
-Answers = Sequence[Mapping[str, Any]]
+ProbeResponses = Sequence[Mapping[str, Any]]
 """What the ranks of a check gave, by rank."""
 
 RESUMED, FLOAT32, OFFLOADED = 1e-2, 1e-3, 1e-6
@@ -58,7 +58,7 @@ class Outcome:
     check: Check
     config: RunConfig
     device: str
-    answers: Mapping[str, Answers]
+    answers: Mapping[str, ProbeResponses]
     directory: Path
     before: Mapping[str, Mapping[str, Any]]
 
@@ -90,8 +90,8 @@ def steps(outcome: Outcome) -> Iterator[Row]:
     yield outcome.row("loss and gradient norm", "finite" if finite else "not finite", "finite", finite)
     peak = max(one["peak"] for one in answers)
     if peak:
-        facts, parallel = read_model_spec(config.model), config.train.parallel
-        planned = rank_bytes(facts, config.train, microbatches=parallel.pipeline, device="cuda").total
+        model_spec, parallel = read_model_spec(config.model), config.train.parallel
+        planned = rank_bytes(model_spec, config.train, microbatches=parallel.pipeline, device="cuda").total
         good = PLAN_OVER[0] <= planned / peak <= PLAN_OVER[1]
         yield outcome.row("peak memory, GiB", f"{peak / GIB:.2f}", f"{planned / GIB:.2f} planned", good)
     tokens = config.train.microbatch_tokens * config.train.parallel.pipeline

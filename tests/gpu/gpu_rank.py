@@ -20,13 +20,13 @@ import numpy as np
 import torch
 
 from agent_rl.config import ParallelConfig, RunConfig
-from agent_rl.dryrun.batch import make_samples, share_of
+from agent_rl.dryrun.batch import make_samples, mini_step_share
 from agent_rl.models.spec import ModelSpec, read_model_spec
 from agent_rl.train.checkpoint import directory as checkpoint
 from agent_rl.train.megatron.parallel import destroy_parallel, init_parallel
 from agent_rl.train.requests import OptimizerSpec, StepRequest, WorkerRequest
-from agent_rl.train.route_sharding import cut
-from agent_rl.train.worker import TrainerRank, device_of
+from agent_rl.train.route_sharding import shard_routes
+from agent_rl.train.worker import TrainerWorker, device_of
 
 TIMED_TOKENS = {"cuda": 8192, "cpu": 64}
 
@@ -37,16 +37,16 @@ class Stepped:
     def __init__(self, job: dict[str, Any]) -> None:
         config, begun = RunConfig.model_validate(job["config"]), time.perf_counter()
         self.config, self.device = config, job["device"]
-        order = WorkerRequest(config, config.model, None, job["device"], threads=1)
-        self.rank = TrainerRank(
+        order = WorkerRequest(config, read_model_spec(config.model), config.model, None, job["device"], threads=1)
+        self.rank = TrainerWorker(
             order, OptimizerSpec.of(config.train), job["rank"], master_addr="127.0.0.1", master_port=job["port"]
         )
         self.started = time.perf_counter() - begun
         model = self.rank.model
-        self.samples = make_samples(config, model.facts, 0, 1.0)  # the same on every rank, and even
-        self.share = share_of(self.samples, config)
+        self.samples = make_samples(config, model.model_spec, 0, 1.0)  # the same on every rank, and even
+        self.share = mini_step_share(self.samples, config)
         listed = [self.samples[index] for index in sorted(self.samples)]
-        self.routes = [cut(listed, ids, model.shard) for ids in self.share.micro_batches]
+        self.routes = [shard_routes(listed, ids, model.shard) for ids in self.share.micro_batches]
 
     def step(self) -> dict[str, float]:
         """Loss, gradient norm, routers that did not use the given experts, seconds."""
@@ -114,43 +114,45 @@ def logprobs(job: dict[str, Any]) -> dict[str, Any]:
 def kernels(job: dict[str, Any]) -> dict[str, Any]:
     """Every kernel that is installed on its small case (its error, and what is allowed), and attention's time."""
     config = RunConfig.model_validate(job["config"])
-    device, facts = device_of(job["device"]), read_model_spec(config.model)
+    device, model_spec = device_of(job["device"]), read_model_spec(config.model)
     init_parallel(ParallelConfig(), 0, master_addr="127.0.0.1", master_port=job["port"], device=device)
     from agent_rl.train.megatron import kernel_choice as choice
 
     rows: list[list[Any]] = []
     for dtype in (torch.bfloat16, torch.float32):
         exams = (
-            (choice.attentions(dtype, device), choice.attention_exam(facts, ParallelConfig(), dtype)),
-            (choice.PRODUCTS, choice.product_exam(facts, dtype)),
-            ([way() for way in choice.PERMUTATIONS], choice.permutation_exam(facts, dtype)),
+            (choice.attentions(dtype, device), choice.attention_check(model_spec, ParallelConfig(), dtype)),
+            (choice.EXPERT_MATMULS, choice.expert_matmul_check(model_spec, dtype)),
+            ([way() for way in choice.PERMUTATIONS], choice.permutation_check(model_spec, dtype)),
         )
-        for candidates, exam in exams:
+        for candidates, check in exams:
             for one in candidates:
-                if one.there:
-                    fault = choice.examine(one, exam, device)
+                if one.installed:
+                    fault = choice.check_kernel(one, check, device)
                     rows.append([one.name, str(dtype).removeprefix("torch."), fault])
     times = {
-        one.name: _attention_seconds(one.use, facts, device)
+        one.name: _attention_seconds(one.kernel, model_spec, device)
         for one in choice.attentions(torch.bfloat16, device)
-        if one.there
+        if one.installed
     }
     destroy_parallel()
     return {"rows": rows, "attention_seconds": times}
 
 
-def _attention_seconds(attend: Any, facts: ModelSpec, device: torch.device) -> float | None:
+def _attention_seconds(attend: Any, model_spec: ModelSpec, device: torch.device) -> float | None:
     """Forward and backward over one sequence in bfloat16; None where the kernel raises."""
-    from agent_rl.train.megatron.varlen import Runs
+    from agent_rl.train.megatron.varlen import Segments
 
     tokens = TIMED_TOKENS[device.type]
-    shapes = [(tokens, heads, facts.head_dim) for heads in (facts.heads, facts.kv_heads, facts.kv_heads)]
+    shapes = [
+        (tokens, heads, model_spec.head_dim) for heads in (model_spec.heads, model_spec.kv_heads, model_spec.kv_heads)
+    ]
     leaves = [torch.randn(shape, dtype=torch.bfloat16, device=device, requires_grad=True) for shape in shapes]
-    runs, seconds = Runs.build([tokens], [tokens], device), math.inf
+    runs, seconds = Segments.build([tokens], [tokens], device), math.inf
     try:
         for _ in range(4):
             begun = time.perf_counter()
-            output = attend(*leaves, runs, facts.head_dim**-0.5)
+            output = attend(*leaves, runs, model_spec.head_dim**-0.5)
             torch.autograd.grad(output, leaves, torch.ones_like(output))
             if device.type == "cuda":
                 torch.cuda.synchronize()

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpu_checks import CHECKS, Answers, Check, Outcome, Row
+from gpu_checks import CHECKS, Check, Outcome, ProbeResponses, Row
 
 from agent_rl.config import RunConfig
 from agent_rl.models.spec import ModelSpec
@@ -79,7 +79,7 @@ class BrokenOff(Exception):
     """A rank failed or took too long; the message says which and why, in one line."""
 
 
-def _ranks(site: Site, check: Check, where: str, seconds: float) -> Answers:
+def _ranks(site: Site, check: Check, where: str, seconds: float) -> ProbeResponses:
     """Run a check's ranks, each in a process; their answers by rank."""
     device = site.device if where == "gpu" else "cpu"
     job = {"work": check.work, "config": site.config(check).model_dump(mode="json"), "device": device}

@@ -51,8 +51,8 @@ def test_checks_are_in_order_and_layouts_are_possible() -> None:
     assert len({check.name for check in CHECKS}) == len(CHECKS)
     site = Site("cuda", 8, Path("models"), 16384, 0.0)
     for check in CHECKS:
-        config, facts = site.config(check), ModelSpec.of(gpu_run.WIDE if check.wide else NARROW)
-        assert layout_problems(config, facts) == []
+        config, model_spec = site.config(check), ModelSpec.of(gpu_run.WIDE if check.wide else NARROW)
+        assert layout_problems(config, model_spec) == []
         assert config.train.parallel.world_size == check.gpus
 
 

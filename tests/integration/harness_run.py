@@ -19,17 +19,17 @@ from typing import Any
 
 from agent_rl.config import EngineConfig, HarnessConfig, RunConfig
 from agent_rl.config.loader import load_config
+from agent_rl.controller.checkpoints import TrainerRestarts
 from agent_rl.controller.rollout_runtime import RolloutRuntime, TaskRuntime, open_task_runtime
 from agent_rl.controller.state import RunState
-from agent_rl.controller.train import TrainingRun, run_to_the_end
-from agent_rl.controller.trainer_restarts import Restarts
+from agent_rl.controller.train import TrainingRun, run_to_last_step
 from agent_rl.endpoint.episode import agent_binds
-from agent_rl.endpoint.server import Gateway, open_gateway
+from agent_rl.endpoint.server import EndpointServer, serve_endpoint
 from agent_rl.engine.fleet import Fleet
 from agent_rl.engine.generation_gate import GenerationGate
 from agent_rl.engine.scripted import ScriptedEngine
 from agent_rl.engine.sleep import EngineSleep
-from agent_rl.engine.utilization import EngineLoad
+from agent_rl.engine.utilization import EngineUtilization
 from agent_rl.models.spec import ModelSpec, read_model_spec
 from agent_rl.monitoring.console import Display
 from agent_rl.render import ChatRenderer
@@ -45,21 +45,23 @@ class Scripted:
     """The engine, as a run asks for it; it publishes by taking the step's number as its version."""
 
     def __init__(
-        self, directory: Path, facts: ModelSpec, task_runtime: TaskRuntime, renderer: ChatRenderer, fmt: ToolCallFormat
+        self,
+        directory: Path,
+        model_spec: ModelSpec,
+        task_runtime: TaskRuntime,
+        renderer: ChatRenderer,
+        fmt: ToolCallFormat,
     ) -> None:
-        self.facts, self.fleet, self.gate, self.load = facts, Fleet(), GenerationGate(), EngineLoad()
+        self.model_spec, self.fleet, self.gate, self.load = model_spec, Fleet(), GenerationGate(), EngineUtilization()
+        self.fleet.add("starting")  # one that never comes up
         self.sleep = EngineSleep(self.fleet, self.gate, {}, EngineConfig(), AsyncHttp(1.0))
         self._directory, self._task_runtime, self._renderer, self._format = directory, task_runtime, renderer, fmt
-        self._answers = ScriptedEngine(self._turn, layout=facts.layout)
+        self._answers = ScriptedEngine(self._turn, layout=model_spec.layout)
         self._sessions: dict[str, list[str]] = defaultdict(list)
 
     async def publish(self, step: int) -> dict[str, float]:
         self._answers.weight_version = str(step)
         return {}
-
-    async def until(self, look: Any) -> Any:
-        """No further engine comes."""
-        await asyncio.Event().wait()
 
     async def generate(self, *asked: Any, session: str, **options: Any) -> Completion:
         with (self._directory / "asked").open("a") as file:
@@ -86,10 +88,10 @@ async def main(directory: Path, overrides: Sequence[str]) -> None:
     assert harness is not None
     async with (
         RayTrainer(config) as trainer,
-        open_gateway(harness.dialects) as gateway,
-        open_task_runtime(config, display := Display(config.name), agent_binds(gateway, harness)) as task_runtime,
+        serve_endpoint(harness.dialects) as endpoint,
+        open_task_runtime(config, display := Display(config.name), agent_binds(endpoint, harness)) as task_runtime,
     ):
-        runtime = open_scripted(directory, config, task_runtime, gateway)
+        runtime = open_scripted(directory, config, task_runtime, endpoint)
         marked = with_mark(config, harness)
 
         def begin() -> TrainingRun:
@@ -98,13 +100,15 @@ async def main(directory: Path, overrides: Sequence[str]) -> None:
             return run
 
         with display:
-            await run_to_the_end(begin, Restarts(config.train.restarts))
+            await run_to_last_step(begin, TrainerRestarts(config.train.restarts))
 
 
-def open_scripted(directory: Path, config: RunConfig, task_runtime: TaskRuntime, gateway: Gateway) -> RolloutRuntime:
+def open_scripted(
+    directory: Path, config: RunConfig, task_runtime: TaskRuntime, endpoint: EndpointServer
+) -> RolloutRuntime:
     renderer, fmt = ChatRenderer(config.model), tool_format(config.rollout.tool_format)
     engine: Any = Scripted(directory, read_model_spec(config.model), task_runtime, renderer, fmt)
-    return RolloutRuntime(task_runtime, engine, renderer, fmt, Limiter(config.rollout.concurrency), gateway)
+    return RolloutRuntime(task_runtime, engine, renderer, fmt, Limiter(config.rollout.concurrency), endpoint)
 
 
 def with_mark(config: RunConfig, harness: HarnessConfig) -> RunConfig:

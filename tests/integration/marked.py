@@ -21,5 +21,5 @@ def processes(mark: str) -> dict[int, str]:
 
 def kill_rank(mark: str, number: int = 0) -> None:
     """Kill one of the trainer's ranks, which are counted in the order of their process ids."""
-    ranks = sorted(pid for pid, command in processes(mark).items() if "RankActor" in command)
+    ranks = sorted(pid for pid, command in processes(mark).items() if "WorkerActor" in command)
     os.kill(ranks[number], signal.SIGKILL)

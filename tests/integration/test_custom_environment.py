@@ -1,7 +1,7 @@
 """From an empty directory to updates: `agent-rl init`, `envs check`, `train`, with real SGLang and real Megatron.
 
-One run trains on the new project's environment and on the worked examples of docs/environments.md, since starting its
-engine and trainer is most of its time.
+One run trains on the new project's environment and on the worked examples of docs/reference/environments.md, since
+starting its engine and trainer is most of its time.
 """
 
 from __future__ import annotations

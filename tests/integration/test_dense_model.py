@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from integration_run import Run
 
-from agent_rl.config import RunConfig
+from agent_rl.config import Replay, TrainConfig
 from agent_rl.config.builtin import MODELS
 from agent_rl.controller.preflight import check_replay
 from agent_rl.errors import UserError
@@ -71,15 +71,15 @@ def test_a_dense_model_is_rolled_out_and_trained(start: Callable[..., Run], tmp_
 
 
 @pytest.mark.parametrize("replay", ["r3", "r2"])
-def test_replay_of_a_dense_model_is_refused_in_a_line(tmp_path: Path, replay: str) -> None:
+def test_replay_of_a_dense_model_is_refused_in_a_line(tmp_path: Path, replay: Replay) -> None:
     model = tmp_path / "dense"
     model.mkdir()
     config = {key: value for key, value in TINY.items() if key not in EXPERTS} | {"model_type": "qwen3"}
     (model / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError) as refused:
-        check_replay(RunConfig(name="x", model=model, train={"replay": replay}), read_model_spec(model))
+        check_replay(TrainConfig(replay=replay), model, read_model_spec(model))
     assert str(refused.value) == (
         f"train.replay is {replay} and {model} has no MoE layer (model_type qwen3), so it has no routes to replay: "
         "set train.replay to off"
     )
-    check_replay(RunConfig(name="x", model=model, train={"replay": "off"}), read_model_spec(model))
+    check_replay(TrainConfig(replay="off"), model, read_model_spec(model))

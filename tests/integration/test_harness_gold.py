@@ -14,7 +14,7 @@ from agent_rl.config.builtin import MODELS
 from agent_rl.config.loader import load_config
 from agent_rl.controller.rollout_runtime import open_task_runtime
 from agent_rl.endpoint.episode import HarnessRun
-from agent_rl.endpoint.server import open_gateway
+from agent_rl.endpoint.server import serve_endpoint
 from agent_rl.engine.scripted import ScriptedEngine
 from agent_rl.monitoring.console import Display
 from agent_rl.render import ChatRenderer
@@ -36,16 +36,16 @@ pytestmark = [pytest.mark.bubblewrap, pytest.mark.exhaustive]
 @pytest.mark.parametrize(("policy", "reward"), [("gold", 1.0), ("noop", 0.0)])
 async def test_real_tasks(tmp_path: Path, policy: str, reward: float) -> None:
     config = load_config(ROOT / "configs" / "real.yaml", [f"runs_dir={tmp_path}"])
-    harness = HarnessConfig(command=shlex.join([sys.executable, str(PROGRAM)]), place="host")
-    rules = EpisodeRules.of(config).limited(harness=harness, max_tokens=1 << 20, max_new_tokens=1 << 20)
+    harness = HarnessConfig(command=shlex.join([sys.executable, str(PROGRAM)]), location="host")
+    rules = EpisodeRules.from_config(config).override(harness=harness, max_tokens=1 << 20, max_new_tokens=1 << 20)
     renderer, fmt = ChatRenderer(MODELS["tiny-moe"]), tool_format("hermes")
-    async with open_task_runtime(config, Display("real")) as task_runtime, open_gateway() as gateway:
+    async with open_task_runtime(config, Display("real")) as task_runtime, serve_endpoint() as endpoint:
 
         async def run(task: Task) -> Trajectory:
             calls = SOLVERS[policy](task_runtime.env, task)
             said = [[*renderer._encoder.encode(fmt.render(call)), renderer.end_of_turn_id] for call in calls]
             engine = ScriptedEngine(lambda session, turn, tokens: said[turn], layout=LAYOUT)
-            return await HarnessRun(gateway, 1 << 20, task_runtime.env, task, engine, renderer, fmt, rules).run()
+            return await HarnessRun(endpoint, 1 << 20, task_runtime.env, task, engine, renderer, fmt, rules).run()
 
         tasks = await pick_tasks(Policy(task_runtime, run), "train", None)
         ended = [await run(task) for task in tasks]

@@ -17,9 +17,9 @@ from killed_run import Life
 from marked import processes
 from support.journal_rows import read_journal
 
-from agent_rl.controller.async_rollout.ledger_file import faults, gaps, read_history
+from agent_rl.config.builtin import install_model
+from agent_rl.controller.async_rollout.ledger_file import faults, gaps, read_ledger
 from agent_rl.endpoint.server import DIRECTORY
-from agent_rl.models.builtin import install_model
 from agent_rl.monitoring.metrics_log import read_metrics
 
 pytestmark = [pytest.mark.megatron, pytest.mark.bubblewrap, pytest.mark.exhaustive, pytest.mark.timeout(1200)]
@@ -85,7 +85,7 @@ def test_an_episode_in_a_sandbox_begins_anew_and_is_trained_once(tmp_path: Path,
     assert sorted(again.values()) == [3] * GROUP
     (row,) = read_metrics(second.run)
     assert (row["rollout/trajectories"], row["train/updates"]) == (GROUP, 1)
-    history = read_history(second.run)
+    history = read_ledger(second.run)
     assert faults(second.run, history) == gaps(history) == []
     assert [path for path in (second.run / "journal").iterdir() if read_journal(path)] == []
     assert list(temporary.glob(f"{DIRECTORY}*")) == []

@@ -31,7 +31,7 @@ def with_program(tmp_path: Path) -> RunConfig:
     overrides = [f"runs_dir={tmp_path}", "name=harness", "engine.port=0", "rollout.temperature=0"]
     config = load_config(ROOT / "configs" / "quickstart.yaml", overrides)
     config = config.model_copy(update={"model": MODELS["tiny-moe"]})
-    harness = HarnessConfig(command=shlex.join([sys.executable, str(PROGRAM)]), place="host")
+    harness = HarnessConfig(command=shlex.join([sys.executable, str(PROGRAM)]), location="host")
     return config.model_copy(update={"rollout": config.rollout.model_copy(update={"harness": harness})})
 
 
@@ -52,9 +52,9 @@ def differing(native: Trajectory, driven: Trajectory) -> list[str]:
 @pytest.mark.timeout(3600)
 async def test_the_program_is_the_built_in_loop(tmp_path: Path) -> None:
     config = with_program(tmp_path)
-    facts = preflight.check(config)
-    rules = EpisodeRules.of(config)
-    async with open_rollout_runtime(config, facts, tmp_path / "logs", Display("harness"), routes=True) as runtime:
+    checked = preflight.run(config)
+    rules = EpisodeRules.from_config(config)
+    async with open_rollout_runtime(checked, tmp_path / "logs", Display("harness"), routes=True) as runtime:
         driven_by_program = runtime.runner(rules)
         tasks = await pick_tasks(Policy(runtime.task_runtime, driven_by_program), "heldout", TASKS)
         wrong: dict[str, list[str]] = {}

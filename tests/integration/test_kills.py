@@ -17,8 +17,8 @@ from killed_run import Life, broken, episodes, exact, settled, step_saved, write
 from marked import kill_rank
 from support.journal_rows import read_journal
 
-from agent_rl.controller.async_rollout.ledger_file import faults, gaps, read_history
-from agent_rl.models.builtin import install_model
+from agent_rl.config.builtin import install_model
+from agent_rl.controller.async_rollout.ledger_file import faults, gaps, read_ledger
 from agent_rl.monitoring.metrics_log import read_metrics
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -122,7 +122,7 @@ def test_killed_where_sampling_runs_ahead_it_goes_on_bit_for_bit(live: Callable[
     assert {step: settled(row) for step, row in killed.items()} == {
         step: settled(row) for step, row in reference.items()
     }
-    assert faults(last.run, read_history(last.run)) == gaps(read_history(last.run)) == []
+    assert faults(last.run, read_ledger(last.run)) == gaps(read_ledger(last.run)) == []
     assert os.listdir(last.run / "journal") == []
     assert len(episodes(last.run)) - len(set(episodes(last.run))) <= 4 * 8, "more was sampled again than was under way"
 
@@ -156,7 +156,7 @@ def test_a_trainer_that_dies_too_often_ends_the_run_in_one_line(live: Callable[.
     kill_rank(life.mark)
     life.finish()
     assert life.process.returncode != 0
-    assert "given up: train.restarts is 0. The same command goes on from there" in life.text
+    assert "giving up: train.restarts is 0. The same command continues from there" in life.text
 
 
 def check_finished(run: Path, reference: dict[int, dict[str, float]]) -> None:

@@ -132,7 +132,7 @@ def assert_detail(run: Path, row: Mapping[str, float]) -> None:
     assert (differing > 0) is (row["mismatch_without_replay/router_mismatch"] > 0)
 
 
-@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("stop", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.exhaustive)])
 def test_stopped_in_a_rollout_it_leaves_nothing_behind(start: Start, tmp_path: Path, stop: signal.Signals) -> None:
     run = start("eval.tasks=0")
     run.until("step 1: rollout ...")

@@ -18,34 +18,34 @@ from torch import Tensor
 
 from agent_rl.config import BalanceConfig, ParallelConfig
 from agent_rl.train.megatron.packed_batch import PackedBatch, PackedRoutes
-from agent_rl.train.megatron.parallel import Ranks, destroy_parallel, init_parallel
-from r3.balance import Grid, Plan
-from r3.balance.planners import Options, plan_pass
+from agent_rl.train.megatron.parallel import ParallelState, destroy_parallel, init_parallel
+from r3.balance import ExpertLayout, LayerPlan
+from r3.balance.planners import PlannerOptions, plan_pass
 
 SLOTS, UPDATES = 2, 2
 
 
-def hand_made(kind: str, grid: Grid, counts: NDArray[np.int32], shift: int) -> Plan:
+def hand_made(kind: str, layout: ExpertLayout, counts: NDArray[np.int32], shift: int) -> LayerPlan:
     """A plan for ``counts`` ``[R, E]``. Ranks borrow from their neighbours, other experts with every ``shift``.
 
     ``relocate``: the borrower takes all of an expert's tokens, and in every third plan rank 0 borrows nothing.
     ``replicate``: home and borrowers share them.
     """
-    borrowed = np.full((grid.ranks, grid.slots), -1, np.int32)
+    borrowed = np.full((layout.ranks, layout.slots), -1, np.int32)
     taken: set[int] = set()
-    for rank in range(int(kind == "relocate" and shift % 3 == 2), grid.ranks):
-        for slot in range(grid.slots):
-            neighbour = (rank + 1 + slot * (kind == "replicate")) % grid.ranks
-            expert = neighbour * grid.homes + (shift + slot) % grid.homes
-            if grid.home_rank[expert] != rank and (kind == "replicate" or expert not in taken):
+    for rank in range(int(kind == "relocate" and shift % 3 == 2), layout.ranks):
+        for slot in range(layout.slots):
+            neighbour = (rank + 1 + slot * (kind == "replicate")) % layout.ranks
+            expert = neighbour * layout.experts_per_rank + (shift + slot) % layout.experts_per_rank
+            if layout.owner_rank[expert] != rank and (kind == "replicate" or expert not in taken):
                 borrowed[rank, slot] = expert
                 taken.add(expert)
-    load = np.zeros((grid.experts, grid.ranks), np.int32)
+    load = np.zeros((layout.experts, layout.ranks), np.int32)
     for expert, total in enumerate(counts.sum(axis=0).tolist()):
-        holders = [rank for rank in range(grid.ranks) if expert in borrowed[rank]]
-        holders += [int(grid.home_rank[expert])] * (kind == "replicate" or not holders)
+        holders = [rank for rank in range(layout.ranks) if expert in borrowed[rank]]
+        holders += [int(layout.owner_rank[expert])] * (kind == "replicate" or not holders)
         load[expert, sorted(set(holders))] = np.diff(np.linspace(0, total, len(set(holders)) + 1).astype(np.int32))
-    plan = Plan(grid, borrowed, load, counts)
+    plan = LayerPlan(layout, borrowed, load, counts)
     plan.check()
     return plan
 
@@ -74,7 +74,7 @@ class NotReturned:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transfer, name)
 
-    def give_back(self, *_unused: Any) -> None: ...
+    def return_gradients(self, *_unused: Any) -> None: ...
 
 
 class NotKept(NotReturned):
@@ -82,19 +82,19 @@ class NotKept(NotReturned):
 
     def __init__(self, transfer: Any) -> None:
         super().__init__(transfer)
-        self._newest: dict[int, Plan] = {}
-        self._seen: list[Plan] = []
+        self._newest: dict[int, LayerPlan] = {}
+        self._seen: list[LayerPlan] = []
 
-    def prefetch(self, layer: int, plan: Plan) -> None: ...
+    def prefetch(self, layer: int, plan: LayerPlan) -> None: ...
 
-    def fetch(self, layer: int, plan: Plan) -> Any:
+    def fetch(self, layer: int, plan: LayerPlan) -> Any:
         if not any(plan is seen for seen in self._seen):
             self._seen.append(plan)
             self._newest[layer] = plan
         return self._transfer.fetch(layer, self._newest[layer])
 
-    def give_back(self, layer: int, _plan: Plan, grad1: Tensor, grad2: Tensor) -> None:
-        self._transfer.give_back(layer, self._newest[layer], grad1, grad2)
+    def return_gradients(self, layer: int, _plan: LayerPlan, grad1: Tensor, grad2: Tensor) -> None:
+        self._transfer.return_gradients(layer, self._newest[layer], grad1, grad2)
 
     def refresh(self) -> None:
         self._seen.clear()
@@ -106,16 +106,16 @@ FAULTS: dict[str | None, Any] = {"not returned": NotReturned, "not kept": NotKep
 def balancing(case: Mapping[str, Any], experts: int, group: Any) -> Any:
     """What the model is built with: the case's transfers, one of them with its fault."""
     from agent_rl.train.expert_balancing.host_pool import open_transfers
-    from agent_rl.train.expert_balancing.plan_feed import Balancing
+    from agent_rl.train.expert_balancing.plan_feed import BalancingSpec
 
-    grid, config = Grid(experts, group.size(), SLOTS), BalanceConfig.model_validate(case.get("config", {}))
+    layout, config = ExpertLayout(experts, group.size(), SLOTS), BalanceConfig.model_validate(case.get("config", {}))
 
     def transfers(layers: Any) -> Any:
         ranks = torch.distributed.get_process_group_ranks(group)
-        recompute, update = open_transfers(layers, grid, config, ranks, timeout=120.0)
+        recompute, update = open_transfers(layers, layout, config, ranks, timeout=120.0)
         return recompute, FAULTS.get(case.get("fault"), lambda sound: sound)(update)
 
-    return Balancing(grid, transfers, keep_order=case.get("keep_order", True))
+    return BalancingSpec(layout, transfers, keep_order=case.get("keep_order", True))
 
 
 def refresh(model: Any, *, first: bool, fault: str | None) -> None:
@@ -141,7 +141,7 @@ def given_routes(items: list[PackedBatch], model: Any, kind: str) -> list[Packed
     None."""
     if kind == "native":
         return None
-    layers, top_k, experts = model.moe_layers, model.top_k, model.num_experts
+    layers, top_k, experts = model.moe_layers, model.model_spec.top_k, model.model_spec.num_experts
     found = []
     for batch in items:
         generator = torch.Generator().manual_seed(len(batch))
@@ -221,7 +221,7 @@ def most_allocated(run: Callable[[], Any]) -> int:
 class World:
     """The cases of one layout; what they are compared with is run once."""
 
-    def __init__(self, parallel: ParallelConfig, ranks: Ranks) -> None:
+    def __init__(self, parallel: ParallelConfig, ranks: ParallelState) -> None:
         from megatron.core import parallel_state
 
         self._parallel, self._group = parallel, parallel_state.get_expert_model_parallel_group()
@@ -239,8 +239,11 @@ class World:
         plain = self._plain[key]
         experts = json.loads((Path(case["directory"]) / "config.json").read_text())["num_experts"]
         model = build(case, self._parallel, balance=balancing(case, experts, self._group))
-        grid, counts = Grid(experts, self._group.size(), SLOTS), foreseen(plain["routes"], experts, self._group)
-        plans = list(self._plans(case["plan"], grid, counts)) if case["plan"] != "none" else None
+        layout, counts = (
+            ExpertLayout(experts, self._group.size(), SLOTS),
+            foreseen(plain["routes"], experts, self._group),
+        )
+        plans = list(self._plans(case["plan"], layout, counts)) if case["plan"] != "none" else None
         found = apart(results(model, items, given_routes(items, model, kind), plans, case), plain)
         found |= {} if case.get("fault") else self._unplanned(model, plans)
         if case.get("memory"):
@@ -275,11 +278,11 @@ class World:
         return (peaks[0] - peaks[1]) / (SLOTS * each)
 
     @staticmethod
-    def _plans(kind: str, grid: Grid, counts: NDArray[np.int32]) -> Iterator[dict[int, Plan]]:
-        planned = plan_pass(counts, grid, Options()) if kind == "planned" else None
+    def _plans(kind: str, layout: ExpertLayout, counts: NDArray[np.int32]) -> Iterator[dict[int, LayerPlan]]:
+        planned = plan_pass(counts, layout, PlannerOptions()) if kind == "planned" else None
         for index, batch in enumerate(counts):
             yield {
-                column: planned.of(index, column) if planned else hand_made(kind, grid, held, index + column)
+                column: planned.layer_plan(index, column) if planned else hand_made(kind, layout, held, index + column)
                 for column, held in enumerate(batch)
             }
 

@@ -86,8 +86,8 @@ def main(rank: int, results: Path) -> None:
     directory = results / "model"
     found: dict[str, Any] = {fault: chosen(directory, fault) for fault in FAULTS}
     found |= {kind: trained(directory, kind) for kind in ("alltoall", "flex")}
-    there = kernel_choice.installed
-    kernel_choice.installed = lambda package: there(package) and (package != "deep_ep" or rank == 0)
+    installed = kernel_choice.installed
+    kernel_choice.installed = lambda package: installed(package) and (package != "deep_ep" or rank == 0)
     found["missing"] = chosen(directory, "")
     torch.save(found, results / f"{rank}.pt")
     destroy_parallel()

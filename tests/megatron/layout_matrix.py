@@ -12,24 +12,25 @@ from pathlib import Path
 from typing import Any
 
 import megatron_tiny as tiny
+import pytest
 import torch
 from torch import Tensor
 
-WHOLE = {"distributed_optimizer": False}
+REPLICATED = {"distributed_optimizer": False}
 SHARED = {"distributed_optimizer": True}
 TWO_RANKS: dict[str, dict[str, Any]] = {
-    "data": WHOLE,
+    "data": REPLICATED,
     "data-optimizer": SHARED,
-    "expert": {"expert": 2, **WHOLE},
+    "expert": {"expert": 2, **REPLICATED},
     "expert-optimizer": {"expert": 2, **SHARED},
-    "expert-allgather": {"expert": 2, "dispatcher": "allgather", **WHOLE},
+    "expert-allgather": {"expert": 2, "dispatcher": "allgather", **REPLICATED},
     "pipeline": {"pipeline": 2},
     "virtual": {"pipeline": 2, "virtual_pipeline": 2},
-    "context": {"context": 2, **WHOLE},
+    "context": {"context": 2, **REPLICATED},
     "context-optimizer": {"context": 2, **SHARED},
     "context-expert": {"context": 2, "expert": 2, **SHARED},
     "tensor": {"tensor": 2, "expert": 2},
-    "tensor-alone": {"tensor": 2, **WHOLE},
+    "tensor-alone": {"tensor": 2, **REPLICATED},
     "tensor-optimizer": {"tensor": 2, **SHARED},
 }
 """``train.parallel`` of two ranks."""
@@ -100,6 +101,13 @@ def two_rank_cases() -> list[tuple[str, str]]:
         for name, parallel in TWO_RANKS.items()
     }
     return [(name, run) for name in TWO_RANKS for run in plain[name] + more.get(name, ())]
+
+
+def selected(session: pytest.Session, file: str, *names: str) -> set[tuple[Any, ...]]:
+    """The values of the parameters ``names`` of all tests of ``file`` that the session runs."""
+    items = [item for item in session.items if item.path == Path(file)]
+    params = [item.callspec.params for item in items if hasattr(item, "callspec")]
+    return {tuple(values[name] for name in names) for values in params if set(names) <= values.keys()}
 
 
 def directories(base: Path) -> dict[str, Path]:

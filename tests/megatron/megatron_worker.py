@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from agent_rl.config import ParallelConfig, RunConfig, TrainConfig
+from agent_rl.models.spec import read_model_spec
 from agent_rl.train.megatron.packed_batch import PackedBatch, PackedRoutes
-from agent_rl.train.megatron.parallel import Ranks, destroy_parallel, init_parallel
+from agent_rl.train.megatron.parallel import ParallelState, destroy_parallel, init_parallel
 
 
 def batches(count: int = 3) -> list[PackedBatch]:
@@ -30,7 +31,7 @@ def routes(items: list[PackedBatch], layers: int = tiny.LAYERS) -> list[PackedRo
     return [PackedRoutes(experts, torch.arange(len(experts)) % 5 != 0) for experts in given]
 
 
-def router_rows(batch: PackedBatch, ranks: Ranks) -> Tensor:
+def router_rows(batch: PackedBatch, ranks: ParallelState) -> Tensor:
     """Which token each row of this rank's routers is, -1 for padding: the cut written out once more, by hand."""
     rows: list[int] = []
     pieces = 2 * ranks.context_size if ranks.context_size > 1 else 1
@@ -52,7 +53,7 @@ class Watch:
     (absent rows: the same ones forward and in the recomputation). ``wrong`` names everything else.
     """
 
-    def __init__(self, model: Any, items: list[PackedBatch], given: list[PackedRoutes], ranks: Ranks) -> None:
+    def __init__(self, model: Any, items: list[PackedBatch], given: list[PackedRoutes], ranks: ParallelState) -> None:
         self.columns = {number: column for column, number in enumerate(model.layer_numbers)}
         self.items, self.given, self.ranks = items, given, ranks
         self.seen = {
@@ -106,7 +107,7 @@ def trained(model: Any, items: list[PackedBatch], given: list[PackedRoutes] | No
     return found
 
 
-def watched(model: Any, items: list[PackedBatch], given: list[PackedRoutes], ranks: Ranks) -> Any:
+def watched(model: Any, items: list[PackedBatch], given: list[PackedRoutes], ranks: ParallelState) -> Any:
     """A training pass with every router watched: ``(metrics, Watch)``."""
     model.replayer.observer = watch = Watch(model, items, given, ranks)
     metrics = trained(model, items, given)
@@ -159,13 +160,13 @@ def whole(parameter: Tensor, shard: Any, slot: str, distributed: bool) -> Tensor
     return full.view(parameter.shape)
 
 
-def whole_routes(model: Any, items: list[PackedBatch], local: list[Tensor], ranks: Ranks) -> list[PackedRoutes]:
+def whole_routes(model: Any, items: list[PackedBatch], local: list[Tensor], ranks: ParallelState) -> list[PackedRoutes]:
     """All ranks' recorded routes put together, for batches that all of them share."""
     parts: list[Any] = [None] * ranks.world_size
     columns = list(model.shard.columns)
     mine = [(router_rows(batch, ranks), columns, found) for batch, found in zip(items, local, strict=True)]
     torch.distributed.all_gather_object(parts, (ranks.data_rank, mine))
-    top_k = model.top_k
+    top_k = model.model_spec.top_k
     whole = [torch.zeros(len(batch), len(model.layer_numbers), top_k, dtype=torch.int16) for batch in items]
     for data_rank, held in parts:
         if data_rank == ranks.data_rank:
@@ -183,7 +184,7 @@ def check_reference(model: Any, items: list[PackedBatch], given: list[PackedRout
     for parameter in (moved := [p for module in model.modules for p in module.parameters()]):
         parameter.data.neg_()
     before = weights(model)
-    with reference.in_place():
+    with reference.swapped_in():
         found = model.forward_logprobs(items, given)
     assert all(torch.equal(a.logprobs, b.logprobs) for a, b in zip(found, wanted, strict=True)), "another reference"
     assert all(map(torch.equal, weights(model), before)), "the reference left a trace"
@@ -193,7 +194,7 @@ def check_reference(model: Any, items: list[PackedBatch], given: list[PackedRout
 
 
 def forward_passes(
-    model: Any, items: list[PackedBatch], given: list[PackedRoutes] | None, ranks: Ranks
+    model: Any, items: list[PackedBatch], given: list[PackedRoutes] | None, ranks: ParallelState
 ) -> dict[str, Any]:
     """Log-probs native, and of a model with experts replayed, and with everything sent to two experts."""
     native = model.forward_logprobs(items, None, entropy=True, record=given is not None)
@@ -212,7 +213,7 @@ def forward_passes(
     }
 
 
-def r2_pass(model: Any, items: list[PackedBatch], ranks: Ranks) -> Watch:
+def r2_pass(model: Any, items: list[PackedBatch], ranks: ParallelState) -> Watch:
     """A training pass with the model's own routes, recorded before its routers changed."""
     recorded = model.forward_logprobs(items, None, record=True)
     own = whole_routes(model, items, [output.routes for output in recorded], ranks)
@@ -226,7 +227,7 @@ def r2_pass(model: Any, items: list[PackedBatch], ranks: Ranks) -> Watch:
 
 
 def run(
-    model: Any, items: list[PackedBatch], given: list[PackedRoutes] | None, ranks: Ranks, *, updates: int = 2
+    model: Any, items: list[PackedBatch], given: list[PackedRoutes] | None, ranks: ParallelState, *, updates: int = 2
 ) -> dict[str, Any]:
     """A training pass under R2 and one under R3, both watched, and an update with a clipped norm; then updates with
     native routes. Without experts (``given`` None) native passes alone."""
@@ -286,7 +287,7 @@ def resume(rank: int, case: dict[str, Any], results: Path) -> None:
     weights after the update go to ``<name>-<number>.pt``. The reference stays the model that all began with."""
     from agent_rl.train.checkpoint import directory as checkpoint
     from agent_rl.train.requests import OptimizerSpec, WorkerRequest
-    from agent_rl.train.worker import TrainerRank
+    from agent_rl.train.worker import TrainerWorker
 
     sequences = [(batch.tokens.int().numpy(), torch.ones(len(batch)).numpy()) for batch in batches()]
     directory, optimizer = results / case["name"], OptimizerSpec(lr=0.05, eps=1e-2)
@@ -294,8 +295,9 @@ def resume(rank: int, case: dict[str, Any], results: Path) -> None:
         parallel = ParallelConfig(world_size=case["world_size"], **layout)
         start = Path(case["directory"])
         train = TrainConfig(parallel=parallel, recompute="full")
-        order = WorkerRequest(RunConfig(name="resume", model=start, train=train), start, start, device="cpu", threads=1)
-        trainer = TrainerRank(order, optimizer, rank, **meeting(case["places"][number], rank))
+        config = RunConfig(name="resume", model=start, train=train)
+        order = WorkerRequest(config, read_model_spec(start), start, start, device="cpu", threads=1)
+        trainer = TrainerWorker(order, optimizer, rank, **meeting(case["places"][number], rank))
         if number == 0:
             begun = said(trainer)
         split = trainer.info().data_size > 1
@@ -306,7 +308,7 @@ def resume(rank: int, case: dict[str, Any], results: Path) -> None:
             trainer.load(directory, saved)
             save(trainer, results / f"{case['name']}-{number}", rank, case["world_size"], parallel)
         assert not torch.allclose(said(trainer), begun, rtol=0, atol=1e-2)
-        with trainer._reference.in_place():
+        with trainer._reference.swapped_in():
             torch.testing.assert_close(said(trainer), begun, rtol=0, atol=1e-5)
         trainer.supervise(sequences, [[[2, 1]], [[0]]] if split else [[[2, 1], [0]]], 50.0)
         weights = {name: tensor.clone() for name, tensor in trainer.model.export_weights()}
@@ -346,7 +348,7 @@ def meeting(place: list[int], rank: int) -> dict[str, Any]:
     return {"master_addr": "127.0.0.1", "master_port": port, "listener": listener if rank == 0 else None}
 
 
-def of_case(case: dict[str, Any], parallel: ParallelConfig, ranks: Ranks) -> dict[str, Any]:
+def of_case(case: dict[str, Any], parallel: ParallelConfig, ranks: ParallelState) -> dict[str, Any]:
     """What a case gives on this rank; ``options`` are those of ``PolicyModel.build``."""
     from agent_rl.train.megatron.model import PolicyModel
 

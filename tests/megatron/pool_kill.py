@@ -22,13 +22,13 @@ def main(rank: int, ranks: int, results: Path) -> Any:
     import torch
     import transfer_worker as worker
 
-    from r3.balance import Grid
+    from r3.balance import ExpertLayout
 
-    grid = Grid(worker.EXPERTS, ranks, worker.SLOTS, home=worker.HOME)
-    pool = worker.opened("pool", worker.home_experts(grid, rank, torch.float32), grid)
+    layout = ExpertLayout(worker.EXPERTS, ranks, worker.SLOTS, placement=worker.HOME)
+    pool = worker.opened("pool", worker.home_experts(layout, rank, torch.float32), layout)
     while True:
         pool.refresh()
-        found = pool_worker.fetched(pool, grid)
+        found = pool_worker.fetched(pool, layout)
         if (results / "once").exists():
             whole = os.statvfs(SHARED_MEMORY)
             size = whole.f_blocks * whole.f_frsize

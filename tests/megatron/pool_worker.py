@@ -15,24 +15,26 @@ from torch import Tensor
 
 from agent_rl.errors import ConfigError
 from agent_rl.train.host_memory import free_memory
-from r3.balance import Grid
+from r3.balance import ExpertLayout
 
 SLOW, SEEDS = 3, (0, 1)
 STAGES = (((0,), (1,)), ((2, 1), ()))
 """The layers with experts of a pipeline's two stages."""
 
 
-def fetched(transfer: Any, grid: Grid) -> list[tuple[Tensor, Tensor]]:
+def fetched(transfer: Any, layout: ExpertLayout) -> list[tuple[Tensor, Tensor]]:
     """What this rank borrows in each layer by a plan in which each rank borrows as many as it can."""
-    return [transfer.fetch(layer, plan) for layer, plan in worker.random_plans(grid, lopsided=True).items()]
+    return [transfer.fetch(layer, plan) for layer, plan in worker.random_plans(layout, lopsided=True).items()]
 
 
 def in_another_order(rank: int, kind: str) -> tuple[int, list[tuple[Tensor, Tensor]]]:
     """Three layers of two micro-batches are begun, as a pipeline may, and fetched in another order; and what stays
     begun is forgotten. The bytes fetched, and the weights by micro-batch and layer."""
-    grid = Grid(worker.EXPERTS, 4, worker.SLOTS, home=worker.HOME)
-    transfer = worker.opened(kind, worker.home_experts(grid, rank, torch.float32), grid)
-    steps = [(layer, plan) for seed in SEEDS for layer, plan in worker.random_plans(grid, seed, lopsided=True).items()]
+    layout = ExpertLayout(worker.EXPERTS, 4, worker.SLOTS, placement=worker.HOME)
+    transfer = worker.opened(kind, worker.home_experts(layout, rank, torch.float32), layout)
+    steps = [
+        (layer, plan) for seed in SEEDS for layer, plan in worker.random_plans(layout, seed, lopsided=True).items()
+    ]
     for step in [*steps, *steps]:
         transfer.prefetch(*step)
     found = [transfer.fetch(*step) for step in reversed(steps)]
@@ -41,51 +43,51 @@ def in_another_order(rank: int, kind: str) -> tuple[int, list[tuple[Tensor, Tens
     return transfer.take_stats().fetched, found[::-1]
 
 
-def weights_change(rank: int, machine: tuple[int, ...]) -> dict[str, Any]:
+def weights_change(rank: int, node: tuple[int, ...]) -> dict[str, Any]:
     """What a rank borrows before the others' refresh can begin, after it was prefetched, and after the refresh.
 
     The slow rank comes to the refresh when all others are in it.
     """
-    grid = Grid(worker.EXPERTS, 4, worker.SLOTS, machine, worker.HOME)
-    layers = worker.home_experts(grid, rank, torch.float32)
-    pool, store = worker.opened("pool", layers, grid), dist.distributed_c10d._get_default_store()
-    found = {"before": fetched(pool, grid)}
+    layout = ExpertLayout(worker.EXPERTS, 4, worker.SLOTS, node, worker.HOME)
+    layers = worker.home_experts(layout, rank, torch.float32)
+    pool, store = worker.opened("pool", layers, layout), dist.distributed_c10d._get_default_store()
+    found = {"before": fetched(pool, layout)}
     with torch.no_grad():
         for held in layers.values():
             held.weight1.add_(1)
             held.weight2.add_(1)
-    pool.prefetch(0, worker.random_plans(grid, lopsided=True)[0])
+    pool.prefetch(0, worker.random_plans(layout, lopsided=True)[0])
     if rank == SLOW:
-        store.wait([f"{machine} {other}" for other in range(SLOW)])
-        found["stale"] = fetched(pool, grid)
+        store.wait([f"{node} {other}" for other in range(SLOW)])
+        found["stale"] = fetched(pool, layout)
     else:
-        store.set(f"{machine} {rank}", "")
+        store.set(f"{node} {rank}", "")
     pool.take_stats()
     pool.refresh()
     found["refresh_ms"] = pool.take_stats().refresh_ms
-    found["after"] = fetched(pool, grid)
+    found["after"] = fetched(pool, layout)
     pool.close()
     pool.close()
     return found
 
 
-def two_groups(rank: int, machine: tuple[int, ...]) -> dict[str, Any]:
+def two_groups(rank: int, node: tuple[int, ...]) -> dict[str, Any]:
     """Two expert groups with the same layers: what is borrowed, and which memory it is in."""
-    grid = Grid(worker.EXPERTS, 2, worker.SLOTS, machine, worker.HOME)
-    layers, first = worker.home_experts(grid, rank % 2, torch.bfloat16), rank // 2 * 2
-    pool = worker.opened("pool", layers, grid, group=(first, first + 1))
-    found = {"fetched": fetched(pool, grid), "memory": pool_memory()}
+    layout = ExpertLayout(worker.EXPERTS, 2, worker.SLOTS, node, worker.HOME)
+    layers, first = worker.home_experts(layout, rank % 2, torch.bfloat16), rank // 2 * 2
+    pool = worker.opened("pool", layers, layout, group=(first, first + 1))
+    found = {"fetched": fetched(pool, layout), "memory": pool_memory()}
     pool.close()
     return found | {"left": pool_memory()}
 
 
 def two_stages(rank: int, stages: Sequence[Sequence[int]]) -> list[tuple[Tensor, Tensor]]:
     """A pipeline of two stages with these layers of experts each."""
-    grid, stage = Grid(worker.EXPERTS, 2, worker.SLOTS, home=worker.HOME), rank // 2
-    held = worker.home_experts(grid, rank % 2, torch.float32)
+    layout, stage = ExpertLayout(worker.EXPERTS, 2, worker.SLOTS, placement=worker.HOME), rank // 2
+    held = worker.home_experts(layout, rank % 2, torch.float32)
     layers = {layer: held[layer] for layer in stages[stage]}
-    pool = worker.opened("pool", layers, grid, group=(2 * stage, 2 * stage + 1))
-    plans = worker.random_plans(grid, lopsided=True)
+    pool = worker.opened("pool", layers, layout, group=(2 * stage, 2 * stage + 1))
+    plans = worker.random_plans(layout, lopsided=True)
     found = [pool.fetch(layer, plans[layer]) for layer in layers]
     pool.close()
     return found
@@ -98,11 +100,11 @@ def pool_memory() -> set[str]:
 
 def too_large(rank: int) -> str:
     """What is answered to a pool three times as large as the memory that is left. Nothing of it is ever there."""
-    grid = Grid(worker.EXPERTS, 4, worker.SLOTS)
+    layout = ExpertLayout(worker.EXPERTS, 4, worker.SLOTS)
     wide = 3 * free_memory() // (2 * worker.EXPERTS * 4)
-    weight = torch.empty(1).expand(grid.homes, 1, wide)
+    weight = torch.empty(1).expand(layout.experts_per_rank, 1, wide)
     try:
-        worker.opened("pool", {0: SimpleNamespace(weight1=weight, weight2=weight)}, grid)
+        worker.opened("pool", {0: SimpleNamespace(weight1=weight, weight2=weight)}, layout)
     except ConfigError as error:
         return str(error)
     return "not refused"

@@ -4,6 +4,7 @@ tokens are shared out. Every case is compared with the same layout without balan
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ pytest.importorskip("torch", reason="torch is not installed (the train extra)")
 import layout_matrix as matrix
 import megatron_tiny as tiny
 
-pytestmark = pytest.mark.megatron
+pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 
 ALONE = {"distributed_optimizer": False}
 EP2, EP4 = {"expert": 2, **ALONE}, {"expert": 4, **ALONE}
@@ -91,28 +92,46 @@ WORLDS: list[tuple[int, dict[str, Any], list[Case]]] = [
     (2, GATHER2, both("ep2-allgather")),
 ]
 CASES = {found["name"]: (size, found) for size, _, cases in WORLDS for found in cases}
-SOUND = [name for name in CASES if not name.startswith("fault")]
+ORDINARY = (
+    "ep4-planned", "ep4-crowded-replicate", "pp2-ep2-relocate", "pp2-full-replicate", "native",
+    "ep2-relocate", "ep2-planned", "ep2-pool-replicate", "ep2-exchange-relocate", "ep2-moe-replicate",
+    "ep2-top8-replicate", "ep2-absent-replicate", "ep2-shared-replicate", "ep2-bf16-relocate", "ep2-any-order",
+    "ep2-short", "ep2-memory", "fault-not-kept", "fault-not-returned", "fault-stale",
+)  # fmt: skip
+"""The cases outside of ``pytest -m exhaustive``, which runs the others and these."""
+
+
+FAULTS = [name for name in CASES if name.startswith("fault")]
+APART = ("ep2-any-order", "ep2-short", *FAULTS)
+"""The cases that have a test of their own."""
+
+
+def parameters(names: Iterable[str]) -> list[Any]:
+    return [name if name in ORDINARY else pytest.param(name, marks=pytest.mark.exhaustive) for name in names]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four processes run all cases one after another. The worlds of two come last, in the first two processes: when
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four processes run the cases one after another. The worlds of two come last, in the first two processes: when
     they came first, the others' first meeting took 65 s instead of 24."""
+    names = {*ORDINARY, *(name for (name,) in matrix.selected(request.session, __file__, "name"))}
+    worlds = [(size, layout, [one for one in cases if one["name"] in names]) for size, layout, cases in WORLDS]
+    worlds = [world for world in worlds if world[2]]
     directory = tmp_path_factory.mktemp("results")
     for name, changes in MODELS.items():
         tiny.make(directory / name, **changes)
-    held = [tiny.reserved_port() for _ in WORLDS]
-    worlds = [
+    held = [tiny.reserved_port() for _ in worlds]
+    plans = [
         {
             "world_size": size,
             "place": [holder.getsockname()[1], holder.fileno()],
             "parallel": parallel,
             "cases": [found | {"directory": str(directory / found["model"])} for found in cases],
         }
-        for holder, (size, parallel, cases) in zip(held, WORLDS, strict=True)
+        for holder, (size, parallel, cases) in zip(held, worlds, strict=True)
     ]
     plan = directory / "plan.json"
-    plan.write_text(json.dumps(worlds))
+    plan.write_text(json.dumps(plans))
     matrix.run_ranks("balanced_worker.py", 4, directory, plan, held, 400.0)
     return directory
 
@@ -127,7 +146,7 @@ def differences(results: Path, name: str) -> dict[str, float]:
     return {kind: max(abs(rank[kind]) for rank in ranks) for kind in ranks[0]}
 
 
-@pytest.mark.parametrize("name", [name for name in SOUND if name not in ("ep2-any-order", "ep2-short")])
+@pytest.mark.parametrize("name", parameters(name for name in CASES if name not in APART))
 def test_balanced_equals_unbalanced(name: str, results: Path) -> None:
     found = differences(results, name)
     assert (found.pop("borrowed") > 0) == (plan_of(name) != "none")
@@ -159,7 +178,7 @@ def test_an_update_takes_the_memory_of_two_layers_slots_at_most(results: Path) -
     assert differences(results, "ep2-memory")["memory"] <= 2.0
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("fault")])
+@pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_seen(name: str, results: Path) -> None:
     found = differences(results, name)
     assert found["logprobs"] == 0

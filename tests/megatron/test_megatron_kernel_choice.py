@@ -57,9 +57,9 @@ def raising(_: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 FAULTS = [
-    (slightly_off, r"its error is 1\.0e-02 of the largest value, and 0\.0001 is allowed"),
-    (not_finite, r"its error is inf of the largest value, and 0\.0001 is allowed"),
-    (wrong_backwards, r"its error is 1\.0e\+00 of the largest value, and 0\.0001 is allowed"),
+    (slightly_off, r"its error is 1\.0e-02 of the largest value \(limit 0\.0001\)"),
+    (not_finite, r"its error is inf of the largest value \(limit 0\.0001\)"),
+    (wrong_backwards, r"its error is 1\.0e\+00 of the largest value \(limit 0\.0001\)"),
     (raising, r"it raised RuntimeError: no kernel image is available"),
 ]
 
@@ -72,11 +72,11 @@ def test_an_attention_that_is_at_fault_is_passed_over(
     choice: Any, fault: Callable[..., Any], reason: str, layout: ParallelConfig
 ) -> None:
     (right,) = choice.attentions(torch.float32, CPU)
-    wrong = choice.Candidate("a fast kernel", fault(right.use))
-    exam, notes = choice.attention_exam(FACTS, layout, torch.float32), []
-    assert choice.choose("attention", [wrong, right], exam, CPU, notes) is right
+    wrong = choice.KernelCandidate("a fast kernel", fault(right.kernel))
+    check, notes = choice.attention_check(FACTS, layout, torch.float32), []
+    assert choice.choose("attention", [wrong, right], check, CPU, notes) is right
     (line,) = notes
-    found = rf"kernels: a fast kernel is not used for attention: {reason}; next is torch's attention run by run"
+    found = rf"kernels: a fast kernel is not used for attention: {reason}; next is torch's attention per segment"
     assert re.fullmatch(found, line)
 
 
@@ -84,25 +84,27 @@ def test_an_attention_that_is_at_fault_is_passed_over(
 def test_a_grouped_product_that_is_at_fault_is_passed_over(
     choice: Any, monkeypatch: pytest.MonkeyPatch, fault: Callable[..., Any], reason: str
 ) -> None:
-    grouped, one_by_one = choice.PRODUCTS
-    wrong = choice.Candidate(grouped.name, fault(grouped.use))
-    monkeypatch.setattr(choice, "PRODUCTS", (wrong, one_by_one))
+    grouped, sdpa_per_segment = choice.EXPERT_MATMULS
+    wrong = choice.KernelCandidate(grouped.name, fault(grouped.kernel))
+    monkeypatch.setattr(choice, "EXPERT_MATMULS", (wrong, sdpa_per_segment))
     kernels = choice.choose_kernels(FACTS, ParallelConfig(), torch.float32, CPU, balanced=False)
-    assert kernels.product is one_by_one.use
+    assert kernels.product is sdpa_per_segment.kernel
     (line,) = kernels.notes
     assert re.fullmatch(
-        rf"kernels: torch's grouped .* products of experts: {reason}; next is one product an expert", line
+        rf"kernels: torch's grouped .* matmuls of experts: {reason}; next is one matmul per expert", line
     )
-    with pytest.raises(TrainerError, match=rf"borrow \(train.balance\): {reason}; there is no other$"):
+    with pytest.raises(
+        TrainerError, match=rf"borrowed experts \(train.balance\): {reason}; no other kernel is installed$"
+    ):
         choice.choose_kernels(FACTS, ParallelConfig(), torch.float32, CPU, balanced=True)
 
 
 def test_one_that_is_not_installed_is_passed_over_without_a_line(choice: Any) -> None:
-    exam, (grouped, _), notes = choice.product_exam(FACTS, torch.float32), choice.PRODUCTS, []
-    missing = choice.Candidate("not there", grouped.use, there=False)
-    assert choice.choose("products", [missing, grouped], exam, CPU, notes) is grouped
+    check, (grouped, _), notes = choice.expert_matmul_check(FACTS, torch.float32), choice.EXPERT_MATMULS, []
+    missing = choice.KernelCandidate("not there", grouped.kernel, installed=False)
+    assert choice.choose("products", [missing, grouped], check, CPU, notes) is grouped
     assert not notes
-    fast = [candidate.there for candidate in choice.attentions(torch.bfloat16, torch.device("cuda"))]
+    fast = [candidate.installed for candidate in choice.attentions(torch.bfloat16, torch.device("cuda"))]
     assert fast == [False, False, True, True], "Transformer Engine, FlashAttention 3, and torch's two"
     assert len(choice.attentions(torch.float32, torch.device("cuda"))) == 1
 
@@ -116,10 +118,10 @@ def test_what_is_wrong_on_another_rank_is_not_used_here(choice: Any, monkeypatch
 
     monkeypatch.setattr(choice, "_worst", worst)
     notes: list[str] = []
-    exam = choice.product_exam(FACTS, torch.float32)
-    assert choice.choose("products", choice.PRODUCTS, exam, CPU, notes) is choice.PRODUCTS[1]
+    check = choice.expert_matmul_check(FACTS, torch.float32)
+    assert choice.choose("products", choice.EXPERT_MATMULS, check, CPU, notes) is choice.EXPERT_MATMULS[1]
     assert seen[0] < 1e-5
-    assert "it is missing or wrong on another rank; next is one product an expert" in notes[0]
+    assert "it is missing or wrong on another rank; next is one matmul per expert" in notes[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -127,9 +129,10 @@ def test_kernels_of_a_cpu_are_right_and_draw_no_random_number(choice: Any, dtype
     state = torch.get_rng_state()
     kernels = choice.choose_kernels(FACTS, ParallelConfig(), dtype, CPU, balanced=False)
     assert torch.equal(torch.get_rng_state(), state)
-    assert (kernels.product, kernels.fused_permutation, kernels.notes) == (choice.PRODUCTS[0].use, False, ())
-    assert 0 < choice.product_exam(FACTS, dtype).make().error(lambda *g: choice.product_exam(FACTS, dtype).run(
-        choice.PRODUCTS[1].use, *g), dtype, CPU) < choice.LIMITS[dtype]  # fmt: skip
+    assert (kernels.product, kernels.fused_permutation, kernels.notes) == (choice.EXPERT_MATMULS[0].kernel, False, ())
+    check = choice.expert_matmul_check(FACTS, dtype)
+    error = check.make().error(lambda *inputs: check.run(choice.EXPERT_MATMULS[1].kernel, *inputs), dtype, CPU)
+    assert 0 < error < choice.LIMITS[dtype]
 
 
 def test_a_model_with_one_product_an_expert_computes_the_same(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +141,7 @@ def test_a_model_with_one_product_an_expert_computes_the_same(build: Any, monkey
 
     batch = PackedBatch.from_sequences(tiny.sequences())
     wanted = build().forward_logprobs([batch], None)[0].logprobs
-    monkeypatch.setattr(kernel_choice, "PRODUCTS", kernel_choice.PRODUCTS[1:])
+    monkeypatch.setattr(kernel_choice, "EXPERT_MATMULS", kernel_choice.EXPERT_MATMULS[1:])
     found = build().forward_logprobs([batch], None)[0].logprobs
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
 
@@ -165,10 +168,10 @@ def fused(choice: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_fused_permutation_is_taken_where_it_is_right(
     choice: Any, fused: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    exam, notes = choice.permutation_exam(FACTS, torch.float32), []
+    check, notes = choice.permutation_check(FACTS, torch.float32), []
     ways = [way() for way in choice.PERMUTATIONS]
-    assert [way.there for way in ways] == [True, True]
-    assert choice.choose("permutation", ways, exam, CPU, notes).use is True
+    assert [way.installed for way in ways] == [True, True]
+    assert choice.choose("permutation", ways, check, CPU, notes).kernel is True
 
 
 @pytest.mark.parametrize(
@@ -180,10 +183,10 @@ def test_a_fused_permutation_of_which_one_part_is_wrong_is_not_taken(
     """Whichever dispatcher calls that part."""
     right, notes = getattr(fused, f"fused_{name}"), []
     monkeypatch.setattr(fused, f"fused_{name}", lambda rows, *rest, **options: right(rows.flip(0), *rest, **options))
-    exam, ways = choice.permutation_exam(FACTS, torch.float32), [way() for way in choice.PERMUTATIONS]
-    assert choice.choose("permutation", ways, exam, CPU, notes).use is False
+    check, ways = choice.permutation_check(FACTS, torch.float32), [way() for way in choice.PERMUTATIONS]
+    assert choice.choose("permutation", ways, check, CPU, notes).kernel is False
     assert "Transformer Engine's permutation is not used for permutation: its error is" in notes[0]
 
 
 def test_a_permutation_that_is_not_installed_is_megatrons_own(choice: Any) -> None:
-    assert [way().there for way in choice.PERMUTATIONS] == [False, True]
+    assert [way().installed for way in choice.PERMUTATIONS] == [False, True]

@@ -10,8 +10,7 @@ pytest.importorskip("torch", reason="torch is not installed (the train extra)")
 import torch
 from torch import Tensor
 
-from agent_rl.train.megatron.kernels import rms_norm, rotary_tables, rotate
-from agent_rl.train.megatron.rotary import Rotary
+from agent_rl.train.megatron.kernels import Rotary, rms_norm, rotary_tables, rotate
 
 pytestmark = pytest.mark.megatron
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
@@ -29,9 +28,9 @@ def rotation_written_out(x: Tensor, angles: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
-def same(ours: Callable[..., Tensor], written_out: Callable[..., Tensor], leaves: list[Tensor]) -> None:
+def same(ours: Callable[..., Tensor], reference_attention: Callable[..., Tensor], leaves: list[Tensor]) -> None:
     """Values and gradients agree, relative to the largest entry."""
-    got, wanted = ours(*leaves), written_out(*leaves)
+    got, wanted = ours(*leaves), reference_attention(*leaves)
     assert got.dtype == wanted.dtype
     gradient = torch.randn_like(wanted)
     pairs = zip(

@@ -63,7 +63,7 @@ def gradients(model: Any) -> dict[str, Tensor]:
 def adapters(model: Any) -> dict[str, tuple[Tensor, Tensor]]:
     from agent_rl.train.megatron import hf_weights as hf
 
-    return {name: (a, b) for name, a, b in hf.export_adapters(model.modules, model.facts, model.ranks, {})}
+    return {name: (a, b) for name, a, b in hf.export_adapters(model.modules, model.model_spec, model.ranks, {})}
 
 
 @pytest.mark.parametrize("changes", [{}, {"mlp_only_layers": [1]}], ids=["moe", "one-dense-layer"])
@@ -161,7 +161,7 @@ def test_a_reference_holds_what_can_differ(build: Build, checkpoint: tuple[Path,
     for parameter in trained:
         parameter.data += 0.1
     learned = logprobs(model)
-    with reference.in_place():
+    with reference.swapped_in():
         assert torch.equal(logprobs(model), base)
     assert torch.equal(logprobs(model), learned)
     assert not torch.allclose(learned, base, atol=1e-2)
@@ -205,9 +205,9 @@ def test_what_an_engine_makes_of_changes_is_the_export_bit_by_bit(build: Build, 
 
 def test_the_plan_counts_what_there_is(build: Build) -> None:
     from agent_rl.config import ParallelConfig, TrainConfig
-    from agent_rl.planner.memory_model import changes_bytes, trained_parameters
+    from agent_rl.planner.memory_model import adapter_bytes, trained_parameters
 
     model, config = build(lora=LORA), TrainConfig(lora=LORA)
     trained = sum(p.numel() for p in model.modules[0].parameters() if p.requires_grad)
-    assert trained == sum(trained_parameters(model.facts, config, ParallelConfig()))
-    assert changes_bytes(model.facts, config) == sum(change.nbytes for _, change in model.export_changes())
+    assert trained == sum(trained_parameters(model.model_spec, config, ParallelConfig()))
+    assert adapter_bytes(model.model_spec, config) == sum(change.nbytes for _, change in model.export_changes())

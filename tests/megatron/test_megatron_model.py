@@ -197,11 +197,11 @@ def test_layouts_are_refused_where_ranks_and_models_are_made(checkpoint: tuple[P
 
     with pytest.raises(ConfigError, match="virtual_pipeline 2 needs pipeline stages"):
         check_parallel(ParallelConfig(virtual_pipeline=2))
-    facts = read_model_spec(checkpoint[0])
+    model_spec = read_model_spec(checkpoint[0])
     with pytest.raises(ConfigError, match=r"tensor=3 does not divide the model's num_attention_heads=4"):
-        transformer_config(facts, ParallelConfig(world_size=24, tensor=3), torch.float32, "none", ())
-    with pytest.raises(ConfigError, match="mlp would run nothing again"):
-        transformer_config(facts, ParallelConfig(), torch.float32, "selective", ("core_attn", "mlp"))
+        transformer_config(model_spec, ParallelConfig(world_size=24, tensor=3), torch.float32, "none", ())
+    with pytest.raises(ConfigError, match="mlp would recompute nothing"):
+        transformer_config(model_spec, ParallelConfig(), torch.float32, "selective", ("core_attn", "mlp"))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@ experts: at every token and layer, in the forward pass and in the recomputation 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,28 @@ from agent_rl.train.checkpoint import directory as checkpoint
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 
 CASES = matrix.two_rank_cases()
+ORDINARY = {
+    "data": ("none", "dense"),
+    "data-optimizer": ("none", "bfloat16"),
+    "expert-optimizer": ("none",),
+    "expert-allgather": ("shared-expert",),
+    "virtual": ("none", "full", "dense-first", "dense"),
+    "context-optimizer": ("none",),
+    "context-expert": ("none",),
+    "tensor": ("full", "moe", "without-routers", "shared-expert"),
+    "tensor-optimizer": ("none",),
+}
+"""The cases outside of ``pytest -m exhaustive``, which runs the others and these."""
 RESUMED = ("virtual", "virtual", "tensor-alone", "data-optimizer", "expert-optimizer")
 """The first writes a checkpoint; all others go on from it."""
+
+
+def parameters(cases: Iterable[tuple[str, str]]) -> list[Any]:
+    """``(layout, run)``; those that are not ordinary are exhaustive."""
+    return [
+        pytest.param(layout, run, marks=[] if run in ORDINARY.get(layout, ()) else [pytest.mark.exhaustive])
+        for layout, run in cases
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -31,12 +52,17 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory, directories: dict[str, Path]) -> Path:
-    """Two processes run all cases one after another and leave their results here."""
+def results(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, directories: dict[str, Path]
+) -> Path:
+    """Two processes run the cases one after another and leave their results here."""
     directory = tmp_path_factory.mktemp("results")
     layouts = [TWO_RANKS[name] for name in RESUMED]
     resume = {"name": "resumed", "directory": str(directories["none"]), "layouts": layouts}
-    matrix.launch(2, TWO_RANKS, CASES, directories, directory, resume)
+    chosen = matrix.selected(request.session, __file__, "layout", "run")
+    cases = [case for case in CASES if case[1] in ORDINARY.get(case[0], ()) or case in chosen]
+    worlds = {layout: TWO_RANKS[layout] for layout, _ in cases}
+    matrix.launch(2, worlds, cases, directories, directory, resume)
     return directory
 
 
@@ -72,7 +98,7 @@ def test_recomputation_on_one_rank(run: str, alone: dict[str, dict[str, Any]]) -
         torch.testing.assert_close(gradient, alone[like]["gradients"][key], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(("layout", "run"), CASES)
+@pytest.mark.parametrize(("layout", "run"), parameters(CASES))
 def test_layout_equals_one_rank(layout: str, run: str, results: Path, alone: dict[str, dict[str, Any]]) -> None:
     ranks, expected = matrix.loaded(results, f"{layout}-{run}", 2), alone[run]
     if RUNS[run].routed:
@@ -132,7 +158,7 @@ def whole_state(directory: Path) -> dict[tuple[str, str], Any]:
     }
 
 
-@pytest.mark.parametrize(("layout", "run"), [case for case in CASES if case[1] in matrix.FORWARD])
+@pytest.mark.parametrize(("layout", "run"), parameters(case for case in CASES if case[1] in matrix.FORWARD))
 def test_saved_checkpoint_loads_in_transformers(
     layout: str, run: str, results: Path, alone: dict[str, dict[str, Any]]
 ) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from agent_rl.config import Clip, RunConfig
 from agent_rl.errors import ConfigError
-from agent_rl.train.batching.mini_steps import split_step
+from agent_rl.train.batching.partition import split_step
 from agent_rl.train.loss.objectives import kl_estimate, penalized_advantages
 from agent_rl.train.megatron.packed_batch import PackedBatch, PackedRoutes
 from agent_rl.train.reports import RankReport
@@ -61,7 +61,7 @@ def test_the_reference_speaks_and_leaves_no_trace(build: Build, other: Path, dty
         optimizer.step()
         model.train_microbatches([batch], given, lambda got, _, __: (-got.mean(), {}))  # gradients that wait
         before, own = traces(model, optimizer), model.forward_logprobs([batch], given)[0].logprobs
-        with reference.in_place():
+        with reference.swapped_in():
             (output,) = model.forward_logprobs([batch], given)
         assert torch.equal(output.logprobs, expected)
         assert not torch.equal(own, expected)
@@ -76,7 +76,7 @@ def test_a_pass_that_fails_gives_the_weights_back(build: Build, other: Path) -> 
     model = build()
     before = {name: weight.clone() for name, weight in model.modules[0].state_dict().items() if torch.is_tensor(weight)}
     reference = Reference.load(model, other)
-    with pytest.raises(ZeroDivisionError), reference.in_place():
+    with pytest.raises(ZeroDivisionError), reference.swapped_in():
         raise ZeroDivisionError
     after = model.modules[0].state_dict()
     assert all(torch.equal(weight, after[name]) for name, weight in before.items())
@@ -104,7 +104,7 @@ def test_a_reference_of_another_architecture_is_refused(build: Build, tmp_path: 
 
 
 def test_the_entropys_gradient_equals_finite_differences(world: Any) -> None:
-    from agent_rl.train.megatron.entropy import vocab_parallel_entropy
+    from agent_rl.train.megatron.logprobs import vocab_parallel_entropy
 
     logits = torch.randn(6, 11, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 3
     logits[0, 3] = -800.0  # its probability underflows to 0, as does its share of the entropy
@@ -226,7 +226,7 @@ def test_a_penalty_in_the_reward_reaches_the_updates(build: Build, other: Path, 
     seen: list[Any] = []
     model = build()
     kl = {"coefficient": 0.2, "estimator": "k1", "apply_to": "reward"}
-    report = take_step(model, Reference.load(model, other), seen, kl=kl, scale=scale, mini_steps=2)
+    report = take_step(model, Reference.load(model, other), seen, kl=kl, advantage_scale=scale, mini_steps=2)
     batches = [batch for given, _ in seen for batch in given]
     masks = [batch.extras["mask"] for batch in batches]
     expected, plain = [], []

@@ -184,14 +184,13 @@ def test_multi_token_prediction_keeps_its_own_routes(build: Build) -> None:
     from megatron.core.transformer.spec_utils import ModuleSpec
 
     from agent_rl.train.megatron.kernel_choice import Kernels
-    from agent_rl.train.megatron.layers import RMSNorm, block_spec
-    from agent_rl.train.megatron.model import HiddenGPT
-    from agent_rl.train.megatron.moe import grouped_product
-    from agent_rl.train.megatron.varlen import one_by_one
+    from agent_rl.train.megatron.model import HiddenGPT, RMSNorm, block_spec
+    from agent_rl.train.megatron.moe import grouped_matmul
+    from agent_rl.train.megatron.varlen import sdpa_per_segment
     from r3.megatron_replay import ReplayError, RouterReplayer
 
     config = replace(build(recompute="full").config, mtp_num_layers=1, recompute_method="uniform")
-    spec = block_spec(config, [True] * tiny.LAYERS, None, kernels=Kernels(one_by_one, grouped_product, False))
+    spec = block_spec(config, [True] * tiny.LAYERS, None, kernels=Kernels(sdpa_per_segment, grouped_matmul, False))
     layer = MultiTokenPredictionLayerSubmodules(
         enorm=RMSNorm,
         hnorm=RMSNorm,

@@ -16,11 +16,11 @@ import torch
 
 from agent_rl.config import RunConfig
 from agent_rl.errors import TrainerError
-from agent_rl.train.batching.mini_steps import split_step
+from agent_rl.train.batching.partition import split_step
 from agent_rl.train.megatron.packed_batch import PackedBatch, PackedRoutes
-from agent_rl.train.reports import differing
+from agent_rl.train.reports import route_differences
 from agent_rl.train.requests import OptimizerSpec, StepRequest
-from agent_rl.train.route_sharding import cut
+from agent_rl.train.route_sharding import shard_routes
 from agent_rl.types import Sample
 from r3.routing import Routing
 from r3.shard import Packing, RouteShard, ShardSpec, cut_routes
@@ -45,10 +45,10 @@ def test_a_shard_is_used_as_whole_routes_are(build: Callable[..., Any], dtype: t
     shard = shard_of(batch, experts.numpy().astype(dtype), present.numpy(), model.shard)
     for part in (shard.experts, shard.present, shard.identity):
         part.flags.writeable = False  # as they come out of Ray's object store
-    cut = model.forward_logprobs([batch], [shard], record=True)[0]
-    assert torch.equal(cut.logprobs, whole.logprobs)
-    assert torch.equal(cut.routes, whole.routes)
-    assert torch.equal(cut.routes[present], experts[present])
+    shard_routes = model.forward_logprobs([batch], [shard], record=True)[0]
+    assert torch.equal(shard_routes.logprobs, whole.logprobs)
+    assert torch.equal(shard_routes.routes, whole.routes)
+    assert torch.equal(shard_routes.routes[present], experts[present])
 
 
 def test_routes_of_other_tokens_are_refused(build: Callable[..., Any]) -> None:
@@ -92,7 +92,7 @@ def step(model: Any, samples: list[Sample], shards: list[RouteShard], replay: st
     return grpo_step(model, optimizer, dict(enumerate(samples)), shares, shards, order)
 
 
-def samples_of(routes: bool) -> list[Sample]:
+def build_samples(routes: bool) -> list[Sample]:
     samples = []
     for tokens in tiny.sequences(lengths=(17, 30)):
         mask, zeros = np.arange(len(tokens)) > 3, np.zeros(len(tokens), np.float32)
@@ -105,10 +105,10 @@ def samples_of(routes: bool) -> list[Sample]:
 @pytest.mark.parametrize("replay", ["r3", "r2"])
 def test_a_step_replays_its_own_share(build: Callable[..., Any], replay: str) -> None:
     """R3: the rollout's rows, in both passes. R2: those of the old-log-prob pass, which never left the rank."""
-    model, samples = build(), samples_of(routes=True)
+    model, samples = build(), build_samples(routes=True)
     ((share,),) = split_step(samples, mini_steps=1, budget=1000, ranks=1)
     (ids,) = share.micro_batches
-    shard = cut(samples, ids, model.shard)
+    shard = shard_routes(samples, ids, model.shard)
     batch = PackedBatch.from_sequences([torch.from_numpy(samples[index].tokens) for index in ids])
     own = model.forward_logprobs([batch], None, record=True)[0].routes.numpy()
     model.replayer.observer = watch = Assigned()
@@ -120,8 +120,8 @@ def test_a_step_replays_its_own_share(build: Callable[..., Any], replay: str) ->
     for column, number in enumerate(model.layer_numbers):
         given = shard.experts if replay == "r3" else own
         np.testing.assert_array_equal(watch.experts[number].numpy(), given[:, column])
-    (replayed,), (native,) = differs.unpacked(differs.replayed), differs.unpacked(differs.native)
-    np.testing.assert_array_equal(native, differing(shard, own))
+    (replayed,), (native,) = differs.unpacked(differs.replayed), differs.unpacked(differs.without_replay)
+    np.testing.assert_array_equal(native, route_differences(shard, own))
     np.testing.assert_array_equal(replayed, native if replay == "r2" else np.zeros_like(native))
     assert native.any()
 
@@ -130,7 +130,7 @@ def test_a_step_replays_its_own_share(build: Callable[..., Any], replay: str) ->
 def test_a_dense_model_has_nothing_to_replay(build: Callable[..., Any], tmp_path: Path, replay: str) -> None:
     tiny.make(tmp_path / "dense", kind="qwen3")
     model = build(tmp_path / "dense")
-    report, differs = step(model, samples_of(routes=False), [], replay)
+    report, differs = step(model, build_samples(routes=False), [], replay)
     assert differs is None
     np.testing.assert_array_equal(report.trainer_logprobs, report.logprobs_without_replay)
     assert report.updates[0].update.grad_norm > 0

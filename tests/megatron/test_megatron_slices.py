@@ -21,8 +21,8 @@ from torch import Tensor
 from agent_rl.config import ParallelConfig
 from agent_rl.errors import ConfigError
 from agent_rl.models.spec import ModelSpec
-from agent_rl.train.hf_index import LoadProgress, check_checkpoint, expected_shapes, read_heads
-from agent_rl.train.megatron.parallel import Ranks
+from agent_rl.train.hf_index import LoadProgress, check_checkpoint, expected_shapes, read_headers
+from agent_rl.train.megatron.parallel import ParallelState
 
 pytestmark = pytest.mark.megatron
 
@@ -39,13 +39,13 @@ LAYOUTS = (
 )
 
 
-def ranks_of(layout: ParallelConfig) -> Iterator[Ranks]:
+def ranks_of(layout: ParallelConfig) -> Iterator[ParallelState]:
     """Every rank's place, as Megatron counts: tensor ranks next to each other, then data ranks, then stages."""
     stage = layout.world_size // layout.pipeline
     data = stage // layout.tensor
     for rank in range(layout.world_size):
         within = rank % stage
-        yield Ranks(
+        yield ParallelState(
             rank, layout.world_size, within // layout.tensor, data, within % layout.tensor, layout.tensor,
             rank // stage, layout.pipeline, 0, 1, within % layout.expert, layout.expert,
         )  # fmt: skip
@@ -54,56 +54,58 @@ def ranks_of(layout: ParallelConfig) -> Iterator[Ranks]:
 @dataclass(frozen=True)
 class Checkpoint:
     directory: Path
-    facts: ModelSpec
+    model_spec: ModelSpec
     tensors: dict[str, Tensor]
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     """Random bfloat16 tensors in three shards."""
-    directory, facts = tmp_path_factory.mktemp("slices"), ModelSpec.of(MODEL)
+    directory, model_spec = tmp_path_factory.mktemp("slices"), ModelSpec.of(MODEL)
     torch.manual_seed(0)
-    tensors = {name: torch.randn(shape).bfloat16() for name, shape in expected_shapes(facts).items()}
+    tensors = {name: torch.randn(shape).bfloat16() for name, shape in expected_shapes(model_spec).items()}
     names = list(tensors)
     for number in range(3):
         save_file({name: tensors[name] for name in names[number::3]}, directory / f"model-{number}.safetensors")
     (directory / "config.json").write_text(json.dumps(MODEL))
-    return Checkpoint(directory, facts, tensors)
+    return Checkpoint(directory, model_spec, tensors)
 
 
-def modules_of(facts: ModelSpec, ranks: Ranks) -> list[Any]:
+def modules_of(model_spec: ModelSpec, ranks: ParallelState) -> list[Any]:
     """What stands for a rank's model: the parameters of its stage by Megatron's names, of this rank's sizes."""
-    tensor, hidden, dim = ranks.tensor_size, facts.hidden, facts.head_dim
-    each = facts.num_layers // ranks.pipeline_size
+    tensor, hidden, dim = ranks.tensor_size, model_spec.hidden, model_spec.head_dim
+    each = model_spec.num_layers // ranks.pipeline_size
     first = ranks.pipeline_rank * each
     shapes: dict[str, tuple[int, ...]] = {}
     if ranks.pipeline_rank == 0:
-        shapes["embedding.word_embeddings.weight"] = (facts.vocab_size // tensor, hidden)
+        shapes["embedding.word_embeddings.weight"] = (model_spec.vocab_size // tensor, hidden)
     for local in range(each):
         layer = f"decoder.layers.{local}."
-        width = (facts.heads + 2 * facts.kv_heads) * dim // tensor
+        width = (model_spec.heads + 2 * model_spec.kv_heads) * dim // tensor
         shapes[layer + "input_layernorm.weight"] = shapes[layer + "pre_mlp_layernorm.weight"] = (hidden,)
         shapes[layer + "self_attention.q_layernorm.weight"] = (dim,)
         shapes[layer + "self_attention.k_layernorm.weight"] = (dim,)
         shapes[layer + "self_attention.linear_qkv.weight"] = (width, hidden)
-        shapes[layer + "self_attention.linear_proj.weight"] = (hidden, facts.q_width // tensor)
-        if facts.moe[first + local]:
-            own = facts.num_experts // ranks.expert_size
-            shapes[layer + "mlp.router.weight"] = (facts.num_experts, hidden)
-            shapes[layer + "mlp.experts.weight1"] = (own, 2 * facts.expert_inner, hidden)
-            shapes[layer + "mlp.experts.weight2"] = (own, hidden, facts.expert_inner)
+        shapes[layer + "self_attention.linear_proj.weight"] = (hidden, model_spec.q_width // tensor)
+        if model_spec.moe[first + local]:
+            own = model_spec.num_experts // ranks.expert_size
+            shapes[layer + "mlp.router.weight"] = (model_spec.num_experts, hidden)
+            shapes[layer + "mlp.experts.weight1"] = (own, 2 * model_spec.expert_inner, hidden)
+            shapes[layer + "mlp.experts.weight2"] = (own, hidden, model_spec.expert_inner)
         else:
-            shapes[layer + "mlp.linear_fc1.weight"] = (2 * facts.inner // tensor, hidden)
-            shapes[layer + "mlp.linear_fc2.weight"] = (hidden, facts.inner // tensor)
+            shapes[layer + "mlp.linear_fc1.weight"] = (2 * model_spec.inner // tensor, hidden)
+            shapes[layer + "mlp.linear_fc2.weight"] = (hidden, model_spec.inner // tensor)
     if ranks.last_stage:
         shapes["decoder.final_layernorm.weight"] = (hidden,)
-        shapes["output_layer.weight"] = (facts.vocab_size // tensor, hidden)
+        shapes["output_layer.weight"] = (model_spec.vocab_size // tensor, hidden)
     parameters = {name: torch.full(shape, torch.nan) for name, shape in shapes.items()}
     layers = [SimpleNamespace(layer_number=first + local + 1) for local in range(each)]
     return [SimpleNamespace(named_parameters=parameters.items, decoder=SimpleNamespace(layers=layers))]
 
 
-def wanted(name: str, parts: Sequence[Tensor], facts: ModelSpec, ranks: Ranks, experts: Sequence[int]) -> Tensor:
+def wanted(
+    name: str, parts: Sequence[Tensor], model_spec: ModelSpec, ranks: ParallelState, experts: Sequence[int]
+) -> Tensor:
     """The parameter, made from whole tensors."""
     size, rank = ranks.tensor_size, ranks.tensor_rank
     if name.endswith("weight1"):
@@ -111,7 +113,7 @@ def wanted(name: str, parts: Sequence[Tensor], facts: ModelSpec, ranks: Ranks, e
     if name.endswith("weight2"):
         return torch.stack([parts[expert] for expert in experts])
     if name.endswith("linear_qkv.weight"):
-        grouped = [part.unflatten(0, (facts.kv_heads, -1)) for part in parts]
+        grouped = [part.unflatten(0, (model_spec.kv_heads, -1)) for part in parts]
         return torch.cat(grouped, dim=1).flatten(0, 1).chunk(size)[rank]
     if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
         return parts[0].chunk(size, dim=1)[rank]
@@ -139,18 +141,21 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
 def test_each_rank_reads_its_part_once(
     checkpoint: Checkpoint, reads: list[tuple[str, int, int]], layout: ParallelConfig
 ) -> None:
-    from agent_rl.train.megatron.hf_weights import load_weights, own_experts, slots
+    from agent_rl.train.megatron.hf_weights import load_weights, own_experts, param_mappings
 
-    facts, sizes = checkpoint.facts, {file.name: file.stat().st_size for file in checkpoint.directory.iterdir()}
+    model_spec, sizes = (
+        checkpoint.model_spec,
+        {file.name: file.stat().st_size for file in checkpoint.directory.iterdir()},
+    )
     by_any = {name: np.zeros(size, bool) for name, size in sizes.items()}
     for ranks in ranks_of(layout):
         reads.clear()
-        modules, progress = modules_of(facts, ranks), LoadProgress()
-        load_weights(modules, facts, checkpoint.directory, ranks, {}, progress)
+        modules, progress = modules_of(model_spec, ranks), LoadProgress()
+        load_weights(modules, model_spec, checkpoint.directory, ranks, {}, progress)
         held = dict(modules[0].named_parameters())
-        for slot, name in zip(slots(modules, facts, {}), held, strict=True):
+        for slot, name in zip(param_mappings(modules, model_spec, {}), held, strict=True):
             parts = [checkpoint.tensors[part] for part in slot.names]
-            expected = wanted(name, parts, facts, ranks, own_experts(slot, ranks)).float()
+            expected = wanted(name, parts, model_spec, ranks, own_experts(slot, ranks)).float()
             assert torch.equal(held[name], expected), f"rank {ranks.rank}: {name}"
         own = {name: np.zeros(size, bool) for name, size in sizes.items()}
         for file, start, count in reads:
@@ -165,8 +170,8 @@ def test_experts_that_moved_are_read_where_they_live(checkpoint: Checkpoint) -> 
     from agent_rl.train.megatron.hf_weights import load_weights
 
     (_, ranks) = ranks_of(ParallelConfig(world_size=2, expert=2))
-    modules, homes = modules_of(checkpoint.facts, ranks), {2: (0, 2, 4, 6, 7, 5, 3, 1)}
-    load_weights(modules, checkpoint.facts, checkpoint.directory, ranks, homes, LoadProgress())
+    modules, homes = modules_of(checkpoint.model_spec, ranks), {2: (0, 2, 4, 6, 7, 5, 3, 1)}
+    load_weights(modules, checkpoint.model_spec, checkpoint.directory, ranks, homes, LoadProgress())
     held = dict(modules[0].named_parameters())["decoder.layers.2.mlp.experts.weight2"]
     names = [f"model.layers.2.mlp.experts.{expert}.down_proj.weight" for expert in (7, 5, 3, 1)]
     assert torch.equal(held, torch.stack([checkpoint.tensors[name] for name in names]).float())
@@ -179,15 +184,15 @@ def test_one_block_of_host_memory_is_used(checkpoint: Checkpoint, monkeypatch: p
     (ranks,) = ranks_of(ParallelConfig())
     monkeypatch.setattr(slices, "BLOCK_BYTES", 100)  # less than two rows of hidden 32
     rooms: list[int] = []
-    plain = slices.SliceReader._room
+    plain = slices.SliceReader._block_of
 
     def room(self: Any, size: int) -> Tensor:
         rooms.append(size)
         return plain(self, size)
 
-    monkeypatch.setattr(slices.SliceReader, "_room", room)
-    modules = modules_of(checkpoint.facts, ranks)
-    load_weights(modules, checkpoint.facts, checkpoint.directory, ranks, {}, LoadProgress())
+    monkeypatch.setattr(slices.SliceReader, "_block_of", room)
+    modules = modules_of(checkpoint.model_spec, ranks)
+    load_weights(modules, checkpoint.model_spec, checkpoint.directory, ranks, {}, LoadProgress())
     assert max(rooms) == 2 * 128, "one row of the widest tensor, where a block is narrower"
     held = dict(modules[0].named_parameters())
     assert torch.equal(held["output_layer.weight"], checkpoint.tensors["lm_head.weight"].float())
@@ -202,32 +207,34 @@ def test_nothing_is_read_of_a_checkpoint_that_does_not_fit(
     narrow = checkpoint.tensors | {"model.layers.3.mlp.gate.weight": torch.zeros(4, 32)}
     save_file(narrow, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=r"3\.mlp\.gate\.weight is \[4, 32\] in .* and \[8, 32\] by config\.json$"):
-        load_weights(modules_of(checkpoint.facts, ranks), checkpoint.facts, tmp_path, ranks, {}, LoadProgress())
+        load_weights(
+            modules_of(checkpoint.model_spec, ranks), checkpoint.model_spec, tmp_path, ranks, {}, LoadProgress()
+        )
     assert not reads
 
 
 def test_files_that_are_no_checkpoint_are_one_line(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     with pytest.raises(ConfigError, match=r"holds no \*\.safetensors file$"):
-        read_heads(tmp_path)
+        read_headers(tmp_path)
     save_file({"a": torch.zeros(8)}, file)
     file.write_bytes(file.read_bytes()[:-4])
-    with pytest.raises(ConfigError, match=r"it is cut short: \d+ bytes, and its head names \d+$"):
-        read_heads(tmp_path)
+    with pytest.raises(ConfigError, match=r"truncated: \d+ bytes, and its header describes \d+$"):
+        read_headers(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text("[]")
-    with pytest.raises(ConfigError, match="no index of a checkpoint"):
-        read_heads(tmp_path)
+    with pytest.raises(ConfigError, match="not a checkpoint index"):
+        read_headers(tmp_path)
 
 
 def test_a_dtype_that_is_not_read_is_refused_where_the_model_needs_the_tensor(
     checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
-    file, facts = tmp_path / "model.safetensors", checkpoint.facts
+    file, model_spec = tmp_path / "model.safetensors", checkpoint.model_spec
     save_file(checkpoint.tensors | {"steps": torch.zeros(8, dtype=torch.int64)}, file)
-    check_checkpoint(tmp_path, facts)
+    check_checkpoint(tmp_path, model_spec)
     save_file(checkpoint.tensors | {"model.norm.weight": torch.zeros(32).to(torch.float8_e4m3fn)}, file)
-    with pytest.raises(ConfigError, match=r"model\.norm\.weight is F8_E4M3; F64, F32, F16, BF16 are read$"):
-        check_checkpoint(tmp_path, facts)
+    with pytest.raises(ConfigError, match=r"model\.norm\.weight is F8_E4M3; supported: F64, F32, F16, BF16$"):
+        check_checkpoint(tmp_path, model_spec)
 
 
 def test_files_that_an_index_does_not_name_are_not_read(tmp_path: Path) -> None:
@@ -236,4 +243,4 @@ def test_files_that_an_index_does_not_name_are_not_read(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(4)}, tmp_path / "model.safetensors")
     index = {"weight_map": {"a": "model-00001-of-00001.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert read_heads(tmp_path)["a"].shape == (8,)
+    assert read_headers(tmp_path)["a"].shape == (8,)

@@ -21,12 +21,12 @@ import pool_worker
 import torch
 import transfer_worker as worker
 
-from r3.balance import Grid
+from r3.balance import ExpertLayout
 
-pytestmark = pytest.mark.megatron
+pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 
 RANKS, LAYERS = 4, range(worker.LAYERS)
-GRID = Grid(worker.EXPERTS, RANKS, worker.SLOTS, home=worker.HOME)
+LAYOUT = ExpertLayout(worker.EXPERTS, RANKS, worker.SLOTS, placement=worker.HOME)
 Case = tuple[str, str, bool, bool]
 EVERY_CASE = pytest.mark.parametrize(
     "case",
@@ -46,7 +46,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def home_places(layer: int, experts: torch.Tensor) -> list[tuple[int, int]]:
     """The home rank of each expert and its slot there."""
     order = worker.HOME[layer].tolist()
-    return [divmod(order.index(expert), GRID.homes) for expert in experts.tolist()]
+    return [divmod(order.index(expert), LAYOUT.experts_per_rank) for expert in experts.tolist()]
 
 
 @EVERY_CASE
@@ -55,7 +55,7 @@ def test_every_rank_gets_what_it_borrows_bit_for_bit(results: Any, case: Case) -
     for rank, seed in product(range(RANKS), range(2)):
         layers = [*LAYERS, *reversed(LAYERS)]
         for layer, got in zip(layers, results[rank]["cases"][case]["fetched"][seed], strict=True):
-            experts = worker.live(worker.random_plans(GRID, seed, lopsided=case[3])[layer], rank)
+            experts = worker.live(worker.random_plans(LAYOUT, seed, lopsided=case[3])[layer], rank)
             for weight, whole in zip(got, worker.every_weight(layer, dtype), strict=True):
                 assert torch.equal(weight, whole[experts]), f"rank {rank}, layer {layer}"
 
@@ -66,7 +66,7 @@ def test_gradients_come_home_once(results: Any, case: Case) -> None:
     for layer in LAYERS:
         wanted = [[torch.ones_like(grad) for grad in rank["cases"][case]["grads"][layer]] for rank in results]
         for seed, rank in product(range(2), range(RANKS)):
-            experts = worker.live(worker.random_plans(GRID, seed, lopsided=case[3])[layer], rank)
+            experts = worker.live(worker.random_plans(LAYOUT, seed, lopsided=case[3])[layer], rank)
             shares = worker.gradient(layer, rank, experts, dtype, seed)
             for which, share in enumerate(shares):
                 for place, (home, slot) in enumerate(home_places(layer, experts)):
@@ -81,7 +81,7 @@ def test_gradients_come_home_once(results: Any, case: Case) -> None:
 def test_as_many_bytes_move_as_are_planned(results: Any, case: Case) -> None:
     expert = 3 * worker.INNER * worker.HIDDEN * getattr(torch, case[1]).itemsize
     for rank in range(RANKS):
-        plans = [plan for seed in range(2) for plan in worker.random_plans(GRID, seed, lopsided=case[3]).values()]
+        plans = [plan for seed in range(2) for plan in worker.random_plans(LAYOUT, seed, lopsided=case[3]).values()]
         borrowed = sum(len(worker.live(plan, rank)) for plan in plans)
         fetched, returned, exposed, _ = results[rank]["cases"][case]["stats"]
         assert (fetched, returned) == (2 * borrowed * expert, borrowed * expert)
@@ -90,9 +90,9 @@ def test_as_many_bytes_move_as_are_planned(results: Any, case: Case) -> None:
 
 def check(got: Any, layers: Sequence[int], rank: int, ranks: int, change: float = 0.0, seed: int = 0) -> None:
     """``got`` of ``layers`` is what ``rank`` borrows there, after ``change`` was added to all weights."""
-    grid = Grid(worker.EXPERTS, ranks, worker.SLOTS, home=worker.HOME)
+    layout = ExpertLayout(worker.EXPERTS, ranks, worker.SLOTS, placement=worker.HOME)
     for layer, weights in zip(layers, got, strict=True):
-        experts = worker.live(worker.random_plans(grid, seed, lopsided=True)[layer], rank)
+        experts = worker.live(worker.random_plans(layout, seed, lopsided=True)[layer], rank)
         for weight, whole in zip(weights, worker.every_weight(layer, weights[0].dtype), strict=True):
             assert torch.equal(weight, whole[experts] + change), f"rank {rank}, layer {layer}"
 
@@ -133,7 +133,7 @@ def test_pipeline_stages_have_pools_of_their_own_layers(results: Any) -> None:
 
 def test_a_pool_that_the_memory_cannot_hold_is_refused_on_every_rank(results: Any) -> None:
     for found in results:
-        line = r"train.balance.transfer: a pool of all experts takes [\d.]+ GiB .* has [\d.]+ GiB left: set it"
+        line = r"train.balance.transfer: a pool of all experts needs [\d.]+ GiB of .* [\d.]+ GiB are free: set it"
         assert re.match(line, found["too large"]), found["too large"]
 
 

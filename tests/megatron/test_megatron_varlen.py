@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from agent_rl.train.megatron import varlen
-from agent_rl.train.megatron.varlen import Runs, one_by_one
+from agent_rl.train.megatron.varlen import Segments, sdpa_per_segment
 
 pytestmark = pytest.mark.megatron
 
@@ -31,7 +31,9 @@ def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
     return query, key, value
 
 
-def written_out(query: Tensor, key: Tensor, value: Tensor, query_ends: Any, key_ends: Any, scale: float) -> Tensor:
+def reference_attention(
+    query: Tensor, key: Tensor, value: Tensor, query_ends: Any, key_ends: Any, scale: float
+) -> Tensor:
     """Query i of a run of q queries and k keys sees the keys up to k - q + i; a pair of heads shares a key head."""
     out = torch.empty_like(query)
     for run in range(len(query_ends) - 1):
@@ -51,10 +53,10 @@ def ends(lengths: tuple[int, ...]) -> list[int]:
 
 def test_runs_one_by_one_are_the_formula() -> None:
     leaves = [tensor.double().requires_grad_() for tensor in inputs()]
-    runs = Runs.build(QUERIES, KEYS, CPU)
+    runs = Segments.build(QUERIES, KEYS, CPU)
     got, wanted = (
-        one_by_one(*leaves, runs, SCALE),
-        written_out(*leaves, ends(QUERIES), ends(KEYS), SCALE),
+        sdpa_per_segment(*leaves, runs, SCALE),
+        reference_attention(*leaves, ends(QUERIES), ends(KEYS), SCALE),
     )
     torch.testing.assert_close(got, wanted)
     gradient = torch.randn_like(wanted)
@@ -63,10 +65,10 @@ def test_runs_one_by_one_are_the_formula() -> None:
 
 
 def test_runs_need_a_key_for_every_query() -> None:
-    with pytest.raises(ValueError, match=r"runs of \[3, 2\] queries and \[3, 1\] keys"):
-        Runs.build([3, 2], [3, 1], CPU)
-    with pytest.raises(ValueError, match="each needs as many keys"):
-        Runs.build([3], [3, 1], CPU)
+    with pytest.raises(ValueError, match=r"segments of \[3, 2\] queries and \[3, 1\] keys"):
+        Segments.build([3, 2], [3, 1], CPU)
+    with pytest.raises(ValueError, match="at least as many keys"):
+        Segments.build([3], [3, 1], CPU)
 
 
 def test_torchs_variable_length_attention_is_given_what_it_documents(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +82,7 @@ def test_torchs_variable_length_attention_is_given_what_it_documents(monkeypatch
         assert given["enable_gqa"]
         assert given["cu_seq_q"].dtype == given["cu_seq_k"].dtype == torch.int32
         assert (given["max_q"], given["max_k"]) == (max(QUERIES), max(KEYS))
-        return written_out(
+        return reference_attention(
             given["query"],
             given["key"],
             given["value"],
@@ -90,16 +92,16 @@ def test_torchs_variable_length_attention_is_given_what_it_documents(monkeypatch
         )
 
     monkeypatch.setattr(theirs, "varlen_attn", double)
-    runs = Runs.build(QUERIES, KEYS, CPU)
+    runs = Segments.build(QUERIES, KEYS, CPU)
     torch.testing.assert_close(
-        varlen.by_torch_varlen(*inputs(), runs, SCALE), varlen.one_by_one(*inputs(), runs, SCALE)
+        varlen.torch_varlen_attention(*inputs(), runs, SCALE), varlen.sdpa_per_segment(*inputs(), runs, SCALE)
     )
 
 
 def test_torchs_variable_length_attention_takes_our_arguments() -> None:
     """The real function, on tensors without values: the operators behind it have no CPU kernel."""
     meta = [tensor.to("meta") for tensor in inputs(torch.bfloat16)]
-    out = varlen.by_torch_varlen(*meta, Runs.build(QUERIES, KEYS, torch.device("meta")), SCALE)
+    out = varlen.torch_varlen_attention(*meta, Segments.build(QUERIES, KEYS, torch.device("meta")), SCALE)
     assert out.shape == meta[0].shape
     assert out.dtype == torch.bfloat16
 
@@ -119,7 +121,7 @@ def transformer_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[st
             assert value.is_contiguous()
             assert (given["max_seqlen_q"], given["max_seqlen_kv"]) == (max(QUERIES), max(KEYS))
             ends_of = (given["cu_seqlens_q"].tolist(), given["cu_seqlens_kv"].tolist())
-            return written_out(query, key, value, *ends_of, made[-1]["softmax_scale"]).flatten(1)  # [Q, H D]
+            return reference_attention(query, key, value, *ends_of, made[-1]["softmax_scale"]).flatten(1)  # [Q, H D]
 
     package, pytorch = ModuleType("transformer_engine"), ModuleType("transformer_engine.pytorch")
     pytorch.DotProductAttention = DotProductAttention  # type: ignore[attr-defined]
@@ -131,11 +133,11 @@ def transformer_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[st
 
 
 def test_transformer_engines_attention_is_given_what_it_documents(transformer_engine: list[dict[str, Any]]) -> None:
-    runs = Runs.build(QUERIES, KEYS, CPU)
+    runs = Segments.build(QUERIES, KEYS, CPU)
     query, key, value = inputs()
-    wanted = varlen.one_by_one(query, key, value, runs, SCALE)
+    wanted = varlen.sdpa_per_segment(query, key, value, runs, SCALE)
     for _ in range(2):  # all layers share one
-        torch.testing.assert_close(varlen.by_transformer_engine(query, key, value, runs, SCALE), wanted)
+        torch.testing.assert_close(varlen.transformer_engine_attention(query, key, value, runs, SCALE), wanted)
     (options,) = transformer_engine
     assert options["attn_mask_type"] == "padding_causal_bottom_right"
     assert options["qkv_format"] == "thd"
@@ -144,8 +146,8 @@ def test_transformer_engines_attention_is_given_what_it_documents(transformer_en
 
 def test_the_formula_with_every_weight_is_the_one_written_out_by_token() -> None:
     given = [tensor.double() for tensor in inputs()]
-    wanted = written_out(*given, ends(QUERIES), ends(KEYS), SCALE)
-    torch.testing.assert_close(varlen.written_out(*given, Runs.build(QUERIES, KEYS, CPU), SCALE), wanted)
+    wanted = reference_attention(*given, ends(QUERIES), ends(KEYS), SCALE)
+    torch.testing.assert_close(varlen.reference_attention(*given, Segments.build(QUERIES, KEYS, CPU), SCALE), wanted)
 
 
 @pytest.mark.parametrize("with_sums", [False, True])
@@ -154,13 +156,13 @@ def test_flash_attention_3_is_given_what_it_documents(monkeypatch: pytest.Monkey
         assert given["causal"]
         assert (given["max_seqlen_q"], given["max_seqlen_k"]) == (max(QUERIES), max(KEYS))
         bounds = (given["cu_seqlens_q"].tolist(), given["cu_seqlens_k"].tolist())
-        out = written_out(query, key, value, *bounds, given["softmax_scale"])
+        out = reference_attention(query, key, value, *bounds, given["softmax_scale"])
         return (out, torch.zeros(1)) if with_sums else out
 
     package = ModuleType("flash_attn_interface")
     package.flash_attn_varlen_func = flash_attn_varlen_func  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flash_attn_interface", package)
-    runs = Runs.build(QUERIES, KEYS, CPU)
+    runs = Segments.build(QUERIES, KEYS, CPU)
     torch.testing.assert_close(
-        varlen.by_flash_attention_3(*inputs(), runs, SCALE), varlen.one_by_one(*inputs(), runs, SCALE)
+        varlen.flash_attention_3(*inputs(), runs, SCALE), varlen.sdpa_per_segment(*inputs(), runs, SCALE)
     )

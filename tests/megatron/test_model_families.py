@@ -192,7 +192,7 @@ def test_yarn_frequencies_equal_transformers_at_full_length(kind: str) -> None:
     from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    from agent_rl.train.megatron.rotary import rotary
+    from agent_rl.train.megatron.kernels import rotary
 
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16384}
     sizes = {"head_dim": 128, "rope_theta": 1e6, "max_position_embeddings": 65536, "rope_scaling": scaling}
@@ -224,17 +224,17 @@ def config(tmp_path: Path, kind: str, **changes: Any) -> Path:
         ("qwen2", {"attention_dropout": 0.1}, r"attention_dropout=0\.1 is not supported"),
         ("mixtral", {"router_jitter_noise": 0.1}, r"router_jitter_noise=0\.1 is not supported"),
         ("qwen3", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
-        ("qwen3", {"logit_softcapping": 30.0}, r"logit_softcapping=30\.0 is not known for qwen3"),
-        ("qwen3", {"num_experts": 8}, "num_experts=8 is not known for qwen3"),
-        ("mixtral", {"norm_topk_prob": False}, "norm_topk_prob=False is not known for mixtral"),
+        ("qwen3", {"logit_softcapping": 30.0}, r"logit_softcapping=30\.0 is not supported for qwen3"),
+        ("qwen3", {"num_experts": 8}, "num_experts=8 is not supported for qwen3"),
+        ("mixtral", {"norm_topk_prob": False}, "norm_topk_prob=False is not supported for mixtral"),
         ("qwen3", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling of type llama3"),
         ("qwen3", {"rope_scaling": {"type": "dynamic", "factor": 8.0}}, "rope_scaling of type dynamic"),
         ("qwen3", {"rope_scaling": {"factor": 8.0}}, "rope_scaling of type default is not supported"),
-        ("qwen3", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "needs original_max_position_embeddings"),
-        ("qwen3", {"rope_scaling": {**YARN, "factor": 2.0}}, "max_position_embeddings=512 must be .* = 256"),
+        ("qwen3", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "requires original_max_position_embeddings"),
+        ("qwen3", {"rope_scaling": {**YARN, "factor": 2.0}}, "max_position_embeddings=512 must equal .* = 256"),
         ("qwen3", {"rope_scaling": {**YARN, "attention_factor": 1.2}}, r"rope_scaling\.attention_factor"),
         ("qwen3", {"rope_theta": "absent"}, "rope_theta is missing"),
-        ("qwen3", {"num_key_value_heads": "absent"}, "num_key_value_heads is missing, and a qwen3 needs it"),
+        ("qwen3", {"num_key_value_heads": "absent"}, "num_key_value_heads is missing; qwen3 requires it"),
         ("mixtral", {"num_local_experts": "absent"}, "num_local_experts is missing"),
     ],
 )

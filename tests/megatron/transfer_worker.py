@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from agent_rl.train.expert_balancing.exchange import Exchange
-from agent_rl.train.expert_balancing.host_pool import Pool
+from agent_rl.train.expert_balancing.host_pool import HostPool
 from agent_rl.train.expert_balancing.transfer import Transfer
-from r3.balance import Grid, Plan
+from r3.balance import ExpertLayout, LayerPlan
 
 EXPERTS, SLOTS, LAYERS, HIDDEN, INNER = 8, 2, 3, 32, 20
 HOME = np.array([[5, 0, 3, 6, 1, 7, 2, 4], [0, 1, 2, 3, 4, 5, 6, 7], [7, 2, 6, 4, 0, 3, 1, 5]], np.int32)
@@ -39,11 +39,15 @@ def every_weight(layer: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return first, second
 
 
-def home_experts(grid: Grid, rank: int, dtype: torch.dtype) -> dict[int, Any]:
+def home_experts(layout: ExpertLayout, rank: int, dtype: torch.dtype) -> dict[int, Any]:
     """This rank's home experts of every layer, with a ``main_grad`` of ones."""
     layers = {}
     for layer in range(LAYERS):
-        mine = torch.from_numpy(grid.home[layer, rank * grid.homes : (rank + 1) * grid.homes].astype(np.int64))
+        mine = torch.from_numpy(
+            layout.placement[layer, rank * layout.experts_per_rank : (rank + 1) * layout.experts_per_rank].astype(
+                np.int64
+            )
+        )
         weights = [torch.nn.Parameter(weight[mine].clone()) for weight in every_weight(layer, dtype)]
         for weight in weights:
             weight.main_grad = torch.ones(weight.shape)
@@ -51,22 +55,22 @@ def home_experts(grid: Grid, rank: int, dtype: torch.dtype) -> dict[int, Any]:
     return layers
 
 
-def random_plan(grid: Grid, seed: int, *, lopsided: bool) -> Plan:
+def random_plan(layout: ExpertLayout, seed: int, *, lopsided: bool) -> LayerPlan:
     """Random borrowed slots, some of them empty. ``lopsided``: all ranks want the experts of the first home rank."""
     random = np.random.default_rng(seed)
-    borrowed = np.full((grid.ranks, grid.slots), -1, np.int32)
-    for rank in range(grid.ranks):
-        foreign = np.flatnonzero(grid.home_rank == 0 if lopsided and rank else grid.home_rank != rank)
-        count = grid.slots if lopsided else int(random.integers(0, grid.slots + 1))
-        places = random.permutation(grid.slots)[:count]
+    borrowed = np.full((layout.ranks, layout.slots), -1, np.int32)
+    for rank in range(layout.ranks):
+        foreign = np.flatnonzero(layout.owner_rank == 0 if lopsided and rank else layout.owner_rank != rank)
+        count = layout.slots if lopsided else int(random.integers(0, layout.slots + 1))
+        places = random.permutation(layout.slots)[:count]
         borrowed[rank, places] = random.permutation(foreign)[:count]
-    identity = Plan.identity(grid)
-    return Plan(grid, borrowed, identity.load, identity.counts)
+    identity = LayerPlan.identity(layout)
+    return LayerPlan(layout, borrowed, identity.load, identity.counts)
 
 
-def random_plans(grid: Grid, seed: int = 0, *, lopsided: bool) -> dict[int, Plan]:
+def random_plans(layout: ExpertLayout, seed: int = 0, *, lopsided: bool) -> dict[int, LayerPlan]:
     """A micro-batch's plans, by layer."""
-    return {layer: random_plan(grid.layer(layer), 10 * seed + layer, lopsided=lopsided) for layer in range(LAYERS)}
+    return {layer: random_plan(layout.layer(layer), 10 * seed + layer, lopsided=lopsided) for layer in range(LAYERS)}
 
 
 def gradient(layer: int, rank: int, experts: Tensor, dtype: torch.dtype, seed: int) -> tuple[Tensor, Tensor]:
@@ -77,14 +81,14 @@ def gradient(layer: int, rank: int, experts: Tensor, dtype: torch.dtype, seed: i
     return first, second
 
 
-def live(plan: Plan, rank: int) -> Tensor:
+def live(plan: LayerPlan, rank: int) -> Tensor:
     """The experts that a rank borrows, in the order of its slots."""
     slots = plan.borrowed[rank]
     return torch.from_numpy(slots[slots >= 0].astype(np.int64))
 
 
 def one_pass(
-    transfer: Transfer, plans: Mapping[int, Plan], rank: int, dtype: torch.dtype, seed: int, *, prefetch: bool
+    transfer: Transfer, plans: Mapping[int, LayerPlan], rank: int, dtype: torch.dtype, seed: int, *, prefetch: bool
 ) -> list[tuple[Tensor, Tensor]]:
     """A micro-batch forward and backward: what was fetched, in the order of the layers, twice."""
     fetched, order = [], [*range(LAYERS), *reversed(range(LAYERS))]
@@ -95,33 +99,35 @@ def one_pass(
         if prefetch and following in plans:
             transfer.prefetch(following, plans[following])
         if backward:
-            transfer.give_back(layer, plans[layer], *gradient(layer, rank, live(plans[layer], rank), dtype, seed))
+            transfer.return_gradients(
+                layer, plans[layer], *gradient(layer, rank, live(plans[layer], rank), dtype, seed)
+            )
     return fetched
 
 
 def opened(
     kind: str,
     layers: dict[int, Any],
-    grid: Grid,
+    layout: ExpertLayout,
     *,
     prefetch: bool = True,
     group: Sequence[int] | None = None,
 ) -> Transfer:
     """A transfer of the expert group of these global ranks (None: of all)."""
-    ranks = group or range(grid.ranks)
-    exchange = Exchange(layers, grid, ranks, prefetch=prefetch, timeout=120)
+    ranks = group or range(layout.ranks)
+    exchange = Exchange(layers, layout, ranks, prefetch=prefetch, timeout=120)
     if kind == "exchange":
         return exchange
-    return Pool(layers, grid, ranks, exchange, prefetch=prefetch, timeout=120)
+    return HostPool(layers, layout, ranks, exchange, prefetch=prefetch, timeout=120)
 
 
 def case(rank: int, ranks: int, kind: str, dtype: str, *, prefetch: bool, lopsided: bool) -> dict[str, Any]:
     """Two micro-batches: what was fetched, the gradients at home, and the counters."""
-    grid = Grid(EXPERTS, ranks, SLOTS, home=HOME, machine=MACHINES[kind])
-    layers = home_experts(grid, rank, getattr(torch, dtype))
-    transfer, fetched = opened(kind.split("-")[0], layers, grid, prefetch=prefetch), []
+    layout = ExpertLayout(EXPERTS, ranks, SLOTS, placement=HOME, node_of_rank=MACHINES[kind])
+    layers = home_experts(layout, rank, getattr(torch, dtype))
+    transfer, fetched = opened(kind.split("-")[0], layers, layout, prefetch=prefetch), []
     for seed in range(2):
-        plans = random_plans(grid, seed, lopsided=lopsided)
+        plans = random_plans(layout, seed, lopsided=lopsided)
         fetched.append(one_pass(transfer, plans, rank, getattr(torch, dtype), seed, prefetch=prefetch))
     grads = {layer: (held.weight1.main_grad, held.weight2.main_grad) for layer, held in layers.items()}
     stats = transfer.take_stats()

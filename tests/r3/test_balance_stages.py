@@ -1,4 +1,4 @@
-"""The paper's four stages one by one, the measured homes, and the planner on routes that were captured."""
+"""The paper's four stages one by one, measured placements, and the planner on captured routes."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from balance_grids import grids, skewed_counts
+from balance_grids import layouts, skewed_counts
 from hypothesis import given
 from hypothesis import strategies as st
 from support.balance_workloads import REGIMES, Pass, captured, skewed_steps
 
 from benchmarks.balance_stages import Stages, pour, staged, update_within_machine
-from r3.balance import Grid, Options, Plans, plan_pass
-from r3.balance.cost import busiest_link, imbalance, machine_floor, rank_load
-from r3.balance.expert_placement import measured_home
-from r3.balance.plan import Ints
+from r3.balance import ExpertLayout, PlanArrays, PlannerOptions, plan_pass
+from r3.balance.cost import busiest_link, imbalance, node_floor, rank_load
+from r3.balance.plan import Ints, measured_placement
 
 seeds = st.integers(0, 2**32 - 1)
-EP16 = Grid(128, 16, 10, tuple(rank // 8 for rank in range(16)))
+EP16 = ExpertLayout(128, 16, 10, tuple(rank // 8 for rank in range(16)))
 
 
 def two_steps(microbatches: int = 4, layers: int = 12) -> tuple[Ints, Ints]:
@@ -26,34 +25,34 @@ def two_steps(microbatches: int = 4, layers: int = 12) -> tuple[Ints, Ints]:
     return next(steps), next(steps)
 
 
-def measured(step: Ints, grid: Grid) -> Grid:
-    return replace(grid, home=measured_home(step.sum(axis=(0, 2)), grid))
+def measured(step: Ints, layout: ExpertLayout) -> ExpertLayout:
+    return replace(layout, placement=measured_placement(step.sum(axis=(0, 2)), layout))
 
 
-@given(grid=grids(), seed=seeds)
-def test_staged_plans_and_those_of_algorithm_3_are_possible(grid: Grid, seed: int) -> None:
-    counts = skewed_counts(grid, seed)
-    staged(counts, grid, Stages()).check()
-    roomy = replace(grid, slots=grid.homes + 1)
+@given(layout=layouts(), seed=seeds)
+def test_staged_plans_and_those_of_algorithm_3_are_valid(layout: ExpertLayout, seed: int) -> None:
+    counts = skewed_counts(layout, seed)
+    staged(counts, layout, Stages()).check()
+    roomy = replace(layout, slots=layout.experts_per_rank + 1)
     plans = update_within_machine(counts, roomy, 1)
     plans.check()
-    machine = np.array(grid.machine)
-    assert not (plans.load * (machine != machine[grid.home_rank][..., None])).any()
+    node = np.array(layout.node_of_rank)
+    assert not (plans.load * (node != node[layout.owner_rank][..., None])).any()
 
 
 def test_each_stage_left_out_costs_something() -> None:
     step, counts = two_steps()
-    grid = measured(step, EP16)
+    layout = measured(step, EP16)
 
-    def worst(home: Grid, stages: Stages) -> float:
-        return float(np.quantile(imbalance(rank_load(staged(counts, home, stages))), 0.95))
+    def worst(expert_layout: ExpertLayout, stages: Stages) -> float:
+        return float(np.quantile(imbalance(rank_load(staged(counts, expert_layout, stages))), 0.95))
 
     everything = Stages()
-    assert worst(grid, everything) < 1.03
-    assert worst(EP16, everything) > worst(grid, everything)
+    assert worst(layout, everything) < 1.03
+    assert worst(EP16, everything) > worst(layout, everything)
     for less in (replace(everything, swaps=0), replace(everything, replicas=0), replace(everything, sweeps=0)):
-        assert worst(grid, less) > worst(grid, everything) + 0.005, less
-    links = [np.median(busiest_link(staged(counts, grid, stages))) for stages in (everything, Stages(replicas=0))]
+        assert worst(layout, less) > worst(layout, everything) + 0.005, less
+    links = [np.median(busiest_link(staged(counts, layout, stages))) for stages in (everything, Stages(replicas=0))]
     assert links[0] < 0.7 * links[1]
 
 
@@ -74,38 +73,38 @@ def test_poured_tokens_fill_the_emptiest_holders(base: list[int], held: list[boo
         assert after[wet].max() <= after[mask[0]].min() + 1
 
 
-@given(grid=grids(), seed=seeds)
-def test_measured_homes_are_orders_and_the_same_each_time(grid: Grid, seed: int) -> None:
-    loads = skewed_counts(grid, seed).sum(axis=(0, 2))
-    home = measured_home(loads, grid)
-    assert home.shape == loads.shape
-    replace(grid, home=home)
-    np.testing.assert_array_equal(home, measured_home(loads.astype(np.int64), grid))
-    assert (np.diff(home.reshape(len(home), grid.ranks, -1)) > 0).all(), "a rank's experts ascend"
+@given(layout=layouts(), seed=seeds)
+def test_measured_placements_are_permutations_and_deterministic(layout: ExpertLayout, seed: int) -> None:
+    loads = skewed_counts(layout, seed).sum(axis=(0, 2))
+    placement = measured_placement(loads, layout)
+    assert placement.shape == loads.shape
+    replace(layout, placement=placement)
+    np.testing.assert_array_equal(placement, measured_placement(loads.astype(np.int64), layout))
+    assert (np.diff(placement.reshape(len(placement), layout.ranks, -1)) > 0).all(), "a rank's experts ascend"
 
 
-def test_measured_homes_lower_the_floor_within_a_machine() -> None:
+def test_measured_placements_lower_the_imbalance_within_a_node() -> None:
     step, counts = two_steps(16, 24)
-    contiguous, by_step = machine_floor(EP16, counts), machine_floor(measured(step, EP16), counts)
+    contiguous, by_step = node_floor(EP16, counts), node_floor(measured(step, EP16), counts)
     assert np.median(contiguous) > 1.1
     assert np.median(by_step) <= 1.04
 
 
-def test_plans_on_measured_homes_are_even_too() -> None:
+def test_plans_on_measured_placements_are_even() -> None:
     step, counts = two_steps()
-    grid = replace(measured(step, EP16), slots=4)
+    layout = replace(measured(step, EP16), slots=4)
     for within in (False, True):
-        plans = plan_pass(counts, grid, Options(within_node=within))
+        plans = plan_pass(counts, layout, PlannerOptions(within_node=within))
         plans.check()
-        floor = machine_floor(grid, counts) if within else 1.0
+        floor = node_floor(layout, counts) if within else 1.0
         assert np.quantile(imbalance(rank_load(plans)) / floor, 0.95) <= 1.005
 
 
 @pytest.mark.parametrize(("ranks", "before", "worst"), [(2, 1.15, 1.005), (4, 1.3, 1.07)])
 @pytest.mark.parametrize("slots", [1, 2, 4])
 def test_captured_routes_of_the_quickstart_are_balanced(ranks: int, before: float, worst: float, slots: int) -> None:
-    counts, grid = captured(ranks), Grid(8, ranks, slots)
-    balanced = imbalance(rank_load(plan_pass(counts, grid, Options())))
-    assert np.median(imbalance(rank_load(Plans.identity(grid, counts)))) >= before
+    counts, layout = captured(ranks), ExpertLayout(8, ranks, slots)
+    balanced = imbalance(rank_load(plan_pass(counts, layout, PlannerOptions())))
+    assert np.median(imbalance(rank_load(PlanArrays.identity(layout, counts)))) >= before
     assert np.median(balanced) <= 1.005
     assert np.quantile(balanced, 0.95) <= worst

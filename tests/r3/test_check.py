@@ -425,7 +425,7 @@ def json_equal(one: bytes, other: bytes) -> bool:
         (b"[1,2]", "unknown event"),
         (b'{"event":"surprise"}', "unknown event 'surprise'"),
         (b'{"event":["trace_end"]}', "unknown event"),
-        (b'{"event":"trace_end","event":"trace_end"}', "a key is given twice"),
+        (b'{"event":"trace_end","event":"trace_end"}', "a key occurs twice"),
         (b'{"event":"trace_end","rank":null,"trace_step":1,"records":"1","error":null}', "records"),
         (b'{"event":"trace_end","rank":' + b"9" * 5000 + b"}", "not JSON"),
         (b'{"event":"trace_end","rank":1e400,"trace_step":1,"records":1,"error":null}', "rank"),

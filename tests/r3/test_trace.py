@@ -19,16 +19,16 @@ from r3.trace.events import (
     Fetch,
     TraceWriter,
     canonical,
-    forget_step,
     layer_sha256,
     read_trace,
+    remove_step,
     row_digests,
     runs,
     sample_rows,
     sha256,
     sorted_sha256,
 )
-from r3.trace.recorders import order_trace
+from r3.trace.recorders import request_trace
 
 ROWS, LAYERS, TOP_K = 9, 3, 2
 
@@ -126,7 +126,7 @@ def test_an_error_ends_the_file_with_its_reason(tmp_path: Path) -> None:
 def test_a_step_done_again_forgets_its_first_trace(tmp_path: Path) -> None:
     for step in (1, 2, 10):
         TraceWriter(tmp_path, step, 0).close()
-    forget_step(tmp_path, 1)
+    remove_step(tmp_path, 1)
     assert sorted(path.name[14:20] for path in tmp_path.iterdir()) == ["000002", "000010"]
 
 
@@ -154,6 +154,6 @@ def test_records_that_contradict_themselves_are_refused(changes: dict[str, Any])
 
 def test_the_first_samples_of_the_first_micro_batches_are_followed(tmp_path: Path) -> None:
     batches = [[[4, 0], [1], [6]], [[2, 3]], []]
-    order = order_trace(tmp_path, 1, batches, (1,), samples=2, limit=2, previews=0, verify_forward=True)
+    order = request_trace(tmp_path, 1, batches, (1,), samples=2, limit=2, previews=0, verify_forward=True)
     assert order.micro_batches == (((4, 0), (1,)), ((2, 3),), ())
     assert order.samples == {4, 0, 2, 3}

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from r3.routing import Routing, narrowest_dtype
 from r3.shard import Packing, RouteShard, ShardSpec, cut_routes, router_places
 from r3.trace.events import STAGES, Stage
-from r3.trace.recorders import RankPlace, RankTracer, order_trace, write_driver_trace
+from r3.trace.recorders import RankTracer, TracedRank, request_trace, write_driver_trace
 
 MOE_LAYERS = (2, 3, 5, 6)  # layers 1 and 4 of this model are dense
 TOP_K, EXPERTS, STEP = 2, 300, 7
@@ -60,10 +60,10 @@ class Layout:
             for stage, c, t in product(stages, range(self.context), range(self.tensor))
         ]
 
-    def places(self) -> list[RankPlace]:
+    def places(self) -> list[TracedRank]:
         specs = self.specs()
         return [
-            RankPlace(data_rank * len(specs) + at, data_rank, spec)
+            TracedRank(data_rank * len(specs) + at, data_rank, spec)
             for data_rank in range(len(MICRO_BATCHES))
             for at, spec in enumerate(specs)
         ]
@@ -97,7 +97,7 @@ def trace_step(
     fault = fault or Fault()
     tokens = [tokens_of(sample) for sample in range(len(LENGTHS))]
     routings = [routing_of(sample, (1,) if sample == 2 else ()) for sample in range(len(LENGTHS))]
-    order = order_trace(
+    order = request_trace(
         directory, step, MICRO_BATCHES, MOE_LAYERS, samples=samples, limit=limit, previews=3, verify_forward=verify
     )
     places = layout.places()
@@ -125,7 +125,7 @@ def trace_step(
 
 def one_rank(
     tracer: RankTracer,
-    place: RankPlace,
+    place: TracedRank,
     stage: Stage,
     micro_batch: int,
     packing: Packing,

@@ -1,4 +1,4 @@
-"""The page of all attacks: ``PYTHONPATH=.:tests python -m tests.redteam.table`` writes docs/red-team.md anew."""
+"""The page of all attacks: ``PYTHONPATH=.:tests python -m tests.redteam.table`` writes docs/research/red-team.md."""
 
 from __future__ import annotations
 
@@ -8,37 +8,35 @@ from pathlib import Path
 
 from tests.envs.test_swe_hacks import HACKS, LITTER
 from tests.redteam import test_rows
-from tests.redteam.test_apart import FAILS, WINS
 from tests.redteam.test_damage import DAMAGE
 from tests.redteam.test_disk import GROWTHS
+from tests.redteam.test_grading_attacks import ENDLESS, QUICK, WITHIN
 from tests.redteam.test_image_patches import ATTACKS
 from tests.redteam.test_patches import FORGED, IN_THE_SANDBOX
-from tests.redteam.test_verdicts import ENDLESS, QUICK, WITHIN
 
-PAGE = Path(__file__).parents[2] / "docs/red-team.md"
+PAGE = Path(__file__).parents[2] / "docs/research/red-team.md"
 ROWS = ("test_a_row_", "test_an_image_whose_", "test_an_image_leads_")
 SEEN = (
     *("test_an_image_links_", "test_an_image_holds_", "test_a_task_id_"),
     *("test_the_users_proxies_", "test_the_hosts_", "test_a_test_log_", "test_a_note_"),
 )
-HEAD = """# The red team
+HEAD = """# Red-team attacks
 
-Every attack below is a test, and CI runs them: damage to sandboxes in sequences of several, on every backend
-(`pytest -m exhaustive tests/redteam` plays each alone). `pytest -m redteam -rP` prints what each tried and what stopped
-it; the hacks of a real task are in `tests/envs/test_swe_hacks.py`. `tests/redteam/table.py` makes this page, and a test
-compares it with the attacks that there are.
+This page lists the {count} attacks that the test suite runs against sandboxes and grading, and what stops each of
+them. [The security model](../explanation/security.md) states the guarantees. `pytest -m redteam -rP` prints what each
+attack tried and what stopped it. Damage to sandboxes runs in sequences of several on every backend; `pytest -m
+exhaustive tests/redteam` runs each alone. `tests/redteam/table.py` writes this page, and a test compares it with the
+attacks.
 
-- "Reward 0": the episode is graded, has a record, and is not tried again.
-- "Refused": one line names the row and the key, and no sandbox starts.
-- "Harmless": what was aimed at is not there, or is not followed.
-
-There are {count} attacks.
+- **Reward 0**: the episode is graded, has a record, and does not run again.
+- **Refused**: one line names the row and the key, and no sandbox starts.
+- **Harmless**: the target of the attack is absent, or is not followed.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Attacks of one kind: by name, what stops each; where that is tried; how each ends."""
+    """Attacks of one kind: where they run, how each ends, and what stops each attack, by its name."""
 
     title: str
     place: str
@@ -48,9 +46,12 @@ class Group:
 
     @property
     def text(self) -> str:
-        rows = [f"| {_cell(name)} | {_cell(stop)} | {self.ends} |" for name, stop in self.attacks.items()]
-        head = f"## {self.title}\n`{self.place}`, in {self.where}.\n"
-        return "\n".join([head, "| attack | what stops it | ends with |", "|---|---|---|", *rows])
+        head = f"## {self.title}\n`{self.place}`, in {self.where}. Result: {self.ends}."
+        if len(stops := set(self.attacks.values())) == 1:
+            listed = [f"- {_cell(name)}" for name in self.attacks]
+            return "\n".join([f"{head} Defense: {stops.pop()}.\n", *listed])
+        rows = [f"| {_cell(name)} | {_cell(stop)} |" for name, stop in self.attacks.items()]
+        return "\n".join([f"{head}\n", "| attack | defense |", "|---|---|", *rows])
 
 
 def _cell(text: str) -> str:
@@ -77,13 +78,14 @@ GROUPS = (
         _all(_row_tests(ROWS), "fields, paths and the image's directory are checked before a sandbox starts"),
     ),
     Group(
-        "What images, ids, sandboxes and logs lead to",
+        "Images, ids, environment variables and logs",
         "tests/redteam/test_rows.py",
-        "bubblewrap, the proxies in docker too",
+        "bubblewrap; proxies in docker too",
         HARMLESS,
         _all(
             _row_tests(SEEN),
-            "links and devices are left out, names quoted, controls removed, sandboxes started without it",
+            "links and devices are left out, names are quoted, control characters are removed, and sandboxes start "
+            "without the user's environment",
         ),
     ),
     Group(
@@ -91,70 +93,56 @@ GROUPS = (
         "tests/redteam/test_patches.py",
         "bubblewrap",
         ZERO,
-        _all(FORGED, "the patch is written anew from what was understood of it; the rest is undone and listed"),
+        _all(FORGED, "the patch is rewritten from what the parser understood; the rest is left out and listed"),
     ),
     Group(
-        "A sandbox whose git says something else than its files",
+        "A sandbox whose git differs from its files",
         "tests/redteam/test_patches.py",
         "bubblewrap",
         ZERO,
-        _all(IN_THE_SANDBOX, "files are read without a program of the sandbox and compared on our side"),
+        _all(IN_THE_SANDBOX, "files are read without a program of the sandbox and compared outside of it"),
     ),
     Group(
         "The same for tasks in images",
         "tests/redteam/test_image_patches.py",
         EVERYWHERE,
         ZERO,
-        _all(ATTACKS, "files are compared with a listing from before the agent's first command"),
+        _all(ATTACKS, "files are compared with a listing made before the agent's first command"),
     ),
     Group(
         "Code that attacks the grading of calls",
-        "tests/redteam/test_verdicts.py",
-        "bubblewrap and docker, those on processes and files in podman too",
+        "tests/redteam/test_grading_attacks.py",
+        "bubblewrap and docker; attacks on processes and files in podman too",
         ZERO,
-        _all({**QUICK, **ENDLESS}, "expected values never enter the sandbox; only right values win"),
+        _all({**QUICK, **ENDLESS}, "expected values never enter the sandbox, so only right values give reward"),
     ),
     Group(
         "Code that attacks pytest from within",
-        "tests/redteam/test_verdicts.py",
+        "tests/redteam/test_grading_attacks.py",
         "bubblewrap",
         ZERO,
-        {name: f"the witness: {doubt}" for name, (_, doubt) in WITHIN.items()},
+        {name: f"integrity monitor: {doubt}" for name, (_, doubt) in WITHIN.items()},
     ),
     Group(
         "Hacks of a real task",
         "tests/envs/test_swe_hacks.py",
-        "bubblewrap, four of them in docker too",
+        "bubblewrap; four of them in docker too",
         ZERO,
-        {**{name: record for name, (_, _, record) in HACKS.items()}, **_all(LITTER, "it is no part of a patch")},
-    ),
-    Group(
-        "What wins within one process, against tests that run apart",
-        "tests/redteam/test_apart.py",
-        "bubblewrap, the first in docker and podman too",
-        ZERO,
-        _all(WINS, "values are compared in a sandbox where the code never runs"),
-    ),
-    Group(
-        "Attacks on the tests' sandbox from the code's sandbox",
-        "tests/redteam/test_apart.py",
-        "bubblewrap",
-        ZERO,
-        _all(FAILS, "only values and numbers of objects cross the pipes"),
+        {**{name: record for name, (_, _, record) in HACKS.items()}, **_all(LITTER, "the file is not part of a patch")},
     ),
     Group(
         "Damage to the agent's own sandbox",
         "tests/redteam/test_damage.py",
         EVERYWHERE,
         ZERO,
-        _all(DAMAGE, "what its files became is graded; where nothing can be read, that is the agent's doing"),
+        _all(DAMAGE, "the files are graded as they are; if nothing can be read, the reward is 0"),
     ),
     Group(
         "Growth on the shared disk",
         "tests/redteam/test_disk.py",
         EVERYWHERE,
         ZERO,
-        _all(GROWTHS, "the sandbox is ended and named, its neighbours go on"),
+        _all(GROWTHS, "the sandbox is ended and named, and other sandboxes continue"),
     ),
 )
 

@@ -1,4 +1,4 @@
-"""Whatever an agent does to its sandbox, its episode ends with a grade: never with an infrastructure failure."""
+"""Damage by an agent to its own sandbox: the episode ends with a grade, never with an infrastructure failure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from envs.swe import SweRecord, diff_files, start_episode
 from sandbox import SandboxSpec
 from sandbox.docker.backend import DEFAULT_IMAGE
 from tests.envs.conftest import BROKEN, FIXED, TESTS
-from tests.redteam.attack import held
+from tests.redteam.attack import report_stopped
 from tools import ToolCall
 
 pytestmark = pytest.mark.redteam
@@ -100,18 +100,18 @@ IMAGE = SweRecord(
 RECORDS = {"local": LOCAL, "calls": MINI, "image": IMAGE}
 
 
-FOUND = [
+REGRESSIONS = [
     "removes its working directory",
     "makes a file of its working directory",
     "links its working directory to itself",
     "takes all rights",
     "takes all rights to /usr",
 ]
-"""What once ended as an infrastructure failure under docker and podman."""
+"""Damage that earlier versions reported as an infrastructure failure under docker and podman."""
 
 
 async def play(context: EnvContext, record: SweRecord, commands: Sequence[str]) -> Grade:
-    """An agent that does ``commands``, then uses its other tools, and is graded."""
+    """Run ``commands`` as an agent, use its other tools, and return the grade."""
     async with start_episode(context, record) as episode:
         for command in commands:
             await episode.tools.call(ToolCall("execute_bash", {"cmd": command}))
@@ -124,43 +124,61 @@ async def play(context: EnvContext, record: SweRecord, commands: Sequence[str]) 
         return await episode.grade()
 
 
-async def damage(backend: str, kind: str, sequences: Sequence[Sequence[str]]) -> None:
-    """Play each sequence of names of ``DAMAGE``, and check that it ends with reward 0 and a record."""
+async def check_damage(backend: str, kind: str, sequences: Sequence[Sequence[str]]) -> None:
+    """Check that each sequence of names of ``DAMAGE`` ends with reward 0 and a record."""
     limits = SandboxSpec(memory_mb=256, disk_mb=256, inodes=2000)
-    async with context_of(backend, limits, tool_timeout=4.0, grade_timeout=30.0, start_retries=0) as context:
-        for names in sequences:
-            grade = await play(context, RECORDS[kind], [DAMAGE[name] for name in names])
+    async with context_of(backend, limits, tool_timeout=2.0, grade_timeout=30.0, start_retries=0) as context:
+        grades = await asyncio.gather(
+            *(play(context, RECORDS[kind], [DAMAGE[name] for name in names]) for names in sequences)
+        )
+        for names, grade in zip(sequences, grades, strict=True):
             assert (grade.reward, grade.resolved) == (0.0, False), names
             failed = [line for line in grade.log.split("\n") if line.startswith(("FAILED", "ERROR"))]
             record = "; ".join(grade.suspected_hack or failed)
             assert record, (names, grade.log)
-            held(f"an agent that {', then '.join(names)} ({backend}, {kind})", record[:200])
+            report_stopped(f"an agent that {', then '.join(names)} ({backend}, {kind})", record[:200])
 
 
-BUBBLEWRAP = pytest.param("bubblewrap", "local", marks=pytest.mark.bubblewrap)
-CALLS = pytest.param("bubblewrap", "calls", marks=pytest.mark.bubblewrap)
-ENGINES = [pytest.param(engine, kind, marks=pytest.mark.docker) for engine in ("docker", "podman") for kind in RECORDS]
+def on_backends(*ordinary: tuple[str, str]) -> pytest.MarkDecorator:
+    """Run a test on every backend with every kind of record; all but the ``ordinary`` pairs are exhaustive."""
+    pairs = [("bubblewrap", "local"), ("bubblewrap", "calls")]
+    pairs += [(engine, kind) for engine in ("docker", "podman") for kind in RECORDS]
+    return pytest.mark.parametrize(
+        ("backend", "kind"),
+        [
+            pytest.param(
+                *pair,
+                marks=[getattr(pytest.mark, pair[0]), *([] if pair in ordinary else [pytest.mark.exhaustive])],
+            )
+            for pair in pairs
+        ],
+    )
 
 
-@pytest.mark.parametrize(("backend", "kind"), [BUBBLEWRAP, CALLS, *ENGINES])
-async def test_what_once_was_an_infrastructure_failure_ends_with_a_grade(backend: str, kind: str) -> None:
-    await damage(backend, kind, [[name] for name in FOUND])
+@pytest.mark.slow
+@on_backends(("bubblewrap", "local"), ("bubblewrap", "calls"), ("docker", "local"), ("podman", "image"))
+async def test_regressions_end_with_a_grade(backend: str, kind: str) -> None:
+    await check_damage(backend, kind, [[name] for name in REGRESSIONS])
 
 
-@pytest.mark.parametrize(("backend", "kind"), [BUBBLEWRAP, CALLS, *ENGINES])
+@pytest.mark.slow
+@on_backends(("bubblewrap", "local"), ("bubblewrap", "calls"), ("docker", "image"))
 def test_no_sequence_of_damage_is_an_infrastructure_failure(backend: str, kind: str) -> None:
-    """The same sequences every time: a found breach is found again."""
+    """Derandomized: every run tests the same sequences."""
+    sequences: list[list[str]] = []
 
     @settings(max_examples=3, derandomize=True, database=None, deadline=None, phases=[Phase.generate])
     @given(st.lists(st.sampled_from(sorted(DAMAGE)), min_size=2, max_size=5, unique=True))
-    def play_all(names: list[str]) -> None:
-        asyncio.run(damage(backend, kind, [names]))
+    def draw(names: list[str]) -> None:
+        sequences.append(names)
 
-    play_all()
+    draw()
+    asyncio.run(check_damage(backend, kind, sequences))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("backend", "kind"), [BUBBLEWRAP, *ENGINES])
+@on_backends()
 async def test_no_single_damage_is_an_infrastructure_failure(backend: str, kind: str) -> None:
-    await damage(backend, kind, [[name] for name in DAMAGE])
+    for name in DAMAGE:
+        await check_damage(backend, kind, [[name]])

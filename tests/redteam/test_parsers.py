@@ -1,4 +1,4 @@
-"""Fuzzing of what reads hostile text: patches, logs, reports and trajectories give a value or their own named error."""
+"""Fuzzing of the parsers of hostile text: each input gives a value or a named error, within seconds."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from support.trajectories import trajectory
 from agent_rl.commands.show import show
 from agent_rl.errors import AgentRlError
 from agent_rl.evaluation.directory import read_results
-from agent_rl.evaluation.finished import read_evaluation
 from agent_rl.evaluation.quarantine import read_quarantine
-from agent_rl.rollout.framed_log import frames_of
+from agent_rl.evaluation.saved import read_evaluation
+from agent_rl.rollout.framed_log import read_frames
 from agent_rl.rollout.jsonl_zst import read_rows
 from agent_rl.rollout.records import (
     decode_trajectory,
@@ -35,19 +35,19 @@ from envs.mini import generate, to_record
 from envs.swe.calls import CallRun
 from envs.swe.diff.git_diff import diff_files, patched_paths, screen, split_patch
 from envs.swe.integrity import IntegrityMonitor
-from envs.swe.pytest_log import count_summaries, judge, parse_summary
+from envs.swe.pytest_log import count_summaries, judge_pytest_log, parse_summary
 from tests.envs.conftest import BROKEN, FIXED
-from tests.redteam.attack import held
+from tests.redteam.attack import report_stopped
 
 pytestmark = pytest.mark.redteam
 fuzz = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 
 SECONDS = 2.0
-"""Most that one input may take; each is far below 1 MiB."""
+"""Maximum CPU time of one input, which is far below 1 MiB."""
 
 
 def pieces(*words: str) -> st.SearchStrategy[str]:
-    """Text made of the words that a format knows, of anything, and of one word many times."""
+    """Text of the words of a format, of any characters, and of one word repeated many times."""
     word = st.sampled_from(words)
     many = st.builds(lambda text, count: text * count, word, st.integers(1, 3000))
     return st.lists(word | many | st.text(max_size=8), max_size=12).map("".join)
@@ -91,8 +91,8 @@ EXPECTED = {"a.py::test_a": "PASSED", "a.py::test_a[x - y]": "FAILED", "test_a":
 def test_any_log_is_judged(log: str) -> None:
     timed(lambda: count_summaries(log))
     timed(lambda: parse_summary(log, EXPECTED))
-    timed(lambda: judge(log, EXPECTED))
-    timed(lambda: judge(log, EXPECTED, "name"))
+    timed(lambda: judge_pytest_log(log, EXPECTED))
+    timed(lambda: judge_pytest_log(log, EXPECTED, "name"))
 
 
 CALLS = CallRun(to_record(generate("train", 1, seed=0)[0]).calls, nonce="00" * 8)
@@ -104,7 +104,7 @@ CALLS = CallRun(to_record(generate("train", 1, seed=0)[0]).calls, nonce="00" * 8
         f"{CALLS.nonce} ", "0 ", "1 ", "\n", "[", "(", "-", "{", "9", "'", "\\N{", "1e999", "raises ", "lambda: ", "\0"
     )
 )
-def test_any_answers_of_calls_are_read(log: str) -> None:
+def test_any_results_of_calls_are_read(log: str) -> None:
     timed(lambda: CALLS.summary(log))
 
 
@@ -113,26 +113,26 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=4),
     max_leaves=6,
 )
-WITNESS = IntegrityMonitor([], token="00" * 8, password="ab" * 16)
+MONITOR = IntegrityMonitor([], token="00" * 8, password="ab" * 16)
 REPORT = {"outcomes": [["a", "PASSED"]], **{key: [] for key in ("changed", "replaced", "shadowed", "plugins")}}
 
 
 @fuzz
 @given(st.dictionaries(st.sampled_from([*REPORT, "swapped", "x"]), JSON, max_size=5), st.binary(max_size=20))
 def test_any_report_is_read_or_is_none(changes: dict[str, object], noise: bytes) -> None:
-    sealed = WITNESS.seal(json.dumps({**REPORT, **changes}).encode())
-    report = WITNESS.opened(sealed)
+    sealed = MONITOR.seal(json.dumps({**REPORT, **changes}).encode())
+    report = MONITOR.unseal(sealed)
     assert report is None or report.statuses is not None
-    assert WITNESS.opened(noise + sealed + noise) is None or not noise
-    assert WITNESS.opened(noise) is None
+    assert MONITOR.unseal(noise + sealed + noise) is None or not noise
+    assert MONITOR.unseal(noise) is None
 
 
-def test_a_report_without_the_password_is_not_even_parsed() -> None:
+def test_a_report_without_the_password_is_not_parsed() -> None:
     forged = b"0" * 64 + b"\n" + b"[" * (4 << 20)
     began = time.thread_time()
-    assert WITNESS.opened(forged) is None
+    assert MONITOR.unseal(forged) is None
     assert time.thread_time() - began < 0.05
-    held("a report of 4 MiB of brackets without the password", "its seal is compared first")
+    report_stopped("a report of 4 MiB of brackets without the password", "its seal is compared first")
 
 
 RESULT = {"task_id": "a", "sample": 0, "resolved": True, "stop": "submitted", "turns": 1, "seconds": 1.0}
@@ -192,10 +192,10 @@ ENCODED = encode_trajectory(trajectory(1.0))
 
 @fuzz
 @given(st.integers(0, len(ENCODED)), st.binary(max_size=30), st.booleans())
-def test_any_bytes_are_a_trajectory_or_refused(place: int, noise: bytes, cut: bool) -> None:
-    damaged = ENCODED[:place] + noise + (b"" if cut else ENCODED[place + len(noise) :])
+def test_any_bytes_are_a_trajectory_or_refused(offset: int, noise: bytes, truncate: bool) -> None:
+    damaged = ENCODED[:offset] + noise + (b"" if truncate else ENCODED[offset + len(noise) :])
     timed(lambda: named_error_or_value(lambda: decode_trajectory(damaged, "x")))
-    timed(lambda: list(frames_of(io.BytesIO(damaged))))
+    timed(lambda: list(read_frames(io.BytesIO(damaged))))
 
 
 @fuzz

@@ -1,4 +1,4 @@
-"""Attacks by a task's row, by an image, and on what of the user's or the host's can be seen in a sandbox."""
+"""Attacks by a dataset row or an image, and on data of the user or the host."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from envs.swe.records import parse_record
 from sandbox import ImageMissingError, ImagePolicy, SandboxBackend, SandboxSpec, open_backend
 from tests.envs.dataset_rows import classic, gym, nemo_around, nemo_generated, rebench, rebench_v2, smith
 from tests.envs.images import SYSTEM, directory_image
-from tests.redteam.attack import held
+from tests.redteam.attack import report_stopped
 
 pytestmark = pytest.mark.redteam
 bubblewrap = pytest.mark.bubblewrap
@@ -41,7 +41,7 @@ LOCAL = {**ROW, "files": {"calc.py": ""}, "test_command": "true"}
 
 @pytest.fixture
 def host(tmp_path: Path) -> Path:
-    """A directory of the host beside that of the tasks, with a secret that no sandbox may see."""
+    """A host directory next to that of the tasks, with a secret that no sandbox may read."""
     (tmp_path / "host").mkdir()
     (tmp_path / "host/secret").write_text(SECRET)
     return tmp_path / "host"
@@ -62,8 +62,8 @@ async def backend(tmp_path: Path) -> AsyncIterator[SandboxBackend]:
     await backend.close()
 
 
-def opened(tasks: Path, **fields: object) -> EnvsError:
-    """The error that reading a row with ``fields`` ends with."""
+def refusal_of(tasks: Path, **fields: object) -> EnvsError:
+    """Read a row with ``fields`` and return its error."""
     (tasks / "train.jsonl").write_text(json.dumps({**LOCAL, **fields}) + "\n")
     with pytest.raises(TaskRecordError) as error:
         SweEnvironment(EnvContext(None), tasks / "train.jsonl").tasks("train")  # type: ignore[arg-type]
@@ -74,10 +74,10 @@ def opened(tasks: Path, **fields: object) -> EnvsError:
 @pytest.mark.parametrize("site", ["/", "/run", "..", "../host", "a/../../host", ".", "./.", "\0", "down/"])
 def test_a_row_binds_a_directory_of_the_host_as_its_packages(tasks: Path, host: Path, site: str) -> None:
     (tasks / "down").symlink_to(host)
-    error = opened(tasks, site_packages=site)
+    error = refusal_of(tasks, site_packages=site)
     assert "site_packages" in str(error)
     assert "row 1" in str(error) or "calc-add" in str(error)
-    held(f"site_packages {site!r}", error)
+    report_stopped(f"site_packages {site!r}", error)
 
 
 async def test_a_row_is_started_without_having_been_read_from_a_file(tasks: Path, host: Path) -> None:
@@ -86,12 +86,12 @@ async def test_a_row_is_started_without_having_been_read_from_a_file(tasks: Path
     with pytest.raises(TaskRecordError, match="calc-add: site_packages") as error:
         async with start_episode(EnvContext(None), record, site_root=tasks):  # type: ignore[arg-type]
             raise AssertionError("a sandbox was started")
-    held("site_packages, a link to the host, given in code", error.value)
+    report_stopped("site_packages, a link to the host, given in code", error.value)
 
 
 @pytest.mark.parametrize("path", ["/etc/passwd", "../x", "a/../../x", ".git/config", "", "a\0b"])
 def test_a_row_writes_outside_its_working_directory(tasks: Path, path: str) -> None:
-    held(f"files: {path!r}", opened(tasks, files={path: "x"}))
+    report_stopped(f"files: {path!r}", refusal_of(tasks, files={path: "x"}))
 
 
 DEEP = "[" * 200_000
@@ -102,9 +102,9 @@ LONG = f"[{'1' * 10_000}]"
 @pytest.mark.parametrize("text", [DEEP, LONG, "[\x00", "{" * 5000])
 def test_a_row_breaks_the_reading_of_json_in_a_field(tasks: Path, field: str, text: str) -> None:
     more = {"instance_id": "a__b-1", "test_patch": ""} if field.isupper() else {}
-    error = opened(tasks, **more, **{field: text})
+    error = refusal_of(tasks, **more, **{field: text})
     assert len(str(error)) < 1000
-    held(f"{field}: {text[:20]!r}, {len(text)} characters", error)
+    report_stopped(f"{field}: {text[:20]!r}, {len(text)} characters", error)
 
 
 @pytest.mark.parametrize("line", [DEEP.encode(), LONG.encode(), b"\xff\xfe{", b'{"a": "\xff"}', b"\x00", b'"a"'])
@@ -113,7 +113,7 @@ def test_a_row_breaks_the_reading_of_its_file(tasks: Path, line: bytes) -> None:
     with pytest.raises(TaskRecordError, match=r"row 1: ") as error:
         SweEnvironment(EnvContext(None), tasks / "train.jsonl").tasks("train")  # type: ignore[arg-type]
     assert str(error.value).isprintable()
-    held(f"a row of {line[:20]!r}, {len(line)} bytes", str(error.value)[:200])
+    report_stopped(f"a row of {line[:20]!r}, {len(line)} bytes", str(error.value)[:200])
 
 
 JSON = st.recursive(
@@ -162,7 +162,7 @@ def test_a_row_takes_a_system_directory_of_its_box_for_its_repository(tasks: Pat
     (tasks / "train.jsonl").write_text(json.dumps(rebench_v2(repo=repo)) + "\n")
     with pytest.raises(TaskRecordError, match="row 1: workdir: ") as error:
         SweEnvironment(EnvContext(None), tasks / "train.jsonl").tasks("train")  # type: ignore[arg-type]
-    held(f"repo {repo!r} of SWE-rebench-V2", error.value)
+    report_stopped(f"repo {repo!r} of SWE-rebench-V2", error.value)
 
 
 @pytest.mark.parametrize("content", ["[]", "1", "{", DEEP, LONG, '{"file_diffs": [1]}', '{"file_diffs": [{}]}'])
@@ -170,14 +170,14 @@ def test_a_row_whose_commit_is_none(content: str) -> None:
     record = SweRecord.model_validate({**LOCAL, "parsed_commit_content": content})
     with pytest.raises(TaskRecordError, match="calc-add: parsed_commit_content") as error:
         assert record.gold
-    held(f"parsed_commit_content {content[:30]!r}", str(error.value)[:200])
+    report_stopped(f"parsed_commit_content {content[:30]!r}", str(error.value)[:200])
 
 
 @pytest.mark.parametrize("task_id", ["\x1b[2Jgone", "a\nb", "a\0", "\x9b31m"])
 def test_a_row_steers_the_terminal_by_its_id(tasks: Path, task_id: str) -> None:
-    error = opened(tasks, task_id=task_id)
+    error = refusal_of(tasks, task_id=task_id)
     assert str(error).isprintable()
-    held(f"task_id {task_id!r}", error)
+    report_stopped(f"task_id {task_id!r}", error)
 
 
 @bubblewrap
@@ -189,7 +189,7 @@ async def test_a_row_takes_the_host_for_its_image(backend: SandboxBackend, tmp_p
     with pytest.raises(ImageMissingError, match=r"calc-add: docker_image: .*below sandbox.image_root") as error:
         async with start_episode(EnvContext(backend, start_retries=0), record):
             raise AssertionError("a sandbox was started")
-    held(f"docker_image {image!r}", error.value)
+    report_stopped(f"docker_image {image!r}", error.value)
 
 
 @bubblewrap
@@ -201,13 +201,11 @@ async def test_a_row_names_an_image_where_none_is_allowed(tmp_path: Path) -> Non
             await backend.start(SandboxSpec(image=str(image)))
     finally:
         await backend.close()
-    held("docker_image of a directory, sandbox.image_root not set", error.value)
+    report_stopped("docker_image of a directory, sandbox.image_root not set", error.value)
 
 
 @bubblewrap
-@pytest.mark.parametrize(
-    ("setting", "reason"), [("", "set it, or"), ("image_root: images", "leads to /; right would be")]
-)
+@pytest.mark.parametrize(("setting", "reason"), [("", "set it, or"), ("image_root: images", "leads to /; it must be")])
 def test_a_row_takes_the_host_for_its_image_in_an_evaluation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], setting: str, reason: str
 ) -> None:
@@ -225,14 +223,14 @@ def test_a_row_takes_the_host_for_its_image_in_an_evaluation(
     assert (ended.value.code, line.count("\n")) == (2, 1)
     assert line.startswith("error: task calc-add: docker_image: image '/'")
     assert reason in line
-    held(f"docker_image '/' in an evaluation with {setting or 'no image_root'}", line.strip())
+    report_stopped(f"docker_image '/' in an evaluation with {setting or 'no image_root'}", line.strip())
 
 
 @bubblewrap
 async def test_the_users_own_image_needs_no_root(tmp_path: Path) -> None:
     """What the config names is the user's, wherever it lies; another directory is refused all the same."""
     own, other = (str(directory_image(tmp_path / name, {}, "true")) for name in ("own", "other"))
-    backend = open_backend("bubblewrap", run_id="redteam-own", images=ImagePolicy(own=own))
+    backend = open_backend("bubblewrap", run_id="redteam-own", images=ImagePolicy(configured=own))
     try:
         sandbox = await backend.start(SandboxSpec(image=own, ro_binds=SYSTEM))
         assert (await sandbox.exec("true", timeout=20)).ok
@@ -240,7 +238,7 @@ async def test_the_users_own_image_needs_no_root(tmp_path: Path) -> None:
             await backend.start(SandboxSpec(image=other))
     finally:
         await backend.close()
-    held("docker_image beside the one that sandbox.image names", error.value)
+    report_stopped("docker_image beside the one that sandbox.image names", error.value)
 
 
 @bubblewrap
@@ -250,7 +248,7 @@ async def test_an_image_links_to_the_host(backend: SandboxBackend, tmp_path: Pat
     sandbox = await backend.start(SandboxSpec(image=str(image), ro_binds=SYSTEM))
     seen = await sandbox.exec("cat /data/* inner/* file; ls -d /data", timeout=20)
     assert SECRET not in seen.text
-    held("links at an image's top and in its working directory", seen.text.strip())
+    report_stopped("links at an image's top and in its working directory", seen.text.strip())
 
 
 @bubblewrap
@@ -263,7 +261,7 @@ async def test_an_image_whose_own_directory_is_a_link(
     (image / link).symlink_to(host)
     with pytest.raises(ImageMissingError, match="link") as error:
         await backend.start(SandboxSpec(image=str(image), ro_binds=SYSTEM))
-    held(f"an image whose {link}/ is a link to the host", error.value)
+    report_stopped(f"an image whose {link}/ is a link to the host", error.value)
 
 
 @bubblewrap
@@ -275,7 +273,7 @@ async def test_an_image_leads_a_mount_point_out(backend: SandboxBackend, tmp_pat
     with pytest.raises(ImageMissingError, match="on the way to /opt/agent-rl/site") as error:
         await backend.start(SandboxSpec(image=str(image), ro_binds={**SYSTEM, str(host): "/opt/agent-rl/site"}))
     assert os.listdir(host) == ["secret"]
-    held("an image with a link on the way to a mount point", error.value)
+    report_stopped("an image with a link on the way to a mount point", error.value)
 
 
 @bubblewrap
@@ -284,7 +282,7 @@ async def test_an_image_holds_pipes_and_devices(backend: SandboxBackend, tmp_pat
     sandbox = await asyncio.wait_for(backend.start(SandboxSpec(image=str(image), ro_binds=SYSTEM)), 20)
     seen = await sandbox.exec("ls", timeout=20)
     assert seen.stdout == b"kept\n"
-    held(
+    report_stopped(
         "a pipe and a device that never end in an image's working directory", f"left out; the sandbox has {seen.text!r}"
     )
 
@@ -299,7 +297,7 @@ def test_a_task_id_leaves_the_directory_of_logs(task_id: str) -> None:
     path = Path(os.path.normpath(log_of(task_id)))
     assert path.parts[:-2] == ("/", "nowhere", "logs")
     assert len(path.parts[-2]) <= 200
-    held(f"task_id {task_id[:20]!r}", path.parts[-2][:40])
+    report_stopped(f"task_id {task_id[:20]!r}", path.parts[-2][:40])
 
 
 @given(st.text(), st.text())
@@ -347,7 +345,9 @@ async def test_the_users_proxies_and_keys_are_read_in_a_sandbox(name: str) -> No
         await backend.close()
     assert "PATH=" in seen
     assert not [word for word in ("proxy", "password", "token", "key", SECRET) if word in seen.lower()], seen
-    held(f"the user's proxies and keys in a sandbox of {name}", f"variables there: {sorted(set(seen.split()))}")
+    report_stopped(
+        f"the user's proxies and keys in a sandbox of {name}", f"variables there: {sorted(set(seen.split()))}"
+    )
 
 
 @bubblewrap
@@ -356,7 +356,7 @@ async def test_the_hosts_keyrings_and_timers_are_read(backend: SandboxBackend) -
     files = "/proc/keys /proc/key-users /proc/timer_list /proc/sched_debug /proc/kcore"
     seen = await sandbox.exec(f"head -c 100 {files}", timeout=20)
     assert seen.stdout == b""
-    held("reading what /proc tells of the whole machine", seen.text.strip())
+    report_stopped("reading what /proc tells of the whole machine", seen.text.strip())
 
 
 STEERING = "\x1b[2J\x1b]0;owned\x07\x9b31m\x08\r"
@@ -371,11 +371,11 @@ async def test_a_test_log_steers_the_terminal(backend: SandboxBackend) -> None:
         await verify_record(EnvContext(backend), record)
     assert "seen" in str(error.value)
     assert str(error.value).isprintable()
-    held("escape sequences in a test log that an error quotes", repr(str(error.value))[-80:])
+    report_stopped("escape sequences in a test log that an error quotes", repr(str(error.value))[-80:])
 
 
 def test_a_note_steers_the_terminal() -> None:
     screen = io.StringIO()
     Display("run", Console(file=screen, force_terminal=True)).note(f"seen {STEERING}")
     assert not set(screen.getvalue()) & set(STEERING) - set("[2J]0;owned31m")
-    held("escape sequences in a line of the display", repr(screen.getvalue()))
+    report_stopped("escape sequences in a line of the display", repr(screen.getvalue()))

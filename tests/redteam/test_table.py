@@ -1,4 +1,4 @@
-"""docs/red-team.md names every attack that there is, what stops it and how it ends."""
+"""docs/research/red-team.md names every attack that there is, what stops it and how it ends."""
 
 from __future__ import annotations
 

@@ -33,11 +33,11 @@ def test_opening_is_the_template_s_text(renderer: ChatRenderer, tokenizer: Token
         "<|im_start|>system\nFix bugs.<|im_end|>\n<|im_start|>user\nf(1) is 2, should be 1.<|im_end|>\n"
         "<|im_start|>assistant\n"
     )
-    assert renderer.opening(MESSAGES) == ids(tokenizer, expected)
+    assert renderer.initial_prompt(MESSAGES) == ids(tokenizer, expected)
 
 
 def test_opening_shows_the_tools(renderer: ChatRenderer, tokenizer: Tokenizer) -> None:
-    tokens = renderer.opening(MESSAGES, TOOLS)
+    tokens = renderer.initial_prompt(MESSAGES, TOOLS)
     shown = "Tools: " + json.dumps(TOOLS, ensure_ascii=False)
     text = f"<|im_start|>system\nFix bugs.\n\n{shown}<|im_end|>\n<|im_start|>user\nf(1) is 2, should be 1.<|im_end|>\n"
     assert tokens == ids(tokenizer, text + "<|im_start|>assistant\n")
@@ -59,7 +59,10 @@ def test_a_whole_episode_is_the_template_s_rendering(
     renderer: ChatRenderer, tokenizer: Tokenizer, turns: list[str]
 ) -> None:
     """Opening, turns and deltas, put together, are what the tokenizer gives for the text as a whole."""
-    tokens, text = renderer.opening(MESSAGES), tokenizer.decode(renderer.opening(MESSAGES), skip_special_tokens=False)
+    tokens, text = (
+        renderer.initial_prompt(MESSAGES),
+        tokenizer.decode(renderer.initial_prompt(MESSAGES), skip_special_tokens=False),
+    )
     for seen in turns:
         tokens += ids(tokenizer, "act<|im_end|>") + renderer.observation(seen, stop_included=True)
         text += f"act<|im_end|>\n<|im_start|>user\n<tool_response>\n{seen}\n</tool_response><|im_end|>\n"
@@ -74,13 +77,22 @@ def test_content_never_becomes_control_tokens(renderer: ChatRenderer, tokenizer:
     tokens = renderer.observation(seen, stop_included=False)
     assert (tokens.count(end), tokens.count(start), tokens.count(tokenizer.token_to_id("<|endoftext|>"))) == (2, 2, 0)
     assert renderer.decode(tokens) == f"\nuser\n<tool_response>\n{seen}\n</tool_response>\nassistant\n"
-    opening = renderer.opening([{"role": "user", "content": seen}], [{"a": seen, seen: [seen]}])
+    opening = renderer.initial_prompt([{"role": "user", "content": seen}], [{"a": seen, seen: [seen]}])
     assert opening.count(end) == 2
     assert opening.count(start) == 3
 
 
 def test_text_of_control_tokens_comes_through_next_to_private_use_characters(renderer: ChatRenderer) -> None:
     seen = "\ue000<|im_end|>\ue001"
+    assert seen in renderer.decode(renderer.observation(seen, stop_included=True))
+
+
+@pytest.mark.parametrize("pairs", [0, 100])
+def test_no_text_holds_every_guard(renderer: ChatRenderer, pairs: int) -> None:
+    """All 6,400 characters of the private use area, and as many pairs of them."""
+    every = "".join(map(chr, range(0xE000, 0xF900)))
+    first = "".join(every[0] + other for other in every[:pairs])
+    seen = f"<|im_end|>{every}{first}"
     assert seen in renderer.decode(renderer.observation(seen, stop_included=True))
 
 
@@ -99,10 +111,10 @@ def test_prefix_preserving_templates_pass(tokenizer: Tokenizer, templates: dict[
     ("name", "reason"),
     [
         ("drops_thoughts", "drops <think> blocks from earlier turns"),
-        ("counts_messages", "rewrites what stands before a turn once more messages follow: '2 messages"),
-        ("system_last", "rewrites what stands before a turn"),
-        ("no_end_token", "no special token ends the assistant's turn"),
-        ("drops_observations", "does not show the text of a message of role tool"),
+        ("counts_messages", "changes the text before a turn once more messages follow: '2 messages"),
+        ("system_last", "changes the text before a turn"),
+        ("no_end_token", "must end with a special token"),
+        ("drops_observations", "must render the text of a message of role tool"),
     ],
 )
 def test_other_templates_are_refused_with_the_reason(
@@ -160,9 +172,11 @@ def test_reads_a_hugging_face_directory(tmp_path: Path, tokenizer: Tokenizer, te
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 0]}')
     renderer = ChatRenderer(tmp_path)
     assert renderer.stop_token_ids == (2, 0)
-    assert renderer.opening(MESSAGES)[:2] == [0, 1]
+    assert renderer.initial_prompt(MESSAGES)[:2] == [0, 1]
     (tmp_path / "chat_template.jinja").write_text(templates["plain"])
-    assert ChatRenderer(tmp_path).opening(MESSAGES)[0] == 1, "chat_template.jinja goes before tokenizer_config.json"
+    assert ChatRenderer(tmp_path).initial_prompt(MESSAGES)[0] == 1, (
+        "chat_template.jinja goes before tokenizer_config.json"
+    )
 
 
 @pytest.mark.slow
@@ -172,7 +186,7 @@ def test_same_tokens_as_transformers(tmp_path: Path, tokenizer: Tokenizer, templ
         write_dir(tmp_path, tokenizer, templates[name])
         reference = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
         renderer = ChatRenderer(tmp_path)
-        grown = renderer.opening(MESSAGES, TOOLS)
+        grown = renderer.initial_prompt(MESSAGES, TOOLS)
         assert grown == reference.apply_chat_template(MESSAGES, TOOLS, add_generation_prompt=True)
         messages = [*MESSAGES, {"role": "assistant", "content": "<think>\nhm\n</think>\n\nact"}]
         messages.append({"role": "tool", "content": "def f(x):\n\n    return 'é'"})
@@ -185,11 +199,11 @@ def test_same_tokens_as_transformers(tmp_path: Path, tokenizer: Tokenizer, templ
 @pytest.mark.parametrize(
     ("files", "reason"),
     [
-        ({}, "tokenizer.json: not there"),
+        ({}, "tokenizer.json: file not found"),
         ({"tokenizer.json": "{}"}, "tokenizer.json: not a tokenizer"),
         ({"tokenizer.json": None, "tokenizer_config.json": "{"}, "tokenizer_config.json: not valid JSON"),
         ({"tokenizer.json": None, "tokenizer_config.json": "{}"}, "no chat template"),
-        ({"tokenizer.json": None, "chat_template.jinja": "{% if %}"}, "no valid Jinja: line 1"),
+        ({"tokenizer.json": None, "chat_template.jinja": "{% if %}"}, "not valid Jinja: line 1"),
         ({"tokenizer.json": None, "chat_template.jinja": "{{ messages.x.y }}"}, "fails on messages of roles"),
     ],
 )
@@ -213,9 +227,9 @@ def test_an_eos_token_that_content_could_spell_is_refused(tokenizer: Tokenizer, 
 
 def test_template_options_reach_the_template(tokenizer: Tokenizer, templates: dict[str, str]) -> None:
     source = templates["plain"] + "{% if add_generation_prompt and mood %}[{{ mood }}]{% endif %}"
-    with pytest.raises(TemplateError, match="rewrites"):
+    with pytest.raises(TemplateError, match="changes the text"):
         ChatRenderer(ChatModel(tokenizer, source), options={"mood": "calm"})
-    assert ChatRenderer(ChatModel(tokenizer, source)).opening(MESSAGES)
+    assert ChatRenderer(ChatModel(tokenizer, source)).initial_prompt(MESSAGES)
 
 
 TAILS = [["tool"], ["tool", "tool"], ["user"], ["tool", "user"], ["user", "user"]]
@@ -230,9 +244,9 @@ def test_an_extension_is_what_the_template_writes_after_a_turn(
     renderer.check_tails()
     start = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
     tail = [{"role": role, "content": f"<|im_end|> seen {at}"} for at, role in enumerate(roles)]
-    opening = renderer.opening(start)
+    opening = renderer.initial_prompt(start)
     said = tokenizer.encode("done", add_special_tokens=False).ids
-    whole = renderer.opening([*start, {"role": "assistant", "content": "done"}, *tail])
+    whole = renderer.initial_prompt([*start, {"role": "assistant", "content": "done"}, *tail])
     assert [*opening, *said, *renderer.extension(tail, stop_included=False)] == whole
     assert renderer.extension(tail, stop_included=True) == renderer.extension(tail, stop_included=False)[1:]
 
@@ -241,5 +255,5 @@ def test_tails_that_change_with_what_stands_before_are_refused(tokenizer: Tokeni
     shown = "<|im_start|>{{ m.role }}\n{{ m.content }}{{ ' last' if m.role == 'user' and loop.index > 5 }}<|im_end|>\n"
     template = "{% for m in messages %}" + shown + "{% endfor %}{{ '<|im_start|>assistant\n' }}"
     renderer = ChatRenderer(ChatModel(tokenizer, template), thinking=False, observation_role="tool")
-    with pytest.raises(TemplateError, match="messages of user follow is not constant"):
+    with pytest.raises(TemplateError, match="roles user is not constant"):
         renderer.check_tails()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from support.local_server import serving
 
 from agent_rl.errors import EngineRejected, EngineUnreachable, UserError
-from agent_rl.rollout.chat_policy import ChatEngine, Endpoint
+from agent_rl.rollout.chat_policy import ChatEndpoint, ChatEngine
 from agent_rl.rollout.chat_tokens import ChatTextRenderer, NativeToolCalls, read_messages, read_native
 from agent_rl.rollout.episode import EpisodeRules, run_episode
 from agent_rl.types import FinishReason, SamplingParams, StopReason
@@ -46,7 +46,7 @@ def said(text: str, finish: str = "stop") -> dict[str, Any]:
 def test_a_conversation_is_read_back_as_it_was_written(turns: list[tuple[str, str]], system: str, user: str) -> None:
     renderer = ChatTextRenderer()
     messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
-    tokens = renderer.opening(messages, None)
+    tokens = renderer.initial_prompt(messages, None)
     for observation, answer in turns:
         tokens += [*answer.encode(errors="replace"), 256]
         tokens += renderer.observation(observation, stop_included=True)
@@ -64,7 +64,7 @@ async def test_an_episode_over_an_endpoint(kit: SimpleNamespace) -> None:
         return 200, said(fmt.render(calls[len(asked) - 1]))
 
     env = kit.MemoryEnvironment()
-    async with endpoint(answer) as url, ChatEngine(Endpoint(url, "some-model"), timeout=5, retries=0) as engine:
+    async with endpoint(answer) as url, ChatEngine(ChatEndpoint(url, "some-model"), timeout=5, retries=0) as engine:
         trajectory = await run_episode(env, env.tasks("heldout")[0], engine, ChatTextRenderer(), fmt, PLAIN)
     assert (trajectory.resolved, trajectory.stop) == (True, StopReason.SUBMITTED)
     assert asked[0]["model"] == "some-model"
@@ -75,8 +75,8 @@ async def test_an_episode_over_an_endpoint(kit: SimpleNamespace) -> None:
 
 
 async def ask(url: str, **options: Any) -> Any:
-    tokens = ChatTextRenderer().opening([{"role": "user", "content": "hello"}], None)
-    async with ChatEngine(Endpoint(url, "m"), timeout=5, retries=2, backoff=0.001) as engine:
+    tokens = ChatTextRenderer().initial_prompt([{"role": "user", "content": "hello"}], None)
+    async with ChatEngine(ChatEndpoint(url, "m"), timeout=5, retries=2, backoff=0.001) as engine:
         return await engine.generate(tokens, SamplingParams(), session="s", **{"routes_from": None, **options})
 
 
@@ -91,7 +91,7 @@ async def test_trouble_is_told_apart() -> None:
     async with endpoint(flaky) as url:
         completion = await ask(url)
         assert (count, completion.finish, bytes(completion.tokens)) == (3, FinishReason.LENGTH, b"cut")
-        with pytest.raises(EngineRejected, match="has no routes"):
+        with pytest.raises(EngineRejected, match="no routes"):
             await ask(url, routes_from=0)
     async with endpoint(lambda body: (400, {"error": {"message": "maximum context length is 10"}})) as url:
         assert (await ask(url)).finish is FinishReason.LENGTH
@@ -100,7 +100,7 @@ async def test_trouble_is_told_apart() -> None:
         completion = await ask(url)
         assert (completion.finish, bytes(completion.tokens[:-1])) == (FinishReason.STOP, b"the rest")
     async with endpoint(lambda body: (404, {"error": {"message": "no model m"}})) as url:
-        with pytest.raises(UserError, match=r"answered 404: no model m: .*--model the name of one it serves"):
+        with pytest.raises(UserError, match=r"404: no model m: .*--model"):
             await ask(url)
     async with endpoint(lambda body: (200, {"choices": []})) as url:
         with pytest.raises(EngineRejected, match="no chat completion"):
@@ -111,7 +111,7 @@ async def test_trouble_is_told_apart() -> None:
 
 def test_native_calls_are_sent_back_as_the_endpoint_made_them() -> None:
     renderer, schemas = ChatTextRenderer(native_tools=True), [{"type": "function", "function": {"name": "echo"}}]
-    tokens = renderer.opening([{"role": "system", "content": "S"}, {"role": "user", "content": "U"}], schemas)
+    tokens = renderer.initial_prompt([{"role": "system", "content": "S"}, {"role": "user", "content": "U"}], schemas)
     called = 'I look.\n<tool_call>\n{"name": "echo", "arguments": {"text": "é"}}\n</tool_call>'
     for answer, observation in ((called, "é"), ("no call", "no tool call found"), (called, "é")):
         tokens += [*answer.encode(), 256, *renderer.observation(observation, stop_included=True)]
@@ -140,7 +140,7 @@ async def test_an_episode_with_native_tool_calls(kit: SimpleNamespace) -> None:
 
     env, renderer = kit.MemoryEnvironment(), ChatTextRenderer(native_tools=True)
     async with endpoint(answer) as url:
-        options = Endpoint(url, "m", native_tools=True, request={"temperature": None, "seed": 3})
+        options = ChatEndpoint(url, "m", native_tools=True, request={"temperature": None, "seed": 3})
         async with ChatEngine(options, timeout=5, retries=0) as engine:
             task = env.tasks("heldout")[0]
             trajectory = await run_episode(env, task, engine, renderer, NativeToolCalls(), PLAIN)
@@ -155,15 +155,15 @@ async def test_an_episode_with_native_tool_calls(kit: SimpleNamespace) -> None:
 WRONG = {
     "401": (
         (401, b'{"error": {"message": "no such key"}}'),
-        "answered 401: no such key: the key in OPENAI_API_KEY is not",
+        "401: no such key: the key in OPENAI_API_KEY is not set",
     ),
-    "404": ((404, b'{"error": {"message": "no model m"}}'), "answered 404: no model m: .*--model the name of one"),
-    "page": ((200, b"<!doctype html><p>hello"), r"answered no JSON but a page \(HTML\): .*address of a chat API"),
+    "404": ((404, b'{"error": {"message": "no model m"}}'), "404: no model m: .*--model"),
+    "page": ((200, b"<!doctype html><p>hello"), r"a page \(HTML\) instead of JSON: .*address of a chat API"),
     "400": (
         (400, b'{"message": "max_tokens is unsupported"}'),
         "max_tokens is unsupported; .* --request max_tokens=null",
     ),
-    "502": ((502, b"<html>bad gateway"), "is the server running"),
+    "502": ((502, b"<html>bad gateway"), "check that the server is running"),
 }
 
 
@@ -175,7 +175,7 @@ async def test_an_endpoint_that_can_answer_nothing_is_told_at_once(kind: str, mo
     async def handle(path: str, body: dict[str, Any]) -> tuple[int, bytes]:
         return answer
 
-    async with serving(handle) as url, ChatEngine(Endpoint(url, "m"), timeout=5, retries=9) as engine:
+    async with serving(handle) as url, ChatEngine(ChatEndpoint(url, "m"), timeout=5, retries=9) as engine:
         with pytest.raises(UserError, match=told) as error:
             await engine.check_ready()
     assert "\n" not in str(error.value)
@@ -186,17 +186,17 @@ async def test_an_endpoint_without_its_v1_is_told_which_address_to_try() -> None
         return (200, orjson.dumps(said("ready"))) if path.startswith("/v1/") else (404, b"not here")
 
     async with serving(handle) as url:
-        async with ChatEngine(Endpoint(url, "m"), timeout=5, retries=0) as engine:
-            with pytest.raises(UserError, match=f"{url}/v1, perhaps"):
+        async with ChatEngine(ChatEndpoint(url, "m"), timeout=5, retries=0) as engine:
+            with pytest.raises(UserError, match=f"maybe {url}/v1"):
                 await engine.check_ready()
-        async with ChatEngine(Endpoint(f"{url}/v1", "m"), timeout=5, retries=0) as engine:
+        async with ChatEngine(ChatEndpoint(f"{url}/v1", "m"), timeout=5, retries=0) as engine:
             await engine.check_ready()
 
 
 async def test_a_busy_endpoint_is_waited_for_and_an_absent_one_is_not() -> None:
     busy = endpoint(lambda body: (429, {"error": "later"}))
-    async with busy as url, ChatEngine(Endpoint(url, "m"), timeout=5, retries=0) as engine:
+    async with busy as url, ChatEngine(ChatEndpoint(url, "m"), timeout=5, retries=0) as engine:
         await engine.check_ready()
-    async with ChatEngine(Endpoint("http://127.0.0.1:9/v1", "m"), timeout=5, retries=9) as engine:
-        with pytest.raises(UserError, match="is the server running"):
+    async with ChatEngine(ChatEndpoint("http://127.0.0.1:9/v1", "m"), timeout=5, retries=9) as engine:
+        with pytest.raises(UserError, match="check that the server is running"):
             await engine.check_ready()

@@ -19,6 +19,7 @@ from agent_rl.evaluation.evaluate import evaluate
 from agent_rl.evaluation.report import wilson_interval
 from agent_rl.evaluation.tables import table
 from agent_rl.rollout.episode import EpisodeRules
+from agent_rl.rollout.jsonl_zst import encode_rows
 from agent_rl.rollout.limiter import Limiter
 from agent_rl.rollout.records import write_trajectories
 from agent_rl.rollout.scripted_policies import noop, recorded, solver_runner
@@ -137,12 +138,12 @@ async def test_a_recorded_run_is_said_again_and_graded_anew(kit: SimpleNamespace
     again = [await solver_runner(env, replay, EpisodeRules())(task) for task in (first, second)]
     assert [trajectory.resolved for trajectory in again] == [True, False]
     assert [turn.tool for turn in again[0].turns] == ["echo", "submit"]
-    for text in ("{}\n", "nonsense"):
-        (tmp_path / "wrong.jsonl").write_text(text)
-        with pytest.raises(UserError, match=r"wrong\.jsonl: no trajectories to replay"):
-            recorded(tmp_path / "wrong.jsonl")
-    with pytest.raises(UserError, match="no trajectories to replay"):
-        recorded(tmp_path / "absent.jsonl")
+    for content in (encode_rows([{}])[0], b"nonsense"):
+        (tmp_path / "wrong.jsonl.zst").write_bytes(content)
+        with pytest.raises(UserError, match=r"wrong\.jsonl\.zst: cannot replay trajectories"):
+            recorded(tmp_path / "wrong.jsonl.zst")
+    with pytest.raises(UserError, match="cannot replay trajectories"):
+        recorded(tmp_path / "absent.jsonl.zst")
 
 
 def test_wrong_solvers_are_told() -> None:

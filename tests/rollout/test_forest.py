@@ -19,7 +19,7 @@ from agent_rl.errors import RoutesMissingError
 from agent_rl.rollout.conversation_tree import ChatMessage, ConversationTree, Node
 from agent_rl.types import Branch, BranchCause, Completion, FinishReason
 from r3.routing import Routing, Span, SpanKind
-from tools import Spoken, ToolCall
+from tools import ParsedTurn, ToolCall
 
 END = 1
 ROLES = {"system": 2, "user": 3, "tool": 4, "assistant": 5}
@@ -36,7 +36,7 @@ class LetterRendering:
     def __init__(self, *, follow: bool = False) -> None:
         self.follow = follow
 
-    def opening(self, messages: Sequence[ChatMessage], tools: Sequence[object]) -> list[int]:
+    def initial_prompt(self, messages: Sequence[ChatMessage], tools: Sequence[object]) -> list[int]:
         shown = ChatMessage("system", f"{len(tools)} tools")
         whole = [token for m in (shown, *messages) for token in self._message(m)] + [ROLES["assistant"]]
         last = max((at for at, token in enumerate(whole) if token == ROLES["user"]), default=0)
@@ -46,7 +46,7 @@ class LetterRendering:
         tail = [token for m in messages for token in self._message(m)]
         return ([] if stop_included else [END]) + tail + [ROLES["assistant"]]
 
-    def begins_anew(self, messages: Sequence[ChatMessage]) -> bool:
+    def must_rerender(self, messages: Sequence[ChatMessage]) -> bool:
         return self.follow and any(message.role == "user" for message in messages)
 
     @staticmethod
@@ -91,37 +91,37 @@ class Program:
     """Conversations that grow, are edited, and are asked for again, as ``rng`` has it."""
 
     rng: random.Random
-    forest: ConversationTree = field(default_factory=lambda: ConversationTree(LetterRendering(), routes=R3Config()))
+    tree: ConversationTree = field(default_factory=lambda: ConversationTree(LetterRendering(), routes=R3Config()))
     engine: Prefixes = field(default_factory=Prefixes)
     talks: list[tuple[tuple[ChatMessage, ...], int]] = field(default_factory=list)
-    asked: list[tuple[Node, tuple[ChatMessage, ...], int]] = field(default_factory=list)
+    pending: list[tuple[Node, tuple[ChatMessage, ...], int]] = field(default_factory=list)
     seen: dict[Node, list[int]] = field(default_factory=dict)
 
     def run(self, steps: int) -> None:
         self.talks.append(((ChatMessage("system", "s"), ChatMessage("user", "u")), 1))
         for _ in range(steps):
-            if self.asked and self.rng.random() < 0.6:
+            if self.pending and self.rng.random() < 0.6:
                 self.answer()
             else:
                 self.ask()
-        while self.asked:
+        while self.pending:
             self.answer()
 
     def ask(self) -> None:
         messages, tools = self.rng.choice(self.talks[-4:])
         messages, tools = self.changed(messages, tools)
-        plan = self.forest.plan(messages, [{}] * tools)
-        late = [node for node in plan.waiting if node.spoken is not None]
+        plan = self.tree.plan_request(messages, [{}] * tools)
+        late = [node for node in plan.undelivered if node.spoken is not None]
         if late and self.rng.random() < 0.8:
             self.deliver(late[0], messages, tools)
             return
-        node = self.forest.begin(plan)
-        assert self.forest.tokens(node).tolist() == plan.prompt.tolist()
+        node = self.tree.begin(plan)
+        assert self.tree.tokens(node).tolist() == plan.prompt.tolist()
         self.seen[node] = plan.prompt.tolist()
-        self.asked.append((node, messages, tools))
+        self.pending.append((node, messages, tools))
 
     def answer(self) -> None:
-        node, messages, tools = self.asked.pop(self.rng.randrange(len(self.asked)))
+        node, messages, tools = self.pending.pop(self.rng.randrange(len(self.pending)))
         letters = [self.rng.choice(b"ab") for _ in range(self.rng.randrange(4))] + [END] * (self.rng.random() < 0.8)
         cut = self.rng.randrange(len(letters) + 1) if self.rng.random() < 0.2 else 0
         if cut:
@@ -129,20 +129,20 @@ class Program:
         self.sample(node, letters[cut:], FinishReason.STOP)
         text = bytes(token for token in letters if token != END).decode()
         calls = (ToolCall("bash", {"command": text}),) if self.rng.random() < 0.6 else ()
-        self.forest.commit(node, text, Spoken("", "" if calls else text, calls))
+        self.tree.commit(node, text, ParsedTurn("", "" if calls else text, calls))
         if self.rng.random() < 0.85:
             self.deliver(node, messages, tools)
         else:
             self.talks.append((messages, tools))
 
     def sample(self, node: Node, letters: Sequence[int], finish: FinishReason) -> None:
-        prompt = self.forest.tokens(node).tolist()
+        prompt = self.tree.tokens(node).tolist()
         assert prompt[: len(self.seen[node])] == self.seen[node]
-        completion = self.engine.sample(prompt, letters, self.forest.routes_from(node), finish=finish)
-        self.forest.sampled(node, completion)
+        completion = self.engine.sample(prompt, letters, self.tree.routes_from(node), finish=finish)
+        self.tree.sampled(node, completion)
 
     def deliver(self, node: Node, messages: tuple[ChatMessage, ...], tools: int) -> None:
-        self.forest.deliver(node)
+        self.tree.deliver(node)
         assert node.spoken is not None
         reply = node.id if node.spoken.calls or self.rng.random() < 0.3 else ""
         echo = ChatMessage("assistant", node.spoken.text, node.spoken.calls, reply=reply)
@@ -164,9 +164,9 @@ class Program:
 
 
 def check(program: Program) -> tuple[Branch, ...]:
-    forest, branches = program.forest, program.forest.branches()
+    tree, branches = program.tree, program.tree.branches()
     trained = Counter(value for branch in branches for value in branch.logprobs[branch.loss_mask].tolist())
-    wanted = Counter(value for node in forest.nodes if node.trained for value in node.logprobs)
+    wanted = Counter(value for node in tree.nodes if node.trained for value in node.logprobs)
     assert trained == wanted
     assert all(count == 1 for count in trained.values())
     for number, branch in enumerate(branches):
@@ -180,7 +180,7 @@ def check(program: Program) -> tuple[Branch, ...]:
         assert (branch.parent is None) or branch.parent < number
         if branch.parent is not None:
             assert tokens[: branch.shared] == branches[branch.parent].tokens[: branch.shared].tolist()
-    names = {value: (node, place) for node in forest.nodes for place, value in enumerate(node.logprobs)}
+    names = {value: (node, place) for node in tree.nodes for place, value in enumerate(node.logprobs)}
     for branch in branches:
         for at in np.flatnonzero(branch.loss_mask).tolist():
             node, place = names[float(branch.logprobs[at])]
@@ -210,18 +210,18 @@ class Talk:
     """A program's requests made by hand."""
 
     def __init__(self, routes: R3Config | None = None) -> None:
-        self.forest, self.engine = ConversationTree(LetterRendering(), routes=routes or R3Config()), Prefixes()
+        self.tree, self.engine = ConversationTree(LetterRendering(), routes=routes or R3Config()), Prefixes()
 
     def begin(self, messages: Sequence[ChatMessage], tools: int = 1) -> Node:
-        return self.forest.begin(self.forest.plan(messages, [{}] * tools))
+        return self.tree.begin(self.tree.plan_request(messages, [{}] * tools))
 
     def finish(self, node: Node, said: str, *, calls: tuple[ToolCall, ...] = (), deliver: bool = True) -> ChatMessage:
         letters = [*said.encode(), END]
-        completion = self.engine.sample(self.forest.tokens(node).tolist(), letters, self.forest.routes_from(node))
-        self.forest.sampled(node, completion)
-        self.forest.commit(node, said, Spoken("thought", "" if calls else said, calls))
+        completion = self.engine.sample(self.tree.tokens(node).tolist(), letters, self.tree.routes_from(node))
+        self.tree.sampled(node, completion)
+        self.tree.commit(node, said, ParsedTurn("thought", "" if calls else said, calls))
         if deliver:
-            self.forest.deliver(node)
+            self.tree.deliver(node)
         return ChatMessage("assistant", "" if calls else said, calls, reply=node.id)
 
     def turn(self, messages: Sequence[ChatMessage], said: str, tools: int = 1, **options: Any) -> ChatMessage:
@@ -232,14 +232,14 @@ S, U = ChatMessage("system", "s"), ChatMessage("user", "u")
 
 
 def causes(talk: Talk) -> list[BranchCause]:
-    return [branch.cause for branch in talk.forest.branches()]
+    return [branch.cause for branch in talk.tree.branches()]
 
 
 def test_a_linear_program_has_one_branch_and_brings_each_row_once() -> None:
     talk, messages = Talk(), [S, U]
     for number in range(6):
         messages += [talk.turn(messages, f"say {number}"), ChatMessage("tool", f"seen {number}")]
-    (branch,) = talk.forest.branches()
+    (branch,) = talk.tree.branches()
     assert branch.cause is BranchCause.START
     assert talk.engine.rows == len(branch.tokens) - 1
 
@@ -249,10 +249,10 @@ def test_thoughts_may_be_left_out_and_blanks_differ_but_nothing_else() -> None:
     said = talk.turn([S, U], "yes")
     seen = ChatMessage("user", "go on")
     for echo in (said._replace(text=" yes\n"), said._replace(reasoning="thought"), said._replace(reply="")):
-        assert talk.forest.plan([S, U, echo, seen], [{}]).parent is talk.forest.nodes[0]
-    assert talk.forest.echo_differs == 0
-    plan = talk.forest.plan([S, U, said._replace(text="no"), seen], [{}])
-    assert (plan.shared, talk.forest.echo_differs) == (len(talk.forest.nodes[0].context), 1)
+        assert talk.tree.plan_request([S, U, echo, seen], [{}]).parent is talk.tree.nodes[0]
+    assert talk.tree.echo_differs == 0
+    plan = talk.tree.plan_request([S, U, said._replace(text="no"), seen], [{}])
+    assert (plan.shared, talk.tree.echo_differs) == (len(talk.tree.nodes[0].context), 1)
 
 
 def test_arguments_that_a_program_adds_to_a_call_which_it_names_begin_no_branch() -> None:
@@ -264,9 +264,9 @@ def test_arguments_that_a_program_adds_to_a_call_which_it_names_begin_no_branch(
 
     def shared(echo: ChatMessage, **arguments: Any) -> int:
         calls = (replace(call, arguments=arguments),)
-        return talk.forest.plan([S, U, echo._replace(calls=calls), seen], [{}]).shared
+        return talk.tree.plan_request([S, U, echo._replace(calls=calls), seen], [{}]).shared
 
-    whole = talk.forest.nodes[0].end
+    whole = talk.tree.nodes[0].end
     assert shared(said, old=["a"], everywhere=False) == whole
     assert shared(said._replace(reply=""), old=["a"]) == whole
     for other in (shared(said, old=["b"], everywhere=False), shared(said._replace(reply=""), old=["a"], new="b")):
@@ -280,32 +280,32 @@ def test_a_program_goes_on_after_a_message_that_nobody_sampled() -> None:
     for number in range(3):
         said = talk.turn(messages, f"<raw {number}>", calls=(ToolCall("bash", {"command": "ls"}),))
         messages += [said._replace(reply=""), ChatMessage("tool", f"seen {number}")]
-    (branch,) = talk.forest.branches()
+    (branch,) = talk.tree.branches()
     assert talk.engine.rows == len(branch.tokens) - 1
     messages[4] = ChatMessage("assistant", "edited")
     for number in range(3):
         said = talk.turn(messages, f"<raw {number}>", calls=(ToolCall("bash", {"command": "ls"}),))
         messages += [said._replace(reply=""), ChatMessage("tool", f"seen {number}")]
     assert causes(talk) == [BranchCause.START, BranchCause.REWRITE]
-    assert talk.forest.echo_differs == 1
+    assert talk.tree.echo_differs == 1
 
 
 def test_a_retry_of_what_never_arrived_is_the_same_node() -> None:
     talk = Talk()
     node = talk.begin([S, U])
-    assert talk.forest.plan([S, U], [{}]).waiting == (node,)
+    assert talk.tree.plan_request([S, U], [{}]).undelivered == (node,)
     talk.finish(node, "late", deliver=False)
-    assert talk.forest.plan([S, U], [{}]).waiting == (node,)
-    assert talk.forest.branches() == ()
-    talk.forest.deliver(node)
-    assert talk.forest.plan([S, U], [{}]).waiting == ()
+    assert talk.tree.plan_request([S, U], [{}]).undelivered == (node,)
+    assert talk.tree.branches() == ()
+    talk.tree.deliver(node)
+    assert talk.tree.plan_request([S, U], [{}]).undelivered == ()
 
 
 def test_what_was_asked_for_again_is_not_trained_unless_the_program_goes_on_from_it() -> None:
     talk = Talk()
     first = talk.turn([S, U], "first")
     talk.turn([S, U], "second")
-    (branch,) = talk.forest.branches()
+    (branch,) = talk.tree.branches()
     assert bytes(branch.tokens[branch.loss_mask].tolist()[:-1]) == b"second"
     talk.turn([S, U, first, U], "third")
     assert causes(talk) == [BranchCause.START, BranchCause.RETRY]
@@ -317,7 +317,7 @@ def test_two_calls_at_once_are_two_branches_that_share_their_prompt() -> None:
     second = talk.begin([S, U, ChatMessage("user", "other")])
     talk.finish(second, "b")
     talk.finish(first, "a")
-    branches = talk.forest.branches()
+    branches = talk.tree.branches()
     assert [(branch.parent, branch.cause) for branch in branches] == [(None, "start"), (None, "parallel")]
     assert [int(branch.loss_mask.sum()) for branch in branches] == [2, 2]
 
@@ -335,7 +335,7 @@ def test_a_reply_repeated_in_a_rewritten_conversation_has_the_text_that_was_samp
     call = (ToolCall("bash", {"command": "ls"}),)
     node = talk.begin([S, U])
     said = talk.finish(node, "<raw ls>", calls=call)
-    plan = talk.forest.plan([S, ChatMessage("user", "other"), said, ChatMessage("tool", "x")], [{}])
+    plan = talk.tree.plan_request([S, ChatMessage("user", "other"), said, ChatMessage("tool", "x")], [{}])
     assert b"<raw ls>" in bytes(plan.prompt.tolist())
 
 
@@ -344,14 +344,14 @@ def test_missing_rows_are_refused_or_recorded() -> None:
     node = talk.begin([S, U])
     strip = Completion((65, END), (-1.0, -1.0), FinishReason.STOP, "0", "e")
     with pytest.raises(RoutesMissingError, match="received none"):
-        talk.forest.sampled(node, strip)
+        talk.tree.sampled(node, strip)
     talk = Talk(R3Config(missing="without_replay"))
     node = talk.begin([S, U])
-    talk.forest.sampled(node, strip)
-    talk.forest.commit(node, "A", Spoken(text="A"))
-    talk.forest.deliver(node)
+    talk.tree.sampled(node, strip)
+    talk.tree.commit(node, "A", ParsedTurn(text="A"))
+    talk.tree.deliver(node)
     said = ChatMessage("assistant", "A", reply=node.id)
     talk.turn([S, U, said, U], "b")
-    (branch,) = talk.forest.branches()
+    (branch,) = talk.tree.branches()
     assert branch.routing is not None
     assert branch.routes_missing == node.end - 1

@@ -20,7 +20,7 @@ HERE = "tests_an_interface"
 CONTEXT = EnvContext(backend=None)  # type: ignore[arg-type]
 
 
-def no_opening(statement: str, workdir: str, style: Style) -> tuple[Message, Message]:
+def no_messages(statement: str, workdir: str, style: Style) -> tuple[Message, Message]:
     raise NotImplementedError
 
 
@@ -30,13 +30,13 @@ def no_tools(*given: Any, **named: Any) -> Any:
 
 COUNTS = Scaffold(
     name="counts",
-    opening=no_opening,
+    initial_messages=no_messages,
     tools=no_tools,
     shell=lambda cmd: ToolCall("run", {"line": cmd}),
     submit=ToolCall("submit", {}),
-    remark=lambda turns, max_turns: f"{turns} of {max_turns}",
+    turn_note=lambda turns, max_turns: f"{turns} of {max_turns}",
     observation_role="user",
-    defaults=MappingProxyType({"max_turns": 9}),
+    default_rollout=MappingProxyType({"max_turns": 9}),
 )
 
 
@@ -73,7 +73,9 @@ def test_an_environment_with_tools_of_its_own_refuses_another_interface() -> Non
     sys.modules[HERE].Own = Own  # type: ignore[attr-defined]
     assert load_environment(f"{HERE}:Own", CONTEXT).name == "own"
     context = EnvContext(backend=None, scaffold=COUNTS)  # type: ignore[arg-type]
-    with pytest.raises(ScaffoldError, match=r"env.scaffold counts: environment 'tests_an_interface:Own' has tools"):
+    with pytest.raises(
+        ScaffoldError, match=r"env.scaffold counts: environment 'tests_an_interface:Own' has its own tools"
+    ):
         load_environment(f"{HERE}:Own", context)
     assert load_environment("swe", context, {"path": "tasks.jsonl"}).scaffold.name == "counts"  # type: ignore[attr-defined]
 

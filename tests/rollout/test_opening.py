@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agent_rl.rollout.initial_prompt import open_conversation
+from agent_rl.rollout.initial_prompt import build_initial_prompt
 from agent_rl.rollout.scripted_policies import ByteRenderer
 from tools.formats import tool_format
 
@@ -28,12 +28,14 @@ SCHEMAS = [
 class TemplateWithTools(ByteRenderer):
     """A chat template that describes tools itself."""
 
-    def opening(self, messages: Sequence[Mapping[str, str]], tools: Sequence[Mapping[str, Any]] | None) -> list[int]:
-        return [*super().opening(messages, None), *(json.dumps(tools).encode() if tools else b"")]
+    def initial_prompt(
+        self, messages: Sequence[Mapping[str, str]], tools: Sequence[Mapping[str, Any]] | None
+    ) -> list[int]:
+        return [*super().initial_prompt(messages, None), *(json.dumps(tools).encode() if tools else b"")]
 
 
 def opened(renderer: ByteRenderer, fmt: str, *, messages: Any = MESSAGES, describe_tools: bool = True) -> Any:
-    told, tokens = open_conversation(renderer, tool_format(fmt), messages, SCHEMAS, describe_tools=describe_tools)
+    told, tokens = build_initial_prompt(renderer, tool_format(fmt), messages, SCHEMAS, describe_tools=describe_tools)
     return told, renderer.decode(tokens)
 
 

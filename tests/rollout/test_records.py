@@ -18,15 +18,14 @@ from agent_rl.rollout.jsonl_zst import encode_rows, read_row, read_rows
 from agent_rl.rollout.limiter import Limiter
 from agent_rl.rollout.records import (
     arrays_path,
-    messages_of,
     read_trajectories,
-    rows_path,
+    row_messages,
     step_stem,
     steps_on_disk,
     write_trajectories,
 )
 from agent_rl.rollout.scripted_policies import ByteRenderer
-from agent_rl.rollout.step_index import read_sidecar
+from agent_rl.rollout.step_index import read_step_index
 from agent_rl.rollout.token_details import read_detail
 from agent_rl.types import (
     Branch,
@@ -90,7 +89,7 @@ def test_a_row_says_what_happened(groups: tuple[Group, ...], tmp_path: Path) -> 
     assert (row["stop"], row["reward"], row["patch"]) == ("submitted", 1.0, "diff")
     assert [turn["tool"] for turn in row["turns"]] == ["echo", "echo", "submit"]
     assert row["messages"][3] == {"role": "tool", "content": {"observed": 0, "rest": ""}}
-    assert messages_of(row)[3] == {"role": "tool", "content": row["task_id"]}
+    assert row_messages(row)[3] == {"role": "tool", "content": row["task_id"]}
     assert [version for _, _, version in row["branches"][0]["versions"]] == ["1", "2"]
 
 
@@ -151,26 +150,21 @@ def test_endings_survive(groups: tuple[Group, ...], tmp_path: Path) -> None:
     assert [t.stop for t in read_trajectories(tmp_path, 1)[0].trajectories] == list(StopReason)
 
 
-CAPTURED = Path(__file__).parent.parent / "captured"
-
-
-def test_rows_of_format_2_are_read() -> None:
-    groups = read_trajectories(CAPTURED, 1)
-    first = groups[0].trajectories[0]
-    assert steps_on_disk(CAPTURED) == [1, 2]
-    assert (first.task_id, len(first.tokens), first.loss_mask.dtype) == ("mini-train-0-00014", 141, np.bool_)
-    assert (first.logprobs[~first.loss_mask] == 0).all()
-    assert first.routing is not None
-    assert (first.began, first.tests, first.test_log) == (0.0, {}, "")
+def test_rows_of_another_format_are_refused(groups: tuple[Group, ...], tmp_path: Path) -> None:
+    path = write_trajectories(tmp_path, 1, groups)
+    rows = [{**row, "format": 2} for row in read_rows(path)]
+    path.write_bytes(encode_rows(rows)[0])
+    with pytest.raises(AgentRlError, match="format 2, expected 3"):
+        read_trajectories(tmp_path, 1)
 
 
 def test_rows_say_what_training_made_of_them(groups: tuple[Group, ...], tmp_path: Path) -> None:
-    verdicts = [TrainingDecision(TrainingStatus.TRAINED, 0.5)] * 3 + [TrainingDecision(TrainingStatus.DROPPED)] * 3
-    rows = list(read_rows(write_trajectories(tmp_path, 1, groups, verdicts=verdicts)))
+    decisions = [TrainingDecision(TrainingStatus.TRAINED, 0.5)] * 3 + [TrainingDecision(TrainingStatus.DROPPED)] * 3
+    rows = list(read_rows(write_trajectories(tmp_path, 1, groups, decisions=decisions)))
     assert [(row["training_status"], row["advantage"]) for row in rows] == [("trained", 0.5)] * 3 + [
         ("dropped", None)
     ] * 3
-    columns, _ = read_sidecar(step_stem(tmp_path, 1)) or ({}, [])
+    columns, _ = read_step_index(step_stem(tmp_path, 1)) or ({}, [])
     assert columns["training_status"] == [row["training_status"] for row in rows]
 
 
@@ -194,7 +188,7 @@ def test_messages_that_repeat_a_turn_are_not_written_twice(groups: tuple[Group, 
     odd = replace(groups[0].trajectories[0], turns=(turn,), messages=messages)
     (row,) = read_rows(write_trajectories(tmp_path, 1, [Group("t", (odd,))]))
     assert len(json.dumps(row["messages"])) < 300
-    assert messages_of(row) == list(messages)
+    assert row_messages(row) == list(messages)
 
 
 def test_one_row_is_found_without_those_before_it(tmp_path: Path) -> None:
@@ -235,16 +229,10 @@ def test_every_branch_is_kept(groups: tuple[Group, ...], tmp_path: Path) -> None
     stem = step_stem(tmp_path, 1)
     assert read_detail(stem, 0) is None
     assert read_detail(stem, 0, 1) is not None
-    columns, _ = read_sidecar(stem) or ({}, [])
+    columns, _ = read_step_index(stem) or ({}, [])
     assert columns["branches"] == [2, 1]
     assert columns["tokens"] == [len(first.tokens) + len(second.tokens), len(second.tokens)]
     assert columns["worst_gap"] == [0.5, None]
 
 
 DETAIL = TokenDetail(np.array([-0.5], np.float32), None, None, np.zeros(1, np.uint8), 0, None, None)
-
-
-@pytest.mark.parametrize("step", [1, 2])
-def test_rows_take_a_tenth_of_what_format_2_took(tmp_path: Path, step: int) -> None:
-    path = write_trajectories(tmp_path, step, read_trajectories(CAPTURED, step))
-    assert path.stat().st_size <= 0.1 * rows_path(step_stem(CAPTURED, step)).stat().st_size

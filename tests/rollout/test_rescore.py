@@ -67,7 +67,7 @@ async def test_evaluations_are_bounded_over_all_trajectories() -> None:
 
 async def test_other_weights_than_sampled_are_no_old_log_probs() -> None:
     rescorer = Rescorer(Noisy(version="1"), n=1, limiter=Limiter(1))
-    with pytest.raises(EngineRejected, match="sampled with weights 0 and the engine has 1 now"):
+    with pytest.raises(EngineRejected, match="sampled with weights 0, but the engine now has 1"):
         await rescorer(trajectory(1.0))
     assert rescorer.failed == 1
 

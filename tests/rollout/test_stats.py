@@ -113,7 +113,7 @@ def test_a_step_that_lost_every_group_has_only_counts() -> None:
 
 def test_a_trajectory_without_reward_in_a_group_is_refused() -> None:
     broken = replace(trajectory(1.0, StopReason.SUBMITTED, (), 5), stop=StopReason.SANDBOX_FAILURE, reward=None)
-    with pytest.raises(ValueError, match="without a reward"):
+    with pytest.raises(ValueError, match="has no reward"):
         rollout_metrics(Rollout((Group("a", (broken,)),), (), seconds=1.0))
 
 

@@ -202,7 +202,7 @@ def test_routes_that_were_not_sent_are_named() -> None:
 def test_log_probs_that_do_not_line_up_are_refused() -> None:
     talk = Conversation()
     said = replace(completion(talk.transcript.tokens, [9], 0), logprobs=())
-    with pytest.raises(ValueError, match="sampled 1 tokens and gave 0 log-probs"):
+    with pytest.raises(ValueError, match="sampled 1 tokens and sent 0 log-probs"):
         talk.transcript.sampled(said)
 
 

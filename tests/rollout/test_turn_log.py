@@ -22,13 +22,13 @@ from agent_rl.config import R3Config, RolloutConfig, RunConfig
 from agent_rl.controller.journal import EpisodeLog, Journal
 from agent_rl.errors import AgentRlError, UserError
 from agent_rl.rollout.episode import EpisodeRules, run_episode
-from agent_rl.rollout.group import GroupFormer, GroupSettings
+from agent_rl.rollout.group import GroupCollector, GroupSettings
 from agent_rl.rollout.limiter import Limiter
 from agent_rl.rollout.scripted_policies import ByteRenderer
 from agent_rl.rollout.turn_log import LoggedTurn, TurnLog, decode_turn, encode_turn
 from agent_rl.types import Completion, FinishReason, Group, StopReason, Trajectory
 from envs import Task
-from sandbox import SandboxHostLostError, SandboxLostError
+from sandbox import SandboxLostError, SandboxNodeLostError
 from tools.formats import tool_format
 
 RULES = EpisodeRules(RolloutConfig(describe_tools=False, time_limit=100.0), routes=R3Config())
@@ -117,7 +117,7 @@ class AbortingEngine:
         self.cut = True
         part = await self.engine.generate(tokens, replace(sampling, max_new_tokens=1), **how)
         self.engine.turns = [self.engine.turns[0], self.engine.turns[0][1:], *self.engine.turns[1:]]
-        return replace(part, finish=FinishReason.ABORT, cut=True)
+        return replace(part, finish=FinishReason.ABORT, interrupted=True)
 
 
 async def test_a_turn_cut_by_an_update_is_kept_in_its_parts(env: Any, task: Task, kit: SimpleNamespace) -> None:
@@ -158,7 +158,7 @@ async def test_where_a_tool_answers_otherwise_it_starts_over(env: Any, task: Tas
     assert (log.over, again.replayed_turns, len(fresh.prompts), env.open) == (1, 0, 2, 0)
     assert again.weight_versions == ("7",), "nothing sampled before is left in it"
     assert again.turns[0].observation == "fix in sandbox 3"
-    other = replace(kept[0], opening="another prompt")
+    other = replace(kept[0], prompt_hash="another prompt")
     log = ListLog([other])
     await drive(env, task, kit.ToldEngine([kit.FIX, kit.SUBMIT]), log)
     assert log.over == 1
@@ -168,10 +168,10 @@ async def test_the_time_limit_counts_what_was_spent_before_and_not_the_calls_mad
     env: Any, task: Task, kit: SimpleNamespace
 ) -> None:
     _, kept = await whole(env, task, kit)
-    assert 0 < kept[2].left < kept[0].left <= 100
+    assert 0 < kept[2].seconds_left < kept[0].seconds_left <= 100
     engine = kit.ToldEngine(story(kit)[3:])
     engine.before = partial(asyncio.sleep, 1)
-    ended = await drive(env, task, engine, ListLog([*kept[:2], replace(kept[2], left=0.001)]))
+    ended = await drive(env, task, engine, ListLog([*kept[:2], replace(kept[2], seconds_left=0.001)]))
     assert (ended.stop, ended.reward, len(ended.turns)) == (StopReason.TIME_LIMIT, 1.0, 3)
 
 
@@ -185,7 +185,7 @@ async def test_calls_made_again_that_do_not_end_are_given_up_like_a_sandbox_that
     async with asyncio.timeout(10):
         ended = await run_episode(*parts, log=ListLog(kept[:1]))
     assert ended.stop is StopReason.SANDBOX_FAILURE
-    assert "calling the tools again took longer than 0.01 s" in ended.error
+    assert "replaying the tool calls took longer than 0.01 s" in ended.error
     assert env.open == 0
 
 
@@ -204,17 +204,17 @@ async def test_an_episode_whose_host_is_lost_goes_on_in_another_sandbox(
 
     async def lost() -> None:
         if next(calls) in (2, 4):
-            raise SandboxHostLostError("host 2 is gone")
+            raise SandboxNodeLostError("host 2 is gone")
 
     env.on_call = lost
     journal, engine = opened(tmp_path), kit.ToldEngine([kit.FIX, kit.FIX, kit.FIX, kit.FIX, kit.SUBMIT])
     await journal.begin(6, "w5")
     run = journal.runner(0, lambda task, log=None: drive(env, task, engine, log))
     events: list[Any] = []
-    group = await GroupFormer(GroupSettings(1, retries=0), Limiter(1), events.append).form(task, run)
+    group = await GroupCollector(GroupSettings(1, retries=0), Limiter(1), events.append).collect(task, run)
     assert isinstance(group, Group)
     ended = group.trajectories[0]
-    assert [event.trajectory.stop for event in events if event.trajectory] == ["host_lost", "host_lost", "submitted"]
+    assert [event.trajectory.stop for event in events if event.trajectory] == ["node_lost", "node_lost", "submitted"]
     assert (len(ended.turns), ended.replayed_turns, ended.reward) == (4, 2, 1.0)
     assert len(engine.prompts) == 5, "of all turns only the one that was lost with the sandbox was sampled again"
     metrics = journal.metrics(6)
@@ -334,7 +334,7 @@ async def test_a_full_disk_is_one_line(tmp_path: Path, env: Any, task: Task, kit
     await journal.begin(6, "w5")
     journal._file = os.fdopen(os.open("/dev/full", os.O_RDWR), "r+b", buffering=0)
     run = journal.runner(0, lambda task, log=None: drive(env, task, kit.ToldEngine([kit.SUBMIT]), log))
-    with pytest.raises(UserError, match=r"step-000006\.journal: no room on the disk"):
+    with pytest.raises(UserError, match=r"step-000006\.journal: the disk is full"):
         await run(task)
     assert env.open == 0
 
@@ -360,7 +360,7 @@ async def test_turns_of_weights_that_a_step_done_again_did_not_give_are_forgotte
     for weights, turns in (("w6", 2), ("another", 1)):
         journal = opened(tmp_path)
         await journal.begin(6, "w5")
-        waiting = asyncio.create_task(journal.settled(0))
+        waiting = asyncio.create_task(journal.wait_usable(0))
         await asyncio.sleep(0)
         assert not waiting.done()
         await journal.begin(7, weights)

@@ -1,7 +1,7 @@
-"""Starts, uses and closes many sandboxes, for tests and benchmarks that kill it meanwhile.
+"""Starts, uses and closes many sandboxes, for tests and benchmarks that kill this process meanwhile.
 
-``python tests/sandbox/churn.py BACKEND COUNT RUN_ID`` prints a JSON object for each sandbox as it is done with: the
-seconds of its start, its command and its close, or the error that ended it.
+``python tests/sandbox/churn.py BACKEND COUNT RUN_ID`` prints a JSON object for each finished sandbox: the seconds of
+its start, its command and its close, or its error.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every backend for the conformance suite, and helpers that look at the host from outside the sandboxes."""
+"""Fixtures of the conformance suite: every backend, and inspection of the host from outside the sandboxes."""
 
 from __future__ import annotations
 
@@ -32,23 +32,29 @@ from sandbox.docker.lease import RUN_LABEL
 from sandbox.ray.open import open_cluster
 
 WAIT_SECONDS = 20.0
-# Runs reach every backend through a pool. The one here is in front of the backend whose sandboxes cost least.
+# Runs use every backend through a pool; here only the cheapest backend has one.
 CONTAINER_ENGINES = [
     pytest.param("docker", marks=pytest.mark.docker),
-    pytest.param("podman"),
+    pytest.param("podman", marks=pytest.mark.podman),
     pytest.param("docker with runsc", marks=[pytest.mark.docker, pytest.mark.exhaustive]),
 ]
 ON_HOSTS = " on hosts"
-BACKENDS = [
+BUBBLEWRAP = [
     pytest.param("bubblewrap in a pool", marks=pytest.mark.bubblewrap),
     pytest.param(f"bubblewrap{ON_HOSTS}", marks=[pytest.mark.bubblewrap, pytest.mark.megatron]),
-    *CONTAINER_ENGINES,
 ]
+SLOW_CONTAINER_ENGINES = [
+    CONTAINER_ENGINES[0],
+    pytest.param("podman", marks=[pytest.mark.podman, pytest.mark.exhaustive]),
+    CONTAINER_ENGINES[2],
+]
+slow_in_podman = pytest.mark.parametrize("engine", [*BUBBLEWRAP, *SLOW_CONTAINER_ENGINES], indirect=True)
+"""Runs a test on every backend, in podman only when ``exhaustive`` tests are asked for."""
 
 
 @dataclass(frozen=True)
 class Engine:
-    """A kind of backend. Tests may open more of its kind beside the one that they share."""
+    """A backend under test. Tests share one instance and may open more."""
 
     name: str
     runtime: str | None = None
@@ -63,12 +69,12 @@ class Engine:
 
 @pytest.fixture(scope="package")
 def two_nodes() -> Iterator[None]:
-    """A Ray of two nodes on this machine, which this process is connected to."""
+    """A Ray cluster of two nodes on this machine, with a connection of this process."""
     with ray_cluster(None, cpus=1), ray_node("second"):
         yield
 
 
-@pytest.fixture(scope="module", params=BACKENDS)
+@pytest.fixture(scope="module", params=[*BUBBLEWRAP, *CONTAINER_ENGINES])
 def engine(request: pytest.FixtureRequest) -> Engine:
     name, _, runtime = str(request.param).partition(" with ")
     if name.endswith(ON_HOSTS):
@@ -96,7 +102,7 @@ async def backend(engine: Engine) -> AsyncIterator[SandboxBackend]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def sandbox(backend: SandboxBackend) -> AsyncIterator[Sandbox]:
-    """A sandbox that the tests of a module share: whatever one of them does, it must go on working."""
+    """A sandbox shared by the tests of a module; it must keep working whatever a test does."""
     sandbox = await backend.start(SandboxSpec(env={"FROM_SPEC": "spec"}, memory_mb=256, pids=64))
     yield sandbox
     await sandbox.close()
@@ -104,48 +110,48 @@ async def sandbox(backend: SandboxBackend) -> AsyncIterator[Sandbox]:
 
 @pytest.fixture
 def marker() -> str:
-    """An argument of ``sleep`` that no other process on this machine has."""
+    """A unique argument of ``sleep``."""
     return f"{1000 + uuid.uuid4().int % 8000}.{uuid.uuid4().int % 10**9:09d}"
 
 
 class Host:
-    """Looks at the host from outside the sandboxes."""
+    """Inspects the host from outside the sandboxes."""
 
     def processes(self, marker: str) -> int:
-        """How many processes have ``marker`` among their arguments, whatever namespace they are in."""
-        found = 0
+        """Return the number of processes with the argument ``marker`` in any namespace."""
+        count = 0
         for directory in Path("/proc").iterdir():
             if directory.name.isdigit() and int(directory.name) != os.getpid():
                 try:
                     arguments = (directory / "cmdline").read_bytes().split(b"\0")
                 except OSError:
                     continue
-                found += marker.encode() in arguments
-        return found
+                count += marker.encode() in arguments
+        return count
 
     async def until(self, condition: Callable[[], Any], what: str) -> None:
-        """Wait until ``condition()`` is true; fail after some seconds."""
+        """Wait until ``condition()`` is true; fail after 20 seconds."""
         deadline = time.monotonic() + WAIT_SECONDS
         while not condition():
             assert time.monotonic() < deadline, f"not within {WAIT_SECONDS:.0f} s: {what}"
             await asyncio.sleep(0.02)
 
     def sandbox_exists(self, backend: str, sandbox_id: str) -> bool:
-        """Whether anything of a sandbox is left on the machine: its container, or its directory or control groups."""
+        """Whether the container, directory or control groups of a sandbox exist on the machine."""
         if backend != "bubblewrap":
             api = connect(backend)
             try:
                 return any(c["Id"].startswith(sandbox_id) for c in api.containers(all=True))
             finally:
                 api.close()
-        # Not glob, which stumbles over groups of others' that go away under it.
+        # os.walk ignores groups of other processes that disappear meanwhile; glob raises.
         groups = any(f"agent-rl-{sandbox_id}" in names for _, names, _ in os.walk("/sys/fs/cgroup"))
-        directories = Path(tempfile.gettempdir()).glob(f"agent-rl-sandboxes-{os.getuid()}/*/boxes/{sandbox_id}")
+        directories = Path(tempfile.gettempdir()).glob(f"agent-rl-sandboxes-{os.getuid()}/*/sandboxes/{sandbox_id}")
         return groups or any(True for _ in directories)
 
 
 class GVisorHost(Host):
-    """Looks into running sandboxes whose processes are none of the host's, by asking the engine."""
+    """Inspects gVisor sandboxes through the engine: their processes are not visible on the host."""
 
     def processes(self, marker: str) -> int:
         api = connect()
@@ -156,10 +162,11 @@ class GVisorHost(Host):
             api.close()
 
     def _arguments(self, api: EngineClient, sandbox: str) -> list[bytes]:
-        """What the processes in the sandbox were called with; nothing where it ends meanwhile."""
-        look = ["sh", "-c", "cat /proc/[0-9]*/cmdline"]
+        """Return the arguments of all processes in the sandbox, or an empty list if it has ended."""
+        command = ["sh", "-c", "cat /proc/[0-9]*/cmdline"]
         try:
-            return bytes(api.exec_start(api.exec_create(sandbox, look, user="65534", stderr=False)["Id"])).split(b"\0")
+            exec_id = api.exec_create(sandbox, command, user="65534", stderr=False)["Id"]
+            return bytes(api.exec_start(exec_id)).split(b"\0")
         except docker.errors.APIError:
             return []
 

@@ -1,4 +1,4 @@
-"""Leases in a real engine and in real directories: heartbeats of owners that can't be seen, the command that reaps."""
+"""Leases in a real engine and in real directories: heartbeats of invisible owners, and the reap command."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from sandbox.bubblewrap.run_dir import RunDirectory, dir_leases
 from sandbox.docker import lease as dockerlease
 from sandbox.docker.backend import DockerBackend, reap_containers
 from sandbox.docker.engine import EngineClient, connect
-from sandbox.lease import EXPIRY_SECONDS
-from sandbox.owner import Owner
+from sandbox.lease import EXPIRY_SECONDS, Owner
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -37,14 +36,14 @@ def api() -> Iterator[EngineClient]:
     api.close()
 
 
-def test_a_directory_goes_when_its_heartbeat_has_stopped(tmp_path: Path) -> None:
+def test_a_run_directory_is_removed_after_its_heartbeat_stopped(tmp_path: Path) -> None:
     owner = unseen()
     directory = RunDirectory.make(tmp_path, owner, None)
     (directory.path / "sandboxes" / "one").mkdir()
     silent = time.time() - EXPIRY_SECONDS - 5
     os.utime(directory.path / "owner.json", (silent, silent))
     directory.beat()
-    assert reap_dirs(tmp_path) == 0, "it has just been heard of"
+    assert reap_dirs(tmp_path) == 0, "its heartbeat is recent"
     os.utime(directory.path / "owner.json", (silent, silent))
     (found,) = dir_leases(tmp_path)
     assert (found.owner, found.sandboxes, found.dead) == (owner, ("one",), True)
@@ -53,7 +52,7 @@ def test_a_directory_goes_when_its_heartbeat_has_stopped(tmp_path: Path) -> None
 
 
 @pytest.mark.bubblewrap
-async def test_a_backend_beats_while_it_is_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_open_backend_renews_its_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease.Heartbeat.__init__, "__defaults__", (0.01,))
     backend = BubblewrapBackend(run_id="beats", base=tmp_path / "base")
     (file,) = (tmp_path / "base").glob("*/owner.json")
@@ -67,7 +66,7 @@ async def test_a_backend_beats_while_it_is_open(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.docker
-async def test_containers_go_when_their_heartbeat_has_stopped(
+async def test_containers_are_removed_after_their_heartbeat_stopped(
     api: EngineClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner = unseen()
@@ -81,12 +80,12 @@ async def test_containers_go_when_their_heartbeat_has_stopped(
 
     (found,) = mine()
     assert [name[:12] for name in found.sandboxes] == [sandbox.id]
-    assert found.silent_for is not None
-    assert -2 < found.silent_for < 60
+    assert found.silence_seconds is not None
+    assert -2 < found.silence_seconds < 60
     assert not found.dead
     before = backend._lease._volume
     backend._lease.renew()
-    volumes = [volume["Name"] for volume in dockerlease._volumes(api) if dockerlease._owner_of(volume) == owner]
+    volumes = [volume["Name"] for volume in dockerlease._list_volumes(api) if dockerlease._parse_owner(volume) == owner]
     assert volumes == [backend._lease._volume] != [before], "a new beat replaces the last one"
     monkeypatch.setattr(lease, "EXPIRY_SECONDS", -10)  # all that can't be seen has been silent for too long
     assert reap_containers(api, "docker") >= 1
@@ -111,9 +110,7 @@ asyncio.run(main())
 @pytest.mark.parametrize(
     "backend", [pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("bubblewrap", "docker")]
 )
-def test_the_command_removes_dead_runs_and_no_others(
-    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reap_command_removes_only_dead_runs(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     run_id = f"command-{uuid.uuid4().hex[:8]}"
 
@@ -140,11 +137,11 @@ def test_the_command_removes_dead_runs_and_no_others(
         run.wait()
 
 
-def test_a_kind_that_was_asked_for_and_is_not_there_is_one_line(tmp_path: Path) -> None:
+def test_an_unusable_backend_option_is_one_line(tmp_path: Path) -> None:
     environment = {**os.environ, "DOCKER_HOST": f"unix://{tmp_path}/none.sock"}
     command = [sys.executable, "-m", "sandbox.reap"]
-    asked = subprocess.run([*command, "--backend", "docker"], env=environment, capture_output=True, text=True)
-    assert asked.returncode == 2
-    assert "no container engine answers" in asked.stderr
-    assert asked.stderr.count("\n") == 1
+    explicit = subprocess.run([*command, "--backend", "docker"], env=environment, capture_output=True, text=True)
+    assert explicit.returncode == 2
+    assert "no container engine responds" in explicit.stderr
+    assert explicit.stderr.count("\n") == 1
     assert subprocess.run([*command, "--list"], env=environment, capture_output=True).returncode == 0

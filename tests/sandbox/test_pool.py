@@ -1,5 +1,4 @@
-"""The pool: its bounds, its idle sandboxes, its end; over real bubblewrap sandboxes behind a gate that orders
-events."""
+"""The pool over real bubblewrap sandboxes: limits, prewarming and close; a gate controls the order of events."""
 
 from __future__ import annotations
 
@@ -20,13 +19,13 @@ OTHER = replace(SPEC, memory_mb=300)
 
 
 class Gate:
-    """A backend whose starts wait while the gate is shut, and which counts them."""
+    """A backend that counts its starts, which wait until ``open`` is set."""
 
     def __init__(self, backend: BubblewrapBackend) -> None:
         self._backend = backend
         self.open = asyncio.Event()
         self.open.set()
-        self.waiting, self.most_waiting, self.started, self.failures = 0, 0, 0, 0
+        self.waiting, self.max_waiting, self.started, self.failures = 0, 0, 0, 0
 
     @property
     def name(self) -> str:
@@ -34,7 +33,7 @@ class Gate:
 
     async def start(self, spec: SandboxSpec) -> Sandbox:
         self.waiting += 1
-        self.most_waiting = max(self.most_waiting, self.waiting)
+        self.max_waiting = max(self.max_waiting, self.waiting)
         try:
             await self.open.wait()
         finally:
@@ -75,21 +74,21 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
-async def test_starts_are_bounded(gate: Gate) -> None:
+async def test_concurrent_starts_are_limited(gate: Gate) -> None:
     pool = SandboxPool(gate, max_starts=3)
     gate.open.clear()
     starts = [asyncio.create_task(pool.start(SPEC)) for _ in range(8)]
     await until(lambda: gate.waiting == 3)
     gate.open.set()
     sandboxes = await asyncio.gather(*starts)
-    assert (gate.most_waiting, len({sandbox.id for sandbox in sandboxes}), pool.idle) == (3, 8, 0)
+    assert (gate.max_waiting, len({sandbox.id for sandbox in sandboxes}), pool.idle) == (3, 8, 0)
     await pool.close()
     assert gate.sandboxes == 0
     with pytest.raises(SandboxStartError, match="closed"):
         await pool.start(SPEC)
 
 
-async def test_waiting_for_its_turn_takes_nothing_of_a_start(
+async def test_waiting_for_a_slot_does_not_count_against_the_start_timeout(
     gate: Gate,
 ) -> None:
     pool, clock = SandboxPool(gate, max_starts=1, prewarmed=1), LoopClock()
@@ -109,7 +108,7 @@ async def test_waiting_for_its_turn_takes_nothing_of_a_start(
     await pool.close()
 
 
-async def test_commands_are_bounded_and_waiting_is_not_their_time(gate: Gate) -> None:
+async def test_concurrent_commands_are_limited_and_waiting_does_not_count(gate: Gate) -> None:
     pool = SandboxPool(gate, max_execs=1)
     first, second = await pool.start(SPEC), await pool.start(SPEC)
     held = asyncio.create_task(first.exec("while ! [ -e go ]; do sleep 0.01; done", timeout=30))
@@ -123,7 +122,7 @@ async def test_commands_are_bounded_and_waiting_is_not_their_time(gate: Gate) ->
     await pool.close()
 
 
-async def test_sandboxes_stand_ready_and_are_used_once(gate: Gate) -> None:
+async def test_prewarmed_sandboxes_are_used_once(gate: Gate) -> None:
     pool = SandboxPool(gate, prewarmed=2)
     first = await pool.start(SPEC)
     await until(lambda: pool.idle == 1)
@@ -141,7 +140,7 @@ async def test_sandboxes_stand_ready_and_are_used_once(gate: Gate) -> None:
     assert gate.sandboxes == 0
 
 
-async def test_a_burst_finds_as_many_the_next_time_within_the_bound(gate: Gate) -> None:
+async def test_prewarming_follows_the_number_of_starts_up_to_its_limit(gate: Gate) -> None:
     pool = SandboxPool(gate, prewarmed=3)
     await asyncio.gather(*(pool.start(SPEC) for _ in range(5)))
     await until(lambda: pool.idle == 3)
@@ -153,7 +152,7 @@ async def test_a_burst_finds_as_many_the_next_time_within_the_bound(gate: Gate) 
     await pool.close()
 
 
-async def test_the_longest_idle_makes_room_for_another_kind(gate: Gate) -> None:
+async def test_the_longest_idle_sandbox_is_closed_for_another_spec(gate: Gate) -> None:
     pool = SandboxPool(gate, prewarmed=1)
     first = await pool.start(SPEC)
     await until(lambda: pool.idle == 1)
@@ -162,13 +161,13 @@ async def test_the_longest_idle_makes_room_for_another_kind(gate: Gate) -> None:
     gate.open.clear()
     ready = await pool.start(OTHER)
     assert ready.spec == OTHER
-    assert gate.most_waiting == 1, "ahead of need, sandboxes are started one after another"
+    assert gate.max_waiting == 1, "prewarming starts one sandbox at a time"
     gate.open.set()
     await asyncio.gather(*(sandbox.close() for sandbox in (first, other, ready)))
     await pool.close()
 
 
-async def test_a_failed_order_is_told_and_harms_nobody(gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_failed_prewarm_is_logged_and_has_no_effect(gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
     pool = SandboxPool(gate, prewarmed=1)
     await pool.start(SPEC)
     await until(lambda: pool.idle == 1)
@@ -181,7 +180,7 @@ async def test_a_failed_order_is_told_and_harms_nobody(gate: Gate, caplog: pytes
     await pool.close()
 
 
-async def test_closing_ends_what_is_being_started(gate: Gate) -> None:
+async def test_close_cancels_prewarming(gate: Gate) -> None:
     pool = SandboxPool(gate, prewarmed=4)
     await pool.start(SPEC)
     gate.open.clear()

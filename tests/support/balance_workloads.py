@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from r3.balance.plan import Grid, Ints
+from r3.balance.plan import ExpertLayout, Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,18 +48,18 @@ class Pass:
     top_k: int = 8
 
 
-def skewed_steps(regime: Regime, grid: Grid, size: Pass, seed: int) -> Iterator[Ints]:
+def skewed_steps(regime: Regime, layout: ExpertLayout, size: Pass, seed: int) -> Iterator[Ints]:
     """Endless counts ``[M, L, R, E]``, one step after another. Sources differ by up to 10 % in their tokens."""
     rng = np.random.default_rng(seed)
-    own, common = rng.normal(size=(size.layers, grid.experts)), rng.normal(size=(size.layers, 4))
-    group = np.arange(grid.experts) * 4 // grid.experts
+    own, common = rng.normal(size=(size.layers, layout.experts)), rng.normal(size=(size.layers, 4))
+    group = np.arange(layout.experts) * 4 // layout.experts
     weight = regime.step * (np.sqrt(1 - regime.shared) * own + np.sqrt(regime.shared) * common[:, group])
-    shape = (size.microbatches, size.layers, grid.ranks, grid.experts)
+    shape = (size.microbatches, size.layers, layout.ranks, layout.experts)
     while True:
         weight = weight + regime.drift * rng.normal(size=weight.shape)
-        logs = weight[:, None] + regime.microbatch * rng.normal(size=(*shape[:2], 1, grid.experts))
+        logs = weight[:, None] + regime.microbatch * rng.normal(size=(*shape[:2], 1, layout.experts))
         share = np.exp(logs + regime.source * rng.normal(size=shape))
-        tokens = size.tokens * size.top_k * rng.uniform(0.9, 1.1, size=(size.microbatches, 1, grid.ranks, 1))
+        tokens = size.tokens * size.top_k * rng.uniform(0.9, 1.1, size=(size.microbatches, 1, layout.ranks, 1))
         yield rng.poisson(share / share.sum(axis=3, keepdims=True) * tokens).astype(np.int32)
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 
-from agent_rl.train.checkpoint.pieces import Part, PieceReader, Stretch, _uncut
+from agent_rl.train.checkpoint.pieces import FlatRange, ParamShard, PieceReader, _full_parameter
 
 
-def whole_part(part: Part) -> Stretch:
+def whole_part(part: ParamShard) -> FlatRange:
     """All of ``part``."""
-    return Stretch(part, 0, math.prod(part.shape))
+    return FlatRange(part, 0, math.prod(part.shape))
 
 
-def whole_parameters(reader: PieceReader) -> list[Part]:
+def whole_parameters(reader: PieceReader) -> list[ParamShard]:
     """Every parameter that the files hold something of, uncut."""
-    return [_uncut(stretches[0][0].part) for stretches in reader._by_name.values()]
+    return [_full_parameter(stretches[0][0].part) for stretches in reader._by_name.values()]

@@ -14,7 +14,7 @@ from markdown_it.token import Token
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = tuple(
-    sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *(ROOT / "docs").glob("*.md")])
+    sorted([*(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY")), *ROOT.glob("docs/**/*.md")])
 )
 
 

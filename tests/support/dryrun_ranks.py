@@ -1,4 +1,4 @@
-"""Rehearses ranks of small and large models for tests: one process that imports all, and a fork of it for each."""
+"""Dry-runs ranks of small and large models for tests, each in a fork of one process that has imported everything."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from agent_rl.config import RunConfig
-from agent_rl.dryrun.fake_device import build_guard
+from agent_rl.dryrun.fake_device import build_device_guard
 from agent_rl.dryrun.job import RankJob, RankRecord
 from agent_rl.planner.known_models import CONFIGS
 
@@ -25,14 +25,14 @@ TINY = {
 
 
 def write_model(directory: Path, raw: Mapping[str, Any] = TINY, **changes: Any) -> Path:
-    """A directory with a config.json and no weights."""
+    """Write a directory with a config.json and no weights."""
     directory.mkdir(exist_ok=True)
     (directory / "config.json").write_text(json.dumps({**raw, **changes}))
     return directory
 
 
 def write_30b(directory: Path, layers: int) -> Path:
-    """Qwen3-30B-A3B, so many layers deep."""
+    """Write the config of Qwen3-30B-A3B with ``layers`` layers."""
     return write_model(directory, CONFIGS["Qwen3-30B-A3B"], num_hidden_layers=layers)
 
 
@@ -45,7 +45,7 @@ def config_of(
     **parallel: Any,
 ) -> RunConfig:
     """Full micro-batches of one trajectory of ``tokens`` tokens in bfloat16, and two engines of two GPUs each."""
-    whole = {
+    train_section = {
         "dtype": "bfloat16",
         "recompute": "full",
         "microbatch_tokens": tokens,
@@ -53,14 +53,13 @@ def config_of(
         **(train or {}),
     }
     engine = {"count": 2, "gpus": 2, "colocate": colocate}
-    data = {"name": "rehearsed", "model": str(model), "train": whole, "rollout": {"max_tokens": tokens}}
+    data = {"name": "dry-run", "model": str(model), "train": train_section, "rollout": {"max_tokens": tokens}}
     return RunConfig.model_validate(data | {"engine": engine})
 
 
-def rehearsed(jobs: Sequence[tuple[str, RunConfig, int]]) -> list[RankRecord]:
-    """Of each (fault, config, rank) what the rank recorded, the fault put back; the model's directory says its
-    depth."""
-    library = build_guard()
+def dry_run_records(jobs: Sequence[tuple[str, RunConfig, int]]) -> list[RankRecord]:
+    """Returns the record of each (fault, config, rank), run with the fault reintroduced."""
+    library = build_device_guard()
     pairs = [(fault, RankJob(config, config.model, rank, 1.0, library)) for fault, config, rank in jobs]
     done = subprocess.run([sys.executable, str(WORKER)], input=pickle.dumps(pairs), capture_output=True, check=False)
     records = [RankRecord.load(line) for line in done.stdout.splitlines()]

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from agent_rl.train.batching.mini_steps import MiniStepShare
-from agent_rl.train.ray_trainer import StepAnswer
-from agent_rl.train.reports import Differing, RankReport, Update, UpdateSums
-from agent_rl.train.route_sharding import RankInfo
+from agent_rl.train.batching.partition import MiniStepShare
+from agent_rl.train.ray_trainer import WorkerStepResult
+from agent_rl.train.reports import RankReport, RouteDifferences, Update, UpdateSums
+from agent_rl.train.route_sharding import WorkerInfo
 from agent_rl.types import Sample
 from r3.shard import ShardSpec
 
@@ -21,7 +21,7 @@ class FakeWorkers:
 
     def __init__(self, samples: Sequence[Sample], count: int, layers: int) -> None:
         self.infos = [
-            RankInfo(rank, rank, count, True, ShardSpec(tuple(range(layers))), layers) for rank in range(count)
+            WorkerInfo(rank, rank, count, True, ShardSpec(tuple(range(layers))), layers) for rank in range(count)
         ]
         self._samples, self._layers = samples, layers
         row = np.packbits(np.arange(layers) % 2 == 0)
@@ -33,13 +33,13 @@ class FakeWorkers:
     def put(self, value: object) -> None:
         """Nothing is kept."""
 
-    async def call_each(self, call: Callable[[Any, RankInfo], StepAnswer]) -> list[StepAnswer]:
+    async def call_each(self, call: Callable[[Any, WorkerInfo], WorkerStepResult]) -> list[WorkerStepResult]:
         actor = SimpleNamespace(grpo=SimpleNamespace(remote=self._grpo))
         return [call(actor, info) for info in self.infos]
 
     def _grpo(
         self, samples: object, shares: Sequence[MiniStepShare], order: object, routes: Mapping[int, object]
-    ) -> StepAnswer:
+    ) -> WorkerStepResult:
         batches = [ids for share in shares for ids in share.micro_batches]
         sampled = sum(int(self._samples[index].loss_mask.sum()) for ids in batches for index in ids)
         logprobs = np.full(sampled, -0.5, np.float32)
@@ -48,7 +48,7 @@ class FakeWorkers:
         ]
         differs = tuple(np.concatenate([self._of(self._samples[index]) for index in ids]) for ids in batches)
         report = RankReport(logprobs, logprobs, logprobs, np.zeros(len(logprobs), np.int32), tuple(sums), 1.0, 1.0, 1.0)
-        return report, Differing(self._layers, differs, differs), None
+        return report, RouteDifferences(self._layers, differs, differs), None
 
     def _of(self, sample: Sample) -> np.ndarray:
         assert sample.routing is not None

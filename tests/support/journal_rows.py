@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from agent_rl.rollout.framed_log import frames_of
+from agent_rl.rollout.framed_log import read_frames
 from agent_rl.rollout.records import decode_trajectory
 from agent_rl.types import Trajectory
 
@@ -14,7 +14,7 @@ def read_journal(path: Path) -> list[Trajectory]:
     if not path.exists():
         return []
     with path.open("rb") as file:
-        frames = frames_of(file)
+        frames = read_frames(file)
         next(frames, None)  # the header
         payloads = [payload.partition(b"\n") for payload, _ in frames]
         return [decode_trajectory(data, str(path)) for line, _, data in payloads if data and b'"turn"' not in line]

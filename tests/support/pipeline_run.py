@@ -29,7 +29,7 @@ from agent_rl.controller.train import TrainingRun
 from agent_rl.engine.fleet import Fleet
 from agent_rl.engine.generation_gate import GenerationGate
 from agent_rl.engine.sleep import EngineSleep
-from agent_rl.engine.utilization import EngineLoad
+from agent_rl.engine.utilization import EngineUtilization
 from agent_rl.monitoring.console import Display
 from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.limiter import Limiter
@@ -126,9 +126,10 @@ class MemoryRuntime:
 
     def __post_init__(self) -> None:
         self.limiter = Limiter(self.config.rollout.concurrency)
-        self.engine = SimpleNamespace(fleet=Fleet(), gate=GenerationGate(), load=EngineLoad(), until=_never)
+        self.engine = SimpleNamespace(fleet=Fleet(), gate=GenerationGate(), load=EngineUtilization())
+        self.engine.fleet.add("starting")  # one that never comes up
         self.engine.sleep = EngineSleep(Fleet(), GenerationGate(), {}, self.config.engine, AsyncHttp(1.0))
-        self.engine.facts = SimpleNamespace(vocab_size=8)
+        self.engine.model_spec = SimpleNamespace(vocab_size=8)
         env = SimpleNamespace(prepare=_nothing)
         backend = SimpleNamespace(name="none")
         tasks = {"train": self.tasks, "heldout": HELD_OUT}
@@ -190,7 +191,7 @@ class MemoryRuntime:
         """The number of an episode that goes on, or the next that is left."""
         held = log._journal._read_turns(log.episode.turns) if isinstance(log, EpisodeLog) else ()
         left = self.left[task.id]
-        return left.pop(left.index(int(held[0].opening)) if held else 0)
+        return left.pop(left.index(int(held[0].prompt_hash)) if held else 0)
 
 
 def _turn(number: int, version: str) -> LoggedTurn:
@@ -218,10 +219,6 @@ def _episode(task: Task, number: int, reward: float, first: str, last: str) -> T
 
 async def _nothing(*splits: str) -> None:
     """Nothing is to be made ready."""
-
-
-async def _never(look: Any) -> Any:
-    await asyncio.Event().wait()
 
 
 def run_config(
@@ -270,18 +267,18 @@ class Life:
         return {}
 
     def _wrap(self) -> None:
-        journal, begin, record = self.run.journal, self.run.journal.begin, self.run.journal.record
+        journal, begin, record = self.run.journal, self.run.journal.begin, self.run.journal.record_batch
 
         def recording(step: int, positions: Sequence[int]) -> None:
             record(step, positions)
             self.deaths.passed("taken")
 
         async def beginning(step: int, weights: str) -> int:
-            found = await begin(step, weights)
+            count = await begin(step, weights)
             self.deaths.passed("begun")
-            return found
+            return count
 
-        journal.record, journal.begin = recording, beginning  # type: ignore[method-assign]
+        journal.record_batch, journal.begin = recording, beginning  # type: ignore[method-assign]
 
     async def live(self) -> bool:
         """Whether it came to its last step."""

@@ -12,8 +12,8 @@ import yaml
 
 from agent_rl.config.builtin import MODELS
 from agent_rl.evaluation.directory import EvaluationDirectory
-from agent_rl.evaluation.finished import report_path
 from agent_rl.evaluation.report import EpisodeResult
+from agent_rl.evaluation.saved import report_path
 from agent_rl.monitoring.metrics_log import MetricsLog
 from agent_rl.rollout.records import evaluation_stem, write_records, write_trajectories
 from agent_rl.types import (
@@ -78,12 +78,12 @@ def write_step(directory: Path, step: int, *, routes: bool = True, details: bool
         TrainingStatus.DISCARDED,
         TrainingStatus.DISCARDED,
     ]
-    verdicts = [
+    decisions = [
         TrainingDecision(training_status, 0.5 if training_status is TrainingStatus.TRAINED else None)
         for training_status in fates
     ]
     kept = {(number, 0): detail(number, routes=routes) for number in (0, 1)} if details else None
-    write_trajectories(directory, step, groups, verdicts=verdicts, details=kept)
+    write_trajectories(directory, step, groups, decisions=decisions, details=kept)
 
 
 def write_run(directory: Path) -> Path:
@@ -122,7 +122,9 @@ def branched(directory: Path) -> Path:
     group = Group("t", (replace(first, further=(other,), turns=turns),))
     details = {(0, 0): detail(0), (0, 1): detail(9)}
     shutil.copy(MODELS["tiny-moe"] / "tokenizer.json", directory)
-    write_trajectories(directory, 1, [group], verdicts=[TrainingDecision(TrainingStatus.TRAINED, 0.5)], details=details)
+    write_trajectories(
+        directory, 1, [group], decisions=[TrainingDecision(TrainingStatus.TRAINED, 0.5)], details=details
+    )
     return directory
 
 

@@ -2,50 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
-from sandbox import ExecResult, Sandbox, SandboxSpec, SandboxUnavailableError, TreeFile, TreeLimits, open_backend
+from sandbox import Sandbox, SandboxSpec, SandboxUnavailableError, open_backend
+from sandbox.base import ForwardingSandbox
 from tools import ToolCall, ToolResult, ToolSet, swe_tools
 
 
-class CountedSandbox:
-    """A sandbox that counts its round trips."""
+class CountedSandbox(ForwardingSandbox):
+    """A sandbox that counts its commands and file reads in ``trips``."""
 
     def __init__(self, sandbox: Sandbox) -> None:
-        self._sandbox = sandbox
-        self.id, self.spec = sandbox.id, sandbox.spec
-        self.trips = 0
+        super().__init__(sandbox.id, sandbox.spec)
+        self._sandbox, self.trips = sandbox, 0
 
-    async def exec(
-        self,
-        command: str | Sequence[str],
-        *,
-        timeout: float,
-        cwd: str | None = None,
-        env: Mapping[str, str] | None = None,
-        stdin: bytes | None = None,
-    ) -> ExecResult:
-        self.trips += 1
-        return await self._sandbox.exec(command, timeout=timeout, cwd=cwd, env=env, stdin=stdin)
-
-    async def read_file(self, path: str, *, max_bytes: int = 1 << 20) -> bytes:
-        self.trips += 1
-        return await self._sandbox.read_file(path, max_bytes=max_bytes)
-
-    async def read_tree(
-        self,
-        path: str,
-        *,
-        skip: Collection[str] = (),
-        limits: TreeLimits | None = None,
-        known: Mapping[str, str] | None = None,
-    ) -> Mapping[str, TreeFile]:
-        return await self._sandbox.read_tree(path, skip=skip, limits=limits, known=known)
-
-    async def write_files(self, files: Mapping[str, bytes]) -> None:
-        await self._sandbox.write_files(files)
+    async def _forward(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        self.trips += method in ("exec", "read_file")
+        return await getattr(self._sandbox, method)(*args, **kwargs)
 
     async def close(self) -> None:
         await self._sandbox.close()

@@ -165,5 +165,5 @@ def test_a_format_of_another_package_is_found_by_its_entry_point(monkeypatch: py
     assert tool_format("shouted").name == tool_format("tests_shouted_format:Shouted").name == "shouted"
     with pytest.raises(ToolFormatError, match=r"registered: hermes, .*, shouted, xml"):
         tool_format("zzz")
-    with pytest.raises(ToolFormatError, match="is no format, it lacks name, parse, render, describe"):
+    with pytest.raises(ToolFormatError, match="lacks name, parse, render, describe"):
         tool_format("tests_shouted_format:NAMES")

@@ -14,7 +14,7 @@ from sandbox import Sandbox, SandboxSpec, open_backend
 from tools import ParseFailure, ToolCall, tool_format
 from tools.openhands import openhands_tools
 from tools.openhands.format import CONTINUE
-from tools.openhands.toolset import _checked
+from tools.openhands.toolset import _check_arguments
 
 RECORDED = json.loads((Path(__file__).parent / "openhands-recorded.json").read_text())
 FORMAT = tool_format("openhands")
@@ -32,7 +32,7 @@ async def test_calls_are_read_as_there(case: dict[str, Any]) -> None:
         assert (answer.failed, answer.text) == (True, f"{case['error']}\n[Error occurred in processing last action]")
     elif "name" in case:
         assert isinstance(parsed, ToolCall)
-        assert (parsed.name, _checked(parsed)) == (case["name"], case["arguments"])
+        assert (parsed.name, _check_arguments(parsed)) == (case["name"], case["arguments"])
         assert FORMAT.parse(FORMAT.render(parsed)) == parsed
     else:
         assert parsed == ParseFailure(CONTINUE)

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from tools.outline import outline
+from tools.editor import outline
 
 SOURCE = '''\
 import os

@@ -1,4 +1,4 @@
-"""R2E-Gym's calls as its agent reads them, and where our tools differ from its scripts on purpose (docs/interfaces.md).
+"""R2E-Gym's calls as its agent reads them, and where our tools differ from its scripts (docs/reference/tools.md).
 
 ``test_r2egym_scripts.py`` compares them with the scripts themselves.
 """

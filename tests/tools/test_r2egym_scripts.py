@@ -26,8 +26,8 @@ _LISTING = re.compile(r"(?<=excluding hidden:\n)[^<]*(?=\n)|(?<=:\n)(?:\./.* mat
 
 
 def as_listed(observation: str) -> str:
-    """``observation`` up to the differences that docs/interfaces.md lists: a traceback without the lines of its source,
-    and directories' entries by name, where R2E-Gym's come as the file system has them."""
+    """``observation`` up to the differences that docs/reference/tools.md lists: a traceback without the lines of its
+    source, and directories' entries by name, where R2E-Gym's come as the file system has them."""
     plain = _SOURCE_LINES.sub("", observation)
     return _LISTING.sub(lambda found: "\n".join(sorted(found[0].split("\n"))), plain)
 

@@ -174,8 +174,8 @@ def test_what_cannot_be_a_tool_is_refused() -> None:
         not_async: "must be an async function",
         silent: "needs a docstring",
         untyped: "argument 'a' needs a type",
-        starred: "cannot be given by name",
-        overdocumented: "describes 'b', which is no argument",
+        starred: "cannot be passed by name",
+        overdocumented: "describes 'b'",
     }
     for function, reason in reasons.items():
         with pytest.raises(ToolDefinitionError, match=reason):

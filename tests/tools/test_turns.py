@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tools import ParseFailure, Spoken, ToolCall, parse_turn, tool_format
+from tools import ParsedTurn, ParseFailure, ToolCall, parse_turn, tool_format
 
 SCHEMA = [
     {
@@ -41,19 +41,19 @@ def test_a_malformed_call_leaves_all_text_and_a_reason(name: str) -> None:
     broken = "I see. " + fmt.render(VIEW)[:-3]
     failure = fmt.parse(broken)
     assert isinstance(failure, ParseFailure)
-    assert parse_turn(fmt, broken, SCHEMA) == Spoken("", broken, (), failure.reason)
+    assert parse_turn(fmt, broken, SCHEMA) == ParsedTurn("", broken, (), failure.reason)
     good = parse_turn(fmt, fmt.render(VIEW) + broken, SCHEMA)
     assert (good.calls, good.failure) == ((VIEW,), None)
 
 
 def test_without_tools_no_call_is_looked_for() -> None:
     text = "see <function=bash></function>"
-    assert parse_turn(tool_format("xml"), text, []) == Spoken("", text)
+    assert parse_turn(tool_format("xml"), text, []) == ParsedTurn("", text)
 
 
 def test_thoughts_that_the_prompt_opened_and_thoughts_without_an_end() -> None:
     fmt = tool_format("hermes")
-    assert parse_turn(fmt, "so\n</think>\nyes", []) == Spoken("so", "yes")
+    assert parse_turn(fmt, "so\n</think>\nyes", []) == ParsedTurn("so", "yes")
     cut = parse_turn(fmt, "<think>so " + fmt.render(VIEW), SCHEMA)
     assert (cut.text, cut.calls) == ("", ())
     assert cut.failure == "no tool call found; <think> is not closed"

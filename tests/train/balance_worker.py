@@ -18,9 +18,9 @@ import torch.distributed as dist
 from agent_rl.config import BalanceConfig
 from agent_rl.errors import TrainerError
 from agent_rl.train.expert_balancing.transfer import TransferStats
-from agent_rl.train.expert_balancing.worker import Counts, ExpertGroup, Foreseen, RankBalance
-from r3.balance import Grid, Plan, Plans
-from r3.balance.planners import Options, plan_pass
+from agent_rl.train.expert_balancing.worker import Counts, ExpertGroup, ForeseenLoads, RankBalancer
+from r3.balance import ExpertLayout, LayerPlan, PlanArrays
+from r3.balance.planners import PlannerOptions, plan_pass
 from r3.shard import ShardSpec
 
 EXPERTS, LAYERS = 8, (3, 5)
@@ -36,12 +36,12 @@ class Standing:
 
     refreshes = 0
 
-    def prefetch(self, layer: int, plan: Plan) -> None: ...
+    def prefetch(self, layer: int, plan: LayerPlan) -> None: ...
 
-    def fetch(self, layer: int, plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
+    def fetch(self, layer: int, plan: LayerPlan) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.empty(0), torch.empty(0)
 
-    def give_back(self, layer: int, plan: Plan, grad1: torch.Tensor, grad2: torch.Tensor) -> None: ...
+    def return_gradients(self, layer: int, plan: LayerPlan, grad1: torch.Tensor, grad2: torch.Tensor) -> None: ...
 
     def close(self) -> None: ...
 
@@ -56,23 +56,23 @@ class Case:
     """A rank's balance over a planner that the case spoils."""
 
     def __init__(self, group: ExpertGroup, rank: int) -> None:
-        self.rank, self.grid, self.experts = rank, Grid(EXPERTS, len(group.ranks), 2), Standing()
-        self.spoil: Callable[[Plans], Plans] = lambda plans: plans
+        self.rank, self.layout, self.experts = rank, ExpertLayout(EXPERTS, len(group.ranks), 2), Standing()
+        self.spoil: Callable[[PlanArrays], PlanArrays] = lambda plans: plans
         spec = ShardSpec(tuple(range(len(LAYERS))))
-        self.balance = RankBalance(
-            group, self.grid, BalanceConfig(), [self.experts, self.experts], spec, LAYERS, self._plan
+        self.balance = RankBalancer(
+            group, self.layout, BalanceConfig(), [self.experts, self.experts], spec, LAYERS, self._plan
         )
 
-    def _plan(self, counts: Counts, grid: Grid, options: Options) -> Plans:
-        return self.spoil(plan_pass(counts, grid, options))
+    def _plan(self, counts: Counts, layout: ExpertLayout, options: PlannerOptions) -> PlanArrays:
+        return self.spoil(plan_pass(counts, layout, options))
 
-    def run(self, spoil: Callable[[Plans], Plans] = lambda plans: plans) -> dict[str, Any]:
+    def run(self, spoil: Callable[[PlanArrays], PlanArrays] = lambda plans: plans) -> dict[str, Any]:
         """A pass that asks for the plans of every micro-batch; what it got, or the error."""
         self.spoil = spoil
         counts = counts_of(self.rank)
         rows = np.full(len(counts), 10)
         try:
-            with self.balance.planned("update", Foreseen(counts, rows, np.ones(len(counts), np.int64))) as plans:
+            with self.balance.planned("update", ForeseenLoads(counts, rows, np.ones(len(counts), np.int64))) as plans:
                 found = list(plans)
             report = self.balance.report()
         except TrainerError as error:
@@ -84,10 +84,10 @@ class Case:
         }
 
 
-def other_plan(rank: int, microbatches: int) -> Callable[[Plans], Plans]:
+def other_plan(rank: int, microbatches: int) -> Callable[[PlanArrays], PlanArrays]:
     """On the last rank, one token more of layer 5, in calls that plan so many micro-batches."""
 
-    def spoil(plans: Plans) -> Plans:
+    def spoil(plans: PlanArrays) -> PlanArrays:
         if rank and len(plans.load) == microbatches:
             plans.load[-1, 1, 0, 0] += 1
         return plans
@@ -95,8 +95,8 @@ def other_plan(rank: int, microbatches: int) -> Callable[[Plans], Plans]:
     return spoil
 
 
-def failing(rank: int, microbatches: int) -> Callable[[Plans], Plans]:
-    def spoil(plans: Plans) -> Plans:
+def failing(rank: int, microbatches: int) -> Callable[[PlanArrays], PlanArrays]:
+    def spoil(plans: PlanArrays) -> PlanArrays:
         if rank and len(plans.load) == microbatches:
             raise ArithmeticError("no plan today")
         return plans
@@ -118,8 +118,8 @@ def main(rank: int, ranks: int, results: Path) -> None:
     }
     case.balance.weights_changed()
     found["sound again"] = case.run()
-    dense = RankBalance(group, case.grid, BalanceConfig(), [Standing()], ShardSpec(()), ())
-    with dense.planned("update", Foreseen(counts_of(rank)[:, :0], np.ones(3 - rank), np.zeros(3 - rank))) as plans:
+    dense = RankBalancer(group, case.layout, BalanceConfig(), [Standing()], ShardSpec(()), ())
+    with dense.planned("update", ForeseenLoads(counts_of(rank)[:, :0], np.ones(3 - rank), np.zeros(3 - rank))) as plans:
         found["dense stage"] = list(plans)
     case.balance.close()
     (results / f"{rank}.json").write_text(json.dumps(found))

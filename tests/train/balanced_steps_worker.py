@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from agent_rl.config import ParallelConfig, RunConfig
-from agent_rl.controller.advantages import samples_of
+from agent_rl.controller.advantages import build_samples
+from agent_rl.models.spec import read_model_spec
 from agent_rl.rollout.records import read_trajectories
-from agent_rl.train.batching.mini_steps import split_step
-from agent_rl.train.batching.partition import lockstep_ranks
+from agent_rl.train.batching.partition import lockstep_ranks, split_step
 from agent_rl.train.requests import OptimizerSpec, StepRequest, WorkerRequest
-from agent_rl.train.route_sharding import cut, without_routes
-from agent_rl.train.worker import TrainerRank
+from agent_rl.train.route_sharding import shard_routes, without_routes
+from agent_rl.train.worker import TrainerWorker
 from agent_rl.types import Sample
 
 CAPTURED = Path(__file__).resolve().parents[1] / "captured"
@@ -28,7 +28,7 @@ CAPTURED = Path(__file__).resolve().parents[1] / "captured"
 
 
 def captured(step: int) -> tuple[Sample, ...]:
-    return samples_of(read_trajectories(CAPTURED, step)).samples
+    return build_samples(read_trajectories(CAPTURED, step)).samples
 
 
 def run(case: dict[str, Any], model: Path, world_size: int, rank: int) -> dict[str, Any]:
@@ -37,9 +37,9 @@ def run(case: dict[str, Any], model: Path, world_size: int, rank: int) -> dict[s
     settings = {"microbatch_tokens": 384, "mini_steps": 2, "lr": 3e-4, "device": "cpu", **case["train"]}
     config = RunConfig.model_validate({"name": "test", "model": model, "train": {**settings, "parallel": parallel}})
     port, listener = case["place"]
-    order = WorkerRequest(config, model, config.reference_dir, device="cpu", threads=1)
+    order = WorkerRequest(config, read_model_spec(model), model, config.reference_dir, device="cpu", threads=1)
     meeting = {"master_addr": "127.0.0.1", "master_port": port, "listener": listener if rank == 0 else None}
-    trainer = TrainerRank(order, OptimizerSpec.of(config.train), rank, **meeting)
+    trainer = TrainerWorker(order, OptimizerSpec.of(config.train), rank, **meeting)
     steps = [one_step(trainer, config, data) for data in (captured(1), captured(2)[:5])]
     weights = {name: tensor.clone() for name, tensor in trainer.model.export_weights()}
     trainer.model.load_hf(model)
@@ -48,7 +48,7 @@ def run(case: dict[str, Any], model: Path, world_size: int, rank: int) -> dict[s
     return {"steps": steps, "weights": weights, "reloaded": reloaded}
 
 
-def one_step(trainer: TrainerRank, config: RunConfig, data: tuple[Sample, ...]) -> dict[str, Any]:
+def one_step(trainer: TrainerWorker, config: RunConfig, data: tuple[Sample, ...]) -> dict[str, Any]:
     """What :class:`agent_rl.train.ray_trainer.RayTrainer` does, for this rank."""
     info, train = trainer.info(), config.train
     shares = split_step(
@@ -60,7 +60,7 @@ def one_step(trainer: TrainerRank, config: RunConfig, data: tuple[Sample, ...]) 
         expert_ranks=train.parallel.expert,
     )[info.data_rank]
     batches = [ids for share in shares for ids in share.micro_batches]
-    routes = [cut(data, ids, info.shard) for ids in batches]
+    routes = [shard_routes(data, ids, info.shard) for ids in batches]
     report, differs, balanced = trainer.grpo(
         without_routes(data, batches), shares, StepRequest(config, measure_without_replay=True), routes
     )

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_rl.config import AdvantageScale, Baseline, OverlongConfig
-from agent_rl.controller.advantages import group_advantages, overlong_penalty, samples_of
+from agent_rl.controller.advantages import build_samples, group_advantages, overlong_penalty
 from agent_rl.errors import TrainerError
 from agent_rl.types import Group, StopReason, Trajectory, VersionSpan
 from r3.routing import Routing, Span, SpanKind, append_span, validate
@@ -71,7 +71,7 @@ def test_equal_rewards_give_exactly_zero(reward: float, count: int) -> None:
 
 
 def test_groups_without_variance_are_dropped_and_counted() -> None:
-    result = samples_of([group(1, 0), group(1, 1), group(0, 0, 0), group(0, 1)])
+    result = build_samples([group(1, 0), group(1, 1), group(0, 0, 0), group(0, 1)])
     assert [sample.advantage for sample in result.samples] == pytest.approx([1, -1, -1, 1], rel=1e-5)
     assert [int(sample.tokens[0]) for sample in result.samples] == [0, 1, 0, 1]
     assert result.metrics == {
@@ -83,8 +83,8 @@ def test_groups_without_variance_are_dropped_and_counted() -> None:
 
 
 def test_a_trajectory_without_reward_never_passes() -> None:
-    with pytest.raises(TrainerError, match="task t: a trajectory that ended as sandbox_failure has no reward"):
-        samples_of([group(1, None)])
+    with pytest.raises(TrainerError, match="task t: a trajectory with stop reason sandbox_failure has no reward"):
+        build_samples([group(1, None)])
 
 
 def test_a_reward_that_is_no_number_is_refused() -> None:
@@ -101,8 +101,8 @@ def test_leave_one_out_by_hand() -> None:
 def test_scales_by_hand() -> None:
     groups = [group(1, 0), group(0.2, 0, 0.1)]
     plain = [0.5, -0.5, 0.1, -0.1, 0.0]
-    assert [s.advantage for s in samples_of(groups, scale="none").samples] == pytest.approx(plain)
-    batch = [s.advantage for s in samples_of(groups, scale="batch").samples]
+    assert [s.advantage for s in build_samples(groups, scale="none").samples] == pytest.approx(plain)
+    batch = [s.advantage for s in build_samples(groups, scale="batch").samples]
     assert batch == pytest.approx([a / (np.std(plain) + 1e-6) for a in plain])
 
 
@@ -110,13 +110,13 @@ def test_reinforce_plus_plus_by_hand() -> None:
     """Compared with the step's mean, and over the step's spread: a group of equal rewards teaches too."""
     groups = [group(1, 0), group(1, 1, 1), group(0, 0)]
     rewards = np.array([1, 0, 1, 1, 1, 0, 0], float)
-    found = samples_of(groups, baseline="batch", scale="batch", eps=0)
+    found = build_samples(groups, baseline="batch", scale="batch", eps=0)
     assert [s.advantage for s in found.samples] == pytest.approx((rewards - rewards.mean()) / rewards.std())
     assert found.zero_variance_groups == 0
-    plain = samples_of(groups, baseline="batch", scale="none").samples
+    plain = build_samples(groups, baseline="batch", scale="none").samples
     assert [s.advantage for s in plain] == pytest.approx(rewards - rewards.mean())
-    assert samples_of([group(1, 1), group(1)], baseline="batch", scale="batch").samples == ()
-    assert samples_of([], baseline="batch", scale="batch").samples == ()
+    assert build_samples([group(1, 1), group(1)], baseline="batch", scale="batch").samples == ()
+    assert build_samples([], baseline="batch", scale="batch").samples == ()
 
 
 def long(reward: float, sampled: int, stop: StopReason = StopReason.SUBMITTED) -> Trajectory:
@@ -138,17 +138,19 @@ def by_token(values: list[float], tokens: list[int]) -> list[float]:
 def test_over_the_batch_is_over_its_sampled_tokens(baseline: Baseline) -> None:
     """REINFORCE++, eq. 10: as when a KL in the reward, however small, made the ranks normalize."""
     tokens = [1, 7]
-    found = samples_of([Group("t", (long(0, 1), long(1, 7)))], baseline=baseline, scale="batch", eps=0).samples
+    found = build_samples([Group("t", (long(0, 1), long(1, 7)))], baseline=baseline, scale="batch", eps=0).samples
     assert [sample.advantage for sample in found] == pytest.approx(by_token([-0.5, 0.5], tokens))
     assert found[0].advantage == pytest.approx(-(7**0.5))
-    left = samples_of([Group("t", (long(0, 1), long(1, 7)))], baseline="mean", scale="batch", normalized=False).samples
+    left = build_samples(
+        [Group("t", (long(0, 1), long(1, 7)))], baseline="mean", scale="batch", normalized=False
+    ).samples
     assert [sample.advantage for sample in left] == [-0.5, 0.5], "the ranks divide, after they took the KL"
 
 
 def test_the_batchs_deviation_has_groups_of_equal_rewards_and_filtered_trajectories_in_it() -> None:
     groups = [Group("t", (long(1, 3), long(0, 5, StopReason.CONTEXT_FULL))), group(1, 1), group(0, 0)]
     expected = by_token([0.5, -0.5, 0, 0, 0, 0], [3, 5, 2, 2, 2, 2])
-    found = samples_of(groups, scale="batch", masked={StopReason.CONTEXT_FULL}, eps=0)
+    found = build_samples(groups, scale="batch", masked={StopReason.CONTEXT_FULL}, eps=0)
     assert [sample.advantage for sample in found.samples] == pytest.approx([expected[0], *expected[2:]])
     assert found.zero_variance_groups == 0
 
@@ -156,7 +158,7 @@ def test_the_batchs_deviation_has_groups_of_equal_rewards_and_filtered_trajector
 @pytest.mark.parametrize("scale", ["batch", "none"])
 def test_under_the_batchs_baseline_a_group_at_its_mean_stays(scale: AdvantageScale) -> None:
     """Its advantages are 0, and it has its KL and its place in what the loss is divided by."""
-    found = samples_of([group(0, 1, 0, 1), group(0.5, 0.5, 0.5, 0.5)], baseline="batch", scale=scale)
+    found = build_samples([group(0, 1, 0, 1), group(0.5, 0.5, 0.5, 0.5)], baseline="batch", scale=scale)
     assert len(found.samples) == 8
     assert [sample.advantage for sample in found.samples[4:]] == [0, 0, 0, 0]
 
@@ -168,8 +170,8 @@ def test_overlong_trajectories_are_punished_in_a_straight_line() -> None:
     assert taken == pytest.approx([0, 0, 0.125, 0.25, 0.5, 0.5])
     assert overlong_penalty(100, 100, OverlongConfig()) == 0
     groups = [Group("t", (long(1, 83), long(1, 10)))]
-    assert samples_of(groups).samples == ()
-    found = samples_of(groups, scale="none", penalty=lambda tokens: overlong_penalty(tokens, 100, overlong))
+    assert build_samples(groups).samples == ()
+    found = build_samples(groups, scale="none", penalty=lambda tokens: overlong_penalty(tokens, 100, overlong))
     assert [sample.advantage for sample in found.samples] == pytest.approx([-0.0625, 0.0625])
     assert found.overlong_penalty == pytest.approx(0.0625)
 
@@ -184,35 +186,35 @@ def test_trajectories_without_routes_are_left_out_before_advantages_are_taken() 
         routed((1, HOLED), (0, WHOLE)),  # one is left: nothing to compare it with
         routed((1, WHOLE), (0, WHOLE)),
     ]
-    result = samples_of(groups, drop_missing=True)
+    result = build_samples(groups, drop_missing=True)
     assert [sample.advantage for sample in result.samples] == pytest.approx([1, -1, 1, -1], rel=1e-5)
     assert all(sample.routing is WHOLE for sample in result.samples)
     assert (result.zero_variance_groups, len(result.samples), result.dropped) == (1, 4, 3)
-    assert len(samples_of(groups).samples) == 8
+    assert len(build_samples(groups).samples) == 8
 
 
 def test_a_trajectory_that_got_no_routes_at_all_has_absent_rows_beside_others_that_did() -> None:
-    first, second = samples_of([routed((1, HOLED), (0, None))]).samples
+    first, second = build_samples([routed((1, HOLED), (0, None))]).samples
     assert first.routing is HOLED
     assert second.routing is not None
     validate(second.routing)
     assert second.routing.experts.shape == HOLED.experts.shape
     assert not second.routing.present.any()
-    assert [sample.routing for sample in samples_of([routed((1, None), (0, None))]).samples] == [None, None]
+    assert [sample.routing for sample in build_samples([routed((1, None), (0, None))]).samples] == [None, None]
 
 
 def test_where_nothing_was_sampled_there_is_a_reward_and_no_sample() -> None:
     idle = replace(trajectory(0), loss_mask=np.zeros(4, np.bool_))
-    result = samples_of([Group("t", (trajectory(1), idle))])
+    result = build_samples([Group("t", (trajectory(1), idle))])
     assert [sample.advantage for sample in result.samples] == pytest.approx([1], rel=1e-5)
 
 
 def test_a_token_s_lag_is_counted_from_the_weights_before_the_step() -> None:
     spans = (VersionSpan(1, 2, "3"), VersionSpan(2, 4, "5"))
     group = Group("t", tuple(replace(trajectory(reward), versions=spans) for reward in (1, 0)))
-    lags = [sample.lag for sample in samples_of([group], published=6).samples]
+    lags = [sample.lag for sample in build_samples([group], published=6).samples]
     sampled = group.trajectories[0].loss_mask
     for lag in lags:
         assert lag is not None
         assert lag.tolist() == np.where(sampled, [0, 3, 1, 1], 0).tolist()
-    assert [sample.lag for sample in samples_of([group]).samples] == [None, None]
+    assert [sample.lag for sample in build_samples([group]).samples] == [None, None]

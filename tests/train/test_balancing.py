@@ -26,8 +26,8 @@ from agent_rl.train.expert_balancing.report import (
     forget_balance,
     write_balance,
 )
-from agent_rl.train.expert_balancing.worker import count_experts, foresee, machines_of
-from agent_rl.train.route_sharding import cut
+from agent_rl.train.expert_balancing.worker import count_experts, count_foreseen, nodes_of_ranks
+from agent_rl.train.route_sharding import shard_routes
 from r3.shard import ShardSpec
 
 RANKS = 2
@@ -44,8 +44,8 @@ def test_experts_are_counted_layer_by_layer(rows: int, layers: int, top_k: int, 
 @pytest.mark.parametrize("spec", [ShardSpec((0, 1)), ShardSpec((1,), context_rank=1, context_size=2, tensor_size=2)])
 def test_absent_rows_are_not_foreseen_and_padding_is(make_sample: Any, spec: ShardSpec) -> None:
     samples = {0: make_sample(9, seed=1), 1: make_sample(6, seed=2)}
-    batch, share = pack(samples, (0, 1)), cut(list(samples.values()), (0, 1), spec)
-    found = foresee([batch], [share], spec, 4)
+    batch, share = pack(samples, (0, 1)), shard_routes(list(samples.values()), (0, 1), spec)
+    found = count_foreseen([batch], [share], spec, 4)
     absent = 2 if spec.tensor_size == 1 else 1  # the last row of each sequence; of this rank's, the first sequence's
     assert found.rows.tolist() == [len(share.present)]
     assert found.unforeseen.tolist() == [absent]
@@ -53,17 +53,17 @@ def test_absent_rows_are_not_foreseen_and_padding_is(make_sample: Any, spec: Sha
 
 
 @pytest.mark.parametrize(
-    ("hosts", "per_machine", "machines"),
+    ("hosts", "per_node", "nodes"),
     [("aabb", None, (0, 0, 1, 1)), ("aaaa", None, (0, 0, 0, 0)), ("aaaa", 2, (0, 0, 1, 1)), ("ba", None, (0, 1))],
 )
-def test_machines_are_counted_from_the_ranks_hosts(hosts: str, per_machine: int | None, machines: Any) -> None:
-    assert machines_of(hosts, range(4, 8), per_machine) == machines
+def test_nodes_of_ranks_follow_host_names(hosts: str, per_node: int | None, nodes: Any) -> None:
+    assert nodes_of_ranks(hosts, range(4, 8), per_node) == nodes
 
 
 @pytest.mark.parametrize("hosts", ["abab", "aaab"])
 def test_expert_ranks_that_ray_did_not_group_are_refused(hosts: str) -> None:
-    with pytest.raises(TrainerError, match=r"not grouped by machine \(4 on a, 5 on .*\): give Ray nodes") as caught:
-        machines_of(hosts, range(4, 8), None)
+    with pytest.raises(TrainerError, match=r"not grouped by node \(4 on a, 5 on .*\): use Ray nodes") as caught:
+        nodes_of_ranks(hosts, range(4, 8), None)
     assert "\n" not in str(caught.value)
 
 

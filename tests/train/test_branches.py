@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from support import trajectories
 
-from agent_rl.controller.advantages import samples_of
+from agent_rl.controller.advantages import build_samples
 from agent_rl.rollout.filters import filter_metrics
 from agent_rl.rollout.rescore import rescore_metrics
-from agent_rl.train.batching.mini_steps import siblings, split_step
+from agent_rl.train.batching.partition import group_by_trajectory, split_step
 from agent_rl.types import Branch, BranchCause, Group, Rescored, Trajectory
 
 
@@ -24,27 +24,27 @@ def branched(reward: float, sampled: int, *more: int) -> Trajectory:
 
 def test_the_branches_of_a_trajectory_share_its_advantage_and_weigh_as_their_tokens() -> None:
     group = Group("t", (branched(1.0, 2, 6), branched(0.0, 4)))
-    first, second, alone = samples_of([group]).samples
+    first, second, alone = build_samples([group]).samples
     assert first.advantage == second.advantage == -alone.advantage
     assert (first.weight, second.weight, alone.weight) == (0.25, 0.75, 1.0)
     assert (first.trajectory, second.trajectory, alone.trajectory) == (0, 0, None)
     # A token's part of the mean over sequences of each one's mean: 1 / tokens of its trajectory, in whatever branch.
     assert first.weight / 2 == second.weight / 6 == 1 / 8
-    assert {sample.weight for sample in samples_of([group], by_sequence=False).samples} == {1.0}
+    assert {sample.weight for sample in build_samples([group], by_sequence=False).samples} == {1.0}
 
 
 def test_a_branch_in_which_nothing_is_trained_is_no_sample() -> None:
     without = branched(1.0, 2, 3)
     (context,) = without.further
     without = replace(without, further=(replace(context, loss_mask=np.zeros(6, np.bool_)),))
-    samples = samples_of([Group("t", (without, branched(0.0, 2)))]).samples
+    samples = build_samples([Group("t", (without, branched(0.0, 2)))]).samples
     assert [(sample.trajectory, sample.weight) for sample in samples] == [(None, 1.0)] * 2
 
 
 def test_siblings_are_one_sequence_of_one_mini_step() -> None:
     groups = [Group("t", (branched(1.0, 2, 2, 2), branched(0.0, 2), branched(1.0, 2, 2), branched(0.0, 2)))]
-    samples = samples_of(groups).samples
-    assert siblings(samples) == [[0, 1, 2], [3], [4, 5], [6]]
+    samples = build_samples(groups).samples
+    assert group_by_trajectory(samples) == [[0, 1, 2], [3], [4, 5], [6]]
     shares = split_step(samples, mini_steps=2, budget=64, ranks=1)
     members = [sorted(i for micro in share.micro_batches for i in micro) for share in shares[0]]
     assert members == [[0, 1, 2, 3], [4, 5, 6]]
@@ -55,7 +55,7 @@ def test_rescored_values_go_to_the_branch_that_they_are_of() -> None:
     values = np.arange(5, dtype=np.float32)[None] - 10
     rescored = replace(branched(1.0, 2, 3), rescored=Rescored(values))
     plain = replace(branched(0.0, 1), rescored=Rescored(np.zeros((1, 1), np.float32)))
-    first, second, _ = samples_of([Group("t", (rescored, plain))]).samples
+    first, second, _ = build_samples([Group("t", (rescored, plain))]).samples
     assert first.old_logprobs is not None
     assert second.old_logprobs is not None
     assert first.old_logprobs.tolist() == [0, 0, 0, -10, -9]

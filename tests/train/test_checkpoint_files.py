@@ -17,7 +17,7 @@ from agent_rl.config import ParallelConfig
 from agent_rl.errors import ConfigError, TrainerError, UserError
 from agent_rl.train.checkpoint import directory as checkpoint
 from agent_rl.train.checkpoint.directory import Manifest, latest_checkpoint, read_manifest
-from agent_rl.train.checkpoint.pieces import Part, write_pieces
+from agent_rl.train.checkpoint.pieces import ParamShard, write_pieces
 
 LAYOUT = ParallelConfig()
 RUN = {"run_id": "r", "step": 3, "position": 24}
@@ -32,7 +32,7 @@ def written(directory: Path, value: float = 1.0) -> Path:
 
 
 def write(partial: Path, value: float) -> int:
-    stretch = whole_part(Part("w", (2, 2)))
+    stretch = whole_part(ParamShard("w", (2, 2)))
     with checkpoint.rank_file(partial, 0).open("wb") as file:
         return write_pieces(file, [(stretch, "master")], np.full(4, value, np.float32))
 
@@ -45,7 +45,7 @@ def commit(directory: Path, checksum: int) -> None:
 
 def value(directory: Path) -> float:
     reader = checkpoint.open_pieces(directory, read_manifest(directory))
-    return float(reader.read(whole_part(Part("w", (2, 2))), "master")[0])
+    return float(reader.read(whole_part(ParamShard("w", (2, 2))), "master")[0])
 
 
 def test_commit_makes_it_appear_and_leaves_nothing_beside(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_a_kill_at_any_rename_leaves_a_whole_checkpoint(
     with suppress(KeyboardInterrupt):
         commit(directory, checksum)
     monkeypatch.undo()
-    checkpoint.tidy(tmp_path)
+    checkpoint.remove_partial(tmp_path)
     assert os.listdir(tmp_path) == ["step-000001"]
     checkpoint.verify(directory, read_manifest(directory))
     assert value(directory) == (1 if dies_at < 2 else 2)
@@ -105,7 +105,7 @@ def test_removing_is_never_half_done(tmp_path: Path, monkeypatch: pytest.MonkeyP
     checkpoint.remove(directory)
     monkeypatch.undo()
     assert latest_checkpoint(tmp_path) is None
-    checkpoint.tidy(tmp_path)
+    checkpoint.remove_partial(tmp_path)
     assert os.listdir(tmp_path) == []
 
 
@@ -131,10 +131,10 @@ def test_another_format_is_refused_in_one_line(tmp_path: Path) -> None:
     directory = written(tmp_path / "step-000001")
     manifest = json.loads((directory / "manifest.json").read_text())
     (directory / "manifest.json").write_text(json.dumps({**manifest, "format": 1}))
-    with pytest.raises(ConfigError, match=r"checkpoint format 1, this version reads 2: go on with the version"):
+    with pytest.raises(ConfigError, match=r"checkpoint format 1, this version reads 2: continue with the version"):
         read_manifest(directory)
     (directory / "manifest.json").write_text(json.dumps({"format": 2}))
-    with pytest.raises(ConfigError, match="not the manifest of a checkpoint"):
+    with pytest.raises(ConfigError, match="not a checkpoint manifest"):
         read_manifest(directory)
 
 
@@ -143,14 +143,14 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     manifest, path = read_manifest(directory), checkpoint.rank_file(directory, 0)
     data = path.read_bytes()
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    with pytest.raises(TrainerError, match=r"rank-00000\.safetensors: damaged.*remove .*step-000001 to go on before"):
+    with pytest.raises(TrainerError, match=r"rank-00000\.safetensors: .*checksum differs.*remove .*step-000001"):
         checkpoint.verify(directory, manifest)
     for broken in (data[:-1], data[:20], b"", b"not such a file"):
         path.write_bytes(broken)
-        with pytest.raises(TrainerError, match=r"rank-00000\.safetensors: could not be read"):
+        with pytest.raises(TrainerError, match=r"rank-00000\.safetensors: cannot be read"):
             checkpoint.open_pieces(directory, manifest)
     path.unlink()
-    with pytest.raises(TrainerError, match=r"rank-00000\.safetensors: could not be read"):
+    with pytest.raises(TrainerError, match=r"rank-00000\.safetensors: cannot be read"):
         checkpoint.verify(directory, manifest)
 
 
@@ -166,8 +166,8 @@ def test_a_full_disk_is_told_in_one_line(tmp_path: Path) -> None:
         pytest.skip("no right to mount a file system here")
     try:
         partial = checkpoint.begin(small / "step-000001")
-        snapshot = Snapshot([(whole_part(Part("w", (1 << 20,))), "master")], np.zeros(1 << 20, np.float32), {})
-        with pytest.raises(UserError, match=r"no room on the disk; make some, set runs_dir, or lower train\.keep_ch"):
+        snapshot = Snapshot([(whole_part(ParamShard("w", (1 << 20,))), "master")], np.zeros(1 << 20, np.float32), {})
+        with pytest.raises(UserError, match=r"the disk is full; free space, set runs_dir, or lower train\.keep_ch"):
             write_rank(partial, 0, snapshot, b"")
     finally:
         subprocess.run(["umount", small], check=True)

@@ -74,7 +74,7 @@ def free_port() -> int:
 @pytest.mark.parametrize("scheme", ["", "ray://"])
 async def test_a_dead_address_is_told_at_once(scheme: str) -> None:
     address = f"{scheme}127.0.0.1:{free_port()}"
-    with pytest.raises(UserError, match=rf"train\.ray_address: {address}: .* mend the address"):
+    with pytest.raises(UserError, match=rf"train\.ray_address: {address}: .* correct the address"):
         await check_ray(address, seconds=5)
 
 
@@ -93,7 +93,7 @@ async def test_auto_asks_the_address_that_ray_would_take(monkeypatch: pytest.Mon
     pytest.importorskip("ray", reason="needs the trainer environment")
     port = free_port()
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
-    with pytest.raises(UserError, match=rf"train\.ray_address: auto, \S+:{port}: .* mend the address"):
+    with pytest.raises(UserError, match=rf"train\.ray_address: auto, \S+:{port}: .* correct the address"):
         await check_ray("auto", seconds=5)
 
 

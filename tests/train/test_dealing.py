@@ -14,7 +14,7 @@ from agent_rl.config import ParallelConfig
 from agent_rl.errors import TrainerError
 from agent_rl.models.spec import ModelSpec
 from agent_rl.train.batching.cost import TOKENS, SequenceCost, expert_loads, sequence_cost
-from agent_rl.train.batching.partition import Deal, deal, differencing, lockstep_ranks
+from agent_rl.train.batching.partition import Partition, differencing, lockstep_ranks, partition_sequences
 from r3.routing import Routing
 
 BUDGET = 128
@@ -36,7 +36,7 @@ SHAPE: dict[str, Any] = {
 }
 
 
-def rank_costs(dealt: Deal, lengths: list[int], cost: SequenceCost = COST) -> list[float]:
+def rank_costs(dealt: Partition, lengths: list[int], cost: SequenceCost = COST) -> list[float]:
     return [sum(cost.of([lengths[i] for ids in rank for i in ids])) for rank in dealt]
 
 
@@ -45,12 +45,12 @@ def test_every_sequence_is_placed_once_within_the_budget(
     lengths: list[int], ranks: tuple[int, int], cost: SequenceCost
 ) -> None:
     count, lockstep = ranks
-    dealt = deal(lengths, budget=BUDGET, ranks=count, cost=cost, lockstep=lockstep)
+    dealt = partition_sequences(lengths, budget=BUDGET, ranks=count, cost=cost, lockstep=lockstep)
     assert len(dealt) == count
     micro_batches = [ids for rank in dealt for ids in rank]
     assert sorted(i for ids in micro_batches for i in ids) == list(range(len(lengths)))
     assert all(0 < sum(lengths[i] for i in ids) <= BUDGET for ids in micro_batches)
-    assert dealt == deal(lengths, budget=BUDGET, ranks=count, cost=cost, lockstep=lockstep)
+    assert dealt == partition_sequences(lengths, budget=BUDGET, ranks=count, cost=cost, lockstep=lockstep)
     for start in range(0, count, lockstep):
         counts = [len(rank) for rank in dealt[start : start + lockstep]]
         assert max(counts) - min(counts) <= 1, "ranks that share experts take equally many micro-batches"
@@ -61,7 +61,7 @@ def test_every_sequence_is_placed_once_within_the_budget(
 def test_ranks_are_near_the_best_of_all_divisions(lengths: list[int], ranks: int) -> None:
     """Differencing stays within 4/3 - 1/(3 k) of the best division into k parts (Michiels et al., 2003)."""
     costs = COST.of(lengths)
-    found = max(rank_costs(deal(lengths, budget=BUDGET, ranks=ranks, cost=COST), lengths))
+    found = max(rank_costs(partition_sequences(lengths, budget=BUDGET, ranks=ranks, cost=COST), lengths))
     best = min(
         max(sum(c for c, at in zip(costs, places, strict=True) if at == rank) for rank in range(ranks))
         for places in itertools.product(range(ranks), repeat=len(costs))
@@ -72,7 +72,7 @@ def test_ranks_are_near_the_best_of_all_divisions(lengths: list[int], ranks: int
 @settings(max_examples=20)
 @given(st.lists(st.integers(8, BUDGET), min_size=64, max_size=128), st.sampled_from([2, 4, 8]))
 def test_ranks_are_even_in_cost_not_in_tokens(lengths: list[int], ranks: int) -> None:
-    costs = rank_costs(deal(lengths, budget=BUDGET, ranks=ranks, cost=COST), lengths)
+    costs = rank_costs(partition_sequences(lengths, budget=BUDGET, ranks=ranks, cost=COST), lengths)
     assert max(costs) <= 1.03 * np.mean(costs)
 
 
@@ -80,15 +80,15 @@ def test_one_long_sequence_weighs_as_much_as_many_short_ones() -> None:
     """With attention alone, 16 sequences of 25 tokens cost about as much as one of 100 (16 x 25 x 26 to 100 x 101)."""
     lengths = [100, *[25] * 16]
     quadratic = SequenceCost(linear=0.0, quadratic=1.0)
-    long, short = sorted(deal(lengths, budget=BUDGET, ranks=2, cost=quadratic), key=len)
+    long, short = sorted(partition_sequences(lengths, budget=BUDGET, ranks=2, cost=quadratic), key=len)
     assert long == ((0,),)
     assert sum(len(ids) for ids in short) == 16
-    by_tokens = deal(lengths, budget=BUDGET, ranks=2)
+    by_tokens = partition_sequences(lengths, budget=BUDGET, ranks=2)
     assert max(rank_costs(by_tokens, lengths, quadratic)) > 1.2 * max(rank_costs((long, short), lengths, quadratic))
 
 
 def test_few_sequences_leave_a_rank_without_any() -> None:
-    assert sorted(deal([5, 6], budget=64, ranks=3)) == [(), ((0,),), ((1,),)]
+    assert sorted(partition_sequences([5, 6], budget=64, ranks=3)) == [(), ((0,),), ((1,),)]
 
 
 def test_classic_differencing() -> None:
@@ -103,11 +103,11 @@ def test_a_sequence_that_does_not_fit_is_refused_in_one_line() -> None:
         match=r"^sequence 1 has 300 tokens and train.microbatch_tokens is 256: raise it to 300 or more .*"
         r"train.recompute=full, or train.parallel.context.*lower rollout.max_tokens$",
     ):
-        deal([10, 300], budget=256, ranks=1)
+        partition_sequences([10, 300], budget=256, ranks=1)
     with pytest.raises(TrainerError, match=r"sequence 0 has 1 token"):
-        deal([1, 30], budget=256, ranks=1)
+        partition_sequences([1, 30], budget=256, ranks=1)
     with pytest.raises(TrainerError, match="no sequences"):
-        deal([], budget=256, ranks=1)
+        partition_sequences([], budget=256, ranks=1)
 
 
 @pytest.mark.parametrize(
@@ -143,9 +143,9 @@ def test_rows_mix_what_uses_different_expert_ranks() -> None:
     lengths, homes = [BUDGET] * 4, [0, 0, 1, 1]
     loads = [expert_loads(specialised(BUDGET, home), 2) for home in homes]
     cost = SequenceCost(linear=100.0, quadratic=1.0, expert=20.0)
-    blind = deal(lengths, budget=BUDGET, ranks=2, cost=cost, lockstep=2)
+    blind = partition_sequences(lengths, budget=BUDGET, ranks=2, cost=cost, lockstep=2)
     assert {homes[first[0]] == homes[second[0]] for first, second in zip(*blind, strict=True)} == {True}
-    dealt = deal(lengths, budget=BUDGET, ranks=2, cost=cost, lockstep=2, loads=loads)
+    dealt = partition_sequences(lengths, budget=BUDGET, ranks=2, cost=cost, lockstep=2, loads=loads)
     assert {homes[first[0]] == homes[second[0]] for first, second in zip(*dealt, strict=True)} == {False}
 
 

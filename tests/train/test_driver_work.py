@@ -16,7 +16,7 @@ from agent_rl.config import RunConfig
 from agent_rl.train import ray_trainer
 from agent_rl.train.ray_trainer import RayTrainer
 from agent_rl.train.reports import RankReport, SampledTokens
-from agent_rl.train.token_detail import LayerBits, token_details
+from agent_rl.train.step_metrics import RouteDifferenceBits, token_details
 from agent_rl.types import Sample, TokenDetail
 from r3.routing import Routing
 
@@ -34,7 +34,7 @@ def sample_of(length: int) -> Sample:
 def trainer_of(samples: list[Sample]) -> RayTrainer:
     train = {"microbatch_tokens": 32, "mini_steps": 2, "parallel": {"world_size": RANKS, "expert": RANKS}}
     trainer = RayTrainer(RunConfig.model_validate({"name": "test", "model": Path("none"), "train": train}))
-    trainer.ranks = FakeWorkers(samples, RANKS, LAYERS)  # type: ignore[assignment]
+    trainer.workers = FakeWorkers(samples, RANKS, LAYERS)  # type: ignore[assignment]
     return trainer
 
 
@@ -94,7 +94,7 @@ def test_a_token_keeps_its_sample() -> None:
         own = np.concatenate([np.full(samples[index].loss_mask[1:].sum(), index, np.float32) for index in ids])
         tokens = SampledTokens(own.astype(np.float16), own.astype(np.uint8))
         reports[rank] = RankReport(own * 0, own, own + 0.5, np.zeros(len(own), np.int32), (), 0, 0, 0, sampled=tokens)
-    details = token_details(samples, micro_batches, reports, LayerBits(samples), LayerBits(samples))
+    details = token_details(samples, micro_batches, reports, RouteDifferenceBits(samples), RouteDifferenceBits(samples))
     for index, detail in details.items():
         assert detail.gap_without_replay is not None
         assert detail.entropy is not None

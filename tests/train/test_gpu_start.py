@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from agent_rl.config import ParallelConfig, RunConfig
-from agent_rl.controller.cluster_resources import rank_ask
+from agent_rl.controller.cluster_resources import rank_request
 from agent_rl.errors import TrainerError
-from agent_rl.train.parallel_checks import layer_groups, rank_blocks, straddling
-from agent_rl.train.ray_launch import rank_device
+from agent_rl.train.parallel_checks import cross_node_groups, layer_groups, node_block_sizes
+from agent_rl.train.ray_launch import worker_device
 
 torch = pytest.importorskip("torch", reason="needs the trainer environment")
 PAPER = ParallelConfig(world_size=32, tensor=4, expert=8)
@@ -37,41 +37,42 @@ def test_a_rank_takes_the_one_gpu_that_it_sees() -> None:
     [(2, "auto", 0, "cpu"), (2, "auto", 2, "cuda"), (2, "cpu", 2, "cpu"), (2, "cuda", 0, "cuda")],
 )
 def test_ranks_compute_where_the_config_and_the_cluster_say(world: int, device: str, gpus: int, found: str) -> None:
-    assert rank_device(config_of(world, device), gpus) == found
+    config = config_of(world, device)
+    assert worker_device(config.train, None, gpus) == found
 
 
 @pytest.mark.parametrize(("gpus", "planned"), [(7, None), (7, 80.0), (0, 80.0)])
 def test_auto_never_takes_cpus_where_gpus_are_meant(gpus: int, planned: float | None) -> None:
     with pytest.raises(TrainerError, match=f"auto.* and Ray has {gpus} GPUs for 8 ranks: start more nodes") as told:
-        rank_device(config_of(8, gpu_memory_gb=planned), gpus)
+        worker_device(config_of(8).train, planned, gpus)
     assert ("gpu_memory_gb is 80" in str(told.value)) == (planned is not None)
 
 
 def test_ranks_are_asked_for_in_blocks_that_a_machine_can_hold() -> None:
-    assert rank_blocks(PAPER) == (8, 4, 1)
-    assert rank_blocks(ParallelConfig()) == (1,)
-    assert rank_blocks(ParallelConfig(world_size=16, tensor=2, context=4)) == (8, 2, 1)
+    assert node_block_sizes(PAPER) == (8, 4, 1)
+    assert node_block_sizes(ParallelConfig()) == (1,)
+    assert node_block_sizes(ParallelConfig(world_size=16, tensor=2, context=4)) == (8, 2, 1)
     config = config_of(32)
-    ask = rank_ask(config.train, "cuda")
+    ask = rank_request(config.train, "cuda")
     uneven = [{"GPU": gpus, "CPU": 64.0} for gpus in (8, 6, 6, 6, 6)]
-    fits = {size: ask.in_blocks(size).fits("GPU", uneven) for size in rank_blocks(PAPER)}
+    fits = {size: ask.in_blocks(size).fits("GPU", uneven) for size in node_block_sizes(PAPER)}
     assert fits == {8: False, 4: False, 1: True}
     assert ask.in_blocks(8).fits("GPU", [{"GPU": 8}] * 4)
 
 
 def test_groups_over_several_machines_are_named_in_one_line() -> None:
-    assert straddling(PAPER, [f"host-{rank // 8}" for rank in range(32)]) is None
-    halves = straddling(PAPER, [f"host-{rank // 4}" for rank in range(32)])
+    assert cross_node_groups(PAPER, [f"host-{rank // 8}" for rank in range(32)]) is None
+    halves = cross_node_groups(PAPER, [f"host-{rank // 4}" for rank in range(32)])
     assert halves is not None
-    assert halves.startswith("train.parallel: expert groups (expert=8) of the ranks lie over several machines")
-    odd = straddling(PAPER, [f"host-{rank // 6}" for rank in range(32)])
+    assert halves.startswith("train.parallel: expert groups (expert=8) span several nodes")
+    odd = cross_node_groups(PAPER, [f"host-{rank // 6}" for rank in range(32)])
     assert odd is not None
     assert "tensor groups (tensor=4) and expert groups (expert=8)" in odd
     assert "\n" not in odd
     long = ParallelConfig(world_size=16, tensor=2, context=4)
-    apart = straddling(long, [f"host-{rank // 4}" for rank in range(16)])
+    apart = cross_node_groups(long, [f"host-{rank // 4}" for rank in range(16)])
     assert apart is not None
-    assert apart.startswith("train.parallel: context groups (context=4) of the ranks")
+    assert apart.startswith("train.parallel: context groups (context=4) span")
 
 
 @pytest.mark.megatron

@@ -13,7 +13,7 @@ from agent_rl.config import Clip, CorrectionConfig, KlConfig, TrainConfig  # noq
 from agent_rl.config.objectives import OBJECTIVES  # noqa: E402
 from agent_rl.train.loss.corrections import correction_factors  # noqa: E402
 from agent_rl.train.loss.objectives import kl_penalty, objective_terms  # noqa: E402
-from agent_rl.train.loss.policy_loss import Counts, policy_loss, weighted_cross_entropy  # noqa: E402
+from agent_rl.train.loss.policy_loss import LossCounts, policy_loss, weighted_cross_entropy  # noqa: E402
 
 CLIP = Clip(0.2, 0.28)
 UNCORRECTED = CorrectionConfig()
@@ -67,7 +67,7 @@ def loss_of(
             objective=objective, entropy_coefficient=0.1 * (objective != "grpo"), **BOUNDS.get(objective, {})
         ),
         length=1,
-        counts=Counts(batch_tokens or int(data["mask"].sum()), 1),
+        counts=LossCounts(batch_tokens or int(data["mask"].sum()), 1),
     )
 
 
@@ -166,7 +166,7 @@ def gradient_of(objective: str, new: float, old: float, advantage: float, factor
         weights_T=torch.ones(2),
         train=TrainConfig(objective=objective, **train),
         length=1,
-        counts=Counts(2, 2),
+        counts=LossCounts(2, 2),
     )
     result.loss.backward()
     assert logprobs.grad is not None

@@ -48,7 +48,9 @@ def policy(directory: Path, ranks: Any, dtype: str, distributed: bool) -> Any:
 
     width = getattr(torch, dtype)
     built = PolicyModel.build(directory, ParallelConfig(), device=torch.device("cpu"), dtype=width)
-    return PolicyModel(built.modules, built.facts, ranks, built.device, directory, distributed_optimizer=distributed)
+    return PolicyModel(
+        built.modules, built.model_spec, ranks, built.device, directory, distributed_optimizer=distributed
+    )
 
 
 def optimizer_of(model: Any, dtype: str, *, offload: bool, **changes: Any) -> Any:
@@ -100,8 +102,8 @@ def test_between_updates_the_device_has_none_of_it(tiny_moe: Path, world: Any, d
     model = policy(tiny_moe, world, "bfloat16", distributed)
     optimizer = optimizer_of(model, "bfloat16", offload=True)
     for _ in range(2):
-        for state in optimizer._kept_states:
-            for one, slots in zip(state.held, state.slots, strict=True):
+        for state in optimizer._stored_states:
+            for one, slots in zip(state.masters, state.slots, strict=True):
                 assert one.master.untyped_storage().nbytes() == 4, "a master keeps one element"
                 assert slots["master"].numel() == one.master.numel()
                 moments = state._inner.state[one.master]
@@ -159,12 +161,12 @@ class Trained:
     """A parameter of 2,048 numbers whose moments are kept in some precision, and what float32 makes of it."""
 
     def __init__(self, precision: torch.dtype) -> None:
-        from agent_rl.train.optimizer_offload import Held, KeptState
+        from agent_rl.train.optimizer_offload import MasterShard, StoredState
 
         self.weight = torch.nn.Parameter(torch.zeros(2048))
         adam = torch.optim.AdamW([self.weight], lr=1e-3, betas=(0.9, 0.999), weight_decay=0.0, foreach=False)
-        self._state = KeptState(
-            adam, [Held(self.weight, 0, self.weight)], ("exp_avg", "exp_avg_sq"), precision=precision
+        self._state = StoredState(
+            adam, [MasterShard(self.weight, 0, self.weight)], ("exp_avg", "exp_avg_sq"), precision=precision
         )
         self.slots = self._state.slots[0]
 
@@ -220,7 +222,7 @@ def test_rounding_takes_nothing_away_and_leaves_what_bfloat16_has() -> None:
 
 def test_an_adam_that_counts_in_its_groups_counts_each_update_once() -> None:
     """As Transformer Engine's does."""
-    from agent_rl.train.optimizer_offload import Held, KeptState
+    from agent_rl.train.optimizer_offload import MasterShard, StoredState
 
     class CountingAdam:
         def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
@@ -237,7 +239,7 @@ def test_an_adam_that_counts_in_its_groups_counts_each_update_once() -> None:
     parameters = [torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16)) for _ in range(2)]
     masters = [torch.nn.Parameter(torch.zeros(3)) for _ in parameters]
     adam = CountingAdam(masters)
-    state = KeptState(adam, [Held(p, 0, m) for p, m in zip(parameters, masters, strict=True)], ("exp_avg",))
+    state = StoredState(adam, [MasterShard(p, 0, m) for p, m in zip(parameters, masters, strict=True)], ("exp_avg",))
     for expected in (-1.0, -3.0):
         for master in masters:
             master.grad = torch.ones(3)
@@ -247,20 +249,20 @@ def test_an_adam_that_counts_in_its_groups_counts_each_update_once() -> None:
     assert [slots["exp_avg"].tolist() for slots in state.slots] == [[2.0] * 3] * 2
 
 
-def test_the_rehearsal_counts_memory_that_is_given_back_and_taken_again() -> None:
-    from agent_rl.dryrun.usage import Ledger
+def test_the_dry_run_counts_freed_and_reallocated_memory() -> None:
+    from agent_rl.dryrun.usage import UsageRecorder
     from agent_rl.planner.hardware import GPUS
 
-    ledger, tensor = Ledger(GPUS["H100 SXM"]), torch.zeros(1024)
+    usage, tensor = UsageRecorder(GPUS["H100 SXM"]), torch.zeros(1024)
     storage = tensor.untyped_storage()
-    with ledger.phase("start"):
-        ledger.made(storage)
-        assert ledger.held == 4096
+    with usage.phase("start"):
+        usage.track_storage(storage)
+        assert usage.allocated == 4096
         storage.resize_(0)
-        ledger.resized(storage)
-        assert ledger.held == 0
+        usage.update_size(storage)
+        assert usage.allocated == 0
         storage.resize_(4096)
-        ledger.resized(storage)
-    assert (ledger.held, ledger.most()["start"].peak) == (4096, 4096)
+        usage.update_size(storage)
+    assert (usage.allocated, usage.peaks()["start"].peak) == (4096, 4096)
     del tensor, storage
-    assert ledger.held == 0
+    assert usage.allocated == 0

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_rl.errors import TrainerError
-from agent_rl.train.batching.mini_steps import split_step
 from agent_rl.train.batching.packing import pack, pack_weighted
-from agent_rl.train.batching.partition import deal
+from agent_rl.train.batching.partition import partition_sequences, split_step
 from agent_rl.types import Sample
 
 lengths_of = st.lists(st.integers(2, 40), min_size=1, max_size=30)
@@ -34,7 +33,7 @@ def distinct(length: int, index: int) -> Sample:
 @given(lengths_of, st.integers(1, 3))
 def test_round_trip(lengths: list[int], ranks: int) -> None:
     samples = [distinct(length, index) for index, length in enumerate(lengths)]
-    batches = [pack(samples, ids) for rank in deal(lengths, budget=64, ranks=ranks) for ids in rank]
+    batches = [pack(samples, ids) for rank in partition_sequences(lengths, budget=64, ranks=ranks) for ids in rank]
 
     def returned(name: str) -> dict[int, np.ndarray]:
         pieces = [

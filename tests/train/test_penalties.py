@@ -103,7 +103,7 @@ def expected_slope(weights: Any, logits: Any, terms: Any) -> Any:
 
 
 def test_the_gradient_of_each_estimator_where_it_stands() -> None:
-    """Exactly, over all outcomes of one choice: what docs/trainer.md says of the six combinations."""
+    """Exactly, over all outcomes of one choice: what docs/reference/objectives.md says of the six combinations."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(5, generator=generator, dtype=torch.float64).requires_grad_()
     reference = torch.randn(5, generator=generator, dtype=torch.float64).log_softmax(-1)

@@ -14,27 +14,27 @@ from numpy.typing import NDArray
 from support.checkpoint_pieces import whole_part
 
 from agent_rl.errors import TrainerError
-from agent_rl.train.checkpoint.pieces import Part, PieceReader, Stretch, write_pieces
+from agent_rl.train.checkpoint.pieces import FlatRange, ParamShard, PieceReader, write_pieces
 
 Floats = NDArray[np.float32]
 WHOLE = (12, 12)
 
 
-def parts(axis: int, count: int) -> list[Part]:
+def parts(axis: int, count: int) -> list[ParamShard]:
     shape = tuple(n // count if at == axis else n for at, n in enumerate(WHOLE))
-    return [Part("w", shape, axis, index, count) for index in range(count)]
+    return [ParamShard("w", shape, axis, index, count) for index in range(count)]
 
 
-def cut(whole: Floats, part: Part) -> Floats:
+def cut(whole: Floats, part: ParamShard) -> Floats:
     return np.split(whole, part.count, axis=part.axis)[part.index].reshape(-1)
 
 
-def stretches(part: Part, cuts: list[int]) -> list[Stretch]:
+def stretches(part: ParamShard, cuts: list[int]) -> list[FlatRange]:
     edges = [0, *sorted(cuts), math.prod(part.shape)]
-    return [Stretch(part, start, stop) for start, stop in itertools.pairwise(edges) if start < stop]
+    return [FlatRange(part, start, stop) for start, stop in itertools.pairwise(edges) if start < stop]
 
 
-def write(directory: Path, ranks: list[list[Stretch]], whole: Floats) -> list[Path]:
+def write(directory: Path, ranks: list[list[FlatRange]], whole: Floats) -> list[Path]:
     """A file a rank, each of stretches of other parameters too."""
     files = []
     for rank, own in enumerate(ranks):
@@ -66,7 +66,7 @@ def test_any_layout_reads_what_any_other_wrote(
         start = wanted[0]
         stop = min(start + wanted[1], math.prod(part.shape))
         for slot, factor in (("master", 1), ("exp_avg", 2)):
-            found = reader.read(Stretch(part, start, stop), slot)
+            found = reader.read(FlatRange(part, start, stop), slot)
             np.testing.assert_array_equal(found, cut(whole, part)[start:stop] * factor)
 
 
@@ -82,7 +82,7 @@ def test_rows_in_any_order_over_ranks_are_read_in_order_and_back(
     for part in (*parts(0, 4), *rows):
         stop = math.prod(part.shape)
         first = min(start, stop - 1)
-        found = reader.read(Stretch(part, first, stop), "exp_avg")
+        found = reader.read(FlatRange(part, first, stop), "exp_avg")
         np.testing.assert_array_equal(found, cut(whole, part)[first:] * 2)
 
 
@@ -98,25 +98,25 @@ def test_copies_of_the_same_stretch_do_no_harm(tmp_path: Path) -> None:
 def test_what_is_not_there_is_said(tmp_path: Path, new: int) -> None:
     whole = np.zeros(WHOLE, np.float32)
     (first, second) = parts(0, 2)
-    gappy = [[whole_part(first)], [Stretch(second, 0, 30)], [Stretch(second, 31, 72)]]
+    gappy = [[whole_part(first)], [FlatRange(second, 0, 30)], [FlatRange(second, 31, 72)]]
     reader = PieceReader(write(tmp_path, gappy, whole))
     with pytest.raises(TrainerError, match=r"lacks elements 30 to \d+ of a part of w"):
         reader.read(whole_part(parts(0, new)[-1]), "master")
     lone = PieceReader(write(tmp_path, [[whole_part(second)]], whole))
-    with pytest.raises(TrainerError, match="holds 6 of 12 rows or columns of w"):
+    with pytest.raises(TrainerError, match="has 6 of 12 rows or columns of w"):
         lone.read(whole_part(parts(0, 1)[0]), "master")
 
 
 def test_another_model_is_told(tmp_path: Path) -> None:
     reader = PieceReader(write(tmp_path, [[whole_part(parts(0, 1)[0])]], np.zeros(WHOLE, np.float32)))
-    with pytest.raises(TrainerError, match="has no state of v: it is another model's"):
-        reader.read(whole_part(Part("v", (3,))), "master")
+    with pytest.raises(TrainerError, match="has no state of v: it belongs to another model"):
+        reader.read(whole_part(ParamShard("v", (3,))), "master")
     with pytest.raises(TrainerError, match=r"the checkpoint's w is \(12, 12\), the model's \(24, 12\)"):
-        reader.read(whole_part(Part("w", (12, 12), 0, 0, 2)), "master")
+        reader.read(whole_part(ParamShard("w", (12, 12), 0, 0, 2)), "master")
 
 
 def test_values_and_pieces_must_agree(tmp_path: Path) -> None:
-    piece = (whole_part(Part("w", (4,))), "master")
+    piece = (whole_part(ParamShard("w", (4,))), "master")
     with (tmp_path / "x").open("wb") as file:
         with pytest.raises(TrainerError, match="12 bytes for pieces of 16"):
             write_pieces(file, [piece], np.zeros(3, np.float32))

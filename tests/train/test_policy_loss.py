@@ -26,11 +26,11 @@ from agent_rl.config import (  # noqa: E402
     TrainConfig,
 )
 from agent_rl.config.objectives import OBJECTIVES, Aggregation  # noqa: E402
-from agent_rl.train.batching.mini_steps import split_step  # noqa: E402
 from agent_rl.train.batching.packing import MicroBatch, pack  # noqa: E402
+from agent_rl.train.batching.partition import split_step  # noqa: E402
 from agent_rl.train.loss.corrections import correction_factors  # noqa: E402
 from agent_rl.train.loss.objectives import aggregation_weights  # noqa: E402
-from agent_rl.train.loss.policy_loss import Counts, policy_loss  # noqa: E402
+from agent_rl.train.loss.policy_loss import LossCounts, policy_loss  # noqa: E402
 from agent_rl.types import Sample  # noqa: E402
 
 NAMES = ("new", "old", "log_ratio", "log_weight", "advantages", "weights", "reference", "entropy")
@@ -60,8 +60,8 @@ class Case:
         return Case({name: values[rows] for name, values in self.values.items()}, self.mask[rows], names)
 
     @property
-    def counts(self) -> Counts:
-        return Counts(int(self.mask.sum()), len(set(self.sequence[self.mask].tolist())))
+    def counts(self) -> LossCounts:
+        return LossCounts(int(self.mask.sum()), len(set(self.sequence[self.mask].tolist())))
 
 
 def draw(lengths: list[int], seed: int) -> Case:
@@ -80,7 +80,7 @@ def draw(lengths: list[int], seed: int) -> Case:
     return Case(values, generator.random(total) < 0.7, np.repeat(np.arange(len(lengths)), lengths))
 
 
-def computed(case: Case, chosen: TrainConfig, counts: Counts) -> tuple[Any, Any, Any]:
+def computed(case: Case, chosen: TrainConfig, counts: LossCounts) -> tuple[Any, Any, Any]:
     """The result, and the tensors of log-probs and entropies that it has a gradient in."""
     tensors = {name: torch.tensor(case.values[name]) for name in NAMES}
     new, entropy = tensors["new"].requires_grad_(), tensors["entropy"].requires_grad_()
@@ -105,7 +105,7 @@ def computed(case: Case, chosen: TrainConfig, counts: Counts) -> tuple[Any, Any,
     return result, new, entropy
 
 
-def direct(case: Case, chosen: TrainConfig, counts: Counts, frozen: np.ndarray | None = None) -> float:
+def direct(case: Case, chosen: TrainConfig, counts: LossCounts, frozen: np.ndarray | None = None) -> float:
     """The formula. ``frozen``: log-probs for whatever the formula has under a stop-gradient."""
     v, total = case.values, 0.0
     frozen = v["new"] if frozen is None else frozen
@@ -121,7 +121,7 @@ def direct(case: Case, chosen: TrainConfig, counts: Counts, frozen: np.ndarray |
                 "token": counts.tokens,
                 "sequence": counts.sequences * len(own),
                 "constant": counts.sequences * LENGTH,
-            }[chosen.averaged_over]
+            }[chosen.loss_aggregation]
             total += v["weights"][t] * term / divisor
     return total
 
@@ -241,7 +241,7 @@ def test_every_combinations_gradient_equals_finite_differences() -> None:
                 assert got == pytest.approx((sides[0] - sides[1]) / (2 * step), rel=1e-5, abs=1e-8), (chosen, name)
 
 
-def gradient(case: Case, chosen: TrainConfig, counts: Counts) -> tuple[float, np.ndarray]:
+def gradient(case: Case, chosen: TrainConfig, counts: LossCounts) -> tuple[float, np.ndarray]:
     result, new, entropy = computed(case, chosen, counts)
     slopes = torch.autograd.grad(result.loss, (new, entropy), allow_unused=True)
     return result.loss.item(), np.stack([np.zeros(len(new)) if s is None else s.numpy() for s in slopes])
@@ -321,33 +321,47 @@ PAPER = {"eps_low": 0.2, "eps_high": 0.2}
 PRESETS: dict[str, TrainConfig] = {
     "GRPO": TrainConfig(**PAPER, aggregation="sequence", kl=KlConfig(coefficient=0.04)),
     "DAPO": TrainConfig(eps_low=0.2, eps_high=0.28, aggregation="token"),
-    "Dr.GRPO": TrainConfig(**PAPER, aggregation="constant", scale="none"),
+    "Dr.GRPO": TrainConfig(**PAPER, aggregation="constant", advantage_scale="none"),
     "GSPO": TrainConfig(objective="gspo", eps_low=3e-4, eps_high=4e-4, aggregation="sequence"),
     "CISPO": TrainConfig(objective="cispo", eps_low=1.0, eps_high=0.27, aggregation="token"),
     "SAPO": TrainConfig(objective="sapo", tau_positive=1.0, tau_negative=1.05, aggregation="sequence"),
     "GMPO": TrainConfig(objective="gmpo", eps_low=0.4, eps_high=0.4, aggregation="sequence"),
     "REINFORCE++": TrainConfig(
-        **PAPER, baseline="batch", scale="batch", kl=KlConfig(coefficient=0.01, estimator="k1", apply_to="reward")
+        **PAPER,
+        baseline="batch",
+        advantage_scale="batch",
+        kl=KlConfig(coefficient=0.01, estimator="k1", apply_to="reward"),
     ),
-    "REINFORCE++ with baseline": TrainConfig(**PAPER, scale="batch", kl=KlConfig(coefficient=0.01, estimator="k2")),
+    "REINFORCE++ with baseline": TrainConfig(
+        **PAPER, advantage_scale="batch", kl=KlConfig(coefficient=0.01, estimator="k2")
+    ),
     "REINFORCE, leave-one-out": TrainConfig(
-        objective="reinforce", aggregation="constant", baseline="leave_one_out", scale="none"
+        objective="reinforce", aggregation="constant", baseline="leave_one_out", advantage_scale="none"
     ),
     "dual clip": TrainConfig(eps_low=0.2, eps_high=0.27, dual_clip=3.0),
 }
-"""What the config lines of docs/trainer.md must give."""
-LOSS_KEYS = ("objective", "clip", "averaged_over", "baseline", "scale", "correction", "kl", "entropy_coefficient")
+"""What the config lines of docs/reference/objectives.md must give."""
+LOSS_KEYS = (
+    "objective",
+    "clip",
+    "loss_aggregation",
+    "baseline",
+    "advantage_scale",
+    "correction",
+    "kl",
+    "entropy_coefficient",
+)
 
 
 def table(head: str) -> list[list[str]]:
-    """The cells of a table of docs/trainer.md, by row."""
-    lines = (Path(__file__).parents[2] / "docs" / "trainer.md").read_text().splitlines()
+    """The cells of a table of docs/reference/objectives.md, by row."""
+    lines = (Path(__file__).parents[2] / "docs/reference/objectives.md").read_text().splitlines()
     rows = itertools.takewhile(lambda line: line.startswith("|"), lines[lines.index(head) + 2 :])
     return [[cell.strip() for cell in row[1:-1].replace("\\|", "!").split("|")] for row in rows]
 
 
 def documented() -> dict[str, dict[str, Any]]:
-    """The config lines of docs/trainer.md's table, by objective."""
+    """The config lines of docs/reference/objectives.md's table, by objective."""
     rows = table("| objective | equation | source | `train:` |")
     return {row[0]: yaml.safe_load(row[-1].strip("`")) for row in rows}
 
@@ -358,7 +372,7 @@ def test_the_documented_config_lines_give_the_papers_losses() -> None:
     for name, wanted in PRESETS.items():
         train = RunConfig.model_validate({"name": "test", "model": ".", "train": found[name]}).train
         assert [getattr(train, key) for key in LOSS_KEYS] == [getattr(wanted, key) for key in LOSS_KEYS], name
-        assert train.normalizes_penalized == (name == "REINFORCE++")
+        assert train.normalizes_after_penalty == (name == "REINFORCE++")
         case = draw(LENGTHS, seed=3)
         result, *_ = computed(case, train, case.counts)
         assert result.loss.item() == pytest.approx(direct(case, wanted, case.counts), rel=1e-10), name
@@ -370,9 +384,9 @@ def test_the_page_has_every_objectives_own_defaults() -> None:
     assert found.keys() == set(OBJECTIVES.built_in)
     for name, cells in found.items():
         train = TrainConfig(objective=name)
-        facts = [*((train.clip.low, train.clip.high) if math.isfinite(train.clip.high) else ("", ""))]
-        facts += [*(train.clip.tau or ("", "")), train.averaged_over]
-        assert cells == [f"{fact:g}" if isinstance(fact, float) else fact for fact in facts], name
+        expected = [*((train.clip.low, train.clip.high) if math.isfinite(train.clip.high) else ("", ""))]
+        expected += [*(train.clip.tau or ("", "")), train.loss_aggregation]
+        assert cells == [f"{fact:g}" if isinstance(fact, float) else fact for fact in expected], name
 
 
 @settings(deadline=None, max_examples=40)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
+import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -13,7 +15,7 @@ import numpy as np
 import pytest
 
 from agent_rl.config import RunConfig
-from agent_rl.errors import UserError
+from agent_rl.errors import TrainerError, UserError
 from agent_rl.train.ray_trainer import RayTrainer
 from agent_rl.train.requests import OptimizerSpec
 from agent_rl.train.sft import SftConfig, SftProgress, sft
@@ -150,6 +152,25 @@ def test_nothing_to_learn_makes_no_update(runner: asyncio.Runner, trainer: RayTr
     assert runner.run(trainer.logprobs(one, replay=True)) == before
 
 
+def test_unreachable_engine_is_reported_and_the_trainer_goes_on(
+    runner: asyncio.Runner, trainer: RayTrainer, make_sample: Make
+) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    report = runner.run(asyncio.wait_for(trainer.publish([f"http://127.0.0.1:{port}"], "1"), 60))
+    (reason,) = report.failures.values()
+    assert re.search(f"127.0.0.1:{port}.*no answer", reason)
+    assert runner.run(trainer.logprobs([make_sample(9, 1)], replay=True))
+
+
+def test_samples_without_routes_are_refused_under_r3(
+    runner: asyncio.Runner, trainer: RayTrainer, make_sample: Make
+) -> None:
+    with pytest.raises(TrainerError, match=r"train\.replay is r3"):
+        runner.run(trainer.step(samples(make_sample, routes=False), measure_without_replay=False))
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
 def test_a_checkpoint_that_cannot_be_written_leaves_the_trainer_alive(
     runner: asyncio.Runner, trainer: RayTrainer, make_sample: Make, tmp_path: Path
@@ -165,7 +186,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_trainer_alive(
         await writing
 
     try:
-        with pytest.raises(UserError, match=r"no room on the disk; make some, set runs_dir, or lower train\.keep"):
+        with pytest.raises(UserError, match=r"the disk is full; free space, set runs_dir, or lower train\.keep"):
             runner.run(save_beside_training())
         assert os.listdir(small) == [], "a part of it was left"
     finally:

@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent_rl.errors import TrainerError
-from agent_rl.train.batching.partition import deal
-from agent_rl.train.reports import Differing, RouteCounts, count_routes, differing
+from agent_rl.train.batching.partition import partition_sequences
+from agent_rl.train.reports import RouteCounts, RouteDifferences, count_routes, route_differences
 from agent_rl.train.route_sharding import (
-    RankInfo,
+    WorkerInfo,
     by_sample,
     count_differing,
-    cut,
     have_routes,
-    put_together,
+    reassemble,
+    shard_routes,
     without_routes,
 )
 from agent_rl.types import Sample
@@ -42,7 +42,7 @@ def sample_of(length: int, layers: int, seed: int, *, share: float = 0.8) -> Sam
     return Sample(tokens, zeros > 0, zeros, 0.0, Routing(experts, present, (), EXPERTS))
 
 
-def infos_of(data: int, context: int, tensor: int, stages: list[tuple[int, ...]]) -> list[RankInfo]:
+def infos_of(data: int, context: int, tensor: int, stages: list[tuple[int, ...]]) -> list[WorkerInfo]:
     layers = sum(len(columns) for columns in stages)
     places = [
         (data_rank, ShardSpec(columns, c, context, t, tensor))
@@ -51,11 +51,11 @@ def infos_of(data: int, context: int, tensor: int, stages: list[tuple[int, ...]]
         for c in range(context)
         for t in range(tensor)
     ]
-    return [RankInfo(rank, d, data, rank == 0, spec, layers) for rank, (d, spec) in enumerate(places)]
+    return [WorkerInfo(rank, d, data, rank == 0, spec, layers) for rank, (d, spec) in enumerate(places)]
 
 
 @st.composite
-def worlds(draw: Any) -> tuple[list[Sample], list[RankInfo]]:
+def worlds(draw: Any) -> tuple[list[Sample], list[WorkerInfo]]:
     stages = draw(st.sampled_from([[(0,)], [(0, 1, 2)], [(), (0, 1)], [(0, 2), (1, 3)], [(0,), (1,), (2,)]]))
     data, context, tensor = (draw(st.integers(1, most)) for most in (2, 3, 3))
     infos = infos_of(data, context, tensor, stages)
@@ -68,24 +68,24 @@ def worlds(draw: Any) -> tuple[list[Sample], list[RankInfo]]:
 @settings(max_examples=60, deadline=None)
 @given(worlds())
 def test_what_ranks_hold_gives_the_routes_and_their_differences_back(
-    world: tuple[list[Sample], list[RankInfo]],
+    world: tuple[list[Sample], list[WorkerInfo]],
 ) -> None:
     samples, infos = world
     layers = infos[0].moe_layers
     others = [sample_of(len(sample.tokens), layers, 99 + at, share=1) for at, sample in enumerate(samples)]
-    micro_batches = deal([len(sample.tokens) for sample in samples], budget=40, ranks=infos[0].data_size)
+    micro_batches = partition_sequences([len(sample.tokens) for sample in samples], budget=40, ranks=infos[0].data_size)
     total = None
     for data_rank, batches in enumerate(micro_batches):
         peers = [info for info in infos if info.data_rank == data_rank]
         differs = []
         for info in peers:
-            given_, used = ([cut(held, ids, info.shard) for ids in batches] for held in (samples, others))
-            found = [differing(shard, other.experts) for shard, other in zip(given_, used, strict=True)]
-            report = Differing.of(len(info.shard.columns), found, None)
+            given_, used = ([shard_routes(held, ids, info.shard) for ids in batches] for held in (samples, others))
+            found = [route_differences(shard, other.experts) for shard, other in zip(given_, used, strict=True)]
+            report = RouteDifferences.of(len(info.shard.columns), found, None)
             assert [part.tolist() for part in report.unpacked(report.replayed)] == [part.tolist() for part in found]
             differs.append(report.unpacked(report.replayed))
         for ids in batches:
-            whole = put_together(samples, ids, peers, [cut(samples, ids, info.shard).experts for info in peers])
+            whole = reassemble(samples, ids, peers, [shard_routes(samples, ids, info.shard).experts for info in peers])
             for index, experts in by_sample(samples, ids, whole).items():
                 routing = samples[index].routing
                 assert routing is not None
@@ -146,6 +146,6 @@ def test_routes_that_do_not_line_up_are_refused() -> None:
         with pytest.raises(TrainerError, match=message):
             have_routes([good, bad], 2)
     infos = infos_of(1, 2, 1, [(0, 1)])
-    parts = [cut([good], [0], info.shard).experts for info in infos]
-    with pytest.raises(TrainerError, match="the ranks' routes don't fit together"):
-        put_together([good], [0], infos[:1], parts[:1])
+    parts = [shard_routes([good], [0], info.shard).experts for info in infos]
+    with pytest.raises(TrainerError, match="the ranks' routes do not fit together"):
+        reassemble([good], [0], infos[:1], parts[:1])

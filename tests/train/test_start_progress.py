@@ -41,7 +41,7 @@ def started(states: Sequence[Iterable[LoadProgress]], *, answers: bool) -> tuple
     notes: list[str] = []
 
     async def run() -> list[Any]:
-        ended, ranks = asyncio.Event(), module.Ranks(ExitStack())
+        ended, ranks = asyncio.Event(), module.WorkerGroup(ExitStack())
         ranks._actors = [actor(each, ended) for each in states]
 
         async def start() -> str:

@@ -14,11 +14,12 @@ import pytest
 
 from agent_rl.config import R3Config, RunConfig, TraceConfig, TrainConfig
 from agent_rl.errors import ConfigError, TrainerError
-from agent_rl.train import dispatch as dispatch
-from agent_rl.train.batching.mini_steps import split_step
+from agent_rl.models.spec import read_model_spec
+from agent_rl.train import ray_trainer
+from agent_rl.train.batching.partition import split_step
 from agent_rl.train.ray_trainer import RayTrainer
 from agent_rl.train.requests import OptimizerSpec, StepRequest, WorkerRequest
-from agent_rl.train.route_sharding import cut, without_routes
+from agent_rl.train.route_sharding import shard_routes, without_routes
 from agent_rl.train.route_trace import begin_trace
 from agent_rl.types import Sample
 from r3.shard import RouteShard, ShardSpec
@@ -26,7 +27,7 @@ from r3.trace.check import CheckReport, HandOver, check_dir
 from r3.trace.events import STAGES
 
 if TYPE_CHECKING:
-    from agent_rl.train.worker import TrainerRank
+    from agent_rl.train.worker import TrainerWorker
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 
@@ -54,35 +55,35 @@ def tally(report: CheckReport, hand_over: HandOver) -> dict[str | None, int]:
 
 
 @pytest.fixture(scope="module")
-def rank(tiny_moe: Path) -> Iterator[TrainerRank]:
+def rank(tiny_moe: Path) -> Iterator[TrainerWorker]:
     """A world of one rank in this process, so that faults can be put inside it."""
     import torch
 
-    from agent_rl.train.worker import TrainerRank
+    from agent_rl.train.worker import TrainerWorker
 
     threads, listener = torch.get_num_threads(), socket.create_server(("127.0.0.1", 0))
     config = RunConfig(name="test", model=tiny_moe, train=TrainConfig(recompute="full"))
-    order = WorkerRequest(config, tiny_moe, None, device="cpu", threads=1)
+    order = WorkerRequest(config, read_model_spec(tiny_moe), tiny_moe, None, device="cpu", threads=1)
     port = listener.getsockname()[1]
     optimizer = OptimizerSpec(lr=1e-3)
-    ready = TrainerRank(order, optimizer, 0, master_addr="127.0.0.1", master_port=port, listener=listener.detach())
+    ready = TrainerWorker(order, optimizer, 0, master_addr="127.0.0.1", master_port=port, listener=listener.detach())
     yield ready
     ready.close()
     torch.set_num_threads(threads)
 
 
-def traced_step(rank: TrainerRank, config: RunConfig, data: Sequence[Sample], step: int) -> None:
+def traced_step(rank: TrainerWorker, config: RunConfig, data: Sequence[Sample], step: int) -> None:
     """What RayTrainer does with one rank."""
     info = rank.info()
     shares = split_step(data, mini_steps=config.train.mini_steps, budget=config.train.microbatch_tokens, ranks=1)
     batches = [ids for share in shares[0] for ids in share.micro_batches]
     trace = begin_trace(config, step, data, [batches], [info])
-    routes = [cut(data, ids, info.shard) for ids in batches]
+    routes = [shard_routes(data, ids, info.shard) for ids in batches]
     order = StepRequest(config, measure_without_replay=True, trace=trace)
     rank.grpo(without_routes(data, batches), shares[0], order, routes)
 
 
-def test_a_step_on_one_rank_holds(rank: TrainerRank, run_config: Config, make_sample: Make, tmp_path: Path) -> None:
+def test_a_step_on_one_rank_holds(rank: TrainerWorker, run_config: Config, make_sample: Make, tmp_path: Path) -> None:
     """Two updates, a native pass between, rows without routes; only the step asked for is traced."""
     config = traced(run_config(mini_steps=2, recompute="full"), tmp_path / "trace", 3)
     data = samples(make_sample)
@@ -142,7 +143,7 @@ def recomputed_late(original: Any) -> Any:
     ],
 )
 def test_a_fault_inside_a_rank_is_found(
-    rank: TrainerRank, run_config: Config, make_sample: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    rank: TrainerWorker, run_config: Config, make_sample: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     method: str, fault: Callable[[Any], Any], hand_over: HandOver, stage: str, layer: int,
 ) -> None:  # fmt: skip
     from r3.megatron_replay import LayerReplay
@@ -164,30 +165,30 @@ def test_only_the_rollouts_routes_are_traced(run_config: Config, tmp_path: Path)
 Cut = Callable[[Sequence[Sample], Sequence[int], ShardSpec], RouteShard]
 
 
-def shifted_rows(cut: Cut) -> Cut:
+def shifted_rows(shard_routes: Cut) -> Cut:
     """One context rank's rows come one place too late."""
 
     def spoiled(data: Sequence[Sample], ids: Sequence[int], spec: ShardSpec) -> RouteShard:
-        shard = cut(data, ids, spec)
+        shard = shard_routes(data, ids, spec)
         return replace(shard, experts=np.roll(shard.experts, 1, axis=0)) if spec.context_rank == 1 else shard
 
     return spoiled
 
 
-def swapped_layers(cut: Cut) -> Cut:
+def swapped_layers(shard_routes: Cut) -> Cut:
     """In sample 5's micro-batch the first stage gets the second one's layer."""
 
     def spoiled(data: Sequence[Sample], ids: Sequence[int], spec: ShardSpec) -> RouteShard:
         if 5 in ids and spec.columns == (0,) and spec.context_rank == 0:
-            return replace(cut(data, ids, replace(spec, columns=(1,))), columns=spec.columns)
-        return cut(data, ids, spec)
+            return replace(shard_routes(data, ids, replace(spec, columns=(1,))), columns=spec.columns)
+        return shard_routes(data, ids, spec)
 
     return spoiled
 
 
-def exchanged_ranks(cut: Cut) -> Cut:
+def exchanged_ranks(shard_routes: Cut) -> Cut:
     """Each context rank gets the other's share."""
-    return lambda data, ids, spec: cut(data, ids, replace(spec, context_rank=1 - spec.context_rank))
+    return lambda data, ids, spec: shard_routes(data, ids, replace(spec, context_rank=1 - spec.context_rank))
 
 
 async def test_spoiled_routes_are_found(
@@ -202,9 +203,9 @@ async def test_spoiled_routes_are_found(
         await trainer.step(data, measure_without_replay=False, step=1)
         reports = {"sound": check(tmp_path)}
         for name, fault in faults.items():  # the same step again, each time: it forgets its earlier trace
-            monkeypatch.setattr(dispatch, "cut", fault(cut))
+            monkeypatch.setattr(ray_trainer, "shard_routes", fault(shard_routes))
             if name == "exchanged":
-                with pytest.raises(TrainerError, match="routes do not belong to the tokens they came with"):
+                with pytest.raises(TrainerError, match="routes do not belong to the tokens"):
                     await trainer.step(data, measure_without_replay=False, step=1)
             else:
                 await trainer.step(data, measure_without_replay=False, step=1)  # the trainer itself can't tell
@@ -212,7 +213,7 @@ async def test_spoiled_routes_are_found(
     assert reports["sound"].holds, str(reports["sound"].breaks[0])
     assert tally(reports["sound"], HandOver.FETCH) == dict.fromkeys(STAGES, 4 * len(LENGTHS))
 
-    ranks = {info.rank: info.shard for info in trainer.ranks.infos}
+    ranks = {info.rank: info.shard for info in trainer.workers.infos}
     first = reports["shifted"].breaks[0]
     assert (first.hand_over, first.stage, first.step) == (HandOver.FETCH, "prev-logprob", 1)
     assert {ranks[b.rank].context_rank for b in reports["shifted"].breaks if b.rank is not None} == {1}

@@ -29,8 +29,8 @@ VOCAB = 64
 LENGTHS = (10, 20, 30, 40, 15, 17, 33)
 
 
-def samples(make_sample: Make, *, routes: bool = True) -> list[Sample]:
-    return [make_sample(n, seed=n, advantage=(-1.0) ** n * n / 20, routes=routes) for n in LENGTHS]
+def samples(make_sample: Make) -> list[Sample]:
+    return [make_sample(n, seed=n, advantage=(-1.0) ** n * n / 20) for n in LENGTHS]
 
 
 def descendants(pid: int) -> set[int]:
@@ -139,7 +139,7 @@ async def test_steps_from_a_checkpoint_are_bit_equal(run_config: Config, make_sa
 
 
 async def assert_broken_updates_change_nothing(trainer: RayTrainer, data: list[Sample], directory: Path) -> None:
-    """Infinite advantages, of which with two ranks each sees one, then spikes that are skipped: as if never tried."""
+    """Infinite advantages, one on each of two ranks, then spikes that are skipped: as if never tried."""
     broken = [replace(data[0], advantage=np.inf), *data[1:-1], replace(data[-1], advantage=-np.inf)]
     await trainer.save(directory)
     before = await trainer.logprobs(data, replay=True)
@@ -182,7 +182,8 @@ async def test_two_data_ranks_equal_one(run_config: Config, make_sample: Make, t
             alone = await trainer.step(data[:1], measure_without_replay=True)  # the second rank has nothing to do
             assert alone["mismatch_without_replay/router_mismatch"] > 0
             assert alone["train/updates"] == 1
-            await assert_broken_updates_change_nothing(trainer, data, tmp_path / f"step-{world:06d}")
+            if world == 2:
+                await assert_broken_updates_change_nothing(trainer, data, tmp_path / "step-000002")
     (one, logprobs_one), (two, logprobs_two) = results
     for before, after in zip(one, two, strict=True):
         assert before.keys() == after.keys()
@@ -193,14 +194,24 @@ async def test_two_data_ranks_equal_one(run_config: Config, make_sample: Make, t
 
 
 async def test_ranks_replay_and_report_their_own_share_of_the_routes(run_config: Config, make_sample: Make) -> None:
-    """Two pipeline stages, one layer each: what they use and report, put together, is the whole rollout's."""
+    """Two pipeline stages, one layer each: what they use and report, put together, is the whole rollout's. A cancelled
+    ``close`` returns when the ranks have ended."""
     data = samples(make_sample)
     given = [sample.routing for sample in data if sample.routing is not None]
     config = run_config(parallel={"world_size": 2, "pipeline": 2}, replay="r3", mini_steps=2)
-    async with RayTrainer(config) as trainer:
+    before = descendants(os.getpid())
+    trainer = await RayTrainer(config).start()
+    try:
         replayed = await trainer.routes(data, replay=True)
         native = await trainer.routes(data, replay=False)
         metrics = await trainer.step(data, measure_without_replay=True)
+    finally:
+        closing = asyncio.create_task(trainer.close())
+        await asyncio.sleep(0)  # the task runs up to its first await
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+    assert not descendants(os.getpid()) - before
     differ = []
     for routing, (_, used), (_, own) in zip(given, replayed, native, strict=True):
         np.testing.assert_array_equal(used[:-1], routing.experts[:-1])
@@ -218,7 +229,7 @@ async def test_a_dead_rank_ends_the_trainer_with_a_reason(run_config: Config, ma
     before = descendants(os.getpid())
     trainer = await RayTrainer(run_config(parallel={"world_size": 2})).start()
     try:
-        ranks = [pid for pid in descendants(os.getpid()) - before if "RankActor" in command_line(pid)]
+        ranks = [pid for pid in descendants(os.getpid()) - before if "WorkerActor" in command_line(pid)]
         assert len(ranks) == 2
         os.kill(ranks[0], signal.SIGKILL)
         started = time.monotonic()
@@ -235,12 +246,6 @@ async def test_a_dead_rank_ends_the_trainer_with_a_reason(run_config: Config, ma
     assert not descendants(os.getpid()) - before, "close left processes"
 
 
-async def test_samples_without_routes_are_refused_under_r3(run_config: Config, make_sample: Make) -> None:
-    async with RayTrainer(run_config(replay="r3")) as trainer:
-        with pytest.raises(TrainerError, match=r"train\.replay is r3 and the samples have no routes"):
-            await trainer.step(samples(make_sample, routes=False), measure_without_replay=False)
-
-
 async def test_a_cancelled_start_leaves_nothing(run_config: Config) -> None:
     before = descendants(os.getpid())
     starting = asyncio.create_task(RayTrainer(run_config()).start())
@@ -248,15 +253,4 @@ async def test_a_cancelled_start_leaves_nothing(run_config: Config) -> None:
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await starting
-    assert not descendants(os.getpid()) - before
-
-
-async def test_a_cancelled_close_returns_when_its_work_is_done(run_config: Config) -> None:
-    before = descendants(os.getpid())
-    trainer = await RayTrainer(run_config()).start()
-    closing = asyncio.create_task(trainer.close())
-    await asyncio.sleep(0)  # the task runs up to its first await
-    closing.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await closing
     assert not descendants(os.getpid()) - before

@@ -216,7 +216,7 @@ def test_a_filter_takes_numbers_of_any_length(page: Page, served: Served, text: 
 
 def test_a_step_without_loads_says_so_and_shows_its_groups(page: Page, captured: str) -> None:
     opened(page, captured, "#/step/0/eval-6-sampled")
-    expect(page.get_by_text("no loads were kept")).to_be_visible()
+    expect(page.get_by_text("no expert loads were recorded")).to_be_visible()
     expect(page.get_by_role("region", name="Table of groups").get_by_role("row").nth(1)).to_be_visible()
 
 

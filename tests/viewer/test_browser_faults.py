@@ -19,7 +19,7 @@ from support.viewer_samples import SampleRun, SampleSource, Served
 from agent_rl.config.builtin import MODELS
 from agent_rl.monitoring.metrics_log import MetricsLog
 from agent_rl.render import ChatRenderer
-from agent_rl.rollout.framed_log import as_frame
+from agent_rl.rollout.framed_log import encode_frame
 from agent_rl.rollout.records import encode_trajectory, rows_path, step_stem, write_trajectories
 from agent_rl.types import Group, StopReason, TrainingDecision, TrainingStatus, Trajectory, VersionSpan
 from agent_rl.viewer.api import Resources
@@ -27,17 +27,16 @@ from agent_rl.viewer.export import export
 
 pytestmark = pytest.mark.browser
 
-FORMAT_2 = Path(__file__).parent.parent / "captured"
 Make = Callable[[Path], object]
 LARGE = 10_000_000
 
 
 def with_journal(run: Path, episodes: int) -> Path:
     """The journal of step 3 with so many episodes, and a half of the next."""
-    frames = [as_frame(b"{}\n" + encode_trajectory(episode(number))) for number in range(episodes + 1)]
+    frames = [encode_frame(b"{}\n" + encode_trajectory(episode(number))) for number in range(episodes + 1)]
     path = run / "journal" / "step-000003.journal"
     path.parent.mkdir()
-    path.write_bytes(as_frame(b"{}") + b"".join(frames)[: -len(frames[-1]) // 2])
+    path.write_bytes(encode_frame(b"{}") + b"".join(frames)[: -len(frames[-1]) // 2])
     return path
 
 
@@ -73,7 +72,7 @@ def holding(one: Trajectory) -> Make:
         run.mkdir()
         shutil.copy(MODELS["tiny-moe"] / "tokenizer.json", run)
         write_trajectories(
-            run, 1, [Group("t", (one,), 4)], verdicts=[TrainingDecision(TrainingStatus.TRAINED, 0.5)], details={}
+            run, 1, [Group("t", (one,), 4)], decisions=[TrainingDecision(TrainingStatus.TRAINED, 0.5)], details={}
         )
 
     return make
@@ -125,19 +124,19 @@ DIRECTORIES: dict[str, Make] = {
 }
 SHOWN = {
     "half-a-step": {"trajectories": "13 of 13 trajectories", "trajectories/": "Step 3 was under way: 1 episode of 6"},
-    "without-routes": {"step": "no loads were kept", "t": "Largest gap without replay"},
+    "without-routes": {"step": "no expert loads were recorded", "t": "Largest gap without replay"},
     "without-detail": {"t": "monitoring.token_detail was off", "t?by=gap": "Not kept for this trajectory."},
     "rows-cut-off": {"trajectories": "1: cannot be read", "t": "1: cannot be read"},
-    "arrays-cut-off": {"t": "its tokens cannot be read", "trajectories": "13 of 13 trajectories"},
+    "arrays-cut-off": {"t": "tokens cannot be read", "trajectories": "13 of 13 trajectories"},
     "detail-cut-off": {"t": "step-000001.train.safetensors: damaged", "step": "train.safetensors: damaged"},
     "metrics-cut-off": {"": "metrics.jsonl, line 1: damaged; shown up to there"},
     "not-a-number": {"": "reward/mean: not a number in step 3"},
     "infrastructure-only": {"": "infrastructure failures only", "t": "sandbox_failure"},
     "evaluation": {
-        "t/eval-0": "the directory of an evaluation keeps no tokens",
-        "eval/eval": "it is under way, or was",
+        "t/eval-0": "the directory of an evaluation has no tokens",
+        "eval/eval": "it is running or was",
     },
-    "empty": {"": "no step has ended yet", "trajectories": "0 of 0 trajectories"},
+    "empty": {"": "no step has finished yet", "trajectories": "0 of 0 trajectories"},
     "no-turn": {"t": "Prompt", "group": "Group 0 of 1"},
     "long": {"t": "Turn 2: calls submit", "group": "x" * 500 + " …"},
     "long-without-texts": {"t": "Show all 10,000,000 characters"},
@@ -148,11 +147,11 @@ SHOWN = {
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of all the directories, in their order, and of a run of format 2 behind them."""
+    """The address of all the directories, in their order."""
     root = tmp_path_factory.mktemp("faults")
     for name, make in DIRECTORIES.items():
         make(root / name)
-    with Served(Resources([*(root / name for name in DIRECTORIES), FORMAT_2])) as server:
+    with Served(Resources([root / name for name in DIRECTORIES])) as server:
         yield server.address
 
 
@@ -169,13 +168,6 @@ def test_what_a_directory_lacks_is_a_line(page: Page, served: str, name: str) ->
     for place, text in SHOWN[name].items():
         opened(page, served, fragment(list(DIRECTORIES).index(name), place))
         expect(page.get_by_text(text).first).to_be_visible()
-
-
-def test_a_run_of_format_2_is_shown(page: Page, served: str) -> None:
-    opened(page, served)
-    expect(page.get_by_text("captured: written in format 2")).to_be_visible()
-    opened(page, served, f"#/t/{len(DIRECTORIES)}/1-3")
-    expect(page.get_by_role("definition").filter(has_text="177")).to_be_visible()
 
 
 def test_two_versions_within_a_turn_have_two_colours(page: Page, served: str) -> None:
@@ -216,7 +208,7 @@ def test_an_episode_of_the_running_step_shows_within_five_seconds(context: Brows
         page = opened(context.new_page(), server.address, "#/trajectories/0?resolved=true")
         expect(page.get_by_role("status").filter(has_text="live")).to_be_visible()
         expect(page.get_by_text("1 episode of 6 ended, 0 resolved")).to_be_visible()
-        whole = as_frame(b"{}\n" + encode_trajectory(episode(1)))
+        whole = encode_frame(b"{}\n" + encode_trajectory(episode(1)))
         with journal.open("ab") as file:
             file.write(whole[len(whole) // 2 :])
         expect(page.get_by_text("2 episodes of 6 ended, 1 resolved")).to_be_visible(timeout=5000)
@@ -254,7 +246,7 @@ def test_a_directory_that_is_deleted_while_it_is_viewed(window: Page, tmp_path: 
         expect(page.get_by_role("status").filter(has_text="live")).to_be_visible()
         expect(page.locator(".count")).to_have_text("13 of 13 trajectories")
         shutil.rmtree(run)
-        expect(page.get_by_role("alert")).to_contain_text("it is gone")
+        expect(page.get_by_role("alert")).to_contain_text("no longer exists")
         expect(page.locator(".count")).to_have_text("13 of 13 trajectories")
 
 

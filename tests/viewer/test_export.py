@@ -13,7 +13,7 @@ from support.viewer_samples import SampleRun, SampleSource
 
 from agent_rl.commands.view import run_view
 from agent_rl.errors import UserError
-from agent_rl.viewer.export import export, picked
+from agent_rl.viewer.export import export, select_trajectories
 
 CAPTURED = Path(__file__).parent.parent / "captured" / "quickstart"
 SOURCE = SampleSource(SampleRun(steps=3))
@@ -35,18 +35,18 @@ def test_a_directory_holds_the_same(tmp_path: Path) -> None:
     assert orjson.loads((tmp_path / "out/data/0/steps/2.json").read_bytes()) == SOURCE.read("0/steps/2")
     assert 'content="directory"' in (tmp_path / "out/index.html").read_text()
     assert (tmp_path / "out/app.js").is_file()
-    with pytest.raises(UserError, match="there is something already"):
+    with pytest.raises(UserError, match="exists already"):
         export(SOURCE, tmp_path / "out", 4)
 
 
 def test_whole_groups_are_picked_the_largest_gap_first() -> None:
     columns = SOURCE.read("0/trajectories")["columns"]
     worst = max(range(len(columns["id"])), key=lambda row: columns["worst_gap_without_replay"][row])
-    ids = picked(SOURCE, 0, 5)
+    ids = select_trajectories(SOURCE, 0, 5)
     assert len(ids) == 8
     assert columns["id"][worst] in ids[:4]
-    assert picked(SOURCE, 0, 0) == []
-    assert len(picked(SOURCE, 0, 1000)) == 24
+    assert select_trajectories(SOURCE, 0, 0) == []
+    assert len(select_trajectories(SOURCE, 0, 1000)) == 24
 
 
 def test_an_export_is_the_same_bytes_each_time(tmp_path: Path) -> None:
@@ -65,5 +65,5 @@ def test_the_command_exports_a_real_run(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_a_path_that_is_no_directory_is_one_line() -> None:
-    with pytest.raises(UserError, match=r"nowhere: no directory"):
+    with pytest.raises(UserError, match=r"nowhere: not a directory"):
         run_view([Path("nowhere")], port=0, out=None, trajectories=0, open_browser=False)

@@ -12,7 +12,7 @@ import orjson
 import pytest
 import zstandard
 
-from agent_rl.rollout.step_index import FORMAT, sidecar_path
+from agent_rl.rollout.step_index import FORMAT, step_index_path
 from agent_rl.viewer import index as module
 from agent_rl.viewer.index import Index, select
 
@@ -47,7 +47,7 @@ def file_step(directory: Path, step: int) -> None:
     (directory / "trajectories").mkdir(exist_ok=True)
     stem = directory / "trajectories" / f"step-{step:06d}"
     Path(f"{stem}.jsonl.zst").touch()
-    sidecar_path(stem).write_bytes(sidecar(step))
+    step_index_path(stem).write_bytes(sidecar(step))
 
 
 @pytest.fixture(scope="module")

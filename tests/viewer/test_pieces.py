@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from agent_rl.errors import AgentRlError
-from agent_rl.viewer.token_text import Pieces
+from agent_rl.viewer.token_text import TokenTexts
 
 
 @pytest.fixture(scope="module")
@@ -27,27 +27,27 @@ def by_bytes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, Path]
 def test_a_character_split_over_tokens_is_the_last_ones(by_bytes: tuple[Tokenizer, Path]) -> None:
     tokenizer, path = by_bytes
     ids = tokenizer.encode("a€é<|im_end|>").ids
-    assert Pieces(path).texts(ids) == ["a", "", "", "€", "", "é", "<|im_end|>"]
+    assert TokenTexts(path).texts(ids) == ["a", "", "", "€", "", "é", "<|im_end|>"]
 
 
 @pytest.mark.parametrize("text", ["plain\n\ttext", "𝒳 \u202e\x00\x1b[31m", "漢字 and 🙂"])
 def test_texts_joined_are_the_decoded_text(by_bytes: tuple[Tokenizer, Path], text: str) -> None:
     tokenizer, path = by_bytes
     ids = tokenizer.encode(text).ids
-    assert "".join(Pieces(path).texts(ids)) == tokenizer.decode(ids) == text
+    assert "".join(TokenTexts(path).texts(ids)) == tokenizer.decode(ids) == text
 
 
 def test_broken_bytes_and_unknown_ids_are_replaced(by_bytes: tuple[Tokenizer, Path]) -> None:
     tokenizer, path = by_bytes
     ids = tokenizer.encode("€a").ids
-    assert Pieces(path).texts([ids[0], ids[3], 999_999, ids[1], ids[0]]) == [
+    assert TokenTexts(path).texts([ids[0], ids[3], 999_999, ids[1], ids[0]]) == [
         "",
         "\ufffda",
         "\ufffd",
         "\ufffd",
         "\ufffd",
     ]
-    assert Pieces(path).texts([]) == []
+    assert TokenTexts(path).texts([]) == []
 
 
 def test_tokens_of_a_vocabulary_with_bytes_as_a_fallback(tmp_path: Path) -> None:
@@ -55,10 +55,10 @@ def test_tokens_of_a_vocabulary_with_bytes_as_a_fallback(tmp_path: Path) -> None
     tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    assert Pieces(tmp_path / "tokenizer.json").texts([1, 2, 3]) == [" the", "", "é"]
+    assert TokenTexts(tmp_path / "tokenizer.json").texts([1, 2, 3]) == [" the", "", "é"]
 
 
 def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(AgentRlError, match=r"tokenizer.json: not a tokenizer"):
-        Pieces(tmp_path / "tokenizer.json")
+        TokenTexts(tmp_path / "tokenizer.json")

@@ -20,8 +20,8 @@ from support.viewer_runs import EXPERTS, GROUPS, LAYERS, branched, damage, episo
 
 from agent_rl.errors import UserError
 from agent_rl.monitoring.metrics_log import MetricsLog
-from agent_rl.rollout.framed_log import as_frame
-from agent_rl.rollout.jsonl_zst import read_rows
+from agent_rl.rollout.framed_log import encode_frame
+from agent_rl.rollout.jsonl_zst import encode_rows, read_rows
 from agent_rl.rollout.records import (
     encode_trajectory,
     read_trajectories,
@@ -39,8 +39,6 @@ from agent_rl.types import (
 )
 from agent_rl.viewer.api import Resources
 from agent_rl.viewer.index import Index
-
-CAPTURED = Path(__file__).parent.parent / "captured"
 
 
 @pytest.fixture
@@ -214,8 +212,8 @@ def test_the_running_step_shows_its_episodes(run: Path) -> None:
     whole = episode(0)
     branched = replace(whole, further=(replace(whole.branches[0], parent=0, cause=BranchCause.RETRY),))
     first, second = (b'{"position": 0}\n' + encode_trajectory(one) for one in (branched, episode(1)))
-    turn = as_frame(b'{"position": 1, "episode": "a", "turn": 0}\nof an episode that did not end')
-    parts = as_frame(b"{}"), as_frame(first), as_frame(b'{"batch": [0]}\n'), turn, as_frame(second)[:-5]
+    turn = encode_frame(b'{"position": 1, "episode": "a", "turn": 0}\nof an episode that did not end')
+    parts = encode_frame(b"{}"), encode_frame(first), encode_frame(b'{"batch": [0]}\n'), turn, encode_frame(second)[:-5]
     journal.write_bytes(b"".join(parts))
     found = read(run, "live")
     assert (found["step"], found["expected"], [one["task"] for one in found["episodes"]]) == (3, 6, ["task-0"])
@@ -229,17 +227,17 @@ def test_a_journal_is_read_on_from_where_it_was_read_to(run: Path) -> None:
     """Its first episode is damaged after it was read: to read it again would end there."""
     (run / "journal").mkdir()
     journal = run / "journal" / "step-000003.journal"
-    first, second = (as_frame(b"{}\n" + encode_trajectory(episode(number))) for number in (0, 2))
+    first, second = (encode_frame(b"{}\n" + encode_trajectory(episode(number))) for number in (0, 2))
     resources = Resources([run])
 
     def tasks() -> list[str]:
         return [one["task"] for one in resources.read("0/live")["episodes"]]
 
-    journal.write_bytes(as_frame(b"{}") + first + second[:9])
+    journal.write_bytes(encode_frame(b"{}") + first + second[:9])
     assert tasks() == ["task-0"]
-    journal.write_bytes(as_frame(b"{}") + b"\0" * len(first) + second)
+    journal.write_bytes(encode_frame(b"{}") + b"\0" * len(first) + second)
     assert tasks() == ["task-0", "task-1"]
-    journal.write_bytes(as_frame(b'{"weights": "other"}') + second)
+    journal.write_bytes(encode_frame(b'{"weights": "other"}') + second)
     assert tasks() == ["task-1"]
 
 
@@ -268,8 +266,8 @@ def test_a_run_without_routes_says_so(run: Path) -> None:
     """A dense model's is filed alike: it has no routes, and no layers that could differ."""
     for step in (1, 2):
         write_step(run, step, routes=False)
-    assert error(run, "routes/1-0") == "absent: 1-0: its routes were not kept"
-    assert any("no loads were kept" in note for note in read(run, "loads/1")["notes"])
+    assert error(run, "routes/1-0") == "absent: 1-0: its routes were not recorded"
+    assert any("no expert loads were recorded" in note for note in read(run, "loads/1")["notes"])
     assert read(run, "run")["facts"]["moe_layers"] is None
     seen = read(run, "t/1-0")["branches"][0]["detail"]
     assert len(seen["gap_without_replay"]) == 7
@@ -283,14 +281,6 @@ def test_a_run_without_detail_says_so(run: Path) -> None:
     assert any("monitoring.token_detail was off" in note for note in found["notes"])
     assert read(run, "routes/1-0")["differs_without_replay"] is None
     assert "error" not in read(run, "routes/1-0/map")
-
-
-def test_a_run_of_format_2_is_shown() -> None:
-    assert any("written in format 2" in note for note in read(CAPTURED, "run")["notes"])
-    found = read(CAPTURED, "t/1-3")
-    assert len(found["branches"][0]["tokens"]) == 177
-    assert found["times"]["began"] is None
-    assert read(CAPTURED, "trajectories")["total"] == 32
 
 
 @pytest.mark.parametrize(
@@ -379,7 +369,7 @@ def test_the_directory_of_an_evaluation_is_shown(tmp_path: Path) -> None:
     after = resources.stamps()
     assert {path for path in after if after[path] != before[path]} == {"0/steps/eval", "0/eval/eval"}
     (directory / "results.jsonl").write_text("nonsense\n")
-    assert any("no result of an evaluation" in note for note in read(directory, "run")["notes"])
+    assert any("not a result of an evaluation" in note for note in read(directory, "run")["notes"])
 
 
 def test_a_directory_that_is_read_only_is_not_written_to(run: Path) -> None:
@@ -396,15 +386,15 @@ def test_a_directory_that_is_deleted_while_it_is_viewed_is_one_line(run: Path) -
     shutil.rmtree(run)
     resources.stamps()
     for page in pages[1:]:
-        assert resources.read(page)["error"] == {"kind": "absent", "text": f"{run}: it is gone"}
+        assert resources.read(page)["error"] == {"kind": "absent", "text": f"{run}: no longer exists"}
     assert resources.read("runs")["runs"][0]["state"] == "empty"
 
 
 def test_an_empty_directory_is_a_run_without_anything(tmp_path: Path) -> None:
     found = read(tmp_path, "run")
     assert (found["kind"], found["state"], found["filed"]) == ("empty", "empty", [])
-    assert read(tmp_path, "metrics")["notes"] == ["no step has ended yet"]
-    with pytest.raises(UserError, match="no directory"):
+    assert read(tmp_path, "metrics")["notes"] == ["no step has finished yet"]
+    with pytest.raises(UserError, match="not a directory"):
         Resources([tmp_path / "absent"])
 
 
@@ -459,7 +449,7 @@ def test_each_branch_has_its_own_turns_detail_and_routes(tmp_path: Path) -> None
 def test_a_trajectory_of_no_turn(tmp_path: Path) -> None:
     strip = replace(trajectory(0.0), loss_mask=np.zeros(5, bool), logprobs=np.zeros(5, np.float32), versions=())
     write_trajectories(
-        tmp_path, 1, [Group("t", (strip,))], verdicts=[TrainingDecision(TrainingStatus.EMPTY, 0.0)], details={}
+        tmp_path, 1, [Group("t", (strip,))], decisions=[TrainingDecision(TrainingStatus.EMPTY, 0.0)], details={}
     )
     (branch,) = read(tmp_path, "t/1-0")["branches"]
     assert (branch["sampled"], branch["versions"], branch["logprobs"], branch["detail"]) == ([], [], [], None)
@@ -498,9 +488,9 @@ def test_any_row_is_shown_or_is_one_line(row: tuple[Path, dict[str, Any]], data:
     directory, whole = row
     key = data.draw(st.sampled_from(sorted(whole)))
     changed = {**whole, key: data.draw(JSON)}
-    path = directory / "trajectories" / "step-000002.jsonl"
-    path.write_text(json.dumps(changed) + "\n")
-    shutil.copy(directory / "trajectories" / "step-000001.safetensors", path.with_suffix(".safetensors"))
+    trajectories = directory / "trajectories"
+    (trajectories / "step-000002.jsonl.zst").write_bytes(encode_rows([changed])[0])
+    shutil.copy(trajectories / "step-000001.safetensors", trajectories / "step-000002.safetensors")
     resources = Resources([directory])
     for page in ("runs", "0/run", "0/trajectories", "0/steps/2", "0/t/2-0", "0/routes/2-0", "0/routes/2-0/map"):
         assert resources.body(page)

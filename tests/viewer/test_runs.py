@@ -43,5 +43,5 @@ def test_runs_are_listed_with_their_state(tmp_path: Path) -> None:
 
 
 def test_a_directory_without_a_run_is_one_line(tmp_path: Path) -> None:
-    assert "no run there; right would be" in listed(tmp_path, code=2)
-    assert "no directory; right would be" in listed(tmp_path / "absent", code=2)
+    assert "no run found" in listed(tmp_path, code=2)
+    assert "not a directory; expected" in listed(tmp_path / "absent", code=2)

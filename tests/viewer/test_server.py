@@ -12,7 +12,7 @@ import pytest
 from support.viewer_samples import SampleRun, SampleSource, Served
 
 from agent_rl.errors import UserError
-from agent_rl.utils.concurrency import beside
+from agent_rl.utils.concurrency import run_alongside
 from agent_rl.viewer import server
 from agent_rl.viewer.server import Changes, affected, listen
 
@@ -61,7 +61,7 @@ def test_nothing_but_reading(served: Served) -> None:
 def test_a_port_that_is_taken_is_one_line() -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(UserError, match=f"--port {port}: Address already in use; name another, or 0"):
+        with pytest.raises(UserError, match=f"--port {port}: Address already in use; choose another, or 0"):
             listen(port)
 
 
@@ -108,7 +108,7 @@ async def test_the_disk_is_looked_at_for_those_who_listen_alone(monkeypatch: pyt
             return found
 
     changes = Changes(Counted())
-    async with beside(changes.watch()):
+    async with run_alongside(changes.watch()):
         await asyncio.wait_for(looked.wait(), 10)
         await asyncio.sleep(0.05)  # as long as fifty looks would take
         assert len(looks) == 1

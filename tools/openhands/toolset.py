@@ -1,23 +1,25 @@
-"""OpenHands' tools as one set, their arguments checked as ``openhands/llm/fn_call_converter.py`` does."""
+"""OpenHands' tools. Their arguments are checked as in ``openhands/llm/fn_call_converter.py``."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sandbox import Sandbox
+from sandbox import Sandbox, SessionResult, open_session
 from tools.errors import ToolError
-from tools.openhands.editor import EditorRefused, StrReplaceEditor
-from tools.openhands.shell import Shell
+from tools.openhands.editor import EditorError, StrReplaceEditor
 from tools.runtime import ToolRuntime
-from tools.schema import ToolOutline, check_text, outlined
+from tools.schema import ToolSpec, check_nesting, check_text, function_schemas, read_json
 from tools.text import Style
 from tools.types import ToolCall, ToolResult, ToolSet
 
+_MAX_CHARS = 30_000
+_MAX_COMMAND_BYTES = 100_000  # below the kernel's 128 KiB for an argument, with space for the session's own script
+_INTERRUPTED = 130
+_PROMPT_CONTEXT = 'printf \'%s\\n\' "$(id -un)" "${PWD/#$HOME/\\~}" "$(command -v python)"'
 _TEXT, _NUMBER, _LIST = {"type": "string"}, {"type": "integer"}, {"type": "array", "items": {"type": "integer"}}
 _COMMAND = {"type": "string", "enum": ["view", "create", "str_replace", "insert", "undo_edit"]}
-_TOOLS: Mapping[str, ToolOutline] = {
+_TOOLS: Mapping[str, ToolSpec] = {
     "execute_bash": ("Execute a bash command in the terminal.", {"command": _TEXT}, ("command",)),
     "finish": ("Finish the interaction.", {}, ()),
     "str_replace_editor": (
@@ -36,25 +38,25 @@ _TOOLS: Mapping[str, ToolOutline] = {
 def openhands_tools(sandbox: Sandbox, *, style: Style = "full", timeout: float = 300.0) -> ToolSet:
     """``execute_bash``, ``str_replace_editor`` and ``finish`` on ``sandbox``, for one episode.
 
-    ``timeout`` is in seconds for each command. There is one style of answer, OpenHands' own.
+    ``timeout`` is in seconds for each command. ``style`` has no effect: observations are OpenHands'.
     """
     return OpenHandsTools(ToolRuntime(sandbox, style, timeout))
 
 
 class OpenHandsTools:
-    """Implements :class:`tools.types.ToolSet`. The shell's state and the editor's history live in it."""
+    """Implements :class:`tools.types.ToolSet`. It keeps the shell's state and the editor's undo history."""
 
     def __init__(self, runtime: ToolRuntime) -> None:
         self._shell, self._editor = Shell(runtime), StrReplaceEditor(runtime)
 
     def schemas(self) -> Sequence[Mapping[str, Any]]:
-        """What the tools take, in short; the interface's prompt has OpenHands' own description of them."""
-        return outlined(_TOOLS)
+        """The arguments of the tools. OpenHands' own descriptions are in the scaffold's prompt."""
+        return function_schemas(_TOOLS)
 
     async def call(self, call: ToolCall) -> ToolResult:
-        """Run ``call``. A call that is wrong is answered as OpenHands' agent reads of it."""
+        """Run ``call``. A wrong call gets OpenHands' error text as its result."""
         try:
-            arguments = _checked(call)
+            arguments = _check_arguments(call)
         except ToolError as error:
             return ToolResult(f"{error}\n[Error occurred in processing last action]", failed=True)
         if call.name == "finish":
@@ -71,37 +73,38 @@ class OpenHandsTools:
             return text, code != 0
         try:
             return f"{await self._editor.run(**arguments)}\n", False
-        except EditorRefused as refused:
+        except EditorError as refused:
             return f"ERROR:\n{refused}\n", True
 
 
-def _checked(call: ToolCall) -> dict[str, Any]:
-    """The arguments in their types. Raises ``ToolError`` with OpenHands' words for the first that is wrong."""
+def _check_arguments(call: ToolCall) -> dict[str, Any]:
+    """The arguments in their types. Raises ``ToolError`` with OpenHands' message for the first wrong one."""
     if call.name not in _TOOLS:
         raise ToolError(f"Function '{call.name}' not found in available tools: {list(_TOOLS)}")
     _, properties, required = _TOOLS[call.name]
     if not properties:
         return {}
+    check_nesting(call.arguments)
     for name in call.arguments:
         if name not in properties:
             allowed = ", ".join(map(repr, sorted(properties)))
             raise ToolError(
                 f"Parameter '{name}' is not allowed for function '{call.name}'. Allowed parameters: {{{allowed}}}"
             )
-    read = {name: _read(name, value, properties[name]) for name, value in call.arguments.items()}
-    if missing := [name for name in required if name not in read]:
+    arguments = {name: _read_argument(name, value, properties[name]) for name, value in call.arguments.items()}
+    if missing := [name for name in required if name not in arguments]:
         names = ", ".join(map(repr, missing))
         raise ToolError(f"Missing required parameters for function '{call.name}': {{{names}}}")
-    return read
+    return arguments
 
 
-def _read(name: str, value: Any, schema: Mapping[str, Any]) -> Any:
+def _read_argument(name: str, value: Any, schema: Mapping[str, Any]) -> Any:
     if isinstance(value, str):
         check_text(name, value)
     if schema["type"] == "integer":
         try:
             return int(value)
-        except ValueError:
+        except (TypeError, ValueError, OverflowError):
             raise ToolError(f"Parameter '{name}' is expected to be an integer.") from None
     if schema["type"] == "array":
         return _read_list(name, value)
@@ -112,7 +115,53 @@ def _read(name: str, value: Any, schema: Mapping[str, Any]) -> Any:
 
 def _read_list(name: str, value: Any) -> Any:
     try:
-        read = json.loads(value) if isinstance(value, str) else value
+        read = read_json(value) if isinstance(value, str) else value
     except ValueError:
         raise ToolError(f"Parameter '{name}' is expected to be an array.") from None
     return read if isinstance(read, list) else [read]
+
+
+class Shell:
+    """``execute_bash`` (``openhands/runtime/utils/bash.py``): one shell for the whole episode.
+
+    As in ``codeact_agent.py`` the agent reads its command, the output with the line ends of a terminal, and the prompt.
+    """
+
+    def __init__(self, runtime: ToolRuntime) -> None:
+        self._runtime, self._session = runtime, open_session(runtime.sandbox)
+        self._started = False
+
+    async def run(self, command: str) -> tuple[str, int]:
+        """The observation and the command's exit code."""
+        if len(command.encode()) > _MAX_COMMAND_BYTES:
+            raise ToolError(f"the command is longer than {_MAX_COMMAND_BYTES} bytes; write a file first")
+        if not command:
+            return await self._observation("", "", -1), -1
+        if not self._started:
+            await self._session.run(f"cd {self._runtime.sandbox.spec.workdir}", timeout=self._runtime.timeout)
+            self._started = True
+        finished = await self._session.run(f"{{ {command}\n}} 2>&1", timeout=self._runtime.timeout)
+        code = _INTERRUPTED if finished.result.timed_out else finished.result.exit_code
+        return await self._observation(command, self._output(finished), code), code
+
+    def _output(self, finished: SessionResult) -> str:
+        text = (finished.result.stdout + finished.result.stderr).decode("utf-8", errors="replace")
+        output = text.replace("\r\n", "\n").replace("\n", "\r\n")
+        if not finished.result.timed_out:
+            return output
+        notice = f"Command timed out after {self._runtime.timeout:g} seconds. "
+        return f"{output}\r\n\r\n[{notice}SIGINT was sent to interrupt the command.]"
+
+    async def _observation(self, command: str, output: str, code: int) -> str:
+        context = await self._session.run(_PROMPT_CONTEXT, timeout=self._runtime.timeout)
+        user, directory, python = [*context.result.text.split("\n"), "", "", ""][:3]
+        prompt = f"{user}@openhands-workspace:{directory} {'#' if user == 'root' else '$'} "
+        content = f"{command}\r\n{output}".rstrip("\r\n")
+        text = f"{content}[Python Interpreter: {python}]\n{prompt}" if python else f"{content}\r\n\n{prompt}"
+        return f"{_shorten(text)}\n[Command finished with exit code {code}]"
+
+
+def _shorten(text: str) -> str:
+    half = _MAX_CHARS // 2
+    note = "\n[... Observation truncated due to length ...]\n"
+    return text if len(text) <= _MAX_CHARS else f"{text[:half]}{note}{text[-half:]}"

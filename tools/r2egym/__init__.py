@@ -1,7 +1,7 @@
-"""R2E-Gym's tools and call format as its own agent meets them (github.com/R2E-Gym/R2E-Gym at 69bc953, Apache-2.0).
+"""R2E-Gym's tools and call format (github.com/R2E-Gym/R2E-Gym at 69bc953, Apache-2.0).
 
-Each module names the file whose behaviour it has. What a model reads is the same to the character, up to the
-differences that docs/interfaces.md lists; no script is copied into the sandbox, and none of it needs a Python there.
+Each module names the file that it reproduces. Observations are identical except for the differences listed in
+docs/reference/tools.md. The tools need no script and no Python in the sandbox.
 """
 
 from tools.r2egym.format import R2EGymFormat

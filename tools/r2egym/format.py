@@ -1,8 +1,8 @@
-"""How R2E-Gym's agent reads calls: ``src/r2egym/agenthub/agent/agent.py`` (``parse_response``), ``action/action.py``.
+"""R2E-Gym's text format of calls: ``src/r2egym/agenthub/agent/agent.py`` (``parse_response``), ``action/action.py``.
 
-It is lenient: the first ``<function=...>`` up to the first ``</function>`` is taken, whatever stands between the
-parameters; an unclosed parameter reaches to the next closing tag, or is none; of two of one name the last counts;
-values lose the white space around them. Thinking is not skipped.
+The parser is lenient. It takes the text from the first ``<function=...>`` to the first ``</function>`` and ignores text
+between the parameters. An unclosed parameter extends to the next closing tag; without one it is ignored. The last of
+several parameters with one name counts. Values are stripped. ``<think>`` blocks are not skipped.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tools.tags import elements
 from tools.types import ParseFailure, ToolCall
 
 CONTINUE = """
@@ -19,30 +20,33 @@ YOU MUST USE A FUNCTION CALL IN EACH RESPONSE.
 
 IMPORTANT: YOU SHOULD NEVER ASK FOR HUMAN HELP.
 """
-"""``CONTINUE_MSG`` of ``src/r2egym/agenthub/__init__.py``, to the character."""
+"""``CONTINUE_MSG`` of ``src/r2egym/agenthub/__init__.py``, unchanged."""
 
-_BLOCK = re.compile(r"<function=.*?</function>", re.DOTALL)
+_OPEN, _CLOSE = "<function=", "</function>"
 _NAME = re.compile(r"<function\s*=\s*([^>]+)>")
-_PARAMETER = re.compile(r"<parameter\s*=\s*([^>]+)>(.*?)</parameter>", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter\s*=\s*([^>]+)>")
 
 
 class R2EGymFormat:
-    """Implements :class:`tools.types.ToolCallFormat`. Values are strings, and stay so."""
+    """Implements :class:`tools.types.ToolCallFormat`. Values are strings."""
 
     name = "r2egym"
 
     def parse(self, text: str) -> ToolCall | ParseFailure:
-        block = _BLOCK.search(text)
-        named = _NAME.search(block[0]) if block else None
-        if block is None or named is None or not named[1].strip():
+        start = text.find(_OPEN)
+        end = text.find(_CLOSE, start)
+        block = text[start : end + len(_CLOSE)] if 0 <= start < end else ""
+        name_tag = _NAME.search(block)
+        if name_tag is None or not name_tag[1].strip():
             return ParseFailure(CONTINUE)
-        return ToolCall(named[1].strip(), {key.strip(): value.strip() for key, value in _PARAMETER.findall(block[0])})
+        parameters = elements(block, _PARAMETER, "</parameter>")
+        return ToolCall(name_tag[1].strip(), {key.strip(): value.strip() for key, value in parameters})
 
     def render(self, call: ToolCall) -> str:
-        """The layout in which R2E-Gym's agent writes the turns of a history down, on which its models are trained."""
+        """The layout of past turns in R2E-Gym's training data."""
         parameters = [f"  <parameter={key}>{value}</parameter>\n" for key, value in call.arguments.items()]
         return f"<function={call.name}>\n{''.join(parameters)}</function>"
 
     def describe(self, schemas: Sequence[Mapping[str, Any]]) -> str:
-        """Nothing: the interface's system prompt describes the tools."""
+        """Empty: the scaffold's system prompt describes the tools."""
         return ""

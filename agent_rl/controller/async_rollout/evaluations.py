@@ -1,7 +1,7 @@
-"""A run's evaluations, each of exactly one version of the weights: no update is published while one goes on.
+"""A run's evaluations, each of exactly one weight version: no update is published during an evaluation.
 
-Where sampling runs ahead of training, an evaluation does not stop either: its episodes take their turns at the run's
-limiter with those of the rollout, the trainer makes its next step, and only the publishing of that waits.
+With asynchronous training an evaluation does not stop the rollout: its episodes share the run's limiter with it, and
+the trainer computes its next step. Only the publish of that step waits.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from agent_rl.types import Group
 
 
 class Evaluations:
-    """Evaluates before, after, and every ``eval.every`` steps, what is not recorded yet; ``on_event`` is called as
-    episodes end."""
+    """Runs the evaluations that are due and not recorded yet: before, after, and every ``eval.every`` steps.
+    ``on_event`` is called as episodes end."""
 
     def __init__(
         self,
@@ -34,50 +34,50 @@ class Evaluations:
         state: RunState,
         display: Display,
         runtime: RolloutRuntime,
-        newcomers: EngineAdmission,
+        admission: EngineAdmission,
         left_out: Quarantine,
         on_event: Callable[[RolloutEvent], None],
     ) -> None:
         self._config, self._state, self._display, self._runtime = config, state, display, runtime
-        self._newcomers, self._left_out, self._on_event = newcomers, left_out, on_event
-        self._beside = config.async_rollout.depth > 0
-        self._lane = "evaluation" if self._beside else ""
-        self._going_on: asyncio.Task[None] | None = None
+        self._admission, self._left_out, self._on_event = admission, left_out, on_event
+        self._concurrent = config.async_rollout.depth > 0
+        self._lane = "evaluation" if self._concurrent else ""
+        self._running: asyncio.Task[None] | None = None
 
     async def begin(self, step: int) -> None:
-        """Evaluate the weights of ``step`` where that is due: beside what follows, or before it at depth 0."""
+        """Start to evaluate the weights of ``step`` if that is due. At depth 0, wait for the result."""
         settings, ends = self._config.eval, step in (0, self._config.train.steps)
         if not settings.tasks or not (ends or (settings.every and step % settings.every == 0)):
             return
         kinds = ("sampled", "greedy") if settings.greedy and ends else ("sampled",)
         due = [kind for kind in kinds if f"step-{step}/{kind}" not in self._state.evaluations]
-        self._going_on = asyncio.create_task(self._evaluate(step, due), name=f"evaluation-{step}")
-        if not self._beside:
+        self._running = asyncio.create_task(self._evaluate(step, due), name=f"evaluation-{step}")
+        if not self._concurrent:
             await self.finish()
 
     async def finish(self) -> None:
-        """Wait for the end of the evaluation that goes on, if any. Raises what it failed with."""
-        if self._going_on is not None:
-            await self._going_on
-            self._going_on = None
+        """Wait for the running evaluation, if any. Raises its error."""
+        if self._running is not None:
+            await self._running
+            self._running = None
 
     async def close(self) -> None:
-        """Give up the evaluation that goes on, if any. Idempotent."""
-        if self._going_on is not None:
-            self._going_on.cancel()
-            await asyncio.gather(self._going_on, return_exceptions=True)
+        """Cancel the running evaluation, if any. Idempotent."""
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.gather(self._running, return_exceptions=True)
 
     async def _evaluate(self, step: int, kinds: list[str]) -> None:
         for kind in kinds:
             key = f"step-{step}/{kind}"
-            report = await self._once(key, f"Pass@1 at step {step}, {kind}", greedy=kind == "greedy")
+            report = await self._run_kind(key, f"Pass@1 at step {step}, {kind}", greedy=kind == "greedy")
             self._state.record_evaluation(key, report)
             self._display.end(self._lane)
 
-    async def _once(self, key: str, what: str, *, greedy: bool) -> EvalReport:
+    async def _run_kind(self, key: str, title: str, *, greedy: bool) -> EvalReport:
         chosen = self._runtime.task_runtime.tasks(self._config.eval.split)[: self._config.eval.tasks]
         tasks = [task for task in chosen if task.id not in self._left_out]
-        self._display.stage(what, total=len(tasks), lane=self._lane)
+        self._display.stage(title, total=len(tasks), lane=self._lane)
         ended: dict[str, Group] = {}
 
         def on_event(event: RolloutEvent) -> None:
@@ -85,11 +85,11 @@ class Evaluations:
                 ended[event.group.task_id] = event.group
             self._on_event(event)
 
-        # Beside training the trainer's weights are not those that a newcomer would have to get.
-        async with nullcontext() if self._beside else self._newcomers.admit():
+        # During concurrent training the trainer's weights are not those that a new engine would need.
+        async with nullcontext() if self._concurrent else self._admission.admit():
             report = await evaluate(
                 tasks,
-                self._runtime.runner(EpisodeRules.of(self._config).for_evaluation(greedy=greedy)),
+                self._runtime.runner(EpisodeRules.from_config(self._config).for_evaluation(greedy=greedy)),
                 policy="engine",
                 limiter=self._runtime.limiter,
                 on_event=on_event,
@@ -97,8 +97,8 @@ class Evaluations:
         groups = [ended[task.id] for task in tasks if task.id in ended]
         await asyncio.to_thread(write_records, evaluation_stem(self._state.dir, key), groups)
         if not report.graded:
-            self._display.fact(what, f"not known: none of {report.tasks} tasks could be graded")
+            self._display.fact(title, f"unknown: none of {report.tasks} tasks could be graded")
             return report
         low, high = report.interval
-        self._display.fact(what, f"{100 * report.pass_at_1:.1f} % [{100 * low:.1f}, {100 * high:.1f}]")
+        self._display.fact(title, f"{100 * report.pass_at_1:.1f} % [{100 * low:.1f}, {100 * high:.1f}]")
         return report

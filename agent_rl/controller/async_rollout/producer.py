@@ -1,11 +1,12 @@
-"""Samples groups as long as there is room for them, however long training takes beside it.
+"""Samples groups while the rollout buffer has capacity, concurrently with training.
 
 ::
 
     RolloutBuffer.admit ── position ──▶ task_at ──▶ n episodes (Limiter) ──▶ journal ──▶ group ──▶ RolloutBuffer.end
-                                        └── left out: the next position is drawn in its place
+                                        └── left out: the next position is drawn instead
 
-All groups of a run run under one TaskGroup, so leaving :meth:`RolloutProducer.running` by any way leaves no episode.
+All groups of a run run under one TaskGroup, so however :meth:`RolloutProducer.running` is left, no episode keeps
+running.
 """
 
 from __future__ import annotations
@@ -15,18 +16,20 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Container, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
+
+import numpy as np
 
 from agent_rl.config import RunConfig
 from agent_rl.controller.async_rollout.buffer import RolloutBuffer
-from agent_rl.controller.async_rollout.spill import restore, spill
 from agent_rl.controller.async_rollout.task_ledger import Outcome
 from agent_rl.controller.journal import Journal
-from agent_rl.controller.task_sampler import task_at
-from agent_rl.errors import RolloutFailed
+from agent_rl.errors import ConfigError, RolloutFailed
 from agent_rl.rollout.filters import masked_stops, teaches
 from agent_rl.rollout.group import (
     DroppedGroup,
-    GroupFormer,
+    EpisodeRunner,
+    GroupCollector,
     GroupSettings,
     Rescore,
     RolloutEvent,
@@ -34,17 +37,17 @@ from agent_rl.rollout.group import (
 )
 from agent_rl.rollout.limiter import Limiter
 from agent_rl.rollout.turn_log import LoggedRunner
-from agent_rl.types import Group
-from agent_rl.utils.concurrency import first_leaf
+from agent_rl.types import Group, Trajectory
+from agent_rl.utils.concurrency import first_error
 from envs import Task
 
-JUDGED_BATCHES = 4
-"""Groups that the infrastructure failed are judged over so many batches, undecidable ones over one."""
+DROP_WINDOW_BATCHES = 4
+"""Dropped groups are limited over this many batches, undecidable ones over one."""
 
 
 class RolloutProducer:
-    """Fills ``buffer`` with the groups of ``tasks``, in the order of the data, but for those whose id is ``left_out``
-    by the time. ``last_episode``: when the last episode ended."""
+    """Fills ``buffer`` with the groups of ``tasks`` in data order, without tasks whose id is in ``left_out`` at that
+    time. ``last_episode``: when the last episode ended."""
 
     def __init__(
         self,
@@ -64,20 +67,20 @@ class RolloutProducer:
         rollout = config.rollout
         uniform = config.train.baseline == "batch"
         settings = GroupSettings(rollout.group_size, retries=rollout.sandbox_retries, rescore_uniform=uniform)
-        self._former = GroupFormer(settings, limiter, self._told, rescore)
+        self._collector = GroupCollector(settings, limiter, self._on_episode_event, rescore)
         self._ended: dict[int, Group | DroppedGroup] = {}
-        self._recent: deque[DroppedGroup | None] = deque(maxlen=JUDGED_BATCHES * rollout.tasks_per_step)
+        self._recent: deque[DroppedGroup | None] = deque(maxlen=DROP_WINDOW_BATCHES * rollout.tasks_per_step)
         self._groups: set[asyncio.Task[None]] = set()
         self._running = 0
         self._busy_since = self._busy = 0.0
-        self._asked = time.perf_counter() if config.async_rollout.depth else 0.0
+        self._last_report = time.perf_counter() if config.async_rollout.depth else 0.0
         self.last_episode = time.perf_counter()
 
     def seconds(self) -> float:
-        """The time that sampling took since this was last asked: all of it where it runs beside training, else that in
-        which any group ran."""
+        """Sampling time since the last call: all of it with asynchronous training, else the time in which any group
+        ran."""
         spent = time.perf_counter() if self._config.async_rollout.depth else self._busy_seconds
-        before, self._asked = self._asked, spent
+        before, self._last_report = self._last_report, spent
         return spent - before
 
     @property
@@ -86,27 +89,27 @@ class RolloutProducer:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Within the block groups are sampled. Raises, from within, RolloutFailed where the infrastructure failed too
-        often, and whatever an episode raises."""
+        """Groups are sampled within the block. Raises RolloutFailed after too many infrastructure failures, and
+        whatever an episode raises."""
         try:
             async with asyncio.TaskGroup() as scope:
-                feeding = scope.create_task(self._feed(scope), name="feed")
+                feeder = scope.create_task(self._feed(scope), name="feed")
                 try:
                     yield
                 finally:
-                    for task in (feeding, *self._groups):
+                    for task in (feeder, *self._groups):
                         task.cancel()
         except BaseExceptionGroup as errors:
-            error = first_leaf(errors)
+            error = first_error(errors)
             raise error from error.__cause__
 
     async def hand_over(self, positions: Iterable[int]) -> dict[int, Group | DroppedGroup]:
-        """The groups of a batch's ``positions``, in their order, which are then no longer kept here; one that was left
-        out at once has none."""
+        """The groups of a batch's ``positions``, in order, which are then no longer stored here. Positions left out
+        have no group."""
         ended = {position: self._ended.pop(position) for position in positions if position in self._ended}
-        return {position: await self._whole(position, group) for position, group in ended.items()}
+        return {position: await self._restore_group(position, group) for position, group in ended.items()}
 
-    async def _whole(self, position: int, ended: Group | DroppedGroup) -> Group | DroppedGroup:
+    async def _restore_group(self, position: int, ended: Group | DroppedGroup) -> Group | DroppedGroup:
         journaled = self._journal.finished(position)
         if not self._config.async_rollout.depth or isinstance(ended, DroppedGroup):
             return ended
@@ -118,7 +121,7 @@ class RolloutProducer:
             task = task_at(self._tasks, position, self._config.seed)
             if task.id in self._left_out:
                 if all(task.id in self._left_out for task in self._tasks):
-                    raise RolloutFailed("none of the tasks can be graded: the run's quarantine.json has the reasons")
+                    raise RolloutFailed("no task can be graded: see the run's quarantine.json")
                 self._buffer.end(position, Outcome.LEFT_OUT)
                 continue
             group = scope.create_task(self._sample(position, task), name=f"group-{position}-{task.id}")
@@ -126,10 +129,10 @@ class RolloutProducer:
             group.add_done_callback(self._groups.discard)
 
     async def _sample(self, position: int, task: Task) -> None:
-        await self._journal.settled(position)
+        await self._journal.wait_usable(position)
         with self._timed():
             run = self._journal.runner(position, self._run, self._buffer.oldest(position))
-            ended = await self._former.form(task, spill(run) if self._config.async_rollout.depth else run)
+            ended = await self._collector.collect(task, spill(run) if self._config.async_rollout.depth else run)
         self._end(position, ended)
 
     @contextmanager
@@ -147,13 +150,13 @@ class RolloutProducer:
         self._ended[position] = ended
         self._recent.append(ended if isinstance(ended, DroppedGroup) else None)
         if isinstance(ended, DroppedGroup):
-            self._judge(undecidable=ended.undecidable)
+            self._check_drops(undecidable=ended.undecidable)
         self._buffer.end(position, self._outcome(ended))
 
-    def _judge(self, *, undecidable: bool) -> None:
+    def _check_drops(self, *, undecidable: bool) -> None:
         width = self._config.rollout.tasks_per_step
-        judged = list(self._recent)[-width if undecidable else 0 :]
-        check_dropped([each for each in judged if each is not None], max(len(judged), width) // 4)
+        recent = list(self._recent)[-width if undecidable else 0 :]
+        check_dropped([each for each in recent if each is not None], max(len(recent), width) // 4)
 
     def _outcome(self, ended: Group | DroppedGroup) -> Outcome:
         if isinstance(ended, DroppedGroup):
@@ -162,7 +165,55 @@ class RolloutProducer:
         masked = masked_stops(self._config.train.filter)
         return Outcome.DISCARDED if dynamic and not teaches(ended, masked) else Outcome.KEPT
 
-    def _told(self, event: RolloutEvent) -> None:
+    def _on_episode_event(self, event: RolloutEvent) -> None:
         if event.trajectory is not None:
             self.last_episode = time.perf_counter()
         self._on_event(event)
+
+
+def check_enough(tasks: Sequence[Task], per_step: int) -> None:
+    """Raises ConfigError if there are fewer tasks than one step needs."""
+    if len(tasks) < per_step:
+        raise ConfigError(f"rollout.tasks_per_step: {per_step} tasks a step, but the train split has {len(tasks)}")
+
+
+def task_at(tasks: Sequence[Task], position: int, seed: int) -> Task:
+    """The task at ``position`` (from 0) of the data: shuffled epochs without repetition. A function of seed and
+    position, so that a resumed run draws the same tasks."""
+    epoch, offset = divmod(position, len(tasks))
+    return tasks[int(np.random.default_rng([seed, epoch]).permutation(len(tasks))[offset])]
+
+
+def spill(run: EpisodeRunner) -> EpisodeRunner:
+    """Wraps ``run``, whose trajectories are journaled, to :func:`strip` them when they end: a group may wait long
+    for its last one."""
+
+    async def spilled(task: Task) -> Trajectory:
+        trajectory = await run(task)
+        return trajectory if trajectory.stop.infrastructure else strip(trajectory)
+
+    return spilled
+
+
+def restore(group: Group, journaled: Iterable[Trajectory]) -> Group:
+    """``group`` with the ``journaled`` fields of its stripped trajectories, in the group's order."""
+    pairs = zip(group.trajectories, journaled, strict=True)
+    return replace(group, trajectories=tuple(_restore_fields(stripped, journaled) for stripped, journaled in pairs))
+
+
+def strip(trajectory: Trajectory) -> Trajectory:
+    """Keeps only the fields needed before training; the rest is read back from the journal. Of its tokens one is
+    kept, if any was sampled."""
+    tokens = min(1, trajectory.sampled_tokens)
+    return replace(
+        trajectory, tokens=np.zeros(tokens, np.int32), loss_mask=np.ones(tokens, np.bool_),
+        logprobs=np.zeros(tokens, np.float32), routing=None, turns=(), messages=(), versions=(), patch="", tests={},
+        test_log="", further=(),
+    )  # fmt: skip
+
+
+def _restore_fields(stripped: Trajectory, journaled: Trajectory) -> Trajectory:
+    return replace(
+        journaled, queue_seconds=stripped.queue_seconds, recovered=stripped.recovered,
+        replayed_turns=stripped.replayed_turns, audit=stripped.audit,
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What became of every position of the data: pure bookkeeping, which refuses whatever would count a position twice.
+"""Records the outcome of every position of the data. Pure bookkeeping; it refuses to count a position twice.
 
 ::
 
@@ -7,7 +7,7 @@
                          ├─▶ dropped ────┤
                          └─▶ left out ───┘
 
-Positions are admitted in order and without gaps; they may be closed in another order.
+Positions are admitted in order without gaps; they may be closed in another order.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from agent_rl.errors import AgentRlError
 
 
 class Outcome(StrEnum):
-    """What became of a position that was admitted."""
+    """The outcome of an admitted position."""
 
     RUNNING = "running"  # its episodes run
     KEPT = "kept"  # its group is trained on
-    DISCARDED = "discarded"  # its group teaches nothing, and dynamic sampling draws another
-    DROPPED = "dropped"  # the infrastructure failed it past its budget
+    DISCARDED = "discarded"  # all rewards of its group are equal; dynamic sampling draws another
+    DROPPED = "dropped"  # infrastructure failures exceeded its budget
     LEFT_OUT = "left_out"  # its task cannot be graded; another is drawn in its place
 
 
-class Ledger:
-    """The positions from ``position`` on, of which those ``ahead`` were closed by an earlier start of the run."""
+class TaskLedger:
+    """The positions from ``position`` on; an earlier start of the run closed those in ``ahead``."""
 
     def __init__(self, position: int = 0, ahead: Iterable[int] = ()) -> None:
         self._lowest = self._next = position
@@ -43,7 +43,7 @@ class Ledger:
 
     @property
     def position(self) -> int:
-        """The lowest position that is not closed: all before it are."""
+        """The lowest position that is not closed."""
         return self._lowest
 
     @property
@@ -53,7 +53,7 @@ class Ledger:
 
     @property
     def next(self) -> int:
-        """The position that is admitted next."""
+        """The next position to admit."""
         return self._next
 
     @property
@@ -62,11 +62,11 @@ class Ledger:
         return MappingProxyType(self._open)
 
     def count(self, outcome: Outcome) -> int:
-        """How many open positions have it."""
+        """Number of open positions with this outcome."""
         return sum(each is outcome for each in self._open.values())
 
     def admit(self) -> int:
-        """The next position, whose episodes may begin."""
+        """Admit the next position; its episodes may start."""
         position = self._next
         self._open[position] = Outcome.RUNNING
         self._admitted += 1
@@ -75,9 +75,11 @@ class Ledger:
         return position
 
     def end(self, position: int, outcome: Outcome) -> None:
-        """The group of ``position`` ended. Raises AgentRlError unless it ran."""
+        """Record the outcome of ``position``. Raises AgentRlError unless it was running."""
         if outcome is Outcome.RUNNING or self._open.get(position) is not Outcome.RUNNING:
-            raise AgentRlError(f"position {position} of the data ended as {outcome} and was {self._open.get(position)}")
+            raise AgentRlError(
+                f"position {position} of the data ended as {outcome} while it was {self._open.get(position)}"
+            )
         self._open[position] = outcome
 
     def close(self, positions: Iterable[int]) -> None:
@@ -85,7 +87,7 @@ class Ledger:
         for position in positions:
             outcome = self._open.pop(position, Outcome.RUNNING)
             if outcome is Outcome.RUNNING:
-                raise AgentRlError(f"position {position} of the data was taken by a batch and had not ended")
+                raise AgentRlError(f"position {position} of the data was taken by a batch before it ended")
             self._closed[outcome] += 1
             self._ahead.add(position)
         while self._lowest in self._ahead:
@@ -93,7 +95,7 @@ class Ledger:
             self._lowest += 1
 
     def check(self) -> None:
-        """Raises AgentRlError unless every position that was admitted is closed once, or open."""
+        """Raises AgentRlError unless every admitted position is closed once, or open."""
         if self._closed.total() + len(self._open) != self._admitted:
             raise AgentRlError(
                 f"{self._admitted} positions of the data were admitted, {self._closed.total()} closed, and "

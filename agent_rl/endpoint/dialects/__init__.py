@@ -1,1 +1,1 @@
-"""The APIs that agent programs speak: OpenAI's chat completions and Responses, and Anthropic's Messages."""
+"""The APIs of agent programs: OpenAI chat completions and Responses, and Anthropic Messages."""

@@ -1,4 +1,4 @@
-"""OpenAI's chat completions: ``POST /v1/chat/completions``."""
+"""OpenAI chat completions: ``POST /v1/chat/completions``."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any, Literal
 import orjson
 
 from agent_rl.endpoint.messages import (
-    Ask,
-    Loose,
-    Refusal,
-    Reply,
-    bounded,
-    joined,
-    minted,
-    offered,
-    read_body,
-    refuse_unless,
+    ChatRequest,
+    ChatResponse,
+    RequestModel,
+    RequestRejected,
+    check_max_tokens,
+    issued_reply_id,
+    join_text,
+    parse_request,
+    require_supported,
+    tool_schema,
 )
 from agent_rl.rollout.conversation_tree import ChatMessage
-from tools import Spoken, ToolCall
+from tools import ParsedTurn, ToolCall
 
 _TEXT = ("text", "refusal")
 _ROLES: Mapping[str, Literal["system", "user", "tool"]] = MappingProxyType(
@@ -29,35 +29,35 @@ _ROLES: Mapping[str, Literal["system", "user", "tool"]] = MappingProxyType(
 )
 
 
-class _Function(Loose):
+class _Function(RequestModel):
     name: str
     arguments: str = "{}"
 
 
-class _Call(Loose):
+class _Call(RequestModel):
     id: str = ""
     function: _Function
 
 
-class _Message(Loose):
+class _Message(RequestModel):
     role: str
     content: Any = None
     tool_calls: list[_Call] | None = None
     reasoning_content: str | None = None
 
 
-class _Described(Loose):
+class _Described(RequestModel):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
 
 
-class _Tool(Loose):
+class _Tool(RequestModel):
     type: str = "function"
     function: _Described | None = None
 
 
-class _Request(Loose):
+class _Request(RequestModel):
     messages: list[_Message]
     model: str = ""
     tools: list[_Tool] | None = None
@@ -74,35 +74,35 @@ class _Request(Loose):
 class Chat:
     """See :class:`agent_rl.endpoint.messages.Dialect`."""
 
-    def read(self, body: bytes) -> Ask:
-        asked = read_body(_Request, body)
-        refuse_unless(asked.n in (None, 1), "n above 1")
-        refuse_unless(asked.tool_choice in (None, "auto"), "a forced tool_choice")
-        refuse_unless((asked.response_format or {}).get("type", "text") == "text", "response_format")
-        refuse_unless(not asked.top_logprobs, "top_logprobs")
-        return Ask(
-            messages=[_message(message, at) for at, message in enumerate(asked.messages)],
+    def read(self, body: bytes) -> ChatRequest:
+        request = parse_request(_Request, body)
+        require_supported(request.n in (None, 1), "n above 1")
+        require_supported(request.tool_choice in (None, "auto"), "a forced tool_choice")
+        require_supported((request.response_format or {}).get("type", "text") == "text", "response_format")
+        require_supported(not request.top_logprobs, "top_logprobs")
+        return ChatRequest(
+            messages=[_message(message, index) for index, message in enumerate(request.messages)],
             tools=[
-                offered(tool.function.name, tool.function.description, tool.function.parameters)
-                for tool in asked.tools or ()
+                tool_schema(tool.function.name, tool.function.description, tool.function.parameters)
+                for tool in request.tools or ()
                 if tool.function is not None
             ],
-            max_tokens=bounded(
-                asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
+            max_tokens=check_max_tokens(
+                request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
             ),
-            stream=bool(asked.stream),
-            model=asked.model,
-            usage_wanted=bool((asked.stream_options or {}).get("include_usage")),
+            stream=bool(request.stream),
+            model=request.model,
+            include_usage=bool((request.stream_options or {}).get("include_usage")),
         )
 
-    def reply(self, reply: Reply) -> dict[str, Any]:
+    def response(self, reply: ChatResponse) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": reply.spoken.text or None, **_extras(reply.spoken)}
         if reply.spoken.calls:
             message["tool_calls"] = [_call(reply, number) for number in range(len(reply.spoken.calls))]
         choice = {"index": 0, "message": message, "finish_reason": reply.finish, "logprobs": None}
         return {**_head(reply, "chat.completion"), "choices": [choice], "usage": _usage(reply)}
 
-    def events(self, reply: Reply, ask: Ask) -> Iterator[bytes]:
+    def events(self, reply: ChatResponse, request: ChatRequest) -> Iterator[bytes]:
         yield _chunk(reply, {"role": "assistant", "content": ""})
         extras = _extras(reply.spoken)
         if extras:
@@ -112,71 +112,75 @@ class Chat:
         for number in range(len(reply.spoken.calls)):
             yield _chunk(reply, {"tool_calls": [{"index": number, **_call(reply, number)}]})
         yield _chunk(reply, {}, reply.finish)
-        if ask.usage_wanted:
+        if request.include_usage:
             yield _event({**_head(reply, "chat.completion.chunk"), "choices": [], "usage": _usage(reply)})
         yield b"data: [DONE]\n\n"
 
-    def refusal(self, refusal: Refusal) -> dict[str, Any]:
+    def error(self, error: RequestRejected) -> dict[str, Any]:
         code = {"key": "invalid_api_key", "full": "context_length_exceeded", "ended": "episode_ended"}
-        text = refusal.text
-        if refusal.kind == "full":
+        text = error.text
+        if error.kind == "full":
             text = (
-                f"This model's maximum context length is {refusal.most} tokens. However, your messages resulted in "
-                f"{refusal.tokens} tokens. Please reduce the length of the messages."
+                f"This model's maximum context length is {error.limit} tokens. However, your messages resulted in "
+                f"{error.tokens} tokens. Please reduce the length of the messages."
             )
-        kind = "authentication_error" if refusal.kind == "key" else "invalid_request_error"
-        return {"error": {"message": text, "type": kind, "param": None, "code": code.get(refusal.kind)}}
+        kind = "authentication_error" if error.kind == "key" else "invalid_request_error"
+        return {"error": {"message": text, "type": kind, "param": None, "code": code.get(error.kind)}}
 
 
 def read_arguments(text: str, where: str) -> dict[str, Any]:
-    """The arguments of a call that a program gives back. Raises Refusal where they are no JSON object."""
+    """The arguments of a call that a program returns. Raises RequestRejected if they are not a JSON object."""
     try:
         arguments = orjson.loads(text or "{}")
     except orjson.JSONDecodeError:
         arguments = None
     if not isinstance(arguments, dict):
-        raise Refusal("bad", f"{where}: no JSON object")
+        raise RequestRejected("bad", f"{where}: expected a JSON object")
     return arguments
 
 
 def write_arguments(call: ToolCall) -> str:
-    """The arguments of a sampled call, as JSON."""
+    """The arguments of a sampled call as JSON."""
     return orjson.dumps(dict(call.arguments)).decode()
 
 
-def _message(message: _Message, at: int) -> ChatMessage:
-    text = message.content if isinstance(message.content, str) else joined(message.content, _TEXT, f"messages.{at}")
+def _message(message: _Message, index: int) -> ChatMessage:
+    text = (
+        message.content if isinstance(message.content, str) else join_text(message.content, _TEXT, f"messages.{index}")
+    )
     role = _ROLES.get(message.role)
     if role is not None:
         return ChatMessage(role, text)
     if message.role != "assistant":
-        raise Refusal(
-            "bad", f"messages.{at}.role: {message.role!r}, expected system, developer, user, assistant or tool"
+        raise RequestRejected(
+            "bad", f"messages.{index}.role: {message.role!r}, expected system, developer, user, assistant or tool"
         )
     calls, reasoning = message.tool_calls, message.reasoning_content or ""
     if not calls:
         return ChatMessage("assistant", text, reasoning=reasoning)
-    read = [ToolCall(c.function.name, read_arguments(c.function.arguments, f"messages.{at}.tool_calls")) for c in calls]
-    return ChatMessage("assistant", text, tuple(read), reasoning, minted(*(call.id for call in calls)))
+    parsed_calls = [
+        ToolCall(c.function.name, read_arguments(c.function.arguments, f"messages.{index}.tool_calls")) for c in calls
+    ]
+    return ChatMessage("assistant", text, tuple(parsed_calls), reasoning, issued_reply_id(*(call.id for call in calls)))
 
 
-def _extras(spoken: Spoken) -> dict[str, Any]:
-    """What the API has no field for: thoughts, and why no call was found."""
+def _extras(spoken: ParsedTurn) -> dict[str, Any]:
+    """Values without a field in the API: reasoning, and why no call was parsed."""
     extras: dict[str, Any] = {"reasoning_content": spoken.reasoning} if spoken.reasoning else {}
     return extras | ({"parse_failure": spoken.failure} if spoken.failure else {})
 
 
-def _call(reply: Reply, number: int) -> dict[str, Any]:
+def _call(reply: ChatResponse, number: int) -> dict[str, Any]:
     call = reply.spoken.calls[number]
     function = {"name": call.name, "arguments": write_arguments(call)}
     return {"id": reply.call_id(number), "type": "function", "function": function}
 
 
-def _head(reply: Reply, kind: str) -> dict[str, Any]:
+def _head(reply: ChatResponse, kind: str) -> dict[str, Any]:
     return {"id": f"chatcmpl-{reply.id}", "object": kind, "created": reply.created, "model": reply.model}
 
 
-def _usage(reply: Reply) -> dict[str, Any]:
+def _usage(reply: ChatResponse) -> dict[str, Any]:
     return {
         "prompt_tokens": reply.prompt_tokens,
         "completion_tokens": reply.sampled_tokens,
@@ -185,7 +189,7 @@ def _usage(reply: Reply) -> dict[str, Any]:
     }
 
 
-def _chunk(reply: Reply, delta: dict[str, Any], finish: str | None = None) -> bytes:
+def _chunk(reply: ChatResponse, delta: dict[str, Any], finish: str | None = None) -> bytes:
     choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}
     return _event({**_head(reply, "chat.completion.chunk"), "choices": [choice]})
 

@@ -1,4 +1,4 @@
-"""Anthropic's Messages: ``POST /v1/messages``."""
+"""Anthropic Messages: ``POST /v1/messages``."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 import orjson
 
 from agent_rl.endpoint.messages import (
-    Ask,
-    Loose,
-    Refusal,
-    Reply,
-    bounded,
-    joined,
-    minted,
-    offered,
-    read_body,
-    refuse_unless,
+    ChatRequest,
+    ChatResponse,
+    RequestModel,
+    RequestRejected,
+    check_max_tokens,
+    issued_reply_id,
+    join_text,
+    parse_request,
+    require_supported,
+    tool_schema,
 )
 from agent_rl.rollout.conversation_tree import ChatMessage
 from tools import ToolCall
@@ -27,19 +27,19 @@ _BILLING = "x-anthropic-billing-header"
 _THINKING = ("thinking", "redacted_thinking")
 
 
-class _Message(Loose):
+class _Message(RequestModel):
     role: str
     content: Any = ""
 
 
-class _Tool(Loose):
+class _Tool(RequestModel):
     name: str = ""
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     defer_loading: bool | None = None
 
 
-class _Request(Loose):
+class _Request(RequestModel):
     messages: list[_Message]
     model: str = ""
     max_tokens: int | None = None
@@ -50,25 +50,25 @@ class _Request(Loose):
 
 
 class Messages:
-    """See :class:`agent_rl.endpoint.messages.Dialect`. Tools that the API's own servers would run are not offered;
-    those whose loading is deferred are described where a result refers to them."""
+    """See :class:`agent_rl.endpoint.messages.Dialect`. Server tools are not offered. Tools with deferred loading are
+    described when a tool result refers to them."""
 
-    def read(self, body: bytes) -> Ask:
-        asked = read_body(_Request, body)
-        refuse_unless((asked.tool_choice or {}).get("type", "auto") == "auto", "a forced tool_choice")
-        usable = [tool for tool in asked.tools or () if tool.input_schema is not None]
-        tools = {tool.name: offered(tool.name, tool.description, tool.input_schema) for tool in usable}
-        later = {tool.name: tools.pop(tool.name) for tool in usable if tool.defer_loading}
-        system = _system(asked.system)
+    def read(self, body: bytes) -> ChatRequest:
+        request = parse_request(_Request, body)
+        require_supported((request.tool_choice or {}).get("type", "auto") == "auto", "a forced tool_choice")
+        usable = [tool for tool in request.tools or () if tool.input_schema is not None]
+        tools = {tool.name: tool_schema(tool.name, tool.description, tool.input_schema) for tool in usable}
+        deferred = {tool.name: tools.pop(tool.name) for tool in usable if tool.defer_loading}
+        system = _system(request.system)
         messages = [ChatMessage("system", system)] if system else []
-        for at, message in enumerate(asked.messages):
-            messages += _messages(message, later, f"messages.{at}")
-        return Ask(
-            messages, list(tools.values()), bounded(asked.max_tokens), bool(asked.stream), asked.model,
-            later=list(later.values()),
+        for index, message in enumerate(request.messages):
+            messages += _messages(message, deferred, f"messages.{index}")
+        return ChatRequest(
+            messages, list(tools.values()), check_max_tokens(request.max_tokens), bool(request.stream), request.model,
+            deferred_tools=list(deferred.values()),
         )  # fmt: skip
 
-    def reply(self, reply: Reply) -> dict[str, Any]:
+    def response(self, reply: ChatResponse) -> dict[str, Any]:
         return {
             **_head(reply),
             "content": _content(reply),
@@ -77,11 +77,11 @@ class Messages:
             "usage": _usage(reply, reply.sampled_tokens),
         }
 
-    def events(self, reply: Reply, ask: Ask) -> Iterator[bytes]:
+    def events(self, reply: ChatResponse, request: ChatRequest) -> Iterator[bytes]:
         start = {**_head(reply), "content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(reply, 0)}
         yield _event("message_start", message=start)
         for index, block in enumerate(_content(reply)):
-            empty, deltas = _in_deltas(block)
+            empty, deltas = _block_deltas(block)
             yield _event("content_block_start", index=index, content_block=empty)
             for delta in deltas:
                 yield _event("content_block_delta", index=index, delta=delta)
@@ -90,59 +90,59 @@ class Messages:
         yield _event("message_delta", delta=stop, usage=_usage(reply, reply.sampled_tokens))
         yield _event("message_stop")
 
-    def refusal(self, refusal: Refusal) -> dict[str, Any]:
+    def error(self, error: RequestRejected) -> dict[str, Any]:
         kinds = {"key": "authentication_error", "large": "request_too_large"}
-        text = refusal.text
-        if refusal.kind == "full":
-            text = f"prompt is too long: {refusal.tokens} tokens > {refusal.most} maximum"
-        return {"type": "error", "error": {"type": kinds.get(refusal.kind, "invalid_request_error"), "message": text}}
+        text = error.text
+        if error.kind == "full":
+            text = f"prompt is too long: {error.tokens} tokens > {error.limit} maximum"
+        return {"type": "error", "error": {"type": kinds.get(error.kind, "invalid_request_error"), "message": text}}
 
 
 def _system(system: Any) -> str:
-    """The system prompt without the block that changes from request to request for the bill."""
+    """The system prompt without the billing block, which changes with every request."""
     if isinstance(system, list):
         system = [b for b in system if not (isinstance(b, dict) and str(b.get("text", "")).startswith(_BILLING))]
-    return joined(system, ("text",), "system")
+    return join_text(system, ("text",), "system")
 
 
-def _messages(message: _Message, later: Mapping[str, Any], where: str) -> list[ChatMessage]:
+def _messages(message: _Message, deferred: Mapping[str, Any], where: str) -> list[ChatMessage]:
     if message.role == "system":
-        return [ChatMessage("system", joined(message.content, ("text",), where))]
+        return [ChatMessage("system", join_text(message.content, ("text",), where))]
     if message.role not in ("user", "assistant"):
-        raise Refusal("bad", f"{where}.role: {message.role!r}, expected user or assistant")
+        raise RequestRejected("bad", f"{where}.role: {message.role!r}, expected user or assistant")
     content = message.content
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
-        raise Refusal("bad", f"{where}.content: neither text nor a list of blocks")
-    return [_assistant(blocks, where)] if message.role == "assistant" else _user(blocks, later, where)
+        raise RequestRejected("bad", f"{where}.content: expected text or a list of blocks")
+    return [_assistant(blocks, where)] if message.role == "assistant" else _user(blocks, deferred, where)
 
 
-def _user(blocks: list[dict[str, Any]], later: Mapping[str, Any], where: str) -> list[ChatMessage]:
-    """A message for each result of a tool, and one for the texts between two of those."""
-    found: list[ChatMessage] = []
+def _user(blocks: list[dict[str, Any]], deferred: Mapping[str, Any], where: str) -> list[ChatMessage]:
+    """One message for each tool result, and one for the text between two results."""
+    messages: list[ChatMessage] = []
     texts: list[dict[str, Any]] = []
     for block in [*blocks, {"type": "end"}]:
         if block.get("type") in ("tool_result", "end"):
             if texts:
-                found.append(ChatMessage("user", joined(texts, ("text",), where)))
+                messages.append(ChatMessage("user", join_text(texts, ("text",), where)))
                 texts = []
             if block["type"] == "tool_result":
-                content = _described(block.get("content"), later)
-                found.append(ChatMessage("tool", joined(content, ("text",), f"{where}.tool_result")))
+                content = _resolve_references(block.get("content"), deferred)
+                messages.append(ChatMessage("tool", join_text(content, ("text",), f"{where}.tool_result")))
         else:
             texts.append(block)
-    return found
+    return messages
 
 
-def _described(content: Any, later: Mapping[str, Any]) -> Any:
-    """The content of a result, references to tools replaced by what these are."""
+def _resolve_references(content: Any, deferred: Mapping[str, Any]) -> Any:
+    """The content of a tool result, with references to tools replaced by their schemas."""
     if not isinstance(content, list):
         return content
     referred = [
         b.get("tool_name") if isinstance(b, dict) and b.get("type") == "tool_reference" else None for b in content
     ]
     return [
-        block if name is None else {"type": "text", "text": orjson.dumps(later.get(str(name), name)).decode()}
+        block if name is None else {"type": "text", "text": orjson.dumps(deferred.get(str(name), name)).decode()}
         for block, name in zip(content, referred, strict=True)
     ]
 
@@ -152,18 +152,18 @@ def _assistant(blocks: list[dict[str, Any]], where: str) -> ChatMessage:
     thought = [block for block in blocks if block.get("type") in _THINKING]
     rest = [block for block in blocks if block.get("type") not in ("tool_use", *_THINKING)]
     if not all(isinstance(block.get("input"), dict) and isinstance(block.get("name"), str) for block in used):
-        raise Refusal("bad", f"{where}.tool_use: without a name, or its input is no object")
+        raise RequestRejected("bad", f"{where}.tool_use: expected a name and an object as input")
     identifiers = [block.get("id") for block in used] + [block.get("signature") for block in thought]
     return ChatMessage(
         "assistant",
-        joined(rest, ("text",), where),
+        join_text(rest, ("text",), where),
         tuple(ToolCall(block["name"], block["input"]) for block in used),
         "".join(str(block.get("thinking", "")) for block in thought),
-        minted(*(each for each in identifiers if isinstance(each, str))),
+        issued_reply_id(*(each for each in identifiers if isinstance(each, str))),
     )
 
 
-def _content(reply: Reply) -> list[dict[str, Any]]:
+def _content(reply: ChatResponse) -> list[dict[str, Any]]:
     spoken = reply.spoken
     blocks: list[dict[str, Any]] = []
     if spoken.reasoning:
@@ -176,8 +176,8 @@ def _content(reply: Reply) -> list[dict[str, Any]]:
     return blocks
 
 
-def _in_deltas(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """A block as a stream begins it, and what fills it."""
+def _block_deltas(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """A block as its stream starts, and the deltas that fill it."""
     if block["type"] == "thinking":
         thinking = {"type": "thinking_delta", "thinking": block["thinking"]}
         signed = {"type": "signature_delta", "signature": block["signature"]}
@@ -188,11 +188,11 @@ def _in_deltas(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, An
     return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": written}]
 
 
-def _head(reply: Reply) -> dict[str, Any]:
+def _head(reply: ChatResponse) -> dict[str, Any]:
     return {"id": f"msg_{reply.id}", "type": "message", "role": "assistant", "model": reply.model}
 
 
-def _usage(reply: Reply, sampled: int) -> dict[str, Any]:
+def _usage(reply: ChatResponse, sampled: int) -> dict[str, Any]:
     return {
         "input_tokens": reply.prompt_tokens - reply.cached_tokens,
         "output_tokens": sampled,

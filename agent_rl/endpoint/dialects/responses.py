@@ -1,4 +1,4 @@
-"""OpenAI's Responses: ``POST /v1/responses``, without state: every request brings its whole conversation."""
+"""OpenAI Responses: ``POST /v1/responses``, stateless: every request carries its whole conversation."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ import orjson
 
 from agent_rl.endpoint.dialects.chat import Chat, read_arguments, write_arguments
 from agent_rl.endpoint.messages import (
-    Ask,
-    Loose,
-    Refusal,
-    Reply,
-    bounded,
-    joined,
-    minted,
-    offered,
-    read_body,
-    refuse_unless,
+    ChatRequest,
+    ChatResponse,
+    RequestModel,
+    RequestRejected,
+    check_max_tokens,
+    issued_reply_id,
+    join_text,
+    parse_request,
+    require_supported,
+    tool_schema,
 )
 from agent_rl.rollout.conversation_tree import ChatMessage
 from tools import ToolCall
 
 _TEXT = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")
-_OURS = ("reasoning", "function_call")
+_REPLY_ITEMS = ("reasoning", "function_call")
 
 
-class _Tool(Loose):
+class _Tool(RequestModel):
     type: str
     name: str = ""
     description: str | None = None
     parameters: dict[str, Any] | None = None
 
 
-class _Request(Loose):
+class _Request(RequestModel):
     input: str | list[dict[str, Any]]
     model: str = ""
     instructions: str | None = None
@@ -48,68 +48,75 @@ class _Request(Loose):
 
 
 class Responses:
-    """See :class:`agent_rl.endpoint.messages.Dialect`. Of tools, functions alone are offered."""
+    """See :class:`agent_rl.endpoint.messages.Dialect`. Only function tools are tool_schema."""
 
-    def read(self, body: bytes) -> Ask:
-        asked = read_body(_Request, body)
-        refuse_unless(asked.previous_response_id is None, "previous_response_id")
-        refuse_unless(asked.tool_choice in (None, "auto"), "a forced tool_choice")
-        refuse_unless(((asked.text or {}).get("format") or {}).get("type", "text") == "text", "text.format")
-        refuse_unless(not asked.top_logprobs, "top_logprobs")
-        items = [{"role": "user", "content": asked.input}] if isinstance(asked.input, str) else asked.input
-        system = [ChatMessage("system", asked.instructions)] if asked.instructions else []
+    def read(self, body: bytes) -> ChatRequest:
+        request = parse_request(_Request, body)
+        require_supported(request.previous_response_id is None, "previous_response_id")
+        require_supported(request.tool_choice in (None, "auto"), "a forced tool_choice")
+        require_supported(((request.text or {}).get("format") or {}).get("type", "text") == "text", "text.format")
+        require_supported(not request.top_logprobs, "top_logprobs")
+        items = [{"role": "user", "content": request.input}] if isinstance(request.input, str) else request.input
+        system = [ChatMessage("system", request.instructions)] if request.instructions else []
         messages = system + _messages(items)
         tools = [
-            offered(tool.name, tool.description, tool.parameters)
-            for tool in asked.tools or ()
+            tool_schema(tool.name, tool.description, tool.parameters)
+            for tool in request.tools or ()
             if tool.type == "function"
         ]
-        return Ask(messages, tools, bounded(asked.max_output_tokens), bool(asked.stream), asked.model)
+        return ChatRequest(
+            messages, tools, check_max_tokens(request.max_output_tokens), bool(request.stream), request.model
+        )
 
-    def reply(self, reply: Reply) -> dict[str, Any]:
-        cut = {"reason": "max_output_tokens"} if reply.finish == "length" else None
-        status = "incomplete" if cut else "completed"
-        return {**_head(reply, status), "incomplete_details": cut, "output": _output(reply), "usage": _usage(reply)}
+    def response(self, reply: ChatResponse) -> dict[str, Any]:
+        truncated = {"reason": "max_output_tokens"} if reply.finish == "length" else None
+        status = "incomplete" if truncated else "completed"
+        return {
+            **_head(reply, status),
+            "incomplete_details": truncated,
+            "output": _output(reply),
+            "usage": _usage(reply),
+        }
 
-    def events(self, reply: Reply, ask: Ask) -> Iterator[bytes]:
-        begun = {**_head(reply, "in_progress"), "incomplete_details": None, "output": [], "usage": None}
-        whole = self.reply(reply)
+    def events(self, reply: ChatResponse, request: ChatRequest) -> Iterator[bytes]:
+        started = {**_head(reply, "in_progress"), "incomplete_details": None, "output": [], "usage": None}
+        body = self.response(reply)
         last = "response.incomplete" if reply.finish == "length" else "response.completed"
-        events = [("response.created", {"response": begun}), ("response.in_progress", {"response": begun})]
-        for index, item in enumerate(whole["output"]):
+        events = [("response.created", {"response": started}), ("response.in_progress", {"response": started})]
+        for index, item in enumerate(body["output"]):
             events += _item_events(index, item)
-        events.append((last, {"response": whole}))
+        events.append((last, {"response": body}))
         for number, (kind, data) in enumerate(events):
             written = orjson.dumps({"type": kind, "sequence_number": number, **data})
             yield b"event: %s\ndata: %s\n\n" % (kind.encode(), written)
 
-    def refusal(self, refusal: Refusal) -> dict[str, Any]:
-        return Chat().refusal(refusal)
+    def error(self, error: RequestRejected) -> dict[str, Any]:
+        return Chat().error(error)
 
 
 def _messages(items: list[dict[str, Any]]) -> list[ChatMessage]:
-    """The messages; what the assistant gave out as several items is one."""
-    found: list[ChatMessage] = []
+    """The messages; consecutive items of one assistant turn form one message."""
+    messages: list[ChatMessage] = []
     turn: list[tuple[str, dict[str, Any]]] = []
-    for at, item in enumerate(items):
-        where, kind = f"input.{at}", item.get("type", "message")
-        if kind in _OURS or (kind == "message" and item.get("role") == "assistant"):
+    for index, item in enumerate(items):
+        where, kind = f"input.{index}", item.get("type", "message")
+        if kind in _REPLY_ITEMS or (kind == "message" and item.get("role") == "assistant"):
             turn.append((where, item))
             continue
         if turn:
-            found.append(_assistant(turn))
+            messages.append(_assistant(turn))
             turn = []
-        found.append(_other(item, kind, where))
-    return [*found, _assistant(turn)] if turn else found
+        messages.append(_other_message(item, kind, where))
+    return [*messages, _assistant(turn)] if turn else messages
 
 
-def _other(item: dict[str, Any], kind: str, where: str) -> ChatMessage:
+def _other_message(item: dict[str, Any], kind: str, where: str) -> ChatMessage:
     if kind == "function_call_output":
-        return ChatMessage("tool", joined(item.get("output"), _TEXT, f"{where}.output"))
+        return ChatMessage("tool", join_text(item.get("output"), _TEXT, f"{where}.output"))
     role = item.get("role")
     if kind != "message" or role not in ("user", "system", "developer"):
-        raise Refusal("bad", f"{where}: an item of type {kind!r} and role {role!r} cannot be sampled after")
-    text = joined(item.get("content"), _TEXT, f"{where}.content")
+        raise RequestRejected("bad", f"{where}: items of type {kind!r} with role {role!r} are not supported")
+    text = join_text(item.get("content"), _TEXT, f"{where}.content")
     return ChatMessage("user" if role == "user" else "system", text)
 
 
@@ -122,14 +129,14 @@ def _assistant(turn: list[tuple[str, dict[str, Any]]]) -> ChatMessage:
             calls.append(ToolCall(str(item.get("name", "")), arguments))
         elif item.get("type") == "reasoning":
             parts = item.get("content") or item.get("summary")
-            thoughts.append(joined(parts, _TEXT, where))
+            thoughts.append(join_text(parts, _TEXT, where))
         else:
-            texts.append(joined(item.get("content"), _TEXT, where))
-    known = minted(*(each for each in identifiers if isinstance(each, str)))
-    return ChatMessage("assistant", "\n".join(texts), tuple(calls), "\n".join(thoughts), known)
+            texts.append(join_text(item.get("content"), _TEXT, where))
+    reply_id = issued_reply_id(*(each for each in identifiers if isinstance(each, str)))
+    return ChatMessage("assistant", "\n".join(texts), tuple(calls), "\n".join(thoughts), reply_id)
 
 
-def _output(reply: Reply) -> list[dict[str, Any]]:
+def _output(reply: ChatResponse) -> list[dict[str, Any]]:
     spoken = reply.spoken
     items: list[dict[str, Any]] = []
     if spoken.reasoning:
@@ -138,56 +145,56 @@ def _output(reply: Reply) -> list[dict[str, Any]]:
     if spoken.text or not spoken.calls:
         content = [{"type": "output_text", "text": spoken.text, "annotations": []}]
         status = "incomplete" if reply.finish == "length" else "completed"
-        said = {"type": "message", "role": "assistant", "status": status, "content": content}
-        items.append({"id": f"msg_{reply.id}", **said})
+        message = {"type": "message", "role": "assistant", "status": status, "content": content}
+        items.append({"id": f"msg_{reply.id}", **message})
     for number, call in enumerate(spoken.calls):
-        made = {"call_id": reply.call_id(number), "name": call.name, "arguments": write_arguments(call)}
-        items.append({"id": reply.call_id(number, "fc"), "type": "function_call", "status": "completed", **made})
+        call_fields = {"call_id": reply.call_id(number), "name": call.name, "arguments": write_arguments(call)}
+        items.append({"id": reply.call_id(number, "fc"), "type": "function_call", "status": "completed", **call_fields})
     return items
 
 
 def _item_events(index: int, item: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    at = {"output_index": index, "item_id": item["id"]}
+    position = {"output_index": index, "item_id": item["id"]}
     if item["type"] == "message":
         (part,) = item["content"]
-        begun, inner = {**item, "status": "in_progress", "content": []}, _text_events(at, part)
+        started, inner = {**item, "status": "in_progress", "content": []}, _text_events(position, part)
     elif item["type"] == "function_call":
-        begun = {**item, "status": "in_progress", "arguments": ""}
+        started = {**item, "status": "in_progress", "arguments": ""}
         written = item["arguments"]
         inner = [
-            ("response.function_call_arguments.delta", {**at, "delta": written}),
-            ("response.function_call_arguments.done", {**at, "name": item["name"], "arguments": written}),
+            ("response.function_call_arguments.delta", {**position, "delta": written}),
+            ("response.function_call_arguments.done", {**position, "name": item["name"], "arguments": written}),
         ]
     else:
-        begun, inner = {**item, "summary": []}, _summary_events(at, item["summary"][0])
+        started, inner = {**item, "summary": []}, _summary_events(position, item["summary"][0])
     return [
-        ("response.output_item.added", {"output_index": index, "item": begun}),
+        ("response.output_item.added", {"output_index": index, "item": started}),
         *inner,
         ("response.output_item.done", {"output_index": index, "item": item}),
     ]
 
 
-def _text_events(at: dict[str, Any], part: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    place = {**at, "content_index": 0}
+def _text_events(position: dict[str, Any], part: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    fields = {**position, "content_index": 0}
     return [
-        ("response.content_part.added", {**place, "part": {**part, "text": ""}}),
-        ("response.output_text.delta", {**place, "delta": part["text"], "logprobs": []}),
-        ("response.output_text.done", {**place, "text": part["text"], "logprobs": []}),
-        ("response.content_part.done", {**place, "part": part}),
+        ("response.content_part.added", {**fields, "part": {**part, "text": ""}}),
+        ("response.output_text.delta", {**fields, "delta": part["text"], "logprobs": []}),
+        ("response.output_text.done", {**fields, "text": part["text"], "logprobs": []}),
+        ("response.content_part.done", {**fields, "part": part}),
     ]
 
 
-def _summary_events(at: dict[str, Any], part: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    place = {**at, "summary_index": 0}
+def _summary_events(position: dict[str, Any], part: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    fields = {**position, "summary_index": 0}
     return [
-        ("response.reasoning_summary_part.added", {**place, "part": {**part, "text": ""}}),
-        ("response.reasoning_summary_text.delta", {**place, "delta": part["text"]}),
-        ("response.reasoning_summary_text.done", {**place, "text": part["text"]}),
-        ("response.reasoning_summary_part.done", {**place, "part": part}),
+        ("response.reasoning_summary_part.added", {**fields, "part": {**part, "text": ""}}),
+        ("response.reasoning_summary_text.delta", {**fields, "delta": part["text"]}),
+        ("response.reasoning_summary_text.done", {**fields, "text": part["text"]}),
+        ("response.reasoning_summary_part.done", {**fields, "part": part}),
     ]
 
 
-def _head(reply: Reply, status: str) -> dict[str, Any]:
+def _head(reply: ChatResponse, status: str) -> dict[str, Any]:
     return {
         "id": f"resp_{reply.id}",
         "object": "response",
@@ -205,7 +212,7 @@ def _head(reply: Reply, status: str) -> dict[str, Any]:
     }
 
 
-def _usage(reply: Reply) -> dict[str, Any]:
+def _usage(reply: ChatResponse) -> dict[str, Any]:
     return {
         "input_tokens": reply.prompt_tokens,
         "input_tokens_details": {"cached_tokens": reply.cached_tokens, "cache_write_tokens": 0},

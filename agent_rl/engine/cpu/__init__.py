@@ -1,5 +1,5 @@
-"""What the SGLang server needs to run on a machine without a GPU.
+"""Patches that let the SGLang server run on a machine without a GPU.
 
-This directory is put on the path of the *engine environment's* interpreter by ``agent_rl/engine/server/serve.py``, so
-that there ``import sgl_kernel`` finds the stand-in beside this file. Nothing here imports anything else of ours.
+``agent_rl/engine/server/serve.py`` puts this directory on the path of the engine environment's interpreter, so that
+``import sgl_kernel`` finds the fake beside this file. No module here imports other modules of this project.
 """

@@ -1,7 +1,7 @@
-"""Stand-in for SGLang's CUDA kernel package, of which no CPU wheel exists.
+"""Fake of SGLang's CUDA kernel package, which has no CPU wheel.
 
-One function is really used on CPU with the ``torch_native`` attention backend. The others are imported by name by
-modules of the server and never called there; each raises if it ever is.
+One function is used on a CPU with the ``torch_native`` attention backend. The others are imported by name by the
+server's modules and never called; they raise if called.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 
-__version__ = "0.4.10"  # the release that sglang 0.5.23 asks for
+__version__ = "0.4.10"  # the release that sglang 0.5.23 requires
 
 
 def assign_req_to_token_pool_cpu(
@@ -22,12 +22,12 @@ def assign_req_to_token_pool_cpu(
     pool_len: int,
 ) -> None:
     """Write each request's slice of ``out_cache_loc`` into ``[start, end)`` of its row of ``req_to_token``."""
-    del pool_len  # the CUDA kernel's stride; a tensor knows its own
-    taken = 0
+    del pool_len  # the CUDA kernel's stride; a tensor has its own
+    offset = 0
     for row, start, end in zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True):
         count = end - start
-        req_to_token[row, start:end] = out_cache_loc[taken : taken + count].to(req_to_token.dtype)
-        taken += count
+        req_to_token[row, start:end] = out_cache_loc[offset : offset + count].to(req_to_token.dtype)
+        offset += count
 
 
 def _unavailable(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""A server's answers as they were sent: taken apart, nothing refused, nothing retried. What the probe looks at."""
+"""Sends the probe's requests to a server and returns its raw responses, without validation or retries."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from agent_rl.utils.http import AsyncHttp
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RawAnswer:
-    """One answer to ``/generate``.
+class RawResponse:
+    """One response of ``/generate``.
 
-    ``start``: the first row of routes asked for. ``logprobs``: how many finite log-probs came. ``payload_bytes``: of
-    the routes before base64, None where the key is absent, -1 where it is not base64. ``wire_TLK``: int32 ``[rows,
-    layers, top_k]``, dense layers included; None where the bytes are not whole rows of that shape.
+    ``start``: the first row of routes requested. ``logprobs``: number of finite log-probs. ``payload_bytes``: size of
+    the routes before base64, None if the key is absent, -1 if it is not base64. ``wire_TLK``: int32 ``[rows, layers,
+    top_k]`` with dense layers; None if the bytes are not whole rows of that shape.
     """
 
     prompt: tuple[int, ...]
@@ -47,11 +47,11 @@ class RawAnswer:
         return len(self.prompt) + len(self.tokens) - 1 - self.start
 
 
-class RawServer:
-    """Asks one SGLang server. ``timeout`` bounds each request, in seconds; ``requests`` counts those to ``/generate``.
+class ProbeClient:
+    """Sends requests to one SGLang server. ``timeout`` limits each request, in seconds; ``requests`` counts those to
+    ``/generate``.
 
-    A context manager. Every method raises the engine error for what went wrong; EngineRejected also for an answer that
-    is not SGLang's.
+    A context manager. All methods raise engine errors; EngineRejected also for a response that is not SGLang's.
     """
 
     def __init__(self, url: str, *, timeout: float, headers: Mapping[str, str] | None = None) -> None:
@@ -59,7 +59,7 @@ class RawServer:
         self.requests = 0
         self._http = AsyncHttp(timeout, headers=headers)
 
-    async def __aenter__(self) -> RawServer:
+    async def __aenter__(self) -> ProbeClient:
         return self
 
     async def __aexit__(
@@ -67,58 +67,58 @@ class RawServer:
     ) -> None:
         await self._http.close()
 
-    async def ask(
+    async def generate(
         self,
         prompt: Sequence[int],
-        facts: ModelSpec,
+        model_spec: ModelSpec,
         *,
         new_tokens: int,
         start: int = 0,
         temperature: float = 0.0,
         stop: Sequence[int] = (),
-    ) -> RawAnswer:
+    ) -> RawResponse:
         """Sample ``new_tokens`` after ``prompt``, or up to one of the ``stop`` tokens; routes from row ``start`` on."""
         self.requests += 1
         body = _body(uuid.uuid4().hex, prompt, new_tokens, start, temperature, stop)
-        return _read(self.url, body, await self._http.post(f"{self.url}/generate", body), facts)
+        return _read(self.url, body, await self._http.post(f"{self.url}/generate", body), model_spec)
 
     async def interrupt(
-        self, prompt: Sequence[int], facts: ModelSpec, *, new_tokens: int, do: Callable[[str], Awaitable[None]]
-    ) -> RawAnswer:
-        """Sample in a stream, and call ``do`` with the request's id once its first token is there; the last answer."""
+        self, prompt: Sequence[int], model_spec: ModelSpec, *, new_tokens: int, do: Callable[[str], Awaitable[None]]
+    ) -> RawResponse:
+        """Sample in a stream and call ``do`` with the request's id after its first token; returns the last response."""
         self.requests += 1
         body = _body(uuid.uuid4().hex, prompt, new_tokens, 0, 0.0, ()) | {"stream": True}
-        done, last = False, b""
+        called, last = False, b""
         async with aclosing(self._http.lines(f"{self.url}/generate", body)) as lines:
             async for line in lines:
                 if not line.startswith("data: {"):
                     continue
                 last = line.removeprefix("data: ").encode()
-                if not done:
-                    done = True
+                if not called:
+                    called = True
                     await do(body["rid"])
-        return _read(self.url, body, last, facts)
+        return _read(self.url, body, last, model_spec)
 
     async def abort(self, rid: str) -> None:
         """Abort a request."""
         await self._http.post(f"{self.url}/abort_request", {"rid": rid})
 
     async def retract(self) -> None:
-        """Put every running request back into the queue, and go on."""
+        """Return every running request to the queue, then continue."""
         await self._http.post(f"{self.url}/pause_generation", {"mode": "retract"})
-        # A server left paused answers nobody: this must not be cut short.
+        # A paused server serves nobody: complete this even if cancelled.
         await shielded(self._http.post(f"{self.url}/continue_generation", {}))
 
-    async def others_running(self) -> int | None:
-        """How many requests run or wait on the server, None where it does not say."""
+    async def count_other_requests(self) -> int | None:
+        """Number of running and waiting requests on the server; None if it does not report it."""
         try:
             loads = (await self._http.get_json(f"{self.url}/v1/loads"))["loads"]
             return sum(int(load["num_running_reqs"]) + int(load["num_waiting_reqs"]) for load in loads)
         except (EngineRejected, KeyError, TypeError, ValueError):
             return None
 
-    async def says_it_captures(self) -> bool | None:
-        """What the server says of its own flag, None where it says nothing (a router in front of it, perhaps)."""
+    async def reports_route_capture(self) -> bool | None:
+        """The server's flag for route capture; None if it reports none (a router in front of it, for example)."""
         try:
             flag = (await self._http.get_json(f"{self.url}/server_info")).get("enable_return_routed_experts")
         except (EngineRejected, ValueError):
@@ -126,7 +126,7 @@ class RawServer:
         return None if flag is None else bool(flag)
 
     async def model_path(self) -> str:
-        """The directory of the model it serves, as it names it; empty where it names none."""
+        """The server's model directory; empty if it reports none."""
         try:
             return str((await self._http.get_json(f"{self.url}/model_info")).get("model_path") or "")
         except (EngineRejected, ValueError):
@@ -148,17 +148,17 @@ def _body(
     }
 
 
-def _read(url: str, body: Mapping[str, Any], reply: bytes, facts: ModelSpec) -> RawAnswer:
+def _read(url: str, body: Mapping[str, Any], raw: bytes, model_spec: ModelSpec) -> RawResponse:
     try:
-        answer = orjson.loads(reply)
-        meta = answer["meta_info"]
+        response = orjson.loads(raw)
+        meta = response["meta_info"]
         payload = meta.get("routed_experts")
-        size, wire = _wire(payload, facts) if payload is not None else (None, None)
+        size, wire = _wire(payload, model_spec) if payload is not None else (None, None)
         entries = meta.get("output_token_logprobs") or ()
-        return RawAnswer(
+        return RawResponse(
             prompt=tuple(body["input_ids"]),
             start=int(body["routed_experts_start_len"]),
-            tokens=tuple(answer.get("output_ids") or ()),
+            tokens=tuple(response.get("output_ids") or ()),
             finish=str((meta.get("finish_reason") or {}).get("type")),
             cached_tokens=int(meta.get("cached_tokens") or 0),
             retractions=int(meta.get("num_retractions") or 0),
@@ -168,15 +168,15 @@ def _read(url: str, body: Mapping[str, Any], reply: bytes, facts: ModelSpec) -> 
             wire_TLK=wire,
         )
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise EngineRejected(f"{url}: not an answer of SGLang's /generate ({error!r})") from None
+        raise EngineRejected(f"{url}: not a response of SGLang's /generate ({error!r})") from None
 
 
-def _wire(payload: str, facts: ModelSpec) -> tuple[int, NDArray[np.int32] | None]:
+def _wire(payload: str, model_spec: ModelSpec) -> tuple[int, NDArray[np.int32] | None]:
     try:
         raw = pybase64.b64decode(payload, validate=True)
     except (binascii.Error, ValueError):
         return -1, None
-    layout = facts.layout
+    layout = model_spec.layout
     if layout is None or len(raw) % layout.wire_bytes_per_row:
         return len(raw), None
-    return len(raw), np.frombuffer(raw, dtype="<i4").reshape(-1, facts.num_layers, facts.top_k)
+    return len(raw), np.frombuffer(raw, dtype="<i4").reshape(-1, model_spec.num_layers, model_spec.top_k)

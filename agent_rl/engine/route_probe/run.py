@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from agent_rl.engine.route_probe.checks import CAPTURE, KEY, Answers, Check, Verdict, check_all
-from agent_rl.engine.route_probe.requests import RawAnswer, RawServer
+from agent_rl.engine.route_probe.checks import CAPTURE, KEY, Check, CheckStatus, ProbeResponses, check_all
+from agent_rl.engine.route_probe.requests import ProbeClient, RawResponse
 from agent_rl.errors import ConfigError, EngineUnreachable
 from agent_rl.models.spec import ModelSpec, read_moe_spec
 from agent_rl.monitoring.console import cell
@@ -47,21 +47,21 @@ class ProbeReport:
 
     @property
     def failed(self) -> tuple[Check, ...]:
-        return tuple(check for check in self.checks if check.verdict is Verdict.FAILED)
+        return tuple(check for check in self.checks if check.status is CheckStatus.FAILED)
 
     def spoils(self, *, missing_allowed: bool) -> tuple[Check, ...]:
         """The failed checks that make training on these routes wrong. Answers without routes are a policy's matter
         where some answers have them (``r3.missing``)."""
-        some = any(check.name == CAPTURE and check.verdict is Verdict.OK for check in self.checks)
+        some = any(check.name == CAPTURE and check.status is CheckStatus.OK for check in self.checks)
         return tuple(check for check in self.failed if not (missing_allowed and some and check.name == KEY))
 
     def line(self) -> str:
         """The report in one line."""
-        ok = sum(check.verdict is Verdict.OK for check in self.checks)
-        skipped = [check.name for check in self.checks if check.verdict is Verdict.SKIPPED]
+        ok = sum(check.status is CheckStatus.OK for check in self.checks)
+        skipped = [check.name for check in self.checks if check.status is CheckStatus.SKIPPED]
         parts = [f"{ok} checks passed"]
         if self.failed:
-            parts.append(f"{len(self.failed)} failed ({'; '.join(f'{c.name}: {c.found}' for c in self.failed)})")
+            parts.append(f"{len(self.failed)} failed ({'; '.join(f'{c.name}: {c.finding}' for c in self.failed)})")
         if skipped:
             parts.append(f"{len(skipped)} not made ({', '.join(skipped)})")
         return f"{', '.join(parts)}; {self.requests} requests, {self.seconds:.1f} s"
@@ -71,25 +71,25 @@ class ProbeReport:
 
 
 def table(report: ProbeReport) -> Table:
-    """The report as a table: check, verdict, what was found, what to do."""
+    """The report as a table: check, status, what was found, what to do."""
     shown = Table(title=f"routes of {report.url}", title_justify="left")
-    for column in ("check", "verdict", "found", "what to do"):
+    for column in ("check", "status", "found", "what to do"):
         shown.add_column(column)
-    colours = {Verdict.OK: "green", Verdict.FAILED: "red", Verdict.SKIPPED: "yellow"}
+    colours = {CheckStatus.OK: "green", CheckStatus.FAILED: "red", CheckStatus.SKIPPED: "yellow"}
     for check in report.checks:
-        verdict = f"[{colours[check.verdict]}]{check.verdict}[/]"
-        shown.add_row(check.name, verdict, cell(check.found), cell(check.advice))
+        status = f"[{colours[check.status]}]{check.status}[/]"
+        shown.add_row(check.name, status, cell(check.finding), cell(check.advice))
     return shown
 
 
 async def probe(
     url: str,
-    facts: ModelSpec | None = None,
+    model_spec: ModelSpec | None = None,
     *,
     retract: bool = False,
     headers: Mapping[str, str] | None = None,
 ) -> ProbeReport:
-    """Probe the server at ``url``, which serves the model of ``facts`` (by default what its own directory says).
+    """Probe the server at ``url``, which serves the model of ``model_spec`` (by default what its own directory says).
 
     ``headers`` go with every request.
     With ``retract`` every running request of the server is put back once: only for an engine that is the caller's
@@ -99,10 +99,10 @@ async def probe(
     refused, ConfigError where the model's facts can't be found.
     """
     started = perf_counter()
-    server_at = RawServer(url, timeout=REQUEST_SECONDS, headers=headers)
+    server_at = ProbeClient(url, timeout=REQUEST_SECONDS, headers=headers)
     try:
         async with asyncio.timeout(PROBE_SECONDS), server_at as server:
-            known = facts or _facts_of(server.url, await server.model_path())
+            known = model_spec or _facts_of(server.url, await server.model_path())
             answers = await _Questions(server, known, retract).ask()
             checks = check_all(answers, known)
             return ProbeReport(server.url, checks, server.requests, perf_counter() - started)
@@ -122,15 +122,15 @@ def _facts_of(url: str, directory: str) -> ModelSpec:
 class _Questions:
     """The requests of one probe."""
 
-    def __init__(self, server: RawServer, facts: ModelSpec, retract: bool) -> None:
-        self._server, self._facts, self._may_retract = server, facts, retract
+    def __init__(self, server: ProbeClient, model_spec: ModelSpec, retract: bool) -> None:
+        self._server, self._facts, self._may_retract = server, model_spec, retract
         self._rng = np.random.default_rng()
-        self._length = min(PROMPT, facts.max_positions // 4)
+        self._length = min(PROMPT, model_spec.max_positions // 4)
 
-    async def ask(self) -> Answers:
+    async def ask(self) -> ProbeResponses:
         """Ask them all: one after the other, but for the siblings."""
-        captures = await self._server.says_it_captures()
-        busy = await self._server.others_running()
+        captures = await self._server.reports_route_capture()
+        busy = await self._server.count_other_requests()
         prompt = self._tokens(self._length)
         cold = await self._ask(prompt)
         cached = await self._ask(prompt, new_tokens=1)
@@ -138,7 +138,7 @@ class _Questions:
         variants = [await self._ask(self._changed(prompt, at), new_tokens=1) for at in changed_at]
         siblings, repeats = await self._siblings()
         retracted, untried = await self._retract(busy)
-        return Answers(
+        return ProbeResponses(
             captures=captures,
             cold=cold,
             cached=cached,
@@ -153,7 +153,7 @@ class _Questions:
             untried=untried,
         )
 
-    async def _siblings(self) -> tuple[tuple[RawAnswer, ...], tuple[RawAnswer, ...]]:
+    async def _siblings(self) -> tuple[tuple[RawResponse, ...], tuple[RawResponse, ...]]:
         prompt = self._tokens(self._length)
         siblings = await asyncio.gather(*(self._ask(prompt, temperature=1.0) for _ in range(2)))
         repeats = [
@@ -161,7 +161,7 @@ class _Questions:
         ]
         return tuple(siblings), tuple(repeats)
 
-    async def _retract(self, busy: int | None) -> tuple[RawAnswer | None, str]:
+    async def _retract(self, busy: int | None) -> tuple[RawResponse | None, str]:
         """Retraction is of all requests at once, so it is only tried where there is none of others'."""
         if not self._may_retract:
             return None, "only done where asked for"
@@ -179,7 +179,7 @@ class _Questions:
                 break
         return answer, ""
 
-    async def _interrupted(self, new_tokens: int, do: Callable[[str], Awaitable[None]]) -> RawAnswer:
+    async def _interrupted(self, new_tokens: int, do: Callable[[str], Awaitable[None]]) -> RawResponse:
         room = self._facts.max_positions - self._length
         prompt = self._tokens(self._length)
         return await self._server.interrupt(prompt, self._facts, new_tokens=min(new_tokens, room - 1), do=do)
@@ -192,8 +192,8 @@ class _Questions:
         new_tokens: int = COMPLETION,
         temperature: float = 0.0,
         stop: Sequence[int] = (),
-    ) -> RawAnswer:
-        return await self._server.ask(
+    ) -> RawResponse:
+        return await self._server.generate(
             prompt, self._facts, new_tokens=new_tokens, start=start, temperature=temperature, stop=stop
         )
 

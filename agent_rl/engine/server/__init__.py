@@ -1,1 +1,1 @@
-"""Runs inside the engine environment's interpreter: starts the SGLang server and dies with its owner."""
+"""Runs in the engine environment's interpreter: starts the SGLang server, which is killed when its owner ends."""

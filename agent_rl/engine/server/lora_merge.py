@@ -1,13 +1,12 @@
-"""Adapters that a trainer sends are merged into the weights here, in the engine's process.
+"""Merges the adapters sent by a trainer into the weights, in the engine's process.
 
-SGLang 0.5.23 multiplies experts' adapters by Triton kernels, of which a CPU has none, and serving adapters costs every
-token products that merged weights don't. So :func:`install` teaches ``/update_weights_from_distributed`` one more kind
-of tensor: under a weight's name with ``.lora`` behind it comes its change, A beside the transpose of the scaled B
-(:func:`pack`). What is loaded is the weight of the checkpoint that the server was started with, read from its
-directory, plus that change. So no base is kept in memory, no update builds on the one before, and whoever has
-directory and change can tell every bit.
+SGLang 0.5.23 multiplies experts' adapters with Triton kernels, which need a GPU, and unmerged adapters cost additional
+matrix products per token. So :func:`install` extends ``/update_weights_from_distributed``: a tensor named like a weight
+with suffix ``.lora`` holds the weight's change, A beside the transpose of the scaled B (:func:`pack`). The loaded
+weight is the start checkpoint's weight, read from its directory, plus that change. So no base weights are kept in
+memory, updates do not accumulate, and every bit can be reproduced from directory and change.
 
-Run in the engine's environment, which has nothing of this project; the trainer uses it too.
+Runs in the engine's environment, which has no other module of this project; the trainer uses it too.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ SUFFIX = ".lora"
 
 
 def pack(a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """The change ``scale * b @ a`` as it travels: float32 ``[r, in + out]``, of ``a [r, in]`` and ``b [out, r]``."""
+    """The change ``scale * b @ a`` as it is sent: float32 ``[r, in + out]``, from ``a [r, in]`` and ``b [out, r]``."""
     return torch.cat((a.float(), (b.float() * scale).T), dim=1)
 
 
 def merge(weight: Tensor, change: Tensor) -> Tensor:
-    """``weight [out, in]`` with a packed ``change``, float32, on the device of ``change``.
+    """``weight [out, in]`` plus a packed ``change``, float32, on the device of ``change``.
 
-    Added up rank by rank, a product and a sum at a time, so that no library's choice of kernel decides a bit.
+    Summed rank by rank, one product and one addition at a time, so that no library's kernel choice affects the bits.
     """
     merged, width = weight.to(change.device, torch.float32, copy=True), weight.shape[1]
     for row in change:
@@ -42,7 +41,7 @@ def merge(weight: Tensor, change: Tensor) -> Tensor:
 
 
 class BaseWeights:
-    """The tensors of the checkpoint in ``directory``, by name, mapped and not held."""
+    """The tensors of the checkpoint in ``directory``, by name, memory-mapped."""
 
     def __init__(self, directory: Path) -> None:
         index = directory / "model.safetensors.index.json"
@@ -60,25 +59,25 @@ class BaseWeights:
         return tensor
 
     def merged(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """``tensors`` with weights in place of changes."""
+        """``tensors`` with every change replaced by the merged weight."""
         for name, tensor in tensors:
             weight = name.removesuffix(SUFFIX)
             yield weight, tensor if weight == name else merge(self[weight], tensor)
 
 
 def install(directory: Path) -> None:
-    """Let this process's SGLang take changes of the checkpoint in ``directory``."""
+    """Make this process's SGLang accept changes to the checkpoint in ``directory``."""
     module: Any = importlib.import_module("sglang.srt.model_executor.model_runner_components.weight_updater")
     load = module.WeightUpdater.load_weights_from_distributed
     opened: list[BaseWeights] = []
 
     def load_merged(updater: Any, tensors: list[tuple[str, Tensor]]) -> tuple[bool, str]:
         if not any(name.endswith(SUFFIX) for name, _ in tensors):
-            found: tuple[bool, str] = load(updater, tensors)
-            return found
+            result: tuple[bool, str] = load(updater, tensors)
+            return result
         if not opened:
             opened.append(BaseWeights(directory))
-        found = load(updater, opened[0].merged(tensors))  # SGLang answers for what raises while it loads
-        return found
+        result = load(updater, opened[0].merged(tensors))  # SGLang reports exceptions raised while it loads
+        return result
 
     module.WeightUpdater.load_weights_from_distributed = load_merged

@@ -1,10 +1,10 @@
-"""``python serve.py [sglang arguments]``: the SGLang server, tied to the life of whoever started it.
+"""``python serve.py [sglang arguments]``: the SGLang server, tied to the life of the process that started it.
 
-Run as a file by the engine environment's interpreter, which has nothing of this project installed. The server spawns
-child processes; each re-imports this file as its main module, so what the top level installs holds in them too.
+Run as a file by the engine environment's interpreter, which has no other module of this project. The server spawns
+child processes; each imports this file again as its main module, so top-level patches apply there too.
 
-Standard input is a pipe whose writing end only the owner holds. When it closes - the owner stopped us or was killed,
-also by SIGKILL - the whole process group is killed: no server outlives its run.
+Standard input is a pipe whose write end only the owner holds. It closes when the owner stops the server or is killed,
+also by SIGKILL; then the whole process group is killed.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def _die_with_owner() -> None:
 
 
 def main() -> None:
-    """Run sglang's own launcher with the arguments we were given."""
+    """Run sglang's launcher with our arguments."""
     if os.getpgrp() != os.getpid():
-        os.setpgrp()  # the group is what gets killed: it must be ours alone
+        os.setpgrp()  # the group is killed later, so it must hold only our processes
     threading.Thread(target=_die_with_owner, name="die-with-owner", daemon=True).start()
     from sglang.launch_server import load_plugins, prepare_server_args, run_server
 

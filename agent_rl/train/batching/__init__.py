@@ -1,1 +1,1 @@
-"""Which sequences share a micro-batch, which rank gets it, and what it costs."""
+"""Assignment of sequences to micro-batches and data ranks, by cost."""

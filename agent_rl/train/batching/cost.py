@@ -1,18 +1,18 @@
-"""What a sequence costs to train on: floating-point operations, from the model's shape and the sequence's length.
+"""The training cost of a sequence: floating-point operations, from the model's shape and the sequence length.
 
-Forward pass over n tokens (the backward pass takes twice that, at every length alike; an operation is a multiplication
-or an addition). H hidden, Q and KV the widths of all query and of all key or value heads, I an inner width, k experts
-of E a token, V vocabulary::
+Forward pass over n tokens (the backward pass takes twice that; an operation is a multiplication or an addition). H
+hidden, Q and KV the widths of all query heads and of all key or value heads, I an inner width, k of E experts per
+token, V vocabulary::
 
-    attention's projections   2 n H (2 Q + 2 KV)            a layer
-    attention itself          2 Q n (n + 1)                 a layer: each token attends to itself and those before it
-    gated MLP                 6 n H I                       a dense layer, or a shared expert
-    experts                   6 n H I k + 2 n H E           a layer of experts, with its router
+    attention projections     2 n H (2 Q + 2 KV)            per layer
+    attention                 2 Q n (n + 1)                 per layer: each token attends to itself and earlier ones
+    gated MLP                 6 n H I                       per dense layer, or shared expert
+    experts                   6 n H I k + 2 n H E           per MoE layer, with its router
     log-probs                 2 n H V
 
-So a sequence costs ``linear n + quadratic n (n + 1)``. The same FLOPs per token are Narayanan et al.'s, arXiv
-2104.04473, appendix, with causal attention counted once and no vocabulary recomputation. What the hardware makes of a
-FLOP differs between these parts; ``benchmarks/bench_packing.py`` compares the model with measured times.
+A sequence costs ``linear n + quadratic n (n + 1)``. The FLOPs per token are those of Narayanan et al., arXiv
+2104.04473, appendix, with causal attention counted once and no vocabulary recomputation.
+``benchmarks/bench_packing.py`` compares the model with measured times.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ from agent_rl.models.spec import ModelSpec
 from r3.routing import Routing
 
 SAMPLED_ROWS = 16
-"""One row of routes in so many is counted: 65,536 x 48 x 8 ids take 0.2 s to count, and loads need no more than 1 %."""
+"""Every 16th row of routes is counted: 65,536 x 48 x 8 ids take 0.2 s to count, and loads need 1 % precision."""
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceCost:
-    """FLOPs of a forward pass: ``linear`` a token, ``quadratic`` a pair of tokens, ``expert`` of the linear part for
-    one token in one expert of one layer."""
+    """FLOPs of a forward pass: ``linear`` per token, ``quadratic`` per pair of tokens. ``expert``: the part of
+    ``linear`` for one token in one expert of one layer."""
 
     linear: float
     quadratic: float
     expert: float = 0.0
 
     def of(self, lengths: Sequence[int]) -> list[float]:
-        """One number a sequence."""
+        """FLOPs of sequences of these lengths."""
         return [self.linear * n + self.quadratic * n * (n + 1) for n in lengths]
 
 
 TOKENS = SequenceCost(linear=1.0, quadratic=0.0)
-"""Every token costs the same."""
+"""The cost model in which every token costs 1."""
 
 
 @dataclass(frozen=True, slots=True)
-class PartCosts:
-    """FLOPs of a forward pass by part: for a token in one layer's ``projections``, in one ``expert``, in what else a
-    layer of experts has (``beside_experts``: its router and shared expert), in a ``dense`` layer's MLP, and in
-    ``logprobs``; in one layer's ``attention`` of n tokens, of which half the pairs are masked, over n squared."""
+class LayerFlops:
+    """FLOPs of a forward pass by part. Per token: ``projections`` of a layer, one ``expert``, router and shared expert
+    of an MoE layer (``beside_experts``), the MLP of a ``dense`` layer, ``logprobs``. ``attention``: of one layer with n
+    tokens, divided by n squared, with half of the pairs masked."""
 
     projections: int
     attention: int
@@ -62,7 +62,7 @@ class PartCosts:
     logprobs: int
 
     @classmethod
-    def of(cls, model: ModelSpec) -> PartCosts:
+    def of(cls, model: ModelSpec) -> LayerFlops:
         hidden = model.hidden
         return cls(
             projections=2 * hidden * (2 * model.q_width + 2 * model.kv_width),
@@ -75,25 +75,25 @@ class PartCosts:
 
 
 def sequence_cost(model: ModelSpec) -> SequenceCost:
-    """The cost on ``model``, its experts evenly loaded."""
-    layers, moe, parts = model.num_layers, len(model.moe_layer_ids), PartCosts.of(model)
+    """The cost of sequences on ``model``, with balanced experts."""
+    layers, moe, parts = model.num_layers, len(model.moe_layer_ids), LayerFlops.of(model)
     linear = layers * parts.projections + (layers - moe) * parts.dense + parts.logprobs
     linear += moe * (model.top_k * parts.expert + parts.beside_experts)
     return SequenceCost(float(linear), float(layers * parts.attention), float(parts.expert))
 
 
 def expert_loads(routing: Routing, expert_ranks: int) -> NDArray[np.float64]:
-    """How many (token, expert) pairs of a sequence fall to each expert-parallel rank, ``[moe_layers, expert_ranks]``.
+    """The (token, expert) pairs of a sequence per expert rank, ``[moe_layers, expert_ranks]``.
 
-    Rank r holds experts ``[r E / R, (r + 1) E / R)``. Counted on some rows (:data:`SAMPLED_ROWS`) and scaled up; a
-    sequence without any present row is taken to be spread evenly.
+    Rank r has experts ``[r E / R, (r + 1) E / R)``. Counts every :data:`SAMPLED_ROWS`-th row and scales up. A sequence
+    without a present row counts as even.
     """
     rows = routing.experts[::SAMPLED_ROWS][routing.present[::SAMPLED_ROWS]]
     pairs = routing.tokens * routing.top_k
     if not len(rows):
         return np.full((routing.moe_layers, expert_ranks), pairs / expert_ranks)
-    held = rows.astype(np.int64) * expert_ranks // routing.num_experts
-    flat = held + np.arange(routing.moe_layers)[:, None] * expert_ranks
+    rank_of = rows.astype(np.int64) * expert_ranks // routing.num_experts
+    flat = rank_of + np.arange(routing.moe_layers)[:, None] * expert_ranks
     counts = np.bincount(flat.ravel(), minlength=routing.moe_layers * expert_ranks)
     scale = pairs / (len(rows) * routing.top_k)
     return (counts * scale).reshape(routing.moe_layers, expert_ranks).astype(np.float64)

@@ -1,11 +1,11 @@
-"""Samples to packed micro-batches: several sequences behind one another. numpy only.
+"""Pack samples into micro-batches: sequences concatenated without padding. numpy only.
 
 A worked example: samples of 3 and 2 tokens in one micro-batch (``T`` = 5)::
 
     tokens_T    a b c | d e        cu_seqlens 0 3 5
 
 Axes: ``T`` packed tokens, ``n`` sequences. The log-prob of token i comes from the logits at position i - 1, so the
-first token of every sequence has none and is never trained on. Routes travel beside, already cut for each rank
+first token of a sequence has none and is never trained on. Routes travel separately, sharded for each rank
 (:mod:`agent_rl.train.route_sharding`).
 """
 
@@ -25,10 +25,10 @@ from agent_rl.types import Sample
 class MicroBatch:
     """Sequences packed for one forward pass.
 
-    ``sample_ids``: each sequence's index in the global batch.
-    ``tokens_T`` int64, ``cu_seqlens`` int32 ``[n + 1]``, ``mask_T`` bool (sampled, and not a sequence's first token),
-    ``logprobs_T`` float32 (the rollout's), ``advantages_T`` and ``weights_T`` float32. ``old_logprobs_T`` float32: the
-    samples' own ``old_logprobs``, None where they have none. ``lag_T`` int32: their ``lag``, 0 where they have none.
+    ``sample_ids``: each sequence's index in the global batch. ``tokens_T`` int64, ``cu_seqlens`` int32 ``[n + 1]``,
+    ``mask_T`` bool (sampled, and not a sequence's first token), ``logprobs_T`` float32 (the rollout's),
+    ``advantages_T`` and ``weights_T`` float32. ``old_logprobs_T`` float32: the samples' ``old_logprobs``, or None.
+    ``lag_T`` int32: their ``lag``, or 0.
     """
 
     sample_ids: tuple[int, ...]
@@ -51,7 +51,7 @@ class MicroBatch:
 
 
 def pack(samples: Mapping[int, Sample] | Sequence[Sample], ids: Sequence[int]) -> MicroBatch:
-    """Pack ``samples[i] for i in ids``. Raises TrainerError where a sample's arrays don't line up."""
+    """Pack ``samples[i] for i in ids``. Raises TrainerError where a sample's arrays have different lengths."""
     members = [samples[i] for i in ids]
     for index, sample in zip(ids, members, strict=True):
         _check_sample(index, sample)
@@ -70,16 +70,16 @@ def pack(samples: Mapping[int, Sample] | Sequence[Sample], ids: Sequence[int]) -
 
 
 def _old_logprobs(ids: Sequence[int], members: Sequence[Sample]) -> NDArray[np.float32] | None:
-    """All samples have some or none has: the ratio is taken against one source."""
-    own = [sample.old_logprobs for sample in members if sample.old_logprobs is not None]
-    if own and len(own) != len(members):
-        lacking = next(i for i, sample in zip(ids, members, strict=True) if sample.old_logprobs is None)
-        raise TrainerError(f"sample {lacking} has no old log-probs of its own, and others of its micro-batch have")
-    return np.concatenate(own).astype(np.float32) if own else None
+    """The old log-probs of all samples, or None. A mixture is an error, because the ratio has one source."""
+    available = [sample.old_logprobs for sample in members if sample.old_logprobs is not None]
+    if available and len(available) != len(members):
+        missing = next(i for i, sample in zip(ids, members, strict=True) if sample.old_logprobs is None)
+        raise TrainerError(f"sample {missing} has no old log-probs, and others of its micro-batch have some")
+    return np.concatenate(available).astype(np.float32) if available else None
 
 
 def pack_weighted(sequences: Sequence[tuple[NDArray[np.int32], NDArray[np.float32]]], ids: Sequence[int]) -> MicroBatch:
-    """Pack supervised sequences of ``(tokens, per-token loss weights)``; a sequence's first weight counts as 0."""
+    """Pack supervised sequences of ``(tokens, loss weights)``; the weight of a sequence's first token becomes 0."""
     members = [sequences[i] for i in ids]
     for index, (tokens, weights) in zip(ids, members, strict=True):
         if len(tokens) != len(weights):

@@ -1,22 +1,23 @@
-"""Which sequences share a micro-batch, and which data rank gets it: even in cost, within a token budget. numpy only.
+"""Assign sequences to optimizer updates, data ranks and micro-batches: even cost within a token budget. numpy only.
 
-Data ranks wait for each other once a mini step, when gradients are summed; so each gets as even a share of the whole
-cost as can be, in as few micro-batches as hold it. Where experts are spread over data ranks, those ranks exchange
-tokens in every layer: they work in lockstep on rows of micro-batches, one a rank, and a row takes as long as its
-dearest micro-batch and its fullest expert rank. So there the micro-batches are made equal, and neighbours in cost meet
-in a row.
+Data ranks wait for each other once per mini step, when gradients are reduced. Each rank therefore gets an even share of
+the cost, in as few micro-batches as possible. Where experts are distributed over data ranks, these ranks exchange
+tokens in every layer and work in lockstep on rows of micro-batches, one per rank. A row takes as long as its most
+expensive micro-batch and its most loaded expert rank. There the micro-batches are made equal, and similar ones form a
+row.
 
-    sequences ─ differencing, by cost ─> groups of ranks in lockstep (1: a rank by itself)
-              ─ longest first onto the cheapest micro-batch with room ─> micro-batches ─ sorted ─> rows ─> ranks
-                                                                          expert loads, where known: swaps between rows
+    sequences ─ differencing, by cost ─> groups of ranks in lockstep (1: a single rank)
+              ─ longest first, to the cheapest micro-batch with capacity ─> micro-batches ─ sorted ─> rows ─> ranks
+                                                                           expert loads, if known: swaps between rows
 
-Everything here is deterministic.
+The result is deterministic.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
@@ -24,18 +25,19 @@ from numpy.typing import NDArray
 
 from agent_rl.config import ParallelConfig
 from agent_rl.errors import TrainerError
-from agent_rl.train.batching.cost import TOKENS, SequenceCost
+from agent_rl.train.batching.cost import TOKENS, SequenceCost, expert_loads
+from agent_rl.types import Sample
 
-Deal = tuple[tuple[tuple[int, ...], ...], ...]
-"""``deal[rank][micro_batch]`` = the sequences packed there. A rank may have none, where there are few sequences."""
+Partition = tuple[tuple[tuple[int, ...], ...], ...]
+"""``partition[rank][micro_batch]``: indices of sequences. With few sequences a rank may have no micro-batch."""
 
 Loads = Sequence[NDArray[np.float64]]
-"""A sequence's (token, expert) pairs, ``[moe_layers, expert_ranks]`` (:func:`.cost.expert_loads`)."""
+"""The (token, expert) pairs of each sequence, ``[moe_layers, expert_ranks]`` (:func:`.cost.expert_loads`)."""
 
 Bin = list[int]
 
 
-def deal(
+def partition_sequences(
     lengths: Sequence[int],
     *,
     budget: int,
@@ -43,44 +45,44 @@ def deal(
     cost: SequenceCost = TOKENS,
     lockstep: int = 1,
     loads: Loads | None = None,
-) -> Deal:
-    """Spread sequences over ``ranks`` data ranks and over as few micro-batches of ``budget`` tokens as hold them.
+) -> Partition:
+    """Assign sequences to ``ranks`` data ranks, in as few micro-batches of ``budget`` tokens as possible.
 
-    ``lockstep`` neighbouring data ranks share their experts: they get equally many micro-batches (one fewer where
-    sequences are too few to fill the last row). ``loads`` says how the sequences' tokens fall to the expert ranks.
-    Raises TrainerError for a sequence longer than ``budget`` tokens or shorter than 2, and for none at all.
+    ``lockstep`` neighbouring data ranks share their experts and get equal numbers of micro-batches (one fewer if the
+    sequences do not fill the last row). ``loads``: how each sequence's tokens fall on the expert ranks. Raises
+    TrainerError for a sequence of more than ``budget`` or fewer than 2 tokens, and for no sequences.
     """
     if not lengths:
         raise TrainerError("no sequences to train on")
     check_lengths(lengths, budget)
     if ranks % lockstep:
-        raise ValueError(f"{ranks} data ranks are not groups of {lockstep} in lockstep")
+        raise ValueError(f"{ranks} data ranks cannot form groups of {lockstep} in lockstep")
     costs = cost.of(lengths)
-    dealt: list[tuple[tuple[int, ...], ...]] = []
+    partition: list[tuple[tuple[int, ...], ...]] = []
     for members in differencing(costs, ranks // lockstep):
         rows = _rows(_bins(members, lengths, costs, budget, lockstep), costs, lockstep)
         if loads is not None and len(rows) > 1:
             _swap_between_rows(rows, costs, loads, cost.expert)
         for rank in range(lockstep):
-            dealt.append(tuple(tuple(row[rank]) for row in rows if row[rank]))
-    return tuple(dealt)
+            partition.append(tuple(tuple(row[rank]) for row in rows if row[rank]))
+    return tuple(partition)
 
 
 def lockstep_ranks(parallel: ParallelConfig) -> int:
-    """How many neighbouring data ranks exchange tokens with each other's experts; 1: none.
+    """The number of neighbouring data ranks that exchange tokens with each other's experts; 1 for none.
 
-    Expert-parallel groups are neighbouring ranks of a pipeline stage, whose tensor and context peers come first.
+    Expert-parallel groups are neighbouring ranks of a pipeline stage, in which tensor and context peers come first.
     """
     peers = parallel.tensor * parallel.context
     if parallel.expert <= peers and peers % parallel.expert == 0:
         return 1
     if parallel.expert % peers == 0:
         return parallel.expert // peers
-    return parallel.world_size // (parallel.pipeline * peers)  # groups that straddle data ranks: all of them
+    return parallel.world_size // (parallel.pipeline * peers)  # groups across data ranks: all data ranks
 
 
 def check_lengths(lengths: Sequence[int], budget: int) -> None:
-    """Raises TrainerError for a sequence that no micro-batch can hold, or that holds nothing to predict."""
+    """Raises TrainerError for a sequence longer than ``budget`` or shorter than 2 tokens."""
     for index, length in enumerate(lengths):
         if length > budget:
             raise TrainerError(f"sequence {index} has {length} tokens and {over_budget(budget, length)}")
@@ -89,7 +91,7 @@ def check_lengths(lengths: Sequence[int], budget: int) -> None:
 
 
 def over_budget(budget: int, longest: int) -> str:
-    """What is wrong with ``train.microbatch_tokens``, and what would be right."""
+    """The error text about ``train.microbatch_tokens``, with its remedies."""
     return (
         f"train.microbatch_tokens is {budget}: raise it to {longest} or more (if memory does not allow that: "
         f"train.recompute=full, or train.parallel.context=c, whose ranks hold 1/c of it each), or lower "
@@ -98,10 +100,10 @@ def over_budget(budget: int, longest: int) -> str:
 
 
 def differencing(costs: Sequence[float], parts: int) -> list[Bin]:
-    """Divide items into ``parts`` of nearly equal cost: Karmarkar and Karp's largest differencing method (1982).
+    """Divide items into ``parts`` of similar cost: the largest differencing method of Karmarkar and Karp (1982).
 
-    The two partial divisions that differ most within themselves are joined, the dear parts of one with the cheap parts
-    of the other, until one is left. The parts come dearest first.
+    It joins the two partial divisions with the largest internal difference, expensive parts of one with cheap parts of
+    the other, until one division is left. Parts are sorted by falling cost.
     """
     if parts == 1:
         return [list(range(len(costs)))]
@@ -120,7 +122,8 @@ def differencing(costs: Sequence[float], parts: int) -> list[Bin]:
 def _bins(
     members: Sequence[int], lengths: Sequence[int], costs: Sequence[float], budget: int, lockstep: int
 ) -> list[Bin]:
-    """As few micro-batches (a multiple of ``lockstep``) as hold ``members``, even in cost; some may be empty."""
+    """As few micro-batches (a multiple of ``lockstep``) as possible for ``members``, even in cost; some may be
+    empty."""
     count = max(1, -(-sum(lengths[i] for i in members) // (budget * lockstep)))
     while (bins := _fill(members, lengths, costs, budget, count * lockstep)) is None:
         count += 1
@@ -130,32 +133,33 @@ def _bins(
 def _fill(
     members: Sequence[int], lengths: Sequence[int], costs: Sequence[float], budget: int, count: int
 ) -> list[Bin] | None:
-    """Longest first, each onto the cheapest of the micro-batches that have room for it; None where none has."""
+    """Place the longest first, each in the cheapest micro-batch with capacity; None where one does not fit."""
     bins: list[Bin] = [[] for _ in range(count)]
-    spent, room = [0.0] * count, [budget] * count
+    spent, capacity = [0.0] * count, [budget] * count
     for index in sorted(members, key=lambda i: (-lengths[i], i)):
-        open_bins = [b for b in range(count) if room[b] >= lengths[index]]
+        open_bins = [b for b in range(count) if capacity[b] >= lengths[index]]
         if not open_bins:
             return None
         target = min(open_bins, key=lambda b: spent[b])
         bins[target].append(index)
         spent[target] += costs[index]
-        room[target] -= lengths[index]
+        capacity[target] -= lengths[index]
     return bins
 
 
 def _rows(bins: list[Bin], costs: Sequence[float], ranks: int) -> list[list[Bin]]:
-    """Neighbours in cost side by side, the dearest first."""
+    """Rows of micro-batches of similar cost, by falling cost."""
     bins = sorted(bins, key=lambda members: -sum(costs[i] for i in members))
     rows = [bins[start : start + ranks] for start in range(0, len(bins), ranks)]
-    # Every other row is turned round: rank 0 must not get the dearest of each row.
+    # Every other row is reversed, so that rank 0 does not get the most expensive batch of each row.
     return [row if index % 2 == 0 else row[::-1] for index, row in enumerate(rows)]
 
 
 def _swap_between_rows(rows: list[list[Bin]], costs: Sequence[float], loads: Loads, expert: float) -> None:
-    """Exchange micro-batches between rows wherever that lowers the sum of the rows' costs, in place.
+    """Swap micro-batches between rows, in place, while that lowers the sum of the row costs.
 
-    A row costs its dearest micro-batch's FLOPs outside the experts and, a layer, those of its fullest expert rank.
+    A row costs the FLOPs outside the experts of its most expensive micro-batch, and per layer those of its most loaded
+    expert rank.
     """
 
     def dense(members: Bin) -> float:
@@ -165,8 +169,8 @@ def _swap_between_rows(rows: list[list[Bin]], costs: Sequence[float], loads: Loa
         return sum((loads[i] for i in members), np.zeros_like(loads[0]))
 
     def row_cost(row: Sequence[tuple[float, NDArray[np.float64]]]) -> float:
-        held = np.sum([part for _, part in row], axis=0)
-        return max(part for part, _ in row) + expert * float(held.max(axis=-1).sum())
+        total = np.sum([part for _, part in row], axis=0)
+        return max(part for part, _ in row) + expert * float(total.max(axis=-1).sum())
 
     known = [[(dense(members), load(members)) for members in row] for row in rows]
     current = [row_cost(row) for row in known]
@@ -179,3 +183,57 @@ def _swap_between_rows(rows: list[list[Bin]], costs: Sequence[float], loads: Loa
                 if sum(swapped) < (current[a] + current[b]) * (1 - 1e-9):
                     known[a], known[b], (current[a], current[b]) = one, other, swapped
                     rows[a][i], rows[b][j] = rows[b][j], rows[a][i]
+
+
+@dataclass(frozen=True, slots=True)
+class MiniStepShare:
+    """A data rank's share of one optimizer update: its micro-batches (sample indices). ``sampled_tokens`` and
+    ``sequences`` (trajectories with a sampled token) count over *all* ranks; the loss is divided by them."""
+
+    micro_batches: tuple[tuple[int, ...], ...]
+    sampled_tokens: int
+    sequences: int
+
+
+def split_step(
+    samples: Sequence[Sample],
+    *,
+    mini_steps: int,
+    budget: int,
+    ranks: int,
+    cost: SequenceCost = TOKENS,
+    lockstep: int = 1,
+    expert_ranks: int = 1,
+) -> tuple[tuple[MiniStepShare, ...], ...]:
+    """``shares[data_rank][mini_step]``: consecutive samples go to the same mini step, so groups stay together. All
+    branches of a trajectory stay together.
+
+    :func:`partition_sequences` distributes each mini step, by the samples' routes where experts are distributed over
+    data ranks.
+    """
+    units = group_by_trajectory(samples)
+    mini_step_units = [part for part in np.array_split(np.arange(len(units)), mini_steps) if len(part)]
+    shares: list[list[MiniStepShare]] = [[] for _ in range(ranks)]
+    for part in mini_step_units:
+        ids = [index for unit in part.tolist() for index in units[unit]]
+        sampled = [int(samples[index].loss_mask[1:].sum()) for index in ids]
+        trained = {index for index, count in zip(ids, sampled, strict=True) if count}
+        sequences = sum(not trained.isdisjoint(units[unit]) for unit in part.tolist())
+        routings = [routing for index in ids if (routing := samples[index].routing) is not None]
+        loads = None
+        if lockstep > 1 and len(routings) == len(ids):
+            loads = [expert_loads(routing, expert_ranks) for routing in routings]
+        lengths = [len(samples[index].tokens) for index in ids]
+        partition = partition_sequences(lengths, budget=budget, ranks=ranks, cost=cost, lockstep=lockstep, loads=loads)
+        for rank, micro_batches in enumerate(partition):
+            named = tuple(tuple(ids[i] for i in micro) for micro in micro_batches)
+            shares[rank].append(MiniStepShare(named, sum(sampled), sequences))
+    return tuple(tuple(share) for share in shares)
+
+
+def group_by_trajectory(samples: Sequence[Sample]) -> list[list[int]]:
+    """The indices of the samples grouped by trajectory, in the order of each trajectory's first sample."""
+    units: dict[object, list[int]] = {}
+    for index, sample in enumerate(samples):
+        units.setdefault(("alone", index) if sample.trajectory is None else sample.trajectory, []).append(index)
+    return list(units.values())

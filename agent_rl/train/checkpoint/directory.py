@@ -1,16 +1,16 @@
-"""Checkpoints as directories: every rank's files and a manifest, written beside the target and renamed into place.
+"""Checkpoint directories: the files of every rank and a manifest, written beside the target and renamed into place.
 
 ::
 
     step-000010/
-      manifest.json            format, counts, the layout that wrote, checksums, and what the run says of itself
-      rank-00000.safetensors   the pieces of the state that rank 0 keeps (agent_rl/train/checkpoint/pieces.py)
+      manifest.json            format, counts, parallel layout, checksums, state of the run
+      rank-00000.safetensors   pieces of the state on rank 0 (agent_rl/train/checkpoint/pieces.py)
       rank-00000.rng.pt        its random state
       rank-00001...
 
-A directory that holds ``manifest.json`` is complete: the manifest is written last, when all files are synced, and the
-rename makes the whole directory appear at once. A killed save leaves only a ``.partial`` directory; :func:`tidy`
-removes it.
+A directory with ``manifest.json`` is complete: the manifest is written last, after all files are synced, and a rename
+makes the directory appear atomically. A killed save leaves only a ``.partial`` directory, which :func:`remove_partial`
+removes.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _STEP = re.compile(r"step-(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a checkpoint is of. ``counts`` are the optimizer's; ``parallel`` and ``dtype`` those of the trainer that
-    wrote; ``checksums`` its ranks' CRC-32s, in order; ``run`` is the controller's own, of plain values."""
+    """The description of a checkpoint. ``counts``: the optimizer's. ``parallel`` and ``dtype``: of the trainer that
+    wrote it. ``checksums``: CRC-32 by rank. ``run``: plain values of the controller."""
 
     format: int
     updates: int
@@ -47,12 +47,12 @@ class Manifest:
     run: Mapping[str, object] = field(default_factory=dict)
 
     def written_by(self, parallel: ParallelConfig) -> bool:
-        """Whether a trainer of the layout ``parallel`` wrote it."""
+        """Whether a trainer with the layout ``parallel`` wrote it."""
         return ParallelConfig.model_validate(self.parallel) == parallel
 
 
 def partial_dir(directory: Path) -> Path:
-    """Where a checkpoint is written before it is renamed to ``directory``."""
+    """The directory of an unfinished checkpoint, later renamed to ``directory``."""
     return directory.with_name(f".{directory.name}.partial")
 
 
@@ -67,7 +67,7 @@ def rng_file(directory: Path, rank: int) -> Path:
 
 
 def begin(directory: Path) -> Path:
-    """An empty partial directory for ``directory``; what an earlier killed save left there is removed."""
+    """Create an empty partial directory for ``directory``; removes that of a killed save."""
     partial = partial_dir(directory)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -75,8 +75,8 @@ def begin(directory: Path) -> Path:
 
 
 def commit(directory: Path, manifest: Manifest) -> None:
-    """Make the partial directory of ``directory`` appear as ``directory``, replacing an older one of that name.
-    Raises as :func:`disk_error`, leaving no partial directory."""
+    """Rename the partial directory to ``directory``, replacing an older one. Raises as :func:`disk_error`, and then
+    removes the partial directory."""
     partial = partial_dir(directory)
     path = partial / "manifest.json"
     try:
@@ -101,25 +101,26 @@ def abandon(directory: Path) -> None:
 
 
 def remove(directory: Path) -> None:
-    """Remove a checkpoint; killed on the way, it leaves only what :func:`tidy` removes."""
-    gone = partial_dir(directory)
-    shutil.rmtree(gone, ignore_errors=True)
-    directory.rename(gone)
-    shutil.rmtree(gone)
+    """Remove a checkpoint. A kill in between leaves only what :func:`remove_partial` removes."""
+    trash = partial_dir(directory)
+    shutil.rmtree(trash, ignore_errors=True)
+    directory.rename(trash)
+    shutil.rmtree(trash)
 
 
-def tidy(checkpoints: Path) -> None:
-    """Remove what killed saves left in the directory of all checkpoints; one that was being replaced is put back."""
+def remove_partial(checkpoints: Path) -> None:
+    """Remove the remains of killed saves in the directory of all checkpoints; restore a checkpoint that was being
+    replaced."""
     for old in checkpoints.glob(".*.old"):
         directory = old.with_name(old.name.removeprefix(".").removesuffix(".old"))
         if not directory.exists():
             old.rename(directory)
-    for rest in (*checkpoints.glob(".*.partial"), *checkpoints.glob(".*.old")):
-        shutil.rmtree(rest)
+    for leftover in (*checkpoints.glob(".*.partial"), *checkpoints.glob(".*.old")):
+        shutil.rmtree(leftover)
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest of a complete checkpoint. Raises ConfigError where there is none, or of another format."""
+    """The manifest of a complete checkpoint. Raises ConfigError where there is none or its format differs."""
     path = directory / "manifest.json"
     if not path.is_file():
         raise ConfigError(f"{directory}: not a complete checkpoint (no manifest.json)")
@@ -128,10 +129,10 @@ def read_manifest(directory: Path) -> Manifest:
         if fields["format"] == FORMAT:
             return Manifest(**{**fields, "checksums": tuple(fields["checksums"])})
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path}: not the manifest of a checkpoint: {error}") from error
+        raise ConfigError(f"{path}: not a checkpoint manifest: {error}") from error
     raise ConfigError(
-        f"{directory}: checkpoint format {fields['format']}, this version reads {FORMAT}: go on with the version that "
-        "wrote it, or start a new run from an exported model"
+        f"{directory}: checkpoint format {fields['format']}, this version reads {FORMAT}: continue with the version "
+        "that wrote it, or start a new run from an exported model"
     )
 
 
@@ -141,13 +142,13 @@ def open_pieces(directory: Path, manifest: Manifest) -> PieceReader:
 
 
 def verify(directory: Path, manifest: Manifest, *, share: int = 0, shares: int = 1) -> None:
-    """Read every file (of ``shares``, those of ``share``) and compare checksums. Raises TrainerError naming one that
-    is missing or damaged."""
+    """Check the checksums of all files, or of part ``share`` of ``shares``. Raises TrainerError for a missing or
+    damaged file."""
     for rank in range(share, len(manifest.checksums), shares):
         path = rank_file(directory, rank)
         if pieces.checksum(path) != manifest.checksums[rank]:
             raise TrainerError(
-                f"{path}: damaged, its checksum is not the manifest's; remove {directory} to go on before"
+                f"{path}: its checksum differs from the manifest; remove {directory} to resume from an older one"
             )
 
 

@@ -1,4 +1,4 @@
-"""The driver's side of checkpoints: the ranks write their files in the background, then the manifest makes it whole."""
+"""Checkpoints on the driver: workers write their files in the background, then the manifest completes the directory."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pathlib import Path
 
 from agent_rl.config import TrainConfig
 from agent_rl.train.checkpoint import directory as checkpoint
-from agent_rl.train.worker_group import Ranks
+from agent_rl.train.worker_group import WorkerGroup
 from agent_rl.utils.concurrency import shielded
 
 
 class CheckpointDriver:
-    """Saves and loads the state of ``ranks``, one checkpoint at a time. All ranks must see its directory."""
+    """Saves and loads the state of ``workers``, one checkpoint at a time. All workers must see its directory."""
 
-    def __init__(self, ranks: Ranks, train: TrainConfig) -> None:
-        self._ranks, self._train = ranks, train
+    def __init__(self, workers: WorkerGroup, train: TrainConfig) -> None:
+        self._workers, self._train = workers, train
         self._saving: asyncio.Task[None] | None = None
 
     async def begin(self, directory: Path, run: Mapping[str, object]) -> asyncio.Task[None]:
@@ -27,7 +27,7 @@ class CheckpointDriver:
         directory = absolute(directory)
         partial = await asyncio.to_thread(checkpoint.begin, directory)
         try:
-            (updates, counts), *_ = await self._ranks.call(lambda actor: actor.save.remote(partial))
+            (updates, counts), *_ = await self._workers.call(lambda actor: actor.save.remote(partial))
         except BaseException:
             checkpoint.abandon(directory)
             raise
@@ -38,7 +38,7 @@ class CheckpointDriver:
         self, directory: Path, updates: int, counts: Mapping[str, int], run: Mapping[str, object]
     ) -> None:
         try:
-            checksums = await self._ranks.written()
+            checksums = await self._workers.written()
         except BaseException:
             checkpoint.abandon(directory)
             raise
@@ -51,23 +51,23 @@ class CheckpointDriver:
             checksums=checksums,
             run=dict(run),
         )
-        # Shielded: a thread can't be cancelled, and must not find its files gone.
+        # Shielded: a thread cannot be cancelled, and needs its files.
         await shielded(asyncio.to_thread(checkpoint.commit, directory, manifest))
 
     async def load(self, directory: Path) -> checkpoint.Manifest:
         """See :meth:`agent_rl.train.ray_trainer.RayTrainer.load`."""
         directory = absolute(directory)
         manifest = checkpoint.read_manifest(directory)
-        await self._ranks.call(lambda actor: actor.load.remote(directory, manifest))
+        await self._workers.call(lambda actor: actor.load.remote(directory, manifest))
         return manifest
 
     async def stop(self) -> None:
-        """Give up a save that is under way. Idempotent."""
+        """Cancel a save in progress. Idempotent."""
         if self._saving is not None:
             self._saving.cancel()
             await asyncio.wait([self._saving])
 
 
 def absolute(directory: Path) -> Path:
-    """Ranks may run in another working directory."""
+    """Make a path absolute, because workers may run in another working directory."""
     return Path(os.path.abspath(directory))

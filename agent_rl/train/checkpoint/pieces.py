@@ -1,12 +1,12 @@
-"""Training state on disk, in pieces: every rank writes what it alone keeps, and any layout reads what it needs.
+"""Training state on disk in pieces: every rank writes what it owns, and any parallel layout reads what it needs.
 
-A parameter's state is three float32 tensors (``master``, ``exp_avg``, ``exp_avg_sq``). A rank holds a *part* of it, cut
-along one axis over tensor or expert ranks, and of that part's flattened elements a *stretch*, where data ranks share
-the optimizer out. A rank's file is a safetensors file of its stretches; the header's metadata says for each which
-stretch of which part of which parameter it is, parameters by their Hugging Face names, which no layout changes.
+A parameter's state is three float32 tensors (``master``, ``exp_avg``, ``exp_avg_sq``). A rank has a *shard* of it,
+along one axis over tensor or expert ranks, and of that shard's flattened elements a *flat range*, where data ranks
+share the optimizer state. A rank's file is a safetensors file of its flat ranges. The metadata of its header says which
+range of which shard of which parameter each is; parameters have their Hugging Face names, which no layout changes.
 
-Nothing is gathered to write it, so a rank's file is the bytes it holds. To read, a rank names its own stretch: of the
-layout that wrote, it maps and copies just that; of another, it puts the parts that overlap its own together and cuts.
+Nothing is gathered for writing. To read its own range, a rank maps and copies it where the layout is the same;
+otherwise it assembles the shards that overlap its own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ParamShard:
     """Part ``index`` of ``count`` equal ones of parameter ``name``, cut along ``axis``; ``shape`` is the part's own."""
 
     name: str
@@ -40,10 +40,10 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
-    """Elements ``[start, stop)`` of a part's flattened elements."""
+class FlatRange:
+    """Elements ``[start, stop)`` of a shard's flattened elements."""
 
-    part: Part
+    part: ParamShard
     start: int
     stop: int
 
@@ -54,149 +54,156 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
-    """A copy of what a rank writes: ``values`` are the pieces (stretches and slots), one after the other, in host
-    memory. ``counts`` are the optimizer's."""
+    """The data that a rank writes: ``values`` are the pieces (flat range and slot), concatenated, in host memory.
+    ``counts`` are the optimizer's."""
 
-    pieces: list[tuple[Stretch, str]]
+    pieces: list[tuple[FlatRange, str]]
     values: Floats
     counts: dict[str, int]
 
 
-def write_pieces(file: IO[bytes], pieces: Sequence[tuple[Stretch, str]], values: Floats) -> int:
-    """Write ``values``, the pieces (a stretch and a slot each) one after the other, as a safetensors file.
+def write_pieces(file: IO[bytes], pieces: Sequence[tuple[FlatRange, str]], values: Floats) -> int:
+    """Write ``values``, the concatenated pieces (flat range and slot), as a safetensors file.
 
-    Returns the CRC-32 of the values. Raises TrainerError where they are not as many as the stretches say, and OSError.
+    Returns the CRC-32 of the values. Raises TrainerError where sizes do not match, and OSError.
     """
     header: dict[str, Any] = {}
-    stretches: dict[str, Any] = {}
-    offset, keys = 0, _keys([stretch for stretch, _ in pieces])
-    for stretch, slot in pieces:
-        end = offset + 4 * stretch.size
-        header[f"{keys[stretch]}.{slot}"] = {"dtype": "F32", "shape": [stretch.size], "data_offsets": [offset, end]}
-        stretches[keys[stretch]] = asdict(stretch)
+    ranges: dict[str, Any] = {}
+    offset, keys = 0, _keys([flat_range for flat_range, _ in pieces])
+    for flat_range, slot in pieces:
+        end = offset + 4 * flat_range.size
+        header[f"{keys[flat_range]}.{slot}"] = {
+            "dtype": "F32",
+            "shape": [flat_range.size],
+            "data_offsets": [offset, end],
+        }
+        ranges[keys[flat_range]] = asdict(flat_range)
         offset = end
     if values.nbytes != offset or len(header) != len(pieces):
         raise TrainerError(f"checkpoint: {values.nbytes} bytes for pieces of {offset}, or a piece named twice")
-    header["__metadata__"] = {"stretches": json.dumps(stretches)}
+    header["__metadata__"] = {"stretches": json.dumps(ranges)}
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)
     data = values.view(np.uint8).data
     for view in (memoryview(len(encoded).to_bytes(8, "little") + encoded), data):
         while view:
-            view = view[file.write(view) :]  # an unbuffered file takes at most 2 GiB at once
+            view = view[file.write(view) :]  # an unbuffered write takes at most 2 GiB
     return zlib.crc32(data)
 
 
-def _keys(stretches: Sequence[Stretch]) -> dict[Stretch, str]:
-    """Names within a file: the parameter's; where a rank has several stretches of one, those after it are numbered."""
-    keys, taken = dict[Stretch, str](), Counter[str]()
-    for stretch in dict.fromkeys(stretches):
-        name = stretch.part.name
-        keys[stretch] = f"{name}#{taken[name]}" if taken[name] else name
+def _keys(ranges: Sequence[FlatRange]) -> dict[FlatRange, str]:
+    """Names within a file: the parameter's name, numbered from the second range of a parameter on."""
+    keys, taken = dict[FlatRange, str](), Counter[str]()
+    for flat_range in dict.fromkeys(ranges):
+        name = flat_range.part.name
+        keys[flat_range] = f"{name}#{taken[name]}" if taken[name] else name
         taken[name] += 1
     return keys
 
 
 class PieceReader:
-    """Reads pieces out of the files of all ranks that wrote. Raises TrainerError where a file is damaged."""
+    """Reads pieces from the files of all ranks. Raises TrainerError where a file is damaged."""
 
     def __init__(self, files: Sequence[Path]) -> None:
-        self._by_name: dict[str, list[tuple[Stretch, Mapping[str, Floats]]]] = {}
+        self._by_name: dict[str, list[tuple[FlatRange, Mapping[str, Floats]]]] = {}
         for path in files:
-            for stretch, slots in _open(path):
-                self._by_name.setdefault(stretch.part.name, []).append((stretch, slots))
+            for flat_range, slots in _open(path):
+                self._by_name.setdefault(flat_range.part.name, []).append((flat_range, slots))
 
-    def read(self, wanted: Stretch, slot: str) -> Floats:
-        """``wanted`` of ``slot``, flat. Raises TrainerError where the files do not hold all of it."""
-        held = self._by_name.get(wanted.part.name)
-        if held is None:
-            raise TrainerError(f"the checkpoint has no state of {wanted.part.name}: it is another model's")
-        values = np.empty(wanted.size, np.float32)
-        if any(stretch.part == wanted.part for stretch, _ in held):
-            own = [(stretch, slots[slot]) for stretch, slots in held if stretch.part == wanted.part]
-            _fill(values, wanted.start, own, wanted.part.name)
+    def read(self, target: FlatRange, slot: str) -> Floats:
+        """The values of ``target`` for ``slot``, flat. Raises TrainerError where the files lack some of them."""
+        available = self._by_name.get(target.part.name)
+        if available is None:
+            raise TrainerError(f"the checkpoint has no state of {target.part.name}: it belongs to another model")
+        values = np.empty(target.size, np.float32)
+        if any(flat_range.part == target.part for flat_range, _ in available):
+            same = [(flat_range, slots[slot]) for flat_range, slots in available if flat_range.part == target.part]
+            _fill(values, target.start, same, target.part.name)
             return values
-        values[:] = self._assembled(wanted.part, held, slot).reshape(-1)[wanted.start : wanted.stop]
+        values[:] = self._assembled(target.part, available, slot).reshape(-1)[target.start : target.stop]
         return values
 
-    def _assembled(self, wanted: Part, held: Sequence[tuple[Stretch, Mapping[str, Floats]]], slot: str) -> Floats:
-        """``wanted`` put together from parts that were cut into another number."""
-        out = np.empty(wanted.shape, np.float32)
-        width = wanted.shape[wanted.axis]
-        low, restore = wanted.index * width, 0
-        for part in sorted({stretch.part for stretch, _ in held}, key=lambda part: part.index):
-            _check_fits(part, wanted)
-            own_width = part.shape[part.axis]
-            start, stop = max(low, part.index * own_width), min(low + width, (part.index + 1) * own_width)
+    def _assembled(
+        self, target: ParamShard, available: Sequence[tuple[FlatRange, Mapping[str, Floats]]], slot: str
+    ) -> Floats:
+        """Assemble ``target`` from shards of another sharding."""
+        out = np.empty(target.shape, np.float32)
+        width = target.shape[target.axis]
+        low, filled = target.index * width, 0
+        for part in sorted({flat_range.part for flat_range, _ in available}, key=lambda part: part.index):
+            _check_fits(part, target)
+            part_width = part.shape[part.axis]
+            start, stop = max(low, part.index * part_width), min(low + width, (part.index + 1) * part_width)
             if start >= stop:
                 continue
             flat = np.empty(math.prod(part.shape), np.float32)
-            _fill(flat, 0, [(s, slots[slot]) for s, slots in held if s.part == part], part.name)
-            source = _along(part.axis, start - part.index * own_width, stop - part.index * own_width)
-            out[_along(wanted.axis, start - low, stop - low)] = flat.reshape(part.shape)[source]
-            restore += stop - start
-        if restore != width:
-            raise TrainerError(f"the checkpoint holds {restore} of {width} rows or columns of {wanted.name}")
+            _fill(flat, 0, [(s, slots[slot]) for s, slots in available if s.part == part], part.name)
+            source = _along(part.axis, start - part.index * part_width, stop - part.index * part_width)
+            out[_along(target.axis, start - low, stop - low)] = flat.reshape(part.shape)[source]
+            filled += stop - start
+        if filled != width:
+            raise TrainerError(f"the checkpoint has {filled} of {width} rows or columns of {target.name}")
         return out
 
 
-def _fill(values: Floats, first: int, stretches: Sequence[tuple[Stretch, Floats]], name: str) -> None:
-    """Fill ``values``, elements from ``first`` on of a part, from stretches of that part. (Copies may overlap.)"""
+def _fill(values: Floats, first: int, ranges: Sequence[tuple[FlatRange, Floats]], name: str) -> None:
+    """Fill ``values``, the elements of a shard from ``first`` on, from ranges of that shard, which may overlap."""
     reached = first
-    for stretch, data in sorted(stretches, key=lambda pair: pair[0].start):
-        start, stop = max(first, stretch.start), min(first + len(values), stretch.stop)
+    for flat_range, data in sorted(ranges, key=lambda pair: pair[0].start):
+        start, stop = max(first, flat_range.start), min(first + len(values), flat_range.stop)
         if start < stop:
             if start > reached:
                 break
-            values[start - first : stop - first] = data[start - stretch.start : stop - stretch.start]
+            values[start - first : stop - first] = data[start - flat_range.start : stop - flat_range.start]
             reached = max(reached, stop)
     if reached != first + len(values):
         raise TrainerError(f"the checkpoint lacks elements {reached} to {first + len(values)} of a part of {name}")
 
 
-def _uncut(part: Part) -> Part:
+def _full_parameter(part: ParamShard) -> ParamShard:
     shape = tuple(n * part.count if axis == part.axis else n for axis, n in enumerate(part.shape))
-    return Part(part.name, shape, part.axis)
+    return ParamShard(part.name, shape, part.axis)
 
 
 def _along(axis: int, start: int, stop: int) -> tuple[slice, ...]:
     return (*[slice(None)] * axis, slice(start, stop))
 
 
-def _check_fits(part: Part, wanted: Part) -> None:
-    if _uncut(part) != _uncut(wanted):
-        shapes = _uncut(part).shape, _uncut(wanted).shape
+def _check_fits(part: ParamShard, target: ParamShard) -> None:
+    if _full_parameter(part) != _full_parameter(target):
+        shapes = _full_parameter(part).shape, _full_parameter(target).shape
         raise TrainerError(f"the checkpoint's {part.name} is {shapes[0]}, the model's {shapes[1]}")
 
 
-def _open(path: Path) -> list[tuple[Stretch, Mapping[str, Floats]]]:
-    """The stretches in one file, their values mapped, not read."""
+def _open(path: Path) -> list[tuple[FlatRange, Mapping[str, Floats]]]:
+    """The flat ranges in one file; values are mapped, not read."""
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(length))
-        stretches = json.loads(header.pop("__metadata__")["stretches"])
+        ranges = json.loads(header.pop("__metadata__")["stretches"])
         end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
         if path.stat().st_size != 8 + length + end:
             raise ValueError(f"{path.stat().st_size} bytes, expected {8 + length + end}")
         data = np.memmap(path, np.float32, "r", offset=8 + length) if end else np.empty(0, np.float32)
-        slots: dict[str, dict[str, Floats]] = {name: {} for name in stretches}
+        slots: dict[str, dict[str, Floats]] = {name: {} for name in ranges}
         for key, entry in header.items():
             name, _, slot = key.rpartition(".")
             start, stop = entry["data_offsets"]
             slots[name][slot] = data[start // 4 : stop // 4]
-        return [(_stretch(fields), slots[name]) for name, fields in stretches.items()]
+        return [(_flat_range(fields), slots[name]) for name, fields in ranges.items()]
     except (OSError, ValueError, KeyError, TypeError, MemoryError, OverflowError) as error:
-        raise TrainerError(f"{path}: could not be read: {error}") from error
+        raise TrainerError(f"{path}: cannot be read: {error}") from error
 
 
-def _stretch(fields: Mapping[str, Any]) -> Stretch:
+def _flat_range(fields: Mapping[str, Any]) -> FlatRange:
     part = fields["part"]
-    return Stretch(Part(**{**part, "shape": tuple(part["shape"])}), fields["start"], fields["stop"])
+    return FlatRange(ParamShard(**{**part, "shape": tuple(part["shape"])}), fields["start"], fields["stop"])
 
 
 def checksum(path: Path) -> int:
-    """The CRC-32 of a file's values, as :func:`write_pieces` gave it. Raises TrainerError where it can't be read."""
+    """The CRC-32 of a file's values, as :func:`write_pieces` returns it. Raises TrainerError where it cannot be
+    read."""
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -206,4 +213,4 @@ def checksum(path: Path) -> int:
                 crc = zlib.crc32(chunk, crc)
             return crc
     except OSError as error:
-        raise TrainerError(f"{path}: could not be read: {error.strerror}") from error
+        raise TrainerError(f"{path}: cannot be read: {error.strerror}") from error

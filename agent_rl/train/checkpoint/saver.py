@@ -1,7 +1,7 @@
-"""A rank's side of saving: the state is copied to host memory at once and written by a thread, while training goes on.
+"""A rank's checkpoint files: copy the state to host memory, then write it in a thread while training continues.
 
-The thread computes nothing (it writes, syncs and sums up bytes, all without Python's lock), and one is enough: the next
-copy is taken only when the former is on the disk, so a rank holds its state at most twice. Imports torch.
+The thread writes, syncs and computes checksums without Python's lock. The next copy waits until the previous one is on
+the disk, so a rank holds its state at most twice. Imports torch.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import random
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
 import torch
 
 from agent_rl.errors import TrainerError
@@ -22,7 +24,7 @@ from agent_rl.train.checkpoint.pieces import Snapshot, write_pieces
 from agent_rl.utils.run_files import disk_error
 
 
-class RankSaver:
+class CheckpointWriter:
     """Writes the checkpoints of rank ``rank``, one at a time."""
 
     def __init__(self, rank: int) -> None:
@@ -31,9 +33,9 @@ class RankSaver:
         self._writing: Future[int] | None = None
 
     def begin(self, partial: Path, copy_state: Callable[[], Snapshot], rng: Mapping[str, Any]) -> dict[str, int]:
-        """Copy the state and start writing the copy into ``partial``; returns the optimizer's counts.
+        """Copy the state and start to write the copy into ``partial``. Returns the optimizer's counts.
 
-        Waits for the former write, if any; its failure is :meth:`written`'s to tell.
+        Waits for the previous write; :meth:`written` raises its failure.
         """
         if self._writing is not None:
             self._writing.exception()
@@ -42,18 +44,19 @@ class RankSaver:
         return snapshot.counts
 
     def written(self) -> int:
-        """Wait until the file of the last :meth:`begin` is on the disk; its checksum. Raises as :func:`write_rank`."""
+        """Wait until the files of the last :meth:`begin` are on the disk; their checksum. Raises as
+        :func:`write_rank`."""
         if self._writing is None:
-            raise TrainerError("no checkpoint was begun")
+            raise TrainerError("no checkpoint write was started")
         return self._writing.result()
 
     def close(self) -> None:
-        """Wait for the write that is under way. Idempotent."""
+        """Wait for a write in progress. Idempotent."""
         self._thread.shutdown()
 
 
 def write_rank(directory: Path, rank: int, snapshot: Snapshot, rng: bytes) -> int:
-    """Write and sync one rank's files; the checksum of its state. Raises as :func:`disk_error`."""
+    """Write and sync one rank's files; the CRC-32 of its state. Raises as :func:`disk_error`."""
     path = rank_file(directory, rank)
     try:
         with path.open("wb", buffering=0) as file:
@@ -68,12 +71,12 @@ def write_rank(directory: Path, rank: int, snapshot: Snapshot, rng: bytes) -> in
 
 
 def read_rng(directory: Path, rank: int) -> dict[str, Any]:
-    """One rank's random state. Raises TrainerError where its file is missing or damaged."""
+    """The random state in a rank's file. Raises TrainerError where the file is missing or damaged."""
     path = rng_file(directory, rank)
     try:
         return dict(torch.load(path, map_location="cpu", weights_only=True))
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise TrainerError(f"{path}: could not be read: {str(error).splitlines()[0]}") from error
+        raise TrainerError(f"{path}: cannot be read: {str(error).splitlines()[0]}") from error
 
 
 def _bytes(rng: Mapping[str, Any]) -> bytes:
@@ -85,3 +88,31 @@ def _bytes(rng: Mapping[str, Any]) -> bytes:
 def _sync(file: IO[bytes]) -> None:
     file.flush()
     os.fsync(file.fileno())
+
+
+def rng_state(device: str) -> dict[str, Any]:
+    """Copies of the random states of torch, numpy, Python and Megatron's tracker, of types that ``torch.load`` reads
+    with ``weights_only``."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if device == "cuda" else None,
+        "numpy": (kind, torch.from_numpy(np.asarray(keys, np.int64)), position, has_gauss, cached),
+        "python": random.getstate(),
+        "megatron": {name: state.clone() for name, state in get_cuda_rng_tracker().get_states().items()},
+    }
+
+
+def set_rng_state(state: Mapping[str, Any]) -> None:
+    """Restore what :func:`rng_state` returned."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"])
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    random.setstate(state["python"])
+    get_cuda_rng_tracker().set_states(state["megatron"])

@@ -1,119 +1,112 @@
-"""This rank's training state as pieces (:mod:`.pieces`): out of the optimizer, and back into it.
+"""This rank's training state as checkpoint pieces (:mod:`.pieces`), read from and written to the optimizer.
 
-The optimizer's float32 masters are the weights themselves in float32 training and determine them in bfloat16, so the
-three tensors a parameter that it keeps are all the state there is.
+The optimizer's three float32 tensors per parameter are the full state: its master weights are the weights in float32
+training and determine them in bfloat16 training.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from agent_rl.train.checkpoint.pieces import Part, PieceReader, Snapshot, Stretch
+from agent_rl.train.checkpoint.pieces import FlatRange, ParamShard, PieceReader, Snapshot
+from agent_rl.train.host_memory import host_tensor
 from agent_rl.train.megatron import hf_weights as hf
-from agent_rl.train.megatron.hf_weights import Cut, Slot
+from agent_rl.train.megatron.hf_weights import ParamMapping, Sharding
 from agent_rl.train.megatron.model import PolicyModel
-from agent_rl.train.megatron.parallel import Ranks
-from agent_rl.train.optimizer import SLOTS, PolicyOptimizer, StateShard
-from agent_rl.train.pinned_memory import host_tensor
+from agent_rl.train.megatron.parallel import ParallelState
+from agent_rl.train.optimizer import SLOTS, PolicyOptimizer, StateShard, named_parameters
 
 
 class StatePieces:
-    """The state of one model and optimizer. Nothing here is collective but :meth:`load`."""
+    """The state of one model and optimizer. Only :meth:`load` is collective."""
 
     def __init__(self, model: PolicyModel, optimizer: PolicyOptimizer) -> None:
         self._optimizer, self._ranks = optimizer, model.ranks
-        self._slots = _slots_by_name(model)
+        self._mappings = _mappings_by_name(model)
         self._host: Tensor | None = None
 
     def snapshot(self) -> Snapshot:
-        """Copy this rank's pieces to host memory, the same memory every time: write one before the next is taken."""
-        shards = [shard for shard in self._optimizer.shards() if self._writes(self._slots[shard.name])]
+        """Copy this rank's pieces to host memory. Every snapshot reuses that memory: write one before you take the
+        next."""
+        shards = [shard for shard in self._optimizer.shards() if self._writes(self._mappings[shard.name])]
         if self._host is None:
             total = len(SLOTS) * sum(shard.stop - shard.start for shard in shards)
             self._host = host_tensor(total, torch.float32, pinned=any(s.slots["master"].is_cuda for s in shards))
-        pieces: list[tuple[Stretch, str]] = []
+        pieces: list[tuple[FlatRange, str]] = []
         offset = 0
         for shard in shards:
             for slot in SLOTS:
                 source = shard.slots[slot]
                 self._host[offset : offset + source.numel()].copy_(source)
                 offset += source.numel()
-                pieces.extend((stretch, slot) for stretch in self._stretches(shard))
+                pieces.extend((flat_range, slot) for flat_range in self._ranges(shard))
         return Snapshot(pieces, self._host[:offset].numpy(), self._optimizer.counts)
 
     def load(self, reader: PieceReader, counts: Mapping[str, int]) -> None:
-        """Take this rank's state out of a checkpoint of any layout, one shard after the other; the model's weights
-        follow. Raises TrainerError where it is of another model or damaged."""
+        """Load this rank's state from a checkpoint of any parallel layout, shard by shard, and update the model's
+        weights. Raises TrainerError where the checkpoint is damaged or belongs to another model."""
         self._optimizer.load(lambda shard: self._read(reader, shard), counts)
 
     def _read(self, reader: PieceReader, shard: StateShard) -> dict[str, Tensor]:
-        stretches = self._stretches(shard)
+        stretches = self._ranges(shard)
         return {
-            slot: torch.from_numpy(np.concatenate([reader.read(stretch, slot) for stretch in stretches]))
+            slot: torch.from_numpy(np.concatenate([reader.read(flat_range, slot) for flat_range in stretches]))
             for slot in SLOTS
         }
 
-    def _stretches(self, shard: StateShard) -> list[Stretch]:
-        """What the shard is of its parameter, one after the other: one stretch, but of experts that are not at home in
-        order one of each expert."""
-        slot = self._slots[shard.name]
-        part = part_of(slot, shard.shape, self._ranks)
-        if slot.home == tuple(range(len(slot.home))) or shard.start == shard.stop:
-            return [Stretch(part, shard.start, shard.stop)]
+    def _ranges(self, shard: StateShard) -> list[FlatRange]:
+        """The flat ranges that make up a shard: one, or one per expert where experts are not in order."""
+        mapping = self._mappings[shard.name]
+        part = part_of(mapping, shard.shape, self._ranks)
+        if mapping.expert_order == tuple(range(len(mapping.expert_order))) or shard.start == shard.stop:
+            return [FlatRange(part, shard.start, shard.stop)]
         size, each = math.prod(shard.shape[1:]), (1, *shard.shape[1:])
         bounds = [
-            (expert, max(shard.start - place * size, 0), min(shard.stop - place * size, size))
-            for place, expert in enumerate(hf.own_experts(slot, self._ranks))
+            (expert, max(shard.start - position * size, 0), min(shard.stop - position * size, size))
+            for position, expert in enumerate(hf.own_experts(mapping, self._ranks))
         ]
         return [
-            Stretch(Part(part.name, each, 0, expert, len(slot.home)), start, stop)
+            FlatRange(ParamShard(part.name, each, 0, expert, len(mapping.expert_order)), start, stop)
             for expert, start, stop in bounds
             if start < stop
         ]
 
-    def _writes(self, slot: Slot) -> bool:
-        """Whether this rank is the first of those that keep the same stretch."""
-        if slot.cut is Cut.WHOLE and self._ranks.tensor_rank > 0:
+    def _writes(self, mapping: ParamMapping) -> bool:
+        """Whether this rank is the first of those with the same data."""
+        if mapping.sharding is Sharding.REPLICATED and self._ranks.tensor_rank > 0:
             return False
-        if slot.names == (hf.EMBEDDING,) and self._ranks.pipeline_rank > 0:  # a tied output's copy
+        if mapping.names == (hf.EMBEDDING,) and self._ranks.pipeline_rank > 0:  # a tied output's copy
             return False
         if self._optimizer.distributed:
             return True
-        if slot.cut in (Cut.EXPERTS_GATE_UP, Cut.EXPERTS_DOWN):
+        if mapping.sharding in (Sharding.EXPERTS_GATE_UP, Sharding.EXPERTS_DOWN):
             return bool(parallel_state.get_expert_data_parallel_rank() == 0)
         return bool(parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0)
 
 
-def part_of(slot: Slot, shape: Sequence[int], ranks: Ranks) -> Part:
-    """Which part of its parameter this rank's weight of ``shape`` is, viewed so that the cut is along one axis."""
-    name, sizes = slot.names[0], tuple(shape)
-    match slot.cut:
-        case Cut.WHOLE:
-            return Part(name, sizes)
-        case Cut.ROWS | Cut.QKV:
-            return Part(name, sizes, 0, ranks.tensor_rank, ranks.tensor_size)
-        case Cut.COLUMNS:
-            return Part(name, sizes, 1, ranks.tensor_rank, ranks.tensor_size)
-        case Cut.GATE_UP:
-            return Part(name, (2, sizes[0] // 2, *sizes[1:]), 1, ranks.tensor_rank, ranks.tensor_size)
-        case Cut.EXPERTS_GATE_UP | Cut.EXPERTS_DOWN:
-            return Part(name, sizes, 0, ranks.expert_rank, ranks.expert_size)
+def part_of(mapping: ParamMapping, shape: Sequence[int], ranks: ParallelState) -> ParamShard:
+    """The shard of its parameter that this rank's weight of ``shape`` is, viewed so that one axis is sharded."""
+    name, sizes = mapping.names[0], tuple(shape)
+    match mapping.sharding:
+        case Sharding.REPLICATED:
+            return ParamShard(name, sizes)
+        case Sharding.ROWS | Sharding.QKV:
+            return ParamShard(name, sizes, 0, ranks.tensor_rank, ranks.tensor_size)
+        case Sharding.COLUMNS:
+            return ParamShard(name, sizes, 1, ranks.tensor_rank, ranks.tensor_size)
+        case Sharding.GATE_UP:
+            return ParamShard(name, (2, sizes[0] // 2, *sizes[1:]), 1, ranks.tensor_rank, ranks.tensor_size)
+        case Sharding.EXPERTS_GATE_UP | Sharding.EXPERTS_DOWN:
+            return ParamShard(name, sizes, 0, ranks.expert_rank, ranks.expert_size)
 
 
-def _slots_by_name(model: PolicyModel) -> dict[str, Slot]:
-    """The slots by the optimizer's names of their parameters."""
-    slots = {id(slot.parameter): slot for slot in model.slots()}
-    return {name: slots[id(parameter)] for name, parameter in _named_parameters(model.modules)}
-
-
-def _named_parameters(modules: Sequence[Any]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    for index, module in enumerate(modules):
-        for name, parameter in module.named_parameters():
-            yield f"{index}.{name}", parameter
+def _mappings_by_name(model: PolicyModel) -> dict[str, ParamMapping]:
+    """The mappings by the optimizer's name of their parameter."""
+    mappings = {id(mapping.parameter): mapping for mapping in model.param_mappings()}
+    return {name: mappings[id(parameter)] for name, parameter in named_parameters(model.modules)}

@@ -1,14 +1,14 @@
-"""A rank's experts, its own and those it borrows for one micro-batch of one layer (ForeMoE).
+"""The experts that a rank computes for one micro-batch of one layer: its own and the borrowed ones (ForeMoE).
 
 ::
 
-    forward    own experts ─────────────────────────────┐
-               fetch ─> borrowed experts, then dropped ─┴─> outputs
-    backward   fetch again ─> gradients of the borrowed, given back to their homes
-               gradients of the own, to the parameters
+    forward    own experts ──────────────────────────────────┐
+               fetch ─> compute borrowed experts, drop them ─┴─> outputs
+    backward   fetch again ─> gradients of the borrowed experts, returned to their owner ranks
+               gradients of the own experts, added to the parameters
 
-A recomputation keeps what it fetched until the backward pass, which comes next. Which rows are whose was decided
-before, by :mod:`agent_rl.train.expert_balancing.moe_layer`.
+A recomputation keeps the fetched weights until the backward pass, which follows at once.
+:mod:`agent_rl.train.expert_balancing.moe_layer` assigns tokens to slots before this module runs.
 """
 
 from __future__ import annotations
@@ -22,154 +22,162 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from agent_rl.train.expert_balancing.transfer import Transfer
-from agent_rl.train.megatron.moe import Experts, gated
-from r3.balance import Plan
+from agent_rl.train.megatron.moe import Experts, gated_activation
+from r3.balance import LayerPlan
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Placement:
-    """Which of this rank's tokens go to which slot of the expert group, P slots in all; int64 ``[P]`` on the device.
+class SlotAssignment:
+    """Assigns this rank's tokens to the P expert slots of the expert group; int64 ``[P]`` tensors on the device.
 
-    Slot p computes expert ``owner[p]``, and of this rank's tokens of it, in their order, those from ``first[p]`` to
-    before ``stop[p]``. An empty slot takes none.
+    Slot p computes expert ``expert[p]``. Of this rank's tokens of that expert, in their order, it computes those from
+    ``first[p]`` up to but excluding ``stop[p]``. An empty slot computes none.
     """
 
-    owner: Tensor
+    expert: Tensor
     first: Tensor
     stop: Tensor
 
-    def counts(self, counts: Tensor) -> Tensor:
-        """``[P]``: how many tokens each slot gets, where the experts have ``counts`` ``[E]``."""
-        return (counts[self.owner].minimum(self.stop) - self.first).clamp(min=0)
+    def slot_counts(self, expert_counts: Tensor) -> Tensor:
+        """Returns the tokens per slot ``[P]`` from the tokens per expert ``[E]``."""
+        return (expert_counts[self.expert].minimum(self.stop) - self.first).clamp(min=0)
 
-    def order(self, counts: Tensor, tokens: int) -> Tensor:
-        """``[tokens]``: for each row sorted by slot its place among the rows sorted by expert."""
-        held = self.counts(counts)
-        starts = (counts.cumsum(0) - counts)[self.owner] + self.first
-        shift = (starts - (held.cumsum(0) - held)).repeat_interleave(held, output_size=tokens)
-        return torch.arange(tokens, device=counts.device) + shift
+    def expert_order(self, expert_counts: Tensor, tokens: int) -> Tensor:
+        """Returns ``[tokens]``: for each row sorted by slot, its index among the rows sorted by expert."""
+        slot_counts = self.slot_counts(expert_counts)
+        starts = (expert_counts.cumsum(0) - expert_counts)[self.expert] + self.first
+        shift = (starts - (slot_counts.cumsum(0) - slot_counts)).repeat_interleave(slot_counts, output_size=tokens)
+        return torch.arange(tokens, device=expert_counts.device) + shift
 
-    def spread(self, probs: Tensor, routing_map: Tensor) -> tuple[Tensor, Tensor]:
-        """Gate weights and map of slots ``[T, P]`` from those of experts ``[T, E]``; weights not chosen are 0."""
-        turn = (routing_map.cumsum(0) - 1)[:, self.owner]
-        chosen = routing_map[:, self.owner] & (turn >= self.first) & (turn < self.stop)
-        return torch.where(chosen, probs.index_select(1, self.owner), 0.0), chosen
+    def to_slots(self, probs: Tensor, routing_map: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns gate weights and routing map by slot ``[T, P]`` from those by expert ``[T, E]``; weights of slots
+        that a token does not use are 0."""
+        rank_in_expert = (routing_map.cumsum(0) - 1)[:, self.expert]
+        chosen = routing_map[:, self.expert] & (rank_in_expert >= self.first) & (rank_in_expert < self.stop)
+        return torch.where(chosen, probs.index_select(1, self.expert), 0.0), chosen
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Work:
-    """This rank's part in one micro-batch of one layer.
+class LayerBorrowing:
+    """What this rank borrows and computes in one micro-batch of one layer.
 
-    ``visit``: the layers' numbers and plans of the micro-batch in this chunk of the model; this is the one at
-    ``place``. ``held`` bool ``[N + X]`` marks the local slots that hold an expert, ``least`` int64 ``[N + X]`` how many
-    rows the product of each must have.
+    ``layers``: (layer number, plan) of all layers of the micro-batch in this model chunk that borrow; this layer is at
+    ``index``. ``occupied`` bool ``[N + X]`` marks the local slots with an expert. ``min_rows`` int64 ``[N + X]``: the
+    minimum number of rows of each slot's matrix product.
     """
 
-    visit: Sequence[tuple[int, Plan]]
-    place: int
+    layers: Sequence[tuple[int, LayerPlan]]
+    index: int
     transfer: Transfer
-    placement: Placement
-    held: Tensor
-    least: Tensor
+    assignment: SlotAssignment
+    occupied: Tensor
+    min_rows: Tensor
 
-    def fetch(self, *, ahead: bool) -> tuple[Tensor, Tensor]:
-        """The borrowed ``weight1`` and ``weight2``; ``ahead``: begins to fetch those of the next layer."""
-        weights = self.transfer.fetch(*self.visit[self.place])
-        if ahead:
-            self._prefetch(self.place + 1)
+    def fetch(self, *, prefetch_next: bool) -> tuple[Tensor, Tensor]:
+        """Returns the borrowed ``weight1`` and ``weight2``; ``prefetch_next`` starts the fetch for the next layer."""
+        weights = self.transfer.fetch(*self.layers[self.index])
+        if prefetch_next:
+            self._prefetch(self.index + 1)
         return weights
 
-    def give_back(self, gradient1: Tensor, gradient2: Tensor) -> None:
-        """Send the borrowed experts' gradients home, and only then, to spare memory, begin to fetch the weights of the
-        layer before."""
-        self.transfer.give_back(*self.visit[self.place], gradient1, gradient2)
-        self._prefetch(self.place - 1)
+    def return_gradients(self, gradient1: Tensor, gradient2: Tensor) -> None:
+        """Send the gradients to the owner ranks, then start the fetch for the previous layer. Doing it afterwards
+        keeps the peak memory low."""
+        self.transfer.return_gradients(*self.layers[self.index], gradient1, gradient2)
+        self._prefetch(self.index - 1)
 
-    def _prefetch(self, place: int) -> None:
-        if 0 <= place < len(self.visit):
-            self.transfer.prefetch(*self.visit[place])
+    def _prefetch(self, index: int) -> None:
+        if 0 <= index < len(self.layers):
+            self.transfer.prefetch(*self.layers[index])
 
 
-class Rows:
-    """Rows sorted by expert, and where to put zeros between them so that each expert has enough for its product.
+class RowPadding:
+    """Zero rows inserted between rows sorted by expert, so that each product has its minimum number of rows.
 
-    An expert whose tokens are shared out is multiplied in parts, and the bits of a product of few rows depend on how
-    many they are.
+    An expert whose tokens are shared between ranks is multiplied in parts, and the bits of a product with few rows
+    depend on their number.
     """
 
-    def __init__(self, counts: Tensor, least: Tensor) -> None:
-        """``counts`` and ``least`` int64 ``[experts]`` on the CPU; an expert without rows gets none."""
-        self.restore = torch.where(counts > 0, counts.maximum(least), counts)
-        self._place = None if torch.equal(self.restore, counts) else _places(counts, self.restore)
+    def __init__(self, counts: Tensor, min_rows: Tensor) -> None:
+        """``counts`` and ``min_rows``: int64 ``[experts]`` on the CPU. An expert without rows gets no zero rows."""
+        self.padded_counts = torch.where(counts > 0, counts.maximum(min_rows), counts)
+        unchanged = torch.equal(self.padded_counts, counts)
+        self._rows = None if unchanged else _padded_row_indices(counts, self.padded_counts)
 
-    def fill(self, rows: Tensor) -> Tensor:
-        """``rows`` with those of zeros between them."""
-        if self._place is None:
+    def pad(self, rows: Tensor) -> Tensor:
+        """Returns ``rows`` with the zero rows inserted."""
+        if self._rows is None:
             return rows
-        wide = rows.new_zeros(int(self.restore.sum()), *rows.shape[1:])
-        return wide.index_copy(0, self._place.to(rows.device), rows)
+        padded = rows.new_zeros(int(self.padded_counts.sum()), *rows.shape[1:])
+        return padded.index_copy(0, self._rows.to(rows.device), rows)
 
-    def cut(self, rows: Tensor) -> Tensor:
-        """``rows`` without those that :meth:`fill` put between them."""
-        return rows if self._place is None else rows.index_select(0, self._place.to(rows.device))
+    def unpad(self, rows: Tensor) -> Tensor:
+        """Returns ``rows`` without the rows that :meth:`pad` inserted."""
+        return rows if self._rows is None else rows.index_select(0, self._rows.to(rows.device))
 
 
-def _places(counts: Tensor, restore: Tensor) -> Tensor:
-    """For each row its place when every expert has its ``restore`` rows."""
-    shift = (restore.cumsum(0) - restore) - (counts.cumsum(0) - counts)
+def _padded_row_indices(counts: Tensor, padded_counts: Tensor) -> Tensor:
+    """Returns each row's index after padding."""
+    shift = (padded_counts.cumsum(0) - padded_counts) - (counts.cumsum(0) - counts)
     return torch.arange(int(counts.sum())) + shift.repeat_interleave(counts)
 
 
 class BalancedExperts(Experts):
-    """Own experts and, where there is ``work`` to do, those borrowed for it. ``again``: under the backward pass."""
+    """This rank's own experts and, when ``borrowing`` is set, the borrowed ones. ``recomputing``: the forward pass
+    runs again under the backward pass."""
 
-    work: Work | None = None
-    again = False
+    borrowing: LayerBorrowing | None = None
+    recomputing = False
 
     def forward(self, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
-        """As of :class:`Experts`; with work to do ``tokens_per_expert`` are those of all local slots ``[N + X]``."""
-        if self.work is None:
+        """See :class:`Experts`. When borrowing, ``tokens_per_expert`` has one count per local slot ``[N + X]``."""
+        if self.borrowing is None:
             return super().forward(tokens, tokens_per_expert, probs)
-        counts, least, homes = tokens_per_expert.to("cpu", torch.int64), self.work.least, len(self.weight1)
-        split = (int(counts[:homes].sum()), int(counts[homes:].sum()))
-        (tokens, foreign), (probs, foreign_probs) = tokens.split(split), probs.split(split)
-        rows, live = Rows(counts[:homes], least[:homes]), self.work.held[homes:]
-        own, _ = super().forward(rows.fill(tokens), rows.restore, rows.fill(probs))
-        lent = Rows(counts[homes:][live], least[homes:][live])
-        borrowed: Tensor = _Borrowed.apply(foreign, foreign_probs, lent, self.work, self.again)
-        return torch.cat((rows.cut(own), borrowed)), None
+        counts, min_rows, own = tokens_per_expert.to("cpu", torch.int64), self.borrowing.min_rows, len(self.weight1)
+        split = (int(counts[:own].sum()), int(counts[own:].sum()))
+        (tokens, borrowed_tokens), (probs, borrowed_probs) = tokens.split(split), probs.split(split)
+        padding, occupied = RowPadding(counts[:own], min_rows[:own]), self.borrowing.occupied[own:]
+        own_output, _ = super().forward(padding.pad(tokens), padding.padded_counts, padding.pad(probs))
+        borrowed_padding = RowPadding(counts[own:][occupied], min_rows[own:][occupied])
+        borrowed_output: Tensor = _ComputeBorrowed.apply(
+            borrowed_tokens, borrowed_probs, borrowed_padding, self.borrowing, self.recomputing
+        )
+        return torch.cat((padding.unpad(own_output), borrowed_output)), None
 
 
-class _Borrowed(torch.autograd.Function):
-    """Borrowed experts' outputs: the operations that autograd would do, with weights that are not kept for it.
+class _ComputeBorrowed(torch.autograd.Function):
+    """Outputs of borrowed experts: the operations that autograd would run, with weights that are fetched again for the
+    backward pass.
 
-    It runs on every rank, also without a row: fetching and giving back are for all ranks of the expert group.
+    It runs on every rank, also on one without rows: fetching and returning are collective over the expert group.
     """
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, probs: Tensor, rows: Rows, work: Work, again: bool) -> Tensor:
-        weights = work.fetch(ahead=not again)
-        tokens, probs = rows.fill(tokens), rows.fill(probs)
-        ends = rows.restore.cumsum(0).to(tokens.device, torch.int32)
+    def forward(
+        ctx: Any, tokens: Tensor, probs: Tensor, padding: RowPadding, borrowing: LayerBorrowing, recomputing: bool
+    ) -> Tensor:
+        weights = borrowing.fetch(prefetch_next=not recomputing)
+        tokens, probs = padding.pad(tokens), padding.pad(probs)
+        ends = padding.padded_counts.cumsum(0).to(tokens.device, torch.int32)
         hidden = F.grouped_mm(tokens, weights[0].transpose(1, 2), offs=ends)
-        output = F.grouped_mm(gated(hidden, probs), weights[1].transpose(1, 2), offs=ends)
+        output = F.grouped_mm(gated_activation(hidden, probs), weights[1].transpose(1, 2), offs=ends)
         ctx.save_for_backward(tokens, probs, hidden, ends)
-        ctx.rows, ctx.work, ctx.weights = rows, work, weights if again else None
-        return rows.cut(output)
+        ctx.padding, ctx.borrowing, ctx.weights = padding, borrowing, weights if recomputing else None
+        return padding.unpad(output)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         tokens, probs, hidden, ends = ctx.saved_tensors
-        output = ctx.rows.fill(gradients[0])
-        weight1, weight2 = ctx.weights or ctx.work.fetch(ahead=False)
+        output = ctx.padding.pad(gradients[0])
+        weight1, weight2 = ctx.weights or ctx.borrowing.fetch(prefetch_next=False)
         ctx.weights = None
         with torch.enable_grad():
             leaves = hidden.detach().requires_grad_(), probs.detach().requires_grad_()
-            inner = gated(*leaves)
+            inner = gated_activation(*leaves)
         hidden, probs = torch.autograd.grad(inner, leaves, F.grouped_mm(output, weight2, offs=ends))
-        del weight2  # before a gradient of its size is made
+        del weight2  # frees its memory before a gradient of the same size is allocated
         gradient = F.grouped_mm(hidden, weight1, offs=ends)
         del weight1
-        lent1 = F.grouped_mm(hidden.t(), tokens, offs=ends)
-        ctx.work.give_back(lent1, F.grouped_mm(output.t(), inner.detach(), offs=ends))
-        return ctx.rows.cut(gradient), ctx.rows.cut(probs), None, None, None
+        gradient1 = F.grouped_mm(hidden.t(), tokens, offs=ends)
+        ctx.borrowing.return_gradients(gradient1, F.grouped_mm(output.t(), inner.detach(), offs=ends))
+        return ctx.padding.unpad(gradient), ctx.padding.unpad(probs), None, None, None

@@ -1,5 +1,6 @@
-"""What balancing did in a step: a rank's report, and the reports merged into metrics and ``balance.jsonl``. numpy only;
-merged in the driver."""
+"""What balancing did in a step: a rank's report, and all reports merged into metrics and ``balance.jsonl``.
+
+numpy only: the driver merges the reports."""
 
 from __future__ import annotations
 
@@ -22,10 +23,11 @@ BalancedPass = Literal["recompute", "update"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PassBalance:
-    """A pass of an expert group, ``[M, C]`` each: its micro-batches by this stage's MoE layers, numbered ``layers``.
+    """A pass of an expert group; arrays ``[M, C]``: M micro-batches, C MoE layers of this stage, numbered ``layers``.
 
-    ``imbalance``: the fullest rank's tokens over the mean. ``link``: tokens over the fullest link between machines.
-    ``before``: with every token at its expert's home, ``after``: as planned. ``borrowed``: experts a rank, in the mean.
+    ``imbalance``: tokens of the fullest rank over the mean. ``link``: tokens over the busiest link between nodes.
+    ``before``: every token on its expert's owner rank; ``after``: as planned. ``borrowed``: mean borrowed experts per
+    rank.
     """
 
     kind: BalancedPass
@@ -39,11 +41,11 @@ class PassBalance:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BalanceReport:
-    """One rank's part in a step. ``passes``, in order, come from the first rank of each expert ``group`` (its number).
+    """One rank's report of a step. Only the first rank of an expert group (``group`` is its number) lists ``passes``.
 
-    ``rows``: (token, layer) pairs in passes with plans, ``unforeseen`` of them routed natively. Bytes of weights that
-    were fetched and of gradients that were returned. Milliseconds: of processor time in planning, and those that the
-    passes waited for plans, for experts, and for the pool's refresh.
+    ``rows``: (token, layer) pairs in passes with plans; ``unforeseen`` of them had no routes and were routed without
+    replay. ``bytes_fetched``: weights received; ``bytes_returned``: gradients sent. ``planning_ms``: processor time of
+    planning. The other milliseconds are the time that passes waited for plans, for experts and for the pool's refresh.
     """
 
     group: int
@@ -59,14 +61,18 @@ class BalanceReport:
 
 
 def balance_metrics(reports: Sequence[BalanceReport]) -> dict[str, float]:
-    """``balance/*`` of all ranks' reports: figures over all micro-batches and layers, sums of bytes, slowest ranks."""
-    passes = [one for report in reports for one in report.passes]
+    """Returns the ``balance/*`` metrics of all reports: figures over all micro-batches and layers, sums of bytes, and
+    times of the slowest rank."""
+    passes = [each for report in reports for each in report.passes]
     if not passes:
         return {}
-    values = {f"balance/{name}": float(_all(passes, name).mean()) for name in ("link_before", "link_after")}
+    values = {f"balance/{name}": float(_values(passes, name).mean()) for name in ("link_before", "link_after")}
     for name in ("imbalance_before", "imbalance_after"):
-        found = _all(passes, name)
-        values |= {f"balance/{name}_mean": float(found.mean()), f"balance/{name}_p95": float(np.quantile(found, 0.95))}
+        ratios = _values(passes, name)
+        values |= {
+            f"balance/{name}_mean": float(ratios.mean()),
+            f"balance/{name}_p95": float(np.quantile(ratios, 0.95)),
+        }
     rows, unforeseen = (sum(getattr(report, name) for report in reports) for name in ("rows", "unforeseen"))
     values["balance/unforeseen_fraction"] = unforeseen / max(1, rows)
     for field in (field.name for field in fields(BalanceReport)):
@@ -77,12 +83,12 @@ def balance_metrics(reports: Sequence[BalanceReport]) -> dict[str, float]:
     return values
 
 
-def _all(passes: Sequence[PassBalance], name: str) -> NDArray[np.float64]:
-    return np.concatenate([getattr(one, name).ravel() for one in passes]).astype(np.float64)
+def _values(passes: Sequence[PassBalance], name: str) -> NDArray[np.float64]:
+    return np.concatenate([getattr(each, name).ravel() for each in passes]).astype(np.float64)
 
 
 def write_balance(run_dir: Path, step: int, reports: Sequence[BalanceReport]) -> None:
-    """Append ``step`` to the run's ``balance.jsonl``: a row a layer, micro-batch and pass of each expert group."""
+    """Append ``step`` to the run's ``balance.jsonl``: one row per expert group, pass, micro-batch and layer."""
     run_dir.mkdir(parents=True, exist_ok=True)
     with (run_dir / FILE).open("ab") as file:
         for report in reports:
@@ -90,18 +96,18 @@ def write_balance(run_dir: Path, step: int, reports: Sequence[BalanceReport]) ->
 
 
 def _rows(step: int, report: BalanceReport) -> Iterator[dict[str, object]]:
-    for at, one in enumerate(report.passes):
-        place = {"step": step, "group": report.group, "pass": one.kind, "number": at}
-        for microbatch, column in np.ndindex(one.borrowed.shape):
+    for number, balance in enumerate(report.passes):
+        key = {"step": step, "group": report.group, "pass": balance.kind, "number": number}
+        for microbatch, column in np.ndindex(balance.borrowed.shape):
             figures = {
-                name: round(float(getattr(one, name)[microbatch, column]), 4)
+                name: round(float(getattr(balance, name)[microbatch, column]), 4)
                 for name in ("imbalance_before", "imbalance_after", "link_before", "link_after", "borrowed")
             }
-            yield {**place, "microbatch": microbatch, "layer": one.layers[column], **figures}
+            yield {**key, "microbatch": microbatch, "layer": balance.layers[column], **figures}
 
 
 def forget_balance(run_dir: Path, step: int) -> None:
-    """Drop the rows of steps later than ``step``, which are about to be done again, and one that a kill cut short."""
+    """Remove the rows of steps after ``step``, which will run again, and an incomplete last row."""
     path = run_dir / FILE
     if path.exists():
         lines = path.read_bytes().splitlines(keepends=True)

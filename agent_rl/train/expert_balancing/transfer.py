@@ -1,10 +1,9 @@
-"""What moves between ranks where experts are borrowed, and the seam behind which it moves. Import only in rank
-processes.
+"""The interface behind which borrowed experts and their gradients move between ranks. Import only in rank processes.
 
-A plan (:class:`r3.balance.Plan`) lends experts for one micro-batch of one layer. The home rank keeps parameters,
-gradients and optimizer state; a borrower gets the weights for the product and sends its share of the gradient back.
-:class:`~agent_rl.train.expert_balancing.exchange.Exchange` and
-:class:`~agent_rl.train.expert_balancing.host_pool.Pool` move them.
+A plan (:class:`r3.balance.LayerPlan`) lends experts for one micro-batch of one layer. The owner rank keeps parameters,
+gradients and optimizer state. A borrower fetches the weights for the product and returns its share of the gradient.
+Two implementations: :class:`~agent_rl.train.expert_balancing.exchange.Exchange` (rank to rank) and
+:class:`~agent_rl.train.expert_balancing.host_pool.HostPool` (shared host memory).
 """
 
 from __future__ import annotations
@@ -19,49 +18,50 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from r3.balance import Plan
+from r3.balance import LayerPlan
 
 
 class ExpertWeights(Protocol):
-    """A layer's home experts on this rank (:class:`~agent_rl.train.megatron.moe.Experts`): ``weight1 [N, 2 I, H]``
-    and ``weight2 [N, H, I]``, each with Megatron's float32 ``main_grad`` of the same shape."""
+    """The experts of one layer that this rank owns (:class:`~agent_rl.train.megatron.moe.Experts`):
+    ``weight1 [N, 2 I, H]`` and ``weight2 [N, H, I]``, each with Megatron's float32 ``main_grad`` of the same shape."""
 
     weight1: torch.nn.Parameter
     weight2: torch.nn.Parameter
 
 
 class Transfer(Protocol):
-    """Lends experts over the expert group, outside autograd.
+    """Lends experts within the expert group, outside autograd.
 
     ``layer`` is the layer's number in the whole model. All ranks of the group call all methods in the same order with
-    the same plans, also a rank that borrows and lends nothing. The experts of ``fetch`` and ``give_back`` are this
-    rank's borrowed slots that hold one (live), in the order of the slots.
+    the same plans, also a rank that borrows and lends nothing. :meth:`fetch` and :meth:`return_gradients` cover the
+    ``live`` borrowed slots of this rank (those with an expert), in the order of the slots.
     """
 
-    def prefetch(self, layer: int, plan: Plan) -> None:
-        """Begin what :meth:`fetch` of the same layer and plan will return. The weights must not change in between."""
+    def prefetch(self, layer: int, plan: LayerPlan) -> None:
+        """Start the :meth:`fetch` of the same layer and plan. The weights must not change in between."""
 
-    def fetch(self, layer: int, plan: Plan) -> tuple[Tensor, Tensor]:
-        """The borrowed experts' ``weight1 [live, 2 I, H]`` and ``weight2 [live, H, I]``, the caller's own copies."""
+    def fetch(self, layer: int, plan: LayerPlan) -> tuple[Tensor, Tensor]:
+        """Returns copies of the borrowed experts' ``weight1 [live, 2 I, H]`` and ``weight2 [live, H, I]``."""
 
-    def give_back(self, layer: int, plan: Plan, grad1: Tensor, grad2: Tensor) -> None:
+    def return_gradients(self, layer: int, plan: LayerPlan, grad1: Tensor, grad2: Tensor) -> None:
         """Add this micro-batch's share of the borrowed experts' gradients (shapes as :meth:`fetch`, one float type on
-        all ranks) to ``main_grad`` at their homes. Once a micro-batch, before its gradients are reduced."""
+        all ranks) to ``main_grad`` on their owner ranks. Call once per micro-batch, before gradients are reduced."""
 
     def refresh(self) -> None:
-        """After every change of the weights (update, load, exchange for the reference's), before the next fetch."""
+        """Call after every change of the weights (update, load, swap with the reference), before the next fetch."""
 
     def take_stats(self) -> TransferStats:
-        """What was moved since the last call, by this rank."""
+        """Returns what this rank moved since the last call."""
 
     def close(self) -> None:
-        """Let go of memory and communicators. Idempotent."""
+        """Release memory and communicators. Idempotent."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransferStats:
-    """``fetched``: bytes of weights that came to this rank's borrowed slots; ``returned``: bytes of gradients that it
-    sent home; ``exposed_ms``: time that it waited for either; ``refresh_ms``: time in :meth:`Transfer.refresh`."""
+    """``fetched``: bytes of weights received into this rank's borrowed slots. ``returned``: bytes of gradients sent to
+    owner ranks. ``exposed_ms``: time that computation waited for either. ``refresh_ms``: time in
+    :meth:`Transfer.refresh`."""
 
     fetched: int = 0
     returned: int = 0
@@ -69,34 +69,33 @@ class TransferStats:
     refresh_ms: float = 0.0
 
     def __add__(self, other: TransferStats) -> TransferStats:
-        """The sums."""
         return TransferStats(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
 class Loan:
-    """One expert lent by a plan: ``slot`` of its ``home`` rank to ``place`` among the ``borrower``'s live slots. Ranks
-    count in the expert group."""
+    """One expert lent by a plan: parameter slot ``slot`` of rank ``owner`` goes to the ``live_slot``-th occupied
+    borrowed slot of rank ``borrower``. Ranks are those of the expert group."""
 
-    home: int
+    owner: int
     slot: int
     borrower: int
-    place: int
+    live_slot: int
 
 
-def loans(plan: Plan) -> list[Loan]:
-    """All loans of a plan, by borrower and place: the same list on every rank."""
-    home_slot = np.argsort(plan.grid.home)
-    found = []
+def loans(plan: LayerPlan) -> list[Loan]:
+    """Returns all loans of a plan, ordered by borrower and live slot: the same list on every rank."""
+    parameter_slots = np.argsort(plan.layout.placement)
+    result = []
     for borrower, slots in enumerate(plan.borrowed):
-        for place, at in enumerate(home_slot[slots[slots >= 0]].tolist()):
-            home, slot = divmod(at, plan.grid.homes)
-            found.append(Loan(home, slot, borrower, place))
-    return found
+        for live_slot, parameter_slot in enumerate(parameter_slots[slots[slots >= 0]].tolist()):
+            owner, slot = divmod(parameter_slot, plan.layout.experts_per_rank)
+            result.append(Loan(owner, slot, borrower, live_slot))
+    return result
 
 
-class Counters:
-    """Adds up a :class:`TransferStats`. ``device``: where the weights are."""
+class TransferCounters:
+    """Sums of :class:`TransferStats`. ``device``: the device of the weights."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -104,17 +103,17 @@ class Counters:
         self._stats = TransferStats()
 
     @classmethod
-    def of(cls, layers: Mapping[int, ExpertWeights]) -> Counters:
-        """For these experts; a pipeline stage may have none."""
+    def for_layers(cls, layers: Mapping[int, ExpertWeights]) -> TransferCounters:
+        """Counters for these experts; a pipeline stage may have none."""
         return cls(next((experts.weight1.device for experts in layers.values()), torch.device("cpu")))
 
     def add(self, amounts: TransferStats) -> None:
-        """Add these to the sums."""
+        """Add ``amounts`` to the sums."""
         self._stats += amounts
 
     @contextmanager
     def exposed(self) -> Iterator[None]:
-        """Time what the block makes the computation wait for: on a GPU its stream, not the host."""
+        """Add the duration of the block to ``exposed_ms``: on a GPU the time of its stream, on a CPU of the process."""
         if not self._cuda:
             started = time.perf_counter()
             yield
@@ -126,52 +125,54 @@ class Counters:
         self._events.append((begin, end))
 
     def take(self) -> TransferStats:
-        """The sums since the last call."""
+        """Returns the sums since the last call."""
         for begin, end in self._events:
             end.synchronize()
             self.add(TransferStats(exposed_ms=begin.elapsed_time(end)))
         self._events.clear()
-        found, self._stats = self._stats, TransferStats()
-        return found
+        stats, self._stats = self._stats, TransferStats()
+        return stats
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Coming:
-    """Borrowed weights on their way. ``wait`` returns when they are there; on a GPU it makes the stream wait."""
+class PendingFetch:
+    """Borrowed weights in transfer. ``wait`` returns when they have arrived; on a GPU it makes the stream wait."""
 
     weights: tuple[Tensor, Tensor]
     wait: Callable[[], None]
 
 
-class Ahead:
-    """Fetches that were begun before they are needed, by layer and borrowed experts; none where not ``enabled``.
-    ``begin`` begins one."""
+class Prefetcher:
+    """Fetches that were started before their use, by layer and borrowed experts. ``start`` starts one; with
+    ``enabled`` False every fetch starts when it is needed."""
 
-    def __init__(self, begin: Callable[[int, Plan], Coming], counters: Counters, *, enabled: bool) -> None:
-        self._begin, self._counters, self._enabled = begin, counters, enabled
-        self._coming: dict[tuple[int, bytes], Coming] = {}
+    def __init__(
+        self, start: Callable[[int, LayerPlan], PendingFetch], counters: TransferCounters, *, enabled: bool
+    ) -> None:
+        self._start, self._counters, self._enabled = start, counters, enabled
+        self._pending: dict[tuple[int, bytes], PendingFetch] = {}
 
-    def prefetch(self, layer: int, plan: Plan) -> None:
-        """Begin, unless that was done already."""
+    def prefetch(self, layer: int, plan: LayerPlan) -> None:
+        """Start the fetch unless it was started already."""
         key = (layer, plan.borrowed.tobytes())
-        if self._enabled and key not in self._coming:
-            self._coming[key] = self._started(layer, plan)
+        if self._enabled and key not in self._pending:
+            self._pending[key] = self._start_counted(layer, plan)
 
-    def fetch(self, layer: int, plan: Plan) -> tuple[Tensor, Tensor]:
-        """The weights, when they are there."""
+    def fetch(self, layer: int, plan: LayerPlan) -> tuple[Tensor, Tensor]:
+        """Returns the weights after they have arrived."""
         with self._counters.exposed():
-            coming = self._coming.pop((layer, plan.borrowed.tobytes()), None) or self._started(layer, plan)
-            coming.wait()
-        return coming.weights
+            pending = self._pending.pop((layer, plan.borrowed.tobytes()), None) or self._start_counted(layer, plan)
+            pending.wait()
+        return pending.weights
 
     @torch.no_grad()
-    def _started(self, layer: int, plan: Plan) -> Coming:
-        coming = self._begin(layer, plan)
-        self._counters.add(TransferStats(fetched=sum(weight.nbytes for weight in coming.weights)))
-        return coming
+    def _start_counted(self, layer: int, plan: LayerPlan) -> PendingFetch:
+        pending = self._start(layer, plan)
+        self._counters.add(TransferStats(fetched=sum(weight.nbytes for weight in pending.weights)))
+        return pending
 
     def drop(self) -> None:
-        """Forget what was not fetched, when it is there."""
-        for coming in self._coming.values():
-            coming.wait()
-        self._coming.clear()
+        """Wait for the fetches that nobody used and discard them."""
+        for pending in self._pending.values():
+            pending.wait()
+        self._pending.clear()

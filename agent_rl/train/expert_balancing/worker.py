@@ -1,13 +1,13 @@
-"""From the routes of a pass to plans that give expert ranks equal work. Import only in rank processes.
+"""Makes plans from the routes of a pass that give expert ranks equal work. Import only in rank processes.
 
 ::
 
     own routes ─ count ─> [M, C, E] ─ one all-gather over the expert group ─> [M, C, R, E]
-                      every rank plans the same in integers: the first micro-batch at once, the others in a thread
-                      ─ checksums compared ─> the pass fetches a micro-batch's plans when it comes to it
+               ─ every rank computes the same integer plans: the first micro-batch at once, the others in a thread
+               ─ compare checksums ─> the pass takes the plans of each micro-batch when it starts it
 
-Nothing of a plan travels. Plans belong to a pass: the passes before the update pair the ranks' micro-batches over the
-whole step, an update pairs those of its mini step. Axes: M micro-batches of a pass, C MoE layers of this rank's stage
+Plans are not sent. A plan belongs to a pass: passes before the update combine the ranks' micro-batches of the whole
+step, an update those of its mini step. Axes: M micro-batches of a pass, C MoE layers of this rank's pipeline stage
 (columns), E experts, R ranks of the expert group.
 """
 
@@ -32,57 +32,59 @@ from agent_rl.errors import TrainerError
 from agent_rl.train.batching.packing import MicroBatch
 from agent_rl.train.expert_balancing.exchange import communicator, leave
 from agent_rl.train.expert_balancing.report import BalancedPass, BalanceReport, PassBalance
-from r3.balance import Grid, Plan, Plans
+from r3.balance import ExpertLayout, LayerPlan, PlanArrays
 from r3.balance.cost import borrowed, busiest_link, imbalance, rank_load
-from r3.balance.expert_placement import measured_home
-from r3.balance.planners import Options, plan_pass
+from r3.balance.plan import measured_placement
+from r3.balance.planners import PlannerOptions, plan_pass
 from r3.shard import Packing, RouteShard, ShardSpec, router_places
 
 if TYPE_CHECKING:
-    from agent_rl.train.expert_balancing.plan_feed import Balancing
+    from agent_rl.train.expert_balancing.plan_feed import BalancingSpec
     from agent_rl.train.expert_balancing.transfer import Transfer
     from agent_rl.train.megatron.model import PolicyModel
 
 Counts = NDArray[np.int32]
 
-Planner = Callable[[Counts, Grid, Options], Plans]
-"""From counts ``[M, C, R, E]`` to plans, the same on every rank."""
+Planner = Callable[[Counts, ExpertLayout, PlannerOptions], PlanArrays]
+"""Makes plans from counts ``[M, C, R, E]``; must return the same on every rank."""
 
 TIMEOUT_SECONDS = 600.0
 
 COUNTED_ROWS = 2048
-"""Rows of routes that are counted at once: they stay in the processor's cache."""
+"""Rows of routes per counting block: a block fits into the processor's cache."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Foreseen:
-    """This rank's own (token, expert) pairs of its micro-batches: ``counts`` ``[M, C, E]``. Of ``rows`` ``[M]`` of
-    routes, ``unforeseen`` ``[M]`` are absent and will be routed natively."""
+class ForeseenLoads:
+    """Expert loads of this rank's micro-batches: ``counts`` ``[M, C, E]`` (token, expert) pairs. Of the ``rows``
+    ``[M]`` of routes, ``unforeseen`` ``[M]`` are absent and will be routed without replay."""
 
     counts: Counts
     rows: NDArray[np.int64]
     unforeseen: NDArray[np.int64]
 
-    def part(self, part: slice) -> Foreseen:
-        """Some of the micro-batches."""
-        return Foreseen(self.counts[part], self.rows[part], self.unforeseen[part])
+    def part(self, micro_batches: slice) -> ForeseenLoads:
+        """Returns the loads of some micro-batches."""
+        return ForeseenLoads(self.counts[micro_batches], self.rows[micro_batches], self.unforeseen[micro_batches])
 
 
-def foresee(batches: Sequence[MicroBatch], shares: Sequence[RouteShard], spec: ShardSpec, experts: int) -> Foreseen:
-    """Count the routes that will be replayed: those present, and padding, which keeps the experts it came with."""
-    pinned = [_pinned(batch, share, spec) for batch, share in zip(batches, shares, strict=True)]
+def count_foreseen(
+    batches: Sequence[MicroBatch], shares: Sequence[RouteShard], spec: ShardSpec, experts: int
+) -> ForeseenLoads:
+    """Count the routes that will be replayed: the present rows, and padding rows, which keep their filler experts."""
+    pinned = [_pinned_rows(batch, share, spec) for batch, share in zip(batches, shares, strict=True)]
     counts = [
         count_experts(share.experts if mask.all() else share.experts[mask], experts)
         for share, mask in zip(shares, pinned, strict=True)
     ]
-    return Foreseen(
+    return ForeseenLoads(
         np.stack(counts) if counts else np.zeros((0, len(spec.columns), experts), np.int32),
         np.array([len(mask) for mask in pinned], np.int64),
         np.array([int((~mask).sum()) for mask in pinned], np.int64),
     )
 
 
-def _pinned(batch: MicroBatch, share: RouteShard, spec: ShardSpec) -> NDArray[np.bool_]:
+def _pinned_rows(batch: MicroBatch, share: RouteShard, spec: ShardSpec) -> NDArray[np.bool_]:
     if spec.multiple == 1:
         return share.present
     packing = Packing(tuple(np.diff(batch.cu_seqlens).tolist()), spec.multiple)
@@ -91,10 +93,10 @@ def _pinned(batch: MicroBatch, share: RouteShard, spec: ShardSpec) -> NDArray[np
 
 
 def count_experts(experts: NDArray[np.integer], total: int) -> Counts:
-    """How often each of ``total`` experts is named, ``[C, total]``, in ``[R, C, K]``."""
+    """Returns how often each of ``total`` experts occurs in ``experts`` ``[rows, C, top_k]``, ``[C, total]``."""
     counts = np.zeros((experts.shape[1], total), np.int32)
     for start in range(0, len(experts), COUNTED_ROWS):
-        # A row's ids are moved as one value: the layers' ids then lie together, which is most of the time.
+        # Transposing the ids of a row as one value is most of the work; the ids of a layer are then contiguous.
         block = np.ascontiguousarray(experts[start : start + COUNTED_ROWS])
         rows = block.view(np.dtype((np.void, block.shape[2] * block.itemsize)))[..., 0]
         ids = np.ascontiguousarray(rows.T).view(block.dtype)
@@ -104,13 +106,13 @@ def count_experts(experts: NDArray[np.integer], total: int) -> Counts:
     return counts
 
 
-class ComingPlans(Sequence[Mapping[int, Plan]]):
-    """The plans of a pass by micro-batch and column, while they are being made: an item is waited for.
+class PendingPlans(Sequence[Mapping[int, LayerPlan]]):
+    """The plans of a pass, by micro-batch and column, while a thread computes them: indexing waits for the plan.
 
-    Raises TrainerError, on all ranks, where a plan could not be made, or differs between them.
+    Raises TrainerError on all ranks when a rank could not plan or when plans differ between ranks.
     """
 
-    def __init__(self, microbatches: int, first: Plans | None, rest: Future[Plans] | None) -> None:
+    def __init__(self, microbatches: int, first: PlanArrays | None, rest: Future[PlanArrays] | None) -> None:
         self._microbatches, self._first, self._rest = microbatches, first, rest
         self.waited = 0.0
 
@@ -121,28 +123,29 @@ class ComingPlans(Sequence[Mapping[int, Plan]]):
         if not 0 <= microbatch < len(self):
             raise IndexError(microbatch)
         started = time.perf_counter()
-        plans, at = (self._first, 0) if microbatch == 0 else (self._others(), microbatch - 1)
+        plans, index = (self._first, 0) if microbatch == 0 else (self._wait_rest(), microbatch - 1)
         self.waited += time.perf_counter() - started
         assert plans is not None
-        return {column: plans.of(at, column) for column in range(plans.load.shape[1])}
+        return {column: plans.layer_plan(index, column) for column in range(plans.load.shape[1])}
 
-    def all(self) -> Plans | None:
-        """All of them, once they are made; None where there are no micro-batches."""
-        parts = [part for part in (self._first, self._others()) if part is not None]
-        return Plans.join(parts) if parts else None
+    def all(self) -> PlanArrays | None:
+        """Wait for all plans and return them; None without micro-batches."""
+        parts = [part for part in (self._first, self._wait_rest()) if part is not None]
+        return PlanArrays.concatenate(parts) if parts else None
 
-    def _others(self) -> Plans | None:
+    def _wait_rest(self) -> PlanArrays | None:
         return None if self._rest is None else self._rest.result()
 
     def join(self) -> None:
-        """Wait for the thread, whatever becomes of it."""
+        """Wait for the thread to end, successful or not."""
         if self._rest is not None:
             wait([self._rest])
 
 
 class ExpertGroup:
-    """The ranks that share experts, on a communicator of its own for small arrays of the host. ``ranks``: their numbers
-    in the world, in the group's order. All ranks of the world make theirs together."""
+    """The ranks that share experts, with a separate communicator for small arrays in host memory.
+
+    ``ranks``: their global numbers, in the group's order. All ranks of the world construct theirs together."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks = tuple(ranks)
@@ -150,158 +153,165 @@ class ExpertGroup:
         self._group: Any = communicator(self.ranks, TIMEOUT_SECONDS, backend="gloo")
 
     def gather(self, array: NDArray[Any]) -> NDArray[Any]:
-        """Every rank's array of one shape and type, stacked in the group's order."""
+        """Returns the arrays of all ranks, of equal shape and type, stacked in the group's order."""
         own = torch.from_numpy(np.ascontiguousarray(array))
-        found = own.new_empty(len(self.ranks), *own.shape)
-        dist.all_gather(list(found), own, group=self._group)
-        return found.numpy()
+        gathered = own.new_empty(len(self.ranks), *own.shape)
+        dist.all_gather(list(gathered), own, group=self._group)
+        return gathered.numpy()
 
-    def hosts(self) -> list[str]:
-        """The machine of every rank, by its name."""
-        found: list[Any] = [None] * len(self.ranks)
-        dist.all_gather_object(found, socket.gethostname(), group=self._group)
-        return found
+    def hostnames(self) -> list[str]:
+        """Returns the host name of every rank."""
+        names: list[Any] = [None] * len(self.ranks)
+        dist.all_gather_object(names, socket.gethostname(), group=self._group)
+        return names
 
     def close(self) -> None:
-        """Leave it. Idempotent."""
+        """Leave the communicator. Idempotent."""
         group, self._group = self._group, None
         leave(group)
 
 
-def machines_of(hosts: Sequence[str], ranks: Sequence[int], per_machine: int | None) -> tuple[int, ...]:
-    """The machine of every rank of an expert group, counted from 0, by ``hosts`` or ``per_machine`` neighbours each.
+def nodes_of_ranks(hostnames: Sequence[str], ranks: Sequence[int], per_node: int | None) -> tuple[int, ...]:
+    """Returns the node of every rank of an expert group, counted from 0: by ``hostnames``, or ``per_node`` consecutive
+    ranks each.
 
-    Raises TrainerError where ranks of one machine are not neighbours, or machines have unequally many of them.
+    Raises TrainerError when the ranks of a node are not consecutive, or when nodes have different numbers of ranks.
     """
-    if per_machine is not None:
-        return tuple(rank // per_machine for rank in range(len(hosts)))
-    names = list(dict.fromkeys(hosts))
-    each = len(hosts) // len(names)
-    found = tuple(names.index(host) for host in hosts)
-    if found != tuple(rank // each for rank in range(len(hosts))):
-        places = ", ".join(f"{rank} on {host}" for rank, host in zip(ranks, hosts, strict=True))
+    if per_node is not None:
+        return tuple(rank // per_node for rank in range(len(hostnames)))
+    names = list(dict.fromkeys(hostnames))
+    each = len(hostnames) // len(names)
+    nodes = tuple(names.index(name) for name in hostnames)
+    if nodes != tuple(rank // each for rank in range(len(hostnames))):
+        placed = ", ".join(f"{rank} on {name}" for rank, name in zip(ranks, hostnames, strict=True))
         raise TrainerError(
-            f"train.balance: the expert ranks are not grouped by machine ({places}): give Ray nodes with equally many "
-            "places, or set train.parallel.expert to the ranks of one machine"
+            f"train.balance: the expert ranks are not grouped by node ({placed}): use Ray nodes with equal numbers of "
+            "workers, or set train.parallel.expert to the number of ranks on one node"
         )
-    return found
+    return nodes
 
 
 def expert_group() -> ExpertGroup:
-    """This rank's, of Megatron's groups. Collective."""
+    """Returns this rank's expert-parallel group of Megatron. Collective."""
     from megatron.core import parallel_state
 
     return ExpertGroup(dist.get_process_group_ranks(parallel_state.get_expert_model_parallel_group()))
 
 
-def expert_grid(config: BalanceConfig, group: ExpertGroup, experts: int) -> Grid:
-    """Where experts live and how many can be borrowed. Collective. Raises TrainerError as :func:`machines_of`."""
-    machine = machines_of(group.hosts(), group.ranks, config.ranks_per_node)
-    return Grid(experts, len(group.ranks), config.slots, machine)
+def expert_layout(config: BalanceConfig, group: ExpertGroup, experts: int) -> ExpertLayout:
+    """Returns how experts and borrowed slots are spread over ``group``. Collective. Raises TrainerError as
+    :func:`nodes_of_ranks`."""
+    node_of_rank = nodes_of_ranks(group.hostnames(), group.ranks, config.ranks_per_node)
+    return ExpertLayout(experts, len(group.ranks), config.slots, node_of_rank)
 
 
-def borrowing(config: BalanceConfig, group: ExpertGroup, grid: Grid) -> Balancing:
-    """How the model is built."""
+def balancing_spec(config: BalanceConfig, group: ExpertGroup, layout: ExpertLayout) -> BalancingSpec:
+    """Returns what the model is built with."""
     from agent_rl.train.expert_balancing.host_pool import open_transfers
-    from agent_rl.train.expert_balancing.plan_feed import Balancing
+    from agent_rl.train.expert_balancing.plan_feed import BalancingSpec
 
-    chosen = partial(open_transfers, grid=grid, config=config, ranks=group.ranks, timeout=TIMEOUT_SECONDS)
-    return Balancing(grid, chosen, min_rows=config.min_rows, keep_order=config.keep_order)
+    transfers = partial(open_transfers, layout=layout, config=config, ranks=group.ranks, timeout=TIMEOUT_SECONDS)
+    return BalancingSpec(layout, transfers, min_rows=config.min_rows, keep_order=config.keep_order)
 
 
-class RankBalance:
-    """One rank's plans, pass by pass, and what they did in a step.
+class RankBalancer:
+    """Plans the passes of one rank and reports what the plans did in a step.
 
-    ``layers``: the numbers of the rank's MoE layers, those of ``spec``'s columns. ``transfers`` bring the experts; they
-    are refreshed before the first pass with plans after the weights changed.
+    ``layers``: the numbers of the rank's MoE layers, one per column of ``spec``. ``transfers`` move the experts; they
+    are refreshed before the first planned pass after a change of the weights.
     """
 
     def __init__(
         self,
         group: ExpertGroup,
-        grid: Grid,
+        layout: ExpertLayout,
         config: BalanceConfig,
         transfers: Iterable[Transfer],
         spec: ShardSpec,
         layers: Sequence[int],
         planner: Planner = plan_pass,
     ) -> None:
-        self._group, self._grid, self._config, self._planner = group, grid, config, planner
+        self._group, self._layout, self._config, self._planner = group, layout, config, planner
         self._transfers = list(dict.fromkeys(transfers))
         self._spec, self._layers = spec, tuple(layers)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="plans")
-        self._changed = True
+        self._weights_changed = True
         self._last_loads: Counts | None = None
         self._clear()
 
     @classmethod
-    def of(cls, config: BalanceConfig, group: ExpertGroup, grid: Grid, model: PolicyModel) -> RankBalance:
-        """Of a model that was built with :func:`borrowing`."""
+    def for_model(
+        cls, config: BalanceConfig, group: ExpertGroup, layout: ExpertLayout, model: PolicyModel
+    ) -> RankBalancer:
+        """The balancer of a model that was built with :func:`balancing_spec`."""
         assert model.balancer is not None
         transfers = (model.balancer.recompute, model.balancer.update)
         layers = [model.layer_numbers[column] for column in model.shard.columns]
-        return cls(group, grid, config, transfers, model.shard, layers)
+        return cls(group, layout, config, transfers, model.shard, layers)
 
     def _clear(self) -> None:
         self._passes: list[PassBalance] = []
-        self._loads = np.zeros((len(self._layers), self._grid.experts), np.int32)
+        self._loads = np.zeros((len(self._layers), self._layout.experts), np.int32)
         self._rows = self._unforeseen = 0
         self._planning = self._exposed = 0.0
 
     def weights_changed(self) -> None:
-        """After an update, and after weights were loaded."""
-        self._changed = True
+        """Call after every update and every load of weights."""
+        self._weights_changed = True
 
-    def measure_homes(self, foreseen: Foreseen, moe_layers: int, device: torch.device) -> NDArray[np.int32]:
-        """Home orders ``[moe_layers, E]`` by what all ranks foresee of a step, by which plans are made from now on. The
-        same on all ranks of the world, which call it together."""
-        columns, experts = list(self._spec.columns), self._grid.experts
+    def measure_placement(self, foreseen: ForeseenLoads, moe_layers: int, device: torch.device) -> NDArray[np.int32]:
+        """Choose the expert placement ``[moe_layers, E]`` from the loads of a step on all ranks; later plans use it.
+
+        Returns the same on all ranks of the world, which call it together.
+        """
+        columns, experts = list(self._spec.columns), self._layout.experts
         loads = torch.zeros(moe_layers, experts, dtype=torch.int64, device=device)
         loads[columns] = torch.from_numpy(foreseen.counts.sum(axis=0, dtype=np.int64)).to(device)
-        machines = torch.tensor(self._grid.machines, device=device)
+        nodes = torch.tensor(self._layout.nodes, device=device)
         dist.all_reduce(loads)
-        dist.all_reduce(machines, dist.ReduceOp.MAX)
-        each = self._grid.ranks // int(machines)
-        wide = replace(self._grid, machine=tuple(rank // each for rank in range(self._grid.ranks)))
-        homes = measured_home(loads.cpu().numpy(), wide)
-        self._grid = replace(self._grid, home=homes[columns])
-        return homes
+        dist.all_reduce(nodes, dist.ReduceOp.MAX)
+        each = self._layout.ranks // int(nodes)
+        wide = replace(self._layout, node_of_rank=tuple(rank // each for rank in range(self._layout.ranks)))
+        placement = measured_placement(loads.cpu().numpy(), wide)
+        self._layout = replace(self._layout, placement=placement[columns])
+        return placement
 
-    def foresee(self, batches: Sequence[MicroBatch], shares: Sequence[RouteShard]) -> Foreseen:
-        """See :func:`foresee`; the time is that of planning."""
-        started, spent = time.perf_counter(), time.thread_time()
-        found = foresee(batches, shares, self._spec, self._grid.experts)
-        self._planning += time.thread_time() - spent
+    def count_foreseen(self, batches: Sequence[MicroBatch], shares: Sequence[RouteShard]) -> ForeseenLoads:
+        """See :func:`count_foreseen`; its time counts as planning time."""
+        started, started_cpu = time.perf_counter(), time.thread_time()
+        foreseen = count_foreseen(batches, shares, self._spec, self._layout.experts)
+        self._planning += time.thread_time() - started_cpu
         self._exposed += time.perf_counter() - started
-        return found
+        return foreseen
 
     @contextmanager
-    def planned(self, kind: BalancedPass, foreseen: Foreseen) -> Iterator[ComingPlans]:
-        """Around a pass over the micro-batches ``foreseen``: its plans. Collective over the expert group.
+    def planned(self, kind: BalancedPass, foreseen: ForeseenLoads) -> Iterator[PendingPlans]:
+        """A context around a pass over the micro-batches of ``foreseen``; gives its plans. Collective over the expert
+        group.
 
-        Raises TrainerError, on all ranks of it, where a rank could not plan or plans differ.
+        Raises TrainerError on all its ranks when a rank could not plan or when plans differ.
         """
-        if self._changed:
+        if self._weights_changed:
             for transfer in self._transfers:
                 transfer.refresh()
-            self._changed = False
+            self._weights_changed = False
         started = time.perf_counter()
-        # A pipeline stage may have no layer with experts: it has nothing to plan.
+        # A pipeline stage without MoE layers has nothing to plan.
         counts = self._gather(foreseen.counts) if self._layers else foreseen.counts[:0]
-        first = self._agreed(counts[:1], kind) if len(counts) else None
-        rest = self._thread.submit(self._agreed, counts[1:], kind) if len(counts) > 1 else None
-        plans = ComingPlans(len(counts), first, rest)
+        first = self._plan_and_compare(counts[:1], kind) if len(counts) else None
+        rest = self._thread.submit(self._plan_and_compare, counts[1:], kind) if len(counts) > 1 else None
+        plans = PendingPlans(len(counts), first, rest)
         self._exposed += time.perf_counter() - started
         try:
             yield plans
         finally:
             plans.join()
-        self._note(kind, plans, foreseen)
+        self._record_pass(kind, plans, foreseen)
 
     def report(self) -> BalanceReport:
-        """What was done since the last report."""
+        """Returns what was done since the last report."""
         moved = [transfer.take_stats() for transfer in self._transfers]
-        made = BalanceReport(
+        report = BalanceReport(
             group=self._group.ranks[0],
             passes=tuple(self._passes),
             rows=self._rows,
@@ -315,60 +325,58 @@ class RankBalance:
         )
         self._last_loads = self._loads
         self._clear()
-        return made
+        return report
 
     def close(self) -> None:
-        """Leave the group, end the thread, let go of what the transfers hold. Idempotent."""
+        """Leave the group, end the thread and close the transfers. Idempotent."""
         self._thread.shutdown()
         for transfer in self._transfers:
             transfer.close()
         self._group.close()
 
-    def _note(self, kind: BalancedPass, plans: ComingPlans, foreseen: Foreseen) -> None:
+    def _record_pass(self, kind: BalancedPass, plans: PendingPlans, foreseen: ForeseenLoads) -> None:
         self._exposed += plans.waited
         self._rows += int(foreseen.rows.sum()) * len(self._layers)
         self._unforeseen += int(foreseen.unforeseen.sum()) * len(self._layers)
-        made = plans.all()
-        if made is None:
+        arrays = plans.all()
+        if arrays is None:
             return
-        self._loads += made.counts.sum(axis=(0, 2))
+        self._loads += arrays.counts.sum(axis=(0, 2))
         if self._group.rank == 0:
-            self._passes.append(_pass_balance(kind, made, self._layers))
+            self._passes.append(_pass_balance(kind, arrays, self._layers))
 
     def _gather(self, counts: Counts) -> Counts:
-        """All ranks' counts ``[M, C, R, E]``, M the most micro-batches of any. What a rank without one brings
-        instead, a filler of a few tokens that are routed natively, is not foreseen."""
+        """Returns all ranks' counts ``[M, C, R, E]``; M is the highest number of micro-batches of a rank. Zeros stand
+        for missing micro-batches, which a rank replaces by a few filler tokens routed without replay."""
         most = int(self._group.gather(np.array([len(counts)])).max())
-        restore = np.zeros((most, *counts.shape[1:]), np.int32)
-        restore[: len(counts)] = counts
-        return np.ascontiguousarray(self._group.gather(restore).transpose(1, 2, 0, 3))
+        padded = np.zeros((most, *counts.shape[1:]), np.int32)
+        padded[: len(counts)] = counts
+        return np.ascontiguousarray(self._group.gather(padded).transpose(1, 2, 0, 3))
 
-    def _agreed(self, counts: Counts, kind: BalancedPass) -> Plans:
-        """Plans that are the same on all ranks. A rank that fails tells the others, which would wait for it."""
+    def _plan_and_compare(self, counts: Counts, kind: BalancedPass) -> PlanArrays:
+        """Returns plans that are equal on all ranks. A failing rank reports to the others, so that none waits."""
         started = time.thread_time()
         plans, failure = None, None
         try:
-            plans = self._planner(counts, self._grid, self._options(kind))
+            plans = self._planner(counts, self._layout, self._options(kind))
             sums = np.concatenate(([0], plans.checksum()))
         except Exception as error:
             failure = error
             sums = np.array([1] + [0] * len(self._layers))
         self._planning += time.thread_time() - started
-        self._check(self._group.gather(sums.astype(np.int64)), failure)
+        self._compare_checksums(self._group.gather(sums.astype(np.int64)), failure)
         assert plans is not None
         return plans
 
-    def _options(self, kind: BalancedPass) -> Options:
+    def _options(self, kind: BalancedPass) -> PlannerOptions:
         config = self._config
         within_node = config.within_node and kind == "update"
-        return Options(config.planner, config.link_slots, within_node, self._last_loads)
+        return PlannerOptions(config.planner, config.link_slots, within_node, self._last_loads)
 
-    def _check(self, sums: NDArray[np.int64], failure: Exception | None) -> None:
+    def _compare_checksums(self, sums: NDArray[np.int64], failure: Exception | None) -> None:
         if len(failed := np.flatnonzero(sums[:, 0])):
-            rank = self._group.ranks[failed[0]]
-            raise TrainerError(
-                f"train.balance: rank {rank} could not plan: {failure or 'see its own error'}"
-            ) from failure
+            rank, reason = self._group.ranks[failed[0]], failure or "see its own error"
+            raise TrainerError(f"train.balance: rank {rank} could not plan: {reason}") from failure
         if len(differing := np.flatnonzero((sums[:, 1:] != sums[0, 1:]).any(axis=0))):
             column = int(differing[0])
             others = np.flatnonzero(sums[:, column + 1] != sums[0, column + 1])
@@ -379,14 +387,14 @@ class RankBalance:
             )
 
 
-def _pass_balance(kind: BalancedPass, plans: Plans, layers: tuple[int, ...]) -> PassBalance:
-    home = Plans.identity(plans.grid, plans.counts)
+def _pass_balance(kind: BalancedPass, plans: PlanArrays, layers: tuple[int, ...]) -> PassBalance:
+    unbalanced = PlanArrays.identity(plans.layout, plans.counts)
     return PassBalance(
         kind=kind,
         layers=layers,
-        imbalance_before=imbalance(rank_load(home)),
+        imbalance_before=imbalance(rank_load(unbalanced)),
         imbalance_after=imbalance(rank_load(plans)),
-        link_before=busiest_link(home),
+        link_before=busiest_link(unbalanced),
         link_after=busiest_link(plans),
         borrowed=borrowed(plans),
     )

@@ -1,17 +1,17 @@
-"""Corrections for what trainer and engine see differently: a weight and a mask a token, from detached log-ratios.
+"""Corrections for the mismatch of trainer and engine: a weight and a mask per token, from detached log-ratios.
 
-The rollout sampled with the engine's probabilities q, the update is taken around the trainer's old ones p. With
-r = p / q of the sampled tokens, and of a sequence i the product of its tokens' ratios prod r:
+The rollout sampled with the engine's probabilities q; p are the trainer's old probabilities. With r = p / q of the
+sampled tokens, and prod r the product over the tokens of a sequence i:
 
 ============== ====================================== ================================================================
 weight         of token t of sequence i               source
 ============== ====================================== ================================================================
-token          r_t, cut to weight_low and weight_high TIS: truncated importance sampling, Yao et al. 2025
-sequence       prod r, cut likewise                   Seq-TIS: Liu et al. 2025, "When Speed Kills Stability"
+token          r_t, clamped to the weight limits      TIS: truncated importance sampling, Yao et al. 2025
+sequence       prod r, clamped likewise               Seq-TIS: Liu et al. 2025, "When Speed Kills Stability"
 ============== ====================================== ================================================================
 
 ============== ====================================== ================================================================
-mask           keeps token t of sequence i where this source
+mask           keeps token t of sequence i if this    source
                is within mask_low and mask_high
 ============== ====================================== ================================================================
 token          r_t                                    IcePop, Ring-1T report 2025, together with the weight token
@@ -19,14 +19,14 @@ sequence       prod r                                 Seq-MIS: Liu et al. 2025, 
 geometric      (prod r)^(1 / |i|)                     Geo-RS: the same, alone or with the weight token
 ============== ====================================== ================================================================
 
-Weights and masks ask two questions, which have one answer only where the old log-probs are the trainer's own. A mask
-asks whether trainer and engine agree about a token: always p over q. A weight turns the update around the old policy
-into one around the sampling policy: it is the old probability over q, whatever the old log-probs are taken from, so
-that rho times the weight is the whole importance ratio, once. (With the rollout's own as the old ones it is 1.)
+Weights and masks use the same ratio only where the old log-probs are the trainer's. A mask compares trainer and engine:
+always p over q. A weight changes the update around the old policy into one around the sampling policy: the old
+probability over q, whatever the source of the old log-probs, so that rho times the weight is the importance ratio.
+(With the rollout's log-probs as old ones it is 1.)
 
-``veto`` joins any of them: a sequence that has a token of r_t < veto is left out whole. What is left out stays in the
-loss' denominator: its factor is 0, as if its advantage were. ``normalize`` divides weights by their mean over the
-step (before anything is left out), so that a correction does not change the size of the update.
+``veto`` works with each of them: it drops a whole sequence with a token of r_t < veto. Dropped tokens stay in the loss'
+denominator; their factor is 0, as with an advantage of 0. ``normalize`` divides weights by their mean over the step,
+before anything is dropped, so that a correction does not change the size of the update.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ def correction_factors(
     log_weight_T: Tensor | None = None,
     mean: float = 1.0,
 ) -> Tensor:
-    """``[T]`` factors of the tokens' terms, without a gradient: the weight where the token is kept, else 0; all are 1
-    for no weight, no mask and no veto.
+    """``[T]`` factors of the tokens' terms, without a gradient: the weight of a kept token, 0 for a dropped one; 1
+    without weight, mask and veto.
 
-    ``log_ratio_T``: the trainer's log-prob before the update minus the rollout's; ``log_weight_T``: the old log-prob
-    minus the rollout's, None where the old ones are the trainer's; ``mask_T`` bool; ``sequence_T`` int64; ``mean``:
-    what weights are divided by, the mean of the step's where they are normalized.
+    ``log_ratio_T``: the trainer's log-prob before the update minus the rollout's. ``log_weight_T``: the old log-prob
+    minus the rollout's; None where the old ones are the trainer's. ``mask_T`` bool, ``sequence_T`` int64. ``mean``: the
+    divisor of the weights, their mean over the step with ``normalize``.
     """
-    log_T = _sampled(log_ratio_T, mask_T)
-    old_T = log_T if log_weight_T is None else _sampled(log_weight_T, mask_T)
+    log_T = _zero_unsampled(log_ratio_T, mask_T)
+    old_T = log_T if log_weight_T is None else _zero_unsampled(log_weight_T, mask_T)
     weights_T = torch.ones_like(log_T)
     if correction.weight is not None:
         weights_T = _weights(correction, old_T, mask_T, sequence_T) / mean
@@ -67,12 +67,12 @@ def correction_factors(
 def weight_moments(
     correction: CorrectionConfig, log_weight_T: Tensor, mask_T: Tensor, sequence_T: Tensor
 ) -> Tensor:  # fmt: skip
-    """``[2]`` float64: number and sum of the sampled tokens' weights; micro-batches' and ranks' add up."""
-    weights_T = _weights(correction, _sampled(log_weight_T, mask_T), mask_T, sequence_T)[mask_T].double()
+    """``[2]`` float64: number and sum of the sampled tokens' weights. Results of micro-batches and ranks add up."""
+    weights_T = _weights(correction, _zero_unsampled(log_weight_T, mask_T), mask_T, sequence_T)[mask_T].double()
     return torch.stack((torch.ones_like(weights_T).sum(), weights_T.sum()))
 
 
-def _sampled(values_T: Tensor, mask_T: Tensor) -> Tensor:
+def _zero_unsampled(values_T: Tensor, mask_T: Tensor) -> Tensor:
     return torch.where(mask_T, values_T.detach(), torch.zeros_like(values_T))
 
 
@@ -99,15 +99,15 @@ def _exp(log_T: Tensor) -> Tensor:
     return log_T.clamp(-LOG_LIMIT, LOG_LIMIT).exp()
 
 
-def _whole(log_T: Tensor, mask_T: Tensor, sequence_T: Tensor) -> Tensor:
+def _sequence_sum(log_T: Tensor, mask_T: Tensor, sequence_T: Tensor) -> Tensor:
     count = int(sequence_T.max()) + 1 if len(sequence_T) else 0
     return log_T.new_zeros(count).index_add(0, sequence_T, log_T)[sequence_T]
 
 
 RATIOS: Mapping[CorrectionWeight | CorrectionMask, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "token": lambda log_T, mask_T, sequence_T: log_T,
-    "sequence": _whole,
+    "sequence": _sequence_sum,
     "geometric": lambda log_T, mask_T, sequence_T: sequence_mean(log_T, mask_T, sequence_T)[sequence_T],
 }
-"""The logarithm of the ratio that a weight or a mask looks at, ``[T]``, from the tokens' own (0 where nothing was
-sampled), ``mask_T`` and ``sequence_T``."""
+"""The log-ratio ``[T]`` that a weight or mask uses, from the log-ratios of the tokens (0 where not sampled), ``mask_T``
+and ``sequence_T``."""

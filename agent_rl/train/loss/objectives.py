@@ -1,9 +1,9 @@
-"""The policy objectives of the field, a token at a time. Pure functions of torch tensors.
+"""Policy objectives, per token. Pure functions of torch tensors.
 
-Axes: ``T`` the tokens of one packed micro-batch, ``n`` its sequences; ``sequence_T`` says which sequence a token is of.
-A token that was not sampled has ``mask_T`` 0 and takes part in nothing. Each objective gives per-token terms whose
-weighted sum is the loss; :func:`aggregation_weights` are the weights, so that the sum over all micro-batches and
-data-parallel ranks is the loss of the global batch.
+Axes: ``T`` the tokens of one packed micro-batch, ``n`` its sequences; ``sequence_T``: the sequence of each token. A
+token that was not sampled has ``mask_T`` 0 and no effect. Each objective returns per-token terms whose weighted sum is
+the loss. :func:`aggregation_weights` returns the weights, so that the sum over all micro-batches and data-parallel
+ranks is the loss of the global batch.
 
 ========== =================================================== =======================================================
 objective  term of token t of sequence i                       source
@@ -19,9 +19,9 @@ gmpo       -s_i A, s_i the geometric mean of the sequence's    GMPO, arXiv 2507.
            ratios, each clipped within e^-low and e^high
 ========== =================================================== =======================================================
 
-Dr.GRPO (arXiv 2503.20783) is grpo with the aggregation ``constant`` and advantages that are not divided by their std;
-REINFORCE++ (arXiv 2501.03262) is grpo with advantages that are normalized over the batch. docs/trainer.md has the
-config lines of each.
+Dr.GRPO (arXiv 2503.20783) is grpo with the aggregation ``constant`` and advantages that are not divided by their std.
+REINFORCE++ (arXiv 2501.03262) is grpo with advantages normalized over the batch. docs/reference/objectives.md has the
+config of each.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from agent_rl.config import Clip, KlConfig, KlEstimator
 from agent_rl.config.objectives import OBJECTIVES, Aggregation, objective_spec
 
 LOG_LIMIT = 20.0
-"""Log-ratios are cut to +-20 before exp. Beyond it float32 soon overflows, and the gradient of what is then left out or
-cut, 0 * inf, would be no number; a ratio of e^20 is far outside of every clip."""
+"""Log-ratios are clamped to +-20 before exp. Larger ones soon overflow float32, and the gradient of a clipped term,
+0 * inf, would be NaN. A ratio of e^20 is outside of every clip."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """What a formula is given, ``[T]`` each: ``log_ratio_T`` log pi - log pi_old, within +-LOG_LIMIT, 0 where nothing
-    was sampled; ``logprobs_T`` log pi; ``advantages_T``; ``mask_T`` bool; ``sequence_T`` int64."""
+    """The inputs of a formula, ``[T]`` each: ``log_ratio_T`` log pi - log pi_old, within +-LOG_LIMIT, 0 where not
+    sampled; ``logprobs_T`` log pi; ``advantages_T``; ``mask_T`` bool; ``sequence_T`` int64."""
 
     log_ratio_T: Tensor
     logprobs_T: Tensor
@@ -55,8 +55,8 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """``loss_T`` with a gradient; ``clipped_T`` bool: whether the clip cut the token's gradient (or, for cispo, its
-    weight); ``ratio_T`` detached: the ratio that was clipped."""
+    """``loss_T`` with a gradient. ``clipped_T`` bool: the clip removed the token's gradient (for cispo: changed its
+    weight). ``ratio_T`` detached: the ratio before the clip."""
 
     loss_T: Tensor
     clipped_T: Tensor
@@ -72,7 +72,7 @@ def objective_terms(
 ) -> Terms:  # fmt: skip
     """The terms of the objective registered as ``objective`` (:mod:`agent_rl.config.objectives`); see the table above.
     ``mask_T`` bool, ``sequence_T`` int64, the others floats."""
-    # Where the mask is 0 the old log-prob means nothing; an infinite ratio there would turn 0 * inf into NaN.
+    # Old log-probs are undefined where the mask is 0; an infinite ratio there would give 0 * inf = NaN.
     log_ratio_T = torch.where(mask_T, logprobs_T - old_logprobs_T, torch.zeros_like(logprobs_T))
     log_ratio_T = log_ratio_T.clamp(-LOG_LIMIT, LOG_LIMIT)
     return _formula(objective)(Tokens(log_ratio_T, logprobs_T, advantages_T, mask_T, sequence_T), clip)
@@ -85,33 +85,33 @@ def _formula(objective: str) -> Formula:
 
 
 def grpo(tokens: Tokens, clip: Clip) -> Terms:
-    """Each token's own ratio, clipped."""
+    """The clipped ratio of each token."""
     return _clipped(tokens.log_ratio_T, tokens.advantages_T, clip)
 
 
 def gspo(tokens: Tokens, clip: Clip) -> Terms:
-    """The mean ratio of the token's sequence, clipped."""
+    """The clipped mean ratio of the token's sequence."""
     log_ratio_T = _sequence_log_ratio(tokens.log_ratio_T, tokens.mask_T, tokens.sequence_T)
     return _clipped(log_ratio_T, tokens.advantages_T, clip)
 
 
 def cispo(tokens: Tokens, clip: Clip) -> Terms:
-    """Every token keeps its gradient; the clip bounds its weight alone."""
+    """Every token keeps its gradient; the clip limits only its weight."""
     ratio_T = tokens.log_ratio_T.detach().exp()
     weight_T = ratio_T.clamp(1.0 - clip.low, 1.0 + clip.high)
     return Terms(-weight_T * tokens.advantages_T * tokens.logprobs_T, weight_T != ratio_T, ratio_T)
 
 
 def reinforce(tokens: Tokens, clip: Clip) -> Terms:
-    """Each token's own ratio, unclipped."""
+    """The ratio of each token, not clipped."""
     ratio_T = tokens.log_ratio_T.exp()
     return Terms(-ratio_T * tokens.advantages_T, torch.zeros_like(tokens.mask_T), ratio_T.detach())
 
 
 def sapo(tokens: Tokens, clip: Clip) -> Terms:
-    """Each token's own ratio through a soft gate, whose slope is 1 at the old policy and fades away from it."""
+    """The ratio of each token through a soft gate with slope 1 at the old policy."""
     if clip.tau is None:
-        raise ValueError("sapo wants the temperatures of its gate: clip.tau")
+        raise ValueError("sapo needs the temperatures of its gate: clip.tau")
     ratio_T = tokens.log_ratio_T.exp()
     positive, other = ratio_T.new_tensor(clip.tau)
     tau_T = torch.where(tokens.advantages_T > 0, positive, other)
@@ -120,7 +120,7 @@ def sapo(tokens: Tokens, clip: Clip) -> Terms:
 
 
 def gmpo(tokens: Tokens, clip: Clip) -> Terms:
-    """The geometric mean of the sequence's ratios, each clipped first, and only where it rises with the advantage."""
+    """The geometric mean of the sequence's ratios. Each is clipped first, only where it rises with the advantage."""
     sign_T = tokens.advantages_T.sign()
     signed_T = sign_T * tokens.log_ratio_T
     bounded_T = sign_T * tokens.log_ratio_T.clamp(-clip.low, clip.high)
@@ -144,16 +144,16 @@ def _clipped(log_ratio_T: Tensor, advantages_T: Tensor, clip: Clip) -> Terms:
 
 
 def _sequence_log_ratio(log_ratio_T: Tensor, mask_T: Tensor, sequence_T: Tensor) -> Tensor:
-    """GSPO-token: the value of the sequence's mean log-ratio at each of its tokens, the gradient of the token's own.
+    """GSPO-token: the value is the sequence's mean log-ratio, the gradient that of the token.
 
-    ``s_it = sg[s_i] * pi_t / sg[pi_t]``: with one advantage a sequence the sum over its tokens has GSPO's gradient.
+    ``s_it = sg[s_i] * pi_t / sg[pi_t]``: with one advantage per sequence the sum over its tokens has GSPO's gradient.
     """
     mean_T = sequence_mean(log_ratio_T.detach(), mask_T, sequence_T)[sequence_T]
     return torch.where(mask_T, mean_T + log_ratio_T - log_ratio_T.detach(), torch.zeros_like(log_ratio_T))
 
 
 def sequence_mean(values_T: Tensor, mask_T: Tensor, sequence_T: Tensor) -> Tensor:
-    """Mean of each sequence's sampled tokens, ``[n]``; 0 for a sequence without one."""
+    """The mean over each sequence's sampled tokens, ``[n]``; 0 for a sequence without one."""
     count = int(sequence_T.max()) + 1 if len(sequence_T) else 0
     zeros_n = values_T.new_zeros(count)
     sums_n = zeros_n.index_add(0, sequence_T, torch.where(mask_T, values_T, torch.zeros_like(values_T)))
@@ -170,12 +170,12 @@ def aggregation_weights(
     length: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """``[T]`` weights of per-token terms, for sums over the whole global batch.
+    """``[T]`` weights of per-token terms, for sums over the global batch.
 
-    ``tokens`` and ``sequences``: sampled tokens, and sequences with any, of the *global* batch (of all micro-batches
-    and ranks). ``token``: the mean over all tokens (DAPO, arXiv 2503.14476, eq. 8). ``sequence``: the mean over
-    sequences of each one's mean (GRPO, arXiv 2402.03300, eq. 3). ``constant``: the sum of a sequence divided by
-    ``length``, the same for all, averaged over sequences (Dr.GRPO, arXiv 2503.20783: no bias by length).
+    ``tokens`` and ``sequences``: sampled tokens, and sequences with a sampled token, of the *global* batch (all
+    micro-batches and ranks). ``token``: the mean over all tokens (DAPO, arXiv 2503.14476, eq. 8). ``sequence``: the
+    mean over sequences of each one's mean (GRPO, arXiv 2402.03300, eq. 3). ``constant``: the sum of a sequence divided
+    by ``length``, averaged over sequences (Dr.GRPO, arXiv 2503.20783: no length bias).
     """
     weight_T = mask_T.to(dtype)
     return weight_T / AGGREGATIONS[aggregation](weight_T, sequence_T, Totals(tokens, sequences, length))
@@ -183,7 +183,7 @@ def aggregation_weights(
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Of the global batch: its sampled tokens, its sequences with any, and the constant length."""
+    """The sampled tokens and sequences of the global batch, and the constant length."""
 
     tokens: float
     sequences: float
@@ -201,26 +201,26 @@ AGGREGATIONS: Mapping[Aggregation, Callable[[Tensor, Tensor, Totals], Tensor | f
     "sequence": _by_sequence,
     "constant": lambda weight_T, sequence_T, totals: totals.sequences * totals.length,
 }
-"""What each divides a token's weight by."""
+"""The divisor of a token's weight, by aggregation."""
 
 
 def kl_estimate(estimator: KlEstimator, logprobs_T: Tensor, reference_T: Tensor) -> Tensor:
-    """Estimates of KL(pi || reference) a token, ``[T]``, from tokens of pi (Schulman, "Approximating KL Divergence").
+    """Estimates of KL(pi || reference) per token, ``[T]``, from tokens of pi (Schulman, "Approximating KL Divergence").
 
-    With d = log pi - log reference: ``k1`` d (unbiased), ``k2`` d^2 / 2 (biased a little), ``k3`` exp(-d) - 1 + d
-    (unbiased, never negative; GRPO's, arXiv 2402.03300, eq. 4).
+    With d = log pi - log reference: ``k1`` d (unbiased), ``k2`` d^2 / 2 (small bias), ``k3`` exp(-d) - 1 + d (unbiased,
+    never negative; GRPO's, arXiv 2402.03300, eq. 4).
 
-    A good estimate of the value need not have the KL's gradient (arXiv 2510.01555). In the loss, in the mean over
-    tokens of pi, k1's gradient is E[grad log pi] = 0, k2's is E[d grad log pi], which is that of KL(pi || reference),
-    and k3's that of KL(reference || pi). Taken from the reward the gradient is E[k grad log pi], so there k1 is right.
-    In k3 d is at least -LOG_LIMIT, or it would overflow.
+    A good estimate of the value may have another gradient than the KL (arXiv 2510.01555). In the loss, averaged over
+    tokens of pi, k1's gradient is E[grad log pi] = 0, k2's is E[d grad log pi], that of KL(pi || reference), and k3's
+    is that of KL(reference || pi). In the reward the gradient is E[k grad log pi], so k1 is right there. In k3 d is at
+    least -LOG_LIMIT to avoid overflow.
     """
     return KL_ESTIMATORS[estimator](logprobs_T - reference_T)
 
 
 def kl_penalty(kl: KlConfig, logprobs_T: Tensor, reference_T: Tensor) -> Tensor:
-    """:func:`kl_estimate` as ``kl`` wants it, ``[T]``, before its coefficient. A token's k3, which grows with
-    exp(-d), is at most ``kl.k3_limit`` and has no gradient there: one token would else outweigh a batch."""
+    """The estimate of ``kl.estimator``, ``[T]``, before its coefficient. ``kl.k3_limit`` limits a token's k3, which
+    grows with exp(-d) and would let one token outweigh a batch; a limited token has no gradient."""
     estimate_T = kl_estimate(kl.estimator, logprobs_T, reference_T)
     return estimate_T if kl.estimator != "k3" or kl.k3_limit is None else estimate_T.clamp(max=kl.k3_limit)
 
@@ -234,34 +234,34 @@ KL_ESTIMATORS: Mapping[KlEstimator, Callable[[Tensor], Tensor]] = {
     "k2": lambda difference_T: difference_T.square() / 2,
     "k3": lambda difference_T: _k3(difference_T.clamp(min=-LOG_LIMIT)),
 }
-"""Each as a function of log pi - log reference."""
+"""Estimators as functions of log pi - log reference."""
 
 
 def penalized_advantages(
     advantages_T: Tensor, kl_T: Tensor, mask_T: Tensor, sequence_T: Tensor, coefficient: float
 ) -> Tensor:
-    """Advantages less the KL of the tokens from each one on, ``[T]`` (REINFORCE++, arXiv 2501.03262, eq. 8)::
+    """Advantages minus the KL of the tokens from each one on, ``[T]`` (REINFORCE++, arXiv 2501.03262, eq. 8)::
 
         A_t - coefficient * sum of KL_i over the sampled tokens i >= t of t's sequence
 
-    Detached. ``sequence_T`` must not fall, as in a packed micro-batch, where sequences lie one behind another. Each is
-    summed up by itself: sums that ran through the micro-batch would round one sequence's by the size of another's.
+    Detached. ``sequence_T`` must be sorted, as in a packed micro-batch. Sums run per sequence, because a sum over the
+    micro-batch would round one sequence's by the size of another's.
     """
     kl_T = torch.where(mask_T, kl_T.detach(), torch.zeros_like(kl_T)).double()
-    own = kl_T.split(torch.bincount(sequence_T).tolist())
-    to_come_T = torch.cat([part.flip(0).cumsum(0).flip(0) for part in own])
+    sequences = kl_T.split(torch.bincount(sequence_T).tolist())
+    to_come_T = torch.cat([part.flip(0).cumsum(0).flip(0) for part in sequences])
     return (advantages_T.detach().double() - coefficient * to_come_T).to(advantages_T.dtype)
 
 
 def advantage_moments(advantages_T: Tensor, mask_T: Tensor) -> Tensor:
-    """``[3]`` float64: number, sum and sum of squares of the sampled tokens' advantages; micro-batches' and ranks' add
-    up."""
+    """``[3]`` float64: number, sum and sum of squares of the sampled tokens' advantages. Results of micro-batches and
+    ranks add up."""
     values = advantages_T[mask_T].double()
     return torch.stack((torch.ones_like(values).sum(), values.sum(), values.square().sum()))
 
 
 def normalized_advantages(advantages_T: Tensor, moments_3: Tensor, *, eps: float = 1e-6) -> Tensor:
-    """``(A - mean) / (std + eps)``, ``[T]``, by the moments of all the step's sampled tokens (REINFORCE++, eq. 10)."""
+    """``(A - mean) / (std + eps)``, ``[T]``, with the moments over the step's sampled tokens (REINFORCE++, eq. 10)."""
     count, total, squares = moments_3.unbind()
     mean = total / count.clamp(min=1.0)
     std = (squares / count.clamp(min=1.0) - mean.square()).clamp(min=0.0).sqrt()

@@ -1,8 +1,8 @@
-"""A micro-batch's share of the policy loss, and the numbers reported beside it. Pure functions of torch tensors.
+"""A micro-batch's share of the policy loss, with its reported sums. Pure functions of torch tensors.
 
-Axes: ``T`` the tokens of one packed micro-batch. A token that was not sampled has ``mask_T`` 0 and takes part in
-nothing. Sums are returned, never means: a global batch is spread over micro-batches and data-parallel ranks, so the
-division by its number of tokens or sequences happens once, with the global count.
+Axes: ``T`` the tokens of one packed micro-batch. A token that was not sampled has ``mask_T`` 0 and no effect. Functions
+return sums, never means: a global batch is distributed over micro-batches and data-parallel ranks, so the division by
+tokens or sequences happens once, with the global count.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from agent_rl.train.loss.objectives import aggregation_weights, kl_estimate, kl_
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
-    """What one optimizer update divides by, over *all* micro-batches and ranks: its sampled tokens, and the sequences
-    that have any."""
+class LossCounts:
+    """The divisors of one optimizer update over *all* micro-batches and ranks: sampled tokens, and sequences with
+    one."""
 
     tokens: int
     sequences: int
@@ -29,10 +29,10 @@ class Counts:
 class PolicyLoss:
     """``loss``: this micro-batch's part of the global batch's loss (a scalar with a gradient).
 
-    The others are detached sums over the micro-batch's sampled tokens; divided by the global count they become
+    The others are detached sums over the micro-batch's sampled tokens. Divided by the global count they are
     ``train/clip_fraction``, ``train/entropy``, ``train/approx_kl``, ``train/correction_weight``,
-    ``train/correction_dropped`` and ``train/kl_reference`` (0 without a reference). ``clipped_T`` bool: which tokens
-    ``clipped`` counts.
+    ``train/correction_dropped`` and ``train/kl_reference`` (0 without a reference). ``clipped_T`` bool: the clipped
+    tokens.
     """
 
     loss: Tensor
@@ -57,33 +57,33 @@ def policy_loss(
     weights_T: Tensor,
     train: TrainConfig,
     length: int,
-    counts: Counts,
+    counts: LossCounts,
     reference_T: Tensor | None = None,
 ) -> PolicyLoss:
     """This micro-batch's share of the loss::
 
         L = sum_t a_t w_t (c_t l_t + beta k_t - eta H_t)
 
-    ``l`` the objective's terms (:mod:`.objectives`) with ``rho_t = exp(logprob_t - old_logprob_t)``; ``a`` the
-    aggregation's weights, which divide by ``counts``; ``c`` the correction's factors ``factors_T``
-    (:mod:`.corrections`); ``w`` the samples' weights ``weights_T``, 1 by default, which scale a token's term and not
-    what is divided by; ``k`` the estimated KL to the reference, whose log-probs are ``reference_T`` (GRPO,
-    arXiv 2402.03300, eq. 3; only of place "loss"); ``H`` the entropy ``entropy_T``; a gradient of it is wanted where
-    ``train.entropy_coefficient``, eta, is not 0. A correction leaves KL and entropy alone: they are about the policy,
-    whoever sampled. ``mask_T`` bool, ``sequence_T`` int64: the sequence of the micro-batch that a token is of.
-    ``length``: what the aggregation ``constant`` divides by. Whatever stands at a token that was not sampled, infinite
-    or no number, changes nothing.
+    ``l``: the objective's terms (:mod:`.objectives`) with ``rho_t = exp(logprob_t - old_logprob_t)``. ``a``: the
+    aggregation's weights, which divide by ``counts``. ``c``: the correction factors ``factors_T``
+    (:mod:`.corrections`). ``w``: the samples' weights ``weights_T``, 1 by default, which scale a term but not the
+    divisor. ``k``: the estimated KL to the reference with log-probs ``reference_T`` (GRPO, arXiv 2402.03300, eq. 3;
+    only with ``train.kl.apply_to: loss``). ``H``: the entropy ``entropy_T``, which needs a gradient if eta,
+    ``train.entropy_coefficient``, is not 0. Corrections do not apply to KL and entropy, which do not depend on the
+    sampling policy. ``mask_T`` bool, ``sequence_T`` int64: the token's sequence in the micro-batch. ``length``: the
+    divisor of the aggregation ``constant``. Values at tokens that were not sampled have no effect, even infinity and
+    NaN.
     """
 
     def sampled(values_T: Tensor) -> Tensor:
         return torch.where(mask_T, values_T, torch.zeros_like(values_T))
 
-    # Before anything is computed of them: 0 times an infinite value, or its gradient, is no number.
+    # Before any computation: 0 times an infinite value, or its gradient, is NaN.
     logprobs_T, old_logprobs_T, factors_T = sampled(logprobs_T), sampled(old_logprobs_T), sampled(factors_T)
     advantages_T, entropy_T, weights_T = sampled(advantages_T), sampled(entropy_T), sampled(weights_T)
     terms = objective_terms(train.objective, logprobs_T, old_logprobs_T, advantages_T, mask_T, sequence_T, train.clip)
     shares_T = aggregation_weights(
-        train.averaged_over,
+        train.loss_aggregation,
         mask_T,
         sequence_T,
         tokens=max(1, counts.tokens),
@@ -108,7 +108,7 @@ def policy_loss(
 
 
 def _terms(loss_T: Tensor, factors_T: Tensor, penalty_T: Tensor, entropy_T: Tensor, train: TrainConfig) -> Tensor:
-    """``c l + beta k - eta H``, ``[T]``; what a correction leaves out is 0 whatever its ``l`` is."""
+    """``c l + beta k - eta H``, ``[T]``; 0 instead of ``c l`` for a dropped token, whatever its ``l``."""
     terms_T = torch.where(factors_T == 0, torch.zeros_like(factors_T), loss_T * factors_T)
     if train.kl.coefficient and train.kl.apply_to == "loss":
         terms_T = terms_T + train.kl.coefficient * penalty_T
@@ -118,5 +118,5 @@ def _terms(loss_T: Tensor, factors_T: Tensor, penalty_T: Tensor, entropy_T: Tens
 
 
 def weighted_cross_entropy(logprobs_T: Tensor, weights_T: Tensor, *, batch_weight: float) -> Tensor:
-    """Supervised loss ``-1 / W * sum_t w_t * logprob_t``: W is the global batch's sum of weights. Scalar."""
+    """Supervised loss ``-1 / W * sum_t w_t * logprob_t`` with W the global batch's sum of weights. A scalar."""
     return -(logprobs_T * weights_T.to(logprobs_T.dtype)).sum() / batch_weight

@@ -1,8 +1,8 @@
-"""Inputs of layers that lie in host memory until the backward pass (``train.offload_activations``).
+"""Keep layer inputs in host memory until the backward pass (``train.offload_activations``).
 
-With full recomputation they are all that a pass keeps of a layer. Copies are put into the GPU's queue between the
-layers' work, and the host waits for none. Megatron 0.16.1 has two ways of its own: ``cpu_offloading`` refuses
-recomputation, and ``fine_grained_activation_offloading`` is for parts of layers that are not run again.
+With full recomputation a layer's input is all that a pass keeps of it. Copies are queued on the GPU between the layers,
+and the host waits for none. Megatron 0.16.1 cannot do this: ``cpu_offloading`` refuses recomputation, and
+``fine_grained_activation_offloading`` only covers parts of layers that are not recomputed.
 """
 
 from __future__ import annotations
@@ -13,48 +13,48 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from agent_rl.train.pinned_memory import host_tensor
+from agent_rl.train.host_memory import host_tensor
 
-Kept = tuple[Tensor, torch.Size, torch.device]
-"""The memory that an input is in, its shape, and where it was."""
+OffloadedTensor = tuple[Tensor, torch.Size, torch.device]
+"""Host memory of an input, its shape, and its device."""
 
 
-def keep_inputs_on_host(modules: Sequence[Any]) -> None:
-    """From now on, of Megatron's models with full recomputation."""
-    memory = HostInputs()
+def offload_layer_inputs(modules: Sequence[Any]) -> None:
+    """Offload the layer inputs of Megatron models with full recomputation."""
+    memory = HostActivations()
     for module in modules:
         _hook(module.decoder, memory)
 
 
-def _hook(block: Any, memory: HostInputs) -> None:
+def _hook(block: Any, memory: HostActivations) -> None:
     checkpointed = block._checkpointed_forward
 
     def forward(*args: Any, **options: Any) -> Any:
-        # Layers save nothing within: their operations run without gradients here, and again in the backward pass.
-        with torch.autograd.graph.saved_tensors_hooks(memory.keep, memory.fetch):
+        # The layers themselves save nothing here: their operations run without gradients until the backward pass.
+        with torch.autograd.graph.saved_tensors_hooks(memory.store, memory.fetch):
             return checkpointed(*args, **options)
 
     block._checkpointed_forward = forward
 
 
-class HostInputs:
-    """Memory of the host, locked where a GPU copies to it, that is used again pass after pass. All copies are in one
-    queue, so memory can be given on as soon as its copy back is in it."""
+class HostActivations:
+    """A pool of host memory, pinned for a GPU, that every pass reuses. All copies are in one queue, so memory is free
+    as soon as the copy back is queued."""
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []
 
-    def keep(self, tensor: Tensor) -> Kept:
-        """Copy it; memory that is too small for it is given up."""
+    def store(self, tensor: Tensor) -> OffloadedTensor:
+        """Copy ``tensor`` to the host. A free block that is too small is dropped."""
         memory = self._free.pop() if self._free else None
         if memory is None or memory.numel() < tensor.numel() or memory.dtype != tensor.dtype:
             memory = host_tensor(tensor.numel(), tensor.dtype, pinned=tensor.is_cuda)
         memory[: tensor.numel()].view(tensor.shape).copy_(tensor, non_blocking=True)
         return memory, tensor.shape, tensor.device
 
-    def fetch(self, kept: Kept) -> Tensor:
-        """What was kept, once."""
-        memory, shape, device = kept
+    def fetch(self, stored: OffloadedTensor) -> Tensor:
+        """Copy a stored tensor back to its device and free its host memory."""
+        memory, shape, device = stored
         tensor = memory[: shape.numel()].view(shape).to(device, copy=True, non_blocking=True)
         self._free.append(memory)
         return tensor

@@ -1,9 +1,9 @@
-"""Core attention over packed sequences: rotary embedding, then causal attention within every sequence.
+"""Core attention over packed sequences: rotary embedding, then causal attention within each sequence.
 
 Axes: T tokens of this rank, H heads, D head width.
 
-Under context parallelism every rank holds two chunks of each sequence, one from either end (so that causal work is
-even); keys and values are gathered, queries stay, and each chunk is a run of its own with the keys up to its end.
+Under context parallelism every rank has two chunks of each sequence, one from either end, which balances the causal
+work. Keys and values are gathered. Each chunk is a segment of queries with all keys up to its end.
 """
 
 from __future__ import annotations
@@ -16,45 +16,51 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from agent_rl.train.megatron.kernels import rotary_tables, rotate
-from agent_rl.train.megatron.rotary import Rotary
+from agent_rl.train.megatron.kernels import Rotary, rotary_tables, rotate
 from agent_rl.train.megatron.token_sharding import Layout
-from agent_rl.train.megatron.varlen import Attend, Runs
+from agent_rl.train.megatron.varlen import AttentionKernel, Segments
 
 
 @dataclass
 class PackedAttention(PackedSeqParams):
-    """What every layer's attention needs to know of a micro-batch; made once for all layers."""
+    """The attention inputs of a micro-batch that all layers share."""
 
     layout: Layout = field(default=None)  # type: ignore[assignment]
     cos: Tensor = field(default=None)  # type: ignore[assignment]
     sin: Tensor = field(default=None)  # type: ignore[assignment]
-    runs: Runs = field(default=None)  # type: ignore[assignment]
+    segments: Segments = field(default=None)  # type: ignore[assignment]
 
     @classmethod
     def build(cls, layout: Layout, rotary: Rotary, device: torch.device) -> PackedAttention:
         """Rotary tables ``[T, 1, D]`` for the positions of this rank's tokens."""
         cos, sin = rotary_tables(layout.positions.to(device), rotary)
-        return cls(qkv_format="thd", layout=layout, cos=cos, sin=sin, runs=_runs(layout, device))
+        return cls(qkv_format="thd", layout=layout, cos=cos, sin=sin, segments=_segments(layout, device))
 
     def gather(self, rows: Tensor) -> Tensor:
-        """The keys (or values) of all runs end to end, out of this rank's own ``rows [T, ...]``."""
+        """The keys (or values) of all segments, concatenated, from this rank's ``rows [T, ...]``. Collective."""
         layout = self.layout
         if layout.context_size == 1:
             return rows
-        whole, pieces = layout.gather_context(rows), []
+        full, pieces = layout.gather_context(rows), []
         starts = accumulate((length * layout.context_size for length in layout.lengths), initial=0)
-        seen = iter(self.runs.keys)
+        key_counts = iter(self.segments.keys)
         for start, _ in zip(starts, layout.lengths, strict=False):
-            pieces += [whole[start : start + next(seen)] for _ in layout.chunks]
+            pieces += [full[start : start + next(key_counts)] for _ in layout.chunks]
         return torch.cat(pieces)
 
 
 class CoreAttention(torch.nn.Module):
-    """Causal attention of ``query [T, H, D]`` and ``key``, ``value`` with as many or fewer heads, by ``attend``."""
+    """Causal attention of ``query [T, H, D]`` and ``key``, ``value`` with as many or fewer heads, computed by
+    ``attend``."""
 
     def __init__(
-        self, config: Any, layer_number: int, *, attend: Attend, softmax_scale: float | None = None, **_unused: Any
+        self,
+        config: Any,
+        layer_number: int,
+        *,
+        attend: AttentionKernel,
+        softmax_scale: float | None = None,
+        **_unused: Any,
     ) -> None:
         super().__init__()
         self._attend = attend
@@ -65,13 +71,13 @@ class CoreAttention(torch.nn.Module):
     ) -> Tensor:
         packed: PackedAttention = packed_seq_params
         query, key = rotate(query, packed.cos, packed.sin), rotate(key, packed.cos, packed.sin)
-        return self._attend(query, packed.gather(key), packed.gather(value), packed.runs, self.scale)
+        return self._attend(query, packed.gather(key), packed.gather(value), packed.segments, self.scale)
 
 
-def _runs(layout: Layout, device: torch.device) -> Runs:
+def _segments(layout: Layout, device: torch.device) -> Segments:
     if layout.context_size == 1:
-        return Runs.build(layout.lengths, layout.lengths, device)
+        return Segments.build(layout.lengths, layout.lengths, device)
     halves = [length // 2 for length in layout.lengths]
     queries = [half for half in halves for _ in layout.chunks]
     keys = [(chunk + 1) * half for half in halves for chunk in layout.chunks]
-    return Runs.build(queries, keys, device)
+    return Segments.build(queries, keys, device)

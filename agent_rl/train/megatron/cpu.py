@@ -1,8 +1,8 @@
 """Lets Megatron-core 0.16.1 run on a machine without CUDA, over gloo.
 
-Megatron asks for CUDA streams, events, random states and ``device="cuda"`` by name in places that have nothing to do
-with a GPU. :func:`install_cpu_shim` answers those for the whole process, so it is for trainer processes only, and
-refuses to touch a process that has CUDA. It must come before anything of ``megatron.core`` is imported.
+Megatron uses CUDA streams, events, random states and ``device="cuda"`` in code that needs no GPU.
+:func:`install_cpu_shim` replaces them for the whole process. It is for trainer processes only, refuses a process with
+CUDA, and must run before ``megatron.core`` is imported.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from agent_rl.errors import TrainerError
 
 _CPU = torch.device("cpu")
-# Modules of megatron.core that name device="cuda" in a tensor factory on the path of a training step.
+# Modules of megatron.core that pass device="cuda" to a tensor factory in a training step.
 _LITERAL_CUDA = (
     "pipeline_parallel.schedules",
     "optimizer.optimizer",
@@ -41,24 +41,24 @@ def install_cpu_shim() -> None:
         return
     if "megatron.core" in sys.modules:
         raise TrainerError("the CPU shim must be installed before megatron.core is imported")
-    set_up_vector_functions()
+    warm_up_vector_functions()
     _patch_torch_cuda()
     with without_compile(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that Transformer Engine and Apex are absent is why this module exists
+        warnings.simplefilter("ignore")  # Megatron warns that Transformer Engine and Apex are absent
         importlib.import_module("megatron.core")
         importlib.import_module("megatron.core.optimizer")
         importlib.import_module("megatron.core.models.gpt")
     _patch_megatron()
 
 
-def set_up_vector_functions() -> None:
-    """Let one thread be the first to call a function that MKL vectorises. Where two are, one may get values that are
-    off by 1e-4: seen of the cosines of a rotary table, with torch 2.13 and free cores, in a tenth of the processes."""
+def warm_up_vector_functions() -> None:
+    """Call a vectorized MKL function once in one thread. If two threads make the first call, one may get values that
+    are off by 1e-4: seen in 10 % of processes for the cosines of a rotary table, with torch 2.13 and idle cores."""
     torch.zeros(1).cos()
 
 
 class Stream:
-    """Stands for a CUDA stream or event: everything on a CPU is already done when it is asked for."""
+    """A CUDA stream or event on a CPU, where all work is complete when a method is called."""
 
     def __init__(self, *_args: object, **_kwargs: object) -> None: ...
 
@@ -108,7 +108,7 @@ def _patch_tensor() -> None:
         return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
 
     torch.Tensor.type = type_  # type: ignore[assignment, method-assign]
-    # Tied embeddings on a pipeline's last stage and reloaded optimizer state are moved with .cuda().
+    # Megatron moves tied embeddings on the last pipeline stage and reloaded optimizer state with .cuda().
     torch.Tensor.cuda = lambda self, *_args, **_kwargs: self  # type: ignore[assignment, method-assign]
 
 
@@ -118,7 +118,7 @@ def _patch_megatron() -> None:
     from megatron.core.transformer.moe import token_dispatcher
 
     disable_jit_fuser()
-    # It warns whenever the CPU's random state moves inside a "GPU" context, which here is the same state.
+    # Megatron warns when the CPU random state changes in a GPU context; here both are the same state.
     logging.getLogger(random.__name__).setLevel(logging.ERROR)
     random._get_cuda_rng_state = lambda *_args, **_kwargs: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_args, **_kwargs: torch.set_rng_state(state)
@@ -129,12 +129,12 @@ def _patch_megatron() -> None:
 
 
 def _to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    # Megatron's own leaves CPU tensors alone even where its caller needs numpy (the splits of an all-to-all).
+    # Megatron's own function returns CPU tensors even where its caller needs numpy (the splits of an all-to-all).
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 class _CpuTorch(ModuleType):
-    """The torch module with ``device="cuda"`` read as the CPU by the tensor factories."""
+    """The torch module, whose tensor factories replace ``device="cuda"`` by the CPU."""
 
     def __init__(self) -> None:
         super().__init__("torch")
@@ -155,7 +155,7 @@ class _CpuTorch(ModuleType):
 
 @contextlib.contextmanager
 def without_compile() -> Iterator[None]:
-    """Import megatron with its fused functions left as plain ones: compiling them for a CPU costs minutes."""
+    """A context to import Megatron without torch.compile, which takes minutes on a CPU."""
     compile_ = torch.compile
     torch.compile = lambda model=None, **_kwargs: model if model is not None else (lambda f: f)  # type: ignore
     try:

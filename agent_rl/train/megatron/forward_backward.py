@@ -1,13 +1,13 @@
 """Runs packed micro-batches through Megatron's schedule: forward alone, or forward and backward with a loss function.
 
-batches, routes ─> cut for this rank ─> schedule (pipeline stages) ─> hidden ─> log-probs in the batch's order
+batches, routes ─> this rank's shard ─> schedule (pipeline stages) ─> hidden ─> log-probs in the batch's order
                                                                                  └─> loss_fn ─> backward
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import tee
@@ -25,92 +25,119 @@ from agent_rl.errors import TrainerError
 from agent_rl.models.spec import ModelSpec
 from agent_rl.train.expert_balancing.plan_feed import ExpertBalancer
 from agent_rl.train.megatron.attention import PackedAttention
+from agent_rl.train.megatron.kernels import rotary
 from agent_rl.train.megatron.logprobs import token_logprobs
 from agent_rl.train.megatron.packed_batch import LossFn, PackedBatch, PackedRoutes, PassOutput, PassPlans, Routes
-from agent_rl.train.megatron.parallel import Ranks
-from agent_rl.train.megatron.rotary import rotary
+from agent_rl.train.megatron.parallel import ParallelState
 from agent_rl.train.megatron.token_sharding import Layout
 from agent_rl.train.route_trace import PassTrace
-from r3.balance import Plan
+from r3.balance import LayerPlan
 from r3.megatron_replay import RouterReplayer, validate_routes
 from r3.shard import RouteShard, ShardSpec
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ReadyBatch:
-    """A micro-batch ready to run: the batch on the device, its cut, this rank's routes, who borrows which experts.
-    ``real`` False: a filler."""
+class PreparedBatch:
+    """A micro-batch on the device with its layout, this rank's routes and the balancing plans by column.
+    ``real`` False: a filler, which only takes part in collectives."""
 
     batch: PackedBatch
     layout: Layout
     experts: Tensor | None
     present: Tensor | None
     real: bool
-    plans: Mapping[int, Plan] | None
+    plans: Mapping[int, LayerPlan] | None
 
 
-class Passes:
-    """The two kinds of pass over this rank's model chunks (one a virtual pipeline stage)."""
+class _NoBalancer:
+    """The balancer of a model whose experts stay on their ranks."""
+
+    def forward(
+        self, chunk: int, plans: Mapping[int, LayerPlan] | None, *, backward: bool
+    ) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def finish(self, microbatches: int) -> None: ...
+
+    def clear(self) -> None: ...
+
+
+class ForwardBackward:
+    """Forward passes and training passes over this rank's model chunks, one chunk per virtual pipeline stage."""
 
     def __init__(
         self,
         chunks: Sequence[Any],
-        facts: ModelSpec,
-        ranks: Ranks,
+        model_spec: ModelSpec,
+        ranks: ParallelState,
         device: torch.device,
         replayer: RouterReplayer,
         shard: ShardSpec,
         balancer: ExpertBalancer | None,
     ) -> None:
-        self.balancer = balancer
-        self.chunks, self.facts, self.ranks, self.device, self.replayer = list(chunks), facts, ranks, device, replayer
-        self.shard, self.rotary = shard, rotary(facts.head_dim, facts.rope_theta, facts.rope_scaling)
+        self.balancer, self._pass_balancer = balancer, balancer or _NoBalancer()
+        self.chunks, self.model_spec, self.ranks = list(chunks), model_spec, ranks
+        self.device, self.replayer = device, replayer
+        self.shard, self.rotary = shard, rotary(model_spec.head_dim, model_spec.rope_theta, model_spec.rope_scaling)
         self.trace: PassTrace | None = None
-        # The schedule would divide by token counts; the loss function has already done that.
+        # The schedule would divide by token counts, which the loss function has already done.
         chunks[0].config.finalize_model_grads_func = _finalize
 
-    def forward(
+    def forward_logprobs(
         self,
         batches: Sequence[PackedBatch],
         routes: Sequence[Routes | None] | None,
         *,
-        temperature: float,
-        entropy: bool,
-        record: bool,
-        plans: PassPlans | None,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        record: bool = False,
+        plans: PassPlans | None = None,
     ) -> list[PassOutput]:
-        """See :meth:`PolicyModel.forward_logprobs`."""
+        """Log-probs of every token without gradients, one output per batch, on every model-parallel rank.
+
+        ``routes``: the experts to replay; None leaves the choice to the routers. ``record`` also returns the experts
+        that this rank's routers used. Data ranks may have different numbers of batches. ``plans``: which experts ranks
+        borrow, for a model built with ``balance``. Raises ReplayError for routes that are wrong or not consumed exactly
+        once, TrainerError for routes of other tokens.
+        """
         recorded: list[list[Tensor]] = [[] for _ in self.chunks]
 
-        def finish(item: ReadyBatch, hidden: Tensor) -> tuple[Tensor, Any]:
-            logprobs, spread = self._logprobs(hidden, item, temperature, entropy)
-            return logprobs.sum(), (logprobs, spread)
+        def finish(item: PreparedBatch, hidden: Tensor) -> tuple[Tensor, Any]:
+            logprobs, token_entropy = self._logprobs(hidden, item, temperature, entropy)
+            return logprobs.sum(), (logprobs, token_entropy)
 
         for chunk in self.chunks:
             chunk.eval()
         with torch.no_grad():
             results = self._run(batches, routes, plans, finish, recorded if record else None, forward_only=True)
         paths = [torch.cat(parts, dim=1) for parts in zip(*recorded, strict=True)] if record else [None] * len(batches)
-        return [PassOutput(logprobs, spread, path) for (logprobs, spread), path in zip(results, paths, strict=True)]
+        return [
+            PassOutput(logprobs, entropy_T, path) for (logprobs, entropy_T), path in zip(results, paths, strict=True)
+        ]
 
-    def train(
+    def train_microbatches(
         self,
         batches: Sequence[PackedBatch],
         routes: Sequence[Routes | None] | None,
         loss_fn: LossFn,
         *,
-        temperature: float,
-        entropy: bool,
-        entropy_gradient: bool,
-        plans: PassPlans | None,
+        temperature: float = 1.0,
+        entropy: bool = True,
+        entropy_gradient: bool = False,
+        plans: PassPlans | None = None,
     ) -> list[dict[str, Any]]:
-        """See :meth:`PolicyModel.train_microbatches`."""
+        """Zero the gradients, run all micro-batches forward and backward, reduce the gradients over data ranks.
 
-        def finish(item: ReadyBatch, hidden: Tensor) -> tuple[Tensor, Any]:
-            logprobs, spread = self._logprobs(hidden, item, temperature, entropy, entropy_gradient)
+        The gradient is that of the *sum* of the losses over all micro-batches and data ranks, so ``loss_fn`` must
+        normalize by global counts. Its entropy argument is detached unless ``entropy_gradient``. Returns the metrics of
+        ``loss_fn``, one dict per batch. Raises as :meth:`forward_logprobs`.
+        """
+
+        def finish(item: PreparedBatch, hidden: Tensor) -> tuple[Tensor, Any]:
+            logprobs, token_entropy = self._logprobs(hidden, item, temperature, entropy, entropy_gradient)
             if not item.real:
                 return logprobs.sum() * 0.0, {}
-            loss, metrics = loss_fn(logprobs, spread, item.batch)
+            loss, metrics = loss_fn(logprobs, token_entropy, item.batch)
             return loss, {name: _detached(value) for name, value in metrics.items()}
 
         for chunk in self.chunks:
@@ -126,7 +153,7 @@ class Passes:
         batches: Sequence[PackedBatch],
         routes: Sequence[Routes | None] | None,
         plans: PassPlans | None,
-        finish: Callable[[ReadyBatch, Tensor], tuple[Tensor, Any]],
+        finish: Callable[[PreparedBatch, Tensor], tuple[Tensor, Any]],
         recorded: list[list[Tensor]] | None,
         *,
         forward_only: bool,
@@ -135,13 +162,13 @@ class Passes:
         if count == 0:
             return []
         if routes is not None and len(routes) != len(batches):
-            raise TrainerError(f"{len(batches)} batches and {len(routes)} routes: give one (or None) a batch")
+            raise TrainerError(f"{len(batches)} batches and {len(routes)} routes: pass one entry (or None) per batch")
         if plans is not None and self.balancer is None:
-            raise TrainerError("a pass was given plans, but the model was not built with balance")
-        items = self._items(batches, routes, plans or (), count)
+            raise TrainerError("the pass has balancing plans, and the model was not built with balance")
+        items = self._prepared(batches, routes, plans or (), count)
         step = partial(self._step, finish=finish, recorded=recorded, backward=not forward_only)
         try:
-            data = get_forward_backward_func()(
+            results = get_forward_backward_func()(
                 forward_step_func=step,
                 data_iterator=list(tee(items, len(self.chunks))) if len(self.chunks) > 1 else items,
                 model=self.chunks,
@@ -151,88 +178,94 @@ class Passes:
                 forward_only=forward_only,
             )
             self.replayer.finish(count, backward=not forward_only)
-            if self.balancer is not None:
-                self.balancer.finish(count)
+            self._pass_balancer.finish(count)
         finally:
             self.replayer.clear()
-            if self.balancer is not None:
-                self.balancer.clear()
-            self._release()
-        return self._share(data)[: len(batches)]
+            self._pass_balancer.clear()
+            self._free_buffers()
+        return self._broadcast_results(results)[: len(batches)]
 
-    def _release(self) -> None:
-        """Let go of what Megatron would hold until the next pass, 2 T H bytes each: what tensor ranks gather into, and
-        what a pipeline stage was handed, with its gradient."""
+    def _free_buffers(self) -> None:
+        """Free buffers that Megatron keeps until the next pass, 2 T H bytes each: the gather buffer of tensor ranks,
+        and the input of a pipeline stage with its gradient."""
         parallel_state.get_global_memory_buffer().buffer.clear()
         for chunk in self.chunks:
             chunk.module.set_input_tensor(None)
 
-    def _agree_on_count(self, mine: int) -> int:
-        """The largest number of micro-batches any rank has: expert ranks must all take part in every exchange.
+    def _agree_on_count(self, local: int) -> int:
+        """The largest number of micro-batches on any rank, because every expert exchange needs all expert ranks.
 
-        The interleaved schedule wants whole groups of as many as there are pipeline stages.
+        The interleaved schedule needs a multiple of the pipeline size.
         """
-        counts = torch.tensor([mine], device=self.device)
+        counts = torch.tensor([local], device=self.device)
         torch.distributed.all_reduce(counts, torch.distributed.ReduceOp.MAX)
         group = self.ranks.pipeline_size if len(self.chunks) > 1 else 1
         return -(-int(counts.item()) // group) * group
 
-    def _items(
+    def _prepared(
         self, batches: Sequence[PackedBatch], routes: Sequence[Routes | None] | None, plans: PassPlans, count: int
-    ) -> Iterator[ReadyBatch]:
+    ) -> Iterator[PreparedBatch]:
         for index in range(count):
-            given = plans[index] if index < len(plans) else None
+            batch_plans = plans[index] if index < len(plans) else None
             if real := index < len(batches):
-                yield self._item(index, batches[index], routes[index] if routes else None, given, real=real)
+                yield self._prepare(index, batches[index], routes[index] if routes else None, batch_plans, real=real)
             else:
-                yield self._item(index, PackedBatch.from_sequences([[0, 0]]), None, given, real=real)
+                yield self._prepare(index, PackedBatch.from_sequences([[0, 0]]), None, batch_plans, real=real)
 
-    def _item(
-        self, index: int, batch: PackedBatch, routes: Routes | None, plans: Mapping[int, Plan] | None, *, real: bool
-    ) -> ReadyBatch:
+    def _prepare(
+        self,
+        index: int,
+        batch: PackedBatch,
+        routes: Routes | None,
+        plans: Mapping[int, LayerPlan] | None,
+        *,
+        real: bool,
+    ) -> PreparedBatch:
         layout = Layout(batch, self.shard)
         experts = present = None
-        if routes is not None and self.facts.moe_layer_ids:
-            share = self._cut(routes, batch, layout) if isinstance(routes, PackedRoutes) else routes
+        if routes is not None and self.model_spec.moe_layer_ids:
+            share = self._shard(routes, batch, layout) if isinstance(routes, PackedRoutes) else routes
             if self.trace is not None:
                 self.trace.fetched(index, batch, layout, share)
             checked = layout.check(share)
-            # torch has no arithmetic on uint16 and no use for it here; int32 holds every expert id.
+            # torch has no arithmetic on uint16; int32 holds every expert id.
             experts = torch.tensor(share.experts.astype(np.int32) if share.experts.itemsize > 1 else share.experts)
-            there = torch.tensor(share.present)
-            self._validate(experts, there, layers=len(self.shard.columns))
-            # Padding keeps the experts it came with: they are spread evenly, the router's own choice would not be.
+            present_rows = torch.tensor(share.present)
+            self._validate(experts, present_rows, layers=len(self.shard.columns))
+            # Padding rows keep their own experts, which are token_entropy evenly; the router would send all to the
+            # same experts.
             padding = layout.router_padding
-            pinned = there | (padding if there.ndim == 1 else padding[:, None])
+            pinned = present_rows | (padding if present_rows.ndim == 1 else padding[:, None])
             if self.trace is not None:
                 self.trace.handed(index, batch, layout, experts, pinned, checked)
             experts, present = experts.to(self.device), None if bool(pinned.all()) else pinned.to(self.device)
-        return ReadyBatch(batch.to(self.device), layout, experts, present, real, plans)
+        return PreparedBatch(batch.to(self.device), layout, experts, present, real, plans)
 
-    def _cut(self, routes: PackedRoutes, batch: PackedBatch, layout: Layout) -> RouteShard:
+    def _shard(self, routes: PackedRoutes, batch: PackedBatch, layout: Layout) -> RouteShard:
         if len(routes.experts) != len(batch):
             raise TrainerError(f"a batch of {len(batch)} tokens has {len(routes.experts)} rows of routes")
-        self._validate(routes.experts, routes.present, layers=len(self.facts.moe_layer_ids))
-        return layout.cut(routes, self.facts.num_experts)
+        self._validate(routes.experts, routes.present, layers=len(self.model_spec.moe_layer_ids))
+        return layout.shard_routes(routes, self.model_spec.num_experts)
 
     def _validate(self, experts: Tensor, present: Tensor, *, layers: int) -> None:
-        top_k, num_experts = self.facts.top_k, self.facts.num_experts
+        top_k, num_experts = self.model_spec.top_k, self.model_spec.num_experts
         validate_routes(experts, present, moe_layers=layers, top_k=top_k, num_experts=num_experts)
 
     def _step(
         self,
-        items: Iterator[ReadyBatch],
+        items: Iterator[PreparedBatch],
         chunk: Any,
         *,
-        finish: Callable[[ReadyBatch, Tensor], tuple[Tensor, Any]],
+        finish: Callable[[PreparedBatch, Tensor], tuple[Tensor, Any]],
         recorded: list[list[Tensor]] | None,
         backward: bool,
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Any]]]:
-        """One micro-batch through one chunk of this stage, and what the last stage makes of its output."""
+        """Run one micro-batch through one chunk. Returns its output, and the function that the schedule calls for the
+        loss."""
         item, number = next(items), self.chunks.index(chunk)
         layout = item.layout
         packed = PackedAttention.build(layout, self.rotary, self.device)
-        balanced = self.balancer.forward(number, item.plans, backward=backward) if self.balancer else nullcontext()
+        balanced = self._pass_balancer.forward(number, item.plans, backward=backward)
         with self.replayer.forward(number, item.experts, item.present, backward=backward) as used, balanced:
             output = chunk(
                 input_ids=layout.take(item.batch.tokens, 0)[None],
@@ -250,51 +283,51 @@ class Passes:
         return output, loss
 
     def _logprobs(
-        self, hidden: Tensor, item: ReadyBatch, temperature: float, entropy: bool, entropy_gradient: bool = False
+        self, hidden: Tensor, item: PreparedBatch, temperature: float, entropy: bool, entropy_gradient: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probs (and entropy) ``[T]`` in the uncut batch's order, the same on every tensor and context rank."""
+        """Log-probs (and entropy) ``[T]`` in the order of the full batch, the same on every tensor and context rank."""
         layout, batch = item.layout, item.batch
         if self.ranks.tensor_size > 1:
-            # Each tensor rank's share of the vocabulary gives a part of the gradient: summed on the way back.
+            # Each tensor rank's part of the vocabulary gives a part of the gradient, so the backward pass sums them.
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         source = layout.source.to(self.device)
         last = torch.zeros(len(batch), dtype=torch.bool, device=self.device)
         last[batch.cu_seqlens[1:].long() - 1] = True
         rows = ((source >= 0) & ~last[source.clamp(min=0)]).nonzero()[:, 0]
-        place = source[rows] + 1  # what is read at a token is said of the next one
-        logprobs, spread = token_logprobs(
+        targets = source[rows] + 1  # the output at a token predicts the next one
+        logprobs, token_entropy = token_logprobs(
             hidden[:, 0][rows],
             self.chunks[-1].module.output_weight(),
-            batch.tokens[place],
+            batch.tokens[targets],
             temperature=temperature,
             entropy=entropy,
             entropy_gradient=entropy_gradient,
         )
-        full = _put(logprobs, place, len(batch), self.ranks)
-        return full, None if spread is None else _put(spread, place, len(batch), self.ranks)
+        full = _scatter(logprobs, targets, len(batch), self.ranks)
+        return full, None if token_entropy is None else _scatter(token_entropy, targets, len(batch), self.ranks)
 
     def _collect(self, used: dict[int, Tensor], layout: Layout) -> Tensor:
-        """The experts that this chunk's routers used, in the order of their columns; see ``PassOutput.routes``."""
-        rows, top_k = len(layout.router_padding), self.facts.top_k
-        dtype = torch.uint8 if self.facts.num_experts <= 256 else torch.int32
+        """The experts that this chunk's routers used, in the order of the columns; see ``PassOutput.routes``."""
+        rows, top_k = len(layout.router_padding), self.model_spec.top_k
+        dtype = torch.uint8 if self.model_spec.num_experts <= 256 else torch.int32
         routes = torch.zeros(rows, len(used), top_k, dtype=dtype)
-        for place, column in enumerate(sorted(used)):  # a chunk's columns need not start at 0
-            routes[:, place] = used[column].to("cpu", dtype)
+        for position, column in enumerate(sorted(used)):  # the columns of a chunk may start above 0
+            routes[:, position] = used[column].to("cpu", dtype)
         return routes
 
-    def _share(self, data: list[Any]) -> list[Any]:
-        """What the last stage made, on every stage."""
+    def _broadcast_results(self, results: list[Any]) -> list[Any]:
+        """Give every pipeline stage the results of the last one."""
         if self.ranks.pipeline_size == 1:
-            return data
+            return results
         group = parallel_state.get_pipeline_model_parallel_group()
-        sandbox = [data if self.ranks.last_stage else None]
+        payload = [results if self.ranks.last_stage else None]
         source = parallel_state.get_pipeline_model_parallel_last_rank()
-        torch.distributed.broadcast_object_list(sandbox, src=source, group=group)
-        return sandbox[0] or []
+        torch.distributed.broadcast_object_list(payload, src=source, group=group)
+        return payload[0] or []
 
 
 class _SumOverContext(torch.autograd.Function):
-    """Adds up the context ranks' disjoint shares; all compute the same loss, so the gradient passes unchanged."""
+    """The sum of the context ranks' disjoint parts. All compute the same loss, so the gradient passes unchanged."""
 
     @staticmethod
     def forward(ctx: Any, share: Tensor) -> Tensor:
@@ -307,8 +340,8 @@ class _SumOverContext(torch.autograd.Function):
         return gradients[0]
 
 
-def _put(values: Tensor, place: Tensor, size: int, ranks: Ranks) -> Tensor:
-    full = values.new_zeros(size).index_put((place,), values)
+def _scatter(values: Tensor, targets: Tensor, size: int, ranks: ParallelState) -> Tensor:
+    full = values.new_zeros(size).index_put((targets,), values)
     if ranks.context_size == 1:
         return full
     total: Tensor = _SumOverContext.apply(full)

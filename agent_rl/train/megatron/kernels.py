@@ -1,17 +1,52 @@
-"""Norm and rotary embedding with backward passes of their own, in plain torch operations, for any device.
+"""RMSNorm and rotary position embedding with their own backward passes, in plain torch operations, for any device.
 
-Autograd would keep every intermediate result and walk over memory once for each: these keep at most their input, and
-take half the time or less on a CPU. Intermediate precision and rounding are those of transformers' Qwen3.
+They keep at most their input for the backward pass and take at most half of autograd's time on a CPU. Intermediate
+precision and rounding are those of transformers' Qwen3.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from agent_rl.train.megatron.rotary import Rotary
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rotary:
+    """``frequencies`` float32 ``[D/2]`` in radians per position; ``scale`` multiplies cosines and sines."""
+
+    frequencies: Tensor
+    scale: float = 1.0
+
+
+def rotary(head_dim: int, theta: float, yarn: Mapping[str, float] | None) -> Rotary:
+    """The frequencies for heads of width ``head_dim``. ``yarn``: see :func:`agent_rl.models.families.read_config`.
+
+    YaRN (arXiv 2309.00071): a pair that turns more than ``beta_fast`` times over the original context keeps its
+    frequency. A pair that turns less than ``beta_slow`` times has its frequency divided by ``factor``. Pairs between
+    are interpolated linearly by index (Eq. 17-18, "NTK by parts"). Cosines and sines are scaled by
+    0.1 ln(factor) + 1 (Eq. 22).
+    """
+    # A division, as in the engines: a negative power rounds differently, by 0.004 rad at position 65,536.
+    frequencies = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    if yarn is None:
+        return Rotary(frequencies)
+
+    def index(turns: float) -> float:
+        """The index of the pair that turns ``turns`` times over the original context."""
+        length = yarn["original_max_position_embeddings"]
+        return head_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = max(math.floor(index(yarn["beta_fast"])), 0), min(math.ceil(index(yarn["beta_slow"])), head_dim - 1)
+    ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
+    divided = ramp.clamp(0, 1)
+    factor = yarn["factor"]
+    mixed = frequencies / factor * divided + frequencies * (1 - divided)
+    return Rotary(mixed, 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -21,7 +56,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding of ``x [T, heads, D]`` in float32, the two halves of D rotated against each other.
+    """Rotary position embedding of ``x [T, heads, D]`` in float32, which rotates the two halves of D.
 
     ``cos`` and ``sin`` ``[T, 1, D]`` from :func:`rotary_tables`.
     """

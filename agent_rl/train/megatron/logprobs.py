@@ -1,6 +1,11 @@
-"""Log-probs and entropy of packed tokens, in chunks, so that the logits of a whole micro-batch never exist at once.
+"""Log-probs and entropy of packed tokens. Logits are computed in chunks, never for a full micro-batch at once.
 
-Axes: T tokens, H hidden, V this rank's share of the vocabulary.
+Axes: T tokens, H hidden, V this tensor rank's part of the vocabulary. With z the logits, p their softmax and log Z the
+log-partition, the entropy and its gradient are::
+
+    H = -sum_v p_v log p_v = log Z - sum_v p_v z_v            dH / dz_v = -p_v (log p_v + H)
+
+The forward pass reduces two sums and a maximum over the tensor ranks; the backward pass reduces nothing.
 """
 
 from __future__ import annotations
@@ -12,10 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from agent_rl.train.megatron.entropy import vocab_parallel_entropy
-
 CHUNK_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 26}
-"""Logits of a chunk, 64 MiB of float32 on a CPU. More on a GPU, since each chunk reads and adds to a whole weight."""
+"""Logits per chunk: 64 MiB of float32 on a CPU, 256 MiB on a GPU, because every chunk reads the full weight."""
 
 
 def token_logprobs(
@@ -27,11 +30,10 @@ def token_logprobs(
     entropy: bool = False,
     entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-prob of each target under ``softmax(hidden @ weight.T / temperature)``, and the entropy, which is detached
-    unless ``entropy_gradient``.
+    """Log-prob of each target under ``softmax(hidden @ weight.T / temperature)`` and the entropy, float32 ``[T]`` each.
 
-    The vocabulary may be cut over tensor ranks; every rank gets the same float32 ``[T]``. Chunks are recomputed in the
-    backward pass where there is more than one.
+    The entropy is None without ``entropy``, and detached without ``entropy_gradient``. The vocabulary may be sharded
+    over tensor ranks; every rank returns the same values. More than one chunk is recomputed in the backward pass.
     """
     rows = max(1, CHUNK_LOGITS[weight_VH.device.type] // len(weight_VH))
     chunks = zip(hidden_TH.split(rows), targets_T.split(rows), strict=True)
@@ -64,21 +66,21 @@ def _chunk(
     logits = (F.linear(hidden, weight) if total is None else _Linear.apply(hidden, weight, total)).float()
     if temperature != 1.0:
         logits = logits / temperature
-    # The cross entropy overwrites its logits, so the entropy comes first.
-    spread = vocab_parallel_entropy(logits, gradient=entropy_gradient) if entropy else logits.new_zeros(0)
-    return -vocab_parallel_cross_entropy(logits[:, None, :], targets[:, None])[:, 0], spread
+    # The cross entropy overwrites its logits, so compute the entropy first.
+    token_entropy = vocab_parallel_entropy(logits, gradient=entropy_gradient) if entropy else logits.new_zeros(0)
+    return -vocab_parallel_cross_entropy(logits[:, None, :], targets[:, None])[:, 0], token_entropy
 
 
 class _Summed(torch.autograd.Function):
-    """The weight as it is; its gradient is the chunks' ``total``, which :class:`_Linear` adds up in float32.
+    """The identity on the weight. Its gradient is ``total``, in which :class:`_Linear` sums the chunks in float32.
 
-    Autograd would add one chunk's to the other's in the weight's dtype: in bfloat16 the gradient of 65,536 tokens in
-    600 chunks was 5 % off (relative norm). And every chunk would make a matrix as large as the weight.
+    Autograd would sum the chunks in the weight's dtype: in bfloat16 the gradient of 65,536 tokens in 600 chunks was 5 %
+    off (relative norm). Every chunk would also allocate a matrix of the weight's size.
     """
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, total: list[Tensor]) -> Tensor:
-        ctx.set_materialize_grads(False)  # the chunks hand on none
+        ctx.set_materialize_grads(False)  # the chunks return no gradient here
         ctx.total, ctx.dtype = total, weight.dtype
         return weight.view_as(weight)
 
@@ -88,7 +90,8 @@ class _Summed(torch.autograd.Function):
 
 
 class _Linear(torch.autograd.Function):
-    """``hidden [T, H] @ weight [V, H].T``, the weight's gradient added to ``total`` (at most one tensor, float32)."""
+    """``hidden [T, H] @ weight [V, H].T``, which adds the weight's gradient to ``total`` (at most one float32
+    tensor)."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, total: list[Tensor]) -> Tensor:
@@ -108,3 +111,47 @@ class _Linear(torch.autograd.Function):
         else:
             total[0] += gradient.T @ hidden
         return gradient @ weight, None, None
+
+
+def vocab_parallel_entropy(logits_TV: Tensor, *, gradient: bool) -> Tensor:
+    """Entropy in nats ``[T]`` from this tensor rank's logits ``[T, V]``; the same on every tensor rank.
+
+    Collective over the tensor ranks. With ``gradient`` the softmax is kept for the backward pass, which takes as much
+    memory as the logits.
+    """
+    if not gradient:
+        with torch.no_grad():
+            return _entropy(logits_TV)[0]
+    entropy: Tensor = _Entropy.apply(logits_TV)
+    return entropy
+
+
+class _Entropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits_TV: Tensor) -> Tensor:
+        entropy_T, weights_TV, partition_T = _entropy(logits_TV)
+        ctx.save_for_backward(weights_TV.div_(partition_T[:, None]), entropy_T)
+        return entropy_T
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        probabilities_TV, entropy_T = ctx.saved_tensors
+        # entr(p) is -p log p, and its limit 0 where p has underflowed.
+        slope_TV = torch.special.entr(probabilities_TV) - probabilities_TV * entropy_T[:, None]
+        return slope_TV.mul_(gradients[0][:, None])
+
+
+def _entropy(logits_TV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """``(H [T], exp(z - max z) [T, V], its sum over the whole vocabulary [T])``."""
+    from megatron.core.parallel_state import get_tensor_model_parallel_group
+
+    group = get_tensor_model_parallel_group()
+    highest = logits_TV.amax(dim=-1)
+    if group.size() > 1:
+        torch.distributed.all_reduce(highest, torch.distributed.ReduceOp.MAX, group)
+    shifted = logits_TV - highest[:, None]
+    weights = shifted.exp()
+    sums = torch.stack((weights.sum(-1), torch.einsum("tv,tv->t", weights, shifted)))
+    if group.size() > 1:
+        torch.distributed.all_reduce(sums, group=group)
+    return sums[0].log() - sums[1] / sums[0], weights, sums[0]

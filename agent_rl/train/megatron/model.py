@@ -1,4 +1,4 @@
-"""The policy as the trainer sees it: log-probs of packed batches, gradients of a loss over them, weights in and out."""
+"""The trained model on one rank: its layers, log-probs of packed batches, gradients, and weights in and out."""
 
 from __future__ import annotations
 
@@ -10,38 +10,136 @@ import numpy as np
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
 from numpy.typing import NDArray
 from torch import Tensor
 
 from agent_rl.config import LoraConfig, ParallelConfig, Recompute
 from agent_rl.models.spec import ModelSpec, read_model_spec
-from agent_rl.train.expert_balancing.plan_feed import Balancing, ExpertBalancer
+from agent_rl.train.expert_balancing.borrowed_experts import BalancedExperts
+from agent_rl.train.expert_balancing.moe_layer import BalancedMoELayer, EvenBalancedMoELayer
+from agent_rl.train.expert_balancing.plan_feed import BalancingSpec, ExpertBalancer
 from agent_rl.train.hf_index import LoadProgress
 from agent_rl.train.megatron import hf_weights as hf
-from agent_rl.train.megatron.forward_backward import Passes
-from agent_rl.train.megatron.kernel_choice import choose_kernels
-from agent_rl.train.megatron.layers import block_spec
-from agent_rl.train.megatron.lora import draw, freeze_base
-from agent_rl.train.megatron.packed_batch import LossFn, PackedBatch, PassOutput, PassPlans, Routes
-from agent_rl.train.megatron.parallel import Ranks, current_ranks
+from agent_rl.train.megatron.attention import CoreAttention
+from agent_rl.train.megatron.forward_backward import ForwardBackward
+from agent_rl.train.megatron.kernel_choice import Kernels, choose_kernels
+from agent_rl.train.megatron.kernels import rms_norm
+from agent_rl.train.megatron.lora import (
+    LoraColumnParallelLinear,
+    LoraExperts,
+    LoraRowParallelLinear,
+    freeze_base,
+    init_adapters,
+)
+from agent_rl.train.megatron.moe import Experts, PaddedMoELayer, ReleasingMoELayer
+from agent_rl.train.megatron.parallel import ParallelState, current_parallel_state
 from agent_rl.train.megatron.token_sharding import shard_spec
 from agent_rl.train.megatron.transformer import transformer_config
-from agent_rl.train.parallel_checks import shares_optimizer
+from agent_rl.train.parallel_checks import uses_distributed_optimizer
 from agent_rl.train.route_trace import PassTrace
 from agent_rl.weight_sync.adapters import SUFFIX, merge, pack
 from r3.megatron_replay import RouterReplayer
 
 
+class RMSNorm(torch.nn.Module):
+    """Root-mean-square norm over the last axis, in float32."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_unused: Any) -> None:
+        super().__init__()
+        device = torch.cuda.current_device()
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
+        # Tensor ranks have different tokens, so Megatron must sum this weight's gradients.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+def block_spec(
+    config: TransformerConfig,
+    moe: list[bool],
+    virtual_stage: int | None,
+    *,
+    kernels: Kernels,
+    balanced: bool = False,
+    lora: LoraConfig | None = None,
+) -> TransformerBlockSubmodules:
+    """The layers of a model chunk of this pipeline stage (``virtual_stage`` None where a stage is one chunk).
+
+    ``moe[i]``: layer i of the full model is a mixture of experts. ``balanced``: ranks can borrow experts.
+    ``lora``: attention and experts have adapters.
+    """
+    chunks = config.pipeline_model_parallel_size * (config.virtual_pipeline_model_parallel_size or 1)
+    offset, count = get_transformer_layer_offset(config, virtual_stage), config.num_layers // chunks
+    layers = [_layer_spec(config, moe[index], kernels, balanced, lora) for index in range(offset, offset + count)]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+
+
+def _layer_spec(
+    config: TransformerConfig, moe: bool, kernels: Kernels, balanced: bool, lora: LoraConfig | None
+) -> ModuleSpec:
+    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    shared = ModuleSpec(module=SharedExpertMLP, submodules=linears)
+    adapted = {} if lora is None else {"lora": lora}
+    kind = BalancedExperts if balanced else Experts if lora is None else LoraExperts
+    own = ModuleSpec(module=kind, params={"product": kernels.product, **adapted})
+    submodules = MoESubmodules(experts=own, shared_experts=shared)
+    experts = ModuleSpec(module=_moe_layer(config, balanced), submodules=submodules)
+    attention = ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ModuleSpec(module=LoraColumnParallelLinear if lora else ColumnParallelLinear, params=adapted),
+            core_attention=ModuleSpec(module=CoreAttention, params={"attend": kernels.attend}),
+            linear_proj=ModuleSpec(module=LoraRowParallelLinear if lora else RowParallelLinear, params=adapted),
+            q_layernorm=RMSNorm if config.qk_layernorm else None,
+            k_layernorm=RMSNorm if config.qk_layernorm else None,
+        ),
+    )
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=RMSNorm,
+            self_attention=attention,
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=RMSNorm,
+            mlp=experts if moe else ModuleSpec(module=MLP, submodules=linears),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+def _moe_layer(config: TransformerConfig, balanced: bool) -> type[ReleasingMoELayer]:
+    if config.moe_token_dispatcher_type == "allgather":
+        return EvenBalancedMoELayer if balanced else PaddedMoELayer
+    return BalancedMoELayer if balanced else ReleasingMoELayer
+
+
 class HiddenGPT(GPTModel):
-    """A GPT model whose last stage gives its hidden states: logits are made later, a chunk at a time."""
+    """A GPT model whose last stage returns hidden states; :mod:`.logprobs` computes logits in chunks."""
 
     def _postprocess(self, hidden_states: Tensor, **_unused: Any) -> Tensor:
         return hidden_states
 
     def output_weight(self) -> Tensor:
-        """The output projection ``[vocabulary share, hidden]`` of the last stage (the embedding where tied)."""
+        """The output projection ``[local vocabulary, hidden]`` of the last stage (the embedding where tied)."""
         if self.share_embeddings_and_output_weights:
             tied: Tensor = self.shared_embedding_or_output_weight()
             return tied
@@ -49,41 +147,38 @@ class HiddenGPT(GPTModel):
         return weight
 
 
-class PolicyModel:
-    """This rank's part of a Qwen3 or Qwen3-MoE policy.
+class PolicyModel(ForwardBackward):
+    """This rank's part of the policy model.
 
-    ``chunks`` are the DDP-wrapped modules (several under virtual pipelining) and ``config`` the Megatron configuration,
-    for ``get_megatron_optimizer``.
-    ``shard`` says which tokens and MoE layers this rank's routers see, ``notes`` which kernels were chosen, in lines.
-    Every method that runs the model is collective: all ranks call it together.
+    ``chunks``: the DDP-wrapped modules, one per virtual pipeline stage. ``config``: the Megatron configuration for
+    ``get_megatron_optimizer``. ``shard``: the tokens and MoE layers of this rank's routers. ``notes``: lines about the
+    chosen kernels. Every method that runs the model is collective.
     """
 
     def __init__(
         self,
         modules: Sequence[HiddenGPT],
-        facts: ModelSpec,
-        ranks: Ranks,
+        model_spec: ModelSpec,
+        ranks: ParallelState,
         device: torch.device,
         directory: Path,
         *,
         distributed_optimizer: bool = False,
-        balance: Balancing | None = None,
+        balance: BalancingSpec | None = None,
         lora: LoraConfig | None = None,
         notes: Sequence[str] = (),
     ) -> None:
-        self.notes = tuple(notes)
-        self.facts, self.ranks, self.device, self.directory = facts, ranks, device, directory
-        self._homes: hf.Homes = {}
-        self.lora = lora
         if lora:
             freeze_base(modules)
+        self.notes, self.directory, self.lora = tuple(notes), directory, lora
+        self._expert_order: hf.ExpertOrder = {}
         self.config: TransformerConfig = modules[0].config
-        self.shard = shard_spec(ranks, facts.moe, model_chunks=len(modules))
-        moe_layers = [self.layer_numbers[column] for column in self.shard.columns]
-        self.replayer = RouterReplayer(modules, moe_layers)
-        self.balancer = ExpertBalancer(modules, balance, moe_layers) if balance else None
-        self.chunks = [_wrap(module, distributed_optimizer) for module in modules]
-        self._passes = Passes(self.chunks, facts, ranks, device, self.replayer, self.shard, self.balancer)
+        shard = shard_spec(ranks, model_spec.moe, model_chunks=len(modules))
+        moe_layers = [model_spec.moe_layer_ids[column] + 1 for column in shard.columns]
+        replayer = RouterReplayer(modules, moe_layers)
+        balancer = ExpertBalancer(modules, balance, moe_layers) if balance else None
+        chunks = [_wrap(module, distributed_optimizer) for module in modules]
+        super().__init__(chunks, model_spec, ranks, device, replayer, shard, balancer)
 
     @classmethod
     def build(
@@ -96,8 +191,9 @@ class PolicyModel:
         recompute: Recompute = "none",
         recompute_modules: Sequence[str] = ("core_attn",),
         load: bool = True,
-        balance: Balancing | None = None,
+        balance: BalancingSpec | None = None,
         lora: LoraConfig | None = None,
+        model_spec: ModelSpec | None = None,
         seed: int = 0,
         progress: LoadProgress | None = None,
     ) -> PolicyModel:
@@ -105,31 +201,32 @@ class PolicyModel:
 
         ``load=False`` draws random weights. ``balance``: experts can be borrowed, where a pass is given plans.
         ``lora``: only adapters are trained, drawn by ``seed``.
+        ``model_spec``: the architecture; None reads ``config.json``.
         ``progress`` grows while weights are read. Raises ConfigError where the directory or the layout does not fit.
         """
-        facts, ranks = read_model_spec(hf_dir), current_ranks()
-        config = transformer_config(facts, parallel, dtype, recompute, recompute_modules)
-        kernels = choose_kernels(facts, parallel, dtype, device, balanced=balance is not None)
+        model_spec, ranks = model_spec or read_model_spec(hf_dir), current_parallel_state()
+        config = transformer_config(model_spec, parallel, dtype, recompute, recompute_modules)
+        kernels = choose_kernels(model_spec, parallel, dtype, device, balanced=balance is not None)
         config.moe_permute_fusion = kernels.fused_permutation
         config.moe_token_dispatcher_type = kernels.dispatcher
         count = parallel.virtual_pipeline
-        with device:  # Megatron makes the routers' weights, and the shared experts' gates, on the default device
+        with device:  # Megatron creates routers and the gates of shared experts on the default device
             modules = [
                 HiddenGPT(
                     config=config,
                     transformer_layer_spec=block_spec(
                         config,
-                        list(facts.moe),
+                        list(model_spec.moe),
                         stage if count > 1 else None,
                         kernels=kernels,
                         balanced=balance is not None,
                         lora=lora,
                     ),
-                    vocab_size=facts.vocab_size,
-                    max_sequence_length=facts.max_positions,
+                    vocab_size=model_spec.vocab_size,
+                    max_sequence_length=model_spec.max_positions,
                     pre_process=ranks.pipeline_rank == 0 and stage == 0,
                     post_process=ranks.last_stage and stage == count - 1,
-                    share_embeddings_and_output_weights=facts.tied,
+                    share_embeddings_and_output_weights=model_spec.tied,
                     position_embedding_type="none",  # applied in the core attention, from each token's own position
                     vp_stage=stage if count > 1 else None,
                 )
@@ -137,139 +234,81 @@ class PolicyModel:
             ]
         model = cls(
             modules,
-            facts,
+            model_spec,
             ranks,
             device,
             hf_dir,
-            distributed_optimizer=shares_optimizer(parallel),
+            distributed_optimizer=uses_distributed_optimizer(parallel),
             balance=balance,
             lora=lora,
             notes=kernels.notes,
         )
-        draw((slot for slot in model.slots() if slot.adapter), ranks, seed)
+        init_adapters((slot for slot in model.param_mappings() if slot.adapter), ranks, seed)
         if load:
             model.load_hf(hf_dir, progress)
         return model
 
     @property
     def modules(self) -> list[HiddenGPT]:
-        """The bare chunks (their ``state_dict``s are this rank's weights)."""
+        """The chunks without DDP; their ``state_dict``s are this rank's weights."""
         return [chunk.module for chunk in self.chunks]
 
     @property
     def layer_numbers(self) -> tuple[int, ...]:
-        """Megatron's numbers, from 1, of the layers that have experts."""
-        return tuple(layer + 1 for layer in self.facts.moe_layer_ids)
+        """Megatron's numbers, from 1, of the layers with experts."""
+        return tuple(layer + 1 for layer in self.model_spec.moe_layer_ids)
 
     @property
     def moe_layers(self) -> int:
-        return len(self.facts.moe_layer_ids)
-
-    @property
-    def num_experts(self) -> int:
-        return self.facts.num_experts
-
-    @property
-    def top_k(self) -> int:
-        return self.facts.top_k
-
-    @property
-    def vocab_size(self) -> int:
-        return self.facts.vocab_size
+        return len(self.model_spec.moe_layer_ids)
 
     def observe(self, trace: PassTrace | None) -> None:
-        """Tell ``trace`` what the following passes bring to the routers and what those use; None: nobody."""
-        self._passes.trace = self.replayer.observer = trace
-
-    def forward_logprobs(
-        self,
-        batches: Sequence[PackedBatch],
-        routes: Sequence[Routes | None] | None,
-        *,
-        temperature: float = 1.0,
-        entropy: bool = False,
-        record: bool = False,
-        plans: PassPlans | None = None,
-    ) -> list[PassOutput]:
-        """Log-probs of every token without gradients, one output a batch, on every model-parallel rank.
-
-        ``routes`` replays given experts (None routes natively); ``record`` also returns the experts that this rank's
-        routers used. Data ranks may give different numbers of batches. ``plans``: which experts ranks borrow, in a
-        model built with ``balance``. Raises ReplayError on routes that are wrong or not consumed exactly once,
-        TrainerError on those of other tokens.
-        """
-        return self._passes.forward(
-            batches, routes, temperature=temperature, entropy=entropy, record=record, plans=plans
-        )
-
-    def train_microbatches(
-        self,
-        batches: Sequence[PackedBatch],
-        routes: Sequence[Routes | None] | None,
-        loss_fn: LossFn,
-        *,
-        temperature: float = 1.0,
-        entropy: bool = True,
-        entropy_gradient: bool = False,
-        plans: PassPlans | None = None,
-    ) -> list[dict[str, Any]]:
-        """Zero the gradients, run all micro-batches forward and backward, reduce the gradients over data ranks.
-
-        The gradient is that of the *sum* of the losses over all micro-batches and data ranks, so ``loss_fn`` normalizes
-        by global counts. The entropy it is given is detached unless ``entropy_gradient``. Returns its metrics, one dict
-        a batch. Raises as :meth:`forward_logprobs`.
-        """
-        return self._passes.train(
-            batches,
-            routes,
-            loss_fn,
-            temperature=temperature,
-            entropy=entropy,
-            entropy_gradient=entropy_gradient,
-            plans=plans,
-        )
+        """Report the routes of the following passes to ``trace``; None stops."""
+        self.trace = self.replayer.observer = trace
 
     def sum_over_data(self, values: Tensor) -> Tensor:
-        """The sum of ``values`` over the data ranks, on each of them. Collective."""
+        """The sum of ``values`` over the data ranks. Collective."""
         total = values.to(self.device, copy=True)
         torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group())
         return total
 
-    def slots(self) -> Iterator[hf.Slot]:
-        """What each of this rank's parameters is in a Hugging Face checkpoint."""
-        return hf.slots(self.modules, self.facts, self._homes)
+    def param_mappings(self) -> Iterator[hf.ParamMapping]:
+        """The Hugging Face tensors of each of this rank's parameters."""
+        return hf.param_mappings(self.modules, self.model_spec, self._expert_order)
 
-    def rehome(self, homes: NDArray[np.integer]) -> None:
-        """From now on experts live as ``homes`` ``[moe_layers, E]`` says (:attr:`r3.balance.Grid.home`), the same on
-        all ranks; of a model built with ``balance``. The weights must be loaded anew."""
+    def set_placement(self, placement: NDArray[np.integer]) -> None:
+        """Place experts by ``placement`` ``[moe_layers, E]`` (:attr:`r3.balance.ExpertLayout.placement`), the same on
+        all ranks, in a model built with ``balance``. The caller must load the weights again."""
         assert self.balancer is not None
-        self._homes = dict(zip(self.facts.moe_layer_ids, homes.tolist(), strict=True))
-        self.balancer.rehome({layer + 1: home for layer, home in self._homes.items()}, self.device)
+        self._expert_order = dict(zip(self.model_spec.moe_layer_ids, placement.tolist(), strict=True))
+        self.balancer.set_placement({layer + 1: order for layer, order in self._expert_order.items()}, self.device)
 
     def load_hf(self, directory: Path, progress: LoadProgress | None = None) -> None:
-        """Load the weights of a Hugging Face checkpoint; ``progress`` grows. Raises ConfigError naming what is missing,
-        TrainerError where a file can't be read."""
-        hf.load_weights(self.modules, self.facts, directory, self.ranks, self._homes, progress or LoadProgress())
+        """Load the weights of a Hugging Face checkpoint; ``progress`` counts the bytes. Raises ConfigError for a
+        missing tensor, TrainerError for a file that cannot be read."""
+        hf.load_weights(
+            self.modules, self.model_spec, directory, self.ranks, self._expert_order, progress or LoadProgress()
+        )
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Hugging Face names and full tensors, adapters merged, on rank 0 alone; every rank must exhaust the
+        """Hugging Face names and full tensors with adapters merged. Only rank 0 yields, and every rank must exhaust the
         iterator."""
         changes = dict(self.export_changes()) if self.lora else {}
-        for name, weight in hf.export_weights(self.modules, self.facts, self.ranks, self._homes):
+        for name, weight in hf.export_weights(self.modules, self.model_spec, self.ranks, self._expert_order):
             change = changes.get(name + SUFFIX)
             yield name, weight if change is None else merge(weight, change)
 
     def export_changes(self) -> Iterator[tuple[str, Tensor]]:
-        """What adapters make of the checkpoint that this model came from, as engines take it
-        (:mod:`agent_rl.engine.server.lora_merge`); else as :meth:`export_weights`."""
+        """The packed adapters, which engines merge into the base checkpoint (:mod:`agent_rl.engine.server.lora_merge`).
+        Iterates as :meth:`export_weights`."""
         assert self.lora is not None
-        for name, a, b in hf.export_adapters(self.modules, self.facts, self.ranks, self._homes):
+        for name, a, b in hf.export_adapters(self.modules, self.model_spec, self.ranks, self._expert_order):
             yield name + SUFFIX, pack(a, b, self.lora.scale)
 
     def save_hf(self, directory: Path, *, dtype: torch.dtype | None = None) -> None:
         """Write a Hugging Face checkpoint with the config and tokenizer files of the directory this model came from.
 
-        The directory appears whole or not at all; ``dtype`` None keeps the weights' own.
+        The directory appears atomically. ``dtype`` None keeps the dtype of the weights.
         """
         weights = self.export_weights()
         if self.ranks.rank == 0:
@@ -280,9 +319,9 @@ class PolicyModel:
         torch.distributed.barrier()
 
     def save_adapter(self, directory: Path) -> None:
-        """Write the adapters alone, as PEFT reads them."""
+        """Write the adapters in PEFT's format."""
         assert self.lora is not None
-        adapters = list(hf.export_adapters(self.modules, self.facts, self.ranks, self._homes))
+        adapters = list(hf.export_adapters(self.modules, self.model_spec, self.ranks, self._expert_order))
         if self.ranks.rank == 0:
             hf.write_adapter(adapters, self.directory, directory, self.lora)
         torch.distributed.barrier()

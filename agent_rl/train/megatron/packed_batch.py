@@ -1,4 +1,4 @@
-"""Packed micro-batches as the model takes them, and what a pass gives back. Imports torch, not megatron.
+"""Packed micro-batches, the input of the model, and the output of a pass. Imports torch, not megatron.
 
 A worked example, two sequences of 3 and 2 tokens (T = 5)::
 
@@ -6,8 +6,8 @@ A worked example, two sequences of 3 and 2 tokens (T = 5)::
     position_ids  0 1 2 0 1
     cu_seqlens    0 3 5
     sample_ids    0 1            each sequence's index in the global batch
-    logprobs      0 b c 0 y      of the token itself given those before it; the first of a sequence has none
-    routes        a b c x y      row i: experts used when token i was the input
+    logprobs      0 b c 0 y      log-prob of the token given those before it; 0 for the first of a sequence
+    routes        a b c x y      row i: the experts used with token i as the input
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from r3.balance import Plan
+from r3.balance import LayerPlan
 from r3.shard import RouteShard
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedBatch:
-    """Sequences laid end to end.
+    """Sequences concatenated without padding.
 
     ``tokens`` and ``position_ids`` int64 ``[T]``, ``cu_seqlens`` int32 ``[n + 1]`` from 0 to T. ``sample_ids`` ``[n]``
-    name the sequences where routes are checked against them. ``extras`` are the loss function's own tensors by name;
-    the model only moves them to its device.
+    identify the sequences in route checks. ``extras``: tensors of the loss function by name; the model only moves them
+    to its device.
     """
 
     tokens: Tensor
@@ -42,10 +42,10 @@ class PackedBatch:
         lengths = self.cu_seqlens.diff()
         if self.tokens.ndim != 1 or self.tokens.shape != self.position_ids.shape:
             raise ValueError(
-                f"tokens {tuple(self.tokens.shape)} and position_ids {tuple(self.position_ids.shape)} are not both [T]"
+                f"tokens {tuple(self.tokens.shape)} and position_ids {tuple(self.position_ids.shape)} must both be [T]"
             )
         if self.cu_seqlens[0] != 0 or self.cu_seqlens[-1] != len(self.tokens) or bool((lengths <= 0).any()):
-            raise ValueError(f"cu_seqlens {self.cu_seqlens.tolist()} do not rise from 0 to {len(self.tokens)}")
+            raise ValueError(f"cu_seqlens {self.cu_seqlens.tolist()} must rise from 0 to {len(self.tokens)}")
         if len(self.sample_ids) != len(lengths):
             raise ValueError(f"{len(self.sample_ids)} sample_ids for {len(lengths)} sequences")
 
@@ -53,7 +53,8 @@ class PackedBatch:
     def from_sequences(
         cls, sequences: Sequence[Sequence[int] | Tensor], extras: Mapping[str, Tensor] | None = None
     ) -> PackedBatch:
-        """Lay ``sequences`` of token ids end to end, named 0, 1, ...; ``extras`` are already packed, ``[T, ...]``."""
+        """Concatenate ``sequences`` of token ids; their sample ids are 0, 1, .... ``extras`` are packed, ``[T,
+        ...]``."""
         parts = [torch.as_tensor(sequence, dtype=torch.int64) for sequence in sequences]
         lengths = torch.tensor([0, *(len(part) for part in parts)], dtype=torch.int32)
         positions = torch.cat([torch.arange(len(part)) for part in parts])
@@ -76,9 +77,9 @@ class PackedBatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedRoutes:
-    """Routes of a whole packed batch: ``experts`` ``[T, moe_layers, top_k]`` of integers, ``present`` bool ``[T]``.
+    """Routes of a full packed batch: integers ``experts`` ``[T, moe_layers, top_k]``, bool ``present`` ``[T]``.
 
-    Every rank cuts its share out of them; where that is done before, ranks are given :class:`r3.shard.RouteShard`.
+    Every rank takes its shard from them. Routes that were sharded before come as :class:`r3.shard.RouteShard`.
     """
 
     experts: Tensor
@@ -87,12 +88,12 @@ class PackedRoutes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PassOutput:
-    """What a forward pass gives: ``logprobs`` and ``entropy`` float32 ``[T]``, and ``routes``.
+    """The output of a forward pass: ``logprobs`` and ``entropy`` float32 ``[T]``, and ``routes``.
 
-    Entry i belongs to the distribution token i was drawn from; it is 0 for the first token of a sequence.
-    ``entropy`` is detached. ``routes``: the experts that this rank's own routers used, ``[rows, columns, top_k]`` on
+    Entry i belongs to the distribution of token i; it is 0 for the first token of a sequence.
+    ``entropy`` is detached. ``routes``: the experts that this rank's routers used, ``[rows, columns, top_k]`` on
     the CPU, uint8 for up to 256 experts, else int32; rows and columns as in :class:`r3.shard.RouteShard` (padding
-    included): on one rank all of the batch's.
+    included); a single rank has those of the full batch.
     """
 
     logprobs: Tensor
@@ -101,11 +102,11 @@ class PassOutput:
 
 
 Routes = PackedRoutes | RouteShard
-"""Routes of one batch: whole, or this rank's share."""
+"""Routes of one batch: full, or this rank's shard."""
 
-PassPlans = Sequence[Mapping[int, Plan]]
-"""Who borrows which experts in a pass: each micro-batch's plans by column of this rank's routes; later ones have none.
-The same on all ranks of an expert group."""
+PassPlans = Sequence[Mapping[int, LayerPlan]]
+"""Which ranks borrow which experts: for each micro-batch a plan per column of this rank's routes, the same on all ranks
+of an expert group. Micro-batches beyond the end have no plan."""
 
 LossFn = Callable[[Tensor, Tensor | None, PackedBatch], tuple[Tensor, dict[str, Any]]]
 """``(logprobs, entropy, batch) -> (loss, metrics)``; losses are summed over micro-batches and data ranks."""

@@ -1,8 +1,8 @@
-"""Joins this process to the trainer's process group and lays Megatron's parallel groups over it.
+"""Joins this process to the trainer's process group and creates Megatron's parallel groups.
 
-Ranks that share a ``data_rank`` (tensor, pipeline and context peers) work on the same micro-batches; each data rank has
-its own. Experts are spread over ``expert`` ranks out of the tensor, context and data ranks of a pipeline stage, and are
-never cut themselves (expert tensor parallelism stays 1).
+Ranks with the same ``data_rank`` (tensor, pipeline and context peers) work on the same micro-batches. Experts are
+distributed over ``expert`` ranks among the tensor, context and data ranks of a pipeline stage. A single expert is never
+sharded (expert tensor parallelism is 1).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
-    """Where this process stands, and how wide each kind of parallelism is."""
+class ParallelState:
+    """Rank of this process and group size for each kind of parallelism."""
 
     rank: int
     world_size: int
@@ -41,8 +41,7 @@ class Ranks:
 
 
 def check_parallel(parallel: ParallelConfig) -> None:
-    """Refuse an impossible layout with a ConfigError of one line (:mod:`agent_rl.train.parallel_checks`). Imports no
-    torch."""
+    """Raises ConfigError for an impossible layout (:mod:`agent_rl.train.parallel_checks`). Imports no torch."""
     refuse(parallel_problems(parallel))
 
 
@@ -56,12 +55,12 @@ def init_parallel(
     seed: int = 0,
     timeout: float = 600.0,
     listener: int | None = None,
-) -> Ranks:
-    """Join the process group (gloo on a CPU, NCCL on a GPU) and make Megatron's groups; every rank must call it.
+) -> ParallelState:
+    """Join the process group (gloo on a CPU, NCCL on a GPU) and create Megatron's groups. Collective.
 
-    ``timeout`` in seconds bounds the rendezvous and every collective. ``listener`` is rank 0's file descriptor of a
-    socket already bound to ``master_port``: a port that was only looked up may be taken before it is used. Raises
-    ConfigError on an impossible layout.
+    ``timeout`` in seconds limits the rendezvous and every collective. ``listener``: on rank 0 the file descriptor of a
+    socket already bound to ``master_port``, so that no other process can take the port. Raises ConfigError for an
+    impossible layout.
     """
     check_parallel(parallel)
     import torch
@@ -84,14 +83,14 @@ def init_parallel(
         timeout=limit,
     )
     _init_megatron(parallel, seed, timeout)
-    return current_ranks()
+    return current_parallel_state()
 
 
 def _init_megatron(parallel: ParallelConfig, seed: int, timeout: float) -> None:
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.transformer.moe import moe_utils
 
-    # Without Transformer Engine, 0.16.1 leaves this name undefined and every router raises NameError, also on a GPU.
+    # Without Transformer Engine, Megatron 0.16.1 leaves this name undefined and every router raises NameError.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
     parallel_state.initialize_model_parallel(
@@ -106,12 +105,12 @@ def _init_megatron(parallel: ParallelConfig, seed: int, timeout: float) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
-def current_ranks() -> Ranks:
-    """This process's place in the groups that :func:`init_parallel` made."""
+def current_parallel_state() -> ParallelState:
+    """This process's ranks in the groups of :func:`init_parallel`."""
     import torch
     from megatron.core import parallel_state as state
 
-    return Ranks(
+    return ParallelState(
         rank=torch.distributed.get_rank(),
         world_size=torch.distributed.get_world_size(),
         data_rank=state.get_data_parallel_rank(),

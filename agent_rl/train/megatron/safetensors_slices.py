@@ -1,7 +1,7 @@
-"""Reads parts of tensors out of safetensors files into parameters: each byte that is needed once, and no other.
+"""Read slices of tensors from safetensors files into parameters; every needed byte is read once.
 
-Files are read and not mapped: pages of a mapped file would count as this process's memory, and on a network file system
-each fault would wait for a round trip. What is in host memory at once is one block.
+Files are read and not mapped: mapped pages would count as memory of this process, and every page fault on a network
+file system would wait for a round trip. One block at a time is in host memory.
 """
 
 from __future__ import annotations
@@ -17,42 +17,42 @@ import torch
 from torch import Tensor
 
 from agent_rl.errors import TrainerError
-from agent_rl.train.hf_index import DTYPES, Entry, LoadProgress, check_tensor, read_heads
+from agent_rl.train.hf_index import DTYPES, Entry, LoadProgress, check_tensor, read_headers
 
 BLOCK_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Piece:
-    """Part of the checkpoint's tensor ``name``, and the parameter (or view of one) ``target`` that it goes to.
+class TensorSlice:
+    """A slice of the checkpoint's tensor ``name``, and the parameter (or view) ``target`` that receives it.
 
-    It begins at ``start`` on ``axis`` (0, or 1 of a matrix) and is as long as ``target`` there; of the checkpoint's
-    tensor that axis has the size ``whole``, and the others those of ``target``.
+    The slice starts at ``start`` on ``axis`` (0, or 1 of a matrix) and has the length of ``target``. ``full_size`` is
+    the size of the checkpoint's tensor on that axis; its other axes equal those of ``target``.
     """
 
     name: str
     target: Tensor
     axis: int
     start: int
-    whole: int
+    full_size: int
 
     @classmethod
-    def share(cls, name: str, target: Tensor, axis: int = 0, rank: int = 0, size: int = 1) -> Piece:
-        """One of ``size`` equal parts of a tensor."""
+    def share(cls, name: str, target: Tensor, axis: int = 0, rank: int = 0, size: int = 1) -> TensorSlice:
+        """Part ``rank`` of ``size`` equal parts of a tensor."""
         length = target.shape[axis]
         return cls(name, target, axis, rank * length, size * length)
 
     @property
     def full_shape(self) -> tuple[int, ...]:
-        """The checkpoint's tensor's."""
+        """The shape of the checkpoint's tensor."""
         sizes = list(self.target.shape)
-        sizes[self.axis] = self.whole
+        sizes[self.axis] = self.full_size
         return tuple(sizes)
 
 
 @dataclass(frozen=True, slots=True)
-class _Grid:
-    """Bytes of a piece: ``rows`` stretches of ``width``, the first at ``start`` in the file, ``pitch`` apart."""
+class _ByteRows:
+    """The bytes of a slice: ``rows`` of ``width`` bytes, the first at ``start`` in the file, ``pitch`` bytes apart."""
 
     start: int
     rows: int
@@ -64,8 +64,8 @@ class SliceReader:
     """The checkpoint in a directory, open for reading. A context manager."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises ConfigError, one line, where it is no whole checkpoint."""
-        self._directory, self._entries = directory, read_heads(directory)
+        """Raises ConfigError where ``directory`` has no complete checkpoint."""
+        self._directory, self._entries = directory, read_headers(directory)
         self._files: dict[Path, int] = {}
         self._open = ExitStack()
         self._block = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
@@ -76,32 +76,31 @@ class SliceReader:
     def __exit__(self, *error: object) -> None:
         self._open.close()
 
-    def check(self, piece: Piece) -> None:
-        """Raises ConfigError where the checkpoint lacks the tensor, or has it in another shape or a dtype that is not
-        read."""
+    def check(self, piece: TensorSlice) -> None:
+        """Raises ConfigError for a tensor that is missing or has another shape or an unsupported dtype."""
         check_tensor(self._entries, piece.name, piece.full_shape, str(self._directory))
 
-    def place(self, piece: Piece) -> tuple[str, int]:
-        """File and byte at which a piece begins: read in this order, a disk is read forwards."""
+    def position(self, piece: TensorSlice) -> tuple[str, int]:
+        """The file and byte where a slice starts, the sort key for reading files forwards."""
         entry = self._entries[piece.name]
-        return entry.file.name, _grid(piece, entry).start
+        return entry.file.name, _byte_rows(piece, entry).start
 
-    def nbytes(self, piece: Piece) -> int:
-        """How much is read for it."""
+    def nbytes(self, piece: TensorSlice) -> int:
+        """The number of bytes to read for a slice."""
         return piece.target.numel() * _dtype(self._entries[piece.name]).itemsize
 
-    def fill(self, piece: Piece, progress: LoadProgress) -> None:
-        """Read a piece, block by block, into its target. Raises TrainerError where the file can't be read."""
+    def fill(self, piece: TensorSlice, progress: LoadProgress) -> None:
+        """Read a slice into its target, block by block. Raises TrainerError where the file cannot be read."""
         entry = self._entries[piece.name]
-        grid, dtype, file = _grid(piece, entry), _dtype(entry), self._file(entry.file)
+        grid, dtype, file = _byte_rows(piece, entry), _dtype(entry), self._file(entry.file)
         step = max(1, BLOCK_BYTES // grid.width)
         for row in range(0, grid.rows, step):
             rows = piece.target[row : row + step]
-            block = self._room(len(rows) * grid.width)
+            block = self._block_of(len(rows) * grid.width)
             try:
                 _read_rows(file, block, grid, row)
             except OSError as error:
-                raise TrainerError(f"{entry.file}: {piece.name} can't be read: {error.strerror or error}") from None
+                raise TrainerError(f"{entry.file}: {piece.name} cannot be read: {error.strerror or error}") from None
             rows.copy_(block.view(dtype).view(rows.shape))
             progress.read += block.nbytes
 
@@ -109,11 +108,11 @@ class SliceReader:
         if path not in self._files:
             self._files[path] = file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             self._open.callback(os.close, file)
-            # Reads are large, and what follows is another rank's: the kernel should not read ahead.
+            # Reads are large and the next bytes belong to another rank: no read-ahead.
             os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)
         return self._files[path]
 
-    def _room(self, size: int) -> Tensor:
+    def _block_of(self, size: int) -> Tensor:
         if size > len(self._block):  # a row wider than a block
             self._block = torch.empty(size, dtype=torch.uint8)
         return self._block[:size]
@@ -124,16 +123,16 @@ def _dtype(entry: Entry) -> torch.dtype:
     return dtype
 
 
-def _grid(piece: Piece, entry: Entry) -> _Grid:
+def _byte_rows(piece: TensorSlice, entry: Entry) -> _ByteRows:
     item, shape = _dtype(entry).itemsize, entry.shape
     pitch = math.prod(shape[1:]) * item
     if piece.axis == 0:
-        return _Grid(entry.start + piece.start * pitch, len(piece.target), pitch, pitch)
-    return _Grid(entry.start + piece.start * item, shape[0], piece.target.shape[1] * item, pitch)
+        return _ByteRows(entry.start + piece.start * pitch, len(piece.target), pitch, pitch)
+    return _ByteRows(entry.start + piece.start * item, shape[0], piece.target.shape[1] * item, pitch)
 
 
-def _read_rows(file: int, block: Tensor, grid: _Grid, row: int) -> None:
-    """As many rows as ``block`` holds, from ``row`` on."""
+def _read_rows(file: int, block: Tensor, grid: _ByteRows, row: int) -> None:
+    """Fill ``block`` with rows from ``row`` on."""
     bytes_: Any = block.numpy()
     view = memoryview(bytes_)
     start = grid.start + row * grid.pitch
@@ -141,15 +140,15 @@ def _read_rows(file: int, block: Tensor, grid: _Grid, row: int) -> None:
         _read(file, view, start)
         return
     rows = len(view) // grid.width
-    # The rows' other parts are read by the host's other ranks: the kernel fetches the whole stretch once for all.
+    # Other ranks of this node read the other parts of these rows, so let the kernel fetch the full range once.
     os.posix_fadvise(file, start, rows * grid.pitch, os.POSIX_FADV_WILLNEED)
-    for at in range(rows):
-        _read(file, view[at * grid.width : (at + 1) * grid.width], start + at * grid.pitch)
+    for index in range(rows):
+        _read(file, view[index * grid.width : (index + 1) * grid.width], start + index * grid.pitch)
 
 
 def _read(file: int, into: Any, start: int) -> None:
     while len(into):
         count = os.preadv(file, [into], start)
         if count == 0:
-            raise OSError("the file ends before the tensor does")
+            raise OSError("the file ends before the tensor")
         into, start = into[count:], start + count

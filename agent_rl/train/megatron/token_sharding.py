@@ -1,4 +1,5 @@
-"""Which tokens of a packed micro-batch this rank holds, and the way back: :mod:`r3.shard`'s indices on tensors."""
+"""Which tokens of a packed micro-batch this rank computes, and how their results return to batch order. Applies the
+indices of :mod:`r3.shard` to tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from agent_rl.errors import TrainerError
 from agent_rl.train.megatron.packed_batch import PackedBatch, PackedRoutes
-from agent_rl.train.megatron.parallel import Ranks
+from agent_rl.train.megatron.parallel import ParallelState
 from r3.routing import Routing, RoutingError
 from r3.shard import (
     Packing,
@@ -27,12 +28,13 @@ from r3.shard import (
 )
 
 
-def shard_spec(ranks: Ranks, moe: tuple[bool, ...], *, model_chunks: int = 1) -> ShardSpec:
-    """What this rank's routers see. ``moe[i]``: layer i has experts; ``model_chunks``: virtual stages a rank holds."""
-    held = stage_layers(len(moe), ranks.pipeline_size, model_chunks)[ranks.pipeline_rank]
+def shard_spec(ranks: ParallelState, moe: tuple[bool, ...], *, model_chunks: int = 1) -> ShardSpec:
+    """The tokens and MoE layers of this rank's routers. ``moe[i]``: layer i has experts; ``model_chunks``: virtual
+    stages per rank."""
+    chunks = stage_layers(len(moe), ranks.pipeline_size, model_chunks)[ranks.pipeline_rank]
     return ShardSpec(
         columns=moe_columns(
-            [number for chunk in held for number in chunk], [index + 1 for index, yes in enumerate(moe) if yes]
+            [number for chunk in chunks for number in chunk], [index + 1 for index, yes in enumerate(moe) if yes]
         ),
         context_rank=ranks.context_rank,
         context_size=ranks.context_size,
@@ -42,11 +44,11 @@ def shard_spec(ranks: Ranks, moe: tuple[bool, ...], *, model_chunks: int = 1) ->
 
 
 class Layout:
-    """The cut of one micro-batch.
+    """How one micro-batch is divided among context and tensor ranks.
 
     ``lengths``: this context rank's tokens of each sequence. ``source`` int64 ``[local]``: which token of the batch
-    each one is, -1 for padding. ``positions`` int64 ``[local]``. ``chunks``: the two chunks of every sequence held here
-    under context parallelism.
+    each local token is, -1 for padding. ``positions`` int64 ``[local]``. ``chunks``: the two chunks of every sequence
+    on this rank under context parallelism.
     """
 
     def __init__(self, batch: PackedBatch, spec: ShardSpec) -> None:
@@ -59,18 +61,18 @@ class Layout:
         self._sample_ids, self._tokens = batch.sample_ids, batch.tokens.cpu().numpy()
 
     def take(self, rows: Tensor, padding: int) -> Tensor:
-        """This context rank's rows of ``rows [T, ...]``, with ``padding`` where the cut has a padding token."""
+        """This context rank's rows of ``rows [T, ...]``, with the value ``padding`` at padding tokens."""
         source = self.source.to(rows.device)
         taken = rows[source.clamp(min=0)]
         return taken.masked_fill((source < 0).view(-1, *[1] * (rows.ndim - 1)), padding)
 
     @property
     def router_padding(self) -> Tensor:
-        """bool ``[rows]``: which of the tokens that this rank's routers see are padding."""
+        """bool ``[rows]``: which tokens of this rank's routers are padding."""
         return self.source[router_slice(len(self.source), self.spec)] < 0
 
-    def cut(self, routes: PackedRoutes, num_experts: int) -> RouteShard:
-        """This rank's share of a whole batch's routes."""
+    def shard_routes(self, routes: PackedRoutes, num_experts: int) -> RouteShard:
+        """This rank's shard of the routes of a full batch."""
         experts, present = routes.experts.cpu().numpy(), routes.present.cpu().numpy()
         bounds = self.packing.cu_seqlens[1:-1]
         parts = zip(np.split(experts, bounds), np.split(present, bounds), strict=True)
@@ -78,17 +80,18 @@ class Layout:
         return cut_routes(routings, self._sample_ids, self._tokens, self.packing, self.spec)
 
     def check(self, shard: RouteShard) -> int:
-        """Row i of ``shard`` must be of the token fed at place i; returns how many rows were compared.
+        """Check that row i of ``shard`` belongs to token i of the input. Returns the number of rows compared.
 
-        Raises TrainerError naming sample and token.
+        Raises TrainerError with sample and token.
         """
         try:
             return check_identity(shard, self._sample_ids, self._tokens, self.packing, self.spec)
         except RoutingError as error:
-            raise TrainerError(f"routes do not belong to the tokens they came with: {error}") from None
+            raise TrainerError(f"the routes do not belong to the tokens of the batch: {error}") from None
 
     def gather_context(self, rows: Tensor) -> Tensor:
-        """All context ranks' rows in the order of the padded sequences; the gradient is summed back to its owner."""
+        """All context ranks' rows in the order of the padded sequences; the backward pass sums the gradient on the
+        owner."""
         from megatron.core.parallel_state import get_context_parallel_group
         from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 

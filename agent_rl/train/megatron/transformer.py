@@ -1,4 +1,4 @@
-"""From a model's facts to Megatron's configuration."""
+"""Megatron's configuration for a model spec."""
 
 from __future__ import annotations
 
@@ -15,43 +15,43 @@ from agent_rl.train.parallel_checks import expert_problems, model_problems, reco
 
 
 def transformer_config(
-    facts: ModelSpec,
+    model_spec: ModelSpec,
     parallel: ParallelConfig,
     dtype: torch.dtype,
     recompute: Recompute,
     recompute_modules: Sequence[str],
 ) -> TransformerConfig:
-    """Megatron's configuration, with everything off that needs Transformer Engine or Apex.
+    """Megatron's configuration, without options that need Transformer Engine or Apex.
 
     Raises ConfigError where the layout does not fit the model (:mod:`agent_rl.train.parallel_checks`).
     """
     full = recompute == "full"
     modules = tuple(recompute_modules) if recompute == "selective" else ()
     refuse(
-        model_problems(parallel, facts)
-        + recompute_problems(modules, facts)
-        + expert_problems(str(dtype).removeprefix("torch."), facts)
+        model_problems(parallel, model_spec)
+        + recompute_problems(modules, model_spec)
+        + expert_problems(str(dtype).removeprefix("torch."), model_spec)
     )
     virtual = parallel.virtual_pipeline > 1
     return TransformerConfig(
-        num_layers=facts.num_layers,
-        hidden_size=facts.hidden,
-        num_attention_heads=facts.heads,
-        num_query_groups=facts.kv_heads,
-        kv_channels=facts.head_dim,
-        ffn_hidden_size=facts.inner,
-        qk_layernorm=facts.family.qk_norm,
-        add_qkv_bias=facts.qkv_bias,
+        num_layers=model_spec.num_layers,
+        hidden_size=model_spec.hidden,
+        num_attention_heads=model_spec.heads,
+        num_query_groups=model_spec.kv_heads,
+        kv_channels=model_spec.head_dim,
+        ffn_hidden_size=model_spec.inner,
+        qk_layernorm=model_spec.family.qk_norm,
+        add_qkv_bias=model_spec.qkv_bias,
         normalization="RMSNorm",
-        layernorm_epsilon=facts.norm_eps,
+        layernorm_epsilon=model_spec.norm_eps,
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
         attention_dropout=0.0,
         hidden_dropout=0.0,
-        init_method_std=facts.init_std,
-        # Also where weights are loaded: without it Megatron does not mark parameters as cut over tensor ranks, and
-        # the gradient norm leaves those of the other ranks out.
+        init_method_std=model_spec.init_std,
+        # Without initialization Megatron does not mark parameters as sharded over tensor ranks, and the gradient norm
+        # misses those of other ranks.
         perform_initialization=True,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -65,8 +65,8 @@ def transformer_config(
         sequence_parallel=parallel.tensor > 1,
         variable_seq_lengths=parallel.pipeline > 1,
         batch_p2p_comm=False,
-        # Without it the interleaved schedule exchanges activations and gradients in one call, and between two
-        # stages, where the next is also the previous, each takes the other's lengths.
+        # Otherwise the interleaved schedule exchanges activations and gradients in one call. With two stages the next
+        # stage is also the previous one, and each would receive the other's lengths.
         overlap_p2p_comm=virtual,
         # The loss function normalizes by global counts, so gradients are summed and never averaged.
         calculate_per_token_loss=True,
@@ -82,23 +82,23 @@ def transformer_config(
         recompute_modules=list(modules) if recompute == "selective" else None,
         recompute_method="uniform" if full else None,
         recompute_num_layers=1 if full else None,
-        **_moe_options(facts),
+        **_moe_options(model_spec),
     )
 
 
-def _moe_options(facts: ModelSpec) -> dict[str, Any]:
-    if not any(facts.moe):
+def _moe_options(model_spec: ModelSpec) -> dict[str, Any]:
+    if not any(model_spec.moe):
         return {}
-    shared = facts.shared_inner or None
+    shared = model_spec.shared_inner or None
     return {
-        "num_moe_experts": facts.num_experts,
-        "moe_ffn_hidden_size": facts.expert_inner,
-        "moe_router_topk": facts.top_k,
-        "moe_layer_freq": [int(moe) for moe in facts.moe],
+        "num_moe_experts": model_spec.num_experts,
+        "moe_ffn_hidden_size": model_spec.expert_inner,
+        "moe_router_topk": model_spec.top_k,
+        "moe_layer_freq": [int(moe) for moe in model_spec.moe],
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        # Gates that are not normalized over the top k are the softmax over all experts.
-        "moe_router_pre_softmax": not facts.norm_topk_prob,
+        # Gates without normalization over the top k are the softmax over all experts.
+        "moe_router_pre_softmax": not model_spec.norm_topk_prob,
         "moe_shared_expert_intermediate_size": shared,
         "moe_shared_expert_gate": shared is not None,
         "moe_router_dtype": "fp32",

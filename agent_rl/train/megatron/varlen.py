@@ -1,9 +1,8 @@
-"""Causal attention over runs of packed tokens, by each of the kernels that a machine may have.
+"""Causal attention over segments of packed tokens, with each supported kernel.
 
 Axes: Q and K packed queries and keys, H heads, G heads of keys and values (H is a multiple), D head width.
 
-Which one is taken, and how it is proved before: :mod:`agent_rl.train.megatron.kernel_choice`. Those for a GPU were
-never run: no GPU was at hand. That they are given what their documentation asks for is tested with their doubles.
+Which kernel is used, and how it is checked first: :mod:`agent_rl.train.megatron.kernel_choice`.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Runs:
-    """Runs of queries, each with the keys it may see: its last query sees its last key, the one before one fewer.
+class Segments:
+    """Segments of queries and their keys: the last query sees the last key, the query before sees one key fewer.
 
-    ``queries`` and ``keys`` are the runs' lengths, ``query_ends`` and ``key_ends`` their sums so far, int32
-    ``[runs + 1]`` on the device.
+    ``queries`` and ``keys``: lengths per segment. ``query_ends`` and ``key_ends``: cumulative lengths, int32
+    ``[segments + 1]`` on the device.
     """
 
     queries: tuple[int, ...]
@@ -32,21 +31,27 @@ class Runs:
     key_ends: Tensor
 
     @classmethod
-    def build(cls, queries: Sequence[int], keys: Sequence[int], device: torch.device) -> Runs:
-        """Raises ValueError where a run has fewer keys than queries."""
+    def build(cls, queries: Sequence[int], keys: Sequence[int], device: torch.device) -> Segments:
+        """Raises ValueError for a segment with fewer keys than queries."""
         if len(queries) != len(keys) or any(k < q for q, k in zip(queries, keys, strict=True)):
-            raise ValueError(f"runs of {list(queries)} queries and {list(keys)} keys: each needs as many keys or more")
+            raise ValueError(
+                f"segments of {list(queries)} queries and {list(keys)} keys: "
+                "a segment needs at least as many keys as queries"
+            )
         return cls(tuple(queries), tuple(keys), _ends(queries, device), _ends(keys, device))
 
 
-Attend = Callable[[Tensor, Tensor, Tensor, Runs, float], Tensor]
-"""``attend(query [Q, H, D], key [K, G, D], value [K, G, D], runs, scale)``, runs end to end: ``[Q, H, D]``."""
+AttentionKernel = Callable[[Tensor, Tensor, Tensor, Segments, float], Tensor]
+"""``attend(query [Q, H, D], key [K, G, D], value [K, G, D], segments, scale)`` of packed segments returns
+``[Q, H, D]``."""
 
 
-def written_out(query: Tensor, key: Tensor, value: Tensor, runs: Runs, scale: float) -> Tensor:
-    """The formula, with every weight in memory: what the others are compared with."""
+def reference_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
+    """Attention with all weights in memory, the reference for the other kernels."""
     parts, shared = [], query.shape[1] // key.shape[1]
-    for q, k, v in zip(query.split(runs.queries), key.split(runs.keys), value.split(runs.keys), strict=True):
+    for q, k, v in zip(
+        query.split(segments.queries), key.split(segments.keys), value.split(segments.keys), strict=True
+    ):
         seen = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril(len(k) - len(q))
         scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(shared, dim=1)) * scale
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
@@ -54,13 +59,13 @@ def written_out(query: Tensor, key: Tensor, value: Tensor, runs: Runs, scale: fl
     return torch.cat(parts)
 
 
-def one_by_one(query: Tensor, key: Tensor, value: Tensor, runs: Runs, scale: float) -> Tensor:
-    """Every run on its own; memory grows with its length and not with the square, where it has no more keys."""
-    parts = zip(query.split(runs.queries), key.split(runs.keys), value.split(runs.keys), strict=True)
-    return torch.cat([_attend(q, k, v, scale) for q, k, v in parts])
+def sdpa_per_segment(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
+    """torch's scaled dot product per segment. Memory is linear in its length if it has as many keys as queries."""
+    parts = zip(query.split(segments.queries), key.split(segments.keys), value.split(segments.keys), strict=True)
+    return torch.cat([_sdpa(q, k, v, scale) for q, k, v in parts])
 
 
-def by_torch_varlen(query: Tensor, key: Tensor, value: Tensor, runs: Runs, scale: float) -> Tensor:
+def torch_varlen_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
     """:func:`torch.nn.attention.varlen.varlen_attn` (flash attention, which aligns the causal mask at the last key)."""
     from torch.nn.attention.varlen import varlen_attn
 
@@ -68,10 +73,10 @@ def by_torch_varlen(query: Tensor, key: Tensor, value: Tensor, runs: Runs, scale
         query,
         key,
         value,
-        runs.query_ends,
-        runs.key_ends,
-        max(runs.queries),
-        max(runs.keys),
+        segments.query_ends,
+        segments.key_ends,
+        max(segments.queries),
+        max(segments.keys),
         scale=scale,
         window_size=(-1, 0),  # causal
         enable_gqa=query.shape[1] != key.shape[1],
@@ -80,22 +85,22 @@ def by_torch_varlen(query: Tensor, key: Tensor, value: Tensor, runs: Runs, scale
     return out
 
 
-def by_transformer_engine(query: Tensor, key: Tensor, value: Tensor, runs: Runs, scale: float) -> Tensor:
+def transformer_engine_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
     """Transformer Engine's ``DotProductAttention``, which picks a fused kernel for the GPU."""
     kernel = _transformer_engine(query.shape[1], key.shape[1], query.shape[2], scale)
     out: Tensor = kernel(
         query.contiguous(),
         key.contiguous(),
         value.contiguous(),
-        cu_seqlens_q=runs.query_ends,
-        cu_seqlens_kv=runs.key_ends,
-        max_seqlen_q=max(runs.queries),
-        max_seqlen_kv=max(runs.keys),
+        cu_seqlens_q=segments.query_ends,
+        cu_seqlens_kv=segments.key_ends,
+        max_seqlen_q=max(segments.queries),
+        max_seqlen_kv=max(segments.keys),
     )
     return out.view(query.shape)
 
 
-def by_flash_attention_3(query: Tensor, key: Tensor, value: Tensor, runs: Runs, scale: float) -> Tensor:
+def flash_attention_3(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
     """FlashAttention 3, which aligns the causal mask at the last key."""
     from flash_attn_interface import flash_attn_varlen_func
 
@@ -103,15 +108,15 @@ def by_flash_attention_3(query: Tensor, key: Tensor, value: Tensor, runs: Runs, 
         query,
         key,
         value,
-        cu_seqlens_q=runs.query_ends,
-        cu_seqlens_k=runs.key_ends,
-        max_seqlen_q=max(runs.queries),
-        max_seqlen_k=max(runs.keys),
+        cu_seqlens_q=segments.query_ends,
+        cu_seqlens_k=segments.key_ends,
+        max_seqlen_q=max(segments.queries),
+        max_seqlen_k=max(segments.keys),
         softmax_scale=scale,
         causal=True,
     )
-    whole: Tensor = out[0] if isinstance(out, tuple) else out  # some releases also give the sums' logarithms
-    return whole
+    output: Tensor = out[0] if isinstance(out, tuple) else out  # some releases also return the log-sum-exp
+    return output
 
 
 @functools.cache
@@ -129,7 +134,7 @@ def _transformer_engine(heads: int, key_heads: int, width: int, scale: float) ->
     )
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     count, seen = len(query), len(key)
     mask: dict[str, Any] = {"is_causal": True}
     if seen > count:  # is_causal would align the mask at the first key

@@ -1,7 +1,7 @@
-"""Rows of the data sets that tasks come from, recognised by their fields and brought into a record's shape.
+"""Converts rows of known data sets, recognized by their fields, to the fields of a record.
 
-Each family has a module; docs/datasets.md says which fields it reads and by which rules it is graded. A row that no
-family recognizes has a record's own fields: R2E-Gym's, or those of a local task.
+Each family of data sets has a module; docs/reference/datasets.md lists its fields and grading rules. A row that no
+family recognizes must have the fields of a record: R2E-Gym's, or those of a local task.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from envs.swe.datasets.spec import Row
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A family of data sets. ``read`` gives a record's fields, or raises ``ValueError``: the field, what is wrong with
-    it, and what would be right."""
+    """A family of data sets. ``read`` returns a record's fields or raises ``ValueError`` with the field, its problem
+    and what would be right."""
 
     name: str
     recognizes: Callable[[Row], bool]
@@ -31,30 +31,33 @@ FAMILIES = (
     Family("SWE-Gym", gym.recognizes, gym.read),
     Family("SWE-bench", swebench.recognizes, swebench.read),
 )
-"""The first that recognizes a row reads it."""
+"""The first family that recognizes a row reads it."""
 
 _REQUIRED = ("problem_statement", "expected_output_json", "repo_name")
 
 
 def normalize(row: Row) -> dict[str, Any]:
-    """The row under a record's field names. Fields that are null are left out, so that they take their defaults.
+    """The row under a record's field names. Null fields are left out, so that they take their defaults.
 
     Raises ``ValueError`` for a row that its family cannot grade.
     """
-    found = {key: value for key, value in nemo.unwrapped(row).items() if value is not None or key in _REQUIRED}
-    family = next((family for family in FAMILIES if family.recognizes(found)), None)
+    fields = {key: value for key, value in nemo.unwrap(row).items() if value is not None or key in _REQUIRED}
+    family = next((family for family in FAMILIES if family.recognizes(fields)), None)
     if family is not None:
-        return family.read(found)
-    if "repo" in found and "repo_name" not in found:
-        found["repo_name"] = found.pop("repo")
-    return found
+        return family.read(fields)
+    if "repo" in fields and "repo_name" not in fields:
+        fields["repo_name"] = fields.pop("repo")
+    return fields
 
 
-def with_spec(row: Row, specs: Mapping[str, Row]) -> Row:
-    """The row with what grades it from the row of its ``instance_id`` in ``specs``; as it is where it needs none or
-    there is none. Raises ``ValueError`` where that row starts from another commit."""
+def join_spec(row: Row, specs: Mapping[str, Row]) -> Row:
+    """The row with the grading fields of the row with its ``instance_id`` in ``specs``.
+
+    A row that has them, or has no counterpart, is returned unchanged. Raises ``ValueError`` if the counterpart starts
+    from another commit.
+    """
     spec = specs.get(str(row.get("instance_id")))
-    if spec is None or says_how(row):
+    if spec is None or has_grading_spec(row):
         return row
     for field in ("repo", "base_commit"):
         if row.get(field) != spec.get(field):
@@ -62,6 +65,6 @@ def with_spec(row: Row, specs: Mapping[str, Row]) -> Row:
     return {**row, **{key: spec[key] for key in swebench.JOINED if spec.get(key) is not None}}
 
 
-def says_how(row: Row) -> bool:
-    """Whether a row of SWE-bench's kin says by itself how it is graded."""
+def has_grading_spec(row: Row) -> bool:
+    """Whether a SWE-bench-like row has its own grading fields."""
     return bool(row.get("eval_script") or row.get("install_config"))

@@ -1,6 +1,6 @@
-"""SWE-Gym (and Lite): SWE-bench's fields for eleven other repositories, whose test commands its harness keeps.
+"""SWE-Gym (and Lite): SWE-bench's fields for eleven other repositories, with test commands from its harness.
 
-The commands are those of SWE-Gym/SWE-Bench-Fork at 242429c, swebench/harness/constants.py (docs/datasets.md).
+The commands are those of SWE-Gym/SWE-Bench-Fork at 242429c, swebench/harness/constants.py (docs/reference/datasets.md).
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import re
 import shlex
 from typing import Any
 
-from envs.swe.datasets.scripts import CONDA, eval_script, patched_tests, put_tests
-from envs.swe.datasets.spec import Row, as_record, given, published_image, require
+from envs.swe.datasets.scripts import CONDA, apply_test_patch, eval_script, test_files
+from envs.swe.datasets.spec import Row, as_record, pick_fields, published_image, require
 
 _TEST_COMMANDS = {
     "bokeh/bokeh": "pytest -rA -n0",
@@ -26,7 +26,7 @@ _TEST_COMMANDS = {
     "python/mypy": "pytest -n0 -rA",
 }
 _PARSERS = {"pydantic/pydantic": "parse_log_pytest_v2"}
-_BEFORE = {"conan-io/conan": ["export PYTHONPATH=${PYTHONPATH:-}:$(pwd)"]}
+_SETUP = {"conan-io/conan": ["export PYTHONPATH=${PYTHONPATH:-}:$(pwd)"]}
 _MYPY = "python/mypy"
 _MYPY_CASE = re.compile(r"\[case ([^\]]+)\]")
 
@@ -38,10 +38,10 @@ def recognizes(row: Row) -> bool:
 def read(row: Row) -> dict[str, Any]:
     require(row, "SWE-Gym", "base_commit", "test_patch", "FAIL_TO_PASS")
     repository, patch = _repository(row), str(row["test_patch"])
-    before = [*CONDA, *_BEFORE.get(repository, ()), *put_tests(patch, str(row["base_commit"]))]
+    setup = [*CONDA, *_SETUP.get(repository, ()), *apply_test_patch(patch, str(row["base_commit"]))]
     spec = {
-        **given(row, "version", "test_patch", "FAIL_TO_PASS", "PASS_TO_PASS"),
-        "eval_script": eval_script(before, [f"{_TEST_COMMANDS[repository]} {_selected(repository, patch)}"]),
+        **pick_fields(row, "version", "test_patch", "FAIL_TO_PASS", "PASS_TO_PASS"),
+        "eval_script": eval_script(setup, [f"{_TEST_COMMANDS[repository]} {_test_selection(repository, patch)}"]),
         "log_parser": _PARSERS.get(repository, "parse_log_pytest"),
         "eval_type": "pass_and_fail",
     }
@@ -53,8 +53,8 @@ def _repository(row: Row) -> str:
     return str(row.get("repo", "")).lower()
 
 
-def _selected(repository: str, patch: str) -> str:
-    """What the test command is told to run: the patched files, of mypy's data files the cases that the patch names."""
+def _test_selection(repository: str, patch: str) -> str:
+    """Arguments of the test command: the patched files, or for mypy's data files the test cases in the patch."""
     if repository != _MYPY:
-        return shlex.join(patched_tests(patch))
+        return shlex.join(test_files(patch))
     return f"-k {shlex.quote(' or '.join(_MYPY_CASE.findall(patch)))}"

@@ -1,7 +1,7 @@
-"""NVIDIA's Nemotron rows, as NeMo Gym's agents read them: a request to a model around a row of another data set.
+"""NVIDIA's Nemotron rows in NeMo Gym's format: a model request that contains a row of another data set.
 
-Two shapes hold tasks: ``responses_create_params.metadata`` with an ``instance_dict``, which is the other data set's
-row as JSON, and ``instance`` with scripts that were made of it (docs/datasets.md).
+Two forms contain tasks: ``responses_create_params.metadata`` with an ``instance_dict`` (the other data set's row as
+JSON), and ``instance`` with scripts derived from it (docs/reference/datasets.md).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from envs.swe.datasets.scripts import eval_script
-from envs.swe.datasets.spec import Row, as_record, given, parse_object, require
+from envs.swe.datasets.spec import Row, as_record, parse_object, pick_fields, require
 
 _REQUEST = "responses_create_params"
 _OWN_GRADERS = ("nv-internal-1", "swe-bench-ext", "deepswe", "denovoswe")
@@ -23,11 +23,11 @@ def recognizes(row: Row) -> bool:
 
 
 def read(row: Row) -> dict[str, Any]:
-    """The record of an ``instance``. Rows around another data set's are unwrapped before (:func:`unwrapped`)."""
+    """The record of an ``instance``. :func:`unwrap` handles requests around another data set's row first."""
     if "instance" not in row:
         raise ValueError(
-            f"{_REQUEST}.metadata.instance_dict: not given, and no instance either: the row holds a conversation, not "
-            "a task. Right would be a row of NeMo Gym's swe_agents or swerl_gen"
+            f"{_REQUEST}.metadata.instance_dict: missing, and so is instance: the row is a conversation, not "
+            "a task; right would be a row of NeMo Gym's swe_agents or swerl_gen"
         )
     if row.get("mode", "eval") != "eval":
         raise ValueError(f"mode: {row['mode']!r} asks for a test that reproduces the issue; right would be 'eval'")
@@ -37,7 +37,7 @@ def read(row: Row) -> dict[str, Any]:
     setup, tests = (_SHEBANG.sub("", str(instance[name])) for name in ("setup_script", "test_script"))
     spec = {
         "test_patch": "",
-        **given(instance, "version", "test_patch", "FAIL_TO_PASS", "PASS_TO_PASS"),
+        **pick_fields(instance, "version", "test_patch", "FAIL_TO_PASS", "PASS_TO_PASS"),
         "eval_script": eval_script([setup], [tests]),
         "log_parser": "parse_log_pytest_v2",
         "eval_type": "pass_and_fail",
@@ -45,22 +45,22 @@ def read(row: Row) -> dict[str, Any]:
     return as_record(instance, spec, docker_image=_image(str(metadata.get("image", ""))))
 
 
-def unwrapped(row: Row) -> Row:
-    """The row of another data set that this one is a request about; the row itself where it is none."""
+def unwrap(row: Row) -> Row:
+    """The other data set's row inside a request, or the row itself if it is not a request."""
     request = row.get(_REQUEST)
     metadata = request.get("metadata") if isinstance(request, dict) else None
     if not isinstance(metadata, dict) or not metadata.get("instance_dict"):
         return row
     if (name := metadata.get("dataset_name")) in _OWN_GRADERS:
-        raise ValueError(f"dataset_name: {name!r} is graded by NeMo Gym alone; right would be SWE-Gym's rows, say")
+        raise ValueError(f"dataset_name: {name!r} is graded only by NeMo Gym; right would be rows of SWE-Gym")
     return parse_object(metadata["instance_dict"], f"{_REQUEST}.metadata.instance_dict")
 
 
 def _image(image: str) -> str:
-    """The name of the image that a file of Apptainer's was made from; a name that is none of a file as it is."""
+    """The image name; for an Apptainer file (.sif), the name of the image that it was made from."""
     if not image:
         raise ValueError("metadata.image: required in a row of NeMo Gym's swerl_gen, and not given")
-    found = _SIF.fullmatch(image)
-    if found is None and image.endswith(".sif"):
+    match = _SIF.fullmatch(image)
+    if match is None and image.endswith(".sif"):
         raise ValueError(f"metadata.image: {image!r}; right would be a container image, or NAMESPACE_sweb.eval.*.sif")
-    return f"{found['namespace']}/{found['name']}:latest" if found else image
+    return f"{match['namespace']}/{match['name']}:latest" if match else image

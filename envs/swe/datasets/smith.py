@@ -1,6 +1,6 @@
-"""SWE-smith: a bug put into a healthy repository. A row's ``patch`` is the bug, and the fix is its reverse.
+"""SWE-smith: bugs injected into a correct repository. A row's ``patch`` is the bug; its inverse is the fix.
 
-The test commands are those of SWE-bench/SWE-smith at 032f1a1, swesmith/profiles/python.py (docs/datasets.md).
+The test commands are those of SWE-bench/SWE-smith at 032f1a1, swesmith/profiles/python.py (docs/reference/datasets.md).
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import shlex
 from typing import Any
 
 from envs.swe.datasets.scripts import CONDA, eval_script
-from envs.swe.datasets.spec import Row, as_record, given, require, strings
+from envs.swe.datasets.spec import Row, as_record, pick_fields, require, string_list
 from envs.swe.diff.git_diff import reversed_patch
 
 PARSER = "swe-smith"
-"""The name of SWE-smith's log parser, which reads pytest's lines of progress (:mod:`envs.swe.swebench`)."""
+"""The name of SWE-smith's log parser, which reads pytest's progress lines (:mod:`envs.swe.swebench`)."""
 
 _PYTEST = "pytest --disable-warnings --color=no --tb=no --verbose"
 _TEST_COMMANDS = {
@@ -27,7 +27,7 @@ _OTHER_RUNNERS = ("python__mypy", "tornadoweb__tornado", "un33k__python-slugify"
 
 
 def recognizes(row: Row) -> bool:
-    """By what no other data set has: an id of repository, commit and bug, or a mirror or an image of SWE-smith's."""
+    """Whether the row names a SWE-smith mirror or image and has no test patch."""
     names = f"{row.get('image_name', '')} {row.get('repo', '')}"
     return "instance_id" in row and "test_patch" not in row and "swesmith" in names
 
@@ -37,14 +37,14 @@ def read(row: Row) -> dict[str, Any]:
     mirror, _, bug = str(row["instance_id"]).rpartition(".")
     project, _, commit = mirror.rpartition(".")
     if not (project and commit and bug):
-        raise ValueError(f"instance_id: {row['instance_id']!r}; right would be OWNER__REPO.COMMIT.BUG, as SWE-smith's")
+        raise ValueError(f"instance_id: {row['instance_id']!r}; right would be OWNER__REPO.COMMIT.BUG")
     if project in _OTHER_RUNNERS:
-        raise ValueError(f"repo: {project} runs its tests in a way of its own, which is not supported")
-    files = _test_files(strings(row["FAIL_TO_PASS"]))
+        raise ValueError(f"repo: {project} has its own test runner, which is not supported; right would be pytest")
+    files = _test_files(string_list(row["FAIL_TO_PASS"]))
     command = f"{_TEST_COMMANDS.get(project, _PYTEST)} {shlex.join(files)}"
     spec = {
-        **given(row, "FAIL_TO_PASS"),
-        "PASS_TO_PASS": [test for test in strings(row.get("PASS_TO_PASS", ())) if test.startswith(tuple(files))],
+        **pick_fields(row, "FAIL_TO_PASS"),
+        "PASS_TO_PASS": [test for test in string_list(row.get("PASS_TO_PASS", ())) if test.startswith(tuple(files))],
         "test_patch": "",
         "hidden_files": files,
         "eval_script": eval_script(CONDA, [command]),
@@ -59,17 +59,17 @@ def read(row: Row) -> dict[str, Any]:
 
 
 def _test_files(tests: list[str]) -> list[str]:
-    """The files of tests that pytest names, sorted. Raises ``ValueError`` where one has none."""
+    """The sorted files of pytest node ids. Raises ``ValueError`` for an id without a file."""
     if other := next((test for test in tests if ".py::" not in test), None):
         raise ValueError(
-            f"FAIL_TO_PASS: {other!r} names no file of pytest's, so it is not known which files the tests are; "
+            f"FAIL_TO_PASS: {other!r} is not a pytest node id, so the test files are unknown; "
             "right would be path/to/test_file.py::test (of SWE-smith's languages only Python is supported)"
         )
     return sorted({test.partition("::")[0] for test in tests})
 
 
 def _image(row: Row, mirror: str) -> str:
-    """The row's image, or the one that SWE-smith publishes for the repository and commit."""
+    """The row's image, or SWE-smith's published image for the repository and commit."""
     published = f"swesmith.x86_64.{mirror.replace('__', '_1776_')}".lower()
     image = str(row.get("image_name") or row.get("docker_image") or published)
     return f"jyangballin/{image}" if image.startswith("swesmith.") else image

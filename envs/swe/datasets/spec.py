@@ -1,13 +1,12 @@
-"""What a row of a data set says about its grading, and how its fields are read.
+"""The grading fields of a SWE-bench-like row, and helpers that read fields of rows.
 
-The names are those of swebench 5, which grades SWE-bench's own rows; other data sets' rows are brought into the same
-shape, each by the module of its family.
+The field names are swebench 5's. The modules of the other families convert their rows to these fields.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -17,17 +16,17 @@ from envs.swe.diff.git_diff import patched_paths
 Row = Mapping[str, Any]
 
 Rules = Literal["swebench", "swe-rebench-v2", "swe-smith"]
-"""By whose rules statuses make a success: swebench's report decides, or every expected test is PASSED, or no expected
-test failed (one that is not in the log has not failed)."""
+"""The rules for a success: swebench's report decides; every expected test is PASSED ("swe-rebench-v2"); or no expected
+test failed, where a test that is not in the log has not failed ("swe-smith")."""
 
 PASSED = "PASSED"
 
 
 class SwebenchSpec(BaseModel):
-    """What a row says about its grading, under SWE-bench's names (``swebench.types.TestSpec``).
+    """The grading fields of a row under SWE-bench's names (``swebench.types.TestSpec``).
 
-    ``eval_script``, ``log_parser`` and ``eval_type`` are empty in a row of twelve fields, which swebench 5 cannot
-    grade. ``hidden_files`` are the hidden tests where the image has them, and no ``test_patch`` brings them.
+    ``eval_script``, ``log_parser`` and ``eval_type`` are empty in SWE-bench's original rows with twelve fields, which
+    swebench 5 cannot grade. ``hidden_files`` are hidden tests in the image, for rows whose ``test_patch`` lacks them.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore", populate_by_name=True, coerce_numbers_to_str=True)
@@ -50,7 +49,7 @@ class SwebenchSpec(BaseModel):
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """The fields without which the row cannot be graded."""
+        """The empty fields that grading requires."""
         return tuple(name for name in ("eval_script", "log_parser", "eval_type") if not getattr(self, name))
 
     @property
@@ -64,10 +63,10 @@ class SwebenchSpec(BaseModel):
 
 
 def as_record(row: Row, spec: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
-    """The row under a record's field names: SWE-bench's names of what every family has, ``spec``, and ``fields``."""
+    """A record's fields from the SWE-bench fields that all families share, ``spec`` and ``fields``."""
     names = {"task_id": "instance_id", "repo_name": "repo", "commit_hash": "base_commit", "gold_patch": "patch"}
     record = {field: row[column] for field, column in names.items() if column in row}
-    tests = [test for key in ("FAIL_TO_PASS", "PASS_TO_PASS") for test in strings(spec.get(key, ()))]
+    tests = [test for key in ("FAIL_TO_PASS", "PASS_TO_PASS") for test in string_list(spec.get(key, ()))]
     return {
         **record,
         "problem_statement": row.get("problem_statement"),
@@ -77,25 +76,25 @@ def as_record(row: Row, spec: Mapping[str, Any], **fields: Any) -> dict[str, Any
     }
 
 
-def given(row: Row, *names: str) -> dict[str, Any]:
-    """Those of the fields ``names`` that the row has."""
+def pick_fields(row: Row, *names: str) -> dict[str, Any]:
+    """The fields of the row among ``names``."""
     return {name: row[name] for name in names if name in row}
 
 
 def require(row: Row, family: str, *names: str) -> None:
-    """Raise ``ValueError`` that names the first of the fields ``names`` which the row lacks or has empty."""
-    if lacking := next((name for name in names if not row.get(name)), None):
-        raise ValueError(f"{lacking}: required in a row of {family}, and not given")
+    """Raise ``ValueError`` for the first field of ``names`` that is missing or empty in the row."""
+    if missing := next((name for name in names if not row.get(name)), None):
+        raise ValueError(f"{missing}: required in a row of {family}, and not given")
 
 
 def published_image(row: Row, prefix: str, separator: str) -> str:
-    """The name under which a data set publishes an instance's image: ``prefix`` and the id in small letters, its
-    double underscore replaced."""
+    """The name of an instance's published image: ``prefix`` and the lower-case id with ``separator`` for its double
+    underscore."""
     return f"{prefix}{str(row['instance_id']).lower().replace('__', separator)}:latest"
 
 
 def parse_list(value: Any) -> Any:
-    """A list given as JSON, read; anything else as it is. Raises ``ValueError`` for broken JSON."""
+    """Parse a JSON list; return any other value unchanged. Raises ``ValueError`` for broken JSON."""
     if not (isinstance(value, str) and value.lstrip().startswith("[")):
         return value
     try:
@@ -105,29 +104,28 @@ def parse_list(value: Any) -> Any:
 
 
 def parse_object(value: Any, field: str) -> dict[str, Any]:
-    """An object, or one given as JSON. Raises ``ValueError`` that names ``field`` for anything else."""
+    """An object, or a JSON object. Raises ``ValueError`` that names ``field`` for any other value."""
     try:
-        found = json.loads(value) if isinstance(value, str) else value
+        parsed = json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{field}: not JSON ({error}); right would be an object") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{field}: a {type(found).__name__}; right would be an object")
-    return {str(key): item for key, item in found.items() if item is not None}
+    if not isinstance(parsed, dict):
+        raise ValueError(f"{field}: a {type(parsed).__name__}; right would be an object")
+    return {str(key): item for key, item in parsed.items() if item is not None}
 
 
-def strings(value: Any) -> list[str]:
-    """The strings of a list, none where it is broken: the field itself is told about by its own check."""
+def string_list(value: Any) -> list[str]:
+    """The items of a list as strings. Empty for a broken list; the field's own validation reports it."""
     try:
-        found = parse_list(value)
+        items = parse_list(value)
     except ValueError:
         return []
-    return [str(item) for item in found] if isinstance(found, list | tuple) else []
+    return [str(item) for item in items] if isinstance(items, list | tuple) else []
 
 
-def lines(value: Any, field: str) -> list[str]:
-    """Commands: a string, or a list of strings. Raises ``ValueError`` that names ``field`` for anything else."""
-    items: Iterable[Any] = [value] if isinstance(value, str) else value if isinstance(value, list | tuple) else [None]
-    found = list(items)
-    if not all(isinstance(item, str) for item in found):
+def command_lines(value: Any, field: str) -> list[str]:
+    """Nonblank commands from a string or a list of strings. Raises ``ValueError`` that names ``field`` otherwise."""
+    items = [value] if isinstance(value, str) else value
+    if not isinstance(items, list | tuple) or not all(isinstance(item, str) for item in items):
         raise ValueError(f"{field}: right would be a command, or a list of commands")
-    return [item for item in found if item.strip()]
+    return [item for item in items if item.strip()]

@@ -1,4 +1,4 @@
-"""The hunks between two texts, found in time that grows with their length alone, whatever an agent wrote into them."""
+"""Computes diff hunks in nearly linear time, also for adversarial texts (patience diff)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MAX_ANCHORED = 100_000
 
 
 def hunks(old: Sequence[str], new: Sequence[str]) -> list[str]:
-    """The lines of a unified diff's hunks. ``old`` and ``new`` are lines with their ends."""
+    """The hunk lines of a unified diff. ``old`` and ``new`` are lines with their line ends."""
     lines: list[str] = []
     for group in _Matcher(old, new).get_grouped_opcodes():
         (_, i1, _, j1, _), (_, _, i2, _, j2) = group[0], group[-1]
@@ -31,11 +31,11 @@ def _range(start: int, stop: int) -> str:
 
 
 class _Matcher(difflib.SequenceMatcher[str]):
-    """Finds what two texts share from the lines that stand once in each (patience diff). The search of its base class
-    takes a cubic time on texts of few different lines."""
+    """Matches two texts from the lines that are unique in both (patience diff). The base class's search takes cubic
+    time on texts with few distinct lines."""
 
     def __init__(self, old: Sequence[str], new: Sequence[str]) -> None:
-        super().__init__()  # without the texts, which the base class would index at once
+        super().__init__()  # without the texts: the base class would index them
         self._old, self._new = old, new
 
     def get_matching_blocks(self) -> list[difflib.Match]:
@@ -43,7 +43,7 @@ class _Matcher(difflib.SequenceMatcher[str]):
 
 
 def _blocks(old: Sequence[str], new: Sequence[str]) -> Iterator[difflib.Match]:
-    """Runs of equal lines, each as long as it can be, around the anchors, the texts' starts and their ends."""
+    """Maximal runs of equal lines around the anchors and around the starts and ends of the texts."""
     end_old = end_new = 0
     for i, j in [(0, 0), *_anchors(old, new), (len(old), len(new))]:
         if i < end_old or j < end_new:
@@ -59,21 +59,21 @@ def _blocks(old: Sequence[str], new: Sequence[str]) -> Iterator[difflib.Match]:
 
 
 def _anchors(old: Sequence[str], new: Sequence[str]) -> list[tuple[int, int]]:
-    """The most places (old, new) of lines that stand once in each text, in the same order in both.
+    """The longest increasing sequence of (old, new) indices of lines that are unique in both texts.
 
-    None in texts of more lines than people write: what their starts and ends share is all that is found there.
+    Empty for texts of more than 100,000 lines in total, whose diff then only has a common start and end.
     """
     if len(old) + len(new) > _MAX_ANCHORED:
         return []
     old_counts, new_counts = Counter(old), Counter(new)
-    places = {line: index for index, line in enumerate(old) if old_counts[line] == 1}
-    pairs = [(places[line], index) for index, line in enumerate(new) if new_counts[line] == 1 and line in places]
+    old_index = {line: index for index, line in enumerate(old) if old_counts[line] == 1}
+    pairs = [(old_index[line], index) for index, line in enumerate(new) if new_counts[line] == 1 and line in old_index]
     ends: list[int] = []
     last: list[int] = []
     previous: list[int] = []
-    for number, (place, _) in enumerate(pairs):
-        length = bisect_left(ends, place)
-        ends[length : length + 1] = [place]
+    for number, (index, _) in enumerate(pairs):
+        length = bisect_left(ends, index)
+        ends[length : length + 1] = [index]
         last[length : length + 1] = [number]
         previous.append(last[length - 1] if length else -1)
     return _chain(pairs, previous, last[-1] if last else -1)

@@ -1,1 +1,1 @@
-"""Tasks from code that is at hand: commits of a repository, releases of a package, bugs put into a checkout."""
+"""Makes tasks from existing code: commits of a repository, releases of a package, bugs injected into a checkout."""

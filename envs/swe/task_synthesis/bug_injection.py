@@ -1,4 +1,4 @@
-"""Candidates by putting bugs into code whose tests pass: which tests run which functions is found out first."""
+"""Candidates from bugs injected into tested code. A traced test run first finds which tests call which functions."""
 
 from __future__ import annotations
 
@@ -11,94 +11,136 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from envs.context import EnvContext
-from envs.swe.repositories import WORKDIR, in_workdir
-from envs.swe.sandboxes import SITE
+from envs.swe.repositories import WORKDIR, workdir_files
+from envs.swe.sandboxes import SITE_PACKAGES
 from envs.swe.task_synthesis.candidate import (
     Candidate,
-    Change,
-    Fallen,
-    draft,
+    CandidateRejected,
+    CodeChange,
     egg_info,
     import_root,
     is_code,
     is_test_module,
+    make_candidate,
     pytest_command,
 )
 from envs.swe.task_synthesis.checkout import Checkout
-from envs.swe.task_synthesis.mutations import Bug, Site, sites
+from envs.swe.task_synthesis.mutations import Bug, InjectionSite, injection_sites
 from envs.swe.task_synthesis.requirements import requirements_of
 from envs.swe.task_synthesis.site_packages import SitePackages
-from envs.swe.task_synthesis.tracer import TRACER
 from envs.swe.task_synthesis.validation import USAGE, without_addopts
 from sandbox import SandboxError, SandboxFileError, SandboxSpec
 
-_MODULES = 24
-"""Test modules that are looked at: the others stay in the repository, where the agent sees them."""
-_RUN = 2
-"""Test modules that check one bug."""
-_TRACE = "/tmp/agent-rl-trace"
-_TRACE_BYTES = 16 << 20
-_MODULE_SECONDS = 15.0
+_MAX_MODULES = 24
+"""Test modules to trace. The others stay in the repository, visible to the agent."""
+_MODULES_PER_BUG = 2
+_TRACE_PATH = "/tmp/agent-rl-trace"
+_MAX_TRACE_BYTES = 16 << 20
+_MODULE_TIMEOUT_S = 15.0
 
 
-_Traced = tuple[float, str, list[tuple[str, int]]]
-"""Seconds of a test module, its path, and the functions that its passing tests run."""
+_ModuleTrace = tuple[float, str, list[tuple[str, int]]]
+"""Seconds of a test module, its path, and the (path, first line) of the functions that its passing tests call."""
+
+# A pytest plugin. It writes the functions below the working directory that each test module's passing tests called, and
+# the module's seconds: module -> [seconds, [[path, first line], ...]]. It writes after each module, so that a module
+# that hangs loses only itself and the modules after it.
+_TRACER = """
+import json, os, sys, threading, time
+
+import pytest
+
+HERE = os.getcwd() + os.sep
+modules, calls = {}, set()
+
+
+def note(frame, event, argument):
+    if event == "call":
+        calls.add(frame.f_code)
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_protocol(item, nextitem):
+    calls.clear()
+    item.agent_rl_failed = False
+    began = time.monotonic()
+    sys.setprofile(note)
+    threading.setprofile(note)
+    yield
+    sys.setprofile(None)
+    threading.setprofile(None)
+    module = item.nodeid.partition("::")[0]
+    seconds, found = modules.setdefault(module, [0.0, set()])
+    modules[module][0] = seconds + time.monotonic() - began
+    if not item.agent_rl_failed:
+        places = {(code.co_filename, code.co_firstlineno) for code in calls}
+        found.update((name[len(HERE):], line) for name, line in places if name.startswith(HERE))
+    if nextitem is None or nextitem.nodeid.partition("::")[0] != module:
+        with open(os.environ["AGENT_RL_TRACE"], "w") as out:
+            json.dump(modules, out, default=sorted)
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item, call):
+    outcome = yield
+    item.agent_rl_failed |= not outcome.get_result().passed
+"""
 
 
 @dataclass
-class Injection:
-    """Bugs in a checkout, in an order drawn from ``seed``."""
+class InjectionSource:
+    """Bugs injected into a checkout, in a random order of ``seed``."""
 
     checkout: Checkout
     context: EnvContext
-    sites: SitePackages
+    site_packages: SitePackages
     directory: Path
     seed: int = 0
     jobs: int = 2
-    _places: dict[str, tuple[str, Site, tuple[str, ...]]] = field(default_factory=dict)
+    _sites: dict[str, tuple[str, InjectionSite, tuple[str, ...]]] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
         return f"inject {self.checkout.repo}"
 
     @property
-    def left_out(self) -> Mapping[str, int]:
-        return self.checkout.left_out
+    def omitted(self) -> Mapping[str, int]:
+        return self.checkout.omitted
 
-    async def candidates(self) -> Sequence[str]:
-        """Places in functions that passing tests run: no two of a function before each has had one."""
+    async def candidate_keys(self) -> Sequence[str]:
+        """Keys of injection sites in functions that passing tests call: one per function, then a second, etc."""
         modules = sorted(filter(is_test_module, self.checkout.files))
         if not modules:
-            raise Fallen("no tests", "no file test_*.py or *_test.py")
+            raise CandidateRejected("no tests", "no file test_*.py or *_test.py")
         rng = random.Random(f"inject/{self.seed}")
-        chosen = sorted(rng.sample(modules, min(_MODULES, len(modules))))
-        covering = await self._covering(chosen)
+        chosen = sorted(rng.sample(modules, min(_MAX_MODULES, len(modules))))
+        covering = await self._covering_modules(chosen)
         if not covering:
-            raise Fallen("no test passes", f"of {len(chosen)} modules")
+            raise CandidateRejected("no test passes", f"of {len(chosen)} modules")
         by_function: dict[tuple[str, int, str], list[str]] = defaultdict(list)
         for path in sorted(path for path in self.checkout.files if is_code(path)):
-            for site in await asyncio.to_thread(sites, self.checkout.files[path]):
-                self._take(path, site, covering, by_function)
-        return _dealt(by_function, rng)
+            for site in await asyncio.to_thread(injection_sites, self.checkout.files[path]):
+                self._add_site(path, site, covering, by_function)
+        return _interleave(by_function, rng)
 
-    def _take(
+    def _add_site(
         self,
         path: str,
-        site: Site,
+        site: InjectionSite,
         covering: Mapping[tuple[str, int], Sequence[str]],
         by_function: dict[tuple[str, int, str], list[str]],
     ) -> None:
         if site.bugs and (run := covering.get((path, site.bugs[0].function[0]))):
             key = f"{path}:{site.line}:{site.column}"
-            self._places.setdefault(key, (path, site, tuple(run[:_RUN])))
+            self._sites.setdefault(key, (path, site, tuple(run[:_MODULES_PER_BUG])))
             by_function[(path, *site.bugs[0].function)].append(key)
 
-    async def draft(self, key: str) -> Candidate:
-        path, site, run = self._places[key]
+    async def candidate(self, key: str) -> Candidate:
+        path, site, run = self._sites[key]
         bug = random.Random(f"{self.seed}/{key}").choice(site.bugs)
-        files = self._shown(run) | {path: bug.source}
+        files = self._visible_files(run) | {path: bug.source}
         hidden = {test: self.checkout.files[test] for test in run}
-        change = Change(
+        change = CodeChange(
             repo=self.checkout.repo,
             task_id=_task_id(self.checkout, key, bug),
             files=files,
@@ -109,19 +151,19 @@ class Injection:
             decoys=[{path: other.source} for other in site.bugs if other is not bug],
             root=import_root(self.checkout.files),
         )
-        return draft(change, await self._site())
+        return make_candidate(change, await self._install_site_packages())
 
-    def _shown(self, hidden: Sequence[str]) -> dict[str, str]:
+    def _visible_files(self, hidden: Sequence[str]) -> dict[str, str]:
         files = {path: text for path, text in self.checkout.files.items() if path not in hidden}
         return files | egg_info(files, self.checkout.package, import_root(files))
 
-    async def _site(self) -> str:
+    async def _install_site_packages(self) -> str:
         checkout = self.checkout
-        return await self.sites.of(requirements_of(checkout.files, checkout.package, checkout.metadata))
+        return await self.site_packages.install(requirements_of(checkout.files, checkout.package, checkout.metadata))
 
-    async def _covering(self, modules: Sequence[str]) -> dict[tuple[str, int], list[str]]:
-        """The test modules that run each function (its file and first line), the quickest first."""
-        site = await self._site()
+    async def _covering_modules(self, modules: Sequence[str]) -> dict[tuple[str, int], list[str]]:
+        """The test modules that call each function (its path and first line), fastest first."""
+        site = await self._install_site_packages()
         parts = [modules[start :: self.jobs] for start in range(min(self.jobs, len(modules)))]
         traces = await asyncio.gather(*(self._trace(part, site) for part in parts))
         covering: dict[tuple[str, int], list[str]] = defaultdict(list)
@@ -130,33 +172,35 @@ class Injection:
                 covering[function].append(module)
         return dict(covering)
 
-    async def _trace(self, modules: Sequence[str], site: str) -> list[_Traced]:
-        """What the passing tests of some modules run; nothing of those that don't end in time."""
-        files = self._shown(())
+    async def _trace(self, modules: Sequence[str], site: str) -> list[_ModuleTrace]:
+        """Trace the passing tests of some modules. Modules that do not end in time are missing in the result."""
+        files = self._visible_files(())
         command = pytest_command(import_root(files), modules).replace(
             "-m pytest ", "-m pytest -p agent_rl_tracer --continue-on-collection-errors "
         )
-        script = f"export PYTHONPATH=/tmp:$PYTHONPATH AGENT_RL_TRACE={_TRACE}; {command}"
-        seconds = _MODULE_SECONDS * len(modules)
+        script = f"export PYTHONPATH=/tmp:$PYTHONPATH AGENT_RL_TRACE={_TRACE_PATH}; {command}"
+        seconds = _MODULE_TIMEOUT_S * len(modules)
         try:
-            async with self.context.sandbox(site_spec(self.context, self.directory / site)) as sandbox:
-                await sandbox.write_files({**in_workdir(files), "/tmp/agent_rl_tracer.py": TRACER.encode()})
-                ran = await sandbox.exec(script, timeout=seconds, cwd=WORKDIR)
-                if ran.exit_code == USAGE:
+            async with self.context.sandbox(site_packages_spec(self.context, self.directory / site)) as sandbox:
+                await sandbox.write_files({**workdir_files(files), "/tmp/agent_rl_tracer.py": _TRACER.encode()})
+                result = await sandbox.exec(script, timeout=seconds, cwd=WORKDIR)
+                if result.exit_code == USAGE:
                     await sandbox.exec(without_addopts(script), timeout=seconds, cwd=WORKDIR)
-                return _traced(await sandbox.read_file(_TRACE, max_bytes=_TRACE_BYTES))
+                return _parse_trace(await sandbox.read_file(_TRACE_PATH, max_bytes=_MAX_TRACE_BYTES))
         except (SandboxFileError, SandboxError):
             return []
 
 
-def site_spec(context: EnvContext, site: Path) -> SandboxSpec:
-    """A sandbox that imports from the directory ``site``."""
-    env = {**context.limits.env, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": SITE}
-    return replace(context.limits, workdir=WORKDIR, env=env, ro_binds={**context.limits.ro_binds, str(site): SITE})
+def site_packages_spec(context: EnvContext, site: Path) -> SandboxSpec:
+    """The spec of a sandbox that imports from the directory ``site``."""
+    env = {**context.limits.env, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": SITE_PACKAGES}
+    return replace(
+        context.limits, workdir=WORKDIR, env=env, ro_binds={**context.limits.ro_binds, str(site): SITE_PACKAGES}
+    )
 
 
-def _traced(trace: bytes) -> list[_Traced]:
-    """What the tracer wrote; nothing where it is not of that form, as the code under test may have written it."""
+def _parse_trace(trace: bytes) -> list[_ModuleTrace]:
+    """The tracer's output. Empty if it is malformed: the code under test can write the file."""
     try:
         rows = json.loads(trace)
         return [
@@ -167,15 +211,15 @@ def _traced(trace: bytes) -> list[_Traced]:
         return []
 
 
-def _dealt(by_function: Mapping[tuple[str, int, str], list[str]], rng: random.Random) -> list[str]:
-    """One key of each function, then a second one of each that has more, and so on, in a drawn order."""
+def _interleave(by_function: Mapping[tuple[str, int, str], list[str]], rng: random.Random) -> list[str]:
+    """One key of each function, then a second one of each function, and so on, in random order."""
     piles = [rng.sample(by_function[name], len(by_function[name])) for name in sorted(by_function)]
     rng.shuffle(piles)
     longest = max(map(len, piles), default=0)
-    dealt = [pile[depth] for depth in range(longest) for pile in piles if depth < len(pile)]
-    return list(dict.fromkeys(dealt))
+    keys = [pile[depth] for depth in range(longest) for pile in piles if depth < len(pile)]
+    return list(dict.fromkeys(keys))
 
 
 def _task_id(checkout: Checkout, key: str, bug: Bug) -> str:
-    place = key.replace("/", ".").replace(":", "-")
-    return f"{checkout.repo}-{bug.family}-{place}"
+    location = key.replace("/", ".").replace(":", "-")
+    return f"{checkout.repo}-{bug.family}-{location}"

@@ -1,4 +1,4 @@
-"""A candidate for a task before it is tried out, and why one falls."""
+"""Task candidates before validation, and the error for a rejected candidate."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from envs.swe.records import SweRecord, commit_content
 
 MAX_FILE_BYTES = 1 << 20
 MAX_RECORD_BYTES = 24 << 20
-"""What the text files of one task may have together."""
-UNWRITTEN = "still to be written"
+"""Largest total size of the text files of one task."""
+PLACEHOLDER = "still to be written"
 _OPTIONS = "-rA --no-fold-skipped --tb=no -q --color=no -p no:cacheprovider"
 
 
-class Fallen(Exception):
-    """A candidate becomes no task. ``reason`` is one of a few, so that they can be counted; ``detail`` says more."""
+class CandidateRejected(Exception):
+    """The candidate is not a valid task. ``reason`` is a category for the report; ``detail`` has the specifics."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         self.reason, self.detail = reason, detail
@@ -27,12 +27,13 @@ class Fallen(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
-    """What a candidate is made of. ``files`` are what the agent finds, ``fixed`` the changed files after the fix (None:
-    removed), ``hidden`` the hidden tests' files and ``run`` those of them that pytest is given.
+class CodeChange:
+    """The source of a candidate.
 
-    ``decoys`` are other wrong states of files of ``fixed``, which the tests must notice, too: else the fix is not
-    unique. ``root`` is put on the import path. ``issue`` is given where it need not be written.
+    ``files`` are the agent's initial files, ``fixed`` the changed files after the fix (None: removed), ``hidden`` the
+    hidden tests' files and ``run`` the ones passed to pytest. ``decoys`` are other wrong versions of files in
+    ``fixed``; the tests must fail with them too, otherwise the fix is not unique. ``root`` is added to the import path.
+    An empty ``issue`` is written later.
     """
 
     repo: str
@@ -50,9 +51,9 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A record whose expected output is still to be measured, and whose issue is to be written unless it is given.
+    """A record without its expected output and, if ``issue`` is empty, without its issue.
 
-    ``message`` says what was changed; ``decoys`` are patches that must not resolve it.
+    ``message`` describes the change; ``decoys`` are patches that must not resolve the task.
     """
 
     record: SweRecord
@@ -61,23 +62,23 @@ class Candidate:
     issue: str = ""
 
 
-def draft(change: Change, site: str) -> Candidate:
-    """The draft of a candidate whose tests import from the directory ``site``. Raises ``Fallen`` for one too large."""
+def make_candidate(change: CodeChange, site_packages: str) -> Candidate:
+    """A candidate whose tests import from ``site_packages``. Raises ``CandidateRejected`` for one that is too large."""
     size = sum(map(len, change.files.values())) + sum(map(len, change.hidden.values()))
     if size > MAX_RECORD_BYTES:
-        raise Fallen("repository too large", f"{size >> 20} MiB of text")
+        raise CandidateRejected("repository too large", f"{size >> 20} MiB of text")
     before = {path: change.files[path] for path in change.fixed if path in change.files}
     after = {path: text for path, text in change.fixed.items() if text is not None}
     gold = diff_files(before, after)
     if not gold:
-        raise Fallen("the fix changes nothing")
+        raise CandidateRejected("the fix changes nothing")
     record = SweRecord(
         repo_name=change.repo,
         task_id=change.task_id,
         commit_hash=change.commit,
         parsed_commit_content=commit_content(before, after, change.message),
-        expected_output_json=json.dumps({UNWRITTEN: "PASSED"}),
-        problem_statement=UNWRITTEN,
+        expected_output_json=json.dumps({PLACEHOLDER: "PASSED"}),
+        problem_statement=PLACEHOLDER,
         modified_files=tuple(sorted(change.fixed)),
         relevant_files=tuple(sorted(change.fixed)),
         num_non_test_files=len(change.fixed),
@@ -86,7 +87,7 @@ def draft(change: Change, site: str) -> Candidate:
         tests=dict(change.hidden),
         test_command=pytest_command(change.root, change.run),
         gold_patch=gold,
-        site_packages=site,
+        site_packages=site_packages,
     )
     decoys = tuple(diff_files({path: change.files[path] for path in decoy}, decoy) for decoy in change.decoys)
     return Candidate(record, change.message, decoys, change.issue)
@@ -98,31 +99,33 @@ def pytest_command(root: str, run: Sequence[str]) -> str:
 
 
 def import_root(files: Mapping[str, str]) -> str:
-    """The directory to put on the import path: ``src`` with the top directory where there are packages in it."""
+    """The import path of a repository: ``src`` and the top directory for a src layout, else the top directory."""
     return "src:." if any(path.startswith("src/") and path.endswith(".py") for path in files) else "."
 
 
 def egg_info(files: Mapping[str, str], name: str, root: str, version: str = "0.0.0") -> dict[str, str]:
-    """The metadata that an installation in place leaves beside the code, and that code asks for its version."""
+    """The metadata files of an editable installation, from which code reads its own version."""
     directory = "src/" if root.startswith("src") else ""
     path = f"{directory}{name.replace('-', '_')}.egg-info/PKG-INFO"
     return {} if path in files else {path: f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"}
 
 
 def is_changed_line(line: str) -> bool:
-    """Whether a line of a diff adds or removes one of the file."""
+    """Whether a line of a diff adds or removes a line of the file."""
     return line.startswith(("+", "-")) and not line.startswith(("+++ ", "--- "))
 
 
 def is_test_module(path: str) -> bool:
-    """Whether pytest collects the file when it is given its path, and its name says that it holds tests."""
+    """Whether the file's name marks it as a test module that pytest can collect by path."""
     name = PurePosixPath(path).name
-    named = name.startswith("test_") or name.endswith(("_test.py", "_tests.py")) or name in ("tests.py", "test.py")
-    return path.endswith(".py") and (named or (is_test_path(path) and name.startswith("test")))
+    has_test_name = (
+        name.startswith("test_") or name.endswith(("_test.py", "_tests.py")) or name in ("tests.py", "test.py")
+    )
+    return path.endswith(".py") and (has_test_name or (is_test_path(path) and name.startswith("test")))
 
 
 def is_code(path: str) -> bool:
-    """Whether the file is Python code that a task can be about: no test, no set-up, no documentation."""
+    """Whether the file is Python source code of the project: no test, set-up or documentation."""
     top = path.partition("/")[0]
     name = PurePosixPath(path).name
     if not path.endswith(".py") or is_test_path(path) or name in ("setup.py", "conftest.py", "noxfile.py"):
@@ -130,9 +133,9 @@ def is_code(path: str) -> bool:
     return top not in ("doc", "docs", "example", "examples", "benchmarks", "scripts") and not top.startswith(".")
 
 
-def as_text(data: bytes) -> str | None:
-    """The text of a file, or None where a record can't carry it: binary, too large, or a pointer to LFS's store."""
-    if len(data) > MAX_FILE_BYTES or b"\0" in data or is_lfs(data):
+def decode_text(data: bytes) -> str | None:
+    """The text of a file, or None if a record cannot contain it: binary, too large, or a Git LFS pointer."""
+    if len(data) > MAX_FILE_BYTES or b"\0" in data or is_lfs_pointer(data):
         return None
     try:
         return data.decode()
@@ -140,6 +143,6 @@ def as_text(data: bytes) -> str | None:
         return None
 
 
-def is_lfs(data: bytes) -> bool:
-    """Whether a file is only a pointer to where Git LFS keeps its content."""
+def is_lfs_pointer(data: bytes) -> bool:
+    """Whether a file is a Git LFS pointer."""
     return data.startswith(b"version https://git-lfs.github.com/spec/")

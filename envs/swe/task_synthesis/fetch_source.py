@@ -1,7 +1,7 @@
-"""Run as a program: pip, with which a source release is downloaded without any of its code being run.
+"""A program that runs pip and downloads a source release without running the release's code.
 
-pip asks a source release for its metadata, which runs its set-up; all that ``pip download --no-deps`` makes of the
-answer is the name and the version that it asked for.
+pip normally runs a source release's set-up to read its metadata. ``pip download --no-deps`` uses only the name and the
+version from it, which the request already contains.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def main() -> int:
-    """pip's command line. An exception where this pip is made in another way than this program knows."""
+    """pip's command line. Raises ``RuntimeError`` if this version of pip prepares source releases differently."""
     from pip._internal.cli.main import main as pip
     from pip._internal.distributions.sdist import SourceDistribution
     from pip._internal.metadata import get_metadata_distribution
@@ -20,13 +20,13 @@ def main() -> int:
     if "prepare_distribution_metadata" not in vars(SourceDistribution) or "get_dist" not in vars(InstallRequirement):
         raise RuntimeError("this pip prepares source releases in an unknown way")
 
-    def as_asked(requirement: Any) -> object:
-        asked = requirement.req
-        text = f"Metadata-Version: 2.1\nName: {asked.name}\nVersion: {next(iter(asked.specifier)).version}\n"
-        return get_metadata_distribution(text.encode(), "METADATA", asked.name)
+    def requested_metadata(requirement: Any) -> object:
+        request = requirement.req
+        text = f"Metadata-Version: 2.1\nName: {request.name}\nVersion: {next(iter(request.specifier)).version}\n"
+        return get_metadata_distribution(text.encode(), "METADATA", request.name)
 
     setattr(SourceDistribution, "prepare_distribution_metadata", lambda *_, **__: None)  # noqa: B010 (mypy)
-    setattr(InstallRequirement, "get_dist", as_asked)  # noqa: B010 (mypy)
+    setattr(InstallRequirement, "get_dist", requested_metadata)  # noqa: B010 (mypy)
     return int(pip())
 
 

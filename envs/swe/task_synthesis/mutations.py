@@ -1,7 +1,6 @@
-"""Bugs of the generated tasks' families (``envs.mini.FAMILIES``) in code that is at hand: one expression changed.
+"""Mutates one expression of existing code, with the bug families of the generated tasks (``envs.mini.FAMILIES``).
 
-A family looks at a node of the syntax tree and says what else could stand in its place; the file's text is kept as it
-is everywhere else.
+Each family proposes replacements for a node of the syntax tree. The rest of the file's text stays unchanged.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _BUILTINS = {"min": "max", "max": "min", "any": "all", "all": "any", "sorted": "
 
 @dataclass(frozen=True, slots=True)
 class Bug:
-    """One way to break a file: ``function`` is the first line and the name of what it is in, ``source`` the file."""
+    """One mutation: ``function`` is the first line and the name of its function, ``source`` the mutated file."""
 
     family: str
     function: tuple[int, str]
@@ -43,8 +42,8 @@ class Bug:
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
-    """One place of a file (``line`` and ``column``) with all bugs that can be put there."""
+class InjectionSite:
+    """One position of a file (``line`` and ``column``) with all its possible bugs."""
 
     line: int
     column: int
@@ -53,15 +52,15 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """A piece of a file on one line, by offsets, and what could stand there: (text, family)."""
+    """A part of one line of a file, by offsets, and its possible replacements (text, family)."""
 
     start: int
     end: int
     choices: tuple[tuple[str, str], ...]
 
 
-def sites(source: str) -> list[Site]:
-    """The places inside functions of a Python file that can be broken; none where it is no Python."""
+def injection_sites(source: str) -> list[InjectionSite]:
+    """The injection sites inside the functions of a Python file. Empty if the file does not parse."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -75,18 +74,18 @@ def sites(source: str) -> list[Site]:
     ]
 
 
-def _site(source: str, span: _Span, function: ast.FunctionDef | ast.AsyncFunctionDef) -> Site:
-    place = _first_line(function), function.name
+def _site(source: str, span: _Span, function: ast.FunctionDef | ast.AsyncFunctionDef) -> InjectionSite:
+    location = _first_line(function), function.name
     bugs = [
-        Bug(family, place, source[: span.start] + text + source[span.end :])
+        Bug(family, location, source[: span.start] + text + source[span.end :])
         for text, family in span.choices
         if text != source[span.start : span.end]
     ]
     line = source.count("\n", 0, span.start) + 1
-    return Site(line, span.start - source.rfind("\n", 0, span.start) - 1, tuple(filter(_parses, bugs)))
+    return InjectionSite(line, span.start - source.rfind("\n", 0, span.start) - 1, tuple(filter(_compiles, bugs)))
 
 
-def _parses(bug: Bug) -> bool:
+def _compiles(bug: Bug) -> bool:
     try:
         compile(bug.source, "bug", "exec", dont_inherit=True)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -95,12 +94,12 @@ def _parses(bug: Bug) -> bool:
 
 
 def _first_line(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """The line of a function's code object, which begins with its decorators."""
+    """The first line of a function's code object, which includes its decorators."""
     return min([function.lineno, *(decorator.lineno for decorator in function.decorator_list)])
 
 
 class _Text:
-    """Offsets of a file's characters by line and column in bytes, as syntax trees have them."""
+    """Converts the positions of a syntax tree (line, column in bytes) to character offsets."""
 
     def __init__(self, source: str) -> None:
         self.source = source
@@ -115,11 +114,11 @@ class _Text:
     def end(self, node: ast.expr | ast.stmt) -> int:
         return self._offset(node.end_lineno or node.lineno, node.end_col_offset or 0)
 
-    def of(self, node: ast.expr | ast.stmt) -> str:
+    def segment(self, node: ast.expr | ast.stmt) -> str:
         return self.source[self.start(node) : self.end(node)]
 
     def between(self, left: ast.expr, right: ast.expr) -> tuple[int, int]:
-        """The operator between two operands, without white space and parentheses around it."""
+        """Offsets of the operator between two operands, without surrounding white space and parentheses."""
         start, end = self.end(left), self.start(right)
         while start < end and self.source[start] in " \t)":
             start += 1
@@ -134,16 +133,16 @@ class _Text:
 def _spans(function: ast.FunctionDef | ast.AsyncFunctionDef, text: _Text) -> Iterator[_Span]:
     names = [argument.arg for argument in (*function.args.posonlyargs, *function.args.args) if argument.arg != "self"]
     yield from _defaults(function, text)
-    for node in _own_nodes(function):
+    for node in _body_nodes(function):
         for family in _FAMILIES:
             yield from family(node, text)
         if isinstance(node, ast.Return) and isinstance(node.value, ast.Name) and node.value.id in names:
             others = tuple((name, "wrong_variable") for name in names if name != node.value.id)[:2]
-            yield from _whole(node.value, text, others)
+            yield from _replacement(node.value, text, others)
 
 
-def _own_nodes(function: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of a function that are not in a function or class of its own, nor in what annotates it."""
+def _body_nodes(function: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a function's body, without nested functions and classes and without annotations."""
     for part in getattr(function, "body", []):
         pending: list[ast.AST] = [part]
         while pending:
@@ -154,7 +153,7 @@ def _own_nodes(function: ast.AST) -> Iterator[ast.AST]:
             pending += ast.iter_child_nodes(node)
 
 
-def _whole(node: ast.expr, text: _Text, choices: tuple[tuple[str, str], ...]) -> Iterator[_Span]:
+def _replacement(node: ast.expr, text: _Text, choices: tuple[tuple[str, str], ...]) -> Iterator[_Span]:
     if choices and node.lineno == node.end_lineno:
         yield _Span(text.start(node), text.end(node), choices)
 
@@ -167,7 +166,7 @@ def _operator(left: ast.expr, right: ast.expr, text: _Text, choices: tuple[tuple
 
 def _defaults(function: ast.FunctionDef | ast.AsyncFunctionDef, text: _Text) -> Iterator[_Span]:
     for value in [*function.args.defaults, *(default for default in function.args.kw_defaults if default is not None)]:
-        yield from _whole(value, text, _other_constants(value, "wrong_default"))
+        yield from _replacement(value, text, _other_constants(value, "wrong_default"))
 
 
 def _comparisons(node: ast.AST, text: _Text) -> Iterator[_Span]:
@@ -179,12 +178,12 @@ def _arithmetic(node: ast.AST, text: _Text) -> Iterator[_Span]:
     if isinstance(node, ast.BinOp) and not _is_text(node.left) and not _is_text(node.right):
         choices = [(other, "wrong_operator") for other in _ARITHMETIC.get(type(node.op), ())]
         if isinstance(node.op, ast.Add | ast.Sub) and _is_number(node.right):
-            yield from _cut(text.end(node.left), text.end(node), text, "off_by_one")
+            yield from _deletion(text.end(node.left), text.end(node), text, "off_by_one")
         yield from _operator(node.left, node.right, text, tuple(choices))
 
 
-def _cut(start: int, end: int, text: _Text, family: str) -> Iterator[_Span]:
-    """Leave out what stands between two offsets, such as the `` + 1`` behind a name."""
+def _deletion(start: int, end: int, text: _Text, family: str) -> Iterator[_Span]:
+    """Delete the text between two offsets, such as the `` + 1`` after a name."""
     if "\n" not in text.source[start:end] and not set("()#") & set(text.source[start:end]):
         yield _Span(start, end, (("", family),))
 
@@ -199,35 +198,35 @@ def _booleans(node: ast.AST, text: _Text) -> Iterator[_Span]:
 def _conditions(node: ast.AST, text: _Text) -> Iterator[_Span]:
     if isinstance(node, ast.If | ast.While | ast.IfExp) and not isinstance(node.test, ast.Compare):
         if isinstance(node.test, ast.UnaryOp) and isinstance(node.test.op, ast.Not):
-            yield from _whole(node.test, text, ((text.of(node.test.operand), "negated_condition"),))
+            yield from _replacement(node.test, text, ((text.segment(node.test.operand), "negated_condition"),))
         elif isinstance(node.test, ast.Name | ast.Attribute | ast.Call):
-            yield from _whole(node.test, text, ((f"not {text.of(node.test)}", "negated_condition"),))
+            yield from _replacement(node.test, text, ((f"not {text.segment(node.test)}", "negated_condition"),))
 
 
 def _calls(node: ast.AST, text: _Text) -> Iterator[_Span]:
     if not isinstance(node, ast.Call):
         return
     if isinstance(node.func, ast.Name) and (other := _BUILTINS.get(node.func.id)) and node.args:
-        yield from _whole(node.func, text, ((other, "wrong_builtin"),))
+        yield from _replacement(node.func, text, ((other, "wrong_builtin"),))
     if isinstance(node.func, ast.Name) and node.func.id == "range" and len(node.args) == 1:
-        yield from _whole(node.args[0], text, ((f"{text.of(node.args[0])} - 1", "off_by_one"),))
+        yield from _replacement(node.args[0], text, ((f"{text.segment(node.args[0])} - 1", "off_by_one"),))
     if len(node.args) == 2 and not node.keywords and not any(isinstance(arg, ast.Starred) for arg in node.args):
         first, second = node.args
-        if first.lineno == second.end_lineno and text.of(first) != text.of(second):
-            swapped = f"{text.of(second)}{text.source[text.end(first) : text.start(second)]}{text.of(first)}"
+        if first.lineno == second.end_lineno and text.segment(first) != text.segment(second):
+            swapped = f"{text.segment(second)}{text.source[text.end(first) : text.start(second)]}{text.segment(first)}"
             yield _Span(text.start(first), text.end(second), ((swapped, "swapped_arguments"),))
 
 
 def _returns(node: ast.AST, text: _Text) -> Iterator[_Span]:
     if isinstance(node, ast.Return) and node.value is not None and node.lineno == node.end_lineno:
         if isinstance(node.value, ast.Call | ast.Name | ast.Attribute | ast.BinOp):
-            yield _Span(text.start(node), text.end(node), ((text.of(node.value), "missing_return"),))
-        yield from _whole(node.value, text, _other_constants(node.value, "wrong_constant"))
+            yield _Span(text.start(node), text.end(node), ((text.segment(node.value), "missing_return"),))
+        yield from _replacement(node.value, text, _other_constants(node.value, "wrong_constant"))
 
 
 def _initials(node: ast.AST, text: _Text) -> Iterator[_Span]:
     if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
-        yield from _whole(node.value, text, _other_constants(node.value, "wrong_initial"))
+        yield from _replacement(node.value, text, _other_constants(node.value, "wrong_initial"))
 
 
 def _indices(node: ast.AST, text: _Text) -> Iterator[_Span]:
@@ -236,9 +235,9 @@ def _indices(node: ast.AST, text: _Text) -> Iterator[_Span]:
     if isinstance(node.slice, ast.Slice):
         for bound in (node.slice.lower, node.slice.upper):
             if bound is not None and (number := _number(bound)) is not None:
-                yield from _whole(bound, text, ((str(number + 1), "off_by_one"),))
+                yield from _replacement(bound, text, ((str(number + 1), "off_by_one"),))
     elif (number := _number(node.slice)) is not None:
-        yield from _whole(node.slice, text, ((str(number + 1 if number >= 0 else number - 1), "wrong_index"),))
+        yield from _replacement(node.slice, text, ((str(number + 1 if number >= 0 else number - 1), "wrong_index"),))
 
 
 _FAMILIES: tuple[Callable[[ast.AST, _Text], Iterator[_Span]], ...] = (
@@ -254,7 +253,7 @@ _FAMILIES: tuple[Callable[[ast.AST, _Text], Iterator[_Span]], ...] = (
 
 
 def _other_constants(node: ast.expr, family: str) -> tuple[tuple[str, str], ...]:
-    """Other constants of the same kind: the next number, the other truth."""
+    """Other constants of the same type: the next number, or the other truth value."""
     if isinstance(node, ast.Constant) and isinstance(node.value, bool):
         return ((str(not node.value), family),)
     number = _number(node)

@@ -1,4 +1,4 @@
-"""What a repository's tests import: read from its files as data, never by running them."""
+"""Reads the packages that a repository's tests need from its files, without running them."""
 
 from __future__ import annotations
 
@@ -28,62 +28,55 @@ _IMPORTED = {
     "six": "six",
     "yaml": "pyyaml",
 }
-"""What tests import that no requirement may name: module -> package."""
+"""Packages of modules that tests often import without a declared requirement: module -> package."""
 
 
 def requirements_of(files: Mapping[str, str], name: str, metadata: str = "") -> tuple[str, ...]:
-    """The requirements of a repository ``name`` and its tests, without the repository itself and pytest, sorted.
+    """The sorted requirements of the repository ``name`` and its tests, without the repository itself and pytest.
 
-    ``metadata`` is the text of a source release's PKG-INFO, where there is one.
+    ``metadata`` is the text of a source release's PKG-INFO, if there is one.
     """
-    found: dict[str, str] = {}
-    for line in _lines(files, metadata):
-        if (need := _need(line)) is not None and need[0] not in (
-            canonicalize_name(name),
-            "pytest",
-            "pip",
-            "tox",
-            "nox",
-        ):
-            found.setdefault(*need)
-    return tuple(sorted(found.values()))
+    excluded = {canonicalize_name(name), "pytest", "pip", "tox", "nox"}
+    requirements: dict[str, str] = {}
+    for line in _requirement_lines(files, metadata):
+        parsed = _parse_requirement(line)
+        if parsed is not None and parsed[0] not in excluded:
+            requirements.setdefault(*parsed)
+    return tuple(sorted(requirements.values()))
 
 
-def name_of_project(files: Mapping[str, str]) -> str:
-    """The project's name as its own files tell it; empty where they don't."""
+def project_name(files: Mapping[str, str]) -> str:
+    """The project's name in its own files, or an empty string."""
     project = _toml(files.get("pyproject.toml", ""))
-    named = _table(project, "project").get("name") or _table(project, "tool", "poetry").get("name")
-    named = named or _config(files.get("setup.cfg", "")).get("metadata", {}).get("name")
-    return named if isinstance(named, str) else ""
+    name = _table(project, "project").get("name") or _table(project, "tool", "poetry").get("name")
+    name = name or _config(files.get("setup.cfg", "")).get("metadata", {}).get("name")
+    return name if isinstance(name, str) else ""
 
 
-def _lines(files: Mapping[str, str], metadata: str) -> Iterator[str]:
-    yield from _of_metadata(metadata)
-    yield from _of_pyproject(_toml(files.get("pyproject.toml", "")))
-    yield from _of_setup_cfg(_config(files.get("setup.cfg", "")))
-    yield from _of_setup_py(files.get("setup.py", ""))
+def _requirement_lines(files: Mapping[str, str], metadata: str) -> Iterator[str]:
+    yield from _from_metadata(metadata)
+    yield from _from_pyproject(_toml(files.get("pyproject.toml", "")))
+    yield from _from_setup_cfg(_config(files.get("setup.cfg", "")))
+    yield from _from_setup_py(files.get("setup.py", ""))
     yield from _config(files.get("tox.ini", "")).get("testenv", {}).get("deps", "").splitlines()
     for path, text in files.items():
         if _REQUIREMENTS.fullmatch(path):
             yield from text.splitlines()
-    yield from _of_imports(files)
+    yield from _from_imports(files)
 
 
-def _need(line: str) -> tuple[str, str] | None:
-    """The plain name and the requirement of a line; None where it is anything else, such as an option or an address.
-
-    pip is given the requirement alone, as it is written out anew.
-    """
+def _parse_requirement(line: str) -> tuple[str, str] | None:
+    """The canonical name and the normalized requirement of a line. None for options, URLs and other lines."""
     try:
-        need = Requirement(line.split(" #")[0].strip())
+        requirement = Requirement(line.split(" #")[0].strip())
     except InvalidRequirement:
         return None
-    if need.url or re.search(r"\bextra\b", str(need.marker)):
+    if requirement.url or re.search(r"\bextra\b", str(requirement.marker)):
         return None
-    return canonicalize_name(need.name), str(need)
+    return canonicalize_name(requirement.name), str(requirement)
 
 
-def _of_metadata(text: str) -> Iterator[str]:
+def _from_metadata(text: str) -> Iterator[str]:
     head = text.split("\n\n")[0]
     for requirement in re.findall(r"^Requires-Dist: (.+)$", head, re.MULTILINE):
         extra = re.search(r"""\bextra\s*==\s*['"]([\w-]+)['"]""", requirement)
@@ -93,7 +86,7 @@ def _of_metadata(text: str) -> Iterator[str]:
             yield requirement.partition(";")[0]
 
 
-def _of_pyproject(project: Mapping[str, Any]) -> Iterator[str]:
+def _from_pyproject(project: Mapping[str, Any]) -> Iterator[str]:
     yield from _strings(_table(project, "project").get("dependencies"))
     for groups in (_table(project, "project", "optional-dependencies"), _table(project, "dependency-groups")):
         for group, lines in groups.items():
@@ -102,34 +95,34 @@ def _of_pyproject(project: Mapping[str, Any]) -> Iterator[str]:
     poetry = _table(project, "tool", "poetry")
     tables = [_table(poetry, "dependencies"), _table(poetry, "dev-dependencies")]
     tables += [_table(poetry, "group", group, "dependencies") for group in _TEST_EXTRAS]
-    for table in tables:  # poetry's own way of writing versions is left out
+    for table in tables:  # without versions: poetry has its own version syntax
         yield from (name for name in table if name != "python")
 
 
-def _of_setup_cfg(config: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
+def _from_setup_cfg(config: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
     yield from config.get("options", {}).get("install_requires", "").splitlines()
     for extra, lines in config.get("options.extras_require", {}).items():
         if extra in _TEST_EXTRAS:
             yield from lines.splitlines()
 
 
-def _of_setup_py(text: str) -> Iterator[str]:
-    """The literal lists that ``setup()`` is called with."""
-    for node in ast.walk(_parsed(text)):
+def _from_setup_py(text: str) -> Iterator[str]:
+    """The literal requirement lists in the call of ``setup()``."""
+    for node in ast.walk(_parse_python(text)):
         if not isinstance(node, ast.keyword) or node.arg not in ("install_requires", "tests_require"):
             continue
         items = node.value.elts if isinstance(node.value, ast.List | ast.Tuple) else []
         yield from (item.value for item in items if isinstance(item, ast.Constant) and isinstance(item.value, str))
 
 
-def _of_imports(files: Mapping[str, str]) -> Iterator[str]:
+def _from_imports(files: Mapping[str, str]) -> Iterator[str]:
     for path, text in files.items():
         if path.endswith(".py") and "test" in path:
             modules = re.findall(r"^\s*(?:import|from)\s+(\w+)", text, re.MULTILINE)
             yield from (_IMPORTED[module] for module in modules if module in _IMPORTED)
 
 
-def _parsed(text: str) -> ast.Module:
+def _parse_python(text: str) -> ast.Module:
     try:
         return ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):

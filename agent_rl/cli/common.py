@@ -1,0 +1,51 @@
+"""Argument types and process control shared by the commands."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+ConfigPath = Annotated[
+    Path, typer.Argument(metavar="CONFIG", help="A YAML file, or a name listed by `agent-rl config list`.")
+]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[section.key=value]...", help="Config overrides; values are YAML.")
+]
+
+T = TypeVar("T")
+
+RESUMABLE = "start again to resume"
+NOT_RESUMABLE = "results are not kept; the next start begins anew"
+
+
+class CommandStopped(Exception):
+    """The user stopped the command and its clean-up is done. The message says what the next start does."""
+
+
+def run_async(work: Coroutine[Any, Any, T], stop_message: str = NOT_RESUMABLE) -> T:
+    """Run a coroutine and return its result. Ctrl-C and SIGTERM cancel it; then CommandStopped is raised."""
+    import asyncio
+
+    from agent_rl.utils.concurrency import cancel_on_signals, raise_open_file_limit
+
+    raise_open_file_limit()
+
+    async def supervised() -> T:
+        cancel_on_signals()
+        return await work
+
+    try:
+        return asyncio.run(supervised())
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        # Not KeyboardInterrupt: typer catches that one and exits without a message.
+        raise CommandStopped(stop_message) from None
+
+
+def print_error(text: str) -> int:
+    """Print a one-line error to stderr. Returns the exit code for user errors, 2."""
+    print(f"error: {text}", file=sys.stderr)
+    return 2

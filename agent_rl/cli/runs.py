@@ -1,0 +1,83 @@
+"""Commands that read the files of runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer()
+
+
+@app.command("runs")
+def runs_list(
+    directories: Annotated[
+        list[Path] | None,
+        typer.Argument(help="Directories of runs or evaluations, or parents of such directories. Default: runs."),
+    ] = None,
+) -> None:
+    """List runs and evaluations with steps, Pass@1, state and number of guard warnings."""
+    from rich.console import Console
+
+    from agent_rl.commands.runs import list_runs
+
+    list_runs(directories or [Path("runs")], Console())
+
+
+@app.command()
+def view(
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Directories of runs or evaluations to show side by side.")
+    ],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port on this machine; 0: a free port.")] = 8642,
+    export: Annotated[
+        Path | None,
+        typer.Option(
+            help="Export the page instead of serving it: OUT.html for a single file, or a directory for a web server."
+        ),
+    ] = None,
+    trajectories: Annotated[
+        int,
+        typer.Option(min=0, help="Trajectories per run in an export; those with the largest log-prob gaps are taken."),
+    ] = 200,
+    no_open: Annotated[bool, typer.Option("--no-open", help="Do not open a browser.")] = False,
+) -> None:
+    """Show runs in a browser: curves, trajectories, and each token's log-prob gap and experts.
+
+    The server listens on loopback only, and updates the page of a running run. Ctrl-C stops it.
+    """
+    from agent_rl.commands.view import run_view
+
+    run_view(runs, port=port, out=export, trajectories=trajectories, open_browser=not no_open)
+
+
+@app.command()
+def show(
+    path: Annotated[
+        Path,
+        typer.Argument(metavar="RUN|FILE", help="Directory of a run or an evaluation, or a file with trajectories."),
+    ],
+    step: Annotated[int | None, typer.Option(min=0, help="Step of the run. Default: the last step.")] = None,
+    task: Annotated[str | None, typer.Option(help="Show only this task.")] = None,
+    sample: Annotated[
+        int | None, typer.Option(min=0, help="Show only this sample of each task, counted from 0.")
+    ] = None,
+    as_list: Annotated[bool, typer.Option("--list", help="Print a list even for a single episode.")] = False,
+) -> None:
+    """Print an episode turn by turn: model output, tool calls, observations, outcome. Several episodes are listed."""
+    from rich.console import Console
+
+    from agent_rl.commands.show import show as show_episodes
+
+    show_episodes(path, step=step, task=task, sample=sample, as_list=as_list, console=Console(highlight=False))
+
+
+@app.command()
+def ledger(run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run.")]) -> None:
+    """Verify that every task a run drew was trained on, discarded, dropped or left out exactly once."""
+    from rich.console import Console
+
+    from agent_rl.commands.runs import check_ledger
+
+    check_ledger(run, Console(highlight=False))

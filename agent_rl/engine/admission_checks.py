@@ -1,0 +1,108 @@
+"""Checks of an SGLang server before it receives requests: its options, its model, and that it captures routes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from pathlib import Path
+
+from agent_rl.engine.request import generate_body, post_generate
+from agent_rl.engine.response import RequestContext, read_completion, split_body
+from agent_rl.engine.routing import RequestRouter
+from agent_rl.engine.unsupported_args import unsupported_reason
+from agent_rl.errors import EngineError, EngineRejected, RoutesMissingError, UserError
+from agent_rl.models.spec import ModelSpec, difference, read_model_spec
+from agent_rl.types import SamplingParams
+from agent_rl.utils.http import AsyncHttp
+
+_CONTINUE_SECONDS = 120.0
+_RESPONSE_SECONDS = 5.0
+
+
+class AdmissionChecks:
+    """Checks engines that shall serve ``model_spec`` and, with ``routes``, capture routes. Tells ``router`` how many
+    requests each runs at once."""
+
+    def __init__(self, model_spec: ModelSpec, http: AsyncHttp, router: RequestRouter, *, routes: bool) -> None:
+        self._model_spec, self._http, self._router, self._routes = model_spec, http, router, routes
+        self._common: dict[str, str] = {}
+
+    async def admit(self, url: str) -> None:
+        """Check the engine at ``url``.
+
+        Raises UserError for options that give wrong routes or keep old weights, for another model, and for another
+        tokenizer or SGLang release than the engines checked before; RoutesMissingError where no routes come. An engine
+        that was started without the flag leaves routes out silently, so a request asks for some.
+        """
+        await self._check_options(url)
+        await self._check_model(url)
+        # A trainer that was killed within a weight update left it paused.
+        await self._http.post(f"{url}/continue_generation", {}, seconds=_CONTINUE_SECONDS)
+        if self._routes:
+            await self._check_capture(url)
+        self._router.set_limit(url, await self._max_running(url))
+
+    async def _check_options(self, url: str) -> None:
+        try:
+            info = await self._http.get_json(f"{url}/server_info")
+        except EngineRejected:
+            return  # perhaps a router in front of it: the probe and the checks of each response remain
+        if (reason := unsupported_reason(info, routes=self._routes)) is not None:
+            raise UserError(f"the engine at {url} was started with {reason}")
+        self._check_common(url, "SGLang", str(info.get("version") or ""))
+
+    async def _check_model(self, url: str) -> None:
+        try:
+            info = await self._http.get_json(f"{url}/model_info")
+        except EngineRejected:
+            return
+        kind, directory = info.get("model_type"), Path(str(info.get("tokenizer_path") or ""))
+        expected = self._model_spec
+        if kind not in (None, expected.kind):
+            raise UserError(f"the engine at {url} serves a {kind}, and the config's model is a {expected.kind}")
+        if (directory / "config.json").is_file() and (other := difference(expected, read_model_spec(directory))):
+            raise UserError(
+                f"the engine at {url} serves {directory}, which is another model than the config's: it has {other}"
+            )
+        self._check_common(url, "the tokenizer", directory.name)
+
+    def _check_common(self, url: str, name: str, value: str) -> None:
+        """Raise UserError where an engine has another ``name`` than those before it; empty where it does not say."""
+        if value and (common := self._common.setdefault(name, value)) != value:
+            raise UserError(f"the engine at {url} has {name} {value}, and those before it {common}: make them alike")
+
+    async def _check_capture(self, url: str) -> None:
+        rid, sampling = secrets.token_hex(16), SamplingParams(temperature=0.0, max_new_tokens=1)
+        context = RequestContext(rid, "capture probe", url, 2, 0, self._model_spec.layout)
+        body = generate_body((0, 1), sampling, 0, max_positions=self._model_spec.max_positions)
+        response = await post_generate(self._http, url, rid, body)
+        _, payload = split_body(response, context)
+        if payload is None:
+            raise RoutesMissingError(
+                f"{url}: the engine sends no routes: start it with --enable-return-routed-experts, or remove the "
+                f"router that drops them; `agent-rl r3 probe {url}` says which it is"
+            )
+        try:
+            read_completion(response, context, 0.0)
+        except RoutesMissingError as error:
+            raise UserError(
+                f"the engine at {url} serves another model than the config's, or gives wrong routes: {error}"
+            ) from None
+
+    async def _max_running(self, url: str) -> int:
+        """How many requests it runs at once; 0 where it does not say."""
+        with contextlib.suppress(EngineError, KeyError, TypeError, ValueError):
+            loads = (await self._http.get_json(f"{url}/v1/loads"))["loads"]
+            return sum(int(load["max_running_requests"]) for load in loads)
+        return 0
+
+
+async def responds(http: AsyncHttp, url: str) -> bool:
+    """Whether the server at ``url`` answers ``/model_info`` within 5 s."""
+    try:
+        async with asyncio.timeout(_RESPONSE_SECONDS):
+            await http.get(f"{url}/model_info")
+    except (EngineError, TimeoutError):
+        return False
+    return True

@@ -1,0 +1,37 @@
+"""The usual interface says what it said before there were others: the shipped model knows its prompts by heart."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from agent_rl.config import DEFAULT_SCAFFOLD
+from envs.mini import generate, to_record
+from envs.mini.environment import initial_messages
+from envs.scaffolds.default import AGENT_RL
+from sandbox import SandboxSpec
+
+
+class NoSandbox:
+    id, spec = "none", SandboxSpec()
+
+
+def digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def test_prompts_and_tools_are_those_of_ever() -> None:
+    assert AGENT_RL.name == DEFAULT_SCAFFOLD
+    mini = [list(initial_messages(to_record(task).problem_statement)) for task in generate("train", 20, 0)]
+    tools = AGENT_RL.tools(NoSandbox(), style="full", timeout=90.0)  # type: ignore[arg-type]
+    assert digest(list(AGENT_RL.initial_messages("An {issue}.", "/testbed", "full"))) == "f58dd93bd59b69aa"
+    assert digest(list(AGENT_RL.initial_messages("An {issue}.", "/testbed", "concise"))) == "01a04d7c91a55838"
+    assert digest(mini) == "b1f0e8b030619b69"
+    assert digest(list(tools.schemas())) == "26636a10a577dfd2"
+
+
+def test_nothing_is_added_to_what_tools_answer() -> None:
+    assert AGENT_RL.with_turn_note("text", 3, 50) == "text"
+    assert not AGENT_RL.required_rollout
+    assert not AGENT_RL.default_rollout
