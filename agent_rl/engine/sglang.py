@@ -50,6 +50,7 @@ from agent_rl.errors import (
 )
 from agent_rl.model_facts import ModelFacts, difference, read_facts
 from agent_rl.types import Completion, FinishReason, SamplingParams, TokenIds
+from sandbox.bounds import PausableTimeout
 
 T = TypeVar("T")
 
@@ -220,7 +221,7 @@ class SGLangEngine:
         if found := self.fleet.candidates(tried.urls):
             return found
         try:
-            async with asyncio.timeout(self._patience) as limit:
+            async with PausableTimeout(self._patience) as limit:
                 with self.gate.uncharged(limit):
                     return await self.until(lambda fleet: fleet.candidates(tried.urls))
         except TimeoutError:

@@ -33,6 +33,7 @@ from agent_rl.rollout.episode import EpisodeRules, EpisodeRun
 from agent_rl.types import StopReason, Trajectory
 from envs import Boxed, Dialogue, Environment, Episode, Grade, Task
 from sandbox import ExecResult, Sandbox, bounded, printable
+from sandbox.bounds import PausableTimeout
 from sandbox.pool import PooledBox
 from tools import ToolCallFormat, ToolSet
 
@@ -110,7 +111,7 @@ class HarnessRun(EpisodeRun):
 
     async def _until_either(self, ends: set[asyncio.Future[Any]]) -> None:
         """Wait for the first of ``ends``, or until the episode's time is over."""
-        limit = asyncio.timeout(self.limits.time_limit)
+        limit = PausableTimeout(self.limits.time_limit)
         try:
             async with limit:
                 with self.gate.uncharged(limit):

@@ -9,7 +9,6 @@ routes, a missing image, no usable sandbox backend, a broken task record) are ra
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
 from array import array
@@ -31,6 +30,7 @@ from agent_rl.rollout.turn_log import Answered, LoggedTurn, ReplayDiffers, TurnL
 from agent_rl.types import Completion, FinishReason, SamplingParams, StopReason, Trajectory, Turn
 from envs import Dialogue, Environment, Episode, Grade, GradingError, Task, UndecidableError, find_interface
 from sandbox import ImageMissingError, SandboxError, SandboxHostLostError, SandboxUnavailableError, bounded
+from sandbox.bounds import PausableTimeout
 from tools import ParseFailure, ToolCallFormat, ToolResult, ToolSet
 
 Answerer = Callable[[str], Awaitable[ToolResult] | ParseFailure]
@@ -182,7 +182,7 @@ class EpisodeRun:
             for logged in kept:
                 if stop := await self._take_again(answerer, logged):
                     return stop
-        limit = asyncio.timeout(kept[-1].left if kept else self.limits.time_limit)
+        limit = PausableTimeout(kept[-1].left if kept else self.limits.time_limit)
         try:
             async with limit:
                 with self.gate.uncharged(limit):
@@ -192,13 +192,13 @@ class EpisodeRun:
                 raise
             return StopReason.TIME_LIMIT
 
-    async def _take_turns(self, answerer: Answerer, limit: asyncio.Timeout) -> StopReason:
+    async def _take_turns(self, answerer: Answerer, limit: PausableTimeout) -> StopReason:
         while len(self.turns) < self.limits.max_turns:
             stop = await self._turn(answerer, self.engine)
             if self.log is not None and self.answers:
                 completions, self.answers = tuple(self.answers), []
                 turn = Turn(**self.turns[-1])
-                await self.log.keep(LoggedTurn(self.opening, completions, turn, self.gate.left(limit)))
+                await self.log.keep(LoggedTurn(self.opening, completions, turn, limit.left))
             if stop:
                 return stop
         return StopReason.MAX_TURNS
