@@ -93,6 +93,15 @@ async def test_a_search_below_a_folder_whose_name_holds_a_newline_is_answered(bo
     assert (await say(r2egym_tools(box), "search", search_term="needle", path="/testbed/a\nb")).text
 
 
+@pytest.mark.bubblewrap
+async def test_a_text_that_occurs_a_million_times_is_refused_at_once(box: Sandbox) -> None:
+    await box.write_files({"/testbed/a.txt": b"a\n" * 500_000})
+    began = time.thread_time()
+    result = await say(swe_tools(box), "file_editor", command="str_replace", path="a.txt", old_str="a", new_str="b")
+    assert "occurs 500000 times in /testbed/a.txt, at lines 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, ..." in result.text
+    assert time.thread_time() - began < 1
+
+
 def seconds(read: Callable[[], object]) -> float:
     began = time.thread_time()
     read()
