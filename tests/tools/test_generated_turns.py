@@ -73,7 +73,7 @@ SOUND = {
     "search_term": ("a", "[", "a\nb"),
     "cmd": ("true", "echo a"),
 }
-VALUES = (
+VALUES: tuple[Any, ...] = (
     *("view", "create", "str_replace", "insert", "undo_edit", "submit", "/testbed", "a.py", "/testbed/a.py", "..", "/"),
     *("a\nb", "", " ", "0", "-1", "1" * 5000, "[1, 2]", "[1, -1]", "[" * 994, "[" * 400 + "]" * 400, "True", "null"),
     *("-" * 6000, "elif a:\n    pass\n" * 6000, "x" * 300, "x/" * 3000, "%", "%s", "\0", "\ud800", "\udcff", "é", "-x"),
