@@ -33,6 +33,7 @@ class StopReason(StrEnum):
     SANDBOX_FAILURE = "sandbox_failure"  # infrastructure: the sandbox or the grading broke
     HOST_LOST = "host_lost"  # infrastructure: the machine that its sandbox was on is gone
     HARNESS_FAILURE = "harness_failure"  # infrastructure: the agent program ended before a reply reached it
+    ENVIRONMENT_ERROR = "environment_error"  # infrastructure: an unexpected exception; the record has its traceback
     ENGINE_FAILURE = "engine_failure"  # infrastructure: the engine failed past its retry budget
     UNDECIDABLE = "undecidable"  # the task's own parts keep it from ever being graded
     CANCELLED = "cancelled"  # stopped from outside: by Ctrl-C, or by another part of the run that failed
@@ -48,6 +49,7 @@ _WITHOUT_REWARD = frozenset(
         StopReason.SANDBOX_FAILURE,
         StopReason.HOST_LOST,
         StopReason.HARNESS_FAILURE,
+        StopReason.ENVIRONMENT_ERROR,
         StopReason.ENGINE_FAILURE,
         StopReason.UNDECIDABLE,
         StopReason.CANCELLED,
@@ -255,6 +257,7 @@ class Trajectory:
     sampled), ``routing`` of S rows (the last absent) or None. ``reward`` is None iff ``stop.infrastructure``.
     ``versions``: which weights sampled which tokens, in order, each sampled token in one span; a span of one version
     goes on over observations.
+    ``error`` says in its first line why the infrastructure failed; after an ``environment_error`` a traceback follows.
     ``tests`` and ``test_log`` are the grading's, for a person to read; of the log a run's records keep the end.
     ``began``: the Unix time at which it got its place among the episodes in flight, after ``queue_seconds`` of waiting
     (0: not recorded); its task took ``start_seconds`` to start, and grading began ``grade_began`` seconds after it did.

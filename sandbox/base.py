@@ -69,14 +69,17 @@ class BaseSandbox(ABC):
                 raise
 
     async def _overgrown(self, stdout: bytes, seconds: float) -> ExecResult:
-        """What every command of a sandbox that has grown too much gives, once its files are gone."""
+        """What every command of a sandbox that has grown too much gives, once its files are gone. Raises
+        ``SandboxLostError`` where the sandbox was ended because it could not be measured."""
         await self.growth.emptied()
+        self.growth.check_watched()
         return ExecResult(OVERGROWN, stdout, f"{self.growth.overgrown}\n".encode(), seconds=seconds)
 
     def _check_in_use(self) -> None:
         """Raise where the sandbox is closed, or ended as it has grown too much."""
         self._check_open()
         if self.growth.overgrown:
+            self.growth.check_watched()
             raise SandboxFileError(self.growth.overgrown)
 
     def _invocation(self, command: str | Sequence[str], cwd: str | None) -> tuple[list[str], str]:

@@ -6,30 +6,67 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
+from types import TracebackType
+from typing import Self
 
 from sandbox.errors import SandboxError
 
 
-class _Clock:
-    """An ``asyncio.timeout`` that stands still while anything under it waits."""
+class PausableTimeout:
+    """An ``asyncio.timeout`` of ``seconds`` whose time can be paused; pauses nest.
 
-    def __init__(self, limit: asyncio.Timeout) -> None:
-        self._limit, self._waits, self._left = limit, 0, 0.0
+    Outside its block, and once it has expired, a pause changes nothing.
+    """
 
-    def stop(self) -> None:
-        if self._waits == 0:
-            self._left = (self._limit.when() or 0.0) - _now()
-            self._limit.reschedule(None)
-        self._waits += 1
+    def __init__(self, seconds: float) -> None:
+        self._timeout = asyncio.timeout(seconds)
+        self._active, self._pauses, self._left = False, 0, 0.0
 
-    def go_on(self) -> None:
-        self._waits -= 1
-        if self._waits == 0:
-            self._limit.reschedule(_now() + self._left)
+    async def __aenter__(self) -> Self:
+        await self._timeout.__aenter__()
+        self._active = True
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._active = False
+        await self._timeout.__aexit__(kind, error, trace)
+
+    def expired(self) -> bool:
+        """Whether the block was, or is being, cancelled because its time was over."""
+        return self._timeout.expired()
+
+    @property
+    def paused(self) -> bool:
+        return self._pauses > 0
+
+    @property
+    def left(self) -> float:
+        """The seconds that the block may still run."""
+        due = self._timeout.when()
+        return self._left if due is None else due - _now()
+
+    def pause(self) -> None:
+        """Stop the time until :meth:`resume` was called as often."""
+        if not self._pauses and self._running:
+            self._left = self.left
+            self._timeout.reschedule(None)
+        self._pauses += 1
+
+    def resume(self) -> None:
+        """Take one :meth:`pause` back."""
+        self._pauses -= 1
+        if not self._pauses and self._running:
+            self._timeout.reschedule(_now() + self._left)
+
+    @property
+    def _running(self) -> bool:
+        return self._active and not self._timeout.expired()
 
 
-_clock: ContextVar[_Clock | None] = ContextVar("clock", default=None)
-"""The clock of the innermost :func:`bounded` block around the running task."""
+_clock: ContextVar[PausableTimeout | None] = ContextVar("clock", default=None)
+"""The time-out of the innermost :func:`bounded` block around the running task."""
 
 
 @asynccontextmanager
@@ -38,10 +75,10 @@ async def bounded(seconds: float, what: str) -> AsyncIterator[None]:
 
     Time inside :func:`uncharged` does not count, also that of tasks which the block starts.
     """
-    limit = asyncio.timeout(seconds)
+    limit = PausableTimeout(seconds)
     try:
         async with limit:
-            token = _clock.set(_Clock(limit))
+            token = _clock.set(limit)
             try:
                 yield
             finally:
@@ -59,11 +96,11 @@ def uncharged() -> Iterator[None]:
     if clock is None:
         yield
         return
-    clock.stop()
+    clock.pause()
     try:
         yield
     finally:
-        clock.go_on()
+        clock.resume()
 
 
 @asynccontextmanager

@@ -5,6 +5,7 @@ Viewing a file costs one round trip to the sandbox and editing one two; the undo
 
 from __future__ import annotations
 
+import itertools
 from typing import Literal
 
 from sandbox import SandboxFileError
@@ -16,6 +17,7 @@ from tools.text import DOS, line_end, number_lines, split_lines, with_line_ends
 Command = Literal["view", "create", "str_replace", "insert", "undo_edit"]
 
 _CONTEXT_LINES = 4  # lines shown on either side of an edit
+_MOST_PLACES = 10  # of a text that is not unique
 _NOTE_ROOM = 120  # characters kept for the note that a view was cut
 
 # Writing through cat keeps a file's mode and follows links, which replacing the file would not.
@@ -143,9 +145,10 @@ class FileEditor:
             return f"found {count} times" if count else "not found"
         if not count:
             return f"Nothing replaced: old_str does not occur in {path}. It must match to the character."
-        pieces = text.split(old)[:-1]
-        lines = [1 + sum(piece.count("\n") for piece in pieces[: n + 1]) + n * old.count("\n") for n in range(count)]
-        shown = ", ".join(map(str, lines[:10])) + (", ..." if count > 10 else "")
+        pieces = text.split(old, _MOST_PLACES)[:-1]
+        before = itertools.accumulate(piece.count("\n") for piece in pieces)
+        lines = [1 + newlines + n * old.count("\n") for n, newlines in enumerate(before)]
+        shown = ", ".join(map(str, lines)) + (", ..." if count > _MOST_PLACES else "")
         return f"Nothing replaced: old_str occurs {count} times in {path}, at lines {shown}. Give more of its context."
 
     async def _insert(self, path: str, line: int, new: str) -> str:

@@ -18,6 +18,7 @@ from sandbox.registry import Registry
 from tools.errors import ToolFormatError
 from tools.types import CallScanner, ParseFailure, ToolCall, ToolCallFormat
 
+_SPACE = re.compile(r"\s*")
 _ESCAPED = re.compile(r"<\\(\\*)/parameter>")
 
 
@@ -37,18 +38,20 @@ class HermesFormat:
         start = answer.find(self._open, position)
         if start < 0:
             return None
-        body = answer[start + len(self._open) :].lstrip()
+        body = _after_space(answer, start + len(self._open))
         try:
-            value, end = self._decoder.raw_decode(body)
+            value, end = self._decoder.raw_decode(answer, body)
         except json.JSONDecodeError as error:
-            return ParseFailure(f"bad JSON in the tool call, line {error.lineno} column {error.colno}: {error.msg}")
+            before = answer[body : error.pos].split("\n")
+            where = f"line {len(before)} column {len(before[-1]) + 1}"
+            return ParseFailure(f"bad JSON in the tool call, {where}: {error.msg}")
         except (ValueError, RecursionError) as error:
             return ParseFailure(f"bad JSON in the tool call: {_one_line(error)}")
-        after = body[end:].lstrip()
-        if not after.startswith(self._close):
+        after = _after_space(answer, end)
+        if not answer.startswith(self._close, after):
             return ParseFailure(f"the tool call is not closed; write {self._close} after the JSON object")
         call = _call_from_json(value)
-        return call if isinstance(call, ParseFailure) else (call, start, len(answer) - len(after) + len(self._close))
+        return call if isinstance(call, ParseFailure) else (call, start, after + len(self._close))
 
     def render(self, call: ToolCall) -> str:
         body = json.dumps({"name": call.name, "arguments": dict(call.arguments)}, ensure_ascii=False)
@@ -160,6 +163,13 @@ def _after_thinking(text: str) -> str | ParseFailure:
         return text
     _, closed, answer = text.partition("</think>")
     return answer if closed else ParseFailure("no tool call found; <think> is not closed")
+
+
+def _after_space(text: str, position: int) -> int:
+    """Where the white space ends that begins at ``position``."""
+    space = _SPACE.match(text, position)
+    assert space is not None, "the pattern also matches the empty text"
+    return space.end()
 
 
 def _call_from_json(value: Any) -> ToolCall | ParseFailure:

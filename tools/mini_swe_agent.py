@@ -8,20 +8,20 @@ github.com/SWE-agent/mini-swe-agent at a83fcae (MIT): ``src/minisweagent/models/
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from sandbox import ExecResult, Sandbox
 from tools.errors import ToolError
 from tools.runtime import ToolRuntime
-from tools.schema import check_text, outlined
+from tools.schema import check_levels, check_text, outlined
 from tools.text import Style
 from tools.types import ParseFailure, ToolCall, ToolResult, ToolSet
 
 SUBMIT = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 """The first line of the output of a command that ends the task, if it succeeds."""
 
-_BLOCK = re.compile(r"```mswea_bash_command\s*\n(.*?)\n```", re.DOTALL)
+_OPEN, _CLOSE = re.compile(r"```mswea_bash_command\s*\n"), "\n```"
 _FORMAT_ERROR = """Format error:
 
 <error>
@@ -65,10 +65,10 @@ class MiniSweAgentFormat:
     name = "mini-swe-agent"
 
     def parse(self, text: str) -> ToolCall | ParseFailure:
-        commands = _BLOCK.findall(text)
+        commands = list(_commands(text))
         if len(commands) != 1:
             return ParseFailure(_FORMAT_ERROR.format(count=len(commands)))
-        return ToolCall("bash", {"command": commands[0].strip()})
+        return ToolCall("bash", {"command": commands[0]})
 
     def render(self, call: ToolCall) -> str:
         return f"```mswea_bash_command\n{call.arguments['command']}\n```"
@@ -76,6 +76,20 @@ class MiniSweAgentFormat:
     def describe(self, schemas: Sequence[Mapping[str, Any]]) -> str:
         """Nothing: the interface's prompts describe the block."""
         return ""
+
+
+def _commands(text: str) -> Iterator[str]:
+    """The blocks' commands, without outer white space, in linear time."""
+    position = 0
+    while (opened := _OPEN.search(text, position)) is not None:
+        end = text.find(_CLOSE, opened.end())
+        if end < 0:
+            # Of a block that holds nothing but newlines the last one belongs to its end.
+            if opened[0].count("\n") > 1 and text.startswith(_CLOSE, opened.end() - 1):
+                yield ""
+            return
+        yield text[opened.end() : end].strip()
+        position = end + len(_CLOSE)
 
 
 def mini_swe_agent_tools(sandbox: Sandbox, *, style: Style = "full", timeout: float = 60.0) -> ToolSet:
@@ -96,8 +110,9 @@ class MiniSweAgentTools:
     async def call(self, call: ToolCall) -> ToolResult:
         if call.name != "bash" or set(call.arguments) != {"command"}:
             return ToolResult("there is one tool, bash, with the argument 'command'", failed=True)
-        command = str(call.arguments["command"])
         try:
+            check_levels(call.arguments)
+            command = str(call.arguments["command"])
             check_text("command", command)
             result = await self._runtime.run("bash", "-c", _MERGED, "-", command, env=_VARIABLES)
         except ToolError as error:

@@ -28,6 +28,9 @@ AsyncFunction = Callable[..., Awaitable[Any]]
 ToolOutline = tuple[str, Mapping[str, Mapping[str, Any]], Sequence[str]]
 """A tool in short: its description, the schema of each argument, and the arguments that it must have."""
 
+MOST_LEVELS = 100
+"""Lists and objects of an argument may lie in each other so deep. Python can print and compare what is no deeper."""
+
 _TYPE_WORDS = {
     "string": "a string",
     "integer": "an integer",
@@ -232,10 +235,42 @@ def check_text(name: str, value: str) -> None:
         raise ToolError(f"argument {name!r} holds half a surrogate pair; write the whole character") from None
 
 
+def check_levels(arguments: Mapping[str, Any]) -> None:
+    """Refuse a call whose arguments are nested too deeply."""
+    for name, value in arguments.items():
+        if not _within_levels(value):
+            raise ToolError(f"argument {name!r} is nested more than {MOST_LEVELS} levels deep; write it flatter")
+
+
+def read_json(text: str) -> Any:
+    """The JSON value in ``text``. Raises ``ValueError`` where there is none, or one that is nested too deeply."""
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if not _within_levels(value):
+        raise ValueError("nested too deeply")
+    return value
+
+
+def _within_levels(value: Any) -> bool:
+    level = [value]
+    for _ in range(MOST_LEVELS + 1):
+        parts = [each.values() if isinstance(each, Mapping) else each for each in level if _is_nested(each)]
+        if not parts:
+            return True
+        level = list(itertools.chain.from_iterable(parts))
+    return False
+
+
+def _is_nested(value: Any) -> bool:
+    return isinstance(value, Mapping | list | tuple)
+
+
 def _from_text(value: str) -> Any:
     try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
+        return read_json(value)
+    except ValueError:
         return value
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tools.errors import ToolDefinitionError, ToolError
-from tools.schema import AsyncFunction, ToolFunction, nearest, tool_function
+from tools.schema import AsyncFunction, ToolFunction, check_levels, nearest, tool_function
 from tools.text import MAX_CHARS, clip
 from tools.types import ToolCall, ToolResult
 
@@ -46,6 +46,7 @@ class FunctionToolSet:
             tool = self._tools.get(call.name)
             if tool is None:
                 raise ToolError(f"there is no tool {call.name!r}{nearest(call.name, self._tools, 'tools')}")
+            check_levels(call.arguments)
             answer = await tool.function(**tool.bind(call.arguments))
         except ToolError as error:
             return ToolResult(clip(str(error), self._max_chars), failed=True)

@@ -228,7 +228,7 @@ def diagnose(
         undecided.append("the environment knows no true fix or solution to try")
     for name, results, right in (("gold", gold.get(task_id, ()), True), ("no-op", noop.get(task_id, ()), False)):
         outcomes = [result.resolved for result in results]
-        broken = next((result.error for result in results if result.resolved is None), None)
+        broken = next((result.error.partition("\n")[0] for result in results if result.resolved is None), None)
         if results and machine_grades and all(result.stop == StopReason.UNDECIDABLE for result in results):
             reasons.append(f"{name} can never be graded: {broken}")
         elif broken is not None:

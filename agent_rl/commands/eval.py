@@ -97,7 +97,7 @@ async def _evaluate(
 def _tell(display: Display, report: EvalReport, path: Path) -> str | None:
     """Print the report. Where nothing was graded there is none to print: why not is returned."""
     if not report.graded:
-        reasons = Counter(outcome.error for outcome in report.outcomes)
+        reasons = Counter(outcome.error.partition("\n")[0] for outcome in report.outcomes)
         (reason, count), *_ = reasons.most_common(1)
         return f"none of {report.tasks} tasks could be graded; {count} of them: {reason}"
     display.table(table([report]))

@@ -34,6 +34,7 @@ from agent_rl.types import StopReason, Trajectory
 from envs import Dialogue, Environment, Episode, Grade, HasSandbox, Task
 from sandbox import ExecResult, Sandbox, bounded, printable
 from sandbox.pool import PooledSandbox
+from sandbox.timeouts import PausableTimeout
 from tools import ToolCallFormat, ToolSet
 
 SANDBOX_GATEWAY = "/opt/agent-rl/gateway"
@@ -112,7 +113,7 @@ class HarnessRun(EpisodeRun):
 
     async def _until_either(self, ends: set[asyncio.Future[Any]]) -> None:
         """Wait for the first of ``ends``, or until the episode's time is over."""
-        limit = asyncio.timeout(self.limits.time_limit)
+        limit = PausableTimeout(self.limits.time_limit)
         try:
             async with limit:
                 with self.gate.uncharged(limit):

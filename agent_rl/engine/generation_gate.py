@@ -17,6 +17,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 
+from sandbox.timeouts import PausableTimeout
+
 AGAIN_SECONDS = 0.1
 """An abort that overtook its request finds nothing to abort: it is sent again after so long."""
 
@@ -39,7 +41,7 @@ class GenerationGate:
         self._idle.set()
         self._passing: set[InFlightRequest] = set()
         self._closings = 0
-        self._limits: dict[asyncio.Timeout, float] = {}
+        self._limits: set[PausableTimeout] = set()
         self._cut_turns = self._cut_tokens = 0
 
     @property
@@ -76,20 +78,17 @@ class GenerationGate:
         return {"async_rollout/interrupted_turns": float(turns), "async_rollout/reprefilled_tokens": float(tokens)}
 
     @contextmanager
-    def uncharged(self, limit: asyncio.Timeout) -> Iterator[None]:
+    def uncharged(self, limit: PausableTimeout) -> Iterator[None]:
         """While the gate is not open, the time of ``limit``, which is running, does not pass."""
-        self._limits[limit] = 0.0
+        self._limits.add(limit)
         if not self.is_open:
-            self._stop(limit)
+            limit.pause()
         try:
             yield
         finally:
-            del self._limits[limit]
-
-    def left(self, limit: asyncio.Timeout) -> float:
-        """Seconds that ``limit``, which is :meth:`uncharged`, still runs while the gate is open."""
-        due = limit.when()
-        return self._limits[limit] if due is None else due - _now()
+            self._limits.discard(limit)
+            if not self.is_open:
+                limit.resume()
 
     @asynccontextmanager
     async def closed(self) -> AsyncIterator[None]:
@@ -106,7 +105,7 @@ class GenerationGate:
         if self.is_open:
             self._open.clear()
             for limit in self._limits:
-                self._stop(limit)
+                limit.pause()
         await self._drain()
 
     def open(self) -> None:
@@ -114,15 +113,8 @@ class GenerationGate:
         self._closings -= 1
         if not self._closings:
             self._open.set()
-            for limit, left in self._limits.items():
-                if not limit.expired():
-                    limit.reschedule(_now() + left)
-
-    def _stop(self, limit: asyncio.Timeout) -> None:
-        due = limit.when()
-        if due is not None and not limit.expired():
-            self._limits[limit] = due - _now()
-            limit.reschedule(None)
+            for limit in self._limits:
+                limit.resume()
 
     async def _drain(self) -> None:
         """Cut what runs, and wait for its end."""
@@ -137,7 +129,3 @@ class GenerationGate:
     async def _cut(self, passage: InFlightRequest) -> None:
         passage.cut = True
         await passage.abort()
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

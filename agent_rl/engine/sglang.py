@@ -50,6 +50,7 @@ from agent_rl.models.spec import ModelSpec, difference, read_model_spec
 from agent_rl.types import Completion, FinishReason, SamplingParams, TokenIds
 from agent_rl.utils.concurrency import Pulse, shielded
 from agent_rl.utils.http import AsyncHttp, retried, timed_out
+from sandbox.timeouts import PausableTimeout
 
 T = TypeVar("T")
 
@@ -220,7 +221,7 @@ class SGLangEngine:
         if found := self.fleet.candidates(tried.urls):
             return found
         try:
-            async with asyncio.timeout(self._patience) as limit:
+            async with PausableTimeout(self._patience) as limit:
                 with self.gate.uncharged(limit):
                     return await self.until(lambda fleet: fleet.candidates(tried.urls))
         except TimeoutError:

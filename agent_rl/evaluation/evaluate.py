@@ -58,7 +58,7 @@ def _result(event: RolloutEvent, sample: int) -> EpisodeResult:
         errors = event.dropped.errors
         stop = StopReason.UNDECIDABLE.value if event.dropped.undecidable else ""
         return EpisodeResult(
-            event.dropped.task_id, sample, None, stop, 0, 0.0, failures=len(errors), error=errors[-1] if errors else ""
+            event.dropped.task_id, sample, None, stop, 0, 0.0, failures=len(errors), error=event.dropped.cause
         )
     (trajectory,) = event.group.trajectories
     return EpisodeResult(

@@ -2,16 +2,17 @@
 
 Control tokens are the tokenizer's added tokens marked special (``<|im_end|>``, ...). A file or a log may hold their
 text; were it encoded as they are, the agent's observation would end its own turn. So content is *guarded* before it
-is rendered (a character that occurs nowhere is put inside every such text), the rendering is cut at the special
-tokens that are left, which are the template's, and the text between them is encoded, guards taken out, with special
-tokens turned off. Text between two special tokens is encoded in one piece, template and content together, so merges
-across their border are those of the plain tokenizer.
+is rendered (a guard that occurs nowhere, one character or a few, is put inside every such text), the rendering is cut
+at the special tokens that are left, which are the template's, and the text between them is encoded, guards taken out,
+with special tokens turned off. Text between two special tokens is encoded in one piece, template and content together,
+so merges across their border are those of the plain tokenizer.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -35,11 +36,12 @@ class Encoder:
         self._pattern = re.compile("|".join(map(re.escape, longest_first)))
 
     def guard_for(self, content: Any) -> str:
-        """A character that is nowhere in ``content`` (a JSON value), or "" where nothing in it needs guarding."""
+        """The text that guards ``content`` (a JSON value) and is nowhere in it: a character, or several where each
+        one is taken. "" where nothing in ``content`` needs guarding."""
         text = "".join(_strings(content))
         if not self._pattern.search(text):
             return ""
-        return next(guard for guard in _GUARDS if guard not in text)
+        return next(guard for length in itertools.count(1) for guard in _absent(text, length))
 
     def guarded(self, content: Any, guard: str) -> Any:
         """``content`` with ``guard`` inside every text of a control token, however deep it lies."""
@@ -83,6 +85,12 @@ class Encoder:
         for text in self.special:
             if len(text) < 2 or control.intersection(self._encode_text(text, "")):
                 raise TemplateError(f"the tokenizer cannot write the special token {text!r} as plain text")
+
+
+def _absent(text: str, length: int) -> Iterator[str]:
+    """The guards of ``length`` characters that are not in ``text``, in linear time: one more is tried than it holds."""
+    held = {text[at : at + length] for at in range(len(text))}
+    return (guard for guard in map("".join, itertools.product(_GUARDS, repeat=length)) if guard not in held)
 
 
 def _copy(tokenizer: Tokenizer) -> Tokenizer:

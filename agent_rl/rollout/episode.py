@@ -3,14 +3,16 @@
 A turn of a :class:`envs.Dialogue` is heard by the episode as it stands, and no call is looked for.
 
 Every ending but an infrastructure failure is graded on whatever the agent left behind, submitted or not, as R2E-Gym
-does. Infrastructure failures become a trajectory without a reward; errors that no other episode would escape (missing
-routes, a missing image, no usable sandbox backend, a broken task record) are raised and stop the run.
+does. An exception becomes a trajectory without a reward, also one that nobody expected (:func:`ending_of`). Only errors
+that every other episode would meet too are raised and stop the run.
 """
 
 from __future__ import annotations
 
-import asyncio
+import logging
+import math
 import time
+import traceback
 import uuid
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -23,22 +25,70 @@ from typing import Any
 from agent_rl.config import EnvConfig, R3Config, RolloutConfig, RunConfig
 from agent_rl.engine.generation_gate import GenerationGate
 from agent_rl.engine.types import Engine
-from agent_rl.errors import EngineAborted, EngineError, HarnessError, RoutesMissingError
+from agent_rl.errors import AgentRlError, EngineAborted, EngineError, HarnessError, RoutesMissingError
 from agent_rl.rollout.initial_prompt import Renderer, open_conversation
 from agent_rl.rollout.route_audit import Auditor
 from agent_rl.rollout.transcript import Transcript
 from agent_rl.rollout.turn_log import Answered, LoggedTurn, ReplayDiffers, TurnLog
 from agent_rl.types import Completion, FinishReason, SamplingParams, StopReason, Trajectory, Turn
-from envs import Dialogue, Environment, Episode, Grade, GradingError, Task, UndecidableError, find_scaffold
-from sandbox import ImageMissingError, SandboxError, SandboxHostLostError, SandboxUnavailableError, bounded
-from tools import ParseFailure, ToolCallFormat, ToolResult, ToolSet
+from envs import (
+    Dialogue,
+    Environment,
+    Episode,
+    Grade,
+    GradingError,
+    Task,
+    TaskRecordError,
+    UndecidableError,
+    find_scaffold,
+)
+from sandbox import (
+    ImageMissingError,
+    SandboxError,
+    SandboxHostLostError,
+    SandboxUnavailableError,
+    bounded,
+    printable,
+)
+from sandbox.timeouts import PausableTimeout
+from tools import ParseFailure, ToolCallFormat, ToolDefinitionError, ToolResult, ToolSet
 
 Answerer = Callable[[str], Awaitable[ToolResult] | ParseFailure]
 """Begins to answer a turn, or says why it holds no call. An episode has one, since ``isinstance`` of a protocol takes
 6 µs."""
 
+_log = logging.getLogger(__name__)
+
+_LONGEST_LINE, _MOST_FRAMES = 300, 20
+
 MAX_ABORTS = 3
 """How often a turn is asked on after the engine aborted it of itself."""
+
+
+_STOPS_THE_RUN = (
+    RoutesMissingError,
+    ImageMissingError,
+    SandboxUnavailableError,
+    TaskRecordError,
+    ToolDefinitionError,
+)
+_ENDINGS: Sequence[tuple[type[Exception], StopReason | None]] = (
+    *((kind, None) for kind in _STOPS_THE_RUN),
+    (EngineError, StopReason.ENGINE_FAILURE),
+    (HarnessError, StopReason.HARNESS_FAILURE),
+    (AgentRlError, None),  # of the run: a user's mistake, its disk, its weights, its guard
+    (UndecidableError, StopReason.UNDECIDABLE),
+    (SandboxHostLostError, StopReason.HOST_LOST),
+    (SandboxError, StopReason.SANDBOX_FAILURE),
+    (GradingError, StopReason.SANDBOX_FAILURE),
+    (Exception, StopReason.ENVIRONMENT_ERROR),
+)
+"""What an exception makes of an episode, the first kind that fits. None: it is raised and stops the run."""
+
+
+def ending_of(error: Exception) -> StopReason | None:
+    """How ``error`` ends an episode; None where it is no matter of one episode and stops the run."""
+    return next(stop for kind, stop in _ENDINGS if isinstance(error, kind))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +141,9 @@ async def run_episode(
     the engine, is closed, ``rollout.time_limit`` does not run. With ``log`` it goes on from the turns kept there, or
     starts over where the tools answer otherwise than they did.
 
-    A sandbox, grading or engine failure is returned as a trajectory whose ``stop.infrastructure`` is True and whose
-    reward is None. Raises RoutesMissingError, ImageMissingError, SandboxUnavailableError and TaskRecordError; being
-    cancelled closes the sandbox first.
+    A failure of the sandbox, the grading, the engine or the environment's code is returned as a trajectory whose
+    ``stop.infrastructure`` is True and whose reward is None. Raises only what :func:`ending_of` says stops the run;
+    being cancelled closes the sandbox first.
     """
     while True:
         try:
@@ -141,18 +191,14 @@ class EpisodeRun:
                 self._open(episode, tools)
                 stop = await self._act(episode if isinstance(episode, Dialogue) else tools)
                 return self._trajectory(stop, await self._grade(episode))
-        except (RoutesMissingError, ImageMissingError, SandboxUnavailableError):
-            raise
-        except EngineError as error:
-            return self._trajectory(StopReason.ENGINE_FAILURE, None, error)
-        except HarnessError as error:
-            return self._trajectory(StopReason.HARNESS_FAILURE, None, error)
-        except UndecidableError as error:
-            return self._trajectory(StopReason.UNDECIDABLE, None, error)
-        except SandboxHostLostError as error:
-            return self._trajectory(StopReason.HOST_LOST, None, error)
-        except (SandboxError, GradingError) as error:
-            return self._trajectory(StopReason.SANDBOX_FAILURE, None, error)
+        except Exception as error:
+            ending = ending_of(error)
+            if ending is None:
+                raise
+            failed = self._trajectory(ending, None, error)
+            if ending is StopReason.ENVIRONMENT_ERROR:
+                _log.warning("task %s: an episode ended by an unexpected error: %s", self.task.id, failed.error)
+            return failed
 
     @asynccontextmanager
     async def _started_episode(self) -> AsyncIterator[Episode]:
@@ -182,7 +228,7 @@ class EpisodeRun:
             for logged in kept:
                 if stop := await self._take_again(answerer, logged):
                     return stop
-        limit = asyncio.timeout(kept[-1].left if kept else self.limits.time_limit)
+        limit = PausableTimeout(kept[-1].left if kept else self.limits.time_limit)
         try:
             async with limit:
                 with self.gate.uncharged(limit):
@@ -192,13 +238,13 @@ class EpisodeRun:
                 raise
             return StopReason.TIME_LIMIT
 
-    async def _take_turns(self, answerer: Answerer, limit: asyncio.Timeout) -> StopReason:
+    async def _take_turns(self, answerer: Answerer, limit: PausableTimeout) -> StopReason:
         while len(self.turns) < self.limits.max_turns:
             stop = await self._turn(answerer, self.engine)
             if self.log is not None and self.answers:
                 completions, self.answers = tuple(self.answers), []
                 turn = Turn(**self.turns[-1])
-                await self.log.keep(LoggedTurn(self.opening, completions, turn, self.gate.left(limit)))
+                await self.log.keep(LoggedTurn(self.opening, completions, turn, limit.left))
             if stop:
                 return stop
         return StopReason.MAX_TURNS
@@ -256,16 +302,20 @@ class EpisodeRun:
         )
 
     def _begin_turn(self, prompt_tokens: int, cached_tokens: int, began: float) -> None:
-        self.messages.append({})
+        self.messages.append({"role": "assistant", "content": ""})
         self.turns.append(
             {
+                "text": "",
                 "tool": None,
                 "arguments": {},
                 "parse_failure": None,
                 "observation": "",
                 "prompt_tokens": prompt_tokens,
+                "completion_tokens": 0,
                 "observation_tokens": 0,
                 "cached_tokens": cached_tokens,
+                "weight_version": "",
+                "generate_seconds": 0.0,
                 "tool_seconds": 0.0,
                 "began": began,
             }
@@ -304,8 +354,8 @@ class EpisodeRun:
             result = await answering
         finally:
             self.turns[-1]["tool_seconds"] = _seconds_since(started)
-        self.turns[-1]["observation"] = result.text
-        return result.text, StopReason.SUBMITTED if result.submitted else None
+        self.turns[-1]["observation"] = text = _checked_text(result)
+        return text, StopReason.SUBMITTED if result.submitted else None
 
     def _observe(self, text: str, sampled: Sequence[int]) -> StopReason | None:
         """Append the observation, or end the episode where it leaves no room to answer it."""
@@ -328,7 +378,7 @@ class EpisodeRun:
         async with bounded(self.rules.env.grading_limit, "grading"):
             grade = await episode.grade()
         self.grade_seconds = _seconds_since(started)
-        return grade
+        return _checked_grade(grade)
 
     def _trajectory(self, stop: StopReason, grade: Grade | None, error: Exception | None = None) -> Trajectory:
         tokens, loss_mask, logprobs, routing = self.transcript.arrays()
@@ -346,7 +396,7 @@ class EpisodeRun:
             messages=tuple(self.messages),
             versions=self.transcript.versions,
             patch=grade.patch if grade else "",
-            error=f"{type(error).__name__}: {error}" if error else "",
+            error=_described(error, stop) if error else "",
             suspected_hack=tuple(grade.suspected_hack) if grade else (),
             seconds=_seconds_since(self.started),
             grade_seconds=self.grade_seconds,
@@ -357,6 +407,38 @@ class EpisodeRun:
             tests=grade.tests if grade else {},
             test_log=grade.log if grade else "",
         )
+
+
+def _checked_grade(grade: object) -> Grade:
+    """``grade`` as records and the trainer take it. Raises TypeError or ValueError where an environment returned what
+    they cannot take."""
+    if not isinstance(grade, Grade):
+        raise TypeError(f"grade returned a {type(grade).__name__}, not a Grade")
+    reward = float(grade.reward)
+    if not math.isfinite(reward):
+        raise ValueError(f"grade returned the reward {reward}, which is not a finite number")
+    texts = (grade.patch, grade.log, *grade.suspected_hack, *grade.tests.keys(), *grade.tests.values())
+    if not all(isinstance(text, str) for text in texts):
+        raise TypeError("grade returned a Grade whose patch, log, tests or suspected_hack are not strings")
+    return replace(grade, reward=reward, resolved=bool(grade.resolved))
+
+
+def _checked_text(result: object) -> str:
+    """What the agent reads of a tool's ``result``, in characters that can be encoded. Raises TypeError for what no tool
+    may return."""
+    if not isinstance(result, ToolResult) or not isinstance(result.text, str):
+        raise TypeError(f"a tool returned a {type(result).__name__}, not a ToolResult with a text")
+    return result.text.encode(errors="replace").decode()
+
+
+def _described(error: Exception, stop: StopReason) -> str:
+    """The error in one line; where nobody expected it, its place too, and its traceback in the lines below."""
+    if stop is not StopReason.ENVIRONMENT_ERROR:
+        return f"{type(error).__name__}: {error}"
+    told = traceback.TracebackException.from_exception(error, limit=-_MOST_FRAMES)
+    line = " ".join(f"{type(error).__name__}: {told}".split())[:_LONGEST_LINE]
+    place = f" ({told.stack[-1].filename}:{told.stack[-1].lineno})" if told.stack else ""
+    return printable(f"{line}{place}\n{''.join(told.format())}")
 
 
 def _seconds_since(started: float) -> float:

@@ -43,6 +43,11 @@ class DroppedGroup:
     errors: tuple[str, ...]
     undecidable: bool = False
 
+    @property
+    def cause(self) -> str:
+        """What failed its first episode, or made it undecidable. The first line says it."""
+        return next(iter(self.errors[::-1] if self.undecidable else self.errors), "")
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RolloutEvent:
@@ -126,9 +131,10 @@ def check_dropped(dropped: Sequence[DroppedGroup], most: int) -> None:
     last = dropped[-1]
     count = sum(other.undecidable is last.undecidable for other in dropped)
     if count > max(most, last.undecidable):
+        reason, _, _ = last.cause.partition("\n")
         raise RolloutFailed(
             f"{count} group(s) could not be collected (at most {most} may be "
-            f"dropped); task {last.task_id} failed {len(last.errors)} times, last: {last.errors[-1]}"
+            f"dropped); task {last.task_id} failed {len(last.errors)} times, first: {reason}"
         )
 
 

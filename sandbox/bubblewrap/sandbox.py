@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
+from sandbox.base import BaseSandbox
 from sandbox.bubblewrap.launch import Launcher
 from sandbox.bubblewrap.rootfs import RootFs, copy_regular, image_place
 from sandbox.bubblewrap.run_dir import remove_tree
@@ -27,7 +28,6 @@ from sandbox.errors import (
 from sandbox.files import Tree, read_through, write_through
 from sandbox.nofollow_io import SandboxRequired, read_beneath, tree_beneath, write_beneath
 from sandbox.process import Finished
-from sandbox.sandbox import BaseSandbox
 from sandbox.types import OVERGROWN, ExecResult, SandboxSpec, TreeFile, TreeLimits
 
 T = TypeVar("T")

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import PurePosixPath
 from typing import Protocol, TypeVar
 
+from sandbox.base import BaseSandbox
 from sandbox.cgroup import dirs_of, oom_kills, ran_out_of_memory
 from sandbox.disk import Usage, usage
 from sandbox.docker.disk import Written, layer_size, written
@@ -18,7 +19,6 @@ from sandbox.docker.exec import KILL_ALL, WRAPPER, ExecLink, ExecOutcome, run_ex
 from sandbox.docker.files import gather_dir, read_archive
 from sandbox.errors import SandboxDiskFullError, SandboxError, SandboxFileError, SandboxLostError
 from sandbox.files import Tree, archive
-from sandbox.sandbox import BaseSandbox
 from sandbox.shielded import shielded
 from sandbox.types import OVERGROWN, ExecResult, SandboxSpec, TreeFile, TreeLimits
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from envs import EnvContext
+from envs import EnvContext, Episode, Grade, Task
 from envs.mini import MiniEnvironment
 from sandbox import ExecResult, Sandbox, SandboxBackend, SandboxLostError, SandboxSpec, TreeFile
 
@@ -92,3 +93,22 @@ class FaultyMini(MiniEnvironment):
         """Make what is not cached in sandboxes that don't break: only episodes are to meet those."""
         await self._sound.prepare(*splits)
         await super().prepare(*splits)
+
+
+class KeyErrorEpisode:
+    """An episode whose grading meets a bug."""
+
+    def __init__(self, episode: Episode) -> None:
+        self.messages, self.tools = episode.messages, episode.tools
+
+    async def grade(self) -> Grade:
+        raise KeyError("status")
+
+
+class KeyErrorMini(MiniEnvironment):
+    """``mini`` with such episodes."""
+
+    @asynccontextmanager
+    async def start(self, task: Task) -> AsyncIterator[KeyErrorEpisode]:  # type: ignore[override]
+        async with super().start(task) as episode:
+            yield KeyErrorEpisode(episode)

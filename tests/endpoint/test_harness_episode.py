@@ -142,6 +142,19 @@ async def test_an_engine_that_dies_or_has_no_room_ends_the_episode_at_once(
     assert trajectory.error == f"{failure.__name__}: it is gone"
 
 
+async def test_an_unexpected_error_is_a_failure_of_the_episode(
+    gateway: Gateway, renderer: ChatRenderer, kit: SimpleNamespace
+) -> None:
+    async def before(number: int) -> None:
+        raise KeyError("choices")
+
+    engine = kit.Saying(renderer, [kit.call("ls")], before)
+    trajectory = await drive(gateway, kit, renderer, engine, command("talk.py", "hangs"))
+    assert (trajectory.stop, trajectory.reward) == (StopReason.ENVIRONMENT_ERROR, None)
+    assert trajectory.error.startswith("KeyError: 'choices' (")
+    assert "Traceback (most recent call last):" in trajectory.error
+
+
 async def test_routes_that_are_missing_stop_the_run(
     gateway: Gateway, renderer: ChatRenderer, kit: SimpleNamespace
 ) -> None:

@@ -19,6 +19,7 @@ from agent_rl.engine.generation_gate import GenerationGate
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.models.spec import ModelSpec
 from agent_rl.types import FinishReason, SamplingParams
+from sandbox.timeouts import PausableTimeout
 
 FACTS = ModelSpec(
     "qwen3_moe", moe=(False, True, True), hidden=8, heads=2, kv_heads=1, head_dim=4, inner=8, vocab_size=100,
@@ -149,7 +150,7 @@ async def test_a_request_that_does_not_end_is_left_alone_after_a_while() -> None
 
 async def test_time_does_not_pass_for_an_episode_while_it_is_closed() -> None:
     gate, clock, expired = GenerationGate(), LoopClock(), list[bool]()
-    limit = asyncio.timeout(100)
+    limit = PausableTimeout(100)
 
     async def episode() -> None:
         async with limit:
@@ -168,7 +169,7 @@ async def test_time_does_not_pass_for_an_episode_while_it_is_closed() -> None:
 
 async def test_an_episode_that_begins_while_it_is_closed_has_all_its_time() -> None:
     gate, clock = GenerationGate(), LoopClock()
-    async with gate.closed(), asyncio.timeout(100) as limit:
+    async with gate.closed(), PausableTimeout(100) as limit:
         with gate.uncharged(limit):
             await clock.put_forward(1000)
     assert not limit.expired()

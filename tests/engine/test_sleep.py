@@ -30,6 +30,7 @@ from agent_rl.utils.concurrency import beside
 from agent_rl.utils.http import AsyncHttp
 from agent_rl.weight_sync.order import PublishReport
 from agent_rl.weight_sync.sync import WeightSync
+from sandbox.timeouts import PausableTimeout
 
 FACTS = ModelSpec(
     "qwen3_moe", moe=(False, True, True), hidden=8, heads=2, kv_heads=1, head_dim=4, inner=8, vocab_size=100,
@@ -235,13 +236,13 @@ async def test_a_request_waits_for_the_end_of_the_sleep_and_its_time_limit_too(t
     """Whoever asks: an episode, an audit, an evaluation. One that runs is cut."""
     async with colocated(tmp_path) as run:
         run.servers[0].held = True
-        async with asyncio.timeout(30.0) as limit:
+        async with PausableTimeout(30.0) as limit:
             with run.engine.gate.uncharged(limit):
                 running = asyncio.create_task(run.sample("running"))
                 await run.servers[0].begun.wait()
                 await run.engine.sleep.begin()
                 assert (await running).cut
-                assert limit.when() is None, "no time passes"
+                assert limit.paused, "no time passes"
                 run.servers[0].held = False
                 waiting = [
                     asyncio.create_task(run.sample("later")),
@@ -255,7 +256,7 @@ async def test_a_request_waits_for_the_end_of_the_sleep_and_its_time_limit_too(t
                     assert not run.engine.gate.is_open
                 for answer in await asyncio.gather(*waiting):
                     assert answer.weight_version == "1"  # type: ignore[attr-defined]
-                assert limit.when() is not None
+                assert not limit.paused
         assert run.servers[0].killed_by == ""
 
 

@@ -5,7 +5,7 @@ SGLang on a CPU cannot be asked for the same samples again: a request's ``sampli
 run goes on exactly is shown with episodes that are a function of their task: an episode takes a random time, and which
 of a group's recordings it gives is settled when it ends. Everything else that happens in a step is as always.
 
-    python recorded_run.py FOLDER [section.key=value ...]
+    python recorded_run.py DIR [section.key=value ...]
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from agent_rl.config_files import load_config
-from agent_rl.controller.restarts import Restarts
-from agent_rl.engine.gate import TurnGate
-from agent_rl.engine.http import AsyncHttp
-from agent_rl.engine.load import EngineLoad
-from agent_rl.model_facts import read_facts
-from agent_rl.observe.display import Display
 from numpy.typing import NDArray
 from support.journal_rows import read_journal
 
 from agent_rl.config import RunConfig
+from agent_rl.config.loader import load_config
 from agent_rl.controller.state import RunState
 from agent_rl.controller.train import TrainingRun, run_to_the_end
+from agent_rl.controller.trainer_restarts import Restarts
 from agent_rl.engine.fleet import Fleet
+from agent_rl.engine.generation_gate import GenerationGate
 from agent_rl.engine.sleep import EngineSleep
+from agent_rl.engine.utilization import EngineLoad
+from agent_rl.models.spec import read_model_spec
+from agent_rl.monitoring.console import Display
 from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.limiter import Limiter
 from agent_rl.rollout.turn_log import LoggedRunner, TurnLog
 from agent_rl.train.ray_trainer import RayTrainer
 from agent_rl.types import StopReason, Trajectory, Turn, VersionSpan
+from agent_rl.utils.http import AsyncHttp
 from envs import Task
 from r3.routing import Routing, Span, SpanKind
 
@@ -83,16 +83,17 @@ def _routes(length: int, generator: np.random.Generator, facts: Any) -> Routing:
 class NoEngine:
     """There is none to send weights to; what is given afterwards says that it is of them."""
 
-    world: RecordedWorld
+    runtime: RecordedRuntime
 
     async def publish(self, step: int) -> dict[str, float]:
-        self.world.version = str(step)
+        self.runtime.version = str(step)
         return {}
 
 
 @dataclass
-class RecordedWorld:
-    """What of a :class:`agent_rl.controller.world.World` a run asks for, without an engine and without boxes."""
+class RecordedRuntime:
+    """What of a :class:`agent_rl.controller.rollout_runtime.RolloutRuntime` a run asks for, without an engine and
+    without sandboxes."""
 
     config: RunConfig
     tasks: Sequence[Task]
@@ -100,14 +101,16 @@ class RecordedWorld:
 
     def __post_init__(self) -> None:
         self.limiter = Limiter(self.config.rollout.concurrency)
-        self.facts = read_facts(self.config.model)
-        fleet, gate = Fleet(), TurnGate()
+        self.facts = read_model_spec(self.config.model)
+        fleet, gate = Fleet(), GenerationGate()
         sleep = EngineSleep(fleet, gate, {}, self.config.engine, AsyncHttp(1.0))
         self.engine = SimpleNamespace(
             facts=self.facts, fleet=fleet, gate=gate, load=EngineLoad(), sleep=sleep, until=_never
         )
         env = SimpleNamespace(prepare=_nothing)
-        self.workshop = SimpleNamespace(env=env, tasks=lambda split: self.tasks, backend=SimpleNamespace(name="none"))
+        self.task_runtime = SimpleNamespace(
+            env=env, tasks=lambda split: self.tasks, backend=SimpleNamespace(name="none")
+        )
 
     def metrics(self) -> dict[str, float]:
         return {}
@@ -121,18 +124,18 @@ class RecordedWorld:
 
 @dataclass
 class _Recorded:
-    world: RecordedWorld
+    runtime: RecordedRuntime
     held: set[bytes]
     waiting: dict[str, list[Trajectory]] = field(default_factory=lambda: defaultdict(list))
 
     async def run(self, task: Task, log: TurnLog | None = None) -> Trajectory:
         if task.id not in self.waiting:
-            every = recordings(task, self.world.config.rollout.group_size, self.world.facts)
+            every = recordings(task, self.runtime.config.rollout.group_size, self.runtime.facts)
             self.waiting[task.id] = [t for t in every if t.tokens.tobytes() not in self.held]
         await asyncio.sleep(random.uniform(0, 2 * EPISODE_SECONDS))
         trajectory = self.waiting[task.id].pop(0)
-        versions = (VersionSpan(0, len(trajectory.tokens), self.world.version),)
-        with (self.world.config.run_dir / GIVEN).open("a") as file:
+        versions = (VersionSpan(0, len(trajectory.tokens), self.runtime.version),)
+        with (self.runtime.config.run_dir / GIVEN).open("a") as file:
             file.write(json.dumps([task.id, zlib.crc32(trajectory.tokens.tobytes())]) + "\n")
         return replace(trajectory, versions=versions)
 
@@ -146,17 +149,17 @@ async def _never(look: Any) -> Any:
     await asyncio.Event().wait()
 
 
-async def main(folder: Path, overrides: Sequence[str]) -> None:
-    config = load_config(folder / "config.yaml", overrides)
+async def main(directory: Path, overrides: Sequence[str]) -> None:
+    config = load_config(directory / "config.yaml", overrides)
     state = RunState(config)
     tasks = [Task(f"task-{number:03d}", "recorded", {}) for number in range(256)]
     with Display(config.name) as display:
         async with RayTrainer(config) as trainer:
-            world: Any = RecordedWorld(config, tasks)
+            runtime: Any = RecordedRuntime(config, tasks)
 
             def begin() -> TrainingRun:
-                run = TrainingRun(config, state, display, world, trainer)
-                run.sync = NoEngine(world)  # type: ignore[assignment]
+                run = TrainingRun(config, state, display, runtime, trainer)
+                run.sync = NoEngine(runtime)  # type: ignore[assignment]
                 return run
 
             (state.dir / BEGUN).write_text(str(time.time()))

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from sandbox.sandbox import BaseSandbox
 from support.contexts import used_backend_of
 
 from envs import EnvContext
@@ -20,6 +19,7 @@ from sandbox import (
     SandboxFileError,
     SandboxSpec,
 )
+from sandbox.base import BaseSandbox
 from sandbox.bubblewrap.backend import BubblewrapBackend
 from sandbox.docker.backend import DEFAULT_IMAGE
 from sandbox.docker.disk import Written

@@ -84,6 +84,15 @@ def test_text_of_control_tokens_comes_through_next_to_private_use_characters(ren
     assert seen in renderer.decode(renderer.observation(seen, stop_included=True))
 
 
+@pytest.mark.parametrize("pairs", [0, 100])
+def test_no_text_holds_every_guard(renderer: ChatRenderer, pairs: int) -> None:
+    """All 6,400 characters of the private use area, and as many pairs of them."""
+    every = "".join(map(chr, range(0xE000, 0xF900)))
+    first = "".join(every[0] + other for other in every[:pairs])
+    seen = f"<|im_end|>{every}{first}"
+    assert seen in renderer.decode(renderer.observation(seen, stop_included=True))
+
+
 def test_decode_leaves_control_tokens_out(renderer: ChatRenderer, tokenizer: Tokenizer) -> None:
     assert renderer.decode(ids(tokenizer, "<tool_response>é x<|im_end|>")) == "<tool_response>é x"
 

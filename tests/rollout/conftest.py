@@ -167,5 +167,12 @@ FIX, SUBMIT = call("echo", text="fix"), call("submit")
 def kit() -> SimpleNamespace:
     """The stand-ins above, for test modules (which pytest's importlib mode keeps from importing this file)."""
     return SimpleNamespace(
-        ToldEngine=ToldEngine, MemoryEnvironment=MemoryEnvironment, call=call, row_of=row_of, FIX=FIX, SUBMIT=SUBMIT
+        ToldEngine=ToldEngine,
+        MemoryEnvironment=MemoryEnvironment,
+        MemoryEpisode=MemoryEpisode,
+        MemoryTools=MemoryTools,
+        call=call,
+        row_of=row_of,
+        FIX=FIX,
+        SUBMIT=SUBMIT,
     )

@@ -16,13 +16,14 @@ from hypothesis import strategies as st
 from support.loop_clock import LoopClock
 
 from agent_rl.config import EnvConfig, R3Config, RolloutConfig
-from agent_rl.errors import EngineUnreachable, RoutesMissingError
+from agent_rl.errors import ConfigError, EngineUnreachable, GuardStop, RoutesMissingError, WeightSyncError
 from agent_rl.rollout.episode import EpisodeRules, run_episode
+from agent_rl.rollout.records import decode_trajectory, encode_trajectory
 from agent_rl.rollout.scripted_policies import ByteRenderer
 from agent_rl.types import Completion, FinishReason, StopReason, Trajectory
 from envs import Grade, GradingError, Task, TaskRecordError, UndecidableError
-from sandbox import ImageMissingError, SandboxLostError
-from tools import FunctionToolSet, ToolResult
+from sandbox import ImageMissingError, SandboxLostError, SandboxUnavailableError
+from tools import FunctionToolSet, ToolDefinitionError, ToolResult
 from tools.formats import tool_format
 
 ROUTES = R3Config()
@@ -386,7 +387,16 @@ async def test_grade_timeout_bounds_a_run_of_the_tests_and_nothing_cuts_it(
 
 
 @pytest.mark.parametrize(
-    "error", [ImageMissingError("no image"), TaskRecordError("row 3: no problem_statement"), KeyError("a bug")]
+    "error",
+    [
+        ImageMissingError("no image"),
+        SandboxUnavailableError("no backend"),
+        TaskRecordError("row 3: no problem_statement"),
+        ToolDefinitionError("tool f: needs a docstring"),
+        ConfigError("a wrong key"),
+        WeightSyncError("not taken"),
+        GuardStop("stopped"),
+    ],
 )
 async def test_what_no_other_episode_would_escape_is_raised(task: Task, kit: SimpleNamespace, error: Exception) -> None:
     async def breaks() -> None:
@@ -394,6 +404,99 @@ async def test_what_no_other_episode_would_escape_is_raised(task: Task, kit: Sim
 
     with pytest.raises(type(error)):
         await drive(kit.MemoryEnvironment(on_start=breaks), task, kit.ToldEngine([kit.FIX]))
+
+
+@pytest.mark.parametrize("where", ["on_start", "on_call", "on_grade", "on_close"])
+@pytest.mark.parametrize(
+    "error", [KeyError("status"), MemoryError(), RecursionError(), OSError(28, "no room"), EOFError()]
+)
+async def test_an_unexpected_error_is_a_failure_of_its_episode(
+    task: Task, kit: SimpleNamespace, where: str, error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def breaks() -> None:
+        raise error
+
+    env = kit.MemoryEnvironment(**{where: breaks})
+    trajectory = await drive(env, task, kit.ToldEngine([kit.FIX, kit.SUBMIT]))
+    assert (trajectory.stop, trajectory.reward) == (StopReason.ENVIRONMENT_ERROR, None)
+    assert trajectory.stop.infrastructure
+    first, *further = trajectory.error.splitlines()
+    assert first.startswith(f"{type(error).__name__}: ")
+    assert f"{__file__}:" in first, "the place is in the line that a report shows"
+    assert "Traceback (most recent call last):" in further
+    assert "    raise error" in further
+    assert trajectory.error in caplog.text
+    assert env.open == 0
+    check_aligned(trajectory, kit.row_of)
+
+
+async def test_a_turn_that_cannot_be_decoded_is_a_failure_of_its_episode(
+    env: Any, task: Task, kit: SimpleNamespace
+) -> None:
+    class Broken(ByteRenderer):
+        def decode(self, tokens: Any) -> str:
+            raise ValueError("no such token")
+
+    rules = EpisodeRules(RolloutConfig(describe_tools=False))
+    trajectory = await run_episode(env, task, kit.ToldEngine([kit.FIX]), Broken(), tool_format("hermes"), rules)
+    assert trajectory.stop is StopReason.ENVIRONMENT_ERROR
+    assert [turn.text for turn in trajectory.turns] == [""]
+    decode_trajectory(encode_trajectory(trajectory), "here")
+
+
+@pytest.mark.parametrize(
+    "grade",
+    [
+        None, 0.0, 1.0, Grade(float("nan"), True), Grade(float("inf"), True), Grade(None, True),
+        Grade(1.0, True, patch=b"diff"), Grade(1.0, True, log=None), Grade(1.0, True, tests={"a": 1}),
+        Grade(1.0, True, suspected_hack=[3]),
+    ],
+)  # fmt: skip
+async def test_a_grade_that_no_record_can_hold_is_a_failure_of_its_episode(
+    env: Any, task: Task, kit: SimpleNamespace, grade: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def graded(episode: Any) -> Any:
+        return grade
+
+    monkeypatch.setattr(kit.MemoryEpisode, "grade", graded)
+    trajectory = await drive(env, task, kit.ToldEngine([kit.SUBMIT]))
+    assert (trajectory.stop, trajectory.reward) == (StopReason.ENVIRONMENT_ERROR, None)
+    assert "grade" in trajectory.error.splitlines()[0] or "float" in trajectory.error.splitlines()[0]
+
+
+async def test_a_grade_of_numpy_is_taken(
+    env: Any, task: Task, kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def graded(episode: Any) -> Grade:
+        return Grade(np.float32(0.5), np.bool_(True), patch="half a pair: \ud800")
+
+    monkeypatch.setattr(kit.MemoryEpisode, "grade", graded)
+    trajectory = await drive(env, task, kit.ToldEngine([kit.SUBMIT]))
+    assert (trajectory.stop, trajectory.reward, trajectory.resolved) == (StopReason.SUBMITTED, 0.5, True)
+    decode_trajectory(encode_trajectory(trajectory), "here")
+
+
+@pytest.mark.parametrize("result", [None, "text", ToolResult(None), ToolResult(3, submitted=True)])
+async def test_a_tool_that_returns_no_text_is_a_failure_of_its_episode(
+    env: Any, task: Task, kit: SimpleNamespace, result: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def call(tools: Any, call: Any) -> Any:
+        return result
+
+    monkeypatch.setattr(kit.MemoryTools, "call", call)
+    trajectory = await drive(env, task, kit.ToldEngine([kit.SUBMIT]))
+    assert trajectory.stop is StopReason.ENVIRONMENT_ERROR
+    assert trajectory.error.startswith("TypeError: a tool returned a ")
+
+
+async def test_half_a_surrogate_pair_is_shown_as_a_question_mark(env: Any, task: Task, kit: SimpleNamespace) -> None:
+    async def call(tools: Any, call: Any) -> ToolResult:
+        return ToolResult("a file named \udcff", submitted=True)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(kit.MemoryTools, "call", call)
+        trajectory = await drive(env, task, kit.ToldEngine([kit.SUBMIT]))
+    assert (trajectory.stop, trajectory.turns[0].observation) == (StopReason.SUBMITTED, "a file named ?")
 
 
 async def test_missing_routes_are_raised(env: Any, task: Task, kit: SimpleNamespace) -> None:

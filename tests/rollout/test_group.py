@@ -1,17 +1,24 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import re
 from collections.abc import Awaitable, Callable, Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from agent_rl.config import RolloutConfig
 from agent_rl.errors import RolloutFailed, RoutesMissingError
+from agent_rl.rollout.episode import EpisodeRules, run_episode
 from agent_rl.rollout.group import GroupSettings, RolloutEvent, collect_groups
 from agent_rl.rollout.limiter import Limiter
 from agent_rl.rollout.metrics import rollout_metrics
+from agent_rl.rollout.scripted_policies import ByteRenderer
 from agent_rl.types import StopReason, Trajectory, VersionSpan
 from envs import Task
+from tools.formats import tool_format
 
 TASKS = [Task(f"task-{index}", "memory", {}) for index in range(4)]
 
@@ -121,9 +128,45 @@ async def test_retries_are_counted_over_the_whole_group() -> None:
         await asyncio.sleep(0)
         return trajectory(task, StopReason.SANDBOX_FAILURE)
 
-    with pytest.raises(RolloutFailed, match=r"task-0 failed 11 times, last: SandboxLostError: gone"):
+    with pytest.raises(RolloutFailed, match=r"task-0 failed 11 times, first: SandboxLostError: gone"):
         await collect_groups(TASKS[:1], run, GroupSettings(size=8, retries=3), limiter=Limiter(8))
     assert started == 8 + 3
+
+
+async def test_a_key_error_in_one_of_eight_gradings_is_run_again_and_is_no_reward(kit: SimpleNamespace) -> None:
+    graded = 0
+
+    async def breaks_once() -> None:
+        nonlocal graded
+        graded += 1
+        if graded == 3:
+            raise KeyError("status")
+
+    env = kit.MemoryEnvironment(on_grade=breaks_once)
+    engine, limits = kit.ToldEngine([kit.SUBMIT]), EpisodeRules(RolloutConfig(describe_tools=False))
+    run = functools.partial(
+        run_episode, env, engine=engine, renderer=ByteRenderer(), fmt=tool_format("hermes"), rules=limits
+    )
+    rollout = await collect_groups(env.tasks("train")[:1], run, GroupSettings(size=8), limiter=Limiter(8))
+    (group,) = rollout.groups
+    assert (len(group.trajectories), group.infrastructure_failures, graded) == (8, 1, 9)
+    assert rollout_metrics(rollout)["rollout/infrastructure_failures"] == 1
+
+
+async def test_past_the_budget_the_run_ends_with_the_first_cause_in_one_line(kit: SimpleNamespace) -> None:
+    async def breaks() -> None:
+        raise KeyError(f"status {env.started}")
+
+    env = kit.MemoryEnvironment(on_grade=breaks)
+    engine, limits = kit.ToldEngine([kit.SUBMIT]), EpisodeRules(RolloutConfig(describe_tools=False))
+    run = functools.partial(
+        run_episode, env, engine=engine, renderer=ByteRenderer(), fmt=tool_format("hermes"), rules=limits
+    )
+    with pytest.raises(RolloutFailed) as failed:
+        await collect_groups(env.tasks("train")[:1], run, GroupSettings(size=2, retries=2), limiter=Limiter(1))
+    assert re.fullmatch(
+        r".*task train-0 failed 4 times, first: KeyError: 'status 1' \(.*test_group\.py:\d+\)", str(failed.value)
+    )
 
 
 async def test_an_undecidable_task_is_not_tried_again_and_has_a_bound_of_its_own() -> None:

@@ -8,7 +8,7 @@ import pytest
 from support.loop_clock import LoopClock
 
 from sandbox import SandboxError
-from sandbox.timeouts import bounded, turn, uncharged
+from sandbox.timeouts import PausableTimeout, bounded, turn, uncharged
 
 
 async def test_what_takes_longer_is_told() -> None:
@@ -83,3 +83,50 @@ async def test_a_timeout_of_the_caller_is_not_the_bound() -> None:
     with pytest.raises(TimeoutError):
         async with bounded(600, "starting"):
             raise TimeoutError
+
+
+async def test_clean_up_may_wait_uncharged_after_the_bound_has_passed() -> None:
+    """The pool's slots are taken again by what closes a sandbox: the clock of an expired bound can't be stopped."""
+    slots, cleaned = asyncio.Semaphore(1), list[str]()
+
+    async def start() -> None:
+        async with bounded(600, "starting"):
+            try:
+                await LoopClock().put_forward(601)
+            finally:
+                async with turn(slots):
+                    cleaned.append("closed")
+
+    with pytest.raises(SandboxError, match="starting took longer than 600 s"):
+        await start()
+    assert cleaned == ["closed"]
+
+
+async def test_a_task_that_outlives_the_bound_may_wait_uncharged() -> None:
+    go = asyncio.Event()
+
+    async def outlive() -> None:
+        await go.wait()
+        with uncharged():
+            await asyncio.sleep(0)
+
+    async with bounded(600, "starting"):
+        task = asyncio.create_task(outlive())
+    go.set()
+    await task
+
+
+async def test_a_pause_that_ends_in_clean_up_leaves_the_time_out_expired() -> None:
+    clock, limit = LoopClock(), PausableTimeout(100)
+
+    async def wait() -> None:
+        async with limit:
+            try:
+                await clock.put_forward(101)
+            finally:
+                limit.pause()
+                limit.resume()
+
+    with pytest.raises(TimeoutError):
+        await wait()
+    assert limit.expired()

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tools.tags import elements, through_last
 from tools.types import ParseFailure, ToolCall
 
 CONTINUE = (
@@ -16,8 +17,8 @@ CONTINUE = (
 )
 """What a turn without a call is answered with: ``codeact_user_response`` of ``evaluation/utils/shared.py``."""
 
-_CALL = re.compile(r"<function=([^>]+)>\n(.*?)</function>", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>]+)>(.*?)</parameter>", re.DOTALL)
+_NAME = re.compile(r"<function=([^>]+)>")
+_PARAMETER = re.compile(r"<parameter=([^>]+)>")
 
 
 class OpenHandsFormat:
@@ -26,10 +27,13 @@ class OpenHandsFormat:
     name = "openhands"
 
     def parse(self, text: str) -> ToolCall | ParseFailure:
-        call = _CALL.search(_closed(text))
-        if call is None:
+        text = through_last(_closed(text), ">")
+        named = next((tag for tag in _NAME.finditer(text) if text.startswith("\n", tag.end())), None)
+        end = -1 if named is None else text.find("</function>", named.end() + 1)
+        if named is None or end < 0:
             return ParseFailure(CONTINUE)
-        return ToolCall(call[1], {key: value.strip() for key, value in _PARAMETER.findall(call[2])})
+        found = elements(through_last(text[named.end() + 1 : end], ">"), _PARAMETER, "</parameter>")
+        return ToolCall(named[1], {key: value.strip() for key, value in found})
 
     def render(self, call: ToolCall) -> str:
         parameters = "".join(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ from tools.errors import ToolError
 from tools.openhands.editor import EditorRefused, StrReplaceEditor
 from tools.openhands.shell import Shell
 from tools.runtime import ToolRuntime
-from tools.schema import ToolOutline, check_text, outlined
+from tools.schema import ToolOutline, check_levels, check_text, outlined, read_json
 from tools.text import Style
 from tools.types import ToolCall, ToolResult, ToolSet
 
@@ -82,6 +81,7 @@ def _checked(call: ToolCall) -> dict[str, Any]:
     _, properties, required = _TOOLS[call.name]
     if not properties:
         return {}
+    check_levels(call.arguments)
     for name in call.arguments:
         if name not in properties:
             allowed = ", ".join(map(repr, sorted(properties)))
@@ -101,7 +101,7 @@ def _read(name: str, value: Any, schema: Mapping[str, Any]) -> Any:
     if schema["type"] == "integer":
         try:
             return int(value)
-        except ValueError:
+        except (TypeError, ValueError, OverflowError):
             raise ToolError(f"Parameter '{name}' is expected to be an integer.") from None
     if schema["type"] == "array":
         return _read_list(name, value)
@@ -112,7 +112,7 @@ def _read(name: str, value: Any, schema: Mapping[str, Any]) -> Any:
 
 def _read_list(name: str, value: Any) -> Any:
     try:
-        read = json.loads(value) if isinstance(value, str) else value
+        read = read_json(value) if isinstance(value, str) else value
     except ValueError:
         raise ToolError(f"Parameter '{name}' is expected to be an array.") from None
     return read if isinstance(read, list) else [read]

@@ -13,7 +13,8 @@ _SHORTEST_DOCSTRING = 4
 def condensed(text: str, name: str) -> list[tuple[int, str]]:
     """The lines that are kept, each with its number from 0, and a note in the place of those left out.
 
-    Raises SyntaxError, which names the file ``name``, and ValueError for text with a null byte.
+    Raises SyntaxError, which names the file ``name``, ValueError for text with a null byte, and MemoryError or
+    RecursionError for text that is nested too deeply for Python's parser.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -86,7 +86,8 @@ class FileEditor:
             return Output(_printable(await self._run(given)) + "\n")
         except _Refused as refused:
             return Output(f"{chr(10) if refused.shown else ''}ERROR: {_printable(str(refused))}\n")
-        except (TypeError, ValueError, RecursionError) as error:  # of a value that R2E-Gym's editor does not look at
+        except (TypeError, ValueError, RecursionError, MemoryError) as error:
+            # Of a value that R2E-Gym's editor does not look at, or of a file that is too complex for Python's parser.
             return Output(f"{crash(error)}ERROR: Unhandled exception: {error}\n")
 
     async def _run(self, given: argparse.Namespace) -> str:

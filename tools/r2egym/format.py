@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tools.tags import elements
 from tools.types import ParseFailure, ToolCall
 
 CONTINUE = """
@@ -21,9 +22,9 @@ IMPORTANT: YOU SHOULD NEVER ASK FOR HUMAN HELP.
 """
 """``CONTINUE_MSG`` of ``src/r2egym/agenthub/__init__.py``, to the character."""
 
-_BLOCK = re.compile(r"<function=.*?</function>", re.DOTALL)
+_OPEN, _CLOSE = "<function=", "</function>"
 _NAME = re.compile(r"<function\s*=\s*([^>]+)>")
-_PARAMETER = re.compile(r"<parameter\s*=\s*([^>]+)>(.*?)</parameter>", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter\s*=\s*([^>]+)>")
 
 
 class R2EGymFormat:
@@ -32,11 +33,14 @@ class R2EGymFormat:
     name = "r2egym"
 
     def parse(self, text: str) -> ToolCall | ParseFailure:
-        block = _BLOCK.search(text)
-        named = _NAME.search(block[0]) if block else None
-        if block is None or named is None or not named[1].strip():
+        start = text.find(_OPEN)
+        end = text.find(_CLOSE, start)
+        block = text[start : end + len(_CLOSE)] if 0 <= start < end else ""
+        named = _NAME.search(block)
+        if named is None or not named[1].strip():
             return ParseFailure(CONTINUE)
-        return ToolCall(named[1].strip(), {key.strip(): value.strip() for key, value in _PARAMETER.findall(block[0])})
+        found = elements(block, _PARAMETER, "</parameter>")
+        return ToolCall(named[1].strip(), {key.strip(): value.strip() for key, value in found})
 
     def render(self, call: ToolCall) -> str:
         """The layout in which R2E-Gym's agent writes the turns of a history down, on which its models are trained."""

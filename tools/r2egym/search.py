@@ -41,12 +41,14 @@ class Search:
         result = await self._runtime.run("sh", "-c", _SEARCH, "search", given.search_term, given.path or ".", names)
         if result.timed_out:
             return Output("", timed_out=True)
-        kind, where, *rest = result.stdout.decode("utf-8", errors="replace").split("\n", 2)
+        kind, where, found = [*result.stdout.decode("utf-8", errors="replace").split("\n", 2), "", ""][:3]
         if kind == "file":
-            return _in_file(given.search_term, where, "".join(rest), result)
+            return _in_file(given.search_term, where, found, result)
         if kind == "folder":
-            return self._in_directory(given.search_term, where, split_lines("".join(rest)))
-        return Output(f"Directory '{where}' not found or not a directory.\n", 1)
+            return self._in_directory(given.search_term, where, split_lines(found))
+        if kind == "nothing":
+            return Output(f"Directory '{where}' not found or not a directory.\n", 1)
+        return Output(f"Error executing search:\n{result.text}\n", result.exit_code or 1)
 
     def _in_directory(self, term: str, directory: str, counted: list[str]) -> Output:
         if not counted or "\n" in term or "\r" in term:  # a line never holds its end
@@ -54,7 +56,8 @@ class Search:
         if len(counted) > _MOST_FILES:
             text = f'More than {len(counted)} files matched for "{term}" in {directory}. Please narrow your search.\n'
             return Output(text)
-        found = [(name, int(count)) for name, _, count in (line.rpartition(":") for line in counted)]
+        parts = [line.rpartition(":") for line in counted]
+        found = [(name, int(count)) for name, _, count in parts if count.isdecimal()]
         lines = [f"{self._shown(posixpath.join(directory, name))} ({count} matches)\n" for name, count in found]
         total = sum(count for _, count in found)
         head, foot = (
@@ -64,7 +67,7 @@ class Search:
         return Output(f"{head}{''.join(lines)}{foot}")
 
     def _shown(self, path: str) -> str:
-        relative = posixpath.relpath(path, self._runtime.sandbox.spec.workdir)
+        relative = posixpath.relpath(posixpath.join("/", path), self._runtime.sandbox.spec.workdir)
         return relative if relative.startswith("./") else f"./{relative}"
 
 

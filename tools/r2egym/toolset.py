@@ -13,10 +13,11 @@ from tools.r2egym.editor import FileEditor
 from tools.r2egym.output import Output
 from tools.r2egym.search import Search
 from tools.runtime import ToolRuntime
-from tools.schema import ToolOutline, check_text, outlined
+from tools.schema import ToolOutline, check_levels, check_text, outlined
 from tools.text import Style
 from tools.types import ToolCall, ToolResult, ToolSet
 
+_MOST_ARGUMENTS = 64  # argparse takes a time that grows with the square of their number
 _TEXT, _NUMBER = {"type": "string"}, {"type": "integer"}
 _SCHEMAS: Mapping[str, ToolOutline] = {
     "file_editor": (
@@ -67,6 +68,9 @@ class R2EGymTools:
         return ToolResult(output.observation(call.name, self._timeout), failed=bool(output.code or output.timed_out))
 
     async def _run(self, call: ToolCall) -> Output:
+        if len(call.arguments) > _MOST_ARGUMENTS:
+            raise ToolError(f"{len(call.arguments)} arguments; {_MOST_ARGUMENTS} are the most")
+        check_levels(call.arguments)
         for name, value in call.arguments.items():
             check_text(name, str(value))
         try:
