@@ -111,13 +111,13 @@ def test_the_engine_environment_belongs_beside_the_one_of_the_command(agent_rl: 
     engine = installed / ".venv-engine"
     examined = agent_rl("doctor")
     assert examined.returncode == 1
-    assert f"no interpreter {engine}/bin/python; `agent-rl install engine` makes it" in examined.stdout
+    assert f"no interpreter {engine}/bin/python; run `agent-rl install engine`" in examined.stdout
     trained = agent_rl("train", "quickstart")
     assert (trained.returncode, trained.stderr.count("\n")) == (2, 1), trained.stderr
-    assert "`agent-rl install engine` makes it" in trained.stderr
+    assert "`agent-rl install engine`" in trained.stderr
     refused = agent_rl("install", "engine", PIP_NO_INDEX="1")  # as far as it gets without a package index
     assert refused.returncode == 2
-    assert f"error: this command failed, its reason stands above: {engine}/bin/pip install" in refused.stderr
+    assert f"{engine}/bin/pip install" in refused.stderr.splitlines()[-1]
 
 
 def test_the_trainer_s_packages_are_those_of_the_extra(installed: Path) -> None:

@@ -108,6 +108,7 @@ async def test_environment_that_cannot_be_imported_is_one_failed_check() -> None
 
 
 @pytest.mark.bubblewrap
+@pytest.mark.slow
 async def test_invalid_tasks_are_found_once_and_skipped_afterwards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

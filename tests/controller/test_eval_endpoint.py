@@ -16,7 +16,7 @@ from support.local_server import serving
 from tools import ToolCall
 from tools.formats import tool_format
 
-pytestmark = pytest.mark.bubblewrap
+pytestmark = [pytest.mark.bubblewrap, pytest.mark.slow]
 ROOT = Path(__file__).resolve().parents[2]
 SUBMIT = ToolCall("finish", {"command": "submit"})
 

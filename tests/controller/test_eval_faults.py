@@ -26,10 +26,11 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.parametrize(
     ("backend", "count", "kills"),
     [
-        pytest.param("bubblewrap", 24, 2, marks=pytest.mark.bubblewrap),
-        pytest.param("docker", 10, 1, marks=[pytest.mark.docker, pytest.mark.slow]),
+        pytest.param("bubblewrap", 16, 2, marks=pytest.mark.bubblewrap),
+        pytest.param("docker", 10, 1, marks=[pytest.mark.docker, pytest.mark.exhaustive]),
     ],
 )
+@pytest.mark.slow
 def test_killed_at_random_while_sandboxes_break_it_reports_the_same(
     tmp_path: Path, backend: str, count: int, kills: int
 ) -> None:

@@ -84,7 +84,7 @@ def start(directory: EvaluationDirectory, stop_after: int | None) -> EvalReport 
         return None
 
 
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(stops=st.lists(st.integers(0, 9), max_size=3), torn=st.booleans())
 def test_killed_and_resumed_gives_the_same_report(
     tmp_path_factory: pytest.TempPathFactory, stops: list[int], torn: bool

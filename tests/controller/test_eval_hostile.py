@@ -16,6 +16,7 @@ from agent_rl.rollout.jsonl_zst import encode_rows
 from envs.mini import generate, to_record
 from tools import ToolCall, tool_format
 
+pytestmark = [pytest.mark.bubblewrap, pytest.mark.slow]
 ROOT = Path(__file__).resolve().parents[2]
 ELIFS = "if a:\n    pass\n" + "elif a:\n    pass\n" * 6000
 TASKS = 2
@@ -55,7 +56,6 @@ def rows(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.bubblewrap
 def test_an_evaluation_of_a_model_that_writes_6000_elif_finishes(tmp_path: Path) -> None:
     run, out = evaluate(tmp_path, "mini")
     assert run.returncode == 0, run.stderr
@@ -64,7 +64,6 @@ def test_an_evaluation_of_a_model_that_writes_6000_elif_finishes(tmp_path: Path)
     assert (report["graded"], report["infrastructure_failures"]) == (TASKS, 0)
 
 
-@pytest.mark.bubblewrap
 def test_an_evaluation_whose_grader_breaks_reports_infrastructure(tmp_path: Path) -> None:
     """Its traceback is in the results; where nothing could be graded the command says in one line why."""
     run, out = evaluate(tmp_path, "faulty_mini:KeyErrorMini")

@@ -230,7 +230,7 @@ async def test_a_full_disk_ends_the_run_in_one_line(tmp_path: Path) -> None:
     life = Life(run_config(tmp_path, depth=1), [])
     full = os.fdopen(os.open("/dev/full", os.O_RDWR), "r+b", buffering=0)
     life.deaths.point, life.deaths.die = "episode", lambda: setattr(life.run.journal, "_file", full)
-    with pytest.raises(UserError, match="no room on the disk"):
+    with pytest.raises(UserError, match="the disk is full"):
         await life.live()
 
 

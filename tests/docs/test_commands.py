@@ -41,7 +41,7 @@ RUN: Mapping[str, str] = {
     "agent-rl plan configs/two-nodes.yaml train.ray_address=FIRST:6379": "of 76.0 GiB",
     "agent-rl plan configs/paper-swe.yaml hardware.gpu_memory_gb=141 train.parallel.world_size=16": "GPU",
     "agent-rl plan configs/paper-swe.yaml --tokens 20000 --json": "{",
-    "agent-rl r3 check runs/traced/r3_trace --require-forward-verify --require-shard-identity": "holds",
+    "agent-rl r3 check runs/traced/r3_trace --require-forward-verify --require-shard-identity": "token identity held",
     "python -m sandbox.reap --list": "",
 }
 """Commands that the test runs as they are printed, in this order and in one directory, and a part of their output."""

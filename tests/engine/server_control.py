@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from agent_rl.engine.launch import group_members
 from agent_rl.engine.sglang import SGLangEngine
+from agent_rl.engine.shared_memory import SHARED_MEMORY, FileId, files_used_by
 from agent_rl.utils.http import AsyncHttp
 from agent_rl.weight_sync.receivers import WeightReceivers
 
@@ -29,3 +31,9 @@ def load(receivers: WeightReceivers, directory: Path, weight_version: str) -> No
         receivers.load_from_disk(directory, weight_version)
     finally:
         receivers.resume()
+
+
+def shared_files(group: int) -> set[str]:
+    """The names in shared memory of what a process group has mapped or open."""
+    used = {file for process in group_members(group) for file in files_used_by(process)}
+    return {path.name for path in SHARED_MEMORY.iterdir() if FileId.from_stat(path.stat()) in used}

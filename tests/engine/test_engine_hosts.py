@@ -131,8 +131,8 @@ async def test_a_lost_machines_engine_is_started_on_the_next_that_joins(
 ) -> None:
     """A run begins with the two engines that have room; the third starts when its machine joins, and again on another
     when that is lost, while the others serve."""
-    monkeypatch.setattr(hosts, "_PATIENCE_SECONDS", 0.2)
-    config, notes = config_of(tmp_path, checkpoint, count=3, least=2, restarts=9), list[str]()
+    monkeypatch.setattr(hosts, "_NOTIFY_SECONDS", 0.2)
+    config, notes = config_of(tmp_path, checkpoint, count=3, min_count=2, restarts=9), list[str]()
     with ExitStack() as nodes:
         async with opened(config, tmp_path, notes) as engine, asyncio.timeout(120):
             first = set(engine.urls)
@@ -142,8 +142,8 @@ async def test_a_lost_machines_engine_is_started_on_the_next_that_joins(
             await engine.fleet.until(lambda fleet: len(fleet.in_use) == 3)
             (third,) = set(engine.urls) - first
             assert [note for note in notes if "engine-2" in note] == [
-                "engine-2 waits for 2 CPUs on 1 machine: it is started when the Ray cluster has them",
-                "engine-2 is started on third",
+                "engine-2 waits until the Ray cluster has 2 CPUs on 1 node",
+                "engine-2 starts on third",
             ]
             assert third in await engines_of(engine, "efgh")
             await asyncio.to_thread(kill_node, "third")
@@ -152,7 +152,7 @@ async def test_a_lost_machines_engine_is_started_on_the_next_that_joins(
             nodes.enter_context(ray_node("fourth", cpus=2))
             await engine.fleet.until(lambda fleet: fleet["engine-2"].losses)
             await engine.fleet.until(lambda fleet: fleet["engine-2"].phase is Phase.SERVING)
-            assert "engine-2 is started on fourth" in notes
+            assert "engine-2 starts on fourth" in notes
             assert notes[-1].endswith("serves again")
         await none_of(tmp_path)
 
@@ -168,7 +168,7 @@ async def test_an_actor_that_is_killed_takes_its_server_along_and_is_started_aga
         await engine.fleet.until(lambda fleet: fleet["engine-0"].phase is Phase.SERVING)
         assert server not in processes(tmp_path)
         assert await engines_of(engine, "ab") == set(engine.urls)
-    assert re.search(r"is out of use: the machine \S+ is lost", notes[0])
+    assert re.search(r"is out of use: node \S+ is lost", notes[0])
     await none_of(tmp_path)
 
 
@@ -201,7 +201,7 @@ async def test_a_log_that_cannot_be_kept_does_not_keep_the_room(
     async with open_reservations(ClusterRequest.of(config), ranks=False) as reserved, asyncio.timeout(60):
         log, (room,) = tmp_path / "logs/engine-0.log", reserved.engines
         server = hosts.RayEngineServer(
-            config.engine, checkpoint, log, room, number=0, capture_routes=True, tell=lambda line: None
+            config.engine, checkpoint, log, room, number=0, capture_routes=True, notify=lambda line: None
         )
         await server.start()
         log.parent.touch()
@@ -219,9 +219,7 @@ async def test_what_a_machine_lacks_is_one_line_that_names_it(cluster: None, che
         return pytest.raises(EngineStartError, match=message)
 
     config = config_of(tmp_path, checkpoint)
-    with expecting(
-        rf"^\S+: model: {tmp_path}/none: no Hugging Face checkpoint there .* same path on every machine[^;]*$"
-    ):
+    with expecting(rf"^\S+: model: {tmp_path}/none: not a Hugging Face checkpoint .* same path on every node[^;]*$"):
         async with opened(config.model_copy(update={"model": tmp_path / "none"}), tmp_path, []):
             pass
     engine = config.engine.model_copy(update={"extra_args": ("--die",)})
@@ -247,7 +245,7 @@ async def test_too_little_room_is_told_before_anything_starts(cluster: None, mod
 
 
 @pytest.mark.parametrize(
-    ("tensor", "bundles", "note"), [(1, 4, None), (2, 2, None), (4, 4, "train.parallel: tensor groups (tensor=4) of")]
+    ("tensor", "bundles", "note"), [(1, 4, None), (2, 2, None), (4, 4, "train.parallel: tensor groups (tensor=4)")]
 )
 async def test_ranks_that_follow_each_other_are_on_one_machine(
     cluster: None, checkpoint: Path, tensor: int, bundles: int, note: str | None
@@ -314,11 +312,11 @@ async def test_the_doctor_looks_at_every_machine(cluster: None, checkpoint: Path
 async def test_a_machine_that_does_not_answer_the_doctor_is_told(
     cluster: None, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hosts, "_LOOK_SECONDS", 0.2)
+    monkeypatch.setattr(hosts, "_CHECK_SECONDS", 0.2)
     config = config_of(tmp_path, checkpoint)
     (tmp_path / "python").write_text("#!/bin/sh\nexec sleep 5\n")
     _, *machines = await check_engines_of(config)
-    assert [(each.ok, each.detail) for each in machines] == [(False, "no answer within 0.2 s")] * 2
+    assert [(each.ok, each.detail) for each in machines] == [(False, "no response within 0.2 s")] * 2
 
 
 _RUN = """

@@ -48,6 +48,7 @@ def test_a_start_removes_the_directories_of_owners_that_were_killed(temporary: P
     assert left(temporary) == []
 
 
+@pytest.mark.slow
 async def test_a_server_that_was_stopped_leaves_its_log_to_the_caller_alone(temporary: Path, tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()

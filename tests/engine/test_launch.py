@@ -17,11 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from server_control import shared_files
 
 from agent_rl.config import EngineConfig
 from agent_rl.engine.factory import open_engine
 from agent_rl.engine.launch import EngineServer, group_members, reason_in_log, sglang_version
 from agent_rl.engine.sglang import SGLangEngine
+from agent_rl.engine.shared_memory import SHARED_MEMORY, remove_stale
 from agent_rl.errors import ConfigError, EngineStartError, RoutesMissingError
 from agent_rl.models.spec import read_model_spec
 
@@ -78,12 +80,20 @@ async def test_a_server_without_capture_is_found_out(owned: Owned, model: Path) 
 @pytest.mark.sglang
 @pytest.mark.slow
 def test_the_server_dies_with_an_owner_that_was_killed(owned: Owned) -> None:
+    """The next start removes what the server leaves in shared memory."""
     assert len(group_members(owned.group)) >= 2, "the server has child processes"
+    files = shared_files(owned.group)
+    assert any(name.startswith("sglang_loads_") for name in files)
+    remove_stale()
+    assert files <= set(os.listdir(SHARED_MEMORY)), "files of a living server were removed"
     owned.owner.send_signal(signal.SIGKILL)
     deadline = time.monotonic() + 10
     while group_members(owned.group) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert group_members(owned.group) == []
+    assert files & set(os.listdir(SHARED_MEMORY)), "a killed server cleans up by itself: remove this sweep"
+    remove_stale()  # what every start begins with
+    assert not files & set(os.listdir(SHARED_MEMORY))
 
 
 @pytest.mark.sglang

@@ -90,18 +90,18 @@ def lost_by_retraction(rows: Rows, finish: str, answer: Mapping[str, Any]) -> Ro
 
 Case = tuple[str, Fault, dict[str, str]]
 FAULTS: list[Case] = [
-    ("strips the key", StripsEvery(), {"key in every response": "18 of 18 answers lack"}),
-    ("ignores the start", IgnoresStart(), {"start honored": "asked from row 80, received all 160 rows"}),
-    ("lags by a row", Lags(), {"row i is token i's": "part 1 after its row"}),
+    ("strips the key", StripsEvery(), {"key in every response": "18 of 18 responses lack"}),
+    ("ignores the start", IgnoresStart(), {"start honored": "from row 80, received all 160 rows"}),
+    ("lags by a row", Lags(), {"row i is token i's": "diverge 1 after the token"}),
     (
         "leads by a row",
         Changes(lambda rows, finish, answer: np.roll(rows, -1, axis=0)),
-        {"row i is token i's": "part 1 before its row"},
+        {"row i is token i's": "diverge 1 before the token"},
     ),
     (
         "sends the same rows for everything",
         Changes(lambda rows, finish, answer: np.broadcast_to(np.arange(2, dtype=np.int32), rows.shape)),
-        {"row i is token i's": "prompts of different tokens get the same rows"},
+        {"row i is token i's": "different prompts get the same rows"},
     ),
     ("zeroes a layer", Changes(zeroed_layer), {"no all-zero MoE layer": "layer 2: all zeros"}),
     ("doubles an id", Changes(doubled_id), {"distinct ids in range": "MoE layer 1 names expert"}),
@@ -114,7 +114,7 @@ FAULTS: list[Case] = [
     ("a row too many after a stop", Changes(too_many("stop")), {"rows after a stop token": "expected 1"}),
     ("a row too few after an abort", Changes(too_few("abort")), {"rows after an abort": "rows, received"}),
     ("loses rows by a retraction", Changes(lost_by_retraction), {"rows after a retraction": "received 3"}),
-    ("mixes siblings up", MixesSiblings(), {"siblings keep their rows": "a sibling's own rows, asked again"}),
+    ("mixes siblings up", MixesSiblings(), {"siblings keep their rows": "a sibling's own rows"}),
     (
         "half a row",
         Changes(lambda rows, finish, answer: rows.reshape(-1)[:-3]),
@@ -129,7 +129,7 @@ FAULTS: list[Case] = [
     (
         "no log-probs and no version",
         DropsMeta("output_token_logprobs", "weight_version"),
-        {"log-probs": "0 finite log-probs for 8 tokens", "weight version": "an answer has none"},
+        {"log-probs": "0 finite log-probs for 8 tokens", "weight version": "a response has none"},
     ),
 ]
 ALSO = {
@@ -159,7 +159,7 @@ async def test_answers_without_routes_are_a_policys_matter_where_others_have_the
     async with proxy(server, StripsEvery(nth=5)) as url:
         report = await probe(url)
     assert [check.name for check in report.spoils(missing_allowed=False)] == ["key in every response"]
-    assert "3 of 17 answers lack routed_experts" in report.line()
+    assert "3 of 17 responses lack routed_experts" in report.line()
     assert report.spoils(missing_allowed=True) == ()
 
 

@@ -11,11 +11,8 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-
-from agent_rl.config import EngineConfig
-from agent_rl.engine.launch import EngineServer, group_members
-from agent_rl.engine.shared_memory import SHARED_MEMORY, FileId, files_used_by, remove_stale
+from agent_rl.engine.launch import group_members
+from agent_rl.engine.shared_memory import SHARED_MEMORY, remove_stale
 
 # A semaphore by name, and the name on standard output; the process then waits for its input to end.
 HOLD_A_SEMAPHORE = """
@@ -57,47 +54,6 @@ def test_a_semaphore_goes_with_its_process_and_not_before() -> None:
     _await_gone(process.pid)
     remove_stale()
     assert not file.exists()
-
-
-@pytest.mark.sglang
-async def test_the_next_start_finds_nothing_of_a_killed_server(
-    engine_config: EngineConfig, model: Path, tmp_path: Path
-) -> None:
-    server = EngineServer(engine_config, model, tmp_path / "engine.log")
-    await server.start()
-    try:
-        assert server.pid is not None
-        made = _files_of(server.pid)
-        assert any(name.startswith("sglang_loads_") for name in made)
-        remove_stale()
-        assert made <= set(os.listdir(SHARED_MEMORY)), "files of a living server were removed"
-        os.killpg(server.pid, signal.SIGKILL)
-        _await_gone(server.pid)
-        assert made <= set(os.listdir(SHARED_MEMORY)), "a killed server cleans up by itself: remove this sweep"
-        remove_stale()  # what every start begins with
-        assert not made & set(os.listdir(SHARED_MEMORY))
-    finally:
-        await server.stop()
-
-
-@pytest.mark.sglang
-async def test_a_stopped_server_leaves_no_process_and_no_file(
-    engine_config: EngineConfig, model: Path, tmp_path: Path
-) -> None:
-    server = EngineServer(engine_config, model, tmp_path / "engine.log")
-    await server.start()
-    assert server.pid is not None
-    made = _files_of(server.pid)
-    await server.stop()
-    assert made
-    assert not made & set(os.listdir(SHARED_MEMORY))
-    assert group_members(server.pid) == []
-
-
-def _files_of(group: int) -> set[str]:
-    """The names in shared memory of what a process group has mapped or open."""
-    used = {file for process in group_members(group) for file in files_used_by(process)}
-    return {path.name for path in SHARED_MEMORY.iterdir() if FileId.of(path.stat()) in used}
 
 
 def _dead_process() -> int:

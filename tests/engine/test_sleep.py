@@ -323,14 +323,14 @@ async def test_one_that_dies_asleep_is_started_only_when_the_trainer_is_done(tmp
 
 async def test_a_request_waits_as_long_as_the_trainer_works_for_one_that_died_asleep(tmp_path: Path) -> None:
     async with colocated(tmp_path) as run:
-        run.engine._patience = 0.1
+        run.engine._router._wait_seconds = 0.1
         await run.engine.sleep.begin()
         await run.servers[0].stop()
         await run.phase("engine-0", Phase.DEAD)
         asking = asyncio.create_task(run.sample())
         await asyncio.sleep(0.3)
-        assert not asking.done(), "its patience is for an engine that is being started"
-        run.engine._patience = 5.0
+        assert not asking.done(), "the limit is for an engine that is being started"
+        run.engine._router._wait_seconds = 5.0
         asking.cancel()
         asking = asyncio.create_task(run.sample())
         await run.wake(1)
@@ -411,6 +411,7 @@ async def test_a_sleep_goes_on_over_the_trainers_death(tmp_path: Path) -> None:
         assert (await run.sample()).weight_version == "2"
 
 
+@pytest.mark.slow
 async def test_a_launched_server_is_told_that_it_will_sleep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     python = str(make_interpreter(tmp_path))
     config = EngineConfig(python=python, device="cuda", colocate=True)

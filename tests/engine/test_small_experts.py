@@ -28,7 +28,7 @@ def one_by_one(x: Tensor, gates: Tensor, chosen: Tensor, up_and_gate: Tensor, do
 
 
 @pytest.mark.parametrize(("experts", "top_k", "inner"), [(8, 2, 128), (128, 8, 16)])
-@pytest.mark.parametrize("count", [0, 1, 2, 7, 64, 300, 900])
+@pytest.mark.parametrize("count", [0, 1, 7, 64, 700])
 @pytest.mark.parametrize("popular", [0.0, 3.0], ids=["even", "uneven"])
 def test_the_result_is_that_of_a_product_an_expert(
     experts: int, top_k: int, inner: int, count: int, popular: float

@@ -93,7 +93,7 @@ class FileTrainer:
             weights = exported(self.directory)
             return await asyncio.to_thread(publisher.publish, weights, weight_version)
         finally:
-            publisher.close()
+            await asyncio.to_thread(publisher.close)  # a proxy in this thread passes its requests on
 
     async def export(self, directory: Path) -> None:
         shutil.copytree(self.directory, directory)

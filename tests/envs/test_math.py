@@ -110,6 +110,7 @@ def check(family: str, level: int, seed: int) -> None:
             assert not right(value.latex, rf"\boxed{{{wrong.latex}}}"), f"{question} {value.latex}: {wrong.latex}"
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(st.sampled_from(sorted(FAMILIES)), st.sampled_from(LEVELS), st.integers(0, 10**6))
 def test_a_problem_s_answer_is_right_in_every_form_and_what_is_near_is_wrong(
@@ -186,7 +187,7 @@ def test_the_answer_is_the_last_one_that_is_marked(turn: str, answer: str | None
 HOSTILE = {
     "10 MB": "x" * 10_000_000,
     "10 MB of digits": r"\boxed{" + "7" * 10_000_000 + "}",
-    "a million sandboxes": r"\boxed{7}" * 1_000_000,
+    "a million boxed answers": r"\boxed{7}" * 1_000_000,
     "open": r"\boxed{" + "(" * 60 + "}",
     "power of powers in Python": r"\boxed{9**9**9}",
     "surrogates": "\\boxed{\ud800\udfff}",
@@ -207,6 +208,7 @@ async def test_a_hostile_answer_is_wrong_and_soon(asked: Grader, name: str) -> N
     assert time.process_time() - started < 2, "what costs this process"
 
 
+@pytest.mark.slow
 async def test_an_answer_beyond_all_limits_is_wrong_and_the_next_one_is_graded(asked: Grader) -> None:
     check = await asked.check("42", r"\boxed{9^{9^{9^{9}}}}")
     assert (check.correct, "was not compared within the limits" in check.reason) == (False, True)
@@ -235,6 +237,7 @@ async def test_what_is_hard_to_read_or_to_compare_ends(asked: Grader, answer: st
     assert (await asked.check("42", r"\boxed{42}")).correct
 
 
+@pytest.mark.slow
 async def test_a_process_that_is_gone_is_the_machine_s_doing_and_another_takes_over(asked: Grader) -> None:
     assert (await asked.check("7", "#### 7")).correct
     os.kill(asked._idle[-1]._process.pid, signal.SIGKILL)
@@ -405,6 +408,7 @@ async def test_no_sandbox_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path
         assert task_runtime.backend.name == "none"
 
 
+@pytest.mark.slow
 def test_the_commands_evaluate_and_show_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     config = str(ROOT / "configs/quickstart.yaml")

@@ -77,6 +77,7 @@ async def test_a_task_that_is_not_broken_is_refused(backend: SandboxBackend) -> 
     assert caught.group_contains(GradingError, match="the tests pass without the fix")
 
 
+@pytest.mark.slow
 async def test_an_episode_is_solved_with_the_tools(env: MiniEnvironment) -> None:
     await env.prepare("train")
     task = env.tasks("train")[0]
@@ -91,6 +92,7 @@ async def test_an_episode_is_solved_with_the_tools(env: MiniEnvironment) -> None
         assert (await episode.grade()).resolved
 
 
+@pytest.mark.slow
 async def test_breaking_another_function_costs_the_reward(env: MiniEnvironment) -> None:
     await env.prepare("train")
     mini = next(task for task in generate("train", 6, seed=0) if sum(len(some) for some in task.cases.values()) > 1)

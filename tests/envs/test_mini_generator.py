@@ -70,6 +70,7 @@ def test_decoys_are_wrong(train: list[MiniTask]) -> None:
             assert decoy not in (task.old, task.new)
 
 
+@pytest.mark.slow
 def test_splits_hold_their_families_and_share_no_broken_function() -> None:
     seeds = {"train": (0, 1, 1_000_003), "heldout": (0, 1), "heldout_family": (0,)}
     tasks = {split: [t for s in some for t in generate(split, 300, s)] for split, some in seeds.items()}

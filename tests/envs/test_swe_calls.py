@@ -87,6 +87,7 @@ def test_wrong_values_fail(calls: CallRun, tmp_path: Path, code: str) -> None:
     assert verdict.tests == FAILED
 
 
+@pytest.mark.slow
 def test_endless_code_is_killed(calls: CallRun, tmp_path: Path) -> None:
     verdict = verdict_on(calls, tmp_path, "def cost(n):\n    while n == 5:\n        pass\n    return 6\n")
     assert verdict is not None

@@ -74,7 +74,10 @@ git -c core.fileMode=false diff {{base}}
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param("docker", marks=pytest.mark.docker), pytest.param("podman", marks=pytest.mark.podman)],
+    params=[
+        pytest.param("docker", marks=pytest.mark.docker),
+        pytest.param("podman", marks=[pytest.mark.podman, pytest.mark.exhaustive]),
+    ],
 )
 def engine(request: pytest.FixtureRequest) -> str:
     return str(request.param)

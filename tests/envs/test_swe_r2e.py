@@ -22,6 +22,7 @@ from tests.envs.images import BUILT, GIT_WITH_A_FUTURE, directory_image, limits_
 
 pytestmark = [
     pytest.mark.bubblewrap,
+    pytest.mark.slow,
     pytest.mark.skipif(not BUILT.is_file(), reason="the real tasks' pytest is not there (make real-tasks)"),
 ]
 

@@ -108,7 +108,7 @@ def test_the_releases_are_the_five_named() -> None:
 @pytest.mark.slow
 @pytest.mark.bubblewrap
 @pytest.mark.skipif(not BUILT.is_file(), reason="the real tasks are not built (python -m scripts.build_release_tasks)")
-@pytest.mark.parametrize("number", range(5))
+@pytest.mark.parametrize("number", [*range(4), pytest.param(4, marks=pytest.mark.exhaustive)])
 async def test_the_true_fix_made_in_the_agents_sandbox_resolves_a_real_task(context: EnvContext, number: int) -> None:
     roomy = dataclasses.replace(context, limits=SandboxSpec(memory_mb=1024), grade_timeout=200.0)
     record = read_jsonl(BUILT)[number]

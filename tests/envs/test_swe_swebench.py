@@ -45,6 +45,7 @@ def sandboxes(context: EnvContext) -> EnvContext:
 
 
 @pytest.mark.bubblewrap
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(TASKS)))
 async def test_the_true_fix_resolves_and_no_fix_does_not(sandboxes: EnvContext, rows: Path, number: int) -> None:
     record = (read_jsonl(rows))[number]
@@ -58,6 +59,7 @@ async def test_the_true_fix_resolves_and_no_fix_does_not(sandboxes: EnvContext, 
 
 
 @pytest.mark.bubblewrap
+@pytest.mark.slow
 async def test_an_episode_shows_no_future_and_is_graded_in_another_sandbox(sandboxes: EnvContext, rows: Path) -> None:
     environment = SweEnvironment(sandboxes, rows)
     task = environment.tasks("test")[0]
@@ -71,6 +73,7 @@ async def test_an_episode_shows_no_future_and_is_graded_in_another_sandbox(sandb
 
 
 @pytest.mark.bubblewrap
+@pytest.mark.slow
 async def test_an_audit_shows_that_what_swebench_would_believe_is_screened_or_seen(
     sandboxes: EnvContext, rows: Path
 ) -> None:
@@ -83,6 +86,7 @@ async def test_an_audit_shows_that_what_swebench_would_believe_is_screened_or_se
 
 
 @pytest.mark.bubblewrap
+@pytest.mark.slow
 async def test_a_script_whose_output_cannot_be_read_is_no_verdict_even_for_the_true_fix(
     sandboxes: EnvContext, rows: Path
 ) -> None:

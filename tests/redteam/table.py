@@ -24,9 +24,9 @@ HEAD = """# Red-team attacks
 
 This page lists the {count} attacks that the test suite runs against sandboxes and grading, and what stops each of
 them. [The security model](../explanation/security.md) states the guarantees. `pytest -m redteam -rP` prints what each
-attack tried and what stopped it. Damage to sandboxes runs in sequences of several on every backend; `pytest -m
-exhaustive tests/redteam` runs each alone. `tests/redteam/table.py` writes this page, and a test compares it with the
-attacks.
+attack tried and what stopped it. The ordinary suite runs all attacks on bubblewrap, and on docker and podman those
+whose outcome the engine decides; damage runs in sequences of several. `pytest -m exhaustive tests/redteam` runs the
+others, and each damage alone. `tests/redteam/table.py` writes this page, and a test compares it with the attacks.
 
 - **Reward 0**: the episode is graded, has a record, and does not run again.
 - **Refused**: one line names the row and the key, and no sandbox starts.
@@ -112,7 +112,7 @@ GROUPS = (
     Group(
         "Code that attacks the grading of calls",
         "tests/redteam/test_grading_attacks.py",
-        "bubblewrap and docker; attacks on processes and files in podman too",
+        EVERYWHERE,
         ZERO,
         _all({**QUICK, **ENDLESS}, "expected values never enter the sandbox, so only right values give reward"),
     ),

@@ -43,6 +43,7 @@ async def test_a_flood_is_throttled_times_out_and_can_be_cancelled(
     """With a budget of almost zero, the sandbox waits, times out and can be cancelled."""
     monkeypatch.setattr("sandbox.process._THROTTLE_SHARE", 1e-6)
     monkeypatch.setattr("sandbox.process._THROTTLE_BURST", 0.002)
+    monkeypatch.setattr("sandbox.docker.sandbox._UNTHROTTLED", 19.0)  # of 20 s: the rest is read after 1 s
     sandbox = await backend.start(SandboxSpec(output_limit_bytes=1000))
     flooded = await sandbox.exec(["python3", "-c", FLOOD], timeout=1)
     assert flooded.timed_out

@@ -81,7 +81,7 @@ async def test_adapters_from_a_checkpoint_go_on_bit_for_bit(
     written = sum(file.stat().st_size for file in (tmp_path / "step-000001").rglob("*") if file.is_file())
     async with RayTrainer(run_config()) as trainer:
         await trainer.save(tmp_path / "step-000002")
-        with pytest.raises(TrainerError, match=r"has no state of model\.embed_tokens\.weight: it is another model"):
+        with pytest.raises(TrainerError, match=r"has no state of model\.embed_tokens\.weight"):
             await trainer.load(tmp_path / "step-000001")
     whole = sum(file.stat().st_size for file in (tmp_path / "step-000002").rglob("*") if file.is_file())
     assert written < whole / 2

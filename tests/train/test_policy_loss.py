@@ -288,8 +288,8 @@ def test_tokens_that_were_not_sampled_take_part_in_nothing(
     if not len(kept):
         return
     names = {sequence: place for place, sequence in enumerate(dict.fromkeys(case.sequence[kept].tolist()))}
-    strip = case.take(kept, np.array([names[s] for s in case.sequence[kept].tolist()]))
-    loss, slopes = gradient(strip, chosen, case.counts)
+    subset = case.take(kept, np.array([names[s] for s in case.sequence[kept].tolist()]))
+    loss, slopes = gradient(subset, chosen, case.counts)
     spoiled = {name: values.copy() for name, values in case.values.items()}
     for name, value in junk.items():
         spoiled[name][~case.mask] = value

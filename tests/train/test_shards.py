@@ -123,10 +123,10 @@ def test_counts_by_hand() -> None:
 
 def test_samples_travel_without_routes_and_only_where_needed() -> None:
     samples = [sample_of(5 + index, 2, index) for index in range(4)]
-    strip = without_routes(samples, [[3], [1]])
-    assert sorted(strip) == [1, 3]
-    assert all(sample.routing is None for sample in strip.values())
-    assert strip[3].tokens is samples[3].tokens
+    unrouted = without_routes(samples, [[3], [1]])
+    assert sorted(unrouted) == [1, 3]
+    assert all(sample.routing is None for sample in unrouted.values())
+    assert unrouted[3].tokens is samples[3].tokens
     assert samples[3].routing is not None, "the caller's samples stay as they were"
 
 

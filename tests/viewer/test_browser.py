@@ -204,14 +204,15 @@ def test_filters_and_order_stay_in_the_address(page: Page, served: Served) -> No
     expect(page.locator(".count")).to_have_text("48 of 48 trajectories")
 
 
-@pytest.mark.parametrize("text", ["0.25..0.75", "0.1..", "..0.55", "-1..12", "0.75"])
-def test_a_filter_takes_numbers_of_any_length(page: Page, served: Served, text: str) -> None:
-    opened(page, served.address, f"#/trajectories/0?worst_gap_without_replay={text}")
-    low, dots, high = text.partition("..")
-    least, most = float(low or "-inf"), float(high or "inf") if dots else float(low)
-    kept = sum(least <= gap <= most for gap in SampleRun().columns["worst_gap_without_replay"])
-    expect(page.locator(".count")).to_have_text(f"{kept} of 48 trajectories")
-    expect(page.get_by_role("textbox", name="worst gap without replay")).to_have_attribute("aria-invalid", "false")
+def test_a_filter_takes_numbers_of_any_length(page: Page, served: Served) -> None:
+    gaps = SampleRun().columns["worst_gap_without_replay"]
+    for text in ("0.25..0.75", "0.1..", "..0.55", "-1..12", "0.75"):
+        opened(page, served.address, f"#/trajectories/0?worst_gap_without_replay={text}")
+        low, dots, high = text.partition("..")
+        least, most = float(low or "-inf"), float(high or "inf") if dots else float(low)
+        kept = sum(least <= gap <= most for gap in gaps)
+        expect(page.locator(".count")).to_have_text(f"{kept} of 48 trajectories")
+        expect(page.get_by_role("textbox", name="worst gap without replay")).to_have_attribute("aria-invalid", "false")
 
 
 def test_a_step_without_loads_says_so_and_shows_its_groups(page: Page, captured: str) -> None:

@@ -316,5 +316,5 @@ def _logprobs(responses: ProbeResponses) -> Outcome:
 def _version(responses: ProbeResponses) -> Outcome:
     versions = {response.weight_version for response in responses.all}
     if "" in versions:
-        return CheckStatus.FAILED, "an response has none"
+        return CheckStatus.FAILED, "a response has none"
     return CheckStatus.OK, ", ".join(sorted(versions))
