@@ -35,6 +35,7 @@ from r3.routing import SpanKind
 torch = pytest.importorskip("torch", reason="needs the trainer environment")
 from safetensors.torch import load_file  # noqa: E402
 
+from agent_rl.weight_sync import publisher  # noqa: E402
 from agent_rl.weight_sync.digests import (  # noqa: E402
     DigestKind,
     Digests,
@@ -83,7 +84,7 @@ class FileTrainer:
 
     async def publish(self, engine_urls: Sequence[str], weight_version: str) -> PublishReport:
         link = self._links.pop(0) if self._links else WeightPublisher
-        publisher = link(
+        sender = link(
             engine_urls,
             torch.device("cpu"),
             read_model_spec(self.directory).kv_heads,
@@ -91,9 +92,9 @@ class FileTrainer:
         )
         try:
             weights = exported(self.directory)
-            return await asyncio.to_thread(publisher.publish, weights, weight_version)
+            return await asyncio.to_thread(sender.publish, weights, weight_version)
         finally:
-            await asyncio.to_thread(publisher.close)  # a proxy in this thread passes its requests on
+            await asyncio.to_thread(sender.close)  # a proxy in this thread passes its requests on
 
     async def export(self, directory: Path) -> None:
         shutil.copytree(self.directory, directory)
@@ -173,6 +174,12 @@ async def setting_of(
         yield Setting(config, other_model, directory, old, new)
         with WeightReceivers([server]) as receivers:
             load(receivers, model, "default")
+
+
+@pytest.fixture(autouse=True)
+def short_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that waits for a dead sender's broadcast cannot reply, so leaving it takes the whole limit."""
+    monkeypatch.setattr(publisher, "_LEAVE_SECONDS", 1.0)
 
 
 @pytest.fixture
