@@ -127,11 +127,9 @@ async def play(context: EnvContext, record: SweRecord, commands: Sequence[str]) 
 async def check_damage(backend: str, kind: str, sequences: Sequence[Sequence[str]]) -> None:
     """Check that each sequence of names of ``DAMAGE`` ends with reward 0 and a record."""
     limits = SandboxSpec(memory_mb=256, disk_mb=256, inodes=2000)
-    async with context_of(backend, limits, tool_timeout=2.0, grade_timeout=30.0, start_retries=0) as context:
-        grades = await asyncio.gather(
-            *(play(context, RECORDS[kind], [DAMAGE[name] for name in names]) for names in sequences)
-        )
-        for names, grade in zip(sequences, grades, strict=True):
+    async with context_of(backend, limits, tool_timeout=4.0, grade_timeout=30.0, start_retries=0) as context:
+        for names in sequences:
+            grade = await play(context, RECORDS[kind], [DAMAGE[name] for name in names])
             assert (grade.reward, grade.resolved) == (0.0, False), names
             failed = [line for line in grade.log.split("\n") if line.startswith(("FAILED", "ERROR"))]
             record = "; ".join(grade.suspected_hack or failed)
