@@ -8,9 +8,9 @@ is whole, the metrics of all steps are those of a run that was never killed, bit
 and of the killed one no process and no temporary directory is left; at the end its ledger has no fault. Prints a line a
 kill, and a summary.
 
-``--depth``: sampling runs ahead (``async_rollout.depth``), and what is told of tokens by their age is not compared, for
-that is a matter of time. With ``--staleness`` above it so is which groups a batch has; there a step that is done again
-is compared with what it gave before the kill.
+``--depth``: sampling runs ahead (``async_rollout.depth``). Metrics by token age depend on timing, so they are not
+compared. With a larger ``--staleness`` the groups of a batch depend on timing too. A repeated step is then compared
+with its result before the kill.
 """
 
 from __future__ import annotations

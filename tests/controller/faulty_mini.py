@@ -56,8 +56,8 @@ class BreakingSandbox:
 
 
 class BreakingBackend:
-    """Hands on a backend's sandboxes; the 5th, the 25th and so on break, at their start or at what is asked of them
-    first or second."""
+    """Returns the sandboxes of a backend. Every 20th, from the 5th on, fails at its start or at its first or second
+    command."""
 
     def __init__(self, backend: SandboxBackend) -> None:
         self._backend = backend
