@@ -11,7 +11,9 @@ import importlib.util
 import os
 import shutil
 import subprocess
+import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -91,6 +93,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     for marker in MARKERS:
         if item.get_closest_marker(marker) and (reason := missing_part(marker)):
             pytest.skip(reason)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ray_connection_is_closed() -> Iterator[None]:
+    """A module that leaves its connection to Ray open fails: later tests of the process would share its resources."""
+    yield
+    assert "ray" not in sys.modules or not sys.modules["ray"].is_initialized()
 
 
 @pytest.fixture(scope="session")

@@ -25,7 +25,7 @@ def start_actors(
     the request that builds each worker.
 
     ``placement_group``: the reservation of the workers (:func:`placement_options`). Raises TrainerError where Ray
-    cannot be reached or has too few GPUs.
+    cannot be reached or has too few CPUs or GPUs.
     """
     import ray
 
@@ -34,6 +34,8 @@ def start_actors(
 
     world = config.train.parallel.world_size
     stack.enter_context(ray_cluster(config.train.ray_address, cpus=world))
+    if placement_group is None:
+        _check_cpus(world)
     device = (
         _device(config.train, config.hardware.gpu_memory_gb) if placement_group is None else _device_of(placement_group)
     )
@@ -44,6 +46,16 @@ def start_actors(
     return [actor_class.options(**placement).remote() for placement in placements], _worker_request(
         config, model_spec, device
     )
+
+
+def _check_cpus(world: int) -> None:
+    """Raises TrainerError where Ray has too few CPUs: without a reservation its actors would wait for ever."""
+    import ray
+
+    if (cpus := ray.cluster_resources().get("CPU", 0)) < world:
+        raise TrainerError(
+            f"Ray has {cpus:g} CPUs for {world} ranks: start more nodes or lower train.parallel.world_size"
+        )
 
 
 def placement_options(placement_group: PlacementGroup) -> list[dict[str, Any]]:

@@ -67,9 +67,13 @@ class Engine:
         return open_backend(self.name, run_id=run_id, runtime=self.runtime)
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def two_nodes() -> Iterator[None]:
-    """A Ray cluster of two nodes on this machine, with a connection of this process."""
+    """A Ray cluster of two nodes on this machine, with a connection of this process.
+
+    Not of package scope: in a directory without ``__init__.py`` that lasts until the session ends, and later tests
+    would share this connection.
+    """
     with ray_cluster(None, cpus=1), ray_node("second"):
         yield
 

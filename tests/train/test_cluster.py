@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from agent_rl.config import RunConfig, TrainConfig
-from agent_rl.errors import UserError
-from agent_rl.train.ray_session import check_ray
+from agent_rl.errors import TrainerError, UserError
+from agent_rl.train.ray_session import check_ray, ray_session
 from agent_rl.train.ray_trainer import RayTrainer
 
 OWNER = """
@@ -153,3 +153,11 @@ def processes(directory: Path) -> dict[int, str]:
         except OSError:
             continue
     return lines
+
+
+async def test_too_few_cpus_for_the_ranks_are_refused_at_once(tiny_moe: Path) -> None:
+    """The connection that is there has 1 CPU: the second actor would never start."""
+    config = RunConfig(name="test", model=tiny_moe, train=TrainConfig(device="cpu", parallel={"world_size": 2}))
+    async with ray_session(None, cpus=1):
+        with pytest.raises(TrainerError, match=r"Ray has 1 CPUs for 2 ranks"):
+            await RayTrainer(config).start()
