@@ -1,9 +1,9 @@
-"""HTTP to engines and endpoints: how long an answer is waited for, what went wrong as an engine error, and the retry.
+"""HTTP to engines and endpoints: timeouts, errors of the HTTP libraries as engine errors, and retries.
 
-Two faces of the same rules: :class:`AsyncHttp` for the loop, :class:`BlockingHttp` for the threads of a trainer's rank.
-The loop's is aiohttp: httpx's pool goes through all of its connections at every request, which at 1,024 in flight costs
-a loop seven times the ideal time (``benchmarks/bench_http.py``). The threads' is urllib3: a weight update makes seven
-calls in a row, and each takes 1 ms less than by httpx.
+:class:`AsyncHttp` serves the event loop, :class:`BlockingHttp` the threads of a trainer's worker. AsyncHttp uses
+aiohttp: the pool of httpx visits all of its connections at every request, which takes seven times the ideal time at
+1,024 requests in flight (``benchmarks/bench_http.py``). BlockingHttp uses urllib3: a weight update makes seven calls in
+a row, and each takes 1 ms less than with httpx.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ T = TypeVar("T")
 
 CONNECT_SECONDS = 10.0
 INFRASTRUCTURE: tuple[type[EngineError], ...] = (EngineUnreachable, EngineOverloaded, EngineAborted, EngineStale)
-"""Failures of the engine or of the way to it: the same request may succeed when it is sent again."""
+"""Failures of the engine or of the network: the same request can succeed when it is sent again."""
 
 _BUSY = (429, 503)
 _MOST_PAUSE = 30.0
 _JSON_HEADERS = {"content-type": "application/json"}
 _IDLE_SECONDS = 3.0
-"""How long an idle connection is kept: less than the 5 s after which SGLang's web server closes it."""
+"""Idle connections close after this time, before SGLang's web server closes them (5 s)."""
 _MOST_IDLE = 4
-"""Connections to an engine that threads keep."""
+"""Open connections per engine that BlockingHttp keeps."""
 _READ_AHEAD = 1 << 20
-"""Bytes of an answer that are taken in before the reader is woken."""
+"""Bytes of a response that aiohttp buffers before it wakes the reader."""
 
 
 @dataclass(frozen=True, slots=True)
 class HttpResponse:
-    """What a server answered, whatever its status."""
+    """A response of any status."""
 
     method: str
     url: str
@@ -72,11 +72,11 @@ async def call_with_retries(
     worth: Callable[[Exception], bool] = lambda error: isinstance(error, INFRASTRUCTURE),
     before_pause: Callable[[Exception], None] = lambda error: None,
 ) -> T:
-    """What ``attempt`` gives, tried once and ``retries`` times more; the last error is raised.
+    """Call ``attempt`` once and up to ``retries`` times more, and return its first result. Raises the last error.
 
-    The pauses between them double from ``first_pause`` seconds up to 30 and are jittered. ``worth`` says of which
-    errors another attempt may come out better; ``before_pause`` is called with each of those. (tenacity's objects refer
-    to each other, 45 a request: freeing them takes full garbage collections, which stop the loop.)
+    The pauses double from ``first_pause`` seconds up to 30, with jitter. ``worth`` decides whether an error is retried;
+    ``before_pause`` receives every error that is. tenacity is not used here: it makes 45 objects per request that refer
+    to each other, and only full garbage collections, which stop the loop, free them.
     """
     for number in range(retries):
         try:
@@ -90,10 +90,10 @@ async def call_with_retries(
 
 
 class AsyncHttp:
-    """Asynchronous requests. ``seconds`` bounds the wait for each answer.
+    """Asynchronous requests. ``seconds``: the timeout of each response.
 
-    ``headers`` go with every request. Proxies of the environment are for the way out (``outside``); engines are on this
-    machine or in this cluster. Every method raises the engine error for what went wrong.
+    Every request has ``headers``. ``outside`` uses the proxies of the environment; engines are on this machine or in
+    this cluster and need none. Every method raises an EngineError.
     """
 
     def __init__(self, seconds: float, *, headers: Mapping[str, str] | None = None, outside: bool = False) -> None:
@@ -102,7 +102,7 @@ class AsyncHttp:
 
     @property
     def _session(self) -> aiohttp.ClientSession:
-        """Opened at the first request, for it belongs to the loop that runs then."""
+        """Opened at the first request, because it belongs to the running event loop."""
         if self._opened is None:
             self._opened = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_SECONDS),
@@ -122,32 +122,32 @@ class AsyncHttp:
         await self.close()
 
     async def close(self) -> None:
-        """Close the connections, also where the caller is cancelled. Idempotent."""
+        """Close the connections, even if the caller is cancelled. Idempotent."""
         if self._opened is not None:
             await shielded(self._opened.close())
 
     async def post(self, url: str, body: Mapping[str, Any], *, seconds: float | None = None) -> bytes:
-        """POST ``body`` as JSON; the answer's bytes. ``seconds``: other than those of every request."""
+        """POST ``body`` as JSON; returns the response body. ``seconds`` replaces the default timeout."""
         return check(await self.exchange(url, body, seconds=seconds)).content
 
     async def get(self, url: str) -> bytes:
-        """GET ``url``; the answer's bytes."""
-        return check(await self._ask("GET", url, None, self._seconds)).content
+        """GET ``url``; returns the response body."""
+        return check(await self._send("GET", url, None, self._seconds)).content
 
     async def get_json(self, url: str) -> dict[str, Any]:
-        """GET a JSON object. Raises EngineRejected where the answer is none."""
+        """GET a JSON object. Raises EngineRejected if the response is not one."""
         return json_object(await self.get(url), url)
 
     async def exchange(self, url: str, body: Mapping[str, Any], *, seconds: float | None = None) -> HttpResponse:
-        """POST ``body`` as JSON; what was answered, whatever its status is."""
-        return await self._ask("POST", url, _content(body), seconds or self._seconds)
+        """POST ``body`` as JSON; returns the response of any status."""
+        return await self._send("POST", url, _content(body), seconds or self._seconds)
 
-    async def _ask(self, method: str, url: str, content: bytes | None, seconds: float) -> HttpResponse:
+    async def _send(self, method: str, url: str, content: bytes | None, seconds: float) -> HttpResponse:
         async with self._request(method, url, content, seconds) as response:
             return await _read(response)
 
     async def lines(self, url: str, body: Mapping[str, Any]) -> AsyncGenerator[str, None]:
-        """POST ``body`` as JSON; the lines of a streamed answer as they come."""
+        """POST ``body`` as JSON; yields the lines of a streamed response as they arrive."""
         async with self._request("POST", url, _content(body), self._seconds) as response:
             if not response.ok:
                 check(await _read(response))
@@ -173,9 +173,9 @@ class AsyncHttp:
 
 
 class BlockingHttp:
-    """Blocking requests to engines, from any thread. ``seconds`` bounds the wait for each answer.
+    """Blocking requests to engines, from any thread. ``seconds``: the timeout of each response.
 
-    ``headers`` go with every request. Every method raises the engine error for what went wrong.
+    Every request has ``headers``. Every method raises an EngineError.
     """
 
     def __init__(self, seconds: float, *, headers: Mapping[str, str] | None = None) -> None:
@@ -188,14 +188,18 @@ class BlockingHttp:
         self._pools.clear()
 
     def post(self, url: str, body: Mapping[str, Any]) -> bytes:
-        """POST ``body`` as JSON; the answer's bytes."""
-        return check(self._ask("POST", url, _content(body))).content
+        """POST ``body`` as JSON; returns the response body."""
+        return check(self.exchange(url, body)).content
+
+    def exchange(self, url: str, body: Mapping[str, Any]) -> HttpResponse:
+        """POST ``body`` as JSON; returns the response of any status."""
+        return self._send("POST", url, _content(body))
 
     def get_json(self, url: str) -> dict[str, Any]:
-        """GET a JSON object. Raises EngineRejected where the answer is none."""
-        return json_object(check(self._ask("GET", url, None)).content, url)
+        """GET a JSON object. Raises EngineRejected if the response is not one."""
+        return json_object(check(self._send("GET", url, None)).content, url)
 
-    def _ask(self, method: str, url: str, content: bytes | None) -> HttpResponse:
+    def _send(self, method: str, url: str, content: bytes | None) -> HttpResponse:
         headers = self._headers | (_JSON_HEADERS if content is not None else {})
         with converted(url):
             response = self._pools.request(method, url, body=content, headers=headers, redirect=False)
@@ -204,30 +208,30 @@ class BlockingHttp:
 
 @contextmanager
 def converted(url: str) -> Iterator[None]:
-    """Turn the HTTP libraries' errors into engine errors: the one place where it is done."""
+    """Convert the errors of both HTTP libraries to engine errors."""
     try:
         yield
     except (LocationValueError, aiohttp.InvalidURL) as error:
-        raise EngineRejected(f"{url}: no address of a server ({error})") from error
+        raise EngineRejected(f"{url}: not the address of a server ({error})") from error
     except (urllib3.exceptions.HTTPError, aiohttp.ClientError, TimeoutError, OSError) as error:
-        raise EngineUnreachable(f"{url}: no answer ({type(error).__name__}: {error or 'no details'})") from error
+        raise EngineUnreachable(f"{url}: no response ({type(error).__name__}: {error or 'no details'})") from error
 
 
 def timed_out(error: EngineUnreachable) -> bool:
-    """Whether the server has the request, and did not answer it in time."""
+    """Whether the server received the request and did not respond in time."""
     return isinstance(error.__cause__, aiohttp.SocketTimeoutError)
 
 
-def check(answer: HttpResponse) -> HttpResponse:
-    """Return an ``answer`` of status 2xx; raise the engine error that its status means."""
-    if 200 <= answer.status < 300:
-        return answer
-    message = f"{answer.method} {answer.url} answered {answer.status}: {server_message(answer.content)}"
-    if answer.status in (401, 403):
-        raise EngineKeyRefused(f"{message}: it wants a key, in the variable that engine.api_key_env names, or another")
-    if answer.status in _BUSY:
+def check(response: HttpResponse) -> HttpResponse:
+    """Return a ``response`` of status 2xx; raise the engine error of any other status."""
+    if 200 <= response.status < 300:
+        return response
+    message = f"{response.method} {response.url} answered {response.status}: {server_message(response.content)}"
+    if response.status in (401, 403):
+        raise EngineKeyRefused(f"{message}: put a valid key into the variable that engine.api_key_env names")
+    if response.status in _BUSY:
         raise EngineOverloaded(message)
-    if 400 <= answer.status < 500:
+    if 400 <= response.status < 500:
         raise EngineRejected(message)
     raise EngineUnreachable(message)
 
@@ -238,7 +242,7 @@ async def _read(response: aiohttp.ClientResponse) -> HttpResponse:
 
 
 def server_message(body: bytes) -> str:
-    """What is wrong in the server's words, in one line, from any of the shapes SGLang answers errors in."""
+    """The error message of the server, in one line, from any of the formats of SGLang's error responses."""
     try:
         data = orjson.loads(body)
     except orjson.JSONDecodeError:
@@ -251,16 +255,16 @@ def server_message(body: bytes) -> str:
 
 
 def json_object(body: bytes, url: str) -> dict[str, Any]:
-    """The JSON object in ``body``, an answer of ``url``. Raises EngineRejected where it is none."""
+    """The JSON object in ``body``, a response of ``url``. Raises EngineRejected if it is not one."""
     try:
         data = orjson.loads(body)
     except orjson.JSONDecodeError:
-        raise EngineRejected(f"{url} answered no JSON but {body[:60]!r}") from None
+        raise EngineRejected(f"{url} answered {body[:60]!r}, expected JSON") from None
     if not isinstance(data, dict):
         raise EngineRejected(f"{url} answered a {type(data).__name__}, expected an object")
     return data
 
 
 def _content(body: Mapping[str, Any]) -> bytes:
-    """``body`` as JSON. The HTTP library's own encoder takes several times as long on lists of token ids."""
+    """``body`` as JSON. The encoders of the HTTP libraries take several times as long on lists of token ids."""
     return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -27,7 +28,7 @@ from typing import Any
 import orjson
 
 from agent_rl.errors import EngineError, WeightSyncError
-from agent_rl.utils.http import BlockingHttp, server_message
+from agent_rl.utils.http import BlockingHttp, check, server_message
 
 GROUP_NAME = "agent-rl"
 
@@ -212,12 +213,11 @@ class WeightReceivers:
         """Drop cached prefixes. Returns the URLs of engines that could not, because running requests use theirs."""
 
         def flush_one(url: str) -> bytes:
-            try:
-                self._call(url, "flush_cache", {})
-            except WeightSyncError as error:
-                if "answered 400" not in str(error):
-                    raise
-                return b"stale"
+            with _as_weight_sync_error():
+                response = self._http.exchange(f"{url}/flush_cache", {})
+                if response.status == HTTPStatus.BAD_REQUEST:
+                    return b"stale"
+                check(response)
             return b""
 
         responses = self._each(flush_one, "flush_cache").wait()

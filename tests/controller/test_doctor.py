@@ -181,7 +181,7 @@ async def test_missing_parts_are_reported_with_the_command_that_installs_them(
     assert "apt-get install bubblewrap" in found["sandbox"].detail
     elsewhere = load_config(Path("quickstart"), ["engine.urls=[http://127.0.0.1:1]"])
     engine = next(check for check in await check_parts(elsewhere) if check.name == "engine")
-    assert engine.detail.startswith("engine.urls: http://127.0.0.1:1/model_info: no answer (ClientConnectorError")
+    assert engine.detail.startswith("engine.urls: http://127.0.0.1:1/model_info: no response (ClientConnectorError")
     assert not await check_installation()
     assert "notthere" in capsys.readouterr().out
 

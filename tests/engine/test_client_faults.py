@@ -490,9 +490,9 @@ async def test_addresses_that_do_not_answer_are_told_with_their_key() -> None:
         with pytest.raises(UserError) as raised:
             await check_engines(urls, seconds=5.0)
     message = str(raised.value)
-    assert message.startswith("engine.urls: http://127.0.0.1:1/model_info: no answer (ClientConnectorError")
+    assert message.startswith("engine.urls: http://127.0.0.1:1/model_info: no response (ClientConnectorError")
     assert f"{other}/model_info answered 404" in message
-    assert "http://[::1/model_info: no address of a server" in message
+    assert "http://[::1/model_info: not the address of a server" in message
     assert good not in message
     assert "\n" not in message
 
@@ -509,7 +509,7 @@ async def test_an_address_that_keeps_silent_is_waited_for_within_a_bound() -> No
 
 async def test_opening_a_dead_engine_names_the_key(model: Path, tmp_path: Path) -> None:
     with pytest.raises(
-        UserError, match=r"engine\.urls: http://127\.0\.0\.1:1/model_info: no answer \(ClientConnectorError"
+        UserError, match=r"engine\.urls: http://127\.0\.0\.1:1/model_info: no response \(ClientConnectorError"
     ):
         async with open_engine(EngineConfig(urls=("http://127.0.0.1:1",)), model, FACTS, tmp_path):
             pass

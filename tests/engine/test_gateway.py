@@ -77,10 +77,8 @@ async def test_a_key_that_is_refused_is_one_line(monkeypatch: pytest.MonkeyPatch
         refusing = pytest.raises(WeightSyncError, match="answered 401: no such key")
         with WeightReceivers([url], timeout=5, headers=config.headers) as receivers, refusing:
             await asyncio.to_thread(receivers.end)
-    assert str(refused.value) == (
-        f"engine.urls: GET {url}/model_info answered 401: no such key: it wants a key, in the variable that "
-        "engine.api_key_env names, or another"
-    )
+    assert str(refused.value).startswith(f"engine.urls: GET {url}/model_info answered 401: no such key")
+    assert "engine.api_key_env" in str(refused.value)
     assert not passed
 
 

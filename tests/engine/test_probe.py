@@ -172,7 +172,7 @@ async def test_facts_of_another_model_and_none_at_all(server: str, model: Path) 
         async with proxy(server, Blank()) as url:
             await probe(url)
     with pytest.raises(
-        ConfigError, match=r"serves /elsewhere, which is no directory of this machine: name one .*--model"
+        ConfigError, match=r"serves /elsewhere, which is not a directory of this machine: .*--model"
     ):
         async with proxy(server, Moved()) as url:
             await probe(url)
@@ -186,7 +186,7 @@ def test_the_command_says_it_by_its_exit_code(server: str, model: Path, tmp_path
     report = json.loads(found.read_text())
     assert report["ok"] is True
     assert [check["finding"] for check in report["checks"] if check["status"] != "ok"] == [
-        "not provoked: only done where asked for"
+        "not provoked: not requested"
     ]
     nobody = CliRunner().invoke(cli.app, ["r3", "probe", "http://127.0.0.1:9", "--model", str(model)])
     assert isinstance(nobody.exception, EngineUnreachable), "main() answers it with one line and exit code 2"

@@ -1,9 +1,8 @@
-"""``agent-rl r3 probe``: whether the routes that a server sends can be replayed, found out by asking.
+"""``agent-rl r3 probe``: send requests to a server and check that its routes can be replayed.
 
-A server that does not capture, a router that strips the key, a start that is ignored, rows that are stale, shifted or
-another request's: all of it trains without an error, on the wrong experts. So a few short requests are made whose
-answers must fit each other (:mod:`agent_rl.engine.route_probe.checks` says how), on random prompts that no cache can
-hold.
+Wrong routes train the wrong experts without an error: a server without capture, a router that strips the key, an
+ignored start, or rows that are stale, shifted or of another request. The probe sends about twenty short requests with
+random prompts that no cache contains, and compares their responses (:mod:`agent_rl.engine.route_probe.checks`).
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from agent_rl.models.spec import ModelSpec, read_moe_spec
 from agent_rl.monitoring.console import cell
 
 PROMPT = 160
-"""Tokens of a prompt: more than two pages of a cache that keeps pages of 64. A short context takes a quarter of it."""
+"""Tokens of a prompt: more than two cache pages of 64 tokens. At most a quarter of the model's context is used."""
 COMPLETION = 8
 LONG = 1024
-"""Tokens of the request that is aborted as soon as it runs."""
+"""Tokens of the request that the probe aborts as soon as it runs."""
 RETRACTED = (32, 256)
-"""Tokens of the request that is retracted, and of another where the first had ended before it was told."""
+"""Tokens of the request that the server retracts. The second is tried if the first ended before its retraction."""
 VARIANTS = 8
 REQUEST_SECONDS = 60.0
 PROBE_SECONDS = 180.0
@@ -38,7 +37,7 @@ PROBE_SECONDS = 180.0
 
 @dataclass(frozen=True, slots=True)
 class ProbeReport:
-    """What was found at ``url``; ``seconds`` and ``requests`` are what finding it cost."""
+    """The checks of the server at ``url``, with the number of requests and the time in seconds."""
 
     url: str
     checks: tuple[Check, ...]
@@ -50,8 +49,8 @@ class ProbeReport:
         return tuple(check for check in self.checks if check.status is CheckStatus.FAILED)
 
     def spoils(self, *, missing_allowed: bool) -> tuple[Check, ...]:
-        """The failed checks that make training on these routes wrong. Answers without routes are a policy's matter
-        where some answers have them (``r3.missing``)."""
+        """The failed checks that make training on these routes wrong. ``missing_allowed`` (``r3.missing``) accepts
+        responses without routes if other responses have them."""
         some = any(check.name == CAPTURE and check.status is CheckStatus.OK for check in self.checks)
         return tuple(check for check in self.failed if not (missing_allowed and some and check.name == KEY))
 
@@ -71,9 +70,9 @@ class ProbeReport:
 
 
 def table(report: ProbeReport) -> Table:
-    """The report as a table: check, status, what was found, what to do."""
+    """The report as a table: check, status, finding, advice."""
     shown = Table(title=f"routes of {report.url}", title_justify="left")
-    for column in ("check", "status", "found", "what to do"):
+    for column in ("check", "status", "finding", "advice"):
         shown.add_column(column)
     colours = {CheckStatus.OK: "green", CheckStatus.FAILED: "red", CheckStatus.SKIPPED: "yellow"}
     for check in report.checks:
@@ -89,63 +88,63 @@ async def probe(
     retract: bool = False,
     headers: Mapping[str, str] | None = None,
 ) -> ProbeReport:
-    """Probe the server at ``url``, which serves the model of ``model_spec`` (by default what its own directory says).
+    """Probe the server at ``url``, which serves the model of ``model_spec`` (default: read from the server's model
+    directory).
 
-    ``headers`` go with every request.
-    With ``retract`` every running request of the server is put back once: only for an engine that is the caller's
-    alone, since resuming it in the middle of another's weight update would spoil that.
+    Every request has ``headers``. ``retract`` makes the server retract all of its running requests once. Use it only
+    for an engine that nobody else uses: it resumes the engine, which would break a weight update of another client.
 
-    Raises EngineUnreachable where nobody answers or the answers take too long, another engine error for one that is
-    refused, ConfigError where the model's facts can't be found.
+    Raises EngineUnreachable if the server does not respond in time, another EngineError if it refuses a request,
+    ConfigError if the model's config.json cannot be found.
     """
     started = perf_counter()
-    server_at = ProbeClient(url, timeout=REQUEST_SECONDS, headers=headers)
+    client = ProbeClient(url, timeout=REQUEST_SECONDS, headers=headers)
     try:
-        async with asyncio.timeout(PROBE_SECONDS), server_at as server:
-            known = model_spec or _facts_of(server.url, await server.model_path())
-            answers = await _Questions(server, known, retract).ask()
-            checks = check_all(answers, known)
+        async with asyncio.timeout(PROBE_SECONDS), client as server:
+            spec = model_spec or _read_spec(server.url, await server.model_path())
+            responses = await _ProbeRequests(server, spec, retract).send()
+            checks = check_all(responses, spec)
             return ProbeReport(server.url, checks, server.requests, perf_counter() - started)
     except TimeoutError:
-        raise EngineUnreachable(f"{url}: the probe was not answered within {PROBE_SECONDS:g} s") from None
+        raise EngineUnreachable(f"{url}: the probe did not finish within {PROBE_SECONDS:g} s") from None
 
 
-def _facts_of(url: str, directory: str) -> ModelSpec:
+def _read_spec(url: str, directory: str) -> ModelSpec:
     if not directory or not Path(directory).is_dir():
         raise ConfigError(
-            f"{url} serves {directory or 'a model it does not name'}, which is no directory of this machine: "
-            "name one that has the model's config.json by --model"
+            f"{url} serves {directory or 'a model without a name'}, which is not a directory of this machine: "
+            "set --model to a directory with the model's config.json"
         )
     return read_moe_spec(Path(directory))
 
 
-class _Questions:
+class _ProbeRequests:
     """The requests of one probe."""
 
     def __init__(self, server: ProbeClient, model_spec: ModelSpec, retract: bool) -> None:
-        self._server, self._facts, self._may_retract = server, model_spec, retract
+        self._server, self._spec, self._may_retract = server, model_spec, retract
         self._rng = np.random.default_rng()
         self._length = min(PROMPT, model_spec.max_positions // 4)
 
-    async def ask(self) -> ProbeResponses:
-        """Ask them all: one after the other, but for the siblings."""
+    async def send(self) -> ProbeResponses:
+        """Send all requests, one after the other except for the two siblings."""
         captures = await self._server.reports_route_capture()
         busy = await self._server.count_other_requests()
         prompt = self._tokens(self._length)
-        cold = await self._ask(prompt)
-        cached = await self._ask(prompt, new_tokens=1)
-        changed_at = np.linspace(self._length // 4, self._length * 3 // 4, VARIANTS).astype(int).tolist()
-        variants = [await self._ask(self._changed(prompt, at), new_tokens=1) for at in changed_at]
+        cold = await self._generate(prompt)
+        cached = await self._generate(prompt, new_tokens=1)
+        offsets = np.linspace(self._length // 4, self._length * 3 // 4, VARIANTS).astype(int).tolist()
+        variants = [await self._generate(self._changed(prompt, offset), new_tokens=1) for offset in offsets]
         siblings, repeats = await self._siblings()
         retracted, untried = await self._retract(busy)
         return ProbeResponses(
             captures=captures,
             cold=cold,
             cached=cached,
-            late=await self._ask(prompt, start=self._length // 2, new_tokens=1),
+            late=await self._generate(prompt, start=self._length // 2, new_tokens=1),
             variants=tuple(variants),
-            changed_at=tuple(changed_at),
-            stopped=await self._ask(prompt, stop=_late_token(cold.tokens)),
+            changed_at=tuple(offsets),
+            stopped=await self._generate(prompt, stop=_late_token(cold.tokens)),
             siblings=siblings,
             repeats=repeats,
             aborted=await self._interrupted(LONG, self._server.abort),
@@ -155,36 +154,37 @@ class _Questions:
 
     async def _siblings(self) -> tuple[tuple[RawResponse, ...], tuple[RawResponse, ...]]:
         prompt = self._tokens(self._length)
-        siblings = await asyncio.gather(*(self._ask(prompt, temperature=1.0) for _ in range(2)))
+        siblings = await asyncio.gather(*(self._generate(prompt, temperature=1.0) for _ in range(2)))
         repeats = [
-            await self._ask([*prompt, *sibling.tokens], start=len(prompt) - 1, new_tokens=1) for sibling in siblings
+            await self._generate([*prompt, *sibling.tokens], start=len(prompt) - 1, new_tokens=1)
+            for sibling in siblings
         ]
         return tuple(siblings), tuple(repeats)
 
     async def _retract(self, busy: int | None) -> tuple[RawResponse | None, str]:
-        """Retraction is of all requests at once, so it is only tried where there is none of others'."""
+        """A retraction affects all requests, so the probe skips it while other clients have requests running."""
         if not self._may_retract:
-            return None, "only done where asked for"
+            return None, "not requested"
         if busy is None:
-            return None, "the server does not say whether others use it"
+            return None, "the server does not report other clients"
         if busy:
-            return None, f"{busy} requests of others are running"
+            return None, f"{busy} requests of other clients are running"
 
         async def retract(rid: str) -> None:
             await self._server.retract()
 
         for new_tokens in RETRACTED:
-            answer = await self._interrupted(new_tokens, retract)
-            if answer.retractions:
+            response = await self._interrupted(new_tokens, retract)
+            if response.retractions:
                 break
-        return answer, ""
+        return response, ""
 
     async def _interrupted(self, new_tokens: int, do: Callable[[str], Awaitable[None]]) -> RawResponse:
-        room = self._facts.max_positions - self._length
+        limit = self._spec.max_positions - self._length
         prompt = self._tokens(self._length)
-        return await self._server.interrupt(prompt, self._facts, new_tokens=min(new_tokens, room - 1), do=do)
+        return await self._server.interrupt(prompt, self._spec, new_tokens=min(new_tokens, limit - 1), do=do)
 
-    async def _ask(
+    async def _generate(
         self,
         prompt: Sequence[int],
         *,
@@ -194,18 +194,18 @@ class _Questions:
         stop: Sequence[int] = (),
     ) -> RawResponse:
         return await self._server.generate(
-            prompt, self._facts, new_tokens=new_tokens, start=start, temperature=temperature, stop=stop
+            prompt, self._spec, new_tokens=new_tokens, start=start, temperature=temperature, stop=stop
         )
 
     def _tokens(self, count: int) -> list[int]:
-        return self._rng.integers(0, self._facts.vocab_size, count).tolist()
+        return self._rng.integers(0, self._spec.vocab_size, count).tolist()
 
-    def _changed(self, prompt: Sequence[int], at: int) -> list[int]:
-        """``prompt`` with every token from ``at`` on replaced by another."""
-        shift = self._rng.integers(1, self._facts.vocab_size, len(prompt) - at)
-        return [*prompt[:at], *((np.asarray(prompt[at:]) + shift) % self._facts.vocab_size).tolist()]
+    def _changed(self, prompt: Sequence[int], offset: int) -> list[int]:
+        """``prompt`` with other tokens from ``offset`` on."""
+        shift = self._rng.integers(1, self._spec.vocab_size, len(prompt) - offset)
+        return [*prompt[:offset], *((np.asarray(prompt[offset:]) + shift) % self._spec.vocab_size).tolist()]
 
 
 def _late_token(tokens: Sequence[int]) -> tuple[int, ...]:
-    """A token to stop at: the last to occur for the first time, so that something comes before it where it can."""
+    """The stop token: the last token that has not occurred before it, so that tokens precede it if possible."""
     return (list(dict.fromkeys(tokens))[-1],) if tokens else ()
