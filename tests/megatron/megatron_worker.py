@@ -22,7 +22,7 @@ from agent_rl.train.megatron.parallel import ParallelState, destroy_parallel, in
 
 
 def batches(count: int = 3) -> list[PackedBatch]:
-    return [PackedBatch.from_sequences(tiny.sequences(seed=seed, lengths=(13, 6 + seed))) for seed in range(count)]
+    return [tiny.packed(seed=seed, lengths=(13, 6 + seed)) for seed in range(count)]
 
 
 def routes(items: list[PackedBatch], layers: int = tiny.LAYERS) -> list[PackedRoutes]:
@@ -173,7 +173,7 @@ def whole_routes(model: Any, items: list[PackedBatch], local: list[Tensor], rank
             for routes, (rows, places, found) in zip(whole, held, strict=True):
                 for place, column in enumerate(places):
                     routes[rows[rows >= 0], column] = found[rows >= 0, place].to(routes.dtype)
-    return [PackedRoutes(found, torch.ones(len(found), dtype=torch.bool)) for found in whole]
+    return [tiny.everywhere(found) for found in whole]
 
 
 def check_reference(model: Any, items: list[PackedBatch], given: list[PackedRoutes] | None, wanted: Any) -> None:
