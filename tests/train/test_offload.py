@@ -196,11 +196,7 @@ def test_an_adam_that_counts_in_its_groups_counts_each_update_once() -> None:
     """Like Transformer Engine's."""
     from agent_rl.train.optimizer_offload import MasterShard, StoredState
 
-    class CountingAdam:
-        def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
-            self.param_groups: list[dict[str, Any]] = [{"params": parameters}]
-            self.state: dict[Any, dict[str, Any]] = {parameter: {} for parameter in parameters}
-
+    class CountingAdam(torch.optim.Optimizer):
         def step(self) -> None:
             for group in self.param_groups:
                 group["step"] = group.get("step", 0) + 1
@@ -210,7 +206,7 @@ def test_an_adam_that_counts_in_its_groups_counts_each_update_once() -> None:
 
     parameters = [torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16)) for _ in range(2)]
     masters = [torch.nn.Parameter(torch.zeros(3)) for _ in parameters]
-    adam = CountingAdam(masters)
+    adam = CountingAdam(masters, {})
     state = StoredState(adam, [MasterShard(p, 0, m) for p, m in zip(parameters, masters, strict=True)], ("exp_avg",))
     for expected in (-1.0, -3.0):
         for master in masters:
