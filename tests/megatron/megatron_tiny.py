@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -83,6 +84,12 @@ class RouterEvents:
 
     def of(self, method: str, layer: int) -> list[tuple[Any, ...]]:
         return [event[2:] for event in self.events if event[:2] == (method, layer)]
+
+
+def tensors_in_graphs() -> list[torch.Tensor]:
+    """All tensors of this process that are part of an autograd graph."""
+    gc.collect()
+    return [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and each.grad_fn is not None]
 
 
 def free_port() -> int:

@@ -1,5 +1,5 @@
-"""Every parallel layout, with and without recomputation, gives what one rank gives, and its routers use the given
-experts: at every token and layer, in the forward pass and in the recomputation under the backward pass."""
+"""Every parallel layout, with and without recomputation, equals one rank, and its routers use the given experts at
+every token and layer, in the forward pass and in recomputation."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ ORDINARY = {
     "tensor": ("full", "moe", "without-routers", "shared-expert"),
     "tensor-optimizer": ("none",),
 }
-"""The cases outside of ``pytest -m exhaustive``, which runs the others and these."""
+"""The cases of an ordinary run; ``pytest -m exhaustive`` runs the others and these."""
 RESUMED = ("virtual", "virtual", "tensor-alone", "data-optimizer", "expert-optimizer")
-"""The first writes a checkpoint; all others go on from it."""
+"""The first writes a checkpoint; all others resume from it."""
 
 
 def parameters(cases: Iterable[tuple[str, str]]) -> list[Any]:
@@ -55,7 +55,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def results(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, directories: dict[str, Path]
 ) -> Path:
-    """Two processes run the cases one after another and leave their results here."""
+    """The directory with the results of two processes, which run all cases."""
     directory = tmp_path_factory.mktemp("results")
     layouts = [TWO_RANKS[name] for name in RESUMED]
     resume = {"name": "resumed", "directory": str(directories["none"]), "layouts": layouts}
@@ -73,7 +73,7 @@ def alone(world: Any, directories: dict[str, Path]) -> dict[str, dict[str, Any]]
 
 
 def check_seen(run: str, ranks: list[dict[str, Any]]) -> None:
-    """All ranks' routers together were at every token and layer with the given experts, as often as they should."""
+    """The routers of all ranks together used the given experts at every token and layer, the right number of times."""
     for rank in ranks:
         assert rank["wrong"] == []
     for key in ("seen", "seen_r2"):
@@ -89,7 +89,7 @@ def check_seen(run: str, ranks: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("run", [name for name, run in RUNS.items() if "dtype" not in run.options])
-def test_recomputation_on_one_rank(run: str, alone: dict[str, dict[str, Any]]) -> None:
+def test_recomputation_on_one_rank_changes_no_gradient(run: str, alone: dict[str, dict[str, Any]]) -> None:
     if RUNS[run].routed:
         check_seen(run, [alone[run]])
     assert alone[run]["grad_norms"][0] > 1  # so that it is clipped
@@ -114,10 +114,10 @@ def test_layout_equals_one_rank(layout: str, run: str, results: Path, alone: dic
 
 
 @pytest.mark.parametrize("layout", ["data", "expert", "context", "tensor"])
-def test_a_shared_optimizer_is_held_once(layout: str, results: Path, alone: dict[str, dict[str, Any]]) -> None:
+def test_a_distributed_optimizer_is_held_once(layout: str, results: Path, alone: dict[str, dict[str, Any]]) -> None:
     held = [rank["state_numel"] for rank in matrix.loaded(results, f"{layout}-optimizer-none", 2)]
     whole = alone["none"]["state_numel"]
-    if layout == "tensor":  # every tensor rank has the norms and routers, and there is no other copy to share them with
+    if layout == "tensor":  # every tensor rank holds the norms and routers
         assert whole < sum(held) < 1.03 * whole
     else:
         assert sum(held) == whole
@@ -143,7 +143,7 @@ def test_another_layout_holds_the_same_state_bit_for_bit(number: int, results: P
     assert {slot for _, slot in ours} == {"master", "exp_avg", "exp_avg_sq"}
     for key, values in theirs.items():
         np.testing.assert_array_equal(ours[key].view(np.int32), values.view(np.int32), err_msg=str(key))
-        assert values.any(), f"{key}: nothing was learned there"
+        assert values.any(), f"{key}: still zero"
 
 
 def whole_state(directory: Path) -> dict[tuple[str, str], Any]:

@@ -65,18 +65,11 @@ def test_a_killed_save_is_ignored_and_removed_by_the_next_save(tmp_path: Path) -
     assert sorted(os.listdir(tmp_path)) == ["step-000002", "step-000004"]
 
 
-def test_saving_again_replaces_the_checkpoint(tmp_path: Path) -> None:
-    written(tmp_path / "step-000001", 1.0)
-    directory = written(tmp_path / "step-000001", 2.0)
-    assert value(directory) == 2
-    assert os.listdir(tmp_path) == ["step-000001"]
-
-
 @pytest.mark.parametrize("dies_at", range(3))
-def test_a_kill_at_any_rename_leaves_a_whole_checkpoint(
+def test_replacing_a_checkpoint_leaves_a_whole_one_at_every_kill(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_at: int
 ) -> None:
-    """Replacing takes two renames. After each of them the old or the new checkpoint is complete."""
+    """Replacing takes two renames, so the third kill never comes. The old or the new checkpoint is complete."""
     directory = written(tmp_path / "step-000001", 1.0)
     checksum = write(checkpoint.begin(directory), 2.0)
     renames, rename = iter(range(3)), Path.rename

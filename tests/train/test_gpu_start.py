@@ -22,14 +22,11 @@ def config_of(world: int, device: str = "auto", gpu_memory_gb: float | None = No
     return RunConfig.model_validate(data)
 
 
-def test_a_rank_takes_the_one_gpu_that_it_sees() -> None:
-    """torch.cuda.set_device refuses a device without an index."""
-    from torch.cuda._utils import _get_device_index
-
+def test_a_rank_uses_its_only_visible_gpu() -> None:
+    """With its index, because torch.cuda.set_device refuses a device without one."""
     from agent_rl.train.worker import device_of
 
-    assert _get_device_index(device_of("cuda")) == 0
-    assert device_of("cpu").type == "cpu"
+    assert (device_of("cuda").index, device_of("cpu").type) == (0, "cpu")
 
 
 @pytest.mark.parametrize(

@@ -63,21 +63,6 @@ def test_ranks_are_even_in_cost_not_in_tokens(lengths: list[int], ranks: int) ->
     assert max(costs) <= 1.03 * np.mean(costs)
 
 
-def test_one_long_sequence_weighs_as_much_as_many_short_ones() -> None:
-    """With attention alone, 16 sequences of 25 tokens cost about as much as one of 100 (16 x 25 x 26 to 100 x 101)."""
-    lengths = [100, *[25] * 16]
-    quadratic = SequenceCost(linear=0.0, quadratic=1.0)
-    long, short = sorted(partition_sequences(lengths, budget=BUDGET, ranks=2, cost=quadratic), key=len)
-    assert long == ((0,),)
-    assert sum(len(ids) for ids in short) == 16
-    by_tokens = partition_sequences(lengths, budget=BUDGET, ranks=2)
-    assert max(rank_costs(by_tokens, lengths, quadratic)) > 1.2 * max(rank_costs((long, short), lengths, quadratic))
-
-
-def test_few_sequences_leave_a_rank_without_any() -> None:
-    assert sorted(partition_sequences([5, 6], budget=64, ranks=3)) == [(), ((0,),), ((1,),)]
-
-
 def test_differencing_of_karmarkar_and_karps_example() -> None:
     """4, 5, 6, 7, 8: differencing gives 14 and 16, the best is 15 and 15."""
     parts = differencing([4.0, 5.0, 6.0, 7.0, 8.0], 2)
