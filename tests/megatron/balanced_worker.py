@@ -23,6 +23,7 @@ from r3.balance import ExpertLayout, LayerPlan
 from r3.balance.planners import PlannerOptions, plan_pass
 
 SLOTS, UPDATES = 2, 2
+Routes = list[PackedRoutes] | None
 
 
 def hand_made(kind: str, layout: ExpertLayout, counts: NDArray[np.int32], shift: int) -> LayerPlan:
@@ -136,7 +137,7 @@ def batches() -> list[PackedBatch]:
     return [worker.tiny.packed(seed, (93, 76 + seed)) for seed in range(3)]
 
 
-def given_routes(items: list[PackedBatch], model: Any, kind: str) -> list[PackedRoutes] | None:
+def given_routes(items: list[PackedBatch], model: Any, kind: str) -> Routes:
     """Random routes; ``absent``: every fifth row has none, ``crowded``: all rows have the same experts, ``native``:
     None."""
     if kind == "native":
@@ -153,9 +154,7 @@ def given_routes(items: list[PackedBatch], model: Any, kind: str) -> list[Packed
     return found
 
 
-def results(
-    model: Any, items: list[PackedBatch], given: list[PackedRoutes] | None, plans: Any, case: Mapping[str, Any]
-) -> dict[str, Any]:
+def results(model: Any, items: list[PackedBatch], given: Routes, plans: Any, case: Mapping[str, Any]) -> dict[str, Any]:
     """Old log-probs, a training pass with its gradients and watched routers, and the weights after the updates."""
     fault = case.get("fault")
     refresh(model, first=True, fault=fault)
@@ -275,10 +274,10 @@ class World:
     def _plans(kind: str, layout: ExpertLayout, counts: NDArray[np.int32]) -> Iterator[dict[int, LayerPlan]]:
         planned = plan_pass(counts, layout, PlannerOptions()) if kind == "planned" else None
         for index, batch in enumerate(counts):
-            yield {
-                column: planned.layer_plan(index, column) if planned else hand_made(kind, layout, held, index + column)
-                for column, held in enumerate(batch)
-            }
+            if planned:
+                yield {column: planned.layer_plan(index, column) for column in range(len(batch))}
+            else:
+                yield {column: hand_made(kind, layout, held, index + column) for column, held in enumerate(batch)}
 
 
 def main() -> None:

@@ -152,10 +152,8 @@ def alone(names: Iterable[str], models: dict[str, Path], world: Any) -> dict[str
 
     from agent_rl.config import ParallelConfig
 
-    return {
-        name: worker.of_case(case(name, name, models, Path()) | {"saves": None}, ParallelConfig(), world)
-        for name in names
-    }
+    cases = {name: case(name, name, models, Path()) | {"saves": None} for name in names}
+    return {name: worker.of_case(each, ParallelConfig(), world) for name, each in cases.items()}
 
 
 def loaded(results: Path, name: str, world_size: int) -> list[dict[str, Any]]:

@@ -20,12 +20,15 @@ from agent_rl.models.spec import read_model_spec
 from agent_rl.train.megatron.packed_batch import PackedBatch, PackedRoutes
 from agent_rl.train.megatron.parallel import ParallelState, destroy_parallel, init_parallel
 
+Batches = list[PackedBatch]
+Routes = list[PackedRoutes] | None
 
-def batches(count: int = 3) -> list[PackedBatch]:
+
+def batches(count: int = 3) -> Batches:
     return [tiny.packed(seed, (13, 6 + seed)) for seed in range(count)]
 
 
-def routes(items: list[PackedBatch], layers: int = tiny.LAYERS) -> list[PackedRoutes]:
+def routes(items: Batches, layers: int = tiny.LAYERS) -> list[PackedRoutes]:
     """Random routes with every fifth row absent."""
     given = [tiny.random_routes(len(batch), layers, seed=len(batch)) for batch in items]
     return [PackedRoutes(experts, torch.arange(len(experts)) % 5 != 0) for experts in given]
@@ -53,13 +56,11 @@ class Watch:
     (absent rows: the same ones forward and in the recomputation). ``wrong`` names everything else.
     """
 
-    def __init__(self, model: Any, items: list[PackedBatch], given: list[PackedRoutes], ranks: ParallelState) -> None:
+    def __init__(self, model: Any, items: Batches, given: list[PackedRoutes], ranks: ParallelState) -> None:
         self.columns = {number: column for column, number in enumerate(model.layer_numbers)}
         self.items, self.given, self.ranks = items, given, ranks
-        self.seen = {
-            action: [torch.zeros(len(batch), len(self.columns), dtype=torch.bool) for batch in items]
-            for action in ("replay_forward", "replay_backward")
-        }
+        shapes, actions = [(len(batch), len(self.columns)) for batch in items], ("replay_forward", "replay_backward")
+        self.seen = {action: [torch.zeros(shape, dtype=torch.bool) for shape in shapes] for action in actions}
         self.wrong: list[str] = []
         self._forward: dict[tuple[int, int], Tensor] = {}
 
@@ -101,13 +102,13 @@ def loss(logprobs: Tensor, entropy: Tensor | None, _batch: PackedBatch) -> tuple
     return value, {"loss": value}
 
 
-def trained(model: Any, items: list[PackedBatch], given: list[PackedRoutes] | None) -> list[dict[str, Any]]:
+def trained(model: Any, items: Batches, given: Routes) -> list[dict[str, Any]]:
     """A training pass; one dict of metrics a micro-batch."""
     found: list[dict[str, Any]] = model.train_microbatches(items, given, loss, entropy_gradient=True)
     return found
 
 
-def watched(model: Any, items: list[PackedBatch], given: list[PackedRoutes], ranks: ParallelState) -> Any:
+def watched(model: Any, items: Batches, given: list[PackedRoutes], ranks: ParallelState) -> Any:
     """A training pass with every router watched: ``(metrics, Watch)``."""
     model.replayer.observer = watch = Watch(model, items, given, ranks)
     metrics = trained(model, items, given)
@@ -157,7 +158,7 @@ def whole(parameter: Tensor, shard: Any, slot: str, distributed: bool) -> Tensor
     return full.view(parameter.shape)
 
 
-def whole_routes(model: Any, items: list[PackedBatch], local: list[Tensor], ranks: ParallelState) -> list[PackedRoutes]:
+def whole_routes(model: Any, items: Batches, local: list[Tensor], ranks: ParallelState) -> list[PackedRoutes]:
     """The recorded routes of all ranks, combined for the batches that they share."""
     parts: list[Any] = [None] * ranks.world_size
     columns = list(model.shard.columns)
@@ -173,7 +174,7 @@ def whole_routes(model: Any, items: list[PackedBatch], local: list[Tensor], rank
     return [tiny.everywhere(found) for found in whole]
 
 
-def check_reference(model: Any, items: list[PackedBatch], given: list[PackedRoutes] | None, wanted: Any) -> None:
+def check_reference(model: Any, items: Batches, given: Routes, wanted: Any) -> None:
     """The reference is the model's own checkpoint. Its log-probs are ``wanted``, whatever the weights are by then."""
     from agent_rl.train.reference import Reference
 
@@ -190,9 +191,7 @@ def check_reference(model: Any, items: list[PackedBatch], given: list[PackedRout
         parameter.data.neg_()
 
 
-def forward_passes(
-    model: Any, items: list[PackedBatch], given: list[PackedRoutes] | None, ranks: ParallelState
-) -> dict[str, Any]:
+def forward_passes(model: Any, items: Batches, given: Routes, ranks: ParallelState) -> dict[str, Any]:
     """Log-probs without replay, with replay, and with all tokens sent to two experts."""
     native = model.forward_logprobs(items, None, entropy=True, record=given is not None)
     found = {"native": [output.logprobs for output in native], "entropy": [output.entropy for output in native]}
@@ -210,7 +209,7 @@ def forward_passes(
     }
 
 
-def r2_pass(model: Any, items: list[PackedBatch], ranks: ParallelState) -> Watch:
+def r2_pass(model: Any, items: Batches, ranks: ParallelState) -> Watch:
     """A training pass with the model's own routes, recorded before its routers changed."""
     recorded = model.forward_logprobs(items, None, record=True)
     own = whole_routes(model, items, [output.routes for output in recorded], ranks)
@@ -223,9 +222,7 @@ def r2_pass(model: Any, items: list[PackedBatch], ranks: ParallelState) -> Watch
     return watch
 
 
-def run(
-    model: Any, items: list[PackedBatch], given: list[PackedRoutes] | None, ranks: ParallelState, *, updates: int = 2
-) -> dict[str, Any]:
+def run(model: Any, items: Batches, given: Routes, ranks: ParallelState, *, updates: int = 2) -> dict[str, Any]:
     """Watched training passes with R2 and R3, an update with a clipped norm, and updates without replay. Without
     experts (``given`` None) no replay at all."""
     dtype, found = model.config.params_dtype, dict[str, Any]()
@@ -253,7 +250,7 @@ def run(
     }
 
 
-def restored(model: Any, items: list[PackedBatch]) -> list[str]:
+def restored(model: Any, items: Batches) -> list[str]:
     """Two updates, then the second again from the state saved between them; the differences in words."""
     dtype, wrong = model.config.params_dtype, []
     steps = optimizer(model, dtype)

@@ -21,6 +21,8 @@ from agent_rl.models.spec import ModelSpec
 pytestmark = pytest.mark.megatron
 
 CPU = torch.device("cpu")
+Fault = Callable[[Callable[..., Tensor]], Callable[..., Tensor]]
+Patch = pytest.MonkeyPatch
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}
 SPEC = ModelSpec.of({"model_type": "qwen3_moe", **DENSE_SIZES, **EXPERT_SIZES, **HEADS})
 CONTEXT = ParallelConfig(world_size=2, context=2)
@@ -63,9 +65,7 @@ FAULTS = [
 
 @pytest.mark.parametrize(("fault", "reason"), FAULTS)
 @pytest.mark.parametrize("layout", [ParallelConfig(), CONTEXT], ids=["whole", "context"])
-def test_a_faulty_attention_kernel_is_not_used(
-    choice: Any, fault: Callable[..., Any], reason: str, layout: ParallelConfig
-) -> None:
+def test_a_faulty_attention_kernel_is_not_used(choice: Any, fault: Fault, reason: str, layout: ParallelConfig) -> None:
     (right,) = choice.attentions(torch.float32, CPU)
     wrong = choice.KernelCandidate("a fast kernel", fault(right.kernel))
     check, notes = choice.attention_check(SPEC, layout, torch.float32), []
@@ -76,14 +76,12 @@ def test_a_faulty_attention_kernel_is_not_used(
 
 
 @pytest.mark.parametrize(("fault", "reason"), FAULTS)
-def test_a_faulty_grouped_product_is_not_used(
-    choice: Any, monkeypatch: pytest.MonkeyPatch, fault: Callable[..., Any], reason: str
-) -> None:
-    grouped, sdpa_per_segment = choice.EXPERT_MATMULS
+def test_a_faulty_grouped_product_is_not_used(choice: Any, monkeypatch: Patch, fault: Fault, reason: str) -> None:
+    grouped, per_expert = choice.EXPERT_MATMULS
     wrong = choice.KernelCandidate(grouped.name, fault(grouped.kernel))
-    monkeypatch.setattr(choice, "EXPERT_MATMULS", (wrong, sdpa_per_segment))
+    monkeypatch.setattr(choice, "EXPERT_MATMULS", (wrong, per_expert))
     kernels = choice.choose_kernels(SPEC, ParallelConfig(), torch.float32, CPU, balanced=False)
-    assert kernels.product is sdpa_per_segment.kernel
+    assert kernels.product is per_expert.kernel
     (line,), last = kernels.notes, rf"borrowed experts \(train.balance\): {reason}; no other kernel is installed$"
     expected = rf"kernels: torch's grouped .* matmuls of experts: {reason}; next is one matmul per expert"
     assert re.fullmatch(expected, line)
@@ -101,7 +99,7 @@ def test_a_kernel_that_is_not_installed_is_skipped_without_a_note(choice: Any) -
     assert len(choice.attentions(torch.float32, torch.device("cuda"))) == 1
 
 
-def test_a_kernel_that_is_wrong_on_another_rank_is_not_used(choice: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_is_wrong_on_another_rank_is_not_used(choice: Any, monkeypatch: Patch) -> None:
     seen: list[float] = []
 
     def worst(error: float, _: torch.device) -> float:
@@ -127,7 +125,7 @@ def test_cpu_kernels_are_correct_and_leave_the_random_state_unchanged(choice: An
     assert 0 < error < choice.LIMITS[dtype]
 
 
-def test_one_matmul_per_expert_computes_the_same(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_matmul_per_expert_computes_the_same(build: Any, monkeypatch: Patch) -> None:
     from agent_rl.train.megatron import kernel_choice
 
     batch = tiny.packed()
@@ -138,7 +136,7 @@ def test_one_matmul_per_expert_computes_the_same(build: Any, monkeypatch: pytest
 
 
 @pytest.fixture
-def fused(choice: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+def fused(choice: Any, monkeypatch: Patch) -> Any:
     """Fakes of Transformer Engine's permutation in Megatron, which compute what Megatron's own does."""
     from megatron.core.transformer.moe import moe_utils
 
@@ -167,7 +165,7 @@ def test_a_correct_fused_permutation_is_used(choice: Any, fused: Any) -> None:
     "name", ["permute", "permute_with_probs", "unpermute", "sort_chunks_by_index", "sort_chunks_by_index_with_probs"]
 )
 def test_a_fused_permutation_with_a_wrong_part_is_not_used(
-    choice: Any, fused: Any, monkeypatch: pytest.MonkeyPatch, name: str
+    choice: Any, fused: Any, monkeypatch: Patch, name: str
 ) -> None:
     right, notes = getattr(fused, f"fused_{name}"), []
     monkeypatch.setattr(fused, f"fused_{name}", lambda rows, *rest, **options: right(rows.flip(0), *rest, **options))

@@ -93,9 +93,7 @@ def test_memory_of_inputs_is_reused() -> None:
     place = kept[0].data_ptr()
     assert torch.equal(memory.fetch(kept), first)
     again, other = memory.store(second), memory.store(first)
-    assert again[0].data_ptr() == place != other[0].data_ptr(), (
-        "inputs that are kept at the same time have separate memory"
-    )
+    assert again[0].data_ptr() == place != other[0].data_ptr(), "inputs kept at the same time share no memory"
     assert torch.equal(memory.fetch(again), second)
     assert torch.equal(memory.fetch(other), first)
 

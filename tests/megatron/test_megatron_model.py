@@ -34,9 +34,8 @@ def test_temperature_and_chunks_give_the_log_probs_and_gradients_of_the_whole(
     expected, entropy = tiny.reference(checkpoint[1], sequences, temperature=0.7)
 
     def gradient() -> Tensor:
-        model.train_microbatches(
-            [batch], None, lambda got, spread, __: ((got - spread).sum(), {}), temperature=0.7, entropy_gradient=True
-        )
+        options = {"temperature": 0.7, "entropy_gradient": True}
+        model.train_microbatches([batch], None, lambda got, spread, _: ((got - spread).sum(), {}), **options)
         return model.modules[0].embedding.word_embeddings.weight.main_grad.clone()
 
     whole = gradient()
@@ -70,9 +69,7 @@ def test_bfloat16_log_probs_are_close_to_float32(build: Build) -> None:
     assert difference.abs().max() > 0  # it really ran in bfloat16
 
 
-def test_a_sharded_checkpoint_replaces_another_and_is_loaded(
-    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sharded_checkpoint_replaces_another(build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build()
     model.save_hf(tmp_path / "saved")
     monkeypatch.setattr("agent_rl.train.megatron.hf_weights._SHARD_BYTES", 50_000)

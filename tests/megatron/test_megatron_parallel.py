@@ -3,6 +3,7 @@ every token and layer, in the forward pass and in recomputation."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from agent_rl.train.checkpoint import directory as checkpoint
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 
 CASES = matrix.two_rank_cases()
+Alone = dict[str, dict[str, Any]]
 ORDINARY = {
     "data": ("none", "dense"),
     "data-optimizer": ("none", "bfloat16"),
@@ -39,10 +41,8 @@ RESUMED = ("virtual", "virtual", "tensor-alone", "data-optimizer", "expert-optim
 
 def parameters(cases: Iterable[tuple[str, str]]) -> list[Any]:
     """``(layout, run)``; those that are not ordinary are exhaustive."""
-    return [
-        pytest.param(layout, run, marks=[] if run in ORDINARY.get(layout, ()) else [pytest.mark.exhaustive])
-        for layout, run in cases
-    ]
+    marks = {True: [], False: [pytest.mark.exhaustive]}
+    return [pytest.param(layout, run, marks=marks[run in ORDINARY.get(layout, ())]) for layout, run in cases]
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def results(
 
 
 @pytest.fixture(scope="module")
-def alone(world: Any, directories: dict[str, Path]) -> dict[str, dict[str, Any]]:
+def alone(world: Any, directories: dict[str, Path]) -> Alone:
     """The same work on one rank, by run."""
     return matrix.alone(RUNS, directories, world)
 
@@ -89,7 +89,7 @@ def check_seen(run: str, ranks: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("run", [name for name, run in RUNS.items() if "dtype" not in run.options])
-def test_recomputation_on_one_rank_changes_no_gradient(run: str, alone: dict[str, dict[str, Any]]) -> None:
+def test_recomputation_on_one_rank_changes_no_gradient(run: str, alone: Alone) -> None:
     if RUNS[run].routed:
         check_seen(run, [alone[run]])
     assert alone[run]["grad_norms"][0] > 1  # so that it is clipped
@@ -99,7 +99,7 @@ def test_recomputation_on_one_rank_changes_no_gradient(run: str, alone: dict[str
 
 
 @pytest.mark.parametrize(("layout", "run"), parameters(CASES))
-def test_layout_equals_one_rank(layout: str, run: str, results: Path, alone: dict[str, dict[str, Any]]) -> None:
+def test_layout_equals_one_rank(layout: str, run: str, results: Path, alone: Alone) -> None:
     ranks, expected = matrix.loaded(results, f"{layout}-{run}", 2), alone[run]
     if RUNS[run].routed:
         check_seen(run, ranks)
@@ -114,7 +114,7 @@ def test_layout_equals_one_rank(layout: str, run: str, results: Path, alone: dic
 
 
 @pytest.mark.parametrize("layout", ["data", "expert", "context", "tensor"])
-def test_a_distributed_optimizer_is_held_once(layout: str, results: Path, alone: dict[str, dict[str, Any]]) -> None:
+def test_a_distributed_optimizer_is_held_once(layout: str, results: Path, alone: Alone) -> None:
     held = [rank["state_numel"] for rank in matrix.loaded(results, f"{layout}-optimizer-none", 2)]
     whole = alone["none"]["state_numel"]
     if layout == "tensor":  # every tensor rank holds the norms and routers
@@ -151,17 +151,12 @@ def whole_state(directory: Path) -> dict[tuple[str, str], Any]:
     manifest = checkpoint.read_manifest(directory)
     checkpoint.verify(directory, manifest)
     reader = checkpoint.open_pieces(directory, manifest)
-    return {
-        (part.name, slot): reader.read(whole_part(part), slot)
-        for part in whole_parameters(reader)
-        for slot in ("master", "exp_avg", "exp_avg_sq")
-    }
+    keys = itertools.product(whole_parameters(reader), ("master", "exp_avg", "exp_avg_sq"))
+    return {(part.name, slot): reader.read(whole_part(part), slot) for part, slot in keys}
 
 
 @pytest.mark.parametrize(("layout", "run"), parameters(case for case in CASES if case[1] in matrix.FORWARD))
-def test_saved_checkpoint_loads_in_transformers(
-    layout: str, run: str, results: Path, alone: dict[str, dict[str, Any]]
-) -> None:
+def test_a_saved_checkpoint_loads_in_transformers(layout: str, run: str, results: Path, alone: Alone) -> None:
     from transformers import AutoModelForCausalLM
 
     loaded = AutoModelForCausalLM.from_pretrained(results / f"{layout}-{run}-hf", dtype=torch.float32).state_dict()

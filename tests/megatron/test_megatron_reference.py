@@ -39,9 +39,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_reference_gives_its_log_probs_and_changes_nothing_else(
-    build: Build, other: Path, dtype: torch.dtype
-) -> None:
+def test_the_reference_changes_only_the_log_probs(build: Build, other: Path, dtype: torch.dtype) -> None:
     """Weights, gradients and optimizer state are bit-identical afterwards."""
     from agent_rl.train.optimizer import PolicyOptimizer
     from agent_rl.train.reference import Reference

@@ -56,9 +56,7 @@ def test_absent_rows_use_the_routers_own_experts(build: Build, batch: PackedBatc
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_training_uses_the_given_experts_forward_and_recomputed(
-    build: Build, batch: PackedBatch, recompute: str
-) -> None:
+def test_all_passes_of_training_use_the_given_experts(build: Build, batch: PackedBatch, recompute: str) -> None:
     model = build(recompute=recompute)
     parts = [batch, tiny.packed(seed=9, lengths=(21, 4))]
     given = [tiny.random_routes(len(part), seed=len(part)) for part in parts]

@@ -48,6 +48,9 @@ def ranks_of(layout: ParallelConfig) -> Iterator[ParallelState]:
         )  # fmt: skip
 
 
+Reads = list[tuple[str, int, int]]
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     directory: Path
@@ -120,9 +123,9 @@ def wanted(
 
 
 @pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
+def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
     """File, first byte and length of every read that is made."""
-    made: list[tuple[str, int, int]] = []
+    made: Reads = []
     plain = os.preadv
 
     def preadv(file: int, buffers: Sequence[memoryview], start: int) -> int:
@@ -135,9 +138,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_each_rank_reads_its_slices_once(
-    checkpoint: Checkpoint, reads: list[tuple[str, int, int]], layout: ParallelConfig
-) -> None:
+def test_each_rank_reads_its_slices_once(checkpoint: Checkpoint, reads: Reads, layout: ParallelConfig) -> None:
     from agent_rl.train.megatron.hf_weights import load_weights, own_experts, param_mappings
 
     model_spec = checkpoint.model_spec
@@ -189,7 +190,7 @@ def test_loading_needs_one_block_of_host_memory(checkpoint: Checkpoint, monkeypa
 
 
 def test_nothing_is_read_of_a_checkpoint_that_does_not_fit(
-    checkpoint: Checkpoint, reads: list[tuple[str, int, int]], tmp_path: Path
+    checkpoint: Checkpoint, reads: Reads, tmp_path: Path
 ) -> None:
     from agent_rl.train.megatron.hf_weights import load_weights
 
@@ -215,9 +216,7 @@ def test_damaged_checkpoint_files_are_refused_in_one_line(tmp_path: Path) -> Non
         read_headers(tmp_path)
 
 
-def test_missing_tensors_and_other_dtypes_are_refused_if_the_model_needs_them(
-    checkpoint: Checkpoint, tmp_path: Path
-) -> None:
+def test_missing_tensors_and_unsupported_dtypes_are_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
     file, model_spec, tensors = tmp_path / "model.safetensors", checkpoint.model_spec, dict(checkpoint.tensors)
     save_file(tensors | {"steps": torch.zeros(8, dtype=torch.int64)}, file)
     check_checkpoint(tmp_path, model_spec)

@@ -24,12 +24,8 @@ from agent_rl.train.megatron.packed_batch import PackedBatch
 pytestmark = pytest.mark.megatron
 Build = Callable[..., Any]
 
-SIZES = DENSE_SIZES | {
-    "num_hidden_layers": 3,
-    "initializer_range": 0.3,
-    "tie_word_embeddings": False,
-    "rope_theta": 1e4,
-}
+RANDOM = {"initializer_range": 0.3, "tie_word_embeddings": False, "rope_theta": 1e4}
+SIZES = DENSE_SIZES | RANDOM | {"num_hidden_layers": 3}
 QWEN3_MOE = EXPERT_SIZES | {"head_dim": 16, "norm_topk_prob": True}
 SHARED_EXPERT = EXPERT_SIZES | {"shared_expert_intermediate_size": 40}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
@@ -73,6 +69,7 @@ def test_every_family_has_a_case() -> None:
 
 
 def test_logprobs_gradients_and_export_equal_transformers(member: tuple[Case, Any, Any], tmp_path: Path) -> None:
+    from megatron_worker import gradients
     from transformers import AutoModelForCausalLM
 
     case, reference, ours = member
@@ -90,7 +87,7 @@ def test_logprobs_gradients_and_export_equal_transformers(member: tuple[Case, An
 
     loss(expected, entropy)[0].backward()
     ours.train_microbatches([batch], None, loss, entropy_gradient=True)
-    found = exported_gradients(ours)
+    found = gradients(ours)
     if reference.config.tie_word_embeddings:  # exported twice, for engines that do not tie
         assert torch.equal(found.pop("lm_head.weight"), found["model.embed_tokens.weight"])
     wanted = {name: parameter.grad for name, parameter in reference.named_parameters()}
@@ -106,17 +103,6 @@ def test_logprobs_gradients_and_export_equal_transformers(member: tuple[Case, An
     kept = reference.state_dict()
     assert all(torch.equal(tensor, kept[name]) for name, tensor in loaded.state_dict().items())
     torch.testing.assert_close(tiny.reference(loaded, sequences)[0], expected, rtol=0, atol=1e-5)
-
-
-def exported_gradients(model: Any) -> dict[str, Tensor]:
-    parameters = list(model.modules[0].parameters())
-    weights = [parameter.data for parameter in parameters]
-    for parameter in parameters:
-        parameter.data = parameter.main_grad
-    found = {name: tensor.clone() for name, tensor in model.export_weights()}
-    for parameter, weight in zip(parameters, weights, strict=True):
-        parameter.data = weight
-    return found
 
 
 @pytest.mark.parametrize("member", [name for name, case in CASES.items() if case.moe], indirect=True)

@@ -101,16 +101,14 @@ def one_pass(
     return fetched
 
 
-def opened(
-    kind: str, layers: dict[int, Any], layout: ExpertLayout, group: Sequence[int] = (), **options: Any
-) -> Transfer:
+def opened(kind: str, layers: Any, layout: ExpertLayout, group: Sequence[int] = (), **options: Any) -> Transfer:
     """A transfer of the expert group of these global ranks, or of all."""
     ranks, options = group or range(layout.ranks), {"prefetch": True, "timeout": 120, **options}
     exchange = Exchange(layers, layout, ranks, **options)
     return exchange if kind == "exchange" else HostPool(layers, layout, ranks, exchange, **options)
 
 
-def case(rank: int, ranks: int, kind: str, dtype: str, *, prefetch: bool, lopsided: bool) -> dict[str, Any]:
+def case(rank: int, ranks: int, kind: str, dtype: str, prefetch: bool, lopsided: bool) -> dict[str, Any]:
     """Two micro-batches: what was fetched, the gradients at home, and the counters."""
     layout = ExpertLayout(EXPERTS, ranks, SLOTS, placement=HOME, node_of_rank=MACHINES[kind])
     layers = home_experts(layout, rank, getattr(torch, dtype))
@@ -125,10 +123,7 @@ def case(rank: int, ranks: int, kind: str, dtype: str, *, prefetch: bool, lopsid
 
 
 def cases(rank: int, ranks: int) -> dict[tuple[str, str, bool, bool], dict[str, Any]]:
-    return {
-        (kind, dtype, prefetch, lopsided): case(rank, ranks, kind, dtype, prefetch=prefetch, lopsided=lopsided)
-        for kind, dtype, prefetch, lopsided in CASES
-    }
+    return {each: case(rank, ranks, *each) for each in CASES}
 
 
 def joined(main: Callable[[int, int, Path], Any]) -> None:

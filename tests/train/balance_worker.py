@@ -59,9 +59,8 @@ class Case:
         self.rank, self.layout, self.experts = rank, ExpertLayout(EXPERTS, len(group.ranks), 2), NullTransfer()
         self.spoil: Callable[[PlanArrays], PlanArrays] = lambda plans: plans
         spec = ShardSpec(tuple(range(len(LAYERS))))
-        self.balance = RankBalancer(
-            group, self.layout, BalanceConfig(), [self.experts, self.experts], spec, LAYERS, self._plan
-        )
+        transfers, config = [self.experts, self.experts], BalanceConfig()
+        self.balance = RankBalancer(group, self.layout, config, transfers, spec, LAYERS, self._plan)
 
     def _plan(self, counts: Counts, layout: ExpertLayout, options: PlannerOptions) -> PlanArrays:
         return self.spoil(plan_pass(counts, layout, options))

@@ -104,10 +104,8 @@ def test_measured_placement_changes_only_where_experts_are(results: Path) -> Non
             assert other["differing"] == 0
     assert_close(measured[0]["reloaded"], plain[0]["reloaded"], 0.0)
     assert_close(measured[0]["weights"], plain[0]["weights"], 1e-5)
-    before, after = (
-        balance_metrics([rank["steps"][0]["balance"] for rank in ranks])["balance/imbalance_before_mean"]
-        for ranks in (balanced, measured)
-    )
+    reports = [[rank["steps"][0]["balance"] for rank in ranks] for ranks in (balanced, measured)]
+    before, after = (balance_metrics(each)["balance/imbalance_before_mean"] for each in reports)
     assert after < before - 0.05, "a placement by the loads of the step is more even"
 
 

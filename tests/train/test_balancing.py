@@ -92,10 +92,8 @@ def test_the_first_rank_of_a_group_reports_its_passes(results: list[dict[str, An
 
 @pytest.mark.parametrize("case", ["other first", "other later"])
 def test_different_plans_stop_all_ranks_and_name_the_layer(results: list[dict[str, Any]], case: str) -> None:
-    for found in results:
-        assert found[case]["error"].startswith(
-            "train.balance: layer 5: the plans of ranks [1] differ from those of rank 0; all ranks must run the same"
-        )
+    line = "train.balance: layer 5: the plans of ranks [1] differ from those of rank 0; all ranks must run the same"
+    assert all(found[case]["error"].startswith(line) for found in results)
 
 
 @pytest.mark.parametrize("case", ["failing first", "failing later"])

@@ -38,9 +38,7 @@ def trainer_of(samples: list[Sample]) -> RayTrainer:
     return trainer
 
 
-async def test_the_loop_is_free_while_a_step_is_partitioned_dispatched_and_counted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_the_loop_is_free_during_the_drivers_work_on_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of three functions waits for the loop, which would deadlock on the loop's thread."""
     loop, waited = asyncio.get_running_loop(), list[str]()
 

@@ -165,7 +165,6 @@ def test_number_of_replicas_of_weights_and_experts() -> None:
             continue
         assert checks.dense_replicas(parallel) == context * data
         assert checks.expert_replicas(parallel) == tensor * context * data / expert
-        assert checks.uses_distributed_optimizer(parallel) == (
-            context * data > 1 or checks.expert_replicas(parallel) > 1
-        )
+        shared = context * data > 1 or checks.expert_replicas(parallel) > 1
+        assert checks.uses_distributed_optimizer(parallel) == shared
         assert not checks.uses_distributed_optimizer(parallel.model_copy(update={"distributed_optimizer": False}))

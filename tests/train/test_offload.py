@@ -121,9 +121,8 @@ def test_bfloat16_moments_are_offloaded_and_resumed_bit_for_bit(
     from agent_rl.train.checkpoint.state_pieces import StatePieces
 
     models = [policy(tiny_moe, world, dtype, distributed) for _ in range(3)]
-    here, there, resumed = (
-        optimizer_of(model, dtype, offload=model is not models[0], moments="bfloat16") for model in models
-    )
+    options = [(model, dtype, model is not models[0]) for model in models]
+    here, there, resumed = (optimizer_of(m, d, offload=offload, moments="bfloat16") for m, d, offload in options)
     for seed in range(2):
         assert update(models[0], here, seed) == update(models[1], there, seed)
     kept = state_of(there)
@@ -148,9 +147,8 @@ class Trained:
 
         self.weight = torch.nn.Parameter(torch.zeros(2048))
         adam = torch.optim.AdamW([self.weight], lr=1e-3, betas=(0.9, 0.999), weight_decay=0.0, foreach=False)
-        self._state = StoredState(
-            adam, [MasterShard(self.weight, 0, self.weight)], ("exp_avg", "exp_avg_sq"), precision=precision
-        )
+        masters, moments = [MasterShard(self.weight, 0, self.weight)], ("exp_avg", "exp_avg_sq")
+        self._state = StoredState(adam, masters, moments, precision=precision)
         self.slots = self._state.slots[0]
 
     def update(self, updates: int, gradient: torch.Tensor) -> None:

@@ -30,11 +30,9 @@ def test_packed_rows_are_those_of_their_samples(lengths: list[int], ranks: int) 
     batches = [pack(samples, ids) for rank in partition_sequences(lengths, budget=64, ranks=ranks) for ids in rank]
 
     def returned(name: str) -> dict[int, np.ndarray]:
-        pieces = [
-            (index, getattr(batch, name)[batch.cu_seqlens[at] : batch.cu_seqlens[at + 1]])
-            for batch in batches
-            for at, index in enumerate(batch.sample_ids)
-        ]
+        pieces: list[tuple[int, np.ndarray]] = []
+        for batch in batches:
+            pieces += zip(batch.sample_ids, np.split(getattr(batch, name), batch.cu_seqlens[1:-1]), strict=True)
         assert sorted(index for index, _ in pieces) == list(range(len(samples))), "every sample exactly once"
         return dict(pieces)
 

@@ -82,9 +82,8 @@ async def test_routes_come_with_the_logprobs(trainer: RayTrainer) -> None:
     logprobs = await trainer.logprobs(data, replay=True)
     native = await trainer.routes(data, replay=False)
     hot = await trainer.routes(data, replay=True, temperature=1e6)
-    assert all(values[1:] == pytest.approx(-np.log(VOCAB), abs=1e-3) for values, _ in hot), (
-        "at a high temperature all tokens are equally likely"
-    )
+    for values, _ in hot:
+        assert values[1:] == pytest.approx(-np.log(VOCAB), abs=1e-3), "at this temperature all tokens are alike"
     for sample, (values, experts), expected, (_, own) in zip(data, replayed, logprobs, native, strict=True):
         assert sample.routing is not None
         assert values.tolist() == expected
