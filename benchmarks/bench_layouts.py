@@ -21,6 +21,7 @@ from agent_rl.config import ParallelConfig
 from agent_rl.train.megatron.parallel import destroy_parallel, init_parallel
 from agent_rl.train.parallel_checks import uses_distributed_optimizer
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "megatron"))
 import layout_matrix as matrix
 import megatron_tiny as tiny
@@ -31,6 +32,19 @@ SHARED_OVER_WHOLE = (
     ("context-optimizer", "context"),
     ("tensor-optimizer", "tensor-alone"),
 )
+FOUR_RANKS: dict[str, dict[str, Any]] = {
+    "data-expert-optimizer": {"expert": 2, **matrix.SHARED},
+    "expert-allgather-optimizer": {"expert": 4, "dispatcher": "allgather", **matrix.SHARED},
+    "tensor-pipeline": {"tensor": 2, "pipeline": 2},
+    "tensor-data-optimizer": {"tensor": 2, "expert": 2, **matrix.SHARED},
+    "tensor-context": {"tensor": 2, "context": 2, "expert": 4},
+    "tensor-context-alone": {"tensor": 2, "context": 2, **matrix.SHARED},
+    "context-expert-data": {"context": 2, "expert": 2, **matrix.SHARED},
+    "context-pipeline": {"context": 2, "pipeline": 2, **matrix.SHARED},
+    "pipeline-expert-optimizer": {"pipeline": 2, "expert": 2, **matrix.SHARED},
+    "virtual-data-optimizer": {"pipeline": 2, "virtual_pipeline": 2, **matrix.SHARED},
+}
+"""``train.parallel`` of four ranks."""
 KINDS = ("loss", "logprobs", "gradients", "grad_norm", "weights")
 
 
@@ -38,7 +52,7 @@ def four_rank_cases() -> list[tuple[str, str]]:
     """A model with experts, with and without recomputation; one without where the layout allows it."""
     return [
         (name, run)
-        for name, parallel in matrix.FOUR_RANKS.items()
+        for name, parallel in FOUR_RANKS.items()
         for run in ("none", "full") + (() if "expert" in parallel else ("dense",))
     ]
 
@@ -63,7 +77,7 @@ def main() -> None:
     world_size, only = (arguments := parser.parse_args()).ranks, arguments.only
     layouts = {
         name: parallel
-        for name, parallel in (matrix.TWO_RANKS if world_size == 2 else matrix.FOUR_RANKS).items()
+        for name, parallel in (matrix.TWO_RANKS if world_size == 2 else FOUR_RANKS).items()
         if only in name
     }
     every = matrix.two_rank_cases() if world_size == 2 else four_rank_cases()

@@ -1,4 +1,4 @@
-"""The script for machines with GPUs: what it does without one, its table, its limits; and its checks on CPUs."""
+"""The script for machines with GPUs: without a GPU, its table, its limits, and its checks on CPUs."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ pytest.importorskip("torch", reason="torch is not installed (the train extra)")
 import gpu_run
 from gpu_checks import CHECKS, Check, Row
 from gpu_run import NARROW, Site, run, table, write_model
+from support.model_sizes import DENSE_SIZES, EXPERT_SIZES
 
-TINY = NARROW | {
-    "hidden_size": 32, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16, "num_experts": 8,
-    "num_experts_per_tok": 2, "moe_intermediate_size": 16, "vocab_size": 64, "num_hidden_layers": 2,
-}  # fmt: skip
+SHAPE = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16, "moe_intermediate_size": 16}
+TINY = NARROW | DENSE_SIZES | EXPERT_SIZES | SHAPE | {"vocab_size": 64, "num_hidden_layers": 2}
 
 
-def test_without_a_gpu_it_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_the_script_ends_with_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", ["gpu_run.py"])
     with pytest.raises(SystemExit, match=r"^no GPU here: torch sees none, so nothing was run$"):
@@ -30,20 +31,13 @@ def test_without_a_gpu_it_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert capsys.readouterr().out == ""
 
 
-def test_the_table_can_be_pasted() -> None:
-    rows = [
-        Row("step", "peak, GiB", "1.2", "1.3 planned", True),
-        Row("a", "b", "c | d"),
-        Row("e", "f", "g", "h", False),
-    ]
-    assert table(rows).splitlines()[2:] == [
-        "| step | peak, GiB | 1.2 | 1.3 planned | yes |",
-        "| a | b | c / d |  |  |",
-        "| e | f | g | h | **NO** |",
-    ]
+def test_the_table_is_markdown() -> None:
+    rows = [Row("step", "peak", "1.2", "1.3 planned", True), Row("a", "b", "c | d"), Row("e", "f", "g", "h", False)]
+    lines = ["| step | peak | 1.2 | 1.3 planned | yes |", "| a | b | c / d |  |  |", "| e | f | g | h | **NO** |"]
+    assert table(rows).splitlines()[2:] == lines
 
 
-def test_checks_are_in_order_and_layouts_are_possible() -> None:
+def test_checks_are_ordered_by_gpus_and_their_layouts_are_possible() -> None:
     from agent_rl.models.spec import ModelSpec
     from agent_rl.train.parallel_checks import layout_problems
 
@@ -57,10 +51,10 @@ def test_checks_are_in_order_and_layouts_are_possible() -> None:
 
 
 def breaking(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
-    """Ranks that run ``code`` instead, of which the first argument is the rank."""
+    """Ranks run ``code`` instead, with the rank as the first argument."""
+    pipe = subprocess.PIPE
 
     def start(rank: int, device: str) -> subprocess.Popen[str]:
-        pipe = subprocess.PIPE
         command = [sys.executable, "-c", code, str(rank)]
         return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
@@ -75,30 +69,26 @@ def breaking(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
         ("import time; time.sleep(60)", "rank 0 took too long"),
     ],
 )
-def test_a_check_that_breaks_off_is_a_line_and_the_next_begins(
+def test_a_failed_check_is_a_row_and_the_next_check_starts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str, reason: str
 ) -> None:
     breaking(monkeypatch, code)
     checks = [check for check in CHECKS if check.name in ("one GPU", "checkpoint", "EP8")]
     seconds = 0.3 if "sleep" in code else 60.0
     rows = list(run(Site("cpu", 1, tmp_path, 64, time.monotonic() + 100, seconds), checks))
-    assert [(row.check, row.what, row.good) for row in rows] == [
-        ("one GPU", "broke off", False),
-        ("checkpoint", "broke off", False),
-    ]
+    found = [(row.check, row.what, row.good) for row in rows]
+    assert found == [(name, "broke off", False) for name in ("one GPU", "checkpoint")]
     assert all(reason in row.found for row in rows)
 
 
-def test_the_rank_that_failed_is_named_and_not_one_that_waits_for_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_rank_that_failed_first_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     breaking(monkeypatch, "import sys, time; sys.argv[1] == '1' and sys.exit('out of memory'); time.sleep(60)")
     check = next(check for check in CHECKS if check.gpus == 2)
     rows = list(run(Site("cpu", 2, tmp_path, 64, time.monotonic() + 100, 50.0), [check]))
     assert [row.found for row in rows] == ["rank 1: out of memory"]
 
 
-def test_no_check_begins_after_the_deadline(tmp_path: Path) -> None:
+def test_no_check_starts_after_the_deadline(tmp_path: Path) -> None:
     rows = list(run(Site("cpu", 8, tmp_path, 64, time.monotonic()), CHECKS))
     assert [row.check for row in rows] == [check.name for check in CHECKS]
     assert {row.found for row in rows} == {"no time was left"}
@@ -114,7 +104,7 @@ def on_cpus(directory: Path, gpus: int, checks: Any) -> list[Row]:
 @pytest.mark.megatron
 @pytest.mark.timeout(900)
 def test_every_check_for_one_and_two_gpus_passes_on_cpus(tmp_path: Path) -> None:
-    """The same code on a tiny model over gloo; what only a GPU has (its memory) is left out."""
+    """On a tiny model over gloo, without the GPU's memory."""
     rows = on_cpus(tmp_path, 2, CHECKS)
     assert {row.check for row in rows} == {check.name for check in CHECKS if check.gpus <= 2}
     assert [row for row in rows if row.good is False] == []

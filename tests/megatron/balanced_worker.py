@@ -23,13 +23,14 @@ from r3.balance import ExpertLayout, LayerPlan
 from r3.balance.planners import PlannerOptions, plan_pass
 
 SLOTS, UPDATES = 2, 2
+Routes = list[PackedRoutes] | None
 
 
 def hand_made(kind: str, layout: ExpertLayout, counts: NDArray[np.int32], shift: int) -> LayerPlan:
-    """A plan for ``counts`` ``[R, E]``. Ranks borrow from their neighbours, other experts with every ``shift``.
+    """A plan for ``counts`` ``[R, E]``, in which ranks borrow from their neighbours, other experts for every ``shift``.
 
     ``relocate``: the borrower takes all of an expert's tokens, and in every third plan rank 0 borrows nothing.
-    ``replicate``: home and borrowers share them.
+    ``replicate``: owner and borrowers share them.
     """
     borrowed = np.full((layout.ranks, layout.slots), -1, np.int32)
     taken: set[int] = set()
@@ -51,12 +52,13 @@ def hand_made(kind: str, layout: ExpertLayout, counts: NDArray[np.int32], shift:
 
 
 def foreseen(routes: list[Tensor], experts: int, group: Any) -> NDArray[np.int32]:
-    """``[M, L, R, E]`` from the routes that each rank of the expert group recorded, one ``[rows, L, k]`` a batch."""
+    """``[M, L, R, E]`` from the routes ``[rows, L, k]`` of each batch, which every rank of the group recorded."""
     own = [
-        [torch.bincount(column.flatten().long(), minlength=experts) for column in batch.unbind(1)] for batch in routes
+        np.stack([np.bincount(layer.ravel(), minlength=experts) for layer in batch.numpy().swapaxes(0, 1)])
+        for batch in routes
     ]
     everyone: list[Any] = [None] * group.size()
-    torch.distributed.all_gather_object(everyone, [torch.stack(batch).numpy() for batch in own], group=group)
+    torch.distributed.all_gather_object(everyone, own, group=group)
     most, layers = max(map(len, everyone)), max(len(batch) for rank in everyone for batch in rank)
     counts = np.zeros((most, layers, len(everyone), experts), np.int32)
     for rank, held in enumerate(everyone):
@@ -66,7 +68,7 @@ def foreseen(routes: list[Tensor], experts: int, group: Any) -> NDArray[np.int32
 
 
 class NotReturned:
-    """A transfer that keeps the gradients to itself."""
+    """A transfer that does not return gradients."""
 
     def __init__(self, transfer: Any) -> None:
         self._transfer = transfer
@@ -78,7 +80,7 @@ class NotReturned:
 
 
 class NotKept(NotReturned):
-    """A transfer that takes a layer's newest plan for that of the micro-batch whose backward pass runs."""
+    """A transfer that uses a layer's newest plan in backward passes of earlier micro-batches."""
 
     def __init__(self, transfer: Any) -> None:
         super().__init__(transfer)
@@ -104,7 +106,7 @@ FAULTS: dict[str | None, Any] = {"not returned": NotReturned, "not kept": NotKep
 
 
 def balancing(case: Mapping[str, Any], experts: int, group: Any) -> Any:
-    """What the model is built with: the case's transfers, one of them with its fault."""
+    """The model's option ``balance``: the case's transfers, one of them with the case's fault."""
     from agent_rl.train.expert_balancing.host_pool import open_transfers
     from agent_rl.train.expert_balancing.plan_feed import BalancingSpec
 
@@ -119,7 +121,7 @@ def balancing(case: Mapping[str, Any], experts: int, group: Any) -> Any:
 
 
 def refresh(model: Any, *, first: bool, fault: str | None) -> None:
-    """After a change of the weights; a pool that is ``stale`` misses all changes but the first."""
+    """Call after a change of the weights. With the fault ``stale`` only the first call has an effect."""
     if model.balancer is not None and (first or fault != "stale"):
         for transfer in transfers_of(model):
             transfer.refresh()
@@ -130,13 +132,12 @@ def transfers_of(model: Any) -> list[Any]:
 
 
 def batches() -> list[PackedBatch]:
-    """Long enough that every expert that has any has sixteen tokens or more, without those of a micro-batch that only
-    fills up, which no plan foresees: the bits of a product of fewer rows may depend on how many they are."""
-    lengths = [(93, 76 + seed) for seed in range(3)]
-    return [PackedBatch.from_sequences(worker.tiny.sequences(seed, each)) for seed, each in enumerate(lengths)]
+    """Long enough that every used expert has sixteen foreseen tokens or more: the bits of a product of fewer rows may
+    depend on their number."""
+    return [worker.tiny.packed(seed, (93, 76 + seed)) for seed in range(3)]
 
 
-def given_routes(items: list[PackedBatch], model: Any, kind: str) -> list[PackedRoutes] | None:
+def given_routes(items: list[PackedBatch], model: Any, kind: str) -> Routes:
     """Random routes; ``absent``: every fifth row has none, ``crowded``: all rows have the same experts, ``native``:
     None."""
     if kind == "native":
@@ -153,11 +154,8 @@ def given_routes(items: list[PackedBatch], model: Any, kind: str) -> list[Packed
     return found
 
 
-def results(
-    model: Any, items: list[PackedBatch], given: list[PackedRoutes] | None, plans: Any, case: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Old log-probs, a training pass with its gradients, and the weights after the case's updates. The routers of the
-    first training pass are watched."""
+def results(model: Any, items: list[PackedBatch], given: Routes, plans: Any, case: Mapping[str, Any]) -> dict[str, Any]:
+    """Old log-probs, a training pass with its gradients and watched routers, and the weights after the updates."""
     fault = case.get("fault")
     refresh(model, first=True, fault=fault)
     outputs = model.forward_logprobs(items, given, entropy=True, record=True, plans=plans)
@@ -181,15 +179,12 @@ def apart(found: dict[str, Any], wanted: dict[str, Any]) -> dict[str, float]:
     """The largest difference by kind; of gradients and norms over the tensor's largest."""
     differences = {}
     for kind, tensors in wanted.items():
-        scaled = kind == "gradients" or kind.startswith("norm")
-        differences[kind] = max(
-            (
-                float((got.double() - want.double()).abs().max() / (want.double().abs().max() if scaled else 1.0))
-                for got, want in zip(found[kind], tensors, strict=True)
-                if bool(want.any())
-            ),
-            default=0.0,
-        )
+        scaled, each = kind == "gradients" or kind.startswith("norm"), [0.0]
+        for got, want in zip(found[kind], tensors, strict=True):
+            if bool(want.any()):
+                scale = want.double().abs().max() if scaled else 1.0
+                each.append(float((got.double() - want.double()).abs().max() / scale))
+        differences[kind] = max(each)
     return differences
 
 
@@ -210,7 +205,7 @@ def experts_of(model: Any) -> Iterator[Any]:
 
 
 def most_allocated(run: Callable[[], Any]) -> int:
-    """The most bytes of tensors that were there at once while ``run`` ran, beyond those before it."""
+    """The peak of the bytes of tensors during ``run``, beyond those before it."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         run()
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
@@ -219,7 +214,7 @@ def most_allocated(run: Callable[[], Any]) -> int:
 
 
 class World:
-    """The cases of one layout; what they are compared with is run once."""
+    """The cases of one layout; results without balancing are computed once."""
 
     def __init__(self, parallel: ParallelConfig, ranks: ParallelState) -> None:
         from megatron.core import parallel_state
@@ -239,10 +234,8 @@ class World:
         plain = self._plain[key]
         experts = json.loads((Path(case["directory"]) / "config.json").read_text())["num_experts"]
         model = build(case, self._parallel, balance=balancing(case, experts, self._group))
-        layout, counts = (
-            ExpertLayout(experts, self._group.size(), SLOTS),
-            foreseen(plain["routes"], experts, self._group),
-        )
+        layout = ExpertLayout(experts, self._group.size(), SLOTS)
+        counts = foreseen(plain["routes"], experts, self._group)
         plans = list(self._plans(case["plan"], layout, counts)) if case["plan"] != "none" else None
         found = apart(results(model, items, given_routes(items, model, kind), plans, case), plain)
         found |= {} if case.get("fault") else self._unplanned(model, plans)
@@ -272,7 +265,7 @@ class World:
         peaks = []
         for one, lent in ((model, plans), (plain, None)):
             update = partial(one.train_microbatches, items, given, worker.loss, entropy_gradient=True, plans=lent)
-            update()  # what is allocated once and stays
+            update()  # allocates what stays
             peaks.append(most_allocated(update))
         each = next(e.weight1[0].nbytes + e.weight2[0].nbytes for e in experts_of(model))
         return (peaks[0] - peaks[1]) / (SLOTS * each)
@@ -281,10 +274,10 @@ class World:
     def _plans(kind: str, layout: ExpertLayout, counts: NDArray[np.int32]) -> Iterator[dict[int, LayerPlan]]:
         planned = plan_pass(counts, layout, PlannerOptions()) if kind == "planned" else None
         for index, batch in enumerate(counts):
-            yield {
-                column: planned.layer_plan(index, column) if planned else hand_made(kind, layout, held, index + column)
-                for column, held in enumerate(batch)
-            }
+            if planned:
+                yield {column: planned.layer_plan(index, column) for column in range(len(batch))}
+            else:
+                yield {column: hand_made(kind, layout, held, index + column) for column, held in enumerate(batch)}
 
 
 def main() -> None:

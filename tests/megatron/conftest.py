@@ -16,23 +16,16 @@ sys.path.insert(0, str(Path(__file__).parent))  # the worker processes import th
 
 @pytest.fixture(scope="session", autouse=True)
 def shim(megatron_shim: None) -> None:
-    """Before anything of Megatron is imported, whichever module of this directory a process begins with."""
+    """Installed before any import of Megatron."""
 
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[Any]:
     """The ranks of a world of one."""
-    import torch
-    from megatron_tiny import free_port
+    from support.megatron_world import world_of_one
 
-    from agent_rl.train.megatron.parallel import destroy_parallel, init_parallel
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    device = torch.device("cpu")
-    yield init_parallel(ParallelConfig(), 0, master_addr="127.0.0.1", master_port=free_port(), device=device)
-    destroy_parallel()
-    torch.set_num_threads(threads)
+    with world_of_one() as ranks:
+        yield ranks
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +39,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 @pytest.fixture
 def build(world: Any, checkpoint: tuple[Path, Any]) -> Callable[..., Any]:
-    """``build(folder=..., recompute=..., load=...)`` makes a policy on the CPU."""
+    """``build(directory, recompute=..., load=...)`` makes a policy on the CPU."""
     import torch
 
     from agent_rl.train.megatron.model import PolicyModel

@@ -1,14 +1,10 @@
-"""One of two expert ranks whose tokens go by a stand-in for DeepEP (the directory stand_in): what is chosen, and what a
-model computes.
+"""One of two expert ranks with a fake of DeepEP (in ``fakes``): the chosen dispatcher, and a model's values.
 
-Arguments: rank, number of ranks, directory for results; the model is in the directory ``model`` there."""
+Arguments: rank, directory for results with the model in ``model``, port and rank 0's open socket on it."""
 
 from __future__ import annotations
 
-import gc
-import socket
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +20,7 @@ FAULTS = ("", "off", "backwards", "raises")
 
 
 def chosen(directory: Path, fault: str) -> tuple[str, tuple[str, ...]]:
-    """What ``train.parallel.dispatcher`` flex becomes, and the lines."""
+    """The dispatcher that is chosen for flex, and the notes."""
     from deep_ep import Buffer
 
     from agent_rl.train.megatron.kernel_choice import choose_kernels
@@ -37,50 +33,27 @@ def chosen(directory: Path, fault: str) -> tuple[str, tuple[str, ...]]:
 
 
 def trained(directory: Path, dispatcher: str) -> dict[str, Any]:
-    """Log-probs, and gradients of a replayed pass that runs its layers again."""
+    """Log-probs, and the gradients of a replayed pass with full recomputation."""
     from deep_ep import Buffer
 
     from agent_rl.train.megatron.model import PolicyModel
-    from agent_rl.train.megatron.packed_batch import PackedBatch, PackedRoutes
 
     layout = ParallelConfig(world_size=2, expert=2, dispatcher=dispatcher)
     model = PolicyModel.build(directory, layout, device=CPU, recompute="full")
     lengths = (13, 6 + model.ranks.data_rank)
-    batch = PackedBatch.from_sequences(tiny.sequences(seed=model.ranks.data_rank, lengths=lengths))
-    routes = PackedRoutes(tiny.random_routes(sum(lengths)), torch.ones(sum(lengths), dtype=torch.bool))
+    batch, routes = tiny.packed(model.ranks.data_rank, lengths), tiny.everywhere(tiny.random_routes(sum(lengths)))
     before = Buffer.dispatches
     logprobs = model.forward_logprobs([batch], [routes])[0].logprobs
     model.train_microbatches([batch], [routes], lambda got, _, __: (got.sum(), {}))
     gradients = [parameter.main_grad.clone() for module in model.modules for parameter in module.parameters()]
-    gc.collect()
-    left = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor) and one.grad_fn is not None]
-    return {
-        "logprobs": logprobs,
-        "gradients": gradients,
-        "dispatches": Buffer.dispatches - before,
-        "left": len(left),
-        "notes": model.notes,
-    }
+    counts = {"dispatches": Buffer.dispatches - before, "left": len(tiny.tensors_in_graphs())}
+    return {"logprobs": logprobs, "gradients": gradients, **counts}
 
 
-def main(rank: int, results: Path) -> None:
-    holder = results / "port"
-    listener = None
-    if rank == 0:
-        listener = socket.create_server(("127.0.0.1", 0))
-        (results / "port.part").write_text(str(listener.getsockname()[1]))
-        (results / "port.part").rename(holder)
-    while not holder.exists():
-        time.sleep(0.05)
+def main(rank: int, results: Path, port: int, listener: int) -> None:
     torch.set_num_threads(1)
-    init_parallel(
-        ParallelConfig(world_size=2, expert=2),
-        rank,
-        master_addr="127.0.0.1",
-        master_port=int(holder.read_text()),
-        device=CPU,
-        listener=listener.detach() if listener else None,
-    )
+    place = {"master_addr": "127.0.0.1", "master_port": port, "listener": None if rank else listener}
+    init_parallel(ParallelConfig(world_size=2, expert=2), rank, **place, device=CPU)
     from agent_rl.train.megatron import kernel_choice
 
     directory = results / "model"
@@ -94,5 +67,5 @@ def main(rank: int, results: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).with_name("stand_in")))
-    main(int(sys.argv[1]), Path(sys.argv[3]))
+    sys.path.insert(0, str(Path(__file__).with_name("fakes")))
+    main(int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))

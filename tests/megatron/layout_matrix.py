@@ -1,11 +1,9 @@
-"""Which layouts are compared with one rank, on which models and how recomputed; running and comparing them."""
+"""Layouts of two ranks and the runs in them (model, recomputation, precision), compared with one rank."""
 
 from __future__ import annotations
 
 import json
 import socket
-import subprocess
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 import megatron_tiny as tiny
 import pytest
 import torch
+from support.rank_processes import place_of, reserved_port, run_ranks
 from torch import Tensor
 
 REPLICATED = {"distributed_optimizer": False}
@@ -34,24 +33,11 @@ TWO_RANKS: dict[str, dict[str, Any]] = {
     "tensor-optimizer": {"tensor": 2, **SHARED},
 }
 """``train.parallel`` of two ranks."""
-FOUR_RANKS: dict[str, dict[str, Any]] = {
-    "data-expert-optimizer": {"expert": 2, **SHARED},
-    "expert-allgather-optimizer": {"expert": 4, "dispatcher": "allgather", **SHARED},
-    "tensor-pipeline": {"tensor": 2, "pipeline": 2},
-    "tensor-data-optimizer": {"tensor": 2, "expert": 2, **SHARED},
-    "tensor-context": {"tensor": 2, "context": 2, "expert": 4},
-    "tensor-context-alone": {"tensor": 2, "context": 2, **SHARED},
-    "context-expert-data": {"context": 2, "expert": 2, **SHARED},
-    "context-pipeline": {"context": 2, "pipeline": 2, **SHARED},
-    "pipeline-expert-optimizer": {"pipeline": 2, "expert": 2, **SHARED},
-    "virtual-data-optimizer": {"pipeline": 2, "virtual_pipeline": 2, **SHARED},
-}
-"""``train.parallel`` of four ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A model and how it is built: changes of the tiny model, options of ``PolicyModel.build``, number of updates."""
+    """Changes of the tiny model, options of ``PolicyModel.build`` and the number of updates."""
 
     model: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
@@ -75,32 +61,32 @@ RUNS: dict[str, Run] = {
     "dense": Run(_DENSE, updates=2),
     "dense-full": Run(_DENSE, {"recompute": "full"}),
     "shared-expert": Run(_SHARED_EXPERT, {"recompute": "full"}),
-    # After one update, a weight that rounds the other way is another model.
+    # One update only: a weight that is rounded differently changes all later ones.
     "bfloat16": Run(options={"dtype": "bfloat16"}),
 }
 ROUTERS_RERUN = ("full", "moe", "dense-first", "shared-expert")
 FORWARD = ("none", "dense")
-"""The runs that make the passes without gradients too, and save their model."""
+"""The runs with passes without gradients, which also save their model."""
 
 
 def two_rank_cases() -> list[tuple[str, str]]:
-    """``(layout, run)``. An optimizer that is shared out changes nothing before the update, so less is run there."""
-    dense = ("dense", "dense-full")
-    more: dict[str, tuple[str, ...]] = {
-        "data": ("dense",),
-        "data-optimizer": ("bfloat16",),
-        "pipeline": dense,
-        "expert-allgather": ("shared-expert",),
-        "virtual": ("moe", "dense-first", "shared-expert", *dense),
-        "context": ("dense-first", "dense"),
-        "tensor": ("moe", "without-routers", "shared-expert"),
-        "tensor-alone": dense,
+    """``(layout, run)``. A distributed optimizer changes nothing before the update, so fewer runs have one."""
+    more = {
+        "data": "dense",
+        "data-optimizer": "bfloat16",
+        "pipeline": "dense dense-full",
+        "expert-allgather": "shared-expert",
+        "virtual": "moe dense-first shared-expert dense dense-full",
+        "context": "dense-first dense",
+        "tensor": "moe without-routers shared-expert",
+        "tensor-alone": "dense dense-full",
     }
-    plain = {
-        name: ("none",) if parallel.get("distributed_optimizer") else ("none", "full")
+    return [
+        (name, run)
         for name, parallel in TWO_RANKS.items()
-    }
-    return [(name, run) for name in TWO_RANKS for run in plain[name] + more.get(name, ())]
+        for run in ("none", "full", *more.get(name, "").split())
+        if run != "full" or not parallel.get("distributed_optimizer")
+    ]
 
 
 def selected(session: pytest.Session, file: str, *names: str) -> set[tuple[Any, ...]]:
@@ -112,27 +98,18 @@ def selected(session: pytest.Session, file: str, *names: str) -> set[tuple[Any, 
 
 def directories(base: Path) -> dict[str, Path]:
     """The checkpoint of every run, made in ``base``."""
-    made: dict[str, Path] = {}
-    for run in RUNS.values():
-        name = json.dumps(run.model)
-        if name not in made:
-            made[name] = base / f"model-{len(made)}"
-            tiny.make(made[name], **run.model)
-    return {name: made[json.dumps(run.model)] for name, run in RUNS.items()}
+    found = {name: base / json.dumps(run.model) for name, run in RUNS.items()}
+    for name, directory in found.items():
+        if not directory.exists():
+            tiny.make(directory, **RUNS[name].model)
+    return found
 
 
 def case(name: str, run: str, models: dict[str, Path], results: Path, *, restores: bool = False) -> dict[str, Any]:
     """A case for the worker; it saves its model where it runs the forward passes."""
-    forward = run in FORWARD
-    return {
-        "name": name,
-        "directory": str(models[run]),
-        "options": RUNS[run].options,
-        "updates": RUNS[run].updates,
-        "forward": forward,
-        "saves": str(results / f"{name}-hf") if forward else None,
-        "restores": restores,
-    }
+    of_run = {"directory": str(models[run]), "options": RUNS[run].options, "updates": RUNS[run].updates}
+    saves = str(results / f"{name}-hf") if run in FORWARD else None
+    return {"name": name, **of_run, "forward": run in FORWARD, "saves": saves, "restores": restores}
 
 
 def launch(
@@ -145,57 +122,28 @@ def launch(
     *,
     seconds: float = 280.0,
 ) -> None:
-    """Processes of their own run all ``cases`` one after another; results are ``<layout>-<run>-<rank>.pt``.
+    """Runs all ``cases`` in processes, one case after another; results are ``<layout>-<run>-<rank>.pt``.
 
-    Where an optimizer is shared out, what it restores is checked too. ``resume``, where there is
-    one, comes last: ``{name, directory, layouts}``, see the worker. ``seconds`` is how long all of it may take.
+    With a distributed optimizer the restored state is checked too. ``resume``, if given, comes last: ``{name,
+    directory, layouts}``, see the worker. All of it may take ``seconds``.
     """
     held: list[socket.socket] = []
 
-    def place() -> list[int]:
-        """A port that stays ours until its world comes to it, and the socket that holds it."""
-        held.append(tiny.reserved_port())
-        return [held[-1].getsockname()[1], held[-1].fileno()]
+    def place() -> tuple[int, int]:
+        held.append(reserved_port())
+        return place_of(held[-1])
 
     worlds: list[dict[str, Any]] = []
     for layout, parallel in layouts.items():
-        restores = parallel.get("distributed_optimizer", False)
-        mine = [
-            case(f"{of}-{run}", run, models, results, restores=restores and run != "full")
-            for of, run in cases
-            if of == layout
-        ]
-        worlds.append({"place": place(), "parallel": parallel, "cases": mine})
+        restores, mine = parallel.get("distributed_optimizer", False), [run for of, run in cases if of == layout]
+        made = [case(f"{layout}-{run}", run, models, results, restores=restores and run != "full") for run in mine]
+        worlds.append({"place": place(), "parallel": parallel, "cases": made})
     if resume is not None:
         resume = resume | {"world_size": world_size, "places": [place() for _ in resume["layouts"]]}
     plan = results / "plan.json"
     plan.write_text(json.dumps({"world_size": world_size, "worlds": worlds, "resume": resume}))
-    run_ranks("megatron_worker.py", world_size, results, plan, held, seconds)
-
-
-def run_ranks(
-    script: str, count: int, results: Path, plan: Path, held: Sequence[socket.socket], seconds: float
-) -> None:
-    """So many processes of a script beside this file, each given its rank, ``results`` and ``plan``; the first
-    inherits the sockets ``held``, which are closed at the end. Fails if they take longer than ``seconds``."""
-    command = [sys.executable, "-W", "ignore", str(Path(__file__).parent / script)]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(results), str(plan)],
-            stderr=subprocess.PIPE,
-            pass_fds=[] if rank else [holder.fileno() for holder in held],
-        )
-        for rank in range(count)
-    ]
-    try:
-        for rank in ranks:
-            _, errors = rank.communicate(timeout=seconds)
-            assert rank.returncode == 0, errors.decode()[-3000:]
-    finally:
-        for rank in ranks:
-            rank.kill()
-        for holder in held:
-            holder.close()
+    worker = Path(__file__).with_name("megatron_worker.py")
+    run_ranks(worker, world_size, (results, plan), held=held, seconds=seconds)
 
 
 def alone(names: Iterable[str], models: dict[str, Path], world: Any) -> dict[str, dict[str, Any]]:
@@ -204,10 +152,8 @@ def alone(names: Iterable[str], models: dict[str, Path], world: Any) -> dict[str
 
     from agent_rl.config import ParallelConfig
 
-    return {
-        name: worker.of_case(case(name, name, models, Path()) | {"saves": None}, ParallelConfig(), world)
-        for name in names
-    }
+    cases = {name: case(name, name, models, Path()) | {"saves": None} for name in names}
+    return {name: worker.of_case(each, ParallelConfig(), world) for name, each in cases.items()}
 
 
 def loaded(results: Path, name: str, world_size: int) -> list[dict[str, Any]]:
@@ -240,11 +186,8 @@ def differences(ranks: Sequence[dict[str, Any]], expected: dict[str, Any]) -> di
                     add(kind, got, want)
         norms = torch.tensor(rank["grad_norms"]) / torch.tensor(expected["grad_norms"])
         add("grad_norm", norms, torch.ones_like(norms))
-    for key, kind, scale in (
-        ("gradients", "gradients", 1.0),
-        ("exp_avg", "gradients", 10.0),
-        ("weights", "weights", 1.0),
-    ):
+    state = (("gradients", "gradients", 1.0), ("exp_avg", "gradients", 10.0), ("weights", "weights", 1.0))
+    for key, kind, scale in state:
         if key in ranks[0]:
             assert ranks[0][key].keys() == expected[key].keys()
             for name, tensor in ranks[0][key].items():

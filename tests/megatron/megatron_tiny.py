@@ -2,51 +2,61 @@
 
 from __future__ import annotations
 
+import gc
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from support.model_sizes import DENSE_SIZES, EXPERT_SIZES
 from transformers import AutoConfig, AutoModelForCausalLM
 
-VOCAB, EXPERTS, TOP_K, LAYERS = 96, 8, 2, 4
+from agent_rl.train.megatron.packed_batch import PackedBatch, PackedRoutes
+
+VOCAB, LAYERS = DENSE_SIZES["vocab_size"], DENSE_SIZES["num_hidden_layers"]
+EXPERTS, TOP_K = EXPERT_SIZES["num_experts"], EXPERT_SIZES["num_experts_per_tok"]
 LENGTHS = (17, 1, 30, 9)
 
 
 def make(directory: Path, *, kind: str = "qwen3_moe", tied: bool = True, seed: int = 0, **changes: Any) -> Any:
-    """Save a model of ``kind`` (a model_type) in ``directory`` and return it (float32, evaluation mode)."""
+    """A tiny model of ``kind`` (a model_type) with a tokenizer file."""
+    common = DENSE_SIZES | {"head_dim": 16, "tie_word_embeddings": tied, "initializer_range": 0.3}
+    experts = EXPERT_SIZES | {"norm_topk_prob": True} if kind.endswith("_moe") else {}
+    model = write_model(directory, kind, common | experts | changes, seed)
+    (directory / "tokenizer.json").write_text("{}")
+    return model
+
+
+def write_model(directory: Path, kind: str, sizes: dict[str, Any], seed: int = 0) -> Any:
+    """Save a random model in ``directory`` and return it (float32, evaluation mode)."""
     torch.manual_seed(seed)
-    common = {
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "tie_word_embeddings": tied,
-        "max_position_embeddings": 512,
-        "initializer_range": 0.3,
-    }
-    experts = {
-        "num_experts": EXPERTS,
-        "num_experts_per_tok": TOP_K,
-        "moe_intermediate_size": 24,
-        "norm_topk_prob": True,
-    }
-    sizes = common | (experts if kind.endswith("_moe") else {}) | changes
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)).float().eval()
     for name, parameter in model.named_parameters():
         if "norm" in name or name.endswith("bias"):  # ones and zeros would hide one that is not applied
             parameter.data += 0.2 * torch.randn_like(parameter)
     model.save_pretrained(directory)
-    (directory / "tokenizer.json").write_text("{}")
     return model
+
+
+def reference(model: Any, sequences: list[torch.Tensor], temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and entropy of packed sequences, each run by itself through transformers."""
+    logprobs, entropy = [], []
+    for tokens in sequences:
+        table = (model(tokens[None]).logits[0].float() / temperature).log_softmax(-1)
+        chosen = table[:-1].gather(1, tokens[1:, None])[:, 0]
+        logprobs += [chosen.new_zeros(1), chosen]
+        entropy += [chosen.new_zeros(1), -(table.exp() * table).sum(-1)[:-1]]
+    return torch.cat(logprobs), torch.cat(entropy)
 
 
 def sequences(seed: int = 1, lengths: tuple[int, ...] = LENGTHS) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(0, VOCAB, (length,), generator=generator) for length in lengths]
+
+
+def packed(seed: int = 1, lengths: tuple[int, ...] = LENGTHS) -> PackedBatch:
+    return PackedBatch.from_sequences(sequences(seed, lengths))
 
 
 def random_routes(tokens: int, layers: int = LAYERS, seed: int = 2) -> torch.Tensor:
@@ -55,13 +65,33 @@ def random_routes(tokens: int, layers: int = LAYERS, seed: int = 2) -> torch.Ten
     return torch.rand(tokens, layers, EXPERTS, generator=generator).argsort(-1)[..., :TOP_K].to(torch.uint8)
 
 
-def reserved_port() -> socket.socket:
-    """A socket bound to a free port of the loopback: the port is nobody else's while it is open."""
-    holder = socket.socket()
-    holder.bind(("127.0.0.1", 0))
-    return holder
+def everywhere(experts: torch.Tensor) -> PackedRoutes:
+    """Routes without absent rows."""
+    return PackedRoutes(experts, torch.ones(len(experts), dtype=torch.bool))
+
+
+class RouterEvents:
+    """An observer of a replayer that records every call as ``(method, layer number, *arguments)``."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[Any, ...]] = []
+
+    def __getattr__(self, method: str) -> Callable[..., None]:
+        def record(*arguments: Any) -> None:
+            self.events.append((method, *(a.clone() if isinstance(a, torch.Tensor) else a for a in arguments)))
+
+        return record
+
+    def of(self, method: str, layer: int) -> list[tuple[Any, ...]]:
+        return [event[2:] for event in self.events if event[:2] == (method, layer)]
+
+
+def tensors_in_graphs() -> list[torch.Tensor]:
+    """All tensors of this process that are part of an autograd graph."""
+    gc.collect()
+    return [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and each.grad_fn is not None]
 
 
 def free_port() -> int:
-    with reserved_port() as probe:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])

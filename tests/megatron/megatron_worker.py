@@ -20,19 +20,22 @@ from agent_rl.models.spec import read_model_spec
 from agent_rl.train.megatron.packed_batch import PackedBatch, PackedRoutes
 from agent_rl.train.megatron.parallel import ParallelState, destroy_parallel, init_parallel
 
+Batches = list[PackedBatch]
+Routes = list[PackedRoutes] | None
 
-def batches(count: int = 3) -> list[PackedBatch]:
-    return [PackedBatch.from_sequences(tiny.sequences(seed=seed, lengths=(13, 6 + seed))) for seed in range(count)]
+
+def batches(count: int = 3) -> Batches:
+    return [tiny.packed(seed, (13, 6 + seed)) for seed in range(count)]
 
 
-def routes(items: list[PackedBatch], layers: int = tiny.LAYERS) -> list[PackedRoutes]:
+def routes(items: Batches, layers: int = tiny.LAYERS) -> list[PackedRoutes]:
     """Random routes with every fifth row absent."""
     given = [tiny.random_routes(len(batch), layers, seed=len(batch)) for batch in items]
     return [PackedRoutes(experts, torch.arange(len(experts)) % 5 != 0) for experts in given]
 
 
 def router_rows(batch: PackedBatch, ranks: ParallelState) -> Tensor:
-    """Which token each row of this rank's routers is, -1 for padding: the cut written out once more, by hand."""
+    """The token of each row of this rank's routers, -1 for padding. Written independently of the product's code."""
     rows: list[int] = []
     pieces = 2 * ranks.context_size if ranks.context_size > 1 else 1
     for start, stop in pairwise(batch.cu_seqlens.tolist()):
@@ -53,13 +56,11 @@ class Watch:
     (absent rows: the same ones forward and in the recomputation). ``wrong`` names everything else.
     """
 
-    def __init__(self, model: Any, items: list[PackedBatch], given: list[PackedRoutes], ranks: ParallelState) -> None:
+    def __init__(self, model: Any, items: Batches, given: list[PackedRoutes], ranks: ParallelState) -> None:
         self.columns = {number: column for column, number in enumerate(model.layer_numbers)}
         self.items, self.given, self.ranks = items, given, ranks
-        self.seen = {
-            action: [torch.zeros(len(batch), len(self.columns), dtype=torch.bool) for batch in items]
-            for action in ("replay_forward", "replay_backward")
-        }
+        shapes, actions = [(len(batch), len(self.columns)) for batch in items], ("replay_forward", "replay_backward")
+        self.seen = {action: [torch.zeros(shape, dtype=torch.bool) for shape in shapes] for action in actions}
         self.wrong: list[str] = []
         self._forward: dict[tuple[int, int], Tensor] = {}
 
@@ -71,7 +72,7 @@ class Watch:
         self, layer_number: int, microbatch: int, action: str, used: Tensor, expected: Tensor | None, fallback_rows: int
     ) -> None:
         if microbatch >= len(self.items):
-            return  # filled up, so that all ranks have as many
+            return  # a filler micro-batch
         where, key = f"{action} of layer {layer_number}, micro-batch {microbatch}", (layer_number, microbatch)
         routes, rows = self.given[microbatch], router_rows(self.items[microbatch], self.ranks)
         tokens, column = rows[rows >= 0], self.columns[layer_number]
@@ -83,12 +84,12 @@ class Watch:
         same = (used[rows >= 0] == routes.experts[tokens, column].long().sort(-1).values).all(-1)
         seen = self.seen[action][microbatch]
         if bool(seen[tokens, column].any()):
-            self.wrong.append(f"{where}: asked twice")
+            self.wrong.append(f"{where}: used twice")
         seen[tokens, column] = same | ~present
 
 
 def optimizer(model: Any, dtype: torch.dtype) -> Any:
-    """AdamW with an epsilon so large that it is nearly linear in the gradient: small differences stay small."""
+    """AdamW with a large epsilon, nearly linear in the gradient, so small differences stay small."""
     from agent_rl.train.optimizer import PolicyOptimizer
     from agent_rl.train.requests import OptimizerSpec
 
@@ -101,13 +102,13 @@ def loss(logprobs: Tensor, entropy: Tensor | None, _batch: PackedBatch) -> tuple
     return value, {"loss": value}
 
 
-def trained(model: Any, items: list[PackedBatch], given: list[PackedRoutes] | None) -> list[dict[str, Any]]:
+def trained(model: Any, items: Batches, given: Routes) -> list[dict[str, Any]]:
     """A training pass; one dict of metrics a micro-batch."""
     found: list[dict[str, Any]] = model.train_microbatches(items, given, loss, entropy_gradient=True)
     return found
 
 
-def watched(model: Any, items: list[PackedBatch], given: list[PackedRoutes], ranks: ParallelState) -> Any:
+def watched(model: Any, items: Batches, given: list[PackedRoutes], ranks: ParallelState) -> Any:
     """A training pass with every router watched: ``(metrics, Watch)``."""
     model.replayer.observer = watch = Watch(model, items, given, ranks)
     metrics = trained(model, items, given)
@@ -142,7 +143,7 @@ def state(model: Any, optimizer: Any, slot: str) -> dict[str, Tensor]:
 
 
 def whole(parameter: Tensor, shard: Any, slot: str, distributed: bool) -> Tensor:
-    """A parameter's slot in full, put together from the stretches of all ranks that hold a copy of it."""
+    """A parameter's whole slot, from the shards of all ranks that hold a copy of the parameter."""
     from megatron.core import parallel_state
 
     full = torch.zeros(parameter.numel())
@@ -150,18 +151,15 @@ def whole(parameter: Tensor, shard: Any, slot: str, distributed: bool) -> Tensor
         full[shard.start : shard.stop] = shard.slots[slot]
     if distributed:
         everywhere = getattr(parameter, "allreduce", True)
-        group = (
-            parallel_state.get_data_parallel_group(with_context_parallel=True)
-            if everywhere
-            else parallel_state.get_expert_data_parallel_group()
-        )
-        # Stretches don't overlap: added as integers, their bits arrive unchanged.
+        dense = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        group = dense if everywhere else parallel_state.get_expert_data_parallel_group()
+        # Shards don't overlap. Summed as integers, their bits are unchanged.
         torch.distributed.all_reduce(full.view(torch.int32), group=group)
     return full.view(parameter.shape)
 
 
-def whole_routes(model: Any, items: list[PackedBatch], local: list[Tensor], ranks: ParallelState) -> list[PackedRoutes]:
-    """All ranks' recorded routes put together, for batches that all of them share."""
+def whole_routes(model: Any, items: Batches, local: list[Tensor], ranks: ParallelState) -> list[PackedRoutes]:
+    """The recorded routes of all ranks, combined for the batches that they share."""
     parts: list[Any] = [None] * ranks.world_size
     columns = list(model.shard.columns)
     mine = [(router_rows(batch, ranks), columns, found) for batch, found in zip(items, local, strict=True)]
@@ -173,11 +171,11 @@ def whole_routes(model: Any, items: list[PackedBatch], local: list[Tensor], rank
             for routes, (rows, places, found) in zip(whole, held, strict=True):
                 for place, column in enumerate(places):
                     routes[rows[rows >= 0], column] = found[rows >= 0, place].to(routes.dtype)
-    return [PackedRoutes(found, torch.ones(len(found), dtype=torch.bool)) for found in whole]
+    return [tiny.everywhere(found) for found in whole]
 
 
-def check_reference(model: Any, items: list[PackedBatch], given: list[PackedRoutes] | None, wanted: Any) -> None:
-    """The checkpoint the model came from is the reference of weights that have left it; it says what they said."""
+def check_reference(model: Any, items: Batches, given: Routes, wanted: Any) -> None:
+    """The reference is the model's own checkpoint. Its log-probs are ``wanted``, whatever the weights are by then."""
     from agent_rl.train.reference import Reference
 
     reference = Reference.load(model, model.directory)
@@ -187,50 +185,46 @@ def check_reference(model: Any, items: list[PackedBatch], given: list[PackedRout
     with reference.swapped_in():
         found = model.forward_logprobs(items, given)
     assert all(torch.equal(a.logprobs, b.logprobs) for a, b in zip(found, wanted, strict=True)), "another reference"
-    assert all(map(torch.equal, weights(model), before)), "the reference left a trace"
+    assert all(map(torch.equal, weights(model), before)), "the reference has changed the weights"
     assert model.sum_over_data(torch.ones(1)).item() == model.ranks.data_size
     for parameter in moved:
         parameter.data.neg_()
 
 
-def forward_passes(
-    model: Any, items: list[PackedBatch], given: list[PackedRoutes] | None, ranks: ParallelState
-) -> dict[str, Any]:
-    """Log-probs native, and of a model with experts replayed, and with everything sent to two experts."""
+def forward_passes(model: Any, items: Batches, given: Routes, ranks: ParallelState) -> dict[str, Any]:
+    """Log-probs without replay, with replay, and with all tokens sent to two experts."""
     native = model.forward_logprobs(items, None, entropy=True, record=given is not None)
     found = {"native": [output.logprobs for output in native], "entropy": [output.entropy for output in native]}
     check_reference(model, items, given, native if given is None else model.forward_logprobs(items, given))
     if given is None:
         return found
     replayed = model.forward_logprobs(items, given, record=True)
-    # Everything goes to experts 0 and 1: with expert parallelism the second rank's experts get no token at all.
-    lonely = [PackedRoutes(torch.tensor([0, 1]).expand_as(r.experts), torch.ones_like(r.present)) for r in given]
+    # All tokens go to experts 0 and 1: with expert parallelism the second rank's experts get none.
+    crowded = [PackedRoutes(torch.tensor([0, 1]).expand_as(r.experts), torch.ones_like(r.present)) for r in given]
     return found | {
         "routes_without_replay": [r.experts for r in whole_routes(model, items, [o.routes for o in native], ranks)],
         "replayed": [output.logprobs for output in replayed],
         "routes": [r.experts for r in whole_routes(model, items, [o.routes for o in replayed], ranks)],
-        "crowded": [output.logprobs for output in model.forward_logprobs(items, lonely)],
+        "crowded": [output.logprobs for output in model.forward_logprobs(items, crowded)],
     }
 
 
-def r2_pass(model: Any, items: list[PackedBatch], ranks: ParallelState) -> Watch:
+def r2_pass(model: Any, items: Batches, ranks: ParallelState) -> Watch:
     """A training pass with the model's own routes, recorded before its routers changed."""
     recorded = model.forward_logprobs(items, None, record=True)
     own = whole_routes(model, items, [output.routes for output in recorded], ranks)
     routers = [p for module in model.modules for name, p in module.named_parameters() if "router" in name]
     for parameter in routers:
-        parameter.data.neg_()  # the native choice would now be another one
+        parameter.data.neg_()  # changes the routers' own choice
     _, watch = watched(model, items, own, ranks)
     for parameter in routers:
         parameter.data.neg_()
     return watch
 
 
-def run(
-    model: Any, items: list[PackedBatch], given: list[PackedRoutes] | None, ranks: ParallelState, *, updates: int = 2
-) -> dict[str, Any]:
-    """A training pass under R2 and one under R3, both watched, and an update with a clipped norm; then updates with
-    native routes. Without experts (``given`` None) native passes alone."""
+def run(model: Any, items: Batches, given: Routes, ranks: ParallelState, *, updates: int = 2) -> dict[str, Any]:
+    """Watched training passes with R2 and R3, an update with a clipped norm, and updates without replay. Without
+    experts (``given`` None) no replay at all."""
     dtype, found = model.config.params_dtype, dict[str, Any]()
     if given is None:
         metrics = trained(model, items, None)
@@ -242,7 +236,7 @@ def run(
     if not steps.distributed:
         found["gradients"] = gradients(model)
     losses, norms = [metrics], [steps.step().grad_norm]
-    if steps.distributed or ranks.world_size == 1:  # a rank has the whole sum of its own stretch alone
+    if steps.distributed or ranks.world_size == 1:  # otherwise a rank has the sum of its own shard only
         found["exp_avg"] = state(model, steps, "exp_avg")
     for _ in range(1, updates):
         losses.append(trained(model, items, None))
@@ -256,8 +250,8 @@ def run(
     }
 
 
-def restored(model: Any, items: list[PackedBatch]) -> list[str]:
-    """Two updates, then the second one again from what was saved between them; says where that is not the same."""
+def restored(model: Any, items: Batches) -> list[str]:
+    """Two updates, then the second again from the state saved between them; the differences in words."""
     dtype, wrong = model.config.params_dtype, []
     steps = optimizer(model, dtype)
     trained(model, items, None)
@@ -282,9 +276,9 @@ def weights(model: Any) -> list[Tensor]:
 
 
 def resume(rank: int, case: dict[str, Any], results: Path) -> None:
-    """Two updates of real trainer ranks in the first of ``layouts``, saved between them; then the second update again
-    in every one of the others, from what was saved. What each loaded it saves once more, to ``<name>-<number>``; its
-    weights after the update go to ``<name>-<number>.pt``. The reference stays the model that all began with."""
+    """Two updates of real trainer ranks in the first of ``layouts`` with a checkpoint between them; then the second
+    update from the checkpoint in every other layout. Each saves what it loaded to ``<name>-<number>`` and its weights
+    after the update to ``<name>-<number>.pt``. The reference stays the first model."""
     from agent_rl.train.checkpoint import directory as checkpoint
     from agent_rl.train.requests import OptimizerSpec, WorkerRequest
     from agent_rl.train.worker import TrainerWorker
@@ -292,14 +286,12 @@ def resume(rank: int, case: dict[str, Any], results: Path) -> None:
     sequences = [(batch.tokens.int().numpy(), torch.ones(len(batch)).numpy()) for batch in batches()]
     directory, optimizer = results / case["name"], OptimizerSpec(lr=0.05, eps=1e-2)
     for number, layout in enumerate(case["layouts"]):
-        parallel = ParallelConfig(world_size=case["world_size"], **layout)
-        start = Path(case["directory"])
-        train = TrainConfig(parallel=parallel, recompute="full")
-        config = RunConfig(name="resume", model=start, train=train)
+        parallel, start = ParallelConfig(world_size=case["world_size"], **layout), Path(case["directory"])
+        config = RunConfig(name="resume", model=start, train=TrainConfig(parallel=parallel, recompute="full"))
         order = WorkerRequest(config, read_model_spec(start), start, start, device="cpu", threads=1)
         trainer = TrainerWorker(order, optimizer, rank, **meeting(case["places"][number], rank))
         if number == 0:
-            begun = said(trainer)
+            begun = logprobs(trainer)
         split = trainer.info().data_size > 1
         if number == 0:
             trainer.supervise(sequences, [[[0]], [[1, 2]]] if split else [[[0], [1, 2]]], 50.0)
@@ -307,9 +299,9 @@ def resume(rank: int, case: dict[str, Any], results: Path) -> None:
         else:
             trainer.load(directory, saved)
             save(trainer, results / f"{case['name']}-{number}", rank, case["world_size"], parallel)
-        assert not torch.allclose(said(trainer), begun, rtol=0, atol=1e-2)
+        assert not torch.allclose(logprobs(trainer), begun, rtol=0, atol=1e-2)
         with trainer._reference.swapped_in():
-            torch.testing.assert_close(said(trainer), begun, rtol=0, atol=1e-5)
+            torch.testing.assert_close(logprobs(trainer), begun, rtol=0, atol=1e-5)
         trainer.supervise(sequences, [[[2, 1]], [[0]]] if split else [[[2, 1], [0]]], 50.0)
         weights = {name: tensor.clone() for name, tensor in trainer.model.export_weights()}
         if rank == 0:
@@ -318,13 +310,13 @@ def resume(rank: int, case: dict[str, Any], results: Path) -> None:
     assert checkpoint.read_manifest(directory) == saved
 
 
-def said(trainer: Any) -> Tensor:
-    """The log-probs of all batches, by the weights that the model has now."""
+def logprobs(trainer: Any) -> Tensor:
+    """The current model's log-probs of all batches."""
     return torch.cat([output.logprobs for output in trainer.model.forward_logprobs(batches(), None)])
 
 
 def save(trainer: Any, directory: Path, rank: int, world_size: int, parallel: ParallelConfig) -> Any:
-    """A whole checkpoint of all ranks, as the driver makes it; its manifest."""
+    """Writes a checkpoint of all ranks as the driver does; returns its manifest."""
     from agent_rl.train.checkpoint import directory as checkpoint
 
     if rank == 0:
@@ -333,9 +325,8 @@ def save(trainer: Any, directory: Path, rank: int, world_size: int, parallel: Pa
     updates, counts = trainer.save(checkpoint.partial_dir(directory))
     checksums: list[Any] = [None] * world_size
     torch.distributed.all_gather_object(checksums, trainer.written())
-    manifest = checkpoint.Manifest(
-        checkpoint.FORMAT, updates, counts, parallel.model_dump(), "float32", tuple(checksums)
-    )  # fmt: skip
+    layout = parallel.model_dump()
+    manifest = checkpoint.Manifest(checkpoint.FORMAT, updates, counts, layout, "float32", tuple(checksums))
     if rank == 0:
         checkpoint.commit(directory, manifest)
     torch.distributed.barrier()

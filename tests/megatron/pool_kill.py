@@ -37,12 +37,8 @@ def main(rank: int, ranks: int, results: Path) -> Any:
 
 
 def kill(results: Path) -> dict[str, list[str]]:
-    world = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", __file__, str(rank), "2", str(results)], stdout=subprocess.PIPE
-        )
-        for rank in range(2)
-    ]
+    commands = [[sys.executable, "-W", "ignore", __file__, str(rank), "2", str(results)] for rank in range(2)]
+    world = [subprocess.Popen(command, stdout=subprocess.PIPE) for command in commands]
     for rank in world:
         assert rank.stdout is not None
         assert rank.stdout.readline()

@@ -32,9 +32,8 @@ def in_another_order(rank: int, kind: str) -> tuple[int, list[tuple[Tensor, Tens
     begun is forgotten. The bytes fetched, and the weights by micro-batch and layer."""
     layout = ExpertLayout(worker.EXPERTS, 4, worker.SLOTS, placement=worker.HOME)
     transfer = worker.opened(kind, worker.home_experts(layout, rank, torch.float32), layout)
-    steps = [
-        (layer, plan) for seed in SEEDS for layer, plan in worker.random_plans(layout, seed, lopsided=True).items()
-    ]
+    plans = [worker.random_plans(layout, seed, lopsided=True) for seed in SEEDS]
+    steps = [step for plan in plans for step in plan.items()]
     for step in [*steps, *steps]:
         transfer.prefetch(*step)
     found = [transfer.fetch(*step) for step in reversed(steps)]

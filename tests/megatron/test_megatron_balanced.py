@@ -1,5 +1,5 @@
-"""Balanced experts compute what unbalanced ones do: to the last bit where experts only move, and nearly so where their
-tokens are shared out. Every case is compared with the same layout without balancing."""
+"""Balanced experts compute what unbalanced ones do: bit for bit if experts only move, and closely if ranks share their
+tokens. Every case is compared with the same layout without balancing."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed (the train extra)")
 import layout_matrix as matrix
 import megatron_tiny as tiny
+from support.rank_processes import place_of, reserved_port, run_ranks
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 
@@ -44,66 +45,58 @@ def both(name: str, **rest: Any) -> list[Case]:
     return [case(f"{name}-{plan}", plan, **rest) for plan in ("relocate", "replicate")]
 
 
+OF_EP4 = [
+    *both("ep4"),
+    case("ep4-planned", "planned", model="top-4"),
+    *both("ep4-crowded", routes="crowded"),
+    *both("ep4-top8", model="top-8"),
+]
+OF_PIPELINE = [
+    *both("pp2-ep2"),
+    *both("pp2-full", options=FULL),
+    case("fault-not-kept", "replicate", fault="not kept"),
+]
+OF_EP2 = [
+    case("native", "none", routes="native"),
+    *both("ep2"),
+    case("ep2-planned", "planned"),
+    *both("ep2-pool", config=POOL),
+    *both("ep2-exchange", config=EXCHANGE),
+    *both("ep2-full", options=FULL),
+    *both("ep2-moe", options=MOE),
+    *both("ep2-top4", model="top-4"),
+    *both("ep2-top8", model="top-8"),
+    *both("ep2-absent", routes="absent"),
+    *both("ep2-crowded", routes="crowded"),
+    *both("ep2-shared", model="shared"),
+    case("ep2-bf16-relocate", "relocate", model="top-4", options={"dtype": "bfloat16"}),
+    case("ep2-any-order", "relocate", model="top-4", keep_order=False),
+    case("ep2-short", "replicate", short=True),
+    case("ep2-memory", "replicate", model="wide", memory=True),
+    case("fault-not-returned", "replicate", fault="not returned"),
+    case("fault-stale", "replicate", fault="stale", config=POOL),
+]
 WORLDS: list[tuple[int, dict[str, Any], list[Case]]] = [
-    (
-        4,
-        EP4,
-        [
-            *both("ep4"),
-            case("ep4-planned", "planned", model="top-4"),
-            *both("ep4-crowded", routes="crowded"),
-            *both("ep4-top8", model="top-8"),
-        ],
-    ),
+    (4, EP4, OF_EP4),
     (4, GATHER4, both("ep4-allgather")),
     (4, SHARED, both("dp4-ep2")),
     (4, TENSOR, both("tp2-ep2")),
     (4, CONTEXT, both("cp2-ep2")),
-    (
-        4,
-        PIPELINE,
-        [*both("pp2-ep2"), *both("pp2-full", options=FULL), case("fault-not-kept", "replicate", fault="not kept")],
-    ),
+    (4, PIPELINE, OF_PIPELINE),
     (4, VIRTUAL, both("vpp2-ep2")),
-    (
-        2,
-        EP2,
-        [
-            case("native", "none", routes="native"),
-            *both("ep2"),
-            case("ep2-planned", "planned"),
-            *both("ep2-pool", config=POOL),
-            *both("ep2-exchange", config=EXCHANGE),
-            *both("ep2-full", options=FULL),
-            *both("ep2-moe", options=MOE),
-            *both("ep2-top4", model="top-4"),
-            *both("ep2-top8", model="top-8"),
-            *both("ep2-absent", routes="absent"),
-            *both("ep2-crowded", routes="crowded"),
-            *both("ep2-shared", model="shared"),
-            case("ep2-bf16-relocate", "relocate", model="top-4", options={"dtype": "bfloat16"}),
-            case("ep2-any-order", "relocate", model="top-4", keep_order=False),
-            case("ep2-short", "replicate", short=True),
-            case("ep2-memory", "replicate", model="wide", memory=True),
-            case("fault-not-returned", "replicate", fault="not returned"),
-            case("fault-stale", "replicate", fault="stale", config=POOL),
-        ],
-    ),
+    (2, EP2, OF_EP2),
     (2, GATHER2, both("ep2-allgather")),
 ]
 CASES = {found["name"]: (size, found) for size, _, cases in WORLDS for found in cases}
-ORDINARY = (
-    "ep4-planned", "ep4-crowded-replicate", "pp2-ep2-relocate", "pp2-full-replicate", "native",
-    "ep2-relocate", "ep2-planned", "ep2-pool-replicate", "ep2-exchange-relocate", "ep2-moe-replicate",
-    "ep2-top8-replicate", "ep2-absent-replicate", "ep2-shared-replicate", "ep2-bf16-relocate", "ep2-any-order",
-    "ep2-short", "ep2-memory", "fault-not-kept", "fault-not-returned", "fault-stale",
-)  # fmt: skip
-"""The cases outside of ``pytest -m exhaustive``, which runs the others and these."""
-
-
 FAULTS = [name for name in CASES if name.startswith("fault")]
 APART = ("ep2-any-order", "ep2-short", *FAULTS)
 """The cases that have a test of their own."""
+ORDINARY = (
+    "ep4-planned", "ep4-crowded-replicate", "pp2-ep2-relocate", "pp2-full-replicate", "native", "ep2-relocate",
+    "ep2-planned", "ep2-pool-replicate", "ep2-exchange-relocate", "ep2-moe-replicate", "ep2-top8-replicate",
+    "ep2-absent-replicate", "ep2-shared-replicate", "ep2-bf16-relocate", "ep2-memory", *APART,
+)  # fmt: skip
+"""The cases outside of ``pytest -m exhaustive``, which runs the others and these."""
 
 
 def parameters(names: Iterable[str]) -> list[Any]:
@@ -112,27 +105,21 @@ def parameters(names: Iterable[str]) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four processes run the cases one after another. The worlds of two come last, in the first two processes: when
-    they came first, the others' first meeting took 65 s instead of 24."""
+    """The directory with the results of four processes. The worlds of two ranks come last, in the first two processes:
+    if they come first, the other worlds' first meeting takes 65 s instead of 24."""
     names = {*ORDINARY, *(name for (name,) in matrix.selected(request.session, __file__, "name"))}
     worlds = [(size, layout, [one for one in cases if one["name"] in names]) for size, layout, cases in WORLDS]
     worlds = [world for world in worlds if world[2]]
     directory = tmp_path_factory.mktemp("results")
     for name, changes in MODELS.items():
         tiny.make(directory / name, **changes)
-    held = [tiny.reserved_port() for _ in worlds]
-    plans = [
-        {
-            "world_size": size,
-            "place": [holder.getsockname()[1], holder.fileno()],
-            "parallel": parallel,
-            "cases": [found | {"directory": str(directory / found["model"])} for found in cases],
-        }
-        for holder, (size, parallel, cases) in zip(held, worlds, strict=True)
-    ]
-    plan = directory / "plan.json"
+    held, plans, plan = [reserved_port() for _ in worlds], [], directory / "plan.json"
+    for holder, (size, parallel, cases) in zip(held, worlds, strict=True):
+        located = [found | {"directory": str(directory / found["model"])} for found in cases]
+        plans.append({"world_size": size, "place": place_of(holder), "parallel": parallel, "cases": located})
     plan.write_text(json.dumps(plans))
-    matrix.run_ranks("balanced_worker.py", 4, directory, plan, held, 400.0)
+    worker = Path(__file__).with_name("balanced_worker.py")
+    run_ranks(worker, 4, (directory, plan), held=held, seconds=400.0)
     return directory
 
 
@@ -150,36 +137,33 @@ def differences(results: Path, name: str) -> dict[str, float]:
 def test_balanced_equals_unbalanced(name: str, results: Path) -> None:
     found = differences(results, name)
     assert (found.pop("borrowed") > 0) == (plan_of(name) != "none")
-    exact = (
-        {"logprobs", "routes", "losses", "fetched", "returned"}
-        if plan_of(name) in ("replicate", "planned")
-        else set(found)
-    )
+    shared = plan_of(name) in ("replicate", "planned")
+    exact = {"logprobs", "routes", "losses", "fetched", "returned"} if shared else set(found)
     assert {kind: found[kind] for kind in exact} == dict.fromkeys(exact, 0.0)
     assert found["gradients"] <= 3e-6
     assert found["weights"] <= 1e-6
 
 
-def test_experts_of_a_few_rows_beside_a_filler_are_close(results: Path) -> None:
-    """A rank that has run out of micro-batches brings tokens that no plan foresees: the rows of a product that is
-    shared out are then filled up to fewer than it had, and on some CPUs its bits are others."""
+def test_small_shared_products_beside_a_filler_micro_batch_are_close(results: Path) -> None:
+    """A rank without further micro-batches brings tokens that no plan foresees. The rows of a shared product are then
+    padded to fewer rows than the whole has, and on some CPUs its bits differ."""
     found = differences(results, "ep2-short")
     assert found["logprobs"] <= 1e-6
     assert found["gradients"] <= 3e-6
 
 
-def test_experts_added_up_in_another_order_are_close(results: Path) -> None:
+def test_another_order_of_summation_is_close(results: Path) -> None:
     found = differences(results, "ep2-any-order")
     assert 0 < max(found["logprobs"], found["gradients"]) <= 1e-5
 
 
 def test_an_update_takes_the_memory_of_two_layers_slots_at_most(results: Path) -> None:
-    """One layer's borrowed weights, then their gradients, and the next layer's weights on their way."""
+    """One layer's borrowed weights, then their gradients, and the next layer's prefetched weights."""
     assert differences(results, "ep2-memory")["memory"] <= 2.0
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_is_seen(name: str, results: Path) -> None:
+def test_a_fault_of_the_transfer_is_detected(name: str, results: Path) -> None:
     found = differences(results, name)
     assert found["logprobs"] == 0
     assert max(found["gradients"], found["weights"]) >= 1e-3, found

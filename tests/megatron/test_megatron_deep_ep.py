@@ -1,5 +1,5 @@
-"""Megatron's flex dispatcher over a stand-in for DeepEP: it is taken where it is right on all ranks, computes what the
-all-to-all does, and keeps nothing of a pass. DeepEP itself was not run."""
+"""Megatron's flex dispatcher with a fake of DeepEP: used if it is correct on all ranks, equal to the all-to-all, and
+without tensors that outlive a pass. DeepEP itself has not been run."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ pytest.importorskip("torch", reason="torch is not installed (the train extra)")
 import deep_ep_worker
 import megatron_tiny as tiny
 import torch
-import transfer_worker
+from support.rank_processes import place_of, reserved_port, run_ranks
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 
-INSTEAD = "next is Megatron's all-to-all"
+EXCHANGE = "the exchange of tokens between expert ranks"
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of two ranks found."""
-    results = tmp_path_factory.mktemp("deep_ep")
+    """The results of two ranks."""
+    results, holder = tmp_path_factory.mktemp("deep_ep"), reserved_port()
     tiny.make(results / "model")
-    return transfer_worker.launch(deep_ep_worker.__file__, 2, results)
+    run_ranks(deep_ep_worker.__file__, 2, (results, *place_of(holder)), held=[holder])
+    return [torch.load(results / f"{rank}.pt") for rank in range(2)]
 
 
-def test_it_is_taken_where_it_is_right(ranks: list[dict[str, Any]]) -> None:
+def test_a_correct_deep_ep_is_used(ranks: list[dict[str, Any]]) -> None:
     assert [rank[""] for rank in ranks] == [("flex", ())] * 2
 
 
@@ -39,16 +40,14 @@ def test_it_is_taken_where_it_is_right(ranks: list[dict[str, Any]]) -> None:
         ("missing", "deep_ep is not installed on every rank"),
     ],
 )
-def test_one_that_is_at_fault_is_passed_over(ranks: list[dict[str, Any]], fault: str, reason: str) -> None:
+def test_a_faulty_or_missing_deep_ep_is_not_used(ranks: list[dict[str, Any]], fault: str, reason: str) -> None:
     for rank in ranks:
         dispatcher, (line,) = rank[fault]
         assert dispatcher == "alltoall"
-        assert (
-            line == f"kernels: DeepEP is not used for the exchange of tokens between expert ranks: {reason}; {INSTEAD}"
-        )
+        assert line == f"kernels: DeepEP is not used for {EXCHANGE}: {reason}; next is Megatron's all-to-all"
 
 
-def test_a_model_computes_the_same_by_it(ranks: list[dict[str, Any]]) -> None:
+def test_a_model_computes_the_same_with_it(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         found, wanted = rank["flex"], rank["alltoall"]
         assert found["dispatches"] > 0 == wanted["dispatches"]
@@ -57,6 +56,6 @@ def test_a_model_computes_the_same_by_it(ranks: list[dict[str, Any]]) -> None:
             torch.testing.assert_close(one, other, rtol=0, atol=1e-5 * float(other.abs().max()) + 1e-6)
 
 
-def test_it_keeps_nothing_of_a_pass(ranks: list[dict[str, Any]]) -> None:
+def test_no_tensor_outlives_a_pass(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         assert rank["flex"]["left"] == rank["alltoall"]["left"] == 0

@@ -1,4 +1,4 @@
-"""Kernels are proved at start: one that is wrong, raises or is missing is passed over, with a line that says how."""
+"""Kernels are checked at the start: one that is wrong, raises or is missing is not used, and a note says why."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import megatron_tiny as tiny
 import pytest
+from support.model_sizes import DENSE_SIZES, EXPERT_SIZES
 
 pytest.importorskip("torch", reason="torch is not installed (the train extra)")
 import torch
@@ -20,13 +21,11 @@ from agent_rl.models.spec import ModelSpec
 pytestmark = pytest.mark.megatron
 
 CPU = torch.device("cpu")
-FACTS = ModelSpec.of(
-    {
-        "model_type": "qwen3_moe", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "head_dim": 16,
-        "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4, "num_experts": 8,
-        "num_experts_per_tok": 2, "moe_intermediate_size": 24, "max_position_embeddings": 512,
-    }
-)  # fmt: skip
+Fault = Callable[[Callable[..., Tensor]], Callable[..., Tensor]]
+Patch = pytest.MonkeyPatch
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}
+SPEC = ModelSpec.of({"model_type": "qwen3_moe", **DENSE_SIZES, **EXPERT_SIZES, **HEADS})
+CONTEXT = ParallelConfig(world_size=2, context=2)
 
 
 @pytest.fixture
@@ -45,7 +44,7 @@ def not_finite(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def wrong_backwards(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """What it gives is right, and the gradient of its second input is twice what it should be."""
+    """Its values are correct; the gradient of its second input is doubled."""
     return lambda first, second, *given: kernel(first, 2 * second - second.detach(), *given)
 
 
@@ -65,15 +64,11 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("fault", "reason"), FAULTS)
-@pytest.mark.parametrize(
-    "layout", [ParallelConfig(), ParallelConfig(world_size=2, context=2)], ids=["whole", "context"]
-)
-def test_an_attention_that_is_at_fault_is_passed_over(
-    choice: Any, fault: Callable[..., Any], reason: str, layout: ParallelConfig
-) -> None:
+@pytest.mark.parametrize("layout", [ParallelConfig(), CONTEXT], ids=["whole", "context"])
+def test_a_faulty_attention_kernel_is_not_used(choice: Any, fault: Fault, reason: str, layout: ParallelConfig) -> None:
     (right,) = choice.attentions(torch.float32, CPU)
     wrong = choice.KernelCandidate("a fast kernel", fault(right.kernel))
-    check, notes = choice.attention_check(FACTS, layout, torch.float32), []
+    check, notes = choice.attention_check(SPEC, layout, torch.float32), []
     assert choice.choose("attention", [wrong, right], check, CPU, notes) is right
     (line,) = notes
     found = rf"kernels: a fast kernel is not used for attention: {reason}; next is torch's attention per segment"
@@ -81,26 +76,21 @@ def test_an_attention_that_is_at_fault_is_passed_over(
 
 
 @pytest.mark.parametrize(("fault", "reason"), FAULTS)
-def test_a_grouped_product_that_is_at_fault_is_passed_over(
-    choice: Any, monkeypatch: pytest.MonkeyPatch, fault: Callable[..., Any], reason: str
-) -> None:
-    grouped, sdpa_per_segment = choice.EXPERT_MATMULS
+def test_a_faulty_grouped_product_is_not_used(choice: Any, monkeypatch: Patch, fault: Fault, reason: str) -> None:
+    grouped, per_expert = choice.EXPERT_MATMULS
     wrong = choice.KernelCandidate(grouped.name, fault(grouped.kernel))
-    monkeypatch.setattr(choice, "EXPERT_MATMULS", (wrong, sdpa_per_segment))
-    kernels = choice.choose_kernels(FACTS, ParallelConfig(), torch.float32, CPU, balanced=False)
-    assert kernels.product is sdpa_per_segment.kernel
-    (line,) = kernels.notes
-    assert re.fullmatch(
-        rf"kernels: torch's grouped .* matmuls of experts: {reason}; next is one matmul per expert", line
-    )
-    with pytest.raises(
-        TrainerError, match=rf"borrowed experts \(train.balance\): {reason}; no other kernel is installed$"
-    ):
-        choice.choose_kernels(FACTS, ParallelConfig(), torch.float32, CPU, balanced=True)
+    monkeypatch.setattr(choice, "EXPERT_MATMULS", (wrong, per_expert))
+    kernels = choice.choose_kernels(SPEC, ParallelConfig(), torch.float32, CPU, balanced=False)
+    assert kernels.product is per_expert.kernel
+    (line,), last = kernels.notes, rf"borrowed experts \(train.balance\): {reason}; no other kernel is installed$"
+    expected = rf"kernels: torch's grouped .* matmuls of experts: {reason}; next is one matmul per expert"
+    assert re.fullmatch(expected, line)
+    with pytest.raises(TrainerError, match=last):
+        choice.choose_kernels(SPEC, ParallelConfig(), torch.float32, CPU, balanced=True)
 
 
-def test_one_that_is_not_installed_is_passed_over_without_a_line(choice: Any) -> None:
-    check, (grouped, _), notes = choice.expert_matmul_check(FACTS, torch.float32), choice.EXPERT_MATMULS, []
+def test_a_kernel_that_is_not_installed_is_skipped_without_a_note(choice: Any) -> None:
+    check, (grouped, _), notes = choice.expert_matmul_check(SPEC, torch.float32), choice.EXPERT_MATMULS, []
     missing = choice.KernelCandidate("not there", grouped.kernel, installed=False)
     assert choice.choose("products", [missing, grouped], check, CPU, notes) is grouped
     assert not notes
@@ -109,7 +99,7 @@ def test_one_that_is_not_installed_is_passed_over_without_a_line(choice: Any) ->
     assert len(choice.attentions(torch.float32, torch.device("cuda"))) == 1
 
 
-def test_what_is_wrong_on_another_rank_is_not_used_here(choice: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_is_wrong_on_another_rank_is_not_used(choice: Any, monkeypatch: Patch) -> None:
     seen: list[float] = []
 
     def worst(error: float, _: torch.device) -> float:
@@ -118,28 +108,27 @@ def test_what_is_wrong_on_another_rank_is_not_used_here(choice: Any, monkeypatch
 
     monkeypatch.setattr(choice, "_worst", worst)
     notes: list[str] = []
-    check = choice.expert_matmul_check(FACTS, torch.float32)
+    check = choice.expert_matmul_check(SPEC, torch.float32)
     assert choice.choose("products", choice.EXPERT_MATMULS, check, CPU, notes) is choice.EXPERT_MATMULS[1]
     assert seen[0] < 1e-5
     assert "it is missing or wrong on another rank; next is one matmul per expert" in notes[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_kernels_of_a_cpu_are_right_and_draw_no_random_number(choice: Any, dtype: torch.dtype) -> None:
+def test_cpu_kernels_are_correct_and_leave_the_random_state_unchanged(choice: Any, dtype: torch.dtype) -> None:
     state = torch.get_rng_state()
-    kernels = choice.choose_kernels(FACTS, ParallelConfig(), dtype, CPU, balanced=False)
+    kernels = choice.choose_kernels(SPEC, ParallelConfig(), dtype, CPU, balanced=False)
     assert torch.equal(torch.get_rng_state(), state)
     assert (kernels.product, kernels.fused_permutation, kernels.notes) == (choice.EXPERT_MATMULS[0].kernel, False, ())
-    check = choice.expert_matmul_check(FACTS, dtype)
+    check = choice.expert_matmul_check(SPEC, dtype)
     error = check.make().error(lambda *inputs: check.run(choice.EXPERT_MATMULS[1].kernel, *inputs), dtype, CPU)
     assert 0 < error < choice.LIMITS[dtype]
 
 
-def test_a_model_with_one_product_an_expert_computes_the_same(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_matmul_per_expert_computes_the_same(build: Any, monkeypatch: Patch) -> None:
     from agent_rl.train.megatron import kernel_choice
-    from agent_rl.train.megatron.packed_batch import PackedBatch
 
-    batch = PackedBatch.from_sequences(tiny.sequences())
+    batch = tiny.packed()
     wanted = build().forward_logprobs([batch], None)[0].logprobs
     monkeypatch.setattr(kernel_choice, "EXPERT_MATMULS", kernel_choice.EXPERT_MATMULS[1:])
     found = build().forward_logprobs([batch], None)[0].logprobs
@@ -147,12 +136,12 @@ def test_a_model_with_one_product_an_expert_computes_the_same(build: Any, monkey
 
 
 @pytest.fixture
-def fused(choice: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Doubles of Transformer Engine's permutation in Megatron: they compute what its own does."""
+def fused(choice: Any, monkeypatch: Patch) -> Any:
+    """Fakes of Transformer Engine's permutation in Megatron, which compute what Megatron's own does."""
     from megatron.core.transformer.moe import moe_utils
 
     permute, unpermute, sort = moe_utils.permute, moe_utils.unpermute, moe_utils.sort_chunks_by_idxs
-    doubles = {
+    fakes = {
         "permute": lambda tokens, routing_map, num_out_tokens: permute(tokens, routing_map)[::2],
         "permute_with_probs": lambda tokens, probs, routing_map, num_out_tokens: permute(tokens, routing_map, probs),
         "unpermute": lambda rows, order, merging_probs, restore_shape: unpermute(rows, order, restore_shape),
@@ -160,15 +149,13 @@ def fused(choice: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
         "sort_chunks_by_index_with_probs": lambda rows, probs, sizes, order: sort(rows, sizes, order, probs),
     }
     monkeypatch.setattr(moe_utils, "HAVE_TE", True)
-    for name, double in doubles.items():
-        monkeypatch.setattr(moe_utils, f"fused_{name}", double, raising=False)
+    for name, fake in fakes.items():
+        monkeypatch.setattr(moe_utils, f"fused_{name}", fake, raising=False)
     return moe_utils
 
 
-def test_a_fused_permutation_is_taken_where_it_is_right(
-    choice: Any, fused: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check, notes = choice.permutation_check(FACTS, torch.float32), []
+def test_a_correct_fused_permutation_is_used(choice: Any, fused: Any) -> None:
+    check, notes = choice.permutation_check(SPEC, torch.float32), []
     ways = [way() for way in choice.PERMUTATIONS]
     assert [way.installed for way in ways] == [True, True]
     assert choice.choose("permutation", ways, check, CPU, notes).kernel is True
@@ -177,16 +164,15 @@ def test_a_fused_permutation_is_taken_where_it_is_right(
 @pytest.mark.parametrize(
     "name", ["permute", "permute_with_probs", "unpermute", "sort_chunks_by_index", "sort_chunks_by_index_with_probs"]
 )
-def test_a_fused_permutation_of_which_one_part_is_wrong_is_not_taken(
-    choice: Any, fused: Any, monkeypatch: pytest.MonkeyPatch, name: str
+def test_a_fused_permutation_with_a_wrong_part_is_not_used(
+    choice: Any, fused: Any, monkeypatch: Patch, name: str
 ) -> None:
-    """Whichever dispatcher calls that part."""
     right, notes = getattr(fused, f"fused_{name}"), []
     monkeypatch.setattr(fused, f"fused_{name}", lambda rows, *rest, **options: right(rows.flip(0), *rest, **options))
-    check, ways = choice.permutation_check(FACTS, torch.float32), [way() for way in choice.PERMUTATIONS]
+    check, ways = choice.permutation_check(SPEC, torch.float32), [way() for way in choice.PERMUTATIONS]
     assert choice.choose("permutation", ways, check, CPU, notes).kernel is False
     assert "Transformer Engine's permutation is not used for permutation: its error is" in notes[0]
 
 
-def test_a_permutation_that_is_not_installed_is_megatrons_own(choice: Any) -> None:
+def test_without_transformer_engine_the_permutation_is_megatrons(choice: Any) -> None:
     assert [way().installed for way in choice.PERMUTATIONS] == [False, True]

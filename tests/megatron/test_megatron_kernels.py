@@ -1,4 +1,4 @@
-"""The hand-written backward passes against autograd's own, on the formulas written out."""
+"""Hand-written backward passes compared with autograd's, on the formulas."""
 
 from __future__ import annotations
 
@@ -28,17 +28,13 @@ def rotation_written_out(x: Tensor, angles: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
-def same(ours: Callable[..., Tensor], reference_attention: Callable[..., Tensor], leaves: list[Tensor]) -> None:
+def same(ours: Callable[..., Tensor], reference: Callable[..., Tensor], leaves: list[Tensor]) -> None:
     """Values and gradients agree, relative to the largest entry."""
-    got, wanted = ours(*leaves), reference_attention(*leaves)
+    got, wanted = ours(*leaves), reference(*leaves)
     assert got.dtype == wanted.dtype
     gradient = torch.randn_like(wanted)
-    pairs = zip(
-        (got, *torch.autograd.grad(got, leaves, gradient)),
-        (wanted, *torch.autograd.grad(wanted, leaves, gradient)),
-        strict=True,
-    )
-    for mine, theirs in pairs:
+    with_gradients = [(out, *torch.autograd.grad(out, leaves, gradient)) for out in (got, wanted)]
+    for mine, theirs in zip(*with_gradients, strict=True):
         assert mine.dtype == theirs.dtype
         error = (mine.float() - theirs.float()).abs().max() / theirs.float().abs().max()
         assert error < TOLERANCE[leaves[0].dtype]
@@ -51,7 +47,7 @@ def leaf(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
 @dtypes
 @pytest.mark.parametrize("shape", [(50, 1, 24), (7, 1, 3, 16)], ids=["hidden", "heads"])
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])  # at the smallest, eps is as large as the mean square
-def test_norm(dtype: torch.dtype, shape: tuple[int, ...], scale: float) -> None:
+def test_norm_equals_the_formula(dtype: torch.dtype, shape: tuple[int, ...], scale: float) -> None:
     torch.manual_seed(0)
     leaves = [leaf(*shape, dtype=dtype, scale=scale), leaf(shape[-1], dtype=dtype)]
     same(lambda x, w: rms_norm(x, w, 1e-6), lambda x, w: norm_written_out(x, w, 1e-6), leaves)
@@ -65,7 +61,7 @@ def test_norm_of_zeros_is_zero() -> None:
 
 @dtypes
 @pytest.mark.parametrize("scale", [1.0, 1.3])
-def test_rotation(dtype: torch.dtype, scale: float) -> None:
+def test_rotation_equals_the_formula(dtype: torch.dtype, scale: float) -> None:
     torch.manual_seed(0)
     frequencies = 1.0 / 1e6 ** (torch.arange(0, 16, 2) / 16)
     positions = torch.tensor([0, 1, 2, 0, 1, 70_000])

@@ -1,4 +1,4 @@
-"""Adapters on attention and experts: what they compute, what they learn, what is written of them."""
+"""Adapters on attention and experts: values, gradients, updates, and the written adapter."""
 
 from __future__ import annotations
 
@@ -23,12 +23,8 @@ Build = Callable[..., Any]
 LORA = LoraConfig(rank=8, alpha=4.0)
 
 
-def batch() -> PackedBatch:
-    return PackedBatch.from_sequences(tiny.sequences())
-
-
 def given() -> list[PackedRoutes]:
-    experts = tiny.random_routes(len(batch()))
+    experts = tiny.random_routes(len(tiny.packed()))
     return [PackedRoutes(experts, torch.arange(len(experts)) % 5 != 0)]
 
 
@@ -38,16 +34,16 @@ def loss(logprobs: Tensor, entropy: Tensor | None, _: PackedBatch) -> tuple[Tens
 
 
 def train(model: Any, routes: list[PackedRoutes] | None = None) -> None:
-    model.train_microbatches([batch()], routes, loss, entropy_gradient=True)
+    model.train_microbatches([tiny.packed()], routes, loss, entropy_gradient=True)
 
 
 def logprobs(model: Any, routes: list[PackedRoutes] | None = None) -> Tensor:
-    found: Tensor = model.forward_logprobs([batch()], routes)[0].logprobs
+    found: Tensor = model.forward_logprobs([tiny.packed()], routes)[0].logprobs
     return found
 
 
 def learned(build: Build, **options: Any) -> Any:
-    """A model whose adapters are no longer as they were drawn."""
+    """A model with changed adapters."""
     model = build(lora=LORA, **options)
     generator = torch.Generator().manual_seed(3)
     for parameter in (p for p in model.modules[0].parameters() if p.requires_grad):
@@ -56,7 +52,7 @@ def learned(build: Build, **options: Any) -> Any:
 
 
 def gradients(model: Any) -> dict[str, Tensor]:
-    """Of what is trained, by Megatron's names."""
+    """Of trained parameters, by Megatron's names."""
     return {n: p.main_grad.clone() for n, p in model.modules[0].named_parameters() if p.requires_grad}
 
 
@@ -81,7 +77,7 @@ def test_new_adapters_change_no_bit(build: Build, tmp_path: Path, changes: dict[
     assert len(adapters(adapted)) == layers * 4 + moe * 3 * tiny.EXPERTS
 
 
-def test_every_seed_draws_other_adapters_and_no_two_are_alike(build: Build) -> None:
+def test_adapters_depend_on_the_seed_and_all_differ(build: Build) -> None:
     def drawn(seed: int) -> list[Tensor]:
         parameters = build(lora=LORA, seed=seed, load=False).modules[0].named_parameters()
         return [p for name, p in parameters if name.endswith(".lora.weight1.a")]
@@ -104,15 +100,12 @@ def test_gradients_are_those_of_the_merged_weights(build: Build, tmp_path: Path,
     assert not torch.allclose(logprobs(model, routes), logprobs(build(), routes), atol=1e-2)
     train(model, routes)
     train(merged, routes)
-    for parameter in merged.modules[0].parameters():
-        parameter.data = parameter.main_grad.clone()
-    whole = dict(merged.export_weights())
     pairs = adapters(model)
-    for parameter in model.modules[0].parameters():
+    for parameter in (*merged.modules[0].parameters(), *model.modules[0].parameters()):
         if parameter.requires_grad:
             parameter.data = parameter.main_grad.clone()
-    found = adapters(model)
-    sharing: dict[str, Tensor] = {}  # of query, key and value, and of gate and up, by whose A it is
+    whole, found = dict(merged.export_weights()), adapters(model)
+    sharing: dict[str, Tensor] = {}  # query, key and value share an A, as do gate and up
     for name, (a, b) in pairs.items():
         torch.testing.assert_close(found[name][1], LORA.scale * whole[name] @ a.T, rtol=1e-4, atol=1e-4)
         key = name.replace("k_proj", "q_proj").replace("v_proj", "q_proj").replace("up_proj", "gate_proj")
@@ -134,7 +127,7 @@ def test_recomputed_layers_learn_the_same(build: Build, options: dict[str, Any])
         assert bool(gradient.any()), name
 
 
-def test_an_update_changes_adapters_alone(build: Build) -> None:
+def test_an_update_changes_only_adapters(build: Build) -> None:
     from megatron_worker import optimizer
 
     model = build(lora=LORA)
@@ -150,8 +143,8 @@ def test_an_update_changes_adapters_alone(build: Build) -> None:
     assert kept == {f"0.{name}" for name in before if ".lora." in name}
 
 
-def test_a_reference_holds_what_can_differ(build: Build, checkpoint: tuple[Path, Any]) -> None:
-    """The model without adapters needs no second copy of the base, and is the base to the bit."""
+def test_a_reference_of_a_model_with_adapters_holds_only_adapters(build: Build, checkpoint: tuple[Path, Any]) -> None:
+    """And gives the log-probs of the base model bit for bit."""
     from agent_rl.train.reference import Reference
 
     model, base = build(lora=LORA), logprobs(build())
@@ -191,7 +184,7 @@ def test_the_adapter_is_written_as_peft_reads_it(build: Build, checkpoint: tuple
     assert changed == tiny.LAYERS * (4 + 3 * tiny.EXPERTS)
 
 
-def test_what_an_engine_makes_of_changes_is_the_export_bit_by_bit(build: Build, checkpoint: tuple[Path, Any]) -> None:
+def test_changes_merged_by_an_engine_equal_the_export_bit_for_bit(build: Build, checkpoint: tuple[Path, Any]) -> None:
     from agent_rl.weight_sync.adapters import BaseWeights
 
     model = learned(build)
@@ -203,7 +196,7 @@ def test_what_an_engine_makes_of_changes_is_the_export_bit_by_bit(build: Build, 
         assert torch.equal(weight, merged[name]), name
 
 
-def test_the_plan_counts_what_there_is(build: Build) -> None:
+def test_the_plan_counts_the_adapters_parameters_and_bytes(build: Build) -> None:
     from agent_rl.config import ParallelConfig, TrainConfig
     from agent_rl.planner.memory_model import adapter_bytes, trained_parameters
 

@@ -1,8 +1,7 @@
-"""What must never exist whole: a micro-batch's logits, and attention's square of a sequence's length."""
+"""Memory: neither all logits of a micro-batch nor whole attention matrices exist; inputs of layers on the host."""
 
 from __future__ import annotations
 
-import gc
 import json
 import subprocess
 import sys
@@ -20,14 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from agent_rl.train.megatron.logprobs import CHUNK_LOGITS
-from agent_rl.train.megatron.packed_batch import PackedBatch, PackedRoutes
 
 pytestmark = pytest.mark.megatron
 Build = Callable[..., Any]
 
 
 class Largest(TorchDispatchMode):
-    """The elements of the largest tensor that any operation makes, also in backward passes and recomputations."""
+    """The number of elements of the largest tensor of any operation, backward passes and recomputation included."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,16 +38,16 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_neither_logits_nor_attention_exist_whole(
+def test_no_tensor_is_larger_than_the_queries_keys_and_values_of_a_layer(
     build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recompute: str
 ) -> None:
-    """One sequence of 1,500 tokens: the largest tensor of a step is the queries, keys and values of a layer."""
+    """With one sequence of 1,500 tokens."""
     length, vocabulary, widest = 1500, 1024, (4 + 2 * 2) * 16
     tiny.make(tmp_path / "model", vocab_size=vocabulary)
     monkeypatch.setitem(CHUNK_LOGITS, "cpu", 100 * vocabulary)
     model = build(tmp_path / "model", recompute=recompute)
-    batch = PackedBatch.from_sequences(tiny.sequences(lengths=(length,)))
-    routes = PackedRoutes(tiny.random_routes(length), torch.ones(length, dtype=torch.bool))
+    batch = tiny.packed(lengths=(length,))
+    routes = tiny.everywhere(tiny.random_routes(length))
     with Largest() as seen:
         model.train_microbatches([batch], [routes], lambda got, _, __: (got.sum(), {}))
         model.forward_logprobs([batch], [routes], entropy=True)
@@ -57,43 +55,36 @@ def test_neither_logits_nor_attention_exist_whole(
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_no_part_of_a_graph_outlives_a_step(build: Build, recompute: str) -> None:
-    """A dispatcher that kept its gates would hold each layer's recomputed graph until the layer's next pass."""
-    model, batch = build(recompute=recompute), PackedBatch.from_sequences(tiny.sequences())
-    before = {id(tensor) for tensor in _in_a_graph()}
+def test_no_tensor_of_a_graph_outlives_a_step(build: Build, recompute: str) -> None:
+    """A dispatcher that keeps its gates holds each layer's recomputed graph until the layer's next pass."""
+    model, batch = build(recompute=recompute), tiny.packed()
+    before = {id(tensor) for tensor in tiny.tensors_in_graphs()}
     model.train_microbatches([batch], None, lambda got, _, __: (got.sum(), {}))
-    assert [tuple(tensor.shape) for tensor in _in_a_graph() if id(tensor) not in before] == []
+    assert [tuple(tensor.shape) for tensor in tiny.tensors_in_graphs() if id(tensor) not in before] == []
 
 
-def test_inputs_of_layers_that_lie_on_the_host_change_no_bit(build: Build) -> None:
-    """Two micro-batches, then two of other lengths, whose inputs partly fit into the memory of the first."""
+def test_layer_inputs_on_the_host_change_no_bit(build: Build) -> None:
+    """Two micro-batches, then two of other lengths, which reuse the memory of the first."""
     from agent_rl.train.megatron.activation_offload import HostActivations, offload_layer_inputs
 
     kept: list[int] = []
     plain = HostActivations.store
-
-    def counting(self: HostActivations, tensor: Tensor) -> Any:
-        kept.append(tensor.numel())
-        return plain(self, tensor)
-
     models = [build(recompute="full") for _ in range(2)]
     offload_layer_inputs(models[1].modules)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HostActivations, "store", counting)
+        patch.setattr(HostActivations, "store", lambda self, x: kept.append(x.numel()) or plain(self, x))
         for lengths in ((17, 30), (9, 41)):
-            batches = [PackedBatch.from_sequences(tiny.sequences(lengths=(length,))) for length in lengths]
+            batches = [tiny.packed(lengths=(length,)) for length in lengths]
             for model in models:
                 model.train_microbatches(batches, None, lambda got, _, __: (got.sum(), {}))
                 model.forward_logprobs(batches, None)
-            found, wanted = (
-                [one.main_grad for module in model.modules for one in module.parameters()] for model in models
-            )
-            assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+            found, wanted = ([p.main_grad for part in model.modules for p in part.parameters()] for model in models)
+            assert all(map(torch.equal, found, wanted))
     hidden = models[0].model_spec.hidden
     assert kept == [length * hidden for length in (17, 30, 9, 41) for _ in range(tiny.LAYERS)], "and nothing else"
 
 
-def test_memory_of_inputs_is_used_again() -> None:
+def test_memory_of_inputs_is_reused() -> None:
     from agent_rl.train.megatron.activation_offload import HostActivations
 
     memory = HostActivations()
@@ -102,14 +93,9 @@ def test_memory_of_inputs_is_used_again() -> None:
     place = kept[0].data_ptr()
     assert torch.equal(memory.fetch(kept), first)
     again, other = memory.store(second), memory.store(first)
-    assert again[0].data_ptr() == place != other[0].data_ptr(), "of inputs that are kept at once each has its own"
+    assert again[0].data_ptr() == place != other[0].data_ptr(), "inputs kept at the same time share no memory"
     assert torch.equal(memory.fetch(again), second)
     assert torch.equal(memory.fetch(other), first)
-
-
-def _in_a_graph() -> list[Tensor]:
-    gc.collect()
-    return [each for each in gc.get_objects() if issubclass(type(each), Tensor) and each.grad_fn is not None]
 
 
 @pytest.mark.slow

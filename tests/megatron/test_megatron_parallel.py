@@ -1,8 +1,9 @@
-"""Every parallel layout, with and without recomputation, gives what one rank gives, and its routers use the given
-experts: at every token and layer, in the forward pass and in the recomputation under the backward pass."""
+"""Every parallel layout, with and without recomputation, equals one rank, and its routers use the given experts at
+every token and layer, in the forward pass and in recomputation."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from agent_rl.train.checkpoint import directory as checkpoint
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 
 CASES = matrix.two_rank_cases()
+Alone = dict[str, dict[str, Any]]
 ORDINARY = {
     "data": ("none", "dense"),
     "data-optimizer": ("none", "bfloat16"),
@@ -32,17 +34,15 @@ ORDINARY = {
     "tensor": ("full", "moe", "without-routers", "shared-expert"),
     "tensor-optimizer": ("none",),
 }
-"""The cases outside of ``pytest -m exhaustive``, which runs the others and these."""
+"""The cases of an ordinary run; ``pytest -m exhaustive`` runs the others and these."""
 RESUMED = ("virtual", "virtual", "tensor-alone", "data-optimizer", "expert-optimizer")
-"""The first writes a checkpoint; all others go on from it."""
+"""The first writes a checkpoint; all others resume from it."""
 
 
 def parameters(cases: Iterable[tuple[str, str]]) -> list[Any]:
     """``(layout, run)``; those that are not ordinary are exhaustive."""
-    return [
-        pytest.param(layout, run, marks=[] if run in ORDINARY.get(layout, ()) else [pytest.mark.exhaustive])
-        for layout, run in cases
-    ]
+    marks = {True: [], False: [pytest.mark.exhaustive]}
+    return [pytest.param(layout, run, marks=marks[run in ORDINARY.get(layout, ())]) for layout, run in cases]
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def results(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, directories: dict[str, Path]
 ) -> Path:
-    """Two processes run the cases one after another and leave their results here."""
+    """The directory with the results of two processes, which run all cases."""
     directory = tmp_path_factory.mktemp("results")
     layouts = [TWO_RANKS[name] for name in RESUMED]
     resume = {"name": "resumed", "directory": str(directories["none"]), "layouts": layouts}
@@ -67,13 +67,13 @@ def results(
 
 
 @pytest.fixture(scope="module")
-def alone(world: Any, directories: dict[str, Path]) -> dict[str, dict[str, Any]]:
+def alone(world: Any, directories: dict[str, Path]) -> Alone:
     """The same work on one rank, by run."""
     return matrix.alone(RUNS, directories, world)
 
 
 def check_seen(run: str, ranks: list[dict[str, Any]]) -> None:
-    """All ranks' routers together were at every token and layer with the given experts, as often as they should."""
+    """The routers of all ranks together used the given experts at every token and layer, the right number of times."""
     for rank in ranks:
         assert rank["wrong"] == []
     for key in ("seen", "seen_r2"):
@@ -89,7 +89,7 @@ def check_seen(run: str, ranks: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("run", [name for name, run in RUNS.items() if "dtype" not in run.options])
-def test_recomputation_on_one_rank(run: str, alone: dict[str, dict[str, Any]]) -> None:
+def test_recomputation_on_one_rank_changes_no_gradient(run: str, alone: Alone) -> None:
     if RUNS[run].routed:
         check_seen(run, [alone[run]])
     assert alone[run]["grad_norms"][0] > 1  # so that it is clipped
@@ -99,7 +99,7 @@ def test_recomputation_on_one_rank(run: str, alone: dict[str, dict[str, Any]]) -
 
 
 @pytest.mark.parametrize(("layout", "run"), parameters(CASES))
-def test_layout_equals_one_rank(layout: str, run: str, results: Path, alone: dict[str, dict[str, Any]]) -> None:
+def test_layout_equals_one_rank(layout: str, run: str, results: Path, alone: Alone) -> None:
     ranks, expected = matrix.loaded(results, f"{layout}-{run}", 2), alone[run]
     if RUNS[run].routed:
         check_seen(run, ranks)
@@ -114,10 +114,10 @@ def test_layout_equals_one_rank(layout: str, run: str, results: Path, alone: dic
 
 
 @pytest.mark.parametrize("layout", ["data", "expert", "context", "tensor"])
-def test_a_shared_optimizer_is_held_once(layout: str, results: Path, alone: dict[str, dict[str, Any]]) -> None:
+def test_a_distributed_optimizer_is_held_once(layout: str, results: Path, alone: Alone) -> None:
     held = [rank["state_numel"] for rank in matrix.loaded(results, f"{layout}-optimizer-none", 2)]
     whole = alone["none"]["state_numel"]
-    if layout == "tensor":  # every tensor rank has the norms and routers, and there is no other copy to share them with
+    if layout == "tensor":  # every tensor rank holds the norms and routers
         assert whole < sum(held) < 1.03 * whole
     else:
         assert sum(held) == whole
@@ -143,7 +143,7 @@ def test_another_layout_holds_the_same_state_bit_for_bit(number: int, results: P
     assert {slot for _, slot in ours} == {"master", "exp_avg", "exp_avg_sq"}
     for key, values in theirs.items():
         np.testing.assert_array_equal(ours[key].view(np.int32), values.view(np.int32), err_msg=str(key))
-        assert values.any(), f"{key}: nothing was learned there"
+        assert values.any(), f"{key}: still zero"
 
 
 def whole_state(directory: Path) -> dict[tuple[str, str], Any]:
@@ -151,17 +151,12 @@ def whole_state(directory: Path) -> dict[tuple[str, str], Any]:
     manifest = checkpoint.read_manifest(directory)
     checkpoint.verify(directory, manifest)
     reader = checkpoint.open_pieces(directory, manifest)
-    return {
-        (part.name, slot): reader.read(whole_part(part), slot)
-        for part in whole_parameters(reader)
-        for slot in ("master", "exp_avg", "exp_avg_sq")
-    }
+    keys = itertools.product(whole_parameters(reader), ("master", "exp_avg", "exp_avg_sq"))
+    return {(part.name, slot): reader.read(whole_part(part), slot) for part, slot in keys}
 
 
 @pytest.mark.parametrize(("layout", "run"), parameters(case for case in CASES if case[1] in matrix.FORWARD))
-def test_saved_checkpoint_loads_in_transformers(
-    layout: str, run: str, results: Path, alone: dict[str, dict[str, Any]]
-) -> None:
+def test_a_saved_checkpoint_loads_in_transformers(layout: str, run: str, results: Path, alone: Alone) -> None:
     from transformers import AutoModelForCausalLM
 
     loaded = AutoModelForCausalLM.from_pretrained(results / f"{layout}-{run}-hf", dtype=torch.float32).state_dict()

@@ -1,5 +1,4 @@
-"""The reference model in a real model's place, and what a step makes of it. The parallel layouts are in
-test_megatron_parallel.py."""
+"""The reference model, swapped into a real model, and its use in a step. test_megatron_parallel.py has the layouts."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from agent_rl.config import Clip, RunConfig
 from agent_rl.errors import ConfigError
 from agent_rl.train.batching.partition import split_step
 from agent_rl.train.loss.objectives import kl_estimate, penalized_advantages
-from agent_rl.train.megatron.packed_batch import PackedBatch, PackedRoutes
+from agent_rl.train.megatron.packed_batch import PackedBatch
 from agent_rl.train.reports import RankReport
 from agent_rl.train.requests import OptimizerSpec, StepRequest
 from agent_rl.train.step_metrics import step_metrics
@@ -39,19 +38,14 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def routed(batch: PackedBatch) -> list[PackedRoutes]:
-    experts = tiny.random_routes(len(batch))
-    return [PackedRoutes(experts, torch.ones(len(batch), dtype=torch.bool))]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_reference_speaks_and_leaves_no_trace(build: Build, other: Path, dtype: torch.dtype) -> None:
-    """Its log-probs are those of its own checkpoint; weights, gradients and optimizer keep every bit."""
+def test_the_reference_changes_only_the_log_probs(build: Build, other: Path, dtype: torch.dtype) -> None:
+    """Weights, gradients and optimizer state are bit-identical afterwards."""
     from agent_rl.train.optimizer import PolicyOptimizer
     from agent_rl.train.reference import Reference
 
-    batch = PackedBatch.from_sequences(tiny.sequences())
-    given = routed(batch)
+    batch = tiny.packed()
+    given = [tiny.everywhere(tiny.random_routes(len(batch)))]
     expected = build(other, dtype=dtype).forward_logprobs([batch], given)[0].logprobs
     model = build(dtype=dtype)
     reference = Reference.load(model, other)
@@ -59,7 +53,7 @@ def test_the_reference_speaks_and_leaves_no_trace(build: Build, other: Path, dty
     for _ in range(2):
         model.train_microbatches([batch], given, lambda got, _, __: (-got.mean(), {}))
         optimizer.step()
-        model.train_microbatches([batch], given, lambda got, _, __: (-got.mean(), {}))  # gradients that wait
+        model.train_microbatches([batch], given, lambda got, _, __: (-got.mean(), {}))  # gradients for the next update
         before, own = traces(model, optimizer), model.forward_logprobs([batch], given)[0].logprobs
         with reference.swapped_in():
             (output,) = model.forward_logprobs([batch], given)
@@ -70,7 +64,7 @@ def test_the_reference_speaks_and_leaves_no_trace(build: Build, other: Path, dty
         assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_a_pass_that_fails_gives_the_weights_back(build: Build, other: Path) -> None:
+def test_a_failed_pass_restores_the_weights(build: Build, other: Path) -> None:
     from agent_rl.train.reference import Reference
 
     model = build()
@@ -83,7 +77,7 @@ def test_a_pass_that_fails_gives_the_weights_back(build: Build, other: Path) -> 
 
 
 def traces(model: Any, optimizer: Any) -> dict[str, Tensor]:
-    """Copies of the weights, the waiting gradients and the optimizer's state."""
+    """Copies of weights, gradients and optimizer state."""
     found = {}
     for name, parameter in model.modules[0].named_parameters():
         found |= {f"{name} weight": parameter.detach().clone(), f"{name} gradient": parameter.main_grad.clone()}
@@ -128,19 +122,18 @@ def samples() -> list[Sample]:
 
 
 def take_step(model: Any, reference: Any, seen: list[Any], **train: Any) -> RankReport:
-    """A step of two mini steps of two micro-batches each. ``seen``: what each update was given, and the log-probs of
-    the policy that it began with."""
+    """A step of two mini steps of two micro-batches each. Adds to ``seen`` for each update its micro-batches and the
+    policy's log-probs before it."""
     from agent_rl.train.optimizer import PolicyOptimizer
     from agent_rl.train.step import grpo_step
 
-    config = RunConfig.model_validate(
-        {"name": "test", "model": model.directory, "train": {"replay": "off", "device": "cpu", **train}}
-    )
+    settings = {"replay": "off", "device": "cpu", **train}
+    config = RunConfig.model_validate({"name": "test", "model": model.directory, "train": settings})
     (shares,) = split_step(samples(), mini_steps=2, budget=32, ranks=1)
     assert [len(share.micro_batches) for share in shares] == [2, 2]
 
     class Watched:
-        """The model, with a look at what its updates are given."""
+        """The model with its updates recorded."""
 
         def __getattr__(self, name: str) -> Any:
             return getattr(model, name)
@@ -156,8 +149,8 @@ def take_step(model: Any, reference: Any, seen: list[Any], **train: Any) -> Rank
     return report
 
 
-def test_all_mini_steps_have_the_log_probs_of_before_the_first(build: Build, other: Path) -> None:
-    """Of the policy and of the reference; and the KL in the loss is that of the policy as it is by then."""
+def test_all_mini_steps_use_the_log_probs_from_before_the_first(build: Build, other: Path) -> None:
+    """Those of policy and reference. The KL in the loss is the current policy's."""
     from agent_rl.train.reference import Reference
 
     seen: list[Any] = []
@@ -183,11 +176,11 @@ def test_all_mini_steps_have_the_log_probs_of_before_the_first(build: Build, oth
         assert update.kl == pytest.approx(moved, rel=1e-3, abs=1e-5)
         assert update.kl_reference == pytest.approx(squares, rel=1e-4)
     assert report.updates[0].kl == pytest.approx(0, abs=1e-6)
-    assert report.updates[1].kl > 1e-3, "the policy moved, and is compared with where it was"
+    assert report.updates[1].kl > 1e-3, "the policy has moved"
 
 
-def test_epochs_go_through_the_same_mini_steps_again(build: Build, other: Path) -> None:
-    """With the log-probs of before the first of them; what is counted once a step stays counted once."""
+def test_epochs_repeat_the_same_mini_steps(build: Build, other: Path) -> None:
+    """With the log-probs from before the first. Figures of a step are counted once."""
     from agent_rl.train.reference import Reference
 
     kl = {"coefficient": 0.2, "estimator": "k1", "apply_to": "reward"}
@@ -211,9 +204,8 @@ def test_normalized_weights_have_the_mean_one_over_a_step(build: Build) -> None:
     correction = {"weight": "token", "weight_high": None, "normalize": True}
     take_step(build(), None, seen, mini_steps=2, correction=correction)
     batches = [batch for given, _ in seen for batch in given]
-    mask, factors, log_weight = (
-        torch.cat([batch.extras[name] for batch in batches]) for name in ("mask", "factors", "log_weight")
-    )
+    names = ("mask", "factors", "log_weight")
+    mask, factors, log_weight = (torch.cat([batch.extras[name] for batch in batches]) for name in names)
     assert float(factors[mask].mean()) == pytest.approx(1.0, rel=1e-6)
     expected = log_weight[mask].exp()
     torch.testing.assert_close(factors[mask], expected / expected.mean())
@@ -228,20 +220,17 @@ def test_a_penalty_in_the_reward_reaches_the_updates(build: Build, other: Path, 
     kl = {"coefficient": 0.2, "estimator": "k1", "apply_to": "reward"}
     report = take_step(model, Reference.load(model, other), seen, kl=kl, advantage_scale=scale, mini_steps=2)
     batches = [batch for given, _ in seen for batch in given]
-    masks = [batch.extras["mask"] for batch in batches]
-    expected, plain = [], []
+    mask = torch.cat([batch.extras["mask"] for batch in batches])
+    plain, expected = [], []
     for batch in batches:
-        extras = batch.extras
-        plain.append(torch.cat([torch.full((int(n),), samples()[i].advantage) for i, n in
-                                zip(batch.sample_ids, batch.cu_seqlens.diff(), strict=True)]))  # fmt: skip
+        extras, own = batch.extras, torch.tensor([samples()[index].advantage for index in batch.sample_ids])
+        plain.append(own.repeat_interleave(batch.cu_seqlens.diff()))
         k1 = extras["old_logprobs"] - extras["reference"]
         expected.append(penalized_advantages(plain[-1], k1, extras["mask"], extras["sequence"], 0.2))
-    pairs = zip(plain, expected, masks, strict=True)
-    taken = sum(float((before - after)[mask].sum()) for before, after, mask in pairs)
+    values = torch.cat(expected)
     assert report.reference is not None
-    assert report.reference.taken == pytest.approx(taken, rel=1e-4)
+    assert report.reference.taken == pytest.approx(float((torch.cat(plain) - values)[mask].sum()), rel=1e-4)
     if scale == "batch":
-        sampled = torch.cat([values[mask] for values, mask in zip(expected, masks, strict=True)])
-        expected = [(values - sampled.mean()) / (sampled.std(correction=0) + 1e-6) for values in expected]
-    for batch, values in zip(batches, expected, strict=True):
-        torch.testing.assert_close(batch.extras["advantages"], values, rtol=1e-4, atol=1e-4)
+        values = (values - values[mask].mean()) / (values[mask].std(correction=0) + 1e-6)
+    found = torch.cat([batch.extras["advantages"] for batch in batches])
+    torch.testing.assert_close(found, values, rtol=1e-4, atol=1e-4)

@@ -1,4 +1,4 @@
-"""Routes that come already cut: used as whole ones are, and refused where they are another token's."""
+"""Shards of routes: used like whole routes, and refused if they belong to other tokens."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def shard_of(batch: PackedBatch, experts: np.ndarray, present: np.ndarray, spec:
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
-def test_a_shard_is_used_as_whole_routes_are(build: Callable[..., Any], dtype: type) -> None:
-    model, batch = build(), replace(PackedBatch.from_sequences(tiny.sequences()), sample_ids=SAMPLES)
+def test_a_shard_is_used_like_whole_routes(build: Callable[..., Any], dtype: type) -> None:
+    model, batch = build(), replace(tiny.packed(), sample_ids=SAMPLES)
     experts, present = tiny.random_routes(len(batch)), torch.arange(len(batch)) % 3 != 0
     whole = model.forward_logprobs([batch], [PackedRoutes(experts, present)], record=True)[0]
     shard = shard_of(batch, experts.numpy().astype(dtype), present.numpy(), model.shard)
@@ -52,7 +52,7 @@ def test_a_shard_is_used_as_whole_routes_are(build: Callable[..., Any], dtype: t
 
 
 def test_routes_of_other_tokens_are_refused(build: Callable[..., Any]) -> None:
-    model, batch = build(), replace(PackedBatch.from_sequences(tiny.sequences()), sample_ids=SAMPLES)
+    model, batch = build(), replace(tiny.packed(), sample_ids=SAMPLES)
     experts, present = tiny.random_routes(len(batch)).numpy(), np.ones(len(batch), np.bool_)
     shard = shard_of(batch, experts, present, model.shard)
     swapped = shard.identity.copy()
@@ -63,21 +63,7 @@ def test_routes_of_other_tokens_are_refused(build: Callable[..., Any]) -> None:
         model.forward_logprobs([replace(batch, sample_ids=(5, 0, 9, 2))], [shard])
     with pytest.raises(TrainerError, match=r"routes came for the MoE layers \[1\], this rank has \[0, 1, 2, 3\]"):
         model.forward_logprobs([batch], [shard_of(batch, experts, present, ShardSpec((1,)))])
-    model.forward_logprobs([batch], [shard])  # a refusal leaves nothing behind
-
-
-class Assigned:
-    """The experts that routers are handed, by layer number."""
-
-    def __init__(self) -> None:
-        self.experts: dict[int, torch.Tensor] = {}
-
-    def assigned(self, layer_number: int, microbatch: int, experts: torch.Tensor) -> None:
-        self.experts[layer_number] = experts.clone()
-
-    def action(self, *_: Any) -> None: ...
-
-    def forwarded(self, *_: Any) -> None: ...
+    model.forward_logprobs([batch], [shard])  # works after the refusals
 
 
 def step(model: Any, samples: list[Sample], shards: list[RouteShard], replay: str) -> Any:
@@ -104,14 +90,14 @@ def build_samples(routes: bool) -> list[Sample]:
 
 @pytest.mark.parametrize("replay", ["r3", "r2"])
 def test_a_step_replays_its_own_share(build: Callable[..., Any], replay: str) -> None:
-    """R3: the rollout's rows, in both passes. R2: those of the old-log-prob pass, which never left the rank."""
+    """R3: the rollout's rows, in both passes. R2: the rows of the old-log-prob pass, in the update."""
     model, samples = build(), build_samples(routes=True)
     ((share,),) = split_step(samples, mini_steps=1, budget=1000, ranks=1)
     (ids,) = share.micro_batches
     shard = shard_routes(samples, ids, model.shard)
     batch = PackedBatch.from_sequences([torch.from_numpy(samples[index].tokens) for index in ids])
     own = model.forward_logprobs([batch], None, record=True)[0].routes.numpy()
-    model.replayer.observer = watch = Assigned()
+    model.replayer.observer = events = tiny.RouterEvents()
     report, differs = step(model, samples, [shard], replay)
     sampled, (sums,) = report.sampled, report.updates
     assert len(sampled.entropy) == len(sampled.flags) == sums.tokens
@@ -119,7 +105,10 @@ def test_a_step_replays_its_own_share(build: Callable[..., Any], replay: str) ->
     assert (sampled.flags == 0).all(), "nothing is clipped in a first update, and no correction is configured"
     for column, number in enumerate(model.layer_numbers):
         given = shard.experts if replay == "r3" else own
-        np.testing.assert_array_equal(watch.experts[number].numpy(), given[:, column])
+        passes = events.of("assigned", number)
+        assert len(passes) == (2 if replay == "r3" else 1)
+        for _, experts in passes:
+            np.testing.assert_array_equal(experts.numpy(), given[:, column])
     (replayed,), (native,) = differs.unpacked(differs.replayed), differs.unpacked(differs.without_replay)
     np.testing.assert_array_equal(native, route_differences(shard, own))
     np.testing.assert_array_equal(replayed, native if replay == "r2" else np.zeros_like(native))

@@ -1,4 +1,4 @@
-"""What each rank reads of a checkpoint: its own part, each byte once, and no tensor whole where a slice is enough."""
+"""Each rank reads its own slices of a checkpoint, each byte once; damaged checkpoints are refused."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ pytest.importorskip("torch", reason="torch is not installed (the train extra)")
 import numpy as np
 import torch
 from safetensors.torch import save_file
+from support.model_sizes import DENSE_SIZES, EXPERT_SIZES
 from torch import Tensor
 
 from agent_rl.config import ParallelConfig
@@ -26,21 +27,17 @@ from agent_rl.train.megatron.parallel import ParallelState
 
 pytestmark = pytest.mark.megatron
 
-MODEL = {
-    "model_type": "qwen3_moe", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
-    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24, "max_position_embeddings": 512, "norm_topk_prob": True, "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6, "mlp_only_layers": [1], "tie_word_embeddings": False,
-}  # fmt: skip
-LAYOUTS = (
-    ParallelConfig(),
-    ParallelConfig(world_size=8, tensor=4, expert=8),
-    ParallelConfig(world_size=8, tensor=2, pipeline=2, expert=4),
-)
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}
+MODEL = {"model_type": "qwen3_moe", **DENSE_SIZES, **EXPERT_SIZES, **HEADS, "mlp_only_layers": [1]}
+LAYOUTS = {
+    "one rank": ParallelConfig(),
+    "TP4 EP8": ParallelConfig(world_size=8, tensor=4, expert=8),
+    "TP2 PP2 EP4": ParallelConfig(world_size=8, tensor=2, pipeline=2, expert=4),
+}
 
 
 def ranks_of(layout: ParallelConfig) -> Iterator[ParallelState]:
-    """Every rank's place, as Megatron counts: tensor ranks next to each other, then data ranks, then stages."""
+    """The state of every rank in Megatron's order: tensor ranks first, then data ranks, then stages."""
     stage = layout.world_size // layout.pipeline
     data = stage // layout.tensor
     for rank in range(layout.world_size):
@@ -49,6 +46,9 @@ def ranks_of(layout: ParallelConfig) -> Iterator[ParallelState]:
             rank, layout.world_size, within // layout.tensor, data, within % layout.tensor, layout.tensor,
             rank // stage, layout.pipeline, 0, 1, within % layout.expert, layout.expert,
         )  # fmt: skip
+
+
+Reads = list[tuple[str, int, int]]
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 
 def modules_of(model_spec: ModelSpec, ranks: ParallelState) -> list[Any]:
-    """What stands for a rank's model: the parameters of its stage by Megatron's names, of this rank's sizes."""
+    """Modules with this rank's parameters, by Megatron's names."""
     tensor, hidden, dim = ranks.tensor_size, model_spec.hidden, model_spec.head_dim
     each = model_spec.num_layers // ranks.pipeline_size
     first = ranks.pipeline_rank * each
@@ -123,9 +123,9 @@ def wanted(
 
 
 @pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
+def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
     """File, first byte and length of every read that is made."""
-    made: list[tuple[str, int, int]] = []
+    made: Reads = []
     plain = os.preadv
 
     def preadv(file: int, buffers: Sequence[memoryview], start: int) -> int:
@@ -137,16 +137,12 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
     return made
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=["one rank", "TP4 EP8", "TP2 PP2 EP4"])
-def test_each_rank_reads_its_part_once(
-    checkpoint: Checkpoint, reads: list[tuple[str, int, int]], layout: ParallelConfig
-) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_each_rank_reads_its_slices_once(checkpoint: Checkpoint, reads: Reads, layout: ParallelConfig) -> None:
     from agent_rl.train.megatron.hf_weights import load_weights, own_experts, param_mappings
 
-    model_spec, sizes = (
-        checkpoint.model_spec,
-        {file.name: file.stat().st_size for file in checkpoint.directory.iterdir()},
-    )
+    model_spec = checkpoint.model_spec
+    sizes = {file.name: file.stat().st_size for file in checkpoint.directory.iterdir()}
     by_any = {name: np.zeros(size, bool) for name, size in sizes.items()}
     for ranks in ranks_of(layout):
         reads.clear()
@@ -166,54 +162,48 @@ def test_each_rank_reads_its_part_once(
     assert sum(int(part.sum()) for part in by_any.values()) == sum(part.nbytes for part in checkpoint.tensors.values())
 
 
-def test_experts_that_moved_are_read_where_they_live(checkpoint: Checkpoint) -> None:
+def test_moved_experts_are_read_by_their_rank(checkpoint: Checkpoint) -> None:
     from agent_rl.train.megatron.hf_weights import load_weights
 
     (_, ranks) = ranks_of(ParallelConfig(world_size=2, expert=2))
-    modules, homes = modules_of(checkpoint.model_spec, ranks), {2: (0, 2, 4, 6, 7, 5, 3, 1)}
-    load_weights(modules, checkpoint.model_spec, checkpoint.directory, ranks, homes, LoadProgress())
+    modules, placement = modules_of(checkpoint.model_spec, ranks), {2: (0, 2, 4, 6, 7, 5, 3, 1)}
+    load_weights(modules, checkpoint.model_spec, checkpoint.directory, ranks, placement, LoadProgress())
     held = dict(modules[0].named_parameters())["decoder.layers.2.mlp.experts.weight2"]
     names = [f"model.layers.2.mlp.experts.{expert}.down_proj.weight" for expert in (7, 5, 3, 1)]
     assert torch.equal(held, torch.stack([checkpoint.tensors[name] for name in names]).float())
 
 
-def test_one_block_of_host_memory_is_used(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_needs_one_block_of_host_memory(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     from agent_rl.train.megatron import safetensors_slices as slices
     from agent_rl.train.megatron.hf_weights import load_weights
 
     (ranks,) = ranks_of(ParallelConfig())
     monkeypatch.setattr(slices, "BLOCK_BYTES", 100)  # less than two rows of hidden 32
-    rooms: list[int] = []
+    sizes: list[int] = []
     plain = slices.SliceReader._block_of
-
-    def room(self: Any, size: int) -> Tensor:
-        rooms.append(size)
-        return plain(self, size)
-
-    monkeypatch.setattr(slices.SliceReader, "_block_of", room)
+    monkeypatch.setattr(slices.SliceReader, "_block_of", lambda self, size: sizes.append(size) or plain(self, size))
     modules = modules_of(checkpoint.model_spec, ranks)
     load_weights(modules, checkpoint.model_spec, checkpoint.directory, ranks, {}, LoadProgress())
-    assert max(rooms) == 2 * 128, "one row of the widest tensor, where a block is narrower"
+    assert max(sizes) == 2 * 128, "a block holds at least one row of the widest tensor"
     held = dict(modules[0].named_parameters())
     assert torch.equal(held["output_layer.weight"], checkpoint.tensors["lm_head.weight"].float())
 
 
 def test_nothing_is_read_of_a_checkpoint_that_does_not_fit(
-    checkpoint: Checkpoint, reads: list[tuple[str, int, int]], tmp_path: Path
+    checkpoint: Checkpoint, reads: Reads, tmp_path: Path
 ) -> None:
     from agent_rl.train.megatron.hf_weights import load_weights
 
     (ranks,) = ranks_of(ParallelConfig())
     narrow = checkpoint.tensors | {"model.layers.3.mlp.gate.weight": torch.zeros(4, 32)}
     save_file(narrow, tmp_path / "model.safetensors")
+    modules = modules_of(checkpoint.model_spec, ranks)
     with pytest.raises(ConfigError, match=r"3\.mlp\.gate\.weight is \[4, 32\] in .* and \[8, 32\] by config\.json$"):
-        load_weights(
-            modules_of(checkpoint.model_spec, ranks), checkpoint.model_spec, tmp_path, ranks, {}, LoadProgress()
-        )
+        load_weights(modules, checkpoint.model_spec, tmp_path, ranks, {}, LoadProgress())
     assert not reads
 
 
-def test_files_that_are_no_checkpoint_are_one_line(tmp_path: Path) -> None:
+def test_damaged_checkpoint_files_are_refused_in_one_line(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     with pytest.raises(ConfigError, match=r"holds no \*\.safetensors file$"):
         read_headers(tmp_path)
@@ -226,19 +216,21 @@ def test_files_that_are_no_checkpoint_are_one_line(tmp_path: Path) -> None:
         read_headers(tmp_path)
 
 
-def test_a_dtype_that_is_not_read_is_refused_where_the_model_needs_the_tensor(
-    checkpoint: Checkpoint, tmp_path: Path
-) -> None:
-    file, model_spec = tmp_path / "model.safetensors", checkpoint.model_spec
-    save_file(checkpoint.tensors | {"steps": torch.zeros(8, dtype=torch.int64)}, file)
+def test_missing_tensors_and_unsupported_dtypes_are_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    file, model_spec, tensors = tmp_path / "model.safetensors", checkpoint.model_spec, dict(checkpoint.tensors)
+    save_file(tensors | {"steps": torch.zeros(8, dtype=torch.int64)}, file)
     check_checkpoint(tmp_path, model_spec)
-    save_file(checkpoint.tensors | {"model.norm.weight": torch.zeros(32).to(torch.float8_e4m3fn)}, file)
+    save_file(tensors | {"model.norm.weight": torch.zeros(32).to(torch.float8_e4m3fn)}, file)
     with pytest.raises(ConfigError, match=r"model\.norm\.weight is F8_E4M3; supported: F64, F32, F16, BF16$"):
+        check_checkpoint(tmp_path, model_spec)
+    del tensors["model.norm.weight"]
+    save_file(tensors, file)
+    with pytest.raises(ConfigError, match=r"no tensor model\.norm\.weight"):
         check_checkpoint(tmp_path, model_spec)
 
 
 def test_files_that_an_index_does_not_name_are_not_read(tmp_path: Path) -> None:
-    """The engine reads none of them either."""
+    """As in the engine."""
     save_file({"a": torch.zeros(8)}, tmp_path / "model-00001-of-00001.safetensors")
     save_file({"a": torch.zeros(4)}, tmp_path / "model.safetensors")
     index = {"weight_map": {"a": "model-00001-of-00001.safetensors"}}

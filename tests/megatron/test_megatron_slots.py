@@ -1,4 +1,4 @@
-"""Which token goes to which slot, and products whose bits do not depend on how an expert's rows were shared out."""
+"""The slot of every token, and products whose bits do not depend on how ranks share an expert's rows."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("torch", reason="torch is not installed (the train extra)")
+import megatron_tiny as tiny
 import numpy as np
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from r3.balance import ExpertLayout, LayerPlan
 pytestmark = pytest.mark.megatron
 
 LAYOUT = ExpertLayout(experts=8, ranks=2, slots=2)
-"""Experts 0 to 3 live in slots 0 to 3, 4 to 7 in slots 6 to 9; slots 4, 5, 10 and 11 are borrowed."""
+"""Experts 0 to 3 have slots 0 to 3, 4 to 7 slots 6 to 9; slots 4, 5, 10 and 11 are borrowed."""
 
 
 def shared_out() -> LayerPlan:
@@ -38,6 +39,12 @@ def assignment(source: int, plan: LayerPlan) -> Any:
     return SlotAssignment(*torch.from_numpy(slot_assignment_table(plan, source)))
 
 
+def row_padding(counts: Tensor, min_rows: Tensor) -> Any:
+    from agent_rl.train.expert_balancing.borrowed_experts import RowPadding
+
+    return RowPadding(counts, min_rows)
+
+
 def chosen(tokens: int) -> Tensor:
     """A map of two experts a token, ``[T, 8]``: each has ``tokens / 4`` tokens."""
     experts = torch.stack((torch.arange(tokens) % 8, (torch.arange(tokens) + 3) % 8), dim=1)
@@ -54,7 +61,7 @@ def test_tokens_follow_the_quota_and_unforeseen_tokens_use_the_last_slot() -> No
     assert (slot_counts[5], slot_counts[10], sum(slot_counts)) == (0, 0, 64)
 
 
-def test_missing_tokens_leave_the_last_ranks_with_less() -> None:
+def test_fewer_tokens_than_foreseen_fill_the_first_slots() -> None:
     plan, counts = shared_out(), torch.ones(8, dtype=torch.int64)
     slot_counts = assignment(1, plan).slot_counts(counts)
     assert int(slot_counts.sum()) == 8
@@ -77,8 +84,6 @@ def test_expert_order_matches_the_slot_map(source: int) -> None:
 
 @pytest.mark.parametrize("parts", [(1, 39), (15, 25), (3, 3, 34), (1, 2)])
 def test_padded_parts_of_a_product_equal_the_whole_bit_for_bit(parts: tuple[int, ...]) -> None:
-    from agent_rl.train.expert_balancing.borrowed_experts import RowPadding
-
     torch.manual_seed(0)
     tokens, weight = torch.randn(sum(parts), 512), torch.randn(1, 256, 512).transpose(1, 2)
     min_rows = torch.tensor([min(16, sum(parts))])
@@ -88,15 +93,13 @@ def test_padded_parts_of_a_product_equal_the_whole_bit_for_bit(parts: tuple[int,
 
     outputs = []
     for part in tokens.split(parts):
-        padding = RowPadding(torch.tensor([len(part)]), min_rows)
+        padding = row_padding(torch.tensor([len(part)]), min_rows)
         outputs.append(padding.unpad(product(padding.pad(part))))
     assert torch.equal(torch.cat(outputs), product(tokens))
 
 
 def test_experts_without_rows_are_not_padded() -> None:
-    from agent_rl.train.expert_balancing.borrowed_experts import RowPadding
-
-    padding = RowPadding(torch.tensor([2, 0, 5]), torch.tensor([3, 3, 0]))
+    padding = row_padding(torch.tensor([2, 0, 5]), torch.tensor([3, 3, 0]))
     assert padding.padded_counts.tolist() == [3, 0, 5]
     assert padding.pad(torch.arange(1.0, 8.0)).tolist() == [1, 2, 0, 3, 4, 5, 6, 7]
     assert padding.unpad(padding.pad(torch.arange(7.0))).tolist() == list(range(7))
@@ -111,21 +114,18 @@ def test_only_shared_experts_are_padded_up_to_their_tokens() -> None:
     assert local_slots(shared_out(), 1, 4)[1].tolist()[-1] == 4
 
 
-def test_plans_are_refused_by_a_model_that_borrows_nothing(build: Any) -> None:
-    from agent_rl.train.megatron.packed_batch import PackedBatch
-
+def test_a_model_without_balancing_refuses_plans(build: Any) -> None:
     with pytest.raises(TrainerError, match="not built with balance"):
-        build().forward_logprobs([PackedBatch.from_sequences([[1, 2, 3]])], None, plans=[])
+        build().forward_logprobs([tiny.packed()], None, plans=[])
 
 
-def test_each_forward_pass_has_its_plan_and_each_recomputation_its_own(build: Any) -> None:
+def test_every_forward_pass_and_recomputation_must_have_its_plan(build: Any) -> None:
     from agent_rl.train.expert_balancing.moe_layer import BalancedMoELayer
     from agent_rl.train.expert_balancing.plan_feed import BalancingSpec
-    from agent_rl.train.megatron.packed_batch import PackedBatch
 
     nothing: Any = None  # no plan, so nothing is ever fetched
     model = build(recompute="full", balance=BalancingSpec(ExpertLayout(8, 1, 1), lambda _: (nothing, nothing)))
-    model.forward_logprobs([PackedBatch.from_sequences([[1, 2, 3]])], None, plans=[])
+    model.forward_logprobs([tiny.packed()], None, plans=[])
     layer = next(part for part in model.modules[0].modules() if isinstance(part, BalancedMoELayer))
     with pytest.raises(TrainerError, match="layer 1: recomputed more often"):
         layer(torch.zeros(2, 1, model.config.hidden_size))

@@ -1,6 +1,6 @@
-"""Borrowed experts arrive as they are at home, their gradients come home, and as many bytes move as were planned.
+"""Borrowed experts equal their owners', their gradients are returned, and the planned number of bytes moves.
 
-A pool is one a machine, never read while it changes, and gone with its ranks however they end."""
+Pools: one per node, not read while they change, and removed with their ranks however these end."""
 
 from __future__ import annotations
 
@@ -28,29 +28,23 @@ pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 RANKS, LAYERS = 4, range(worker.LAYERS)
 LAYOUT = ExpertLayout(worker.EXPERTS, RANKS, worker.SLOTS, placement=worker.HOME)
 Case = tuple[str, str, bool, bool]
-EVERY_CASE = pytest.mark.parametrize(
-    "case",
-    worker.CASES,
-    ids=[
-        f"{kind}-{dtype}{'-prefetch' * ahead}{'-lopsided' * lopsided}" for kind, dtype, ahead, lopsided in worker.CASES
-    ],
-)
+EVERY_CASE = pytest.mark.parametrize("case", worker.CASES, ids=lambda case: "-".join(map(str, case)))
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank of one world found."""
+    """The results of every rank."""
     return worker.launch(pool_worker.__file__, RANKS, tmp_path_factory.mktemp("transfer"))
 
 
-def home_places(layer: int, experts: torch.Tensor) -> list[tuple[int, int]]:
-    """The home rank of each expert and its slot there."""
+def owners(layer: int, experts: torch.Tensor) -> list[tuple[int, int]]:
+    """The owner of each expert and its slot there."""
     order = worker.HOME[layer].tolist()
     return [divmod(order.index(expert), LAYOUT.experts_per_rank) for expert in experts.tolist()]
 
 
 @EVERY_CASE
-def test_every_rank_gets_what_it_borrows_bit_for_bit(results: Any, case: Case) -> None:
+def test_borrowed_experts_are_bit_identical(results: Any, case: Case) -> None:
     dtype = getattr(torch, case[1])
     for rank, seed in product(range(RANKS), range(2)):
         layers = [*LAYERS, *reversed(LAYERS)]
@@ -61,7 +55,7 @@ def test_every_rank_gets_what_it_borrows_bit_for_bit(results: Any, case: Case) -
 
 
 @EVERY_CASE
-def test_gradients_come_home_once(results: Any, case: Case) -> None:
+def test_gradients_are_returned_once(results: Any, case: Case) -> None:
     dtype = getattr(torch, case[1])
     for layer in LAYERS:
         wanted = [[torch.ones_like(grad) for grad in rank["cases"][case]["grads"][layer]] for rank in results]
@@ -69,16 +63,15 @@ def test_gradients_come_home_once(results: Any, case: Case) -> None:
             experts = worker.live(worker.random_plans(LAYOUT, seed, lopsided=case[3])[layer], rank)
             shares = worker.gradient(layer, rank, experts, dtype, seed)
             for which, share in enumerate(shares):
-                for place, (home, slot) in enumerate(home_places(layer, experts)):
-                    wanted[home][which][slot] += share[place]
+                for place, (owner, slot) in enumerate(owners(layer, experts)):
+                    wanted[owner][which][slot] += share[place]
         for rank, grads in enumerate(wanted):
-            assert all(map(torch.equal, results[rank]["cases"][case]["grads"][layer], grads)), (
-                f"rank {rank}, layer {layer}"
-            )
+            found = results[rank]["cases"][case]["grads"][layer]
+            assert all(map(torch.equal, found, grads)), f"rank {rank}, layer {layer}"
 
 
 @EVERY_CASE
-def test_as_many_bytes_move_as_are_planned(results: Any, case: Case) -> None:
+def test_the_planned_number_of_bytes_moves(results: Any, case: Case) -> None:
     expert = 3 * worker.INNER * worker.HIDDEN * getattr(torch, case[1]).itemsize
     for rank in range(RANKS):
         plans = [plan for seed in range(2) for plan in worker.random_plans(LAYOUT, seed, lopsided=case[3]).values()]
@@ -98,7 +91,7 @@ def check(got: Any, layers: Sequence[int], rank: int, ranks: int, change: float 
 
 
 @pytest.mark.parametrize("kind", ["exchange", "pool"])
-def test_plans_of_several_microbatches_are_begun_at_once(results: Any, kind: str) -> None:
+def test_transfers_of_several_micro_batches_start_at_once(results: Any, kind: str) -> None:
     for rank, found in enumerate(results):
         fetched, weights = found[kind]
         for seed in pool_worker.SEEDS:
@@ -108,7 +101,7 @@ def test_plans_of_several_microbatches_are_begun_at_once(results: Any, kind: str
 
 
 @pytest.mark.parametrize("case", ["one machine", "two machines"])
-def test_nobody_reads_a_pool_that_is_half_refreshed(results: Any, case: str) -> None:
+def test_no_rank_reads_a_partly_refreshed_pool(results: Any, case: str) -> None:
     for rank, found in enumerate(results):
         check(found[case]["before"], LAYERS, rank, 4)
         check(found[case]["after"], LAYERS, rank, 4, change=1.0)
@@ -117,7 +110,7 @@ def test_nobody_reads_a_pool_that_is_half_refreshed(results: Any, case: str) -> 
 
 
 @pytest.mark.parametrize(("case", "pools"), [("groups", 1), ("groups over machines", 2)])
-def test_expert_groups_of_a_machine_share_its_pool(results: Any, case: str, pools: int) -> None:
+def test_expert_groups_of_a_node_share_its_pool(results: Any, case: str, pools: int) -> None:
     for rank, found in enumerate(results):
         check(found[case]["fetched"], LAYERS, rank % 2, 2)
         assert len(found[case]["memory"]) == 2 * worker.LAYERS
@@ -131,7 +124,7 @@ def test_pipeline_stages_have_pools_of_their_own_layers(results: Any) -> None:
             check(got, stages[rank // 2], rank % 2, 2)
 
 
-def test_a_pool_that_the_memory_cannot_hold_is_refused_on_every_rank(results: Any) -> None:
+def test_a_pool_larger_than_free_memory_is_refused_on_every_rank(results: Any) -> None:
     for found in results:
         line = r"train.balance.transfer: a pool of all experts needs [\d.]+ GiB of .* [\d.]+ GiB are free: set it"
         assert re.match(line, found["too large"]), found["too large"]

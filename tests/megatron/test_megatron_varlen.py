@@ -1,10 +1,11 @@
-"""Attention over runs: against the formula written out, and what the GPU kernels are given, with their doubles."""
+"""Attention over segments: compared with the formula, and the arguments of GPU kernels, with fakes of them."""
 
 from __future__ import annotations
 
 import inspect
+import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -31,10 +32,8 @@ def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
     return query, key, value
 
 
-def reference_attention(
-    query: Tensor, key: Tensor, value: Tensor, query_ends: Any, key_ends: Any, scale: float
-) -> Tensor:
-    """Query i of a run of q queries and k keys sees the keys up to k - q + i; a pair of heads shares a key head."""
+def written_out(query: Tensor, key: Tensor, value: Tensor, query_ends: Any, key_ends: Any, scale: float) -> Tensor:
+    """Query i of a segment of q queries and k keys sees the keys up to k - q + i; two heads share a key head."""
     out = torch.empty_like(query)
     for run in range(len(query_ends) - 1):
         first, last, start, stop = query_ends[run], query_ends[run + 1], key_ends[run], key_ends[run + 1]
@@ -47,59 +46,50 @@ def reference_attention(
     return out
 
 
-def ends(lengths: tuple[int, ...]) -> list[int]:
-    return [sum(lengths[:count]) for count in range(len(lengths) + 1)]
+ENDS = [list(itertools.accumulate(lengths, initial=0)) for lengths in (QUERIES, KEYS)]
+SEGMENTS = Segments.build(QUERIES, KEYS, CPU)
 
 
-def test_runs_one_by_one_are_the_formula() -> None:
+def check_equal_to_sdpa(kernel: Callable[..., Tensor]) -> None:
+    torch.testing.assert_close(kernel(*inputs(), SEGMENTS, SCALE), sdpa_per_segment(*inputs(), SEGMENTS, SCALE))
+
+
+def test_attention_per_segment_equals_the_formula() -> None:
     leaves = [tensor.double().requires_grad_() for tensor in inputs()]
-    runs = Segments.build(QUERIES, KEYS, CPU)
-    got, wanted = (
-        sdpa_per_segment(*leaves, runs, SCALE),
-        reference_attention(*leaves, ends(QUERIES), ends(KEYS), SCALE),
-    )
+    got, wanted = sdpa_per_segment(*leaves, SEGMENTS, SCALE), written_out(*leaves, *ENDS, SCALE)
     torch.testing.assert_close(got, wanted)
     gradient = torch.randn_like(wanted)
     for ours, theirs in zip(*(torch.autograd.grad(out, leaves, gradient) for out in (got, wanted)), strict=True):
         torch.testing.assert_close(ours, theirs)
 
 
-def test_runs_need_a_key_for_every_query() -> None:
+def test_segments_need_a_key_for_every_query() -> None:
     with pytest.raises(ValueError, match=r"segments of \[3, 2\] queries and \[3, 1\] keys"):
         Segments.build([3, 2], [3, 1], CPU)
     with pytest.raises(ValueError, match="at least as many keys"):
         Segments.build([3], [3, 1], CPU)
 
 
-def test_torchs_variable_length_attention_is_given_what_it_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchs_variable_length_attention_gets_its_documented_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.nn.attention import varlen as theirs
 
     signature = inspect.signature(theirs.varlen_attn)
 
-    def double(*arguments: Any, **options: Any) -> Tensor:
+    def fake(*arguments: Any, **options: Any) -> Tensor:
         given = signature.bind(*arguments, **options).arguments
         assert given["window_size"] == (-1, 0)
         assert given["enable_gqa"]
         assert given["cu_seq_q"].dtype == given["cu_seq_k"].dtype == torch.int32
         assert (given["max_q"], given["max_k"]) == (max(QUERIES), max(KEYS))
-        return reference_attention(
-            given["query"],
-            given["key"],
-            given["value"],
-            given["cu_seq_q"].tolist(),
-            given["cu_seq_k"].tolist(),
-            given["scale"],
-        )
+        ends = (given["cu_seq_q"].tolist(), given["cu_seq_k"].tolist())
+        return written_out(given["query"], given["key"], given["value"], *ends, given["scale"])
 
-    monkeypatch.setattr(theirs, "varlen_attn", double)
-    runs = Segments.build(QUERIES, KEYS, CPU)
-    torch.testing.assert_close(
-        varlen.torch_varlen_attention(*inputs(), runs, SCALE), varlen.sdpa_per_segment(*inputs(), runs, SCALE)
-    )
+    monkeypatch.setattr(theirs, "varlen_attn", fake)
+    check_equal_to_sdpa(varlen.torch_varlen_attention)
 
 
-def test_torchs_variable_length_attention_takes_our_arguments() -> None:
-    """The real function, on tensors without values: the operators behind it have no CPU kernel."""
+def test_torchs_variable_length_attention_accepts_our_arguments() -> None:
+    """The real function on meta tensors, because its operators have no CPU kernel."""
     meta = [tensor.to("meta") for tensor in inputs(torch.bfloat16)]
     out = varlen.torch_varlen_attention(*meta, Segments.build(QUERIES, KEYS, torch.device("meta")), SCALE)
     assert out.shape == meta[0].shape
@@ -108,7 +98,7 @@ def test_torchs_variable_length_attention_takes_our_arguments() -> None:
 
 @pytest.fixture
 def transformer_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
-    """A double of the installed package; what its attention was made with."""
+    """A fake of the package; the options of every attention that is made."""
     made: list[dict[str, Any]] = []
 
     class DotProductAttention:
@@ -116,12 +106,10 @@ def transformer_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[st
             made.append(options)
 
         def __call__(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Tensor:
-            assert query.is_contiguous()
-            assert key.is_contiguous()
-            assert value.is_contiguous()
+            assert all(tensor.is_contiguous() for tensor in (query, key, value))
             assert (given["max_seqlen_q"], given["max_seqlen_kv"]) == (max(QUERIES), max(KEYS))
             ends_of = (given["cu_seqlens_q"].tolist(), given["cu_seqlens_kv"].tolist())
-            return reference_attention(query, key, value, *ends_of, made[-1]["softmax_scale"]).flatten(1)  # [Q, H D]
+            return written_out(query, key, value, *ends_of, made[-1]["softmax_scale"]).flatten(1)  # [Q, H D]
 
     package, pytorch = ModuleType("transformer_engine"), ModuleType("transformer_engine.pytorch")
     pytorch.DotProductAttention = DotProductAttention  # type: ignore[attr-defined]
@@ -132,37 +120,31 @@ def transformer_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[st
     varlen._transformer_engine.cache_clear()
 
 
-def test_transformer_engines_attention_is_given_what_it_documents(transformer_engine: list[dict[str, Any]]) -> None:
-    runs = Segments.build(QUERIES, KEYS, CPU)
-    query, key, value = inputs()
-    wanted = varlen.sdpa_per_segment(query, key, value, runs, SCALE)
-    for _ in range(2):  # all layers share one
-        torch.testing.assert_close(varlen.transformer_engine_attention(query, key, value, runs, SCALE), wanted)
-    (options,) = transformer_engine
+def test_transformer_engines_attention_gets_its_documented_arguments(transformer_engine: list[dict[str, Any]]) -> None:
+    for _ in range(2):
+        check_equal_to_sdpa(varlen.transformer_engine_attention)
+    (options,) = transformer_engine  # all layers share one
     assert options["attn_mask_type"] == "padding_causal_bottom_right"
     assert options["qkv_format"] == "thd"
     assert (options["num_attention_heads"], options["num_gqa_groups"], options["kv_channels"]) == (4, 2, 8)
 
 
-def test_the_formula_with_every_weight_is_the_one_written_out_by_token() -> None:
+def test_the_reference_for_kernel_checks_equals_the_formula() -> None:
     given = [tensor.double() for tensor in inputs()]
-    wanted = reference_attention(*given, ends(QUERIES), ends(KEYS), SCALE)
-    torch.testing.assert_close(varlen.reference_attention(*given, Segments.build(QUERIES, KEYS, CPU), SCALE), wanted)
+    wanted = written_out(*given, *ENDS, SCALE)
+    torch.testing.assert_close(varlen.reference_attention(*given, SEGMENTS, SCALE), wanted)
 
 
 @pytest.mark.parametrize("with_sums", [False, True])
-def test_flash_attention_3_is_given_what_it_documents(monkeypatch: pytest.MonkeyPatch, with_sums: bool) -> None:
+def test_flash_attention_3_gets_its_documented_arguments(monkeypatch: pytest.MonkeyPatch, with_sums: bool) -> None:
     def flash_attn_varlen_func(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Any:
         assert given["causal"]
         assert (given["max_seqlen_q"], given["max_seqlen_k"]) == (max(QUERIES), max(KEYS))
         bounds = (given["cu_seqlens_q"].tolist(), given["cu_seqlens_k"].tolist())
-        out = reference_attention(query, key, value, *bounds, given["softmax_scale"])
+        out = written_out(query, key, value, *bounds, given["softmax_scale"])
         return (out, torch.zeros(1)) if with_sums else out
 
     package = ModuleType("flash_attn_interface")
     package.flash_attn_varlen_func = flash_attn_varlen_func  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flash_attn_interface", package)
-    runs = Segments.build(QUERIES, KEYS, CPU)
-    torch.testing.assert_close(
-        varlen.flash_attention_3(*inputs(), runs, SCALE), varlen.sdpa_per_segment(*inputs(), runs, SCALE)
-    )
+    check_equal_to_sdpa(varlen.flash_attention_3)

@@ -10,6 +10,7 @@ from typing import Any
 
 import megatron_tiny as tiny
 import pytest
+from support.model_sizes import DENSE_SIZES, EXPERT_SIZES
 
 from agent_rl.errors import ConfigError
 from agent_rl.models.families import FAMILIES, read_config
@@ -18,30 +19,21 @@ pytest.importorskip("torch", reason="torch is not installed (the train extra)")
 import torch
 from torch import Tensor
 
-from agent_rl.train.megatron.packed_batch import PackedBatch, PackedRoutes
+from agent_rl.train.megatron.packed_batch import PackedBatch
 
 pytestmark = pytest.mark.megatron
 Build = Callable[..., Any]
 
-SIZES: dict[str, Any] = {
-    "vocab_size": tiny.VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.3,
-    "tie_word_embeddings": False,
-    "rope_theta": 10000.0,
-}
-EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+RANDOM = {"initializer_range": 0.3, "tie_word_embeddings": False, "rope_theta": 1e4}
+SIZES = DENSE_SIZES | RANDOM | {"num_hidden_layers": 3}
+QWEN3_MOE = EXPERT_SIZES | {"head_dim": 16, "norm_topk_prob": True}
+SHARED_EXPERT = EXPERT_SIZES | {"shared_expert_intermediate_size": 40}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A member of a family: ``kind`` its model_type, ``changes`` to the sizes above; ``moe``: layers with experts."""
+    """A model of the family ``kind`` (model_type) with ``changes`` to SIZES; ``moe``: its layers with experts."""
 
     kind: str
     changes: dict[str, Any] = field(default_factory=dict)
@@ -53,51 +45,23 @@ CASES = {
     "qwen2-tied": Case("qwen2", {"tie_word_embeddings": True}),
     "qwen3": Case("qwen3", {"head_dim": 16}),
     "qwen3-yarn": Case("qwen3", {"head_dim": 16, "rope_scaling": YARN}),
-    "qwen2-moe": Case("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 40}, (0, 1, 2)),
-    "qwen2-moe-normalized": Case(
-        "qwen2_moe",
-        {**EXPERTS, "shared_expert_intermediate_size": 40, "norm_topk_prob": True, "mlp_only_layers": [1]},
-        (0, 2),
-    ),
-    "qwen3-moe": Case("qwen3_moe", {**EXPERTS, "head_dim": 16, "norm_topk_prob": True}, (0, 1, 2)),
-    "qwen3-moe-not-normalized": Case("qwen3_moe", {**EXPERTS, "head_dim": 16, "norm_topk_prob": False}, (0, 1, 2)),
-    "qwen3-moe-every-second": Case(
-        "qwen3_moe", {**EXPERTS, "head_dim": 16, "norm_topk_prob": True, "decoder_sparse_step": 2}, (1,)
-    ),
-    "qwen3-moe-yarn": Case(
-        "qwen3_moe", {**EXPERTS, "head_dim": 16, "norm_topk_prob": True, "rope_scaling": YARN}, (0, 1, 2)
-    ),
+    "qwen2-moe": Case("qwen2_moe", SHARED_EXPERT, (0, 1, 2)),
+    "qwen2-moe-normalized": Case("qwen2_moe", SHARED_EXPERT | {"norm_topk_prob": True, "mlp_only_layers": [1]}, (0, 2)),
+    "qwen3-moe": Case("qwen3_moe", QWEN3_MOE, (0, 1, 2)),
+    "qwen3-moe-tied": Case("qwen3_moe", QWEN3_MOE | {"tie_word_embeddings": True}, (0, 1, 2)),
+    "qwen3-moe-not-normalized": Case("qwen3_moe", QWEN3_MOE | {"norm_topk_prob": False}, (0, 1, 2)),
+    "qwen3-moe-every-second": Case("qwen3_moe", QWEN3_MOE | {"decoder_sparse_step": 2}, (1,)),
+    "qwen3-moe-yarn": Case("qwen3_moe", QWEN3_MOE | {"rope_scaling": YARN}, (0, 1, 2)),
     "mixtral": Case("mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2}, (0, 1, 2)),
 }
-
-
-def make(directory: Path, case: Case) -> Any:
-    """A random member saved in ``directory`` by transformers, in float32."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(case.kind, **SIZES | case.changes)).float().eval()
-    for name, parameter in model.named_parameters():
-        if "norm" in name or name.endswith("bias"):  # ones and zeros would hide one that is not applied
-            parameter.data += 0.2 * torch.randn_like(parameter)
-    model.save_pretrained(directory)
-    return model
 
 
 @pytest.fixture(params=CASES)
 def member(request: pytest.FixtureRequest, tmp_path: Path, build: Build) -> tuple[Case, Any, Any]:
     """A case, transformers' model of it, and ours made from its checkpoint."""
     case = CASES[request.param]
-    return case, make(tmp_path / "model", case), build(tmp_path / "model")
-
-
-def logprobs(model: Any, sequences: list[Tensor]) -> Tensor:
-    """transformers' log-probs of packed sequences."""
-    found = []
-    for tokens in sequences:
-        table = model(tokens[None]).logits[0].log_softmax(-1)
-        found += [table.new_zeros(1), table[:-1].gather(1, tokens[1:, None])[:, 0]]
-    return torch.cat(found)
+    reference = tiny.write_model(tmp_path / "model", case.kind, SIZES | case.changes)
+    return case, reference, build(tmp_path / "model")
 
 
 def test_every_family_has_a_case() -> None:
@@ -105,20 +69,27 @@ def test_every_family_has_a_case() -> None:
 
 
 def test_logprobs_gradients_and_export_equal_transformers(member: tuple[Case, Any, Any], tmp_path: Path) -> None:
+    from megatron_worker import gradients
     from transformers import AutoModelForCausalLM
 
     case, reference, ours = member
     assert ours.layer_numbers == tuple(layer + 1 for layer in case.moe)
     sequences = tiny.sequences(lengths=(17, 1, 200))
-    batch, expected = PackedBatch.from_sequences(sequences), logprobs(reference, sequences)
-    torch.testing.assert_close(ours.forward_logprobs([batch], None)[0].logprobs, expected.detach(), rtol=0, atol=1e-4)
+    batch, (expected, entropy) = PackedBatch.from_sequences(sequences), tiny.reference(reference, sequences)
+    output = ours.forward_logprobs([batch], None, entropy=True)[0]
+    torch.testing.assert_close(output.logprobs, expected.detach(), rtol=0, atol=1e-4)
+    torch.testing.assert_close(output.entropy, entropy.detach(), rtol=0, atol=1e-4)
 
     weights = torch.linspace(-1, 1, len(batch))
-    (expected * weights).sum().backward()
-    ours.train_microbatches([batch], None, lambda got, _, __: ((got * weights).sum(), {}))
-    found = exported_gradients(ours)
-    if reference.config.tie_word_embeddings:
-        found.pop("lm_head.weight")
+
+    def loss(got: Tensor, spread: Tensor, _: PackedBatch | None = None) -> tuple[Tensor, dict[str, Any]]:
+        return (got * weights + spread * weights.flip(0)).sum(), {}
+
+    loss(expected, entropy)[0].backward()
+    ours.train_microbatches([batch], None, loss, entropy_gradient=True)
+    found = gradients(ours)
+    if reference.config.tie_word_embeddings:  # exported twice, for engines that do not tie
+        assert torch.equal(found.pop("lm_head.weight"), found["model.embed_tokens.weight"])
     wanted = {name: parameter.grad for name, parameter in reference.named_parameters()}
     assert found.keys() == wanted.keys()
     for name, gradient in found.items():
@@ -126,50 +97,37 @@ def test_logprobs_gradients_and_export_equal_transformers(member: tuple[Case, An
         torch.testing.assert_close(gradient, right, rtol=1e-3, atol=1e-3, msg=lambda m, n=name: f"{n}: {m}")
 
     ours.save_hf(tmp_path / "saved")
-    loaded, said = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "saved", dtype=torch.float32, output_loading_info=True
-    )
-    assert not any(said[kind] for kind in ("missing_keys", "mismatched_keys", "error_msgs"))
+    options = {"dtype": torch.float32, "output_loading_info": True}
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", **options)
+    assert not any(info[kind] for kind in ("missing_keys", "mismatched_keys", "error_msgs"))
     kept = reference.state_dict()
     assert all(torch.equal(tensor, kept[name]) for name, tensor in loaded.state_dict().items())
-    torch.testing.assert_close(logprobs(loaded, sequences), expected, rtol=0, atol=1e-5)
-
-
-def exported_gradients(model: Any) -> dict[str, Tensor]:
-    parameters = list(model.modules[0].parameters())
-    weights = [parameter.data for parameter in parameters]
-    for parameter in parameters:
-        parameter.data = parameter.main_grad
-    found = {name: tensor.clone() for name, tensor in model.export_weights()}
-    for parameter, weight in zip(parameters, weights, strict=True):
-        parameter.data = weight
-    return found
+    torch.testing.assert_close(tiny.reference(loaded, sequences)[0], expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("member", [name for name, case in CASES.items() if case.moe], indirect=True)
 def test_replay_keeps_the_familys_own_gates(member: tuple[Case, Any, Any]) -> None:
-    """Its own experts replayed change nothing, to the bit; others give what transformers computes with those."""
+    """The model's own experts change no bit; other experts give what transformers computes with them."""
     case, reference, ours = member
     sequences = tiny.sequences(lengths=(17, 9))
     batch = PackedBatch.from_sequences(sequences)
-    everywhere = torch.ones(len(batch), dtype=torch.bool)
     native = ours.forward_logprobs([batch], None, record=True)[0]
-    own = ours.forward_logprobs([batch], [PackedRoutes(native.routes, everywhere)])[0]
+    own = ours.forward_logprobs([batch], [tiny.everywhere(native.routes)])[0]
     assert torch.equal(own.logprobs, native.logprobs)
 
     given = tiny.random_routes(len(batch), len(case.moe))
-    replayed = ours.forward_logprobs([batch], [PackedRoutes(given, everywhere)])[0]
+    replayed = ours.forward_logprobs([batch], [tiny.everywhere(given)])[0]
     assert (replayed.logprobs - native.logprobs).abs().max() > 0.1
     pinned = iter(given.split([len(tokens) for tokens in sequences]))
     expected = []
     for tokens in sequences:
         with routed(reference, next(pinned).long()):
-            expected.append(logprobs(reference, [tokens]))
+            expected.append(tiny.reference(reference, [tokens])[0])
     torch.testing.assert_close(replayed.logprobs, torch.cat(expected).detach(), rtol=0, atol=1e-4)
 
 
 class routed:
-    """transformers' model with the experts of ``routes [tokens, moe_layers, k]``, in place of ``torch.topk``'s."""
+    """Makes transformers use the experts ``routes [tokens, moe_layers, k]`` instead of ``torch.topk``'s."""
 
     def __init__(self, model: Any, routes: Tensor) -> None:
         self._layers = iter(routes.unbind(1))
@@ -238,7 +196,7 @@ def config(tmp_path: Path, kind: str, **changes: Any) -> Path:
         ("mixtral", {"num_local_experts": "absent"}, "num_local_experts is missing"),
     ],
 )
-def test_what_we_do_not_compute_is_refused_in_one_line(
+def test_unsupported_settings_are_refused_in_one_line(
     tmp_path: Path, kind: str, change: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message) as error:
@@ -247,7 +205,7 @@ def test_what_we_do_not_compute_is_refused_in_one_line(
     assert str(tmp_path / "config.json") in str(error.value)
 
 
-def test_the_rotary_settings_of_newer_files_are_read(tmp_path: Path) -> None:
+def test_rotary_settings_of_newer_config_files_are_read(tmp_path: Path) -> None:
     newer = {"rope_theta": "absent", "rope_scaling": "absent", "rope_parameters": {**YARN, "rope_theta": 5e5}}
     found = read_config(config(tmp_path, "qwen3", **newer))
     assert found["rope_theta"] == 5e5

@@ -3,7 +3,6 @@ of their own."""
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from support.rank_processes import run_ranks
 from torch import Tensor
 
 from agent_rl.train.expert_balancing.exchange import Exchange
@@ -43,11 +43,8 @@ def home_experts(layout: ExpertLayout, rank: int, dtype: torch.dtype) -> dict[in
     """This rank's home experts of every layer, with a ``main_grad`` of ones."""
     layers = {}
     for layer in range(LAYERS):
-        mine = torch.from_numpy(
-            layout.placement[layer, rank * layout.experts_per_rank : (rank + 1) * layout.experts_per_rank].astype(
-                np.int64
-            )
-        )
+        own = layout.placement[layer].reshape(layout.ranks, -1)[rank]
+        mine = torch.from_numpy(own.astype(np.int64))
         weights = [torch.nn.Parameter(weight[mine].clone()) for weight in every_weight(layer, dtype)]
         for weight in weights:
             weight.main_grad = torch.ones(weight.shape)
@@ -99,29 +96,19 @@ def one_pass(
         if prefetch and following in plans:
             transfer.prefetch(following, plans[following])
         if backward:
-            transfer.return_gradients(
-                layer, plans[layer], *gradient(layer, rank, live(plans[layer], rank), dtype, seed)
-            )
+            gradients = gradient(layer, rank, live(plans[layer], rank), dtype, seed)
+            transfer.return_gradients(layer, plans[layer], *gradients)
     return fetched
 
 
-def opened(
-    kind: str,
-    layers: dict[int, Any],
-    layout: ExpertLayout,
-    *,
-    prefetch: bool = True,
-    group: Sequence[int] | None = None,
-) -> Transfer:
-    """A transfer of the expert group of these global ranks (None: of all)."""
-    ranks = group or range(layout.ranks)
-    exchange = Exchange(layers, layout, ranks, prefetch=prefetch, timeout=120)
-    if kind == "exchange":
-        return exchange
-    return HostPool(layers, layout, ranks, exchange, prefetch=prefetch, timeout=120)
+def opened(kind: str, layers: Any, layout: ExpertLayout, group: Sequence[int] = (), **options: Any) -> Transfer:
+    """A transfer of the expert group of these global ranks, or of all."""
+    ranks, options = group or range(layout.ranks), {"prefetch": True, "timeout": 120, **options}
+    exchange = Exchange(layers, layout, ranks, **options)
+    return exchange if kind == "exchange" else HostPool(layers, layout, ranks, exchange, **options)
 
 
-def case(rank: int, ranks: int, kind: str, dtype: str, *, prefetch: bool, lopsided: bool) -> dict[str, Any]:
+def case(rank: int, ranks: int, kind: str, dtype: str, prefetch: bool, lopsided: bool) -> dict[str, Any]:
     """Two micro-batches: what was fetched, the gradients at home, and the counters."""
     layout = ExpertLayout(EXPERTS, ranks, SLOTS, placement=HOME, node_of_rank=MACHINES[kind])
     layers = home_experts(layout, rank, getattr(torch, dtype))
@@ -136,14 +123,11 @@ def case(rank: int, ranks: int, kind: str, dtype: str, *, prefetch: bool, lopsid
 
 
 def cases(rank: int, ranks: int) -> dict[tuple[str, str, bool, bool], dict[str, Any]]:
-    return {
-        (kind, dtype, prefetch, lopsided): case(rank, ranks, kind, dtype, prefetch=prefetch, lopsided=lopsided)
-        for kind, dtype, prefetch, lopsided in CASES
-    }
+    return {each: case(rank, ranks, *each) for each in CASES}
 
 
 def joined(main: Callable[[int, int, Path], Any]) -> None:
-    """Run ``main`` with the arguments of :func:`launch`, in its world, and save what it returns."""
+    """Run ``main`` with the arguments of :func:`launch` in a world of its ranks, and save its result."""
     rank, ranks, results = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     torch.set_num_threads(1)
     store = dist.FileStore(str(results / "store"), ranks)
@@ -153,17 +137,6 @@ def joined(main: Callable[[int, int, Path], Any]) -> None:
 
 
 def launch(worker: str, ranks: int, results: Path, *, inside: Sequence[str] = ()) -> list[Any]:
-    """What every rank of a world of processes of their own saved; ``inside``: a command that runs them."""
-    command = [*inside, sys.executable, "-W", "ignore", worker]
-    world = [
-        subprocess.Popen([*command, str(rank), str(ranks), str(results)], stderr=subprocess.PIPE)
-        for rank in range(ranks)
-    ]
-    try:
-        for rank in world:
-            _, errors = rank.communicate(timeout=250)
-            assert rank.returncode == 0, errors.decode()[-3000:]
-    finally:
-        for rank in world:
-            rank.kill()
+    """The results of every rank of ``worker``; ``inside``: a command that runs them."""
+    run_ranks(worker, ranks, (ranks, results), inside=inside, seconds=250.0)
     return [torch.load(results / f"{rank}.pt") for rank in range(ranks)]

@@ -1,6 +1,6 @@
-"""One rank of an expert group that plans: runs every case and saves what came of it.
+"""One rank of an expert group that plans, without Megatron and experts: runs every case and saves the results.
 
-Arguments: rank, number of ranks, directory for the results. No Megatron: the experts are not there, only their plans.
+Arguments: rank, number of ranks, directory for the results.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def counts_of(rank: int) -> Counts:
     return np.random.default_rng(rank).integers(0, 50, (3 - rank, len(LAYERS), EXPERTS)).astype(np.int32)
 
 
-class Standing:
-    """A transfer of nothing; counts how often it was refreshed."""
+class NullTransfer:
+    """Transfers nothing and counts its refreshes."""
 
     refreshes = 0
 
@@ -53,21 +53,20 @@ class Standing:
 
 
 class Case:
-    """A rank's balance over a planner that the case spoils."""
+    """A rank's balancer with a planner that can fail."""
 
     def __init__(self, group: ExpertGroup, rank: int) -> None:
-        self.rank, self.layout, self.experts = rank, ExpertLayout(EXPERTS, len(group.ranks), 2), Standing()
+        self.rank, self.layout, self.experts = rank, ExpertLayout(EXPERTS, len(group.ranks), 2), NullTransfer()
         self.spoil: Callable[[PlanArrays], PlanArrays] = lambda plans: plans
         spec = ShardSpec(tuple(range(len(LAYERS))))
-        self.balance = RankBalancer(
-            group, self.layout, BalanceConfig(), [self.experts, self.experts], spec, LAYERS, self._plan
-        )
+        transfers, config = [self.experts, self.experts], BalanceConfig()
+        self.balance = RankBalancer(group, self.layout, config, transfers, spec, LAYERS, self._plan)
 
     def _plan(self, counts: Counts, layout: ExpertLayout, options: PlannerOptions) -> PlanArrays:
         return self.spoil(plan_pass(counts, layout, options))
 
     def run(self, spoil: Callable[[PlanArrays], PlanArrays] = lambda plans: plans) -> dict[str, Any]:
-        """A pass that asks for the plans of every micro-batch; what it got, or the error."""
+        """A pass that takes the plans of every micro-batch; returns them and the report, or the error."""
         self.spoil = spoil
         counts = counts_of(self.rank)
         rows = np.full(len(counts), 10)
@@ -118,7 +117,7 @@ def main(rank: int, ranks: int, results: Path) -> None:
     }
     case.balance.weights_changed()
     found["sound again"] = case.run()
-    dense = RankBalancer(group, case.layout, BalanceConfig(), [Standing()], ShardSpec(()), ())
+    dense = RankBalancer(group, case.layout, BalanceConfig(), [NullTransfer()], ShardSpec(()), ())
     with dense.planned("update", ForeseenLoads(counts_of(rank)[:, :0], np.ones(3 - rank), np.zeros(3 - rank))) as plans:
         found["dense stage"] = list(plans)
     case.balance.close()

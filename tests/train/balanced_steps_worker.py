@@ -61,9 +61,8 @@ def one_step(trainer: TrainerWorker, config: RunConfig, data: tuple[Sample, ...]
     )[info.data_rank]
     batches = [ids for share in shares for ids in share.micro_batches]
     routes = [shard_routes(data, ids, info.shard) for ids in batches]
-    report, differs, balanced = trainer.grpo(
-        without_routes(data, batches), shares, StepRequest(config, measure_without_replay=True), routes
-    )
+    request = StepRequest(config, measure_without_replay=True)
+    report, differs, balanced = trainer.grpo(without_routes(data, batches), shares, request, routes)
     return {
         "old": None if report is None else report.trainer_logprobs,
         "without_replay": None if report is None else report.logprobs_without_replay,

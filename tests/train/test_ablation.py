@@ -1,21 +1,19 @@
-"""``r3.ablation``: what each experiment keeps from the trainer, on one packed micro-batch, and where it is refused."""
+"""``r3.ablation``: the routes that each experiment removes from a packed micro-batch, and refused settings."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from pydantic import ValidationError
+from support.train_samples import sample_of
 
 from agent_rl.config import Ablation, RunConfig
 from agent_rl.train.batching.packing import MicroBatch, pack
 from agent_rl.train.route_ablation import ablated_routes
-from agent_rl.types import Sample
 from r3.shard import Packing, RouteShard, ShardSpec, cut_routes
 
-Make = Callable[..., Sample]
 LENGTHS = (4, 5)
 SAMPLED = ([0, 0, 1, 1], [0, 1, 0, 1, 1])
 LAG = ([0, 0, 1, 0], [0, 2, 0, 0, 0])
@@ -23,10 +21,10 @@ LAG = ([0, 0, 1, 0], [0, 2, 0, 0, 0])
 
 
 @pytest.fixture
-def packed(make_sample: Make) -> tuple[RouteShard, MicroBatch]:
-    """Two sequences behind one another, with all rows but each sequence's last."""
+def packed() -> tuple[RouteShard, MicroBatch]:
+    """Two packed sequences with all rows but the last of each."""
     samples = [
-        replace(make_sample(n, seed=n), loss_mask=np.array(mask, bool), lag=np.array(lag, np.int32))
+        replace(sample_of(n, seed=n), loss_mask=np.array(mask, bool), lag=np.array(lag, np.int32))
         for n, mask, lag in zip(LENGTHS, SAMPLED, LAG, strict=True)
     ]
     batch = pack(samples, (0, 1))
@@ -46,7 +44,7 @@ def test_without_an_ablation_the_routes_are_untouched(packed: tuple[RouteShard, 
     assert both("none", *packed) is packed[0]
 
 
-def test_a_pass_may_be_left_without_routes(packed: tuple[RouteShard, MicroBatch]) -> None:
+def test_one_of_the_passes_can_run_without_routes(packed: tuple[RouteShard, MicroBatch]) -> None:
     shard, batch = packed
     assert ablated_routes("old_logprob_only", [shard], [batch]) == ([shard], None)
     assert ablated_routes("update_only", [shard], [batch]) == (None, [shard])
@@ -61,7 +59,7 @@ def test_a_pass_may_be_left_without_routes(packed: tuple[RouteShard, MicroBatch]
         ("shifted", [0, 1, 1, 1, 0, 1, 1, 1, 1]),
     ],
 )
-def test_rows_are_kept_back(packed: tuple[RouteShard, MicroBatch], ablation: Ablation, rows: list[int]) -> None:
+def test_ablations_remove_rows(packed: tuple[RouteShard, MicroBatch], ablation: Ablation, rows: list[int]) -> None:
     assert both(ablation, *packed).present.tolist() == [bool(row) for row in rows]
 
 
@@ -72,7 +70,7 @@ def test_shifted_rows_are_those_of_the_token_before(packed: tuple[RouteShard, Mi
         assert (shifted.experts[row] == shard.experts[row - 1]).all()
 
 
-def test_one_layer_in_two_is_kept_back(packed: tuple[RouteShard, MicroBatch]) -> None:
+def test_every_second_layer_can_be_removed(packed: tuple[RouteShard, MicroBatch]) -> None:
     shard, batch = packed
     kept = both("alternate_layers", shard, batch)
     assert (kept.present[:, 0] == shard.present).all()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support import trajectories
 
-from agent_rl.config import AdvantageScale, Baseline, OverlongConfig
+from agent_rl.config import Baseline, OverlongConfig
 from agent_rl.controller.advantages import build_samples, group_advantages, overlong_penalty
 from agent_rl.errors import TrainerError
 from agent_rl.types import Group, StopReason, Trajectory, VersionSpan
@@ -30,38 +32,46 @@ WHOLE, HOLED = routing(True, True, True, False), routing(True, False, True, Fals
 
 def trajectory(reward: float | None, token: int = 1) -> Trajectory:
     stop = StopReason.SUBMITTED if reward is not None else StopReason.SANDBOX_FAILURE
-    return Trajectory(
-        task_id="t",
-        env="mini",
-        tokens=np.full(4, token, np.int32),
-        loss_mask=np.array([False, False, True, True]),
-        logprobs=np.zeros(4, np.float32),
-        routing=None,
-        stop=stop,
-        reward=reward,
-        resolved=bool(reward),
-        turns=(),
-        messages=(),
-        versions=(),
-    )
+    made, tokens = trajectories.trajectory(reward or 0.0, stop=stop), np.full(4, token, np.int32)
+    mask = np.array([False, False, True, True])
+    return replace(made, tokens=tokens, loss_mask=mask, logprobs=np.zeros(4, np.float32), reward=reward, versions=())
 
 
 def group(*rewards: float | None) -> Group:
     return Group("t", tuple(trajectory(reward, token=i) for i, reward in enumerate(rewards)))
 
 
-def test_by_hand() -> None:
-    # mean 0.25, population std sqrt(0.1875)
-    assert group_advantages([1, 0, 0, 0], eps=0) == pytest.approx([0.75 / 0.1875**0.5] + [-0.25 / 0.1875**0.5] * 3)
+TWO, TWO_GROUPS = [(1, 0), (0.2, 0, 0.1)], np.array([0.5, -0.5, 0.1, -0.1, 0.0])
+EQUAL, REWARDS = [(1, 0), (1, 1, 1), (0, 0)], np.array([1, 0, 1, 1, 1, 0, 0])
+FLAT = [(0, 1, 0, 1), (0.5, 0.5, 0.5, 0.5)]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "options", "expected"),
+    [
+        ([(1, 0, 0, 0)], {"eps": 0}, np.array([0.75, -0.25, -0.25, -0.25]) / 0.1875**0.5),
+        ([(1, 0, 0.5, 0)], {"baseline": "leave_one_out", "scale": "none"}, [1 - 0.5 / 3, -0.5, 0.5 - 1 / 3, -0.5]),
+        (TWO, {"scale": "none"}, TWO_GROUPS),
+        (TWO, {"scale": "batch", "eps": 0}, TWO_GROUPS / TWO_GROUPS.std()),
+        # The baseline of the batch, as in REINFORCE++: a group of equal rewards is trained too.
+        (EQUAL, {"baseline": "batch", "scale": "batch", "eps": 0}, (REWARDS - REWARDS.mean()) / REWARDS.std()),
+        (EQUAL, {"baseline": "batch", "scale": "none"}, REWARDS - REWARDS.mean()),
+        ([(1, 1), (1,)], {"baseline": "batch", "scale": "batch"}, []),
+        ([], {"baseline": "batch", "scale": "batch"}, []),
+        (FLAT, {"baseline": "batch", "scale": "batch", "eps": 0}, [-(2**0.5), 2**0.5, -(2**0.5), 2**0.5, 0, 0, 0, 0]),
+        (FLAT, {"baseline": "batch", "scale": "none"}, [-0.5, 0.5, -0.5, 0.5, 0, 0, 0, 0]),
+    ],
+)
+def test_advantages_by_hand(rewards: list[tuple[float, ...]], options: dict[str, Any], expected: Any) -> None:
+    result = build_samples([group(*each) for each in rewards], **options)
+    assert [sample.advantage for sample in result.samples] == pytest.approx(list(expected))
 
 
 @given(st.lists(st.floats(-100, 100), min_size=1, max_size=16))
-def test_properties(rewards: list[float]) -> None:
+def test_advantages_are_finite_ordered_like_rewards_and_sum_to_zero(rewards: list[float]) -> None:
     advantages = group_advantages(rewards)
     assert np.isfinite(advantages).all()
     assert abs(advantages.sum()) < 1e-6 * len(rewards)
-    if len(set(rewards)) == 1:
-        assert not advantages.any()
     assert (np.diff(advantages[np.argsort(rewards)]) >= 0).all()
 
 
@@ -71,83 +81,48 @@ def test_equal_rewards_give_exactly_zero(reward: float, count: int) -> None:
 
 
 def test_groups_without_variance_are_dropped_and_counted() -> None:
+    assert build_samples([group(1, 0), group(0, 0)], baseline="batch").zero_variance_groups == 0
     result = build_samples([group(1, 0), group(1, 1), group(0, 0, 0), group(0, 1)])
     assert [sample.advantage for sample in result.samples] == pytest.approx([1, -1, -1, 1], rel=1e-5)
     assert [int(sample.tokens[0]) for sample in result.samples] == [0, 1, 0, 1]
-    assert result.metrics == {
-        "train/zero_variance_groups": 2.0,
-        "train/samples": 4.0,
-        "train/overlong_penalty": 0.0,
-        "r3/dropped_samples": 0.0,
-    }
+    counted = {"train/zero_variance_groups": 2.0, "train/samples": 4.0}
+    assert result.metrics == counted | {"train/overlong_penalty": 0.0, "r3/dropped_samples": 0.0}
 
 
-def test_a_trajectory_without_reward_never_passes() -> None:
+def test_a_trajectory_without_reward_is_refused() -> None:
     with pytest.raises(TrainerError, match="task t: a trajectory with stop reason sandbox_failure has no reward"):
         build_samples([group(1, None)])
 
 
-def test_a_reward_that_is_no_number_is_refused() -> None:
+def test_a_nan_reward_is_refused() -> None:
     with pytest.raises(TrainerError, match="finite"):
         group_advantages([1.0, float("nan")])
 
 
-def test_leave_one_out_by_hand() -> None:
-    rewards = [1.0, 0.0, 0.5, 0.0]
-    expected = [r - (sum(rewards) - r) / 3 for r in rewards]
-    assert group_advantages(rewards, baseline="leave_one_out", scale="none") == pytest.approx(expected)
-
-
-def test_scales_by_hand() -> None:
-    groups = [group(1, 0), group(0.2, 0, 0.1)]
-    plain = [0.5, -0.5, 0.1, -0.1, 0.0]
-    assert [s.advantage for s in build_samples(groups, scale="none").samples] == pytest.approx(plain)
-    batch = [s.advantage for s in build_samples(groups, scale="batch").samples]
-    assert batch == pytest.approx([a / (np.std(plain) + 1e-6) for a in plain])
-
-
-def test_reinforce_plus_plus_by_hand() -> None:
-    """Compared with the step's mean, and over the step's spread: a group of equal rewards teaches too."""
-    groups = [group(1, 0), group(1, 1, 1), group(0, 0)]
-    rewards = np.array([1, 0, 1, 1, 1, 0, 0], float)
-    found = build_samples(groups, baseline="batch", scale="batch", eps=0)
-    assert [s.advantage for s in found.samples] == pytest.approx((rewards - rewards.mean()) / rewards.std())
-    assert found.zero_variance_groups == 0
-    plain = build_samples(groups, baseline="batch", scale="none").samples
-    assert [s.advantage for s in plain] == pytest.approx(rewards - rewards.mean())
-    assert build_samples([group(1, 1), group(1)], baseline="batch", scale="batch").samples == ()
-    assert build_samples([], baseline="batch", scale="batch").samples == ()
-
-
 def long(reward: float, sampled: int, stop: StopReason = StopReason.SUBMITTED) -> Trajectory:
-    """One that sampled so many tokens, after a prompt of two."""
-    mask = np.arange(sampled + 2) >= 2
-    zeros = np.zeros(sampled + 2)
-    return replace(
-        trajectory(reward), tokens=zeros.astype(np.int32), loss_mask=mask, logprobs=zeros.astype(np.float32), stop=stop
-    )
+    """A trajectory of ``sampled`` tokens after a prompt of two."""
+    tokens, mask = np.zeros(sampled + 2, np.int32), np.arange(sampled + 2) >= 2
+    return replace(trajectory(reward), tokens=tokens, loss_mask=mask, logprobs=tokens.astype(np.float32), stop=stop)
 
 
 def by_token(values: list[float], tokens: list[int]) -> list[float]:
-    """Normalized over tokens, one after another."""
+    """Values normalized over tokens."""
     flat = np.repeat(values, tokens)
     return [(value - flat.mean()) / flat.std() for value in values]
 
 
 @pytest.mark.parametrize("baseline", ["mean", "leave_one_out", "batch"])
-def test_over_the_batch_is_over_its_sampled_tokens(baseline: Baseline) -> None:
-    """REINFORCE++, eq. 10: as when a KL in the reward, however small, made the ranks normalize."""
-    tokens = [1, 7]
-    found = build_samples([Group("t", (long(0, 1), long(1, 7)))], baseline=baseline, scale="batch", eps=0).samples
-    assert [sample.advantage for sample in found] == pytest.approx(by_token([-0.5, 0.5], tokens))
+def test_the_batchs_deviation_is_over_sampled_tokens(baseline: Baseline) -> None:
+    """REINFORCE++, eq. 10, which the ranks also use after they subtract a KL from the reward."""
+    groups = [Group("t", (long(0, 1), long(1, 7)))]
+    found = build_samples(groups, baseline=baseline, scale="batch", eps=0).samples
+    assert [sample.advantage for sample in found] == pytest.approx(by_token([-0.5, 0.5], [1, 7]))
     assert found[0].advantage == pytest.approx(-(7**0.5))
-    left = build_samples(
-        [Group("t", (long(0, 1), long(1, 7)))], baseline="mean", scale="batch", normalized=False
-    ).samples
-    assert [sample.advantage for sample in left] == [-0.5, 0.5], "the ranks divide, after they took the KL"
+    left = build_samples(groups, baseline="mean", scale="batch", normalized=False).samples
+    assert [sample.advantage for sample in left] == [-0.5, 0.5], "the ranks normalize later"
 
 
-def test_the_batchs_deviation_has_groups_of_equal_rewards_and_filtered_trajectories_in_it() -> None:
+def test_the_batchs_deviation_includes_equal_groups_and_masked_trajectories() -> None:
     groups = [Group("t", (long(1, 3), long(0, 5, StopReason.CONTEXT_FULL))), group(1, 1), group(0, 0)]
     expected = by_token([0.5, -0.5, 0, 0, 0, 0], [3, 5, 2, 2, 2, 2])
     found = build_samples(groups, scale="batch", masked={StopReason.CONTEXT_FULL}, eps=0)
@@ -155,15 +130,7 @@ def test_the_batchs_deviation_has_groups_of_equal_rewards_and_filtered_trajector
     assert found.zero_variance_groups == 0
 
 
-@pytest.mark.parametrize("scale", ["batch", "none"])
-def test_under_the_batchs_baseline_a_group_at_its_mean_stays(scale: AdvantageScale) -> None:
-    """Its advantages are 0, and it has its KL and its place in what the loss is divided by."""
-    found = build_samples([group(0, 1, 0, 1), group(0.5, 0.5, 0.5, 0.5)], baseline="batch", scale=scale)
-    assert len(found.samples) == 8
-    assert [sample.advantage for sample in found.samples[4:]] == [0, 0, 0, 0]
-
-
-def test_overlong_trajectories_are_punished_in_a_straight_line() -> None:
+def test_the_overlong_penalty_rises_linearly() -> None:
     """DAPO, eq. 13: a limit of 100 tokens and a buffer of 20."""
     overlong = OverlongConfig(buffer=20, penalty=0.5)
     taken = [overlong_penalty(tokens, 100, overlong) for tokens in (10, 80, 85, 90, 100, 120)]
@@ -180,7 +147,7 @@ def routed(*members: tuple[float, Routing | None]) -> Group:
     return Group("t", tuple(replace(trajectory(reward), routing=routing) for reward, routing in members))
 
 
-def test_trajectories_without_routes_are_left_out_before_advantages_are_taken() -> None:
+def test_trajectories_with_missing_routes_are_dropped_before_advantages_are_computed() -> None:
     groups = [
         routed((1, WHOLE), (0, HOLED), (0, WHOLE), (0, None)),
         routed((1, HOLED), (0, WHOLE)),  # one is left: nothing to compare it with
@@ -193,7 +160,7 @@ def test_trajectories_without_routes_are_left_out_before_advantages_are_taken() 
     assert len(build_samples(groups).samples) == 8
 
 
-def test_a_trajectory_that_got_no_routes_at_all_has_absent_rows_beside_others_that_did() -> None:
+def test_a_trajectory_without_routes_gets_absent_rows_if_others_have_routes() -> None:
     first, second = build_samples([routed((1, HOLED), (0, None))]).samples
     assert first.routing is HOLED
     assert second.routing is not None
@@ -203,18 +170,17 @@ def test_a_trajectory_that_got_no_routes_at_all_has_absent_rows_beside_others_th
     assert [sample.routing for sample in build_samples([routed((1, None), (0, None))]).samples] == [None, None]
 
 
-def test_where_nothing_was_sampled_there_is_a_reward_and_no_sample() -> None:
+def test_a_trajectory_without_sampled_tokens_counts_but_is_no_sample() -> None:
     idle = replace(trajectory(0), loss_mask=np.zeros(4, np.bool_))
     result = build_samples([Group("t", (trajectory(1), idle))])
     assert [sample.advantage for sample in result.samples] == pytest.approx([1], rel=1e-5)
 
 
-def test_a_token_s_lag_is_counted_from_the_weights_before_the_step() -> None:
+def test_a_tokens_lag_counts_from_the_weights_before_the_step() -> None:
     spans = (VersionSpan(1, 2, "3"), VersionSpan(2, 4, "5"))
     group = Group("t", tuple(replace(trajectory(reward), versions=spans) for reward in (1, 0)))
     lags = [sample.lag for sample in build_samples([group], published=6).samples]
     sampled = group.trajectories[0].loss_mask
     for lag in lags:
-        assert lag is not None
-        assert lag.tolist() == np.where(sampled, [0, 3, 1, 1], 0).tolist()
+        np.testing.assert_array_equal(lag, np.where(sampled, [0, 3, 1, 1], 0))
     assert [sample.lag for sample in build_samples([group]).samples] == [None, None]

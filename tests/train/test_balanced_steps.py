@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +12,7 @@ pytest.importorskip("torch", reason="torch is not installed (the train extra)")
 import balanced_steps_worker as worker
 import numpy as np
 import torch
+from support.rank_processes import place_of, reserved_port, run_ranks
 
 from agent_rl.config import RunConfig
 from agent_rl.config.builtin import install_model
@@ -42,34 +40,27 @@ WORLD = 4
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four processes run all cases one after another and leave their results here."""
-    directory, held = tmp_path_factory.mktemp("steps"), [socket.create_server(("127.0.0.1", 0)) for _ in CASES]
+    """The directory with the results of four processes, which run all cases."""
+    directory, held = tmp_path_factory.mktemp("steps"), [reserved_port() for _ in CASES]
     install_model(directory / "model")
     cases = [
-        {"name": name, "place": [sock.getsockname()[1], sock.fileno()], "parallel": LAYOUTS[layout], "train": train}
-        for (name, (layout, train)), sock in zip(CASES.items(), held, strict=True)
+        {"name": name, "place": place_of(holder), "parallel": LAYOUTS[layout], "train": train}
+        for (name, (layout, train)), holder in zip(CASES.items(), held, strict=True)
     ]
     plan = directory / "plan.json"
     plan.write_text(json.dumps({"world_size": WORLD, "model": str(directory / "model"), "cases": cases}))
-    command = [sys.executable, "-W", "ignore", worker.__file__]
-    sockets = [sock.fileno() for sock in held]
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(directory), str(plan)], stderr=subprocess.PIPE, pass_fds=sockets)
-        for rank in range(WORLD)
-    ]
-    try:
-        errors = [rank.communicate(timeout=280)[1].decode()[-3000:] for rank in ranks]
-        assert not any(rank.returncode for rank in ranks), "\n".join(errors)
-    finally:
-        for rank in ranks:
-            rank.kill()
-        for sock in held:
-            sock.close()
+    run_ranks(worker.__file__, WORLD, (directory, plan), held=held)
     return directory
 
 
 def loaded(results: Path, name: str) -> list[dict[str, Any]]:
     return [torch.load(results / f"{name}-{rank}.pt", weights_only=False) for rank in range(WORLD)]
+
+
+def assert_close(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], tolerance: float) -> None:
+    assert list(found) == list(wanted)
+    for name, weight in wanted.items():
+        torch.testing.assert_close(found[name], weight, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.mark.parametrize("pair", PAIRS)
@@ -83,12 +74,11 @@ def test_balanced_steps_equal_unbalanced_ones(results: Path, pair: str) -> None:
         for step, other in zip(before["steps"], after["steps"], strict=True):
             assert other["norms"] == pytest.approx(step["norms"], rel=3e-5)
             assert other["differing"] == 0 or pair == "ep4-r2", "r2 replays the trainer's own routes"
-    for name, weight in plain[0]["weights"].items():
-        assert float((balanced[0]["weights"][name] - weight).abs().max()) <= 1e-5, name
+    assert_close(balanced[0]["weights"], plain[0]["weights"], 1e-5)
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-def test_the_work_is_evened(results: Path, pair: str) -> None:
+def test_balancing_evens_the_load_and_moves_only_what_is_planned(results: Path, pair: str) -> None:
     reports = [rank["steps"][0]["balance"] for rank in loaded(results, f"{pair}-balanced")]
     metrics, of_groups = balance_metrics(reports), [report for report in reports if report.passes]
     assert metrics["balance/imbalance_before_mean"] > 1.1
@@ -104,7 +94,7 @@ def test_the_work_is_evened(results: Path, pair: str) -> None:
     assert metrics["balance/bytes_returned"] == pytest.approx(float(np.dot(lent, np.array(duplicates) - 1)))
 
 
-def test_measured_homes_change_nothing_but_where_experts_live(results: Path) -> None:
+def test_measured_placement_changes_only_where_experts_are(results: Path) -> None:
     plain, measured, balanced = (loaded(results, f"ep4{name}") for name in ("", "-measured", "-balanced"))
     for before, after in zip(plain, measured, strict=True):
         for kind in ("old", "without_replay"):
@@ -112,22 +102,17 @@ def test_measured_homes_change_nothing_but_where_experts_live(results: Path) -> 
         for step, other in zip(before["steps"], after["steps"], strict=True):
             assert other["norms"] == pytest.approx(step["norms"], rel=3e-5)
             assert other["differing"] == 0
-    assert list(plain[0]["reloaded"]) == list(measured[0]["reloaded"])
-    for name, weight in plain[0]["reloaded"].items():
-        assert torch.equal(measured[0]["reloaded"][name], weight), name
-    for name, weight in plain[0]["weights"].items():
-        assert float((measured[0]["weights"][name] - weight).abs().max()) <= 1e-5, name
-    before, after = (
-        balance_metrics([rank["steps"][0]["balance"] for rank in ranks])["balance/imbalance_before_mean"]
-        for ranks in (balanced, measured)
-    )
-    assert after < before - 0.05, "homes by the loads of the step are more even"
+    assert_close(measured[0]["reloaded"], plain[0]["reloaded"], 0.0)
+    assert_close(measured[0]["weights"], plain[0]["weights"], 1e-5)
+    reports = [[rank["steps"][0]["balance"] for rank in ranks] for ranks in (balanced, measured)]
+    before, after = (balance_metrics(each)["balance/imbalance_before_mean"] for each in reports)
+    assert after < before - 0.05, "a placement by the loads of the step is more even"
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 async def test_checkpoints_move_between_balanced_and_unbalanced_runs(tmp_path: Path, ranks: int) -> None:
-    """Through Ray: a run with balancing and measured expert placement continues from an unbalanced run's checkpoint,
-    and the reverse; R3 traces hold; rows are written. With four ranks two share an expert's optimizer state."""
+    """Through Ray, with measured expert placement in the balanced run. R3 traces hold and rows are written. With four
+    ranks two share an expert's optimizer state."""
     install_model(tmp_path / "model")
     parallel = {"world_size": ranks, "expert": 2, "distributed_optimizer": True}
     settings = {"device": "cpu", "microbatch_tokens": 1024, "lr": 3e-4, "mini_steps": 2, "parallel": parallel}

@@ -16,7 +16,7 @@ from agent_rl.types import Branch, BranchCause, Group, Rescored, Trajectory
 
 
 def branched(reward: float, sampled: int, *more: int) -> Trajectory:
-    """A trajectory whose branches sampled so many tokens."""
+    """A trajectory with the numbers of sampled tokens of its branches."""
     first, *rest = (trajectories.trajectory(reward, count) for count in (sampled, *more))
     further = (Branch(t.tokens, t.loss_mask, t.logprobs, None, t.versions, 0, 3, BranchCause.REWRITE) for t in rest)
     return replace(first, further=tuple(further))
@@ -33,7 +33,7 @@ def test_the_branches_of_a_trajectory_share_its_advantage_and_weigh_as_their_tok
     assert {sample.weight for sample in build_samples([group], by_sequence=False).samples} == {1.0}
 
 
-def test_a_branch_in_which_nothing_is_trained_is_no_sample() -> None:
+def test_a_branch_without_trained_tokens_is_no_sample() -> None:
     without = branched(1.0, 2, 3)
     (context,) = without.further
     without = replace(without, further=(replace(context, loss_mask=np.zeros(6, np.bool_)),))
@@ -41,7 +41,7 @@ def test_a_branch_in_which_nothing_is_trained_is_no_sample() -> None:
     assert [(sample.trajectory, sample.weight) for sample in samples] == [(None, 1.0)] * 2
 
 
-def test_siblings_are_one_sequence_of_one_mini_step() -> None:
+def test_branches_of_a_trajectory_are_one_sequence_of_one_mini_step() -> None:
     groups = [Group("t", (branched(1.0, 2, 2, 2), branched(0.0, 2), branched(1.0, 2, 2), branched(0.0, 2)))]
     samples = build_samples(groups).samples
     assert group_by_trajectory(samples) == [[0, 1, 2], [3], [4, 5], [6]]
@@ -51,19 +51,17 @@ def test_siblings_are_one_sequence_of_one_mini_step() -> None:
     assert [(share.sequences, share.sampled_tokens) for share in shares[0]] == [(2, 8), (2, 6)]
 
 
-def test_rescored_values_go_to_the_branch_that_they_are_of() -> None:
+def test_rescored_values_are_split_by_branch() -> None:
     values = np.arange(5, dtype=np.float32)[None] - 10
     rescored = replace(branched(1.0, 2, 3), rescored=Rescored(values))
     plain = replace(branched(0.0, 1), rescored=Rescored(np.zeros((1, 1), np.float32)))
     first, second, _ = build_samples([Group("t", (rescored, plain))]).samples
-    assert first.old_logprobs is not None
-    assert second.old_logprobs is not None
-    assert first.old_logprobs.tolist() == [0, 0, 0, -10, -9]
-    assert second.old_logprobs.tolist() == [0, 0, 0, -8, -7, -6]
+    np.testing.assert_array_equal(first.old_logprobs, [0, 0, 0, -10, -9])
+    np.testing.assert_array_equal(second.old_logprobs, [0, 0, 0, -8, -7, -6])
     assert rescore_metrics([rescored])["old_logprob/rollout_abs_diff"] == pytest.approx(7.0)
 
 
-def test_lengths_are_those_of_all_branches() -> None:
+def test_the_length_of_a_trajectory_sums_its_branches() -> None:
     trajectory = branched(1.0, 2, 6)
     assert (trajectory.sampled_tokens, trajectory.total_tokens) == (8, 14)
     values = filter_metrics([Group("t", (trajectory, branched(0.0, 4)))], [])

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support.checkpoint_pieces import whole_part
+from support.small_disk import small_disk
 
 from agent_rl.config import ParallelConfig
 from agent_rl.errors import ConfigError, TrainerError, UserError
@@ -19,22 +19,19 @@ from agent_rl.train.checkpoint import directory as checkpoint
 from agent_rl.train.checkpoint.directory import Manifest, latest_checkpoint, read_manifest
 from agent_rl.train.checkpoint.pieces import ParamShard, write_pieces
 
-LAYOUT = ParallelConfig()
+LAYOUT, WEIGHT = ParallelConfig(), whole_part(ParamShard("w", (2, 2)))
 RUN = {"run_id": "r", "step": 3, "position": 24}
 
 
 def written(directory: Path, value: float = 1.0) -> Path:
     """A checkpoint of one rank with one parameter of four elements."""
-    partial = checkpoint.begin(directory)
-    checksum = write(partial, value)
-    commit(directory, checksum)
+    commit(directory, write(checkpoint.begin(directory), value))
     return directory
 
 
 def write(partial: Path, value: float) -> int:
-    stretch = whole_part(ParamShard("w", (2, 2)))
     with checkpoint.rank_file(partial, 0).open("wb") as file:
-        return write_pieces(file, [(stretch, "master")], np.full(4, value, np.float32))
+        return write_pieces(file, [(WEIGHT, "master")], np.full(4, value, np.float32))
 
 
 def commit(directory: Path, checksum: int) -> None:
@@ -45,10 +42,10 @@ def commit(directory: Path, checksum: int) -> None:
 
 def value(directory: Path) -> float:
     reader = checkpoint.open_pieces(directory, read_manifest(directory))
-    return float(reader.read(whole_part(ParamShard("w", (2, 2))), "master")[0])
+    return float(reader.read(WEIGHT, "master")[0])
 
 
-def test_commit_makes_it_appear_and_leaves_nothing_beside(tmp_path: Path) -> None:
+def test_a_committed_checkpoint_is_the_only_entry_of_its_directory(tmp_path: Path) -> None:
     directory = written(tmp_path / "step-000003")
     assert os.listdir(tmp_path) == ["step-000003"]
     manifest = read_manifest(directory)
@@ -58,7 +55,7 @@ def test_commit_makes_it_appear_and_leaves_nothing_beside(tmp_path: Path) -> Non
     checkpoint.verify(directory, manifest)
 
 
-def test_a_killed_save_is_not_seen_and_its_rest_is_removed(tmp_path: Path) -> None:
+def test_a_killed_save_is_ignored_and_removed_by_the_next_save(tmp_path: Path) -> None:
     written(tmp_path / "step-000002")
     partial = checkpoint.begin(tmp_path / "step-000004")
     checkpoint.rank_file(partial, 0).write_text("half")
@@ -68,18 +65,11 @@ def test_a_killed_save_is_not_seen_and_its_rest_is_removed(tmp_path: Path) -> No
     assert sorted(os.listdir(tmp_path)) == ["step-000002", "step-000004"]
 
 
-def test_saving_again_replaces(tmp_path: Path) -> None:
-    written(tmp_path / "step-000001", 1.0)
-    directory = written(tmp_path / "step-000001", 2.0)
-    assert value(directory) == 2
-    assert os.listdir(tmp_path) == ["step-000001"]
-
-
 @pytest.mark.parametrize("dies_at", range(3))
-def test_a_kill_at_any_rename_leaves_a_whole_checkpoint(
+def test_replacing_a_checkpoint_leaves_a_whole_one_at_every_kill(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_at: int
 ) -> None:
-    """Replacing takes two renames; whichever is the last, after tidying up there is the old one or the new one."""
+    """Replacing takes two renames, so the third kill never comes. The old or the new checkpoint is complete."""
     directory = written(tmp_path / "step-000001", 1.0)
     checksum = write(checkpoint.begin(directory), 2.0)
     renames, rename = iter(range(3)), Path.rename
@@ -99,11 +89,11 @@ def test_a_kill_at_any_rename_leaves_a_whole_checkpoint(
     assert value(directory) == (1 if dies_at < 2 else 2)
 
 
-def test_removing_is_never_half_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_removal_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = written(tmp_path / "step-000001")
-    monkeypatch.setattr(shutil, "rmtree", lambda path, ignore_errors=False: None)  # killed right after the rename
-    checkpoint.remove(directory)
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda path, ignore_errors=False: None)  # killed right after the rename
+        checkpoint.remove(directory)
     assert latest_checkpoint(tmp_path) is None
     checkpoint.remove_partial(tmp_path)
     assert os.listdir(tmp_path) == []
@@ -154,20 +144,13 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
         checkpoint.verify(directory, manifest)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
-def test_a_full_disk_is_told_in_one_line(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_in_one_line(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="needs the trainer environment")
     from agent_rl.train.checkpoint.pieces import Snapshot
     from agent_rl.train.checkpoint.saver import write_rank
 
-    small = tmp_path / "small"
-    small.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", small], capture_output=True).returncode:
-        pytest.skip("no right to mount a file system here")
-    try:
+    snapshot = Snapshot([(whole_part(ParamShard("w", (1 << 20,))), "master")], np.zeros(1 << 20, np.float32), {})
+    with small_disk(tmp_path / "small", "2m") as small:
         partial = checkpoint.begin(small / "step-000001")
-        snapshot = Snapshot([(whole_part(ParamShard("w", (1 << 20,))), "master")], np.zeros(1 << 20, np.float32), {})
         with pytest.raises(UserError, match=r"the disk is full; free space, set runs_dir, or lower train\.keep_ch"):
             write_rank(partial, 0, snapshot, b"")
-    finally:
-        subprocess.run(["umount", small], check=True)

@@ -1,4 +1,4 @@
-"""Ray itself: an address that is dead is told at once; a local one has few processes, and none outlives its owner."""
+"""Ray addresses are checked; a local Ray has few processes, and none outlives its owner."""
 
 from __future__ import annotations
 
@@ -71,34 +71,29 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-@pytest.mark.parametrize("scheme", ["", "ray://"])
-async def test_a_dead_address_is_told_at_once(scheme: str) -> None:
-    address = f"{scheme}127.0.0.1:{free_port()}"
-    with pytest.raises(UserError, match=rf"train\.ray_address: {address}: .* correct the address"):
-        await check_ray(address, seconds=5)
+@pytest.mark.parametrize("scheme", ["", "ray://", "auto"])
+async def test_an_address_without_a_server_is_refused(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``auto`` checks the address that Ray would take."""
+    pytest.importorskip("ray", reason="needs the trainer environment")
+    port = free_port()
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+    with pytest.raises(UserError, match=rf"train\.ray_address: (auto, |ray://)?\S+:{port}: .* correct the address"):
+        await check_ray("auto" if scheme == "auto" else f"{scheme}127.0.0.1:{port}", seconds=5)
 
 
-async def test_an_address_that_answers_passes() -> None:
+async def test_an_address_with_a_server_is_accepted() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         await check_ray(f"127.0.0.1:{server.getsockname()[1]}")
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "http://127.0.0.1:1", "127.0.0.1:port", "127.0.0.1:99999", ":6379"])
-async def test_what_is_no_address_is_told(address: str) -> None:
+async def test_an_invalid_address_is_refused(address: str) -> None:
     with pytest.raises(UserError, match=f"train.ray_address: {address}: write it as HOST:PORT, ray://HOST:PORT or"):
         await check_ray(address)
 
 
-async def test_auto_asks_the_address_that_ray_would_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("ray", reason="needs the trainer environment")
-    port = free_port()
-    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
-    with pytest.raises(UserError, match=rf"train\.ray_address: auto, \S+:{port}: .* correct the address"):
-        await check_ray("auto", seconds=5)
-
-
 @pytest.mark.megatron
-async def test_the_trainers_start_asks_first(tiny_moe: Path) -> None:
+async def test_the_trainer_checks_the_address_before_it_starts(tiny_moe: Path) -> None:
     train = TrainConfig(ray_address=f"127.0.0.1:{free_port()}", device="cpu")
     with pytest.raises(UserError, match=r"train\.ray_address: 127\.0\.0\.1"):
         await RayTrainer(RunConfig(name="test", model=tiny_moe, train=train)).start()
@@ -108,10 +103,8 @@ async def test_the_trainers_start_asks_first(tiny_moe: Path) -> None:
 @pytest.mark.megatron
 def test_a_local_rays_processes_are_few_and_die_with_a_killed_owner(short_dir: Path) -> None:
     pytest.importorskip("ray", reason="needs the trainer environment")
-    environment = {**os.environ, "TMPDIR": str(short_dir)}
-    owner = subprocess.Popen(
-        [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-    )
+    environment, pipe = {**os.environ, "TMPDIR": str(short_dir)}, subprocess.PIPE
+    owner = subprocess.Popen([sys.executable, "-c", OWNER], stdin=pipe, stdout=pipe, text=True, env=environment)
     try:
         assert owner.stdout is not None
         assert owner.stdout.readline() == "ready\n"
@@ -132,8 +125,7 @@ def test_a_local_rays_processes_are_few_and_die_with_a_killed_owner(short_dir: P
 
 @pytest.mark.slow
 @pytest.mark.megatron
-def test_threads_that_outlive_a_session_put_under_ids_of_their_own_in_the_next(short_dir: Path) -> None:
-    """A rank was given what another thread had put, or none, when one process trained twice."""
+def test_threads_that_outlive_a_session_have_distinct_object_ids_in_the_next(short_dir: Path) -> None:
     pytest.importorskip("ray", reason="needs the trainer environment")
     environment = {**os.environ, "TMPDIR": str(short_dir)}
     subprocess.run([sys.executable, "-c", SESSIONS], env=environment, check=True, timeout=120)
@@ -144,7 +136,7 @@ def kind_of(line: str) -> str:
 
 
 def processes(directory: Path) -> dict[int, str]:
-    """The command lines of the living processes whose files for a while are in ``directory``."""
+    """The command lines of the processes with ``directory`` as their TMPDIR."""
     mark, lines = f"TMPDIR={directory}".encode(), {}
     for entry in Path("/proc").glob("[0-9]*"):
         try:

@@ -1,4 +1,4 @@
-"""What the start of a run on GPUs decides: where ranks compute, who is beside whom, what an optimizer has counted."""
+"""Decisions at the start of a run on GPUs: devices, node blocks, groups over nodes, the updates of an optimizer."""
 
 from __future__ import annotations
 
@@ -22,57 +22,52 @@ def config_of(world: int, device: str = "auto", gpu_memory_gb: float | None = No
     return RunConfig.model_validate(data)
 
 
-def test_a_rank_takes_the_one_gpu_that_it_sees() -> None:
-    """torch.cuda.set_device refuses a device without an index."""
-    from torch.cuda._utils import _get_device_index
-
+def test_a_rank_uses_its_only_visible_gpu() -> None:
+    """With its index, because torch.cuda.set_device refuses a device without one."""
     from agent_rl.train.worker import device_of
 
-    assert _get_device_index(device_of("cuda")) == 0
-    assert device_of("cpu").type == "cpu"
+    assert (device_of("cuda").index, device_of("cpu").type) == (0, "cpu")
 
 
 @pytest.mark.parametrize(
     ("world", "device", "gpus", "found"),
     [(2, "auto", 0, "cpu"), (2, "auto", 2, "cuda"), (2, "cpu", 2, "cpu"), (2, "cuda", 0, "cuda")],
 )
-def test_ranks_compute_where_the_config_and_the_cluster_say(world: int, device: str, gpus: int, found: str) -> None:
-    config = config_of(world, device)
-    assert worker_device(config.train, None, gpus) == found
+def test_the_device_of_ranks_follows_config_and_cluster(world: int, device: str, gpus: int, found: str) -> None:
+    assert worker_device(config_of(world, device).train, None, gpus) == found
 
 
 @pytest.mark.parametrize(("gpus", "planned"), [(7, None), (7, 80.0), (0, 80.0)])
-def test_auto_never_takes_cpus_where_gpus_are_meant(gpus: int, planned: float | None) -> None:
-    with pytest.raises(TrainerError, match=f"auto.* and Ray has {gpus} GPUs for 8 ranks: start more nodes") as told:
+def test_auto_refuses_too_few_gpus(gpus: int, planned: float | None) -> None:
+    with pytest.raises(TrainerError, match=f"auto.* and Ray has {gpus} GPUs for 8 ranks: start more nodes") as error:
         worker_device(config_of(8).train, planned, gpus)
-    assert ("gpu_memory_gb is 80" in str(told.value)) == (planned is not None)
+    assert ("gpu_memory_gb is 80" in str(error.value)) == (planned is not None)
 
 
-def test_ranks_are_asked_for_in_blocks_that_a_machine_can_hold() -> None:
+def test_ranks_are_requested_in_blocks_that_fit_a_node() -> None:
     assert node_block_sizes(PAPER) == (8, 4, 1)
     assert node_block_sizes(ParallelConfig()) == (1,)
     assert node_block_sizes(ParallelConfig(world_size=16, tensor=2, context=4)) == (8, 2, 1)
-    config = config_of(32)
-    ask = rank_request(config.train, "cuda")
+    ask = rank_request(config_of(32).train, "cuda")
     uneven = [{"GPU": gpus, "CPU": 64.0} for gpus in (8, 6, 6, 6, 6)]
     fits = {size: ask.in_blocks(size).fits("GPU", uneven) for size in node_block_sizes(PAPER)}
     assert fits == {8: False, 4: False, 1: True}
     assert ask.in_blocks(8).fits("GPU", [{"GPU": 8}] * 4)
 
 
-def test_groups_over_several_machines_are_named_in_one_line() -> None:
-    assert cross_node_groups(PAPER, [f"host-{rank // 8}" for rank in range(32)]) is None
-    halves = cross_node_groups(PAPER, [f"host-{rank // 4}" for rank in range(32)])
-    assert halves is not None
-    assert halves.startswith("train.parallel: expert groups (expert=8) span several nodes")
-    odd = cross_node_groups(PAPER, [f"host-{rank // 6}" for rank in range(32)])
-    assert odd is not None
-    assert "tensor groups (tensor=4) and expert groups (expert=8)" in odd
-    assert "\n" not in odd
-    long = ParallelConfig(world_size=16, tensor=2, context=4)
-    apart = cross_node_groups(long, [f"host-{rank // 4}" for rank in range(16)])
-    assert apart is not None
-    assert apart.startswith("train.parallel: context groups (context=4) span")
+@pytest.mark.parametrize(
+    ("parallel", "per_node", "groups"),
+    [
+        (PAPER, 4, "expert groups (expert=8)"),
+        (PAPER, 6, "tensor groups (tensor=4) and expert groups (expert=8)"),
+        (ParallelConfig(world_size=16, tensor=2, context=4), 4, "context groups (context=4)"),
+    ],
+)
+def test_groups_over_several_nodes_are_named_in_one_line(parallel: ParallelConfig, per_node: int, groups: str) -> None:
+    assert cross_node_groups(parallel, [f"node-{rank // 8}" for rank in range(parallel.world_size)]) is None
+    line = cross_node_groups(parallel, [f"node-{rank // per_node}" for rank in range(parallel.world_size)]) or ""
+    assert line.startswith(f"train.parallel: {groups} span several nodes")
+    assert "\n" not in line
 
 
 @pytest.mark.megatron
@@ -85,7 +80,7 @@ def test_groups_over_several_machines_are_named_in_one_line() -> None:
         {"world_size": 12, "context": 3, "expert": 2, "pipeline": 2},
     ],
 )
-def test_groups_are_those_that_megatron_makes(sizes: dict[str, int], megatron_shim: None) -> None:
+def test_groups_equal_megatrons(sizes: dict[str, int], megatron_shim: None) -> None:
     from megatron.core.parallel_state import RankGenerator
 
     parallel = ParallelConfig.model_validate(sizes)
@@ -99,8 +94,8 @@ def test_groups_are_those_that_megatron_makes(sizes: dict[str, int], megatron_sh
 
 
 @pytest.mark.megatron
-def test_an_optimizer_that_counts_in_its_groups_has_made_no_update_before_the_first(megatron_shim: None) -> None:
-    """Transformer Engine's Adam: its state holds moments, and ``step`` enters a group with the first update."""
+def test_updates_are_counted_from_parameter_state_or_groups(megatron_shim: None) -> None:
+    """Transformer Engine's Adam has ``step`` in its groups, from the first update on."""
     from agent_rl.train.optimizer import updates_made
 
     adam = SimpleNamespace(param_groups=[{}, {}], state={1: {"exp_avg": torch.zeros(1)}})

@@ -1,4 +1,4 @@
-"""How much memory is left: of the machine, and of the group of processes that this one is in."""
+"""Free memory of the machine and of a control group."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from sandbox.cgroup import find_parents, join_command
 PRINT = "from agent_rl.train.host_memory import free_memory; print(free_memory())"
 
 
-def test_a_machine_has_less_left_than_it_has() -> None:
+def test_free_memory_is_less_than_the_machines_memory() -> None:
     assert 0 < free_memory() < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def test_a_control_group_leaves_what_its_limit_does() -> None:
+def test_a_control_group_limits_free_memory() -> None:
     parents = find_parents()
     if parents is None:
         pytest.skip("no control group can be made here")

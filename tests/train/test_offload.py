@@ -1,5 +1,4 @@
-"""An optimizer whose state lies on the host between updates makes the same updates, bit for bit; one whose moments are
-bfloat16 makes nearly the same."""
+"""Updates of an optimizer with its state on the host, which are bit-identical, and with bfloat16 moments."""
 
 from __future__ import annotations
 
@@ -12,6 +11,7 @@ import pytest
 
 pytest.importorskip("torch", reason="torch is not installed (the train extra)")
 import torch
+from support.megatron_world import world_of_one
 
 from agent_rl.config import ParallelConfig
 from agent_rl.train.requests import OptimizerSpec
@@ -25,32 +25,17 @@ KINDS = [("float32", False), ("bfloat16", False), ("bfloat16", True), ("float32"
 @pytest.fixture(scope="module")
 def world(megatron_shim: None) -> Iterator[Any]:
     """The ranks of a world of one."""
-    import socket
-
-    from agent_rl.train.megatron.parallel import destroy_parallel, init_parallel
-
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    yield init_parallel(
-        ParallelConfig(),
-        0,
-        master_addr="127.0.0.1",
-        master_port=port,
-        device=torch.device("cpu"),
-        listener=listener.detach(),
-    )
-    destroy_parallel()
+    with world_of_one() as ranks:
+        yield ranks
 
 
 def policy(directory: Path, ranks: Any, dtype: str, distributed: bool) -> Any:
-    """The model of ``directory``, wrapped for either optimizer."""
+    """The model of ``directory`` for a replicated or a distributed optimizer."""
     from agent_rl.train.megatron.model import PolicyModel
 
-    width = getattr(torch, dtype)
-    built = PolicyModel.build(directory, ParallelConfig(), device=torch.device("cpu"), dtype=width)
-    return PolicyModel(
-        built.modules, built.model_spec, ranks, built.device, directory, distributed_optimizer=distributed
-    )
+    built = PolicyModel.build(directory, ParallelConfig(), device=torch.device("cpu"), dtype=getattr(torch, dtype))
+    parts = (built.modules, built.model_spec, ranks, built.device, directory)
+    return PolicyModel(*parts, distributed_optimizer=distributed)
 
 
 def optimizer_of(model: Any, dtype: str, *, offload: bool, **changes: Any) -> Any:
@@ -60,7 +45,7 @@ def optimizer_of(model: Any, dtype: str, *, offload: bool, **changes: Any) -> An
 
 
 def update(model: Any, optimizer: Any, seed: int) -> float:
-    """One update by gradients that the seed draws; the gradient norm."""
+    """One update with random gradients; returns the gradient norm."""
     generator = torch.Generator().manual_seed(seed)
     for chunk in model.chunks:
         chunk.zero_grad_buffer()
@@ -83,11 +68,9 @@ def same(ones: Any, others: Any) -> bool:
 
 
 @pytest.mark.parametrize(("dtype", "distributed"), KINDS)
-def test_updates_are_the_same_to_the_bit(tiny_moe: Path, world: Any, dtype: str, distributed: bool) -> None:
+def test_offloaded_updates_are_bit_identical(tiny_moe: Path, world: Any, dtype: str, distributed: bool) -> None:
     models = [policy(tiny_moe, world, dtype, distributed) for _ in range(2)]
-    plain, offloaded = (
-        optimizer_of(model, dtype, offload=offload) for model, offload in zip(models, (False, True), strict=True)
-    )
+    plain, offloaded = (optimizer_of(models[offload], dtype, offload=bool(offload)) for offload in (0, 1))
     for seed in range(3):
         assert update(models[0], plain, seed) == update(models[1], offloaded, seed)
         assert same(weights(models[0]), weights(models[1])), f"update {seed}"
@@ -98,7 +81,7 @@ def test_updates_are_the_same_to_the_bit(tiny_moe: Path, world: Any, dtype: str,
 
 
 @pytest.mark.parametrize("distributed", [False, True])
-def test_between_updates_the_device_has_none_of_it(tiny_moe: Path, world: Any, distributed: bool) -> None:
+def test_the_device_holds_no_state_between_updates(tiny_moe: Path, world: Any, distributed: bool) -> None:
     model = policy(tiny_moe, world, "bfloat16", distributed)
     optimizer = optimizer_of(model, "bfloat16", offload=True)
     for _ in range(2):
@@ -107,12 +90,14 @@ def test_between_updates_the_device_has_none_of_it(tiny_moe: Path, world: Any, d
                 assert one.master.untyped_storage().nbytes() == 4, "a master keeps one element"
                 assert slots["master"].numel() == one.master.numel()
                 moments = state._inner.state[one.master]
-                assert moments["exp_avg"].data_ptr() == slots["exp_avg"].data_ptr(), "the host's"
+                assert moments["exp_avg"].data_ptr() == slots["exp_avg"].data_ptr(), "the moments are the host's"
         update(model, optimizer, 0)
 
 
 @pytest.mark.parametrize(("dtype", "distributed"), KINDS[1:])
-def test_a_state_that_was_saved_goes_on_either_way(tiny_moe: Path, world: Any, dtype: str, distributed: bool) -> None:
+def test_saved_state_resumes_with_and_without_offloading(
+    tiny_moe: Path, world: Any, dtype: str, distributed: bool
+) -> None:
     first = policy(tiny_moe, world, dtype, distributed)
     begun = optimizer_of(first, dtype, offload=True)
     update(first, begun, 0)
@@ -128,46 +113,42 @@ def test_a_state_that_was_saved_goes_on_either_way(tiny_moe: Path, world: Any, d
 
 
 @pytest.mark.parametrize(("dtype", "distributed"), KINDS)
-def test_moments_in_bfloat16_lie_anywhere_and_are_resumed_to_the_bit(
+def test_bfloat16_moments_are_offloaded_and_resumed_bit_for_bit(
     tiny_moe: Path, tmp_path: Path, world: Any, dtype: str, distributed: bool
 ) -> None:
-    """The third goes on from a checkpoint's file of the second, which has float32 alone."""
+    """The third optimizer resumes from a checkpoint of the second, whose file has float32 only."""
     from agent_rl.train.checkpoint.pieces import PieceReader, write_pieces
     from agent_rl.train.checkpoint.state_pieces import StatePieces
 
     models = [policy(tiny_moe, world, dtype, distributed) for _ in range(3)]
-    here, there, resumed = (
-        optimizer_of(model, dtype, offload=offload, moments="bfloat16")
-        for model, offload in zip(models, (False, True, True), strict=True)
-    )
+    options = [(model, dtype, model is not models[0]) for model in models]
+    here, there, resumed = (optimizer_of(m, d, offload=offload, moments="bfloat16") for m, d, offload in options)
     for seed in range(2):
         assert update(models[0], here, seed) == update(models[1], there, seed)
     kept = state_of(there)
-    assert {tensor.dtype for (_, slot), tensor in kept.items() if slot != "master"} == {torch.bfloat16}
-    snapshot = StatePieces(models[1], there).snapshot()
-    with (tmp_path / "rank.safetensors").open("wb") as file:
+    kinds = {(slot == "master", tensor.dtype) for (_, slot), tensor in kept.items()}
+    assert kinds == {(True, torch.float32), (False, torch.bfloat16)}
+    snapshot, path = StatePieces(models[1], there).snapshot(), tmp_path / "rank.safetensors"
+    with path.open("wb") as file:
         write_pieces(file, snapshot.pieces, snapshot.values)
-    StatePieces(models[2], resumed).load(PieceReader([tmp_path / "rank.safetensors"]), snapshot.counts)
+    StatePieces(models[2], resumed).load(PieceReader([path]), snapshot.counts)
     for model, optimizer in zip(models, (here, there, resumed), strict=True):
         update(model, optimizer, 2)
-    assert same(weights(models[0]), weights(models[1]))
-    assert same(weights(models[0]), weights(models[2]))
-    states = [list(state_of(optimizer).values()) for optimizer in (here, there, resumed)]
-    assert same(states[0], states[1])
-    assert same(states[0], states[2])
+    for model, optimizer in zip(models[1:], (there, resumed), strict=True):
+        assert same(weights(models[0]), weights(model))
+        assert same(list(state_of(here).values()), list(state_of(optimizer).values()))
 
 
 class Trained:
-    """A parameter of 2,048 numbers whose moments are kept in some precision, and what float32 makes of it."""
+    """A parameter of 2,048 numbers whose moments are kept in ``precision``."""
 
     def __init__(self, precision: torch.dtype) -> None:
         from agent_rl.train.optimizer_offload import MasterShard, StoredState
 
         self.weight = torch.nn.Parameter(torch.zeros(2048))
         adam = torch.optim.AdamW([self.weight], lr=1e-3, betas=(0.9, 0.999), weight_decay=0.0, foreach=False)
-        self._state = StoredState(
-            adam, [MasterShard(self.weight, 0, self.weight)], ("exp_avg", "exp_avg_sq"), precision=precision
-        )
+        masters, moments = [MasterShard(self.weight, 0, self.weight)], ("exp_avg", "exp_avg_sq")
+        self._state = StoredState(adam, masters, moments, precision=precision)
         self.slots = self._state.slots[0]
 
     def update(self, updates: int, gradient: torch.Tensor) -> None:
@@ -192,14 +173,14 @@ def trained_like_float32(updates: int = 800) -> tuple[float, float, float]:
     return float(ratio.mean()), float((ratio - 1).abs().max()), float(off)
 
 
-def test_moments_in_bfloat16_train_as_those_in_float32_do() -> None:
+def test_bfloat16_moments_train_like_float32_moments() -> None:
     mean, furthest, weights_off = trained_like_float32()
     assert mean == pytest.approx(1, abs=0.02)
     assert furthest < 0.15
     assert weights_off < 0.01
 
 
-def test_a_second_moment_that_is_rounded_to_the_nearest_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_moment_rounded_to_nearest_does_not_fall(monkeypatch: pytest.MonkeyPatch) -> None:
     from agent_rl.train import optimizer_offload as offload
 
     monkeypatch.setattr(offload, "_rounded", lambda wide, dtype, updates: wide.to(dtype))
@@ -209,26 +190,11 @@ def test_a_second_moment_that_is_rounded_to_the_nearest_stands_still(monkeypatch
     assert weights_off > 0.01
 
 
-def test_rounding_takes_nothing_away_and_leaves_what_bfloat16_has() -> None:
-    from agent_rl.train.optimizer_offload import _rounded
-
-    wide = torch.tensor([0.0, 1.0, -2.5, 1 + 2**-10, -1 - 3 * 2**-10])
-    rounded = torch.stack([_rounded(wide.clone(), torch.bfloat16, updates) for updates in range(1024)]).double()
-    assert (rounded[:, :3] == wide[:3]).all()
-    torch.testing.assert_close(
-        rounded.mean(0), wide.double(), rtol=0, atol=1e-4
-    )  # a number of bfloat16 is 8e-3 from the next
-
-
 def test_an_adam_that_counts_in_its_groups_counts_each_update_once() -> None:
-    """As Transformer Engine's does."""
+    """Like Transformer Engine's."""
     from agent_rl.train.optimizer_offload import MasterShard, StoredState
 
-    class CountingAdam:
-        def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
-            self.param_groups: list[dict[str, Any]] = [{"params": parameters}]
-            self.state: dict[Any, dict[str, Any]] = {parameter: {} for parameter in parameters}
-
+    class CountingAdam(torch.optim.Optimizer):
         def step(self) -> None:
             for group in self.param_groups:
                 group["step"] = group.get("step", 0) + 1
@@ -238,7 +204,7 @@ def test_an_adam_that_counts_in_its_groups_counts_each_update_once() -> None:
 
     parameters = [torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16)) for _ in range(2)]
     masters = [torch.nn.Parameter(torch.zeros(3)) for _ in parameters]
-    adam = CountingAdam(masters)
+    adam = CountingAdam(masters, {})
     state = StoredState(adam, [MasterShard(p, 0, m) for p, m in zip(parameters, masters, strict=True)], ("exp_avg",))
     for expected in (-1.0, -3.0):
         for master in masters:
@@ -247,22 +213,3 @@ def test_an_adam_that_counts_in_its_groups_counts_each_update_once() -> None:
         assert [parameter.tolist() for parameter in parameters] == [[expected] * 3] * 2
     assert adam.param_groups[0]["step"] == 2
     assert [slots["exp_avg"].tolist() for slots in state.slots] == [[2.0] * 3] * 2
-
-
-def test_the_dry_run_counts_freed_and_reallocated_memory() -> None:
-    from agent_rl.dryrun.usage import UsageRecorder
-    from agent_rl.planner.hardware import GPUS
-
-    usage, tensor = UsageRecorder(GPUS["H100 SXM"]), torch.zeros(1024)
-    storage = tensor.untyped_storage()
-    with usage.phase("start"):
-        usage.track_storage(storage)
-        assert usage.allocated == 4096
-        storage.resize_(0)
-        usage.update_size(storage)
-        assert usage.allocated == 0
-        storage.resize_(4096)
-        usage.update_size(storage)
-    assert (usage.allocated, usage.peaks()["start"].peak) == (4096, 4096)
-    del tensor, storage
-    assert usage.allocated == 0

@@ -1,4 +1,4 @@
-"""Packing with samples whose every row can be told apart: what goes in comes out, in place and once."""
+"""Packing of samples whose rows are all different."""
 
 from __future__ import annotations
 
@@ -20,27 +20,19 @@ lengths_of = st.lists(st.integers(2, 40), min_size=1, max_size=30)
 def distinct(length: int, index: int) -> Sample:
     """Token i of sample s is s * 100 + i, and so is its log-prob."""
     rows = index * 100 + np.arange(length)
-    return Sample(
-        tokens=rows.astype(np.int32),
-        loss_mask=rows % 3 == 0,
-        logprobs=rows.astype(np.float32),
-        advantage=float(index) - 0.5,
-        routing=None,
-        weight=1.0 + index,
-    )
+    logprobs = rows.astype(np.float32)
+    return Sample(rows.astype(np.int32), rows % 3 == 0, logprobs, index - 0.5, None, weight=1.0 + index)
 
 
 @given(lengths_of, st.integers(1, 3))
-def test_round_trip(lengths: list[int], ranks: int) -> None:
+def test_packed_rows_are_those_of_their_samples(lengths: list[int], ranks: int) -> None:
     samples = [distinct(length, index) for index, length in enumerate(lengths)]
     batches = [pack(samples, ids) for rank in partition_sequences(lengths, budget=64, ranks=ranks) for ids in rank]
 
     def returned(name: str) -> dict[int, np.ndarray]:
-        pieces = [
-            (index, getattr(batch, name)[batch.cu_seqlens[at] : batch.cu_seqlens[at + 1]])
-            for batch in batches
-            for at, index in enumerate(batch.sample_ids)
-        ]
+        pieces: list[tuple[int, np.ndarray]] = []
+        for batch in batches:
+            pieces += zip(batch.sample_ids, np.split(getattr(batch, name), batch.cu_seqlens[1:-1]), strict=True)
         assert sorted(index for index, _ in pieces) == list(range(len(samples))), "every sample exactly once"
         return dict(pieces)
 
@@ -53,14 +45,11 @@ def test_round_trip(lengths: list[int], ranks: int) -> None:
         assert set(returned("weights_T")[index]) == {np.float32(sample.weight)}
 
 
-def test_what_does_not_line_up_raises() -> None:
+@pytest.mark.parametrize("field", ["logprobs", "loss_mask"])
+def test_samples_of_uneven_lengths_are_refused(field: str) -> None:
     good = distinct(5, 0)
-    for bad, message in (
-        (replace(good, logprobs=good.logprobs[1:]), "5 tokens and 4 entries of logprobs"),
-        (replace(good, loss_mask=good.loss_mask[1:]), "5 tokens and 4 entries of loss_mask"),
-    ):
-        with pytest.raises(TrainerError, match=message):
-            pack([bad], (0,))
+    with pytest.raises(TrainerError, match=f"5 tokens and 4 entries of {field}"):
+        pack([replace(good, **{field: getattr(good, field)[1:]})], (0,))
 
 
 @given(lengths_of, st.integers(1, 4), st.integers(1, 3))
@@ -75,14 +64,12 @@ def test_split_step_uses_every_sample_in_exactly_one_mini_step(lengths: list[int
         assert {rank[step].sampled_tokens for rank in shares} == {sum(int(b.mask_T.sum()) for b in batches)}
 
 
-def test_weighted_sequences() -> None:
-    sequences = [
-        (np.array([5, 6, 7], np.int32), np.array([1, 0.2, 1], np.float32)),
-        (np.array([8, 9], np.int32), np.array([0.2, 1], np.float32)),
-    ]
+def test_weighted_sequences_are_packed_in_the_given_order() -> None:
+    first = (np.array([5, 6, 7], np.int32), np.array([1, 0.2, 1], np.float32))
+    sequences = [first, (np.array([8, 9], np.int32), np.array([0.2, 1], np.float32))]
     batch = pack_weighted(sequences, (1, 0))
     assert batch.tokens_T.tolist() == [8, 9, 5, 6, 7]
     assert batch.weights_T.tolist() == pytest.approx([0, 1, 0, 0.2, 1])
-    assert sequences[0][1][0] == 1, "the caller's weights stay as they were"
+    assert first[1][0] == 1, "the caller's weights are unchanged"
     with pytest.raises(TrainerError, match="sequence 0 has 2 tokens and 3 loss weights"):
         pack_weighted([(np.array([1, 2], np.int32), np.ones(3, np.float32))], (0,))

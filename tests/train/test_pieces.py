@@ -1,4 +1,4 @@
-"""Pieces that one layout wrote are read by any other, bit for bit."""
+"""Pieces of a checkpoint are read bit for bit in every layout."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def parts(axis: int, count: int) -> list[ParamShard]:
     return [ParamShard("w", shape, axis, index, count) for index in range(count)]
 
 
-def cut(whole: Floats, part: ParamShard) -> Floats:
+def part_of(whole: Floats, part: ParamShard) -> Floats:
     return np.split(whole, part.count, axis=part.axis)[part.index].reshape(-1)
 
 
@@ -35,14 +35,12 @@ def stretches(part: ParamShard, cuts: list[int]) -> list[FlatRange]:
 
 
 def write(directory: Path, ranks: list[list[FlatRange]], whole: Floats) -> list[Path]:
-    """A file a rank, each of stretches of other parameters too."""
+    """Writes one file per rank, with two slots; ``exp_avg`` is twice ``master``."""
     files = []
     for rank, own in enumerate(ranks):
-        pieces, values = [], []
-        for stretch in own:
-            for slot, factor in (("master", 1), ("exp_avg", 2)):
-                pieces.append((stretch, slot))
-                values.append(cut(whole, stretch.part)[stretch.start : stretch.stop] * factor)
+        slots = [(stretch, slot, factor) for stretch in own for slot, factor in (("master", 1), ("exp_avg", 2))]
+        pieces = [(stretch, slot) for stretch, slot, _ in slots]
+        values = [part_of(whole, each.part)[each.start : each.stop] * factor for each, _, factor in slots]
         files.append(directory / f"rank-{rank}.safetensors")
         with files[-1].open("wb") as file:
             write_pieces(file, pieces, np.concatenate([np.empty(0, np.float32), *values]))
@@ -67,14 +65,14 @@ def test_any_layout_reads_what_any_other_wrote(
         stop = min(start + wanted[1], math.prod(part.shape))
         for slot, factor in (("master", 1), ("exp_avg", 2)):
             found = reader.read(FlatRange(part, start, stop), slot)
-            np.testing.assert_array_equal(found, cut(whole, part)[start:stop] * factor)
+            np.testing.assert_array_equal(found, part_of(whole, part)[start:stop] * factor)
 
 
 @given(order=st.permutations(range(12)), ranks=st.sampled_from([1, 2, 3, 4]), start=st.integers(0, 35))
-def test_rows_in_any_order_over_ranks_are_read_in_order_and_back(
+def test_rows_in_any_order_over_ranks_are_read_in_order(
     tmp_path_factory: pytest.TempPathFactory, order: list[int], ranks: int, start: int
 ) -> None:
-    """As experts that are not at home in order: each rank has some rows, each a part of its own."""
+    """Like experts that are placed in any order over the ranks, each a part of its own."""
     whole = np.random.default_rng(1).standard_normal(WHOLE).astype(np.float32)
     rows = parts(0, 12)
     held = [[whole_part(rows[row]) for row in order[rank::ranks]] for rank in range(ranks)]
@@ -83,10 +81,10 @@ def test_rows_in_any_order_over_ranks_are_read_in_order_and_back(
         stop = math.prod(part.shape)
         first = min(start, stop - 1)
         found = reader.read(FlatRange(part, first, stop), "exp_avg")
-        np.testing.assert_array_equal(found, cut(whole, part)[first:] * 2)
+        np.testing.assert_array_equal(found, part_of(whole, part)[first:] * 2)
 
 
-def test_copies_of_the_same_stretch_do_no_harm(tmp_path: Path) -> None:
+def test_several_ranks_may_write_the_same_piece(tmp_path: Path) -> None:
     whole = np.arange(144, dtype=np.float32).reshape(WHOLE)
     first, second = map(whole_part, parts(0, 2))
     reader = PieceReader(write(tmp_path, [[first], [first], [second], []], whole))
@@ -95,7 +93,7 @@ def test_copies_of_the_same_stretch_do_no_harm(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("new", [1, 2, 4])
-def test_what_is_not_there_is_said(tmp_path: Path, new: int) -> None:
+def test_missing_pieces_are_named(tmp_path: Path, new: int) -> None:
     whole = np.zeros(WHOLE, np.float32)
     (first, second) = parts(0, 2)
     gappy = [[whole_part(first)], [FlatRange(second, 0, 30)], [FlatRange(second, 31, 72)]]
@@ -107,7 +105,7 @@ def test_what_is_not_there_is_said(tmp_path: Path, new: int) -> None:
         lone.read(whole_part(parts(0, 1)[0]), "master")
 
 
-def test_another_model_is_told(tmp_path: Path) -> None:
+def test_pieces_of_another_model_are_refused(tmp_path: Path) -> None:
     reader = PieceReader(write(tmp_path, [[whole_part(parts(0, 1)[0])]], np.zeros(WHOLE, np.float32)))
     with pytest.raises(TrainerError, match="has no state of v: it belongs to another model"):
         reader.read(whole_part(ParamShard("v", (3,))), "master")

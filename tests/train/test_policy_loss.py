@@ -14,18 +14,11 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agent_rl.config import Clip, CorrectionConfig, CorrectionMask, CorrectionWeight, KlConfig, RunConfig, TrainConfig
+from agent_rl.config.objectives import OBJECTIVES, Aggregation
+
 torch = pytest.importorskip("torch", reason="needs the trainer environment")
 
-from agent_rl.config import (  # noqa: E402
-    Clip,
-    CorrectionConfig,
-    CorrectionMask,
-    CorrectionWeight,
-    KlConfig,
-    RunConfig,
-    TrainConfig,
-)
-from agent_rl.config.objectives import OBJECTIVES, Aggregation  # noqa: E402
 from agent_rl.train.batching.packing import MicroBatch, pack  # noqa: E402
 from agent_rl.train.batching.partition import split_step  # noqa: E402
 from agent_rl.train.loss.corrections import correction_factors  # noqa: E402
@@ -81,27 +74,15 @@ def draw(lengths: list[int], seed: int) -> Case:
 
 
 def computed(case: Case, chosen: TrainConfig, counts: LossCounts) -> tuple[Any, Any, Any]:
-    """The result, and the tensors of log-probs and entropies that it has a gradient in."""
+    """The result, and its leaf tensors of log-probs and entropies."""
     tensors = {name: torch.tensor(case.values[name]) for name in NAMES}
     new, entropy = tensors["new"].requires_grad_(), tensors["entropy"].requires_grad_()
     mask, sequence = torch.tensor(case.mask), torch.tensor(case.sequence)
-    factors = correction_factors(
-        chosen.correction, tensors["log_ratio"], mask, sequence, log_weight_T=tensors["log_weight"]
-    )
-    result = policy_loss(
-        new,
-        tensors["old"],
-        factors,
-        tensors["advantages"],
-        mask,
-        sequence,
-        entropy_T=entropy,
-        weights_T=tensors["weights"],
-        train=chosen,
-        length=LENGTH,
-        counts=counts,
-        reference_T=tensors["reference"],
-    )
+    ratio, weight = tensors["log_ratio"], tensors["log_weight"]
+    factors = correction_factors(chosen.correction, ratio, mask, sequence, log_weight_T=weight)
+    named = {"entropy_T": entropy, "weights_T": tensors["weights"], "reference_T": tensors["reference"]}
+    rest = {"train": chosen, "length": LENGTH, "counts": counts}
+    result = policy_loss(new, tensors["old"], factors, tensors["advantages"], mask, sequence, **named, **rest)
     return result, new, entropy
 
 
@@ -110,20 +91,20 @@ def direct(case: Case, chosen: TrainConfig, counts: LossCounts, frozen: np.ndarr
     v, total = case.values, 0.0
     frozen = v["new"] if frozen is None else frozen
     for sequence in sorted(set(case.sequence.tolist())):
-        own = [t for t in range(len(case.mask)) if case.mask[t] and case.sequence[t] == sequence]
+        own = sampled_tokens(case, sequence)
         for t in own:
             term = direct_correction(case, chosen, own, t) * direct_term(case, chosen, own, t, frozen)
             if chosen.kl.coefficient and chosen.kl.apply_to == "loss":
                 d = v["new"][t] - v["reference"][t]
                 term += chosen.kl.coefficient * {"k2": d * d / 2, "k3": direct_k3(d, chosen.kl)}[chosen.kl.estimator]
             term -= chosen.entropy_coefficient * v["entropy"][t]
-            divisor = {
-                "token": counts.tokens,
-                "sequence": counts.sequences * len(own),
-                "constant": counts.sequences * LENGTH,
-            }[chosen.loss_aggregation]
-            total += v["weights"][t] * term / divisor
+            sizes = {"sequence": counts.sequences * len(own), "constant": counts.sequences * LENGTH}
+            total += v["weights"][t] * term / sizes.get(chosen.loss_aggregation, counts.tokens)
     return total
+
+
+def sampled_tokens(case: Case, sequence: int) -> list[int]:
+    return [t for t in range(len(case.mask)) if case.mask[t] and case.sequence[t] == sequence]
 
 
 def direct_k3(d: float, kl: KlConfig) -> float:
@@ -161,53 +142,39 @@ def direct_correction(case: Case, chosen: TrainConfig, own: list[int], t: int) -
     ratios, weights, bounds = case.values["log_ratio"], case.values["log_weight"], chosen.correction
     if bounds.veto is not None and min(math.exp(ratios[u]) for u in own) < bounds.veto:
         return 0.0
-    looked_at = {
-        "token": ratios[t],
-        "sequence": sum(ratios[u] for u in own),
-        "geometric": sum(ratios[u] for u in own) / len(own),
-    }
-    if bounds.mask is not None and not bounds.mask_low <= math.exp(looked_at[bounds.mask]) <= bounds.mask_high:
+    total = sum(ratios[u] for u in own)
+    masked = {"token": ratios[t], "sequence": total, "geometric": total / len(own)}
+    if bounds.mask is not None and not bounds.mask_low <= math.exp(masked[bounds.mask]) <= bounds.mask_high:
         return 0.0
     if bounds.weight is None:
         return 1.0
     weight = math.exp(weights[t] if bounds.weight == "token" else sum(weights[u] for u in own))
-    return min(max(weight, bounds.weight_low), bounds.weight_high)
+    return min(max(weight, bounds.weight_low), bounds.weight_high or math.inf)
 
 
 CLIPS: dict[str, dict[str, float]] = {
     "grpo": {"eps_low": 0.2, "eps_high": 0.28},
-    "gspo": {"eps_low": 0.08, "eps_high": 0.09},
     "cispo": {"eps_low": 0.2, "eps_high": 0.28},
+    "gspo": {"eps_low": 0.08, "eps_high": 0.09},
     "reinforce": {},
     "sapo": {"tau_positive": 2.0, "tau_negative": 3.0},
     "gmpo": {"eps_low": 0.2, "eps_high": 0.3},
 }
-"""So wide that many ratios are within, and as narrow as the config demands of gspo."""
+"""Wide enough that many ratios are not clipped; gspo's are the widest that the config accepts."""
 
 
 def all_settings() -> list[TrainConfig]:
-    """Every objective with every aggregation, correction and penalty; dual clip, veto and entropy come in turns."""
+    """Every objective with every aggregation, correction and penalty. Dual clip, veto, entropy and the correction's
+    upper bound alternate."""
+    bounds, found = {"weight_low": 0.9, "mask_low": 0.8, "mask_high": 1.25}, []
     parts = itertools.product(OBJECTIVES.built_in, get_args(Aggregation), CORRECTIONS, PENALTIES)
-    return [
-        TrainConfig(
-            objective=objective,
-            **CLIPS[objective],
-            dual_clip=1.3 if index % 2 and objective in ("grpo", "gspo") else None,
-            aggregation=aggregation,
-            correction=CorrectionConfig(
-                weight=weight,
-                weight_low=0.9,
-                weight_high=1.25,
-                mask=mask,
-                mask_low=0.8,
-                mask_high=1.25,
-                veto=0.5 if index % 3 == 0 else None,
-            ),
-            kl=penalty,
-            entropy_coefficient=0.05 if index % 5 else 0.0,
-        )
-        for index, (objective, aggregation, (weight, mask), penalty) in enumerate(parts)
-    ]
+    for index, (objective, aggregation, (weight, mask), kl) in enumerate(parts):
+        high, veto = 1.25 if index % 11 else None, None if index % 3 else 0.5
+        correction = CorrectionConfig(**bounds, weight=weight, weight_high=high, mask=mask, veto=veto)
+        dual = 1.3 if index % 2 and objective in ("grpo", "gspo") else None
+        options = {**CLIPS[objective], "dual_clip": dual, "entropy_coefficient": 0.05 if index % 5 else 0.0}
+        found.append(TrainConfig(objective=objective, aggregation=aggregation, correction=correction, kl=kl, **options))
+    return found
 
 
 ALL = all_settings()
@@ -215,17 +182,20 @@ LENGTHS = [7, 1, 12, 5, 4]
 
 
 def test_every_combination_equals_the_formula() -> None:
-    assert len(ALL) == 6 * 3 * 12 * 4
     for index, chosen in enumerate(ALL):
         case = draw(LENGTHS, seed=index)
         result, *_ = computed(case, chosen, case.counts)
         assert result.loss.item() == pytest.approx(direct(case, chosen, case.counts), rel=1e-10, abs=1e-12), chosen
+        groups = [sampled_tokens(case, sequence) for sequence in range(len(LENGTHS))]
+        factors = [direct_correction(case, chosen, own, t) for own in groups for t in own]
+        reported = (result.correction.item(), result.dropped.item())
+        assert reported == (pytest.approx(sum(factors)), factors.count(0.0)), chosen
 
 
 def test_every_combinations_gradient_equals_finite_differences() -> None:
-    """In every log-prob and every entropy. What is under a stop-gradient stays where it was."""
+    """In every log-prob and every entropy. Whatever is under a stop-gradient keeps its value."""
     step = 1e-6
-    for index, chosen in enumerate(ALL[::5]):
+    for index, chosen in enumerate(ALL[::7]):
         case = draw([3, 4], seed=index)
         result, new, entropy = computed(case, chosen, case.counts)
         slopes = torch.autograd.grad(result.loss, (new, entropy), allow_unused=True)
@@ -247,14 +217,13 @@ def gradient(case: Case, chosen: TrainConfig, counts: LossCounts) -> tuple[float
     return result.loss.item(), np.stack([np.zeros(len(new)) if s is None else s.numpy() for s in slopes])
 
 
+Batch = tuple[list[int], int, TrainConfig]
 batches = st.tuples(st.lists(st.integers(1, 9), min_size=1, max_size=7), st.integers(0, 2**31), st.sampled_from(ALL))
 
 
 @settings(deadline=None, max_examples=60)
 @given(batches, st.randoms(use_true_random=False))
-def test_neither_packing_order_nor_micro_batches_change_the_sum(
-    batch: tuple[list[int], int, TrainConfig], random: Any
-) -> None:
+def test_neither_packing_order_nor_micro_batches_change_the_sum(batch: Batch, random: Any) -> None:
     """Sequences in any order, in any number of micro-batches: each token's gradient and the loss stay the same."""
     lengths, seed, chosen = batch
     case = draw(lengths, seed)
@@ -278,10 +247,8 @@ JUNK = st.sampled_from((np.nan, np.inf, -np.inf, 1e308, -1e308, 5e-324, 0.0))
 
 @settings(deadline=None, max_examples=100)
 @given(batches, st.fixed_dictionaries({name: JUNK for name in NAMES}))
-def test_tokens_that_were_not_sampled_take_part_in_nothing(
-    batch: tuple[list[int], int, TrainConfig], junk: dict[str, float]
-) -> None:
-    """Whatever stands at them, infinite or not a number, loss and gradients are as if they were not there."""
+def test_tokens_that_were_not_sampled_have_no_effect(batch: Batch, junk: dict[str, float]) -> None:
+    """Infinite values and NaN at these tokens change neither the loss nor a gradient."""
     lengths, seed, chosen = batch
     case = draw(lengths, seed)
     kept = np.flatnonzero(case.mask)
@@ -301,10 +268,8 @@ def test_tokens_that_were_not_sampled_take_part_in_nothing(
 
 @settings(deadline=None, max_examples=100)
 @given(batches, st.data())
-def test_extreme_log_probs_of_sampled_tokens_give_finite_gradients(
-    batch: tuple[list[int], int, TrainConfig], data: st.DataObject
-) -> None:
-    """Also in float32, and also where the clip or a correction leaves them out."""
+def test_extreme_log_probs_of_sampled_tokens_give_finite_gradients(batch: Batch, data: st.DataObject) -> None:
+    """In float32, with the clip or a correction that drops them."""
     lengths, seed, chosen = batch
     case = draw(lengths, seed)
     extreme = st.sampled_from((0.0, -1e-6, -90.0, -101.0, -1e4))
@@ -318,6 +283,7 @@ def test_extreme_log_probs_of_sampled_tokens_give_finite_gradients(
 
 
 PAPER = {"eps_low": 0.2, "eps_high": 0.2}
+K1, K2 = KlConfig(coefficient=0.01, estimator="k1", apply_to="reward"), KlConfig(coefficient=0.01, estimator="k2")
 PRESETS: dict[str, TrainConfig] = {
     "GRPO": TrainConfig(**PAPER, aggregation="sequence", kl=KlConfig(coefficient=0.04)),
     "DAPO": TrainConfig(eps_low=0.2, eps_high=0.28, aggregation="token"),
@@ -326,31 +292,14 @@ PRESETS: dict[str, TrainConfig] = {
     "CISPO": TrainConfig(objective="cispo", eps_low=1.0, eps_high=0.27, aggregation="token"),
     "SAPO": TrainConfig(objective="sapo", tau_positive=1.0, tau_negative=1.05, aggregation="sequence"),
     "GMPO": TrainConfig(objective="gmpo", eps_low=0.4, eps_high=0.4, aggregation="sequence"),
-    "REINFORCE++": TrainConfig(
-        **PAPER,
-        baseline="batch",
-        advantage_scale="batch",
-        kl=KlConfig(coefficient=0.01, estimator="k1", apply_to="reward"),
-    ),
-    "REINFORCE++ with baseline": TrainConfig(
-        **PAPER, advantage_scale="batch", kl=KlConfig(coefficient=0.01, estimator="k2")
-    ),
+    "REINFORCE++": TrainConfig(**PAPER, baseline="batch", advantage_scale="batch", kl=K1),
+    "REINFORCE++ with baseline": TrainConfig(**PAPER, advantage_scale="batch", kl=K2),
     "REINFORCE, leave-one-out": TrainConfig(
         objective="reinforce", aggregation="constant", baseline="leave_one_out", advantage_scale="none"
     ),
     "dual clip": TrainConfig(eps_low=0.2, eps_high=0.27, dual_clip=3.0),
 }
 """What the config lines of docs/reference/objectives.md must give."""
-LOSS_KEYS = (
-    "objective",
-    "clip",
-    "loss_aggregation",
-    "baseline",
-    "advantage_scale",
-    "correction",
-    "kl",
-    "entropy_coefficient",
-)
 
 
 def table(head: str) -> list[list[str]]:
@@ -371,7 +320,9 @@ def test_the_documented_config_lines_give_the_papers_losses() -> None:
     assert found.keys() == PRESETS.keys()
     for name, wanted in PRESETS.items():
         train = RunConfig.model_validate({"name": "test", "model": ".", "train": found[name]}).train
-        assert [getattr(train, key) for key in LOSS_KEYS] == [getattr(wanted, key) for key in LOSS_KEYS], name
+        for key in ("objective", "clip", "loss_aggregation", "baseline", "advantage_scale", "correction", "kl"):
+            assert getattr(train, key) == getattr(wanted, key), f"{name}: {key}"
+        assert train.entropy_coefficient == 0
         assert train.normalizes_after_penalty == (name == "REINFORCE++")
         case = draw(LENGTHS, seed=3)
         result, *_ = computed(case, train, case.counts)

@@ -53,8 +53,8 @@ def test_no_weights_is_an_error() -> None:
         list(buckets([], torch.float32, limit=1))
 
 
-def test_each_kind_of_engine_has_checksums_of_its_own_hash() -> None:
-    ((name, tensor),) = [("model.norm.weight", torch.arange(6.0))]
+def test_checksums_use_the_hash_of_each_engine() -> None:
+    name, tensor = "model.norm.weight", torch.arange(6.0)
     plain, launched = DigestKind(1), DigestKind(1, "xxh3:")
     digests = Digests(2, {plain, launched})
     digests.add([name], [(6,)], 4, tensor.view(torch.uint8).numpy())
@@ -66,7 +66,7 @@ def test_each_kind_of_engine_has_checksums_of_its_own_hash() -> None:
 
 
 class Recording(WeightPublisher):
-    """Sends nothing, and notes in which order it would."""
+    """Sends nothing and records the order of its calls."""
 
     def __init__(self) -> None:
         super().__init__(["http://127.0.0.1:9"], torch.device("cpu"), 2, EngineConfig())
@@ -95,7 +95,7 @@ class Recording(WeightPublisher):
             yield bucket
 
 
-def test_a_bucket_is_prepared_while_the_one_before_is_on_its_way() -> None:
+def test_a_bucket_is_prepared_while_the_previous_one_is_sent() -> None:
     link = Recording()
     link._update(link.prepared(), "1", StageTimer())
     assert link.notes == [
@@ -107,7 +107,7 @@ def test_a_bucket_is_prepared_while_the_one_before_is_on_its_way() -> None:
     ]  # fmt: skip
 
 
-def test_an_engine_that_refuses_a_bucket_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_refuses_a_bucket_does_not_block_the_publisher(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL's first broadcast returns only when all engines have joined it."""
     joined, refused = threading.Event(), Future[bytes]()
 

@@ -1,7 +1,8 @@
-"""How the driver deals routes out and puts them together again, over every layout."""
+"""How the driver shards routes over the ranks of every layout and reassembles them."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -11,17 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent_rl.errors import TrainerError
+from agent_rl.train import route_sharding as sharding
 from agent_rl.train.batching.partition import partition_sequences
-from agent_rl.train.reports import RouteCounts, RouteDifferences, count_routes, route_differences
-from agent_rl.train.route_sharding import (
-    WorkerInfo,
-    by_sample,
-    count_differing,
-    have_routes,
-    reassemble,
-    shard_routes,
-    without_routes,
-)
+from agent_rl.train.reports import RouteDifferences, route_differences
+from agent_rl.train.route_sharding import WorkerInfo, have_routes, reassemble, shard_routes
 from agent_rl.types import Sample
 from r3.mismatch.report import differing_experts, route_mismatch
 from r3.routing import Routing
@@ -42,34 +36,37 @@ def sample_of(length: int, layers: int, seed: int, *, share: float = 0.8) -> Sam
     return Sample(tokens, zeros > 0, zeros, 0.0, Routing(experts, present, (), EXPERTS))
 
 
+def routing_of(sample: Sample) -> Routing:
+    assert sample.routing is not None
+    return sample.routing
+
+
 def infos_of(data: int, context: int, tensor: int, stages: list[tuple[int, ...]]) -> list[WorkerInfo]:
     layers = sum(len(columns) for columns in stages)
-    places = [
-        (data_rank, ShardSpec(columns, c, context, t, tensor))
-        for columns in stages
-        for data_rank in range(data)
-        for c in range(context)
-        for t in range(tensor)
+    places = itertools.product(stages, range(data), range(context), range(tensor))
+    return [
+        WorkerInfo(rank, d, data, rank == 0, ShardSpec(columns, c, context, t, tensor), layers)
+        for rank, (columns, d, c, t) in enumerate(places)
     ]
-    return [WorkerInfo(rank, d, data, rank == 0, spec, layers) for rank, (d, spec) in enumerate(places)]
+
+
+World = tuple[list[Sample], list[WorkerInfo]]
 
 
 @st.composite
-def worlds(draw: Any) -> tuple[list[Sample], list[WorkerInfo]]:
+def worlds(draw: Any) -> World:
     stages = draw(st.sampled_from([[(0,)], [(0, 1, 2)], [(), (0, 1)], [(0, 2), (1, 3)], [(0,), (1,), (2,)]]))
     data, context, tensor = (draw(st.integers(1, most)) for most in (2, 3, 3))
     infos = infos_of(data, context, tensor, stages)
     lengths = draw(st.lists(st.integers(2, 25), min_size=1, max_size=7))
-    # The last one surely has rows: without any there is nothing to compare.
+    # The last sample has rows to compare in every case.
     samples = [sample_of(length, infos[0].moe_layers, seed) for seed, length in enumerate(lengths)]
     return [*samples, sample_of(9, infos[0].moe_layers, 77)], infos
 
 
 @settings(max_examples=60, deadline=None)
 @given(worlds())
-def test_what_ranks_hold_gives_the_routes_and_their_differences_back(
-    world: tuple[list[Sample], list[WorkerInfo]],
-) -> None:
+def test_shards_of_all_ranks_reassemble_to_the_routes_and_their_differences(world: World) -> None:
     samples, infos = world
     layers = infos[0].moe_layers
     others = [sample_of(len(sample.tokens), layers, 99 + at, share=1) for at, sample in enumerate(samples)]
@@ -86,22 +83,17 @@ def test_what_ranks_hold_gives_the_routes_and_their_differences_back(
             differs.append(report.unpacked(report.replayed))
         for ids in batches:
             whole = reassemble(samples, ids, peers, [shard_routes(samples, ids, info.shard).experts for info in peers])
-            for index, experts in by_sample(samples, ids, whole).items():
-                routing = samples[index].routing
-                assert routing is not None
+            for index, experts in sharding.by_sample(samples, ids, whole).items():
+                routing = routing_of(samples[index])
                 np.testing.assert_array_equal(experts[routing.present], routing.experts[routing.present])
-        counts = count_differing(samples, batches, peers, differs)
+        counts = sharding.count_differing(samples, batches, peers, differs)
         total = counts if total is None else total + counts
     assert total is not None
-    whole_routes = [
-        (a, b) for one, two in zip(samples, others, strict=True) if (a := one.routing) and (b := two.routing)
-    ]
-    differ = [differing_experts(a, b) for a, b in whole_routes]
-    expected = route_mismatch(
-        np.concatenate(differ), np.repeat(np.arange(len(differ)), [len(rows) for rows in differ]), TOP_K
-    )  # fmt: skip
-    assert total.tokens == expected.tokens
-    assert total.sequences == expected.sequences
+    whole_routes = [(routing_of(one), routing_of(two)) for one, two in zip(samples, others, strict=True)]
+    differ = [differing_experts(*pair) for pair in whole_routes]
+    sequences = np.repeat(np.arange(len(differ)), [len(rows) for rows in differ])
+    expected = route_mismatch(np.concatenate(differ), sequences, TOP_K)
+    assert (total.tokens, total.sequences) == (expected.tokens, expected.sequences)
     assert total.routers_differ / total.routers == pytest.approx(expected.router)
     assert (total.layers_differ / total.tokens).tolist() == pytest.approx(expected.by_layer.tolist())
     assert total.tokens_differ / total.tokens == pytest.approx(expected.token)
@@ -111,29 +103,18 @@ def test_what_ranks_hold_gives_the_routes_and_their_differences_back(
     assert total.stored_bytes == total.stored_tokens * layers * TOP_K
 
 
-def test_counts_by_hand() -> None:
-    differs = np.array([[1, 1], [0, 0], [1, 0], [0, 0], [0, 1], [0, 0]], bool)
-    present = np.array([1, 1, 1, 0, 1, 0], bool)
-    counts = count_routes(differs, present, np.array([0, 4, 6], np.int32), stored_bytes=24)
-    assert (counts.needed, counts.present, counts.tokens, counts.tokens_differ) == (4, 4, 4, 3)
-    assert (counts.routers, counts.routers_differ) == (8, 4)
-    assert (RouteCounts.none(layers=2) + counts + counts).layers_differ.tolist() == [4, 4]
-    assert (counts.sequences, counts.sequence_layers) == (2, 3 / 3 + 1 / 1)
-
-
-def test_samples_travel_without_routes_and_only_where_needed() -> None:
+def test_samples_are_sent_without_routes_and_only_where_needed() -> None:
     samples = [sample_of(5 + index, 2, index) for index in range(4)]
-    unrouted = without_routes(samples, [[3], [1]])
+    unrouted = sharding.without_routes(samples, [[3], [1]])
     assert sorted(unrouted) == [1, 3]
     assert all(sample.routing is None for sample in unrouted.values())
     assert unrouted[3].tokens is samples[3].tokens
-    assert samples[3].routing is not None, "the caller's samples stay as they were"
+    assert samples[3].routing is not None, "the caller's samples are unchanged"
 
 
-def test_routes_that_do_not_line_up_are_refused() -> None:
+def test_routes_that_do_not_fit_their_samples_are_refused() -> None:
     good = sample_of(5, 2, 0)
-    routing = good.routing
-    assert routing is not None
+    routing = routing_of(good)
     clipped = replace(routing, experts=routing.experts[:4], present=routing.present[:4])
     assert have_routes([good, good], 2)
     assert not have_routes([replace(good, routing=None)], 2)

@@ -1,4 +1,4 @@
-"""A long start: how far the ranks are with reading weights is said, and only one that reads nothing is given up."""
+"""A long start reports how much of the weights is read, and fails only if nothing is read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GIB = 1 << 30
 
 
 def actor(states: Iterable[LoadProgress], ended: asyncio.Event) -> Any:
-    """Answers one state after the other; ``ended`` is set when there is no other, and the last is answered again."""
+    """An actor that reports ``states``, then repeats the last one and sets ``ended``."""
     coming: Iterator[LoadProgress] = iter(states)
     last = LoadProgress()
 
@@ -37,7 +37,7 @@ def actor(states: Iterable[LoadProgress], ended: asyncio.Event) -> Any:
 
 
 def started(states: Sequence[Iterable[LoadProgress]], *, answers: bool) -> tuple[list[str], list[Any]]:
-    """The notes while ranks of these states start, and what they answer (once all states were asked for)."""
+    """The notes while ranks with these states start, and the ranks' results."""
     notes: list[str] = []
 
     async def run() -> list[Any]:
@@ -54,28 +54,26 @@ def started(states: Sequence[Iterable[LoadProgress]], *, answers: bool) -> tuple
     return notes, asyncio.run(run())
 
 
-def test_reading_is_told_as_long_as_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LOADING_SECONDS", 0.001)
+
+
+def test_progress_is_reported_while_weights_are_read() -> None:
     first = [LoadProgress(), LoadProgress(4 * GIB, GIB), LoadProgress(4 * GIB, 2 * GIB), LoadProgress(4 * GIB, 2 * GIB)]
     notes, answers = started([first, repeat(LoadProgress(2 * GIB, GIB))], answers=True)
     assert answers == ["started"] * 2
-    assert [note.rsplit(",", 1)[0] for note in notes] == [
-        "reading weights: 1.0 of 2.0 GiB",
-        "reading weights: 2.0 of 6.0 GiB",
-        "reading weights: 3.0 of 6.0 GiB",
-    ]
+    progress = [f"reading weights: {read} GiB" for read in ("1.0 of 2.0", "2.0 of 6.0", "3.0 of 6.0")]
+    assert [note.rsplit(",", 1)[0] for note in notes] == progress
 
 
-def test_a_start_in_which_nothing_is_read_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LOADING_SECONDS", 0.001)
+def test_a_start_without_progress_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "START_SECONDS", 0.05)
     with pytest.raises(TrainerError, match=r"did not start: no rank read weights for 0\.05 s$"):
         started([[LoadProgress(4 * GIB, GIB)]], answers=False)
 
 
-def test_a_watch_that_fails_ends_the_start_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LOADING_SECONDS", 0.001)
-
+def test_a_failed_progress_request_fails_the_start() -> None:
     def states() -> Iterator[LoadProgress]:
         yield LoadProgress(4 * GIB, GIB)
         raise TrainerError("a trainer rank died")

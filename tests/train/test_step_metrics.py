@@ -21,7 +21,7 @@ def report(lag: list[int]) -> RankReport:
     return RankReport(ROLLOUT, TRAINER, TRAINER, np.array(lag, np.int32), (SUMS,), 1.0, 1.0, 1.0)
 
 
-def test_tokens_of_older_weights_are_no_mismatch_and_are_told_apart_by_their_lag() -> None:
+def test_tokens_of_older_weights_count_by_lag_and_not_as_mismatch() -> None:
     values = step_metrics([report([0, 0, 2, 1])], None, None, Clip(0.2, 0.2))
     fresh = mismatch_metrics(TRAINER[:2], ROLLOUT[:2])
     assert {name: values[f"mismatch/{name}"] for name in fresh} == fresh
@@ -35,14 +35,13 @@ def test_tokens_of_older_weights_are_no_mismatch_and_are_told_apart_by_their_lag
 
 
 def test_a_step_without_a_fresh_token_has_no_mismatch() -> None:
-    values = step_metrics(
-        [report([1, 1, 1, 1]), replace(report([1] * 4), logprobs_without_replay=None)], None, None, Clip(0.2, 0.2)
-    )
+    reports = [report([1] * 4), replace(report([1] * 4), logprobs_without_replay=None)]
+    values = step_metrics(reports, None, None, Clip(0.2, 0.2))
     assert not [name for name in values if name.startswith("mismatch")]
     assert values["staleness/share_1"] == 1.0
 
 
-def test_ranks_count_together() -> None:
+def test_reports_of_ranks_are_averaged_over_all_tokens() -> None:
     values = step_metrics([report([0, 0, 0, 0]), report([3, 3, 3, 3])], None, None, Clip(0.2, 0.2))
     assert values["staleness/mean"] == 1.5
     assert values["off_policy/ratio_mean_lag_3"] == pytest.approx(np.exp(TRAINER - ROLLOUT).mean())

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.train_samples import VOCAB, samples
 
 from agent_rl.config import GuardConfig, RunConfig
 from agent_rl.controller.advantages import group_advantages
@@ -24,13 +25,6 @@ from r3.mismatch.report import differing_experts, route_mismatch
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 
 Config = Callable[..., RunConfig]
-Make = Callable[..., Sample]
-VOCAB = 64
-LENGTHS = (10, 20, 30, 40, 15, 17, 33)
-
-
-def samples(make_sample: Make) -> list[Sample]:
-    return [make_sample(n, seed=n, advantage=(-1.0) ** n * n / 20) for n in LENGTHS]
 
 
 def descendants(pid: int) -> set[int]:
@@ -60,14 +54,12 @@ def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
 
 
 async def test_rewarded_tokens_become_likely(run_config: Config) -> None:
-    """A bandit with a context: after token c, every token that leaves the remainder of c + 1 by 4 is rewarded."""
+    """A contextual bandit: after token c, every token congruent to c + 1 modulo 4 is rewarded."""
     contexts, generator = np.arange(8), np.random.default_rng(0)
 
     def pair(context: int, action: int, advantage: float = 0.0, logprob: float = 0.0) -> Sample:
-        return Sample(
-            np.array([context, action], np.int32), np.array([False, True]), np.array([0, logprob], np.float32),
-            advantage, None,
-        )  # fmt: skip
+        tokens, logprobs = np.array([context, action], np.int32), np.array([0, logprob], np.float32)
+        return Sample(tokens, np.array([False, True]), logprobs, advantage, None)
 
     async def policy(trainer: RayTrainer) -> np.ndarray:
         everything = [pair(int(c), a) for c in contexts for a in range(VOCAB)]
@@ -87,9 +79,7 @@ async def test_rewarded_tokens_become_likely(run_config: Config) -> None:
                     batch.append(pair(int(c), int(a), float(value), float(np.log(p[a]))))
             metrics = await trainer.step(batch, measure_without_replay=True)
             assert metrics["mismatch/k3_kl"] < 1e-6, "the rollout was the trainer's own policy"
-            assert metrics["mismatch_without_replay/k3_kl"] == metrics["mismatch/k3_kl"], (
-                "an r2 recompute pass is native"
-            )
+            assert metrics["mismatch_without_replay/k3_kl"] == metrics["mismatch/k3_kl"]
             probabilities = await policy(trainer)
         end = float((probabilities * rewarded).sum(axis=1).mean())
     assert start < 0.5
@@ -101,15 +91,15 @@ def sampled(data: list[Sample], logprobs: Any) -> list[np.ndarray]:
     return [np.asarray(values, np.float64)[s.loss_mask] for s, values in zip(data, logprobs, strict=True)]
 
 
-async def test_steps_from_a_checkpoint_are_bit_equal(run_config: Config, make_sample: Make, tmp_path: Path) -> None:
-    """With the starting model, and not the checkpoint, as the reference of a KL in the loss; and an entropy bonus. (In
-    other processes: ``tests/integration/test_kills.py``.)"""
-    data = samples(make_sample)
+def numbers(metrics: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if not name.startswith("time/")}
+
+
+async def test_steps_from_a_checkpoint_are_bit_equal(run_config: Config, tmp_path: Path) -> None:
+    """With an entropy bonus and a KL to the starting model in the loss. The reference is not the checkpoint."""
+    data = samples()
     kl = {"coefficient": 0.1, "estimator": "k3", "k3_limit": None}
     config = run_config(lr_warmup_steps=3, weight_decay=0.1, kl=kl, entropy_coefficient=0.02)
-
-    def numbers(metrics: dict[str, float]) -> dict[str, float]:
-        return {name: value for name, value in metrics.items() if not name.startswith("time/")}
 
     async with RayTrainer(config) as trainer:
         straight = []
@@ -139,7 +129,7 @@ async def test_steps_from_a_checkpoint_are_bit_equal(run_config: Config, make_sa
 
 
 async def assert_broken_updates_change_nothing(trainer: RayTrainer, data: list[Sample], directory: Path) -> None:
-    """Infinite advantages, one on each of two ranks, then spikes that are skipped: as if never tried."""
+    """Infinite advantages, one on each of two ranks, then a skipped spike."""
     broken = [replace(data[0], advantage=np.inf), *data[1:-1], replace(data[-1], advantage=-np.inf)]
     await trainer.save(directory)
     before = await trainer.logprobs(data, replay=True)
@@ -153,14 +143,13 @@ async def assert_broken_updates_change_nothing(trainer: RayTrainer, data: list[S
     following = await trainer.step(data, measure_without_replay=False)
     await trainer.load(directory)
     again = await trainer.step(data, measure_without_replay=False)
-    timeless = [{name: value for name, value in row.items() if "time/" not in name} for row in (following, again)]
-    assert timeless[0] == timeless[1], "moments or schedule were touched"
+    assert numbers(following) == numbers(again), "moments or schedule have changed"
     assert following["train/updates"] == 2
 
 
-async def test_two_data_ranks_equal_one(run_config: Config, make_sample: Make, tmp_path: Path) -> None:
+async def test_two_data_ranks_equal_one(run_config: Config, tmp_path: Path) -> None:
     """With a KL in the reward, an entropy bonus and a mean over sequences."""
-    data = samples(make_sample)
+    data = samples()
     kl = {"coefficient": 0.05, "estimator": "k1", "apply_to": "reward"}
     more = {"kl": kl, "entropy_coefficient": 0.02, "aggregation": "sequence"}
     results = []
@@ -176,10 +165,10 @@ async def test_two_data_ranks_equal_one(run_config: Config, make_sample: Make, t
             to_come = [np.cumsum((p - r)[::-1]) for p, r in zip(policy, reference, strict=True)]
             taken = 0.05 * np.concatenate(to_come).mean()
             assert abs(taken) > 1e-3
-            assert metrics[0]["train/kl_penalty"] == 0, "the reference is the policy, along the same routes"
+            assert metrics[0]["train/kl_penalty"] == 0, "the reference is still the policy"
             assert metrics[1]["train/kl_penalty"] == pytest.approx(taken, rel=1e-3)
             results.append((metrics, await trainer.logprobs(data, replay=True)))
-            alone = await trainer.step(data[:1], measure_without_replay=True)  # the second rank has nothing to do
+            alone = await trainer.step(data[:1], measure_without_replay=True)  # the second rank has no work
             assert alone["mismatch_without_replay/router_mismatch"] > 0
             assert alone["train/updates"] == 1
             if world == 2:
@@ -187,16 +176,15 @@ async def test_two_data_ranks_equal_one(run_config: Config, make_sample: Make, t
     (one, logprobs_one), (two, logprobs_two) = results
     for before, after in zip(one, two, strict=True):
         assert before.keys() == after.keys()
-        for name in before.keys() - {name for name in before if name.startswith("time/")}:
+        for name in numbers(before):
             assert after[name] == pytest.approx(before[name], rel=1e-4, abs=1e-5), name
     for left, right in zip(logprobs_one, logprobs_two, strict=True):
         assert right == pytest.approx(left, abs=1e-5)
 
 
-async def test_ranks_replay_and_report_their_own_share_of_the_routes(run_config: Config, make_sample: Make) -> None:
-    """Two pipeline stages, one layer each: what they use and report, put together, is the whole rollout's. A cancelled
-    ``close`` returns when the ranks have ended."""
-    data = samples(make_sample)
+async def test_ranks_replay_and_report_their_own_share_of_the_routes(run_config: Config) -> None:
+    """Two pipeline stages of one layer each. A cancelled ``close`` returns when the ranks have ended."""
+    data = samples()
     given = [sample.routing for sample in data if sample.routing is not None]
     config = run_config(parallel={"world_size": 2, "pipeline": 2}, replay="r3", mini_steps=2)
     before = descendants(os.getpid())
@@ -225,7 +213,7 @@ async def test_ranks_replay_and_report_their_own_share_of_the_routes(run_config:
     assert metrics["train/updates"] == 2
 
 
-async def test_a_dead_rank_ends_the_trainer_with_a_reason(run_config: Config, make_sample: Make) -> None:
+async def test_a_dead_rank_ends_the_trainer_with_a_reason(run_config: Config) -> None:
     before = descendants(os.getpid())
     trainer = await RayTrainer(run_config(parallel={"world_size": 2})).start()
     try:
@@ -234,15 +222,15 @@ async def test_a_dead_rank_ends_the_trainer_with_a_reason(run_config: Config, ma
         os.kill(ranks[0], signal.SIGKILL)
         started = time.monotonic()
         with pytest.raises(TrainerDied, match="a trainer rank died"):
-            await trainer.step(samples(make_sample), measure_without_replay=False)
+            await trainer.step(samples(), measure_without_replay=False)
         assert time.monotonic() - started < 60
         with pytest.raises(TrainerDied, match="a trainer rank died"):
-            await trainer.logprobs(samples(make_sample), replay=False)
+            await trainer.logprobs(samples(), replay=False)
     finally:
         await trainer.close()
     await trainer.close()
     with pytest.raises(TrainerError):
-        await trainer.step(samples(make_sample), measure_without_replay=False)
+        await trainer.step(samples(), measure_without_replay=False)
     assert not descendants(os.getpid()) - before, "close left processes"
 
 

@@ -1,4 +1,4 @@
-"""Events of a machine where everything is done when it is asked for."""
+"""Events of a machine without asynchronous work."""
 
 from __future__ import annotations
 

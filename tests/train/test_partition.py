@@ -1,14 +1,14 @@
-"""Plans: every sequence once, within the budget, even in cost; and the cost model against operations really counted."""
+"""Partitions of sequences: complete, within the budget, even in cost; and the cost model against counted operations."""
 
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.model_sizes import DENSE_SIZES, EXPERT_SIZES
 
 from agent_rl.config import ParallelConfig
 from agent_rl.errors import TrainerError
@@ -20,39 +20,26 @@ from r3.routing import Routing
 BUDGET = 128
 lengths_of = st.lists(st.integers(2, BUDGET), min_size=1, max_size=40)
 COST = SequenceCost(linear=100.0, quadratic=1.0)
-SHAPE: dict[str, Any] = {
-    "num_hidden_layers": 3,
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 48,
-    "vocab_size": 96,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [1],
-}
+SHAPE = {**DENSE_SIZES, **EXPERT_SIZES, "num_hidden_layers": 3, "head_dim": 16, "mlp_only_layers": [1]}
 
 
-def rank_costs(dealt: Partition, lengths: list[int], cost: SequenceCost = COST) -> list[float]:
-    return [sum(cost.of([lengths[i] for ids in rank for i in ids])) for rank in dealt]
+def rank_costs(parts: Partition, lengths: list[int], cost: SequenceCost = COST) -> list[float]:
+    return [sum(cost.of([lengths[i] for ids in rank for i in ids])) for rank in parts]
 
 
 @given(lengths_of, st.sampled_from([(1, 1), (3, 1), (4, 1), (4, 2), (4, 4)]), st.sampled_from([TOKENS, COST]))
-def test_every_sequence_is_placed_once_within_the_budget(
+def test_every_sequence_is_in_one_micro_batch_within_the_budget(
     lengths: list[int], ranks: tuple[int, int], cost: SequenceCost
 ) -> None:
     count, lockstep = ranks
-    dealt = partition_sequences(lengths, budget=BUDGET, ranks=count, cost=cost, lockstep=lockstep)
-    assert len(dealt) == count
-    micro_batches = [ids for rank in dealt for ids in rank]
+    parts = partition_sequences(lengths, budget=BUDGET, ranks=count, cost=cost, lockstep=lockstep)
+    assert len(parts) == count
+    micro_batches = [ids for rank in parts for ids in rank]
     assert sorted(i for ids in micro_batches for i in ids) == list(range(len(lengths)))
     assert all(0 < sum(lengths[i] for i in ids) <= BUDGET for ids in micro_batches)
-    assert dealt == partition_sequences(lengths, budget=BUDGET, ranks=count, cost=cost, lockstep=lockstep)
+    assert parts == partition_sequences(lengths, budget=BUDGET, ranks=count, cost=cost, lockstep=lockstep)
     for start in range(0, count, lockstep):
-        counts = [len(rank) for rank in dealt[start : start + lockstep]]
+        counts = [len(rank) for rank in parts[start : start + lockstep]]
         assert max(counts) - min(counts) <= 1, "ranks that share experts take equally many micro-batches"
 
 
@@ -76,38 +63,17 @@ def test_ranks_are_even_in_cost_not_in_tokens(lengths: list[int], ranks: int) ->
     assert max(costs) <= 1.03 * np.mean(costs)
 
 
-def test_one_long_sequence_weighs_as_much_as_many_short_ones() -> None:
-    """With attention alone, 16 sequences of 25 tokens cost about as much as one of 100 (16 x 25 x 26 to 100 x 101)."""
-    lengths = [100, *[25] * 16]
-    quadratic = SequenceCost(linear=0.0, quadratic=1.0)
-    long, short = sorted(partition_sequences(lengths, budget=BUDGET, ranks=2, cost=quadratic), key=len)
-    assert long == ((0,),)
-    assert sum(len(ids) for ids in short) == 16
-    by_tokens = partition_sequences(lengths, budget=BUDGET, ranks=2)
-    assert max(rank_costs(by_tokens, lengths, quadratic)) > 1.2 * max(rank_costs((long, short), lengths, quadratic))
-
-
-def test_few_sequences_leave_a_rank_without_any() -> None:
-    assert sorted(partition_sequences([5, 6], budget=64, ranks=3)) == [(), ((0,),), ((1,),)]
-
-
-def test_classic_differencing() -> None:
-    """Karmarkar and Karp's own example of 4, 5, 6, 7, 8: differencing gives 14 and 16, the best is 15 and 15."""
+def test_differencing_of_karmarkar_and_karps_example() -> None:
+    """4, 5, 6, 7, 8: differencing gives 14 and 16, the best is 15 and 15."""
     parts = differencing([4.0, 5.0, 6.0, 7.0, 8.0], 2)
     assert sorted(sum((4, 5, 6, 7, 8)[i] for i in part) for part in parts) == [14, 16]
 
 
-def test_a_sequence_that_does_not_fit_is_refused_in_one_line() -> None:
-    with pytest.raises(
-        TrainerError,
-        match=r"^sequence 1 has 300 tokens and train.microbatch_tokens is 256: raise it to 300 or more .*"
-        r"train.recompute=full, or train.parallel.context.*lower rollout.max_tokens$",
-    ):
-        partition_sequences([10, 300], budget=256, ranks=1)
-    with pytest.raises(TrainerError, match=r"sequence 0 has 1 token"):
-        partition_sequences([1, 30], budget=256, ranks=1)
-    with pytest.raises(TrainerError, match="no sequences"):
-        partition_sequences([], budget=256, ranks=1)
+def test_a_sequence_that_is_too_long_or_too_short_is_refused_in_one_line() -> None:
+    reason = r"^sequence 1 has 300 tokens and train.microbatch_tokens is 256: raise it to 300 .*rollout.max_tokens$"
+    for lengths, message in (([10, 300], reason), ([1, 30], "sequence 0 has 1 token"), ([], "no sequences")):
+        with pytest.raises(TrainerError, match=message):
+            partition_sequences(lengths, budget=256, ranks=1)
 
 
 @pytest.mark.parametrize(
@@ -122,35 +88,35 @@ def test_a_sequence_that_does_not_fit_is_refused_in_one_line() -> None:
         ({"world_size": 8, "expert": 4, "pipeline": 2}, 4),
     ],
 )
-def test_ranks_in_lockstep(layout: dict[str, int], expected: int) -> None:
+def test_number_of_ranks_in_lockstep(layout: dict[str, int], expected: int) -> None:
     assert lockstep_ranks(ParallelConfig(**layout)) == expected
 
 
-def specialised(length: int, expert_rank: int) -> Routing:
+def specialized(length: int, expert_rank: int) -> Routing:
     """All tokens of one layer use experts 0 and 1 (rank 0 of 2) or 2 and 3 (rank 1)."""
     experts = np.tile(np.array([0, 1], np.uint8) + 2 * expert_rank, (length, 1, 1))
     return Routing(experts, np.ones(length, bool), (), 4)
 
 
-def test_expert_loads_count_pairs() -> None:
-    assert expert_loads(specialised(100, 1), 2).tolist() == [[0, 200]]
+def test_expert_loads_count_tokens_times_experts() -> None:
+    assert expert_loads(specialized(100, 1), 2).tolist() == [[0, 200]]
     absent = Routing(np.zeros((100, 3, 2), np.uint8), np.zeros(100, bool), (), 4)
     assert expert_loads(absent, 2).tolist() == [[100, 100]] * 3
 
 
-def test_rows_mix_what_uses_different_expert_ranks() -> None:
-    """Four equal micro-batches, two in each row: the two that use the same expert rank must not meet."""
-    lengths, homes = [BUDGET] * 4, [0, 0, 1, 1]
-    loads = [expert_loads(specialised(BUDGET, home), 2) for home in homes]
+def test_micro_batches_that_use_the_same_expert_rank_do_not_run_together() -> None:
+    """Four equal micro-batches, two at a time."""
+    lengths, used = [BUDGET] * 4, [0, 0, 1, 1]
+    loads = [expert_loads(specialized(BUDGET, rank), 2) for rank in used]
     cost = SequenceCost(linear=100.0, quadratic=1.0, expert=20.0)
     blind = partition_sequences(lengths, budget=BUDGET, ranks=2, cost=cost, lockstep=2)
-    assert {homes[first[0]] == homes[second[0]] for first, second in zip(*blind, strict=True)} == {True}
-    dealt = partition_sequences(lengths, budget=BUDGET, ranks=2, cost=cost, lockstep=2, loads=loads)
-    assert {homes[first[0]] == homes[second[0]] for first, second in zip(*dealt, strict=True)} == {False}
+    assert {used[first[0]] == used[second[0]] for first, second in zip(*blind, strict=True)} == {True}
+    parts = partition_sequences(lengths, budget=BUDGET, ranks=2, cost=cost, lockstep=2, loads=loads)
+    assert {used[first[0]] == used[second[0]] for first, second in zip(*parts, strict=True)} == {False}
 
 
-def test_cost_is_the_operations_of_a_real_forward_pass() -> None:
-    """Transformers' model under torch's own counter, which counts attention as if it were not causal."""
+def test_cost_equals_the_operations_of_a_real_forward_pass() -> None:
+    """Of transformers' model by torch's counter, which counts attention as not causal."""
     torch = pytest.importorskip("torch", reason="torch is not installed (the train extra)")
     transformers = pytest.importorskip("transformers")
     from torch.utils.flop_counter import FlopCounterMode
@@ -160,7 +126,7 @@ def test_cost_is_the_operations_of_a_real_forward_pass() -> None:
     model, tokens = transformers.Qwen3MoeForCausalLM(config), 40
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(torch.arange(tokens)[None], use_cache=False)
-    cost = sequence_cost(ModelSpec.of({"model_type": "qwen3_moe", "max_position_embeddings": 64, **SHAPE}))
+    cost = sequence_cost(ModelSpec.of({"model_type": "qwen3_moe", "decoder_sparse_step": 1, **SHAPE}))
     layers, queries = SHAPE["num_hidden_layers"], SHAPE["num_attention_heads"] * SHAPE["head_dim"]
     above_the_diagonal = layers * 2 * queries * (2 * tokens**2 - tokens * (tokens + 1))
     rotary = 2 * (SHAPE["head_dim"] // 2) * tokens  # the angles, which transformers makes by a matrix product

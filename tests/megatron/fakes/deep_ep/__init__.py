@@ -1,4 +1,4 @@
-"""Does over gloo what DeepEP's normal kernels do as Megatron-core calls them; ``Buffer.fault`` makes it go wrong."""
+"""DeepEP's normal kernels over gloo, as Megatron-core calls them; ``Buffer.fault`` makes one wrong."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Buffer"]
 
 @dataclass(frozen=True)
 class Handle:
-    """Of each rank the rows that come from it, and of each rank this rank's rows that go to it, of so many."""
+    """By rank the rows that come from it and this rank's rows that go to it, and the number of rows."""
 
     come: list[Tensor]
     go: list[Tensor]
@@ -50,16 +50,8 @@ class Buffer:
         per_expert = topk_idx.flatten().bincount(minlength=num_experts)
         return None, None, per_expert, None, EventOverlap()
 
-    def dispatch(
-        self,
-        x: Tensor,
-        handle: Handle | None = None,
-        topk_idx: Tensor | None = None,
-        topk_weights: Tensor | None = None,
-        num_tokens_per_expert: Tensor | None = None,
-        **_: Any,
-    ) -> tuple[Any, ...]:
-        """A token goes once to each rank that has an expert of its; with ``handle`` the same ways again."""
+    def dispatch(self, x: Tensor, handle: Handle | None = None, **options: Any) -> tuple[Any, ...]:
+        """Sends a token once to each rank with one of its experts; with ``handle`` in the same way again."""
         Buffer.dispatches += 1
         if Buffer.fault == "raises":
             raise RuntimeError("DeepEP error: timeout\nof the dispatch")
@@ -67,10 +59,9 @@ class Buffer:
             every = self._gathered(x)
             got = torch.cat([rows[places] for rows, places in zip(every, handle.come, strict=True)])
             return got * (2 if Buffer.fault == "backwards" else 1), None, None, None, None, EventOverlap()
-        assert topk_idx is not None
-        assert num_tokens_per_expert is not None
+        topk_idx, topk_weights = options["topk_idx"], options["topk_weights"]
         rank, ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
-        each = len(num_tokens_per_expert) // ranks
+        each = len(options["num_tokens_per_expert"]) // ranks
         come, tokens, experts, weights = [], [], [], []
         for rows, chosen, gates in self._gathered((x, topk_idx, topk_weights)):
             places = (chosen // each == rank).any(-1).nonzero()[:, 0]
@@ -87,7 +78,7 @@ class Buffer:
     def combine(
         self, x: Tensor, handle: Handle, topk_weights: Tensor | None = None, **_: Any
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
-        """Each token's rows from all ranks, added up; of its gates the same."""
+        """Sums each token's rows, and its gates, over all ranks."""
         added = self._returned(x, handle)
         gates = None if topk_weights is None else self._returned(topk_weights, handle)
         return added * (1.1 if Buffer.fault == "off" else 1), gates, EventOverlap()
