@@ -7,13 +7,12 @@ that it answers with its version to ``DIR/PORT.answers``. A weight version is to
 from __future__ import annotations
 
 import asyncio
-import base64
 import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import orjson
+from support.fake_sglang import generated
 from support.local_server import serving
 
 
@@ -32,25 +31,10 @@ async def main(port: int, directory: Path, host: str = "127.0.0.1") -> None:
         await asyncio.sleep(float(seconds.read_text()) if seconds.exists() else 0)
         with (directory / f"{port}.answers").open("a") as file:
             file.write(f"{request['rid']} {version}\n")
-        return 200, _answer(request, version)
+        return 200, generated(request, weight_version=version)
 
     async with serving(handler, port, host):
         await asyncio.Event().wait()
-
-
-def _answer(request: dict[str, Any], version: str) -> bytes:
-    prompt, start = len(request["input_ids"]), request.get("routed_experts_start_len", 0)
-    count = min(2, request["sampling_params"]["max_new_tokens"])
-    routes = np.broadcast_to(np.arange(2, dtype="<i4"), (prompt + count - 1 - start, 3, 2))
-    meta = {
-        "id": request["rid"],
-        "finish_reason": {"type": "length", "length": count},
-        "weight_version": version,
-        "output_token_logprobs": [[-0.5, 7, None], [-0.25, 8, None]][:count],
-        "cached_tokens": 0,
-        "routed_experts": base64.b64encode(routes.tobytes()).decode(),
-    }
-    return orjson.dumps({"text": "", "output_ids": [7, 8][:count], "meta_info": meta})
 
 
 if __name__ == "__main__":

@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import random
 from contextlib import suppress
 from typing import Any
 
-import numpy as np
-import orjson
 import pytest
+from support.fake_sglang import SPEC, generated
 from support.local_server import serving
 from support.loop_clock import LoopClock
 
 from agent_rl.config import EngineConfig
 from agent_rl.engine.generation_gate import GenerationGate
 from agent_rl.engine.sglang import SGLangEngine
-from agent_rl.models.spec import ModelSpec
 from agent_rl.types import FinishReason, SamplingParams
 from sandbox.timeouts import PausableTimeout
-
-FACTS = ModelSpec(
-    "qwen3_moe", moe=(False, True, True), hidden=8, heads=2, kv_heads=1, head_dim=4, inner=8, vocab_size=100,
-    max_positions=64, num_experts=8, top_k=2,
-)  # fmt: skip
 
 
 class Server:
@@ -48,18 +40,7 @@ class Server:
         self.begun.set()
         if not self.at_once:
             await aborted.wait()
-        return 200, _answer(request, "length" if self.at_once else "abort")
-
-
-def _answer(request: dict[str, Any], finish: str) -> bytes:
-    prompt, start = len(request["input_ids"]), request["routed_experts_start_len"]
-    routes = np.broadcast_to(np.arange(2, dtype="<i4"), (prompt + 1 - start, 3, 2))
-    meta = {
-        "id": request["rid"], "finish_reason": {"type": finish, "length": 2, "message": ""}, "weight_version": "3",
-        "output_token_logprobs": [[-0.5, 7, None], [-0.25, 8, None]], "cached_tokens": 0,
-        "routed_experts": base64.b64encode(routes.tobytes()).decode(),
-    }  # fmt: skip
-    return orjson.dumps({"text": "", "output_ids": [7, 8], "meta_info": meta})
+        return 200, generated(request, "length" if self.at_once else "abort")
 
 
 @pytest.mark.parametrize("lost_aborts", [0, 2])
@@ -67,7 +48,7 @@ async def test_what_runs_is_cut_with_its_rows_and_what_comes_waits(lost_aborts: 
     server = Server()
     server.lost_aborts = lost_aborts
     async with serving(server.handle) as url:
-        engine = SGLangEngine(url, FACTS, EngineConfig(request_timeout=5))
+        engine = SGLangEngine(url, SPEC, EngineConfig(request_timeout=5))
         ask = lambda tokens: engine.generate(tokens, SamplingParams(), routes_from=0, session="s")  # noqa: E731
         first = asyncio.create_task(ask([1, 2, 3]))
         await server.begun.wait()
@@ -105,13 +86,13 @@ class Versioned:
             async with asyncio.timeout(random.uniform(0, 0.01)):
                 await aborted.wait()
         self.answered.append((begun, self.version))
-        return 200, _answer(request, "abort" if aborted.is_set() else "length")
+        return 200, generated(request, "abort" if aborted.is_set() else "length")
 
 
 async def test_of_200_updates_none_falls_within_a_completion() -> None:
     server, cut = Versioned(), 0
     async with serving(server.handle) as url:
-        engine = SGLangEngine(url, FACTS, EngineConfig(request_timeout=30))
+        engine = SGLangEngine(url, SPEC, EngineConfig(request_timeout=30))
 
         async def asks() -> None:
             nonlocal cut
