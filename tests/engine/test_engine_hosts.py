@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from standin_sglang import make_interpreter
+from fake_interpreter import make_interpreter
+from support.fake_sglang import SPEC as DENSE_BELOW
 from support.ray_nodes import kill_node, ray_node
-from test_keeper import FACTS as DENSE_BELOW
-from test_keeper import SAMPLE
 
 from agent_rl.commands.health import check_engines_of
 from agent_rl.config import EngineConfig, RolloutConfig, RunConfig
@@ -42,7 +41,8 @@ from agent_rl.train.ray_session import ray_cluster
 from agent_rl.types import SamplingParams
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(180)]
-FACTS = replace(DENSE_BELOW, moe=(True, True, True))
+SPEC = replace(DENSE_BELOW, moe=(True, True, True))
+SAMPLE = SamplingParams(max_new_tokens=2)
 GREEDY = SamplingParams(max_new_tokens=20, temperature=0.0)
 SOON = {
     "RAY_health_check_initial_delay_ms": "500",
@@ -87,7 +87,7 @@ async def opened(config: RunConfig, directory: Path, notes: list[str]) -> AsyncI
     async with (
         open_reservations(ClusterRequest.of(config), ranks=False) as reserved,
         open_engine(
-            config.engine, config.model, FACTS, directory / "logs", notes.append, reservations=reserved.engines
+            config.engine, config.model, SPEC, directory / "logs", notes.append, reservations=reserved.engines
         ) as engine,
     ):
         yield engine

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from standin_sglang import make_interpreter
+from fake_interpreter import make_interpreter
 
 from agent_rl.config import EngineConfig
 from agent_rl.engine.launch import ServerNode

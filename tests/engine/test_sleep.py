@@ -11,7 +11,7 @@ from typing import Any
 
 import orjson
 import pytest
-from standin_sglang import make_interpreter
+from fake_interpreter import make_interpreter
 from support.fake_sglang import SPEC, generated
 from support.local_server import serving
 

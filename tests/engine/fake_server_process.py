@@ -1,7 +1,7 @@
-"""A stand-in for an SGLang server, as a process of its own: ``python standin_process.py PORT DIR``.
+"""A fake SGLang server in its own process: ``python fake_server_process.py PORT DIR``.
 
-It samples the tokens 7 and 8 with routes, after ``DIR/seconds`` seconds where that file is, and writes each request
-that it answers with its version to ``DIR/PORT.answers``. A weight version is told it by ``/set_version``.
+It samples the tokens 7 and 8 with routes, after the seconds in ``DIR/seconds`` if that file exists, and writes each
+request and the weight version of its response to ``DIR/PORT.answers``. ``/set_version`` sets the weight version.
 """
 
 from __future__ import annotations
