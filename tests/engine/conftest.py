@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,20 +16,17 @@ from safetensors.numpy import save_file
 
 from agent_rl.config import EngineConfig
 from agent_rl.engine.launch import EngineServer
+from agent_rl.engine.sglang import SGLangEngine
+from agent_rl.models.spec import read_model_spec
+from agent_rl.weight_sync.receivers import WeightReceivers
 
-sys.path.insert(0, str(Path(__file__).parent))  # for engine_proxy, beside this file
+sys.path.insert(0, str(Path(__file__).parent))  # for the modules beside this one
+from server_control import idle, load
 
 ROOT = Path(__file__).resolve().parents[2]
 ENGINE_PYTHON = ROOT / ".venv-engine" / "bin" / "python"
 LAYERS, EXPERTS, TOP_K, VOCABULARY, CONTEXT = 4, 8, 2, 256, 2048
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MOE_WIDTH = 64, 4, 2, 16, 24
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    skip = pytest.mark.skip(reason=f"no engine environment: {ENGINE_PYTHON} is missing (`make setup` builds it)")
-    for item in items:
-        if item.get_closest_marker("sglang") and not ENGINE_PYTHON.exists():
-            item.add_marker(skip)
 
 
 def tiny_weights(seed: int) -> dict[str, NDArray[np.float32]]:
@@ -45,13 +43,12 @@ def tiny_weights(seed: int) -> dict[str, NDArray[np.float32]]:
     }
     for layer in range(LAYERS):
         at = f"model.layers.{layer}."
-        for norm, width in (("input_layernorm", HIDDEN), ("post_attention_layernorm", HIDDEN)):
-            weights[f"{at}{norm}.weight"] = np.ones(width, np.float32)
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            weights[f"{at}{norm}.weight"] = np.ones(HIDDEN, np.float32)
         for norm in ("q_norm", "k_norm"):
             weights[f"{at}self_attn.{norm}.weight"] = np.ones(HEAD_DIM, np.float32)
-        weights[f"{at}self_attn.q_proj.weight"] = normal(HEADS * HEAD_DIM, HIDDEN)
-        weights[f"{at}self_attn.k_proj.weight"] = normal(KV_HEADS * HEAD_DIM, HIDDEN)
-        weights[f"{at}self_attn.v_proj.weight"] = normal(KV_HEADS * HEAD_DIM, HIDDEN)
+        for part, heads in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
+            weights[f"{at}self_attn.{part}_proj.weight"] = normal(heads * HEAD_DIM, HIDDEN)
         weights[f"{at}self_attn.o_proj.weight"] = normal(HIDDEN, HEADS * HEAD_DIM)
         weights[f"{at}mlp.gate.weight"] = normal(EXPERTS, HIDDEN, std=0.3)
         for mlp in (f"{at}mlp.experts.{expert}." for expert in range(EXPERTS)):
@@ -62,29 +59,13 @@ def tiny_weights(seed: int) -> dict[str, NDArray[np.float32]]:
 
 
 TINY_CONFIG = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "vocab_size": VOCABULARY,
-    "hidden_size": HIDDEN,
-    "intermediate_size": 128,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": KV_HEADS,
-    "head_dim": HEAD_DIM,
-    "hidden_act": "silu",
-    "max_position_embeddings": CONTEXT,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "attention_bias": False,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "moe_intermediate_size": MOE_WIDTH,
-    "num_experts": EXPERTS,
-    "num_experts_per_tok": TOP_K,
-    "norm_topk_prob": True,
-    "tie_word_embeddings": False,
-    "torch_dtype": "float32",
-}
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "torch_dtype": "float32",
+    "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": 128, "hidden_act": "silu",
+    "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM,
+    "max_position_embeddings": CONTEXT, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "attention_bias": False,
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "moe_intermediate_size": MOE_WIDTH, "num_experts": EXPERTS,
+    "num_experts_per_tok": TOP_K, "norm_topk_prob": True, "tie_word_embeddings": False,
+}  # fmt: skip
 
 
 def write_model(directory: Path, seed: int) -> Path:
@@ -107,21 +88,51 @@ def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def engine_config() -> EngineConfig:
-    return EngineConfig(
-        python=str(ENGINE_PYTHON),
-        device="cpu",
-        dtype="float32",
-        max_total_tokens=8192,
-        max_running_requests=16,
-        request_timeout=60.0,
-        retries=2,
-    )
+    limits = {"max_total_tokens": 8192, "max_running_requests": 16, "request_timeout": 60.0, "retries": 2}
+    return EngineConfig(python=str(ENGINE_PYTHON), device="cpu", dtype="float32", **limits)
 
 
 @pytest.fixture(scope="session")
 def server(engine_config: EngineConfig, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of a running server on ``model``, shared by all; a test that changes its weights restores them."""
     yield from _serving(EngineServer(engine_config, model, tmp_path_factory.mktemp("engine") / "engine.log"))
+
+
+@pytest.fixture
+def server_url(server: str) -> str:
+    """The server that ``engine`` and ``setting`` use; a module may override it."""
+    return server
+
+
+@pytest.fixture
+def connect(model: Path, engine_config: EngineConfig) -> Callable[..., SGLangEngine]:
+    """Makes the client of servers on ``model``."""
+    return lambda *urls: SGLangEngine(urls, read_model_spec(model), engine_config)
+
+
+@pytest.fixture
+async def engine(server_url: str, connect: Callable[..., SGLangEngine]) -> AsyncIterator[SGLangEngine]:
+    async with connect(server_url) as client:
+        await idle(client)
+        yield client
+
+
+@pytest.fixture
+def restored(server_url: str, model: Path) -> Iterator[None]:
+    """Restores the weights of ``model`` after the test."""
+    yield
+    with WeightReceivers([server_url]) as receivers:
+        load(receivers, model, "default")
+
+
+@pytest.fixture
+async def setting(
+    server_url: str, model: Path, other_model: Path, engine_config: EngineConfig, tmp_path: Path
+) -> AsyncIterator[Any]:
+    from test_weight_sync import setting_of  # it needs torch
+
+    async with setting_of(server_url, model, other_model, engine_config, tmp_path / "weights") as setting:
+        yield setting
 
 
 @pytest.fixture(scope="session")

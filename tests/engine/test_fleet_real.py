@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from test_weight_sync import TOKENS, Setting, setting_of
+from test_weight_sync import TOKENS, Setting
 
 from agent_rl.config import EngineConfig
 from agent_rl.controller.engine_admission import EngineAdmission
@@ -36,14 +35,6 @@ class Lent:
     async def stop(self) -> None:
         if self._server.death() is not None:
             await self._server.stop()
-
-
-@pytest.fixture
-async def setting(
-    server: str, model: Path, other_model: Path, engine_config: EngineConfig, tmp_path: Path
-) -> AsyncIterator[Setting]:
-    async with setting_of(server, model, other_model, engine_config, tmp_path / "weights") as setting:
-        yield setting
 
 
 @pytest.mark.parametrize(

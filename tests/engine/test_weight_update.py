@@ -6,34 +6,22 @@ import asyncio
 import importlib.util
 import subprocess
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from server_control import idle, load
+from server_control import load
 from support.local_server import serving
 
-from agent_rl.config import EngineConfig
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.errors import WeightSyncError
-from agent_rl.models.spec import read_model_spec
 from agent_rl.types import SamplingParams
 from agent_rl.weight_sync.receivers import WeightReceivers
 
-pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.usefixtures("restored")]
 SENDER = Path(__file__).with_name("weight_sender.py")
 TOKENS = [int(token) for token in np.random.default_rng(11).integers(2, 250, 60)]
-
-
-@pytest.fixture
-async def engine(server: str, model: Path, engine_config: EngineConfig) -> AsyncIterator[SGLangEngine]:
-    async with SGLangEngine(server, read_model_spec(model), engine_config) as client:
-        await idle(client)
-        yield client
-        with WeightReceivers([server]) as receivers:
-            load(receivers, model, "default")
 
 
 async def version(engine: SGLangEngine) -> str:
