@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from agent_rl.config import HarnessConfig
 from agent_rl.config.loader import load_config
-from agent_rl.endpoint.server import EndpointServer
 from agent_rl.render import ChatRenderer
 from agent_rl.types import BranchCause, StopReason, Trajectory
 from sandbox import SandboxPool, open_backend
@@ -35,7 +34,7 @@ async def pool() -> AsyncIterator[SandboxPool]:
 
 
 def harness(name: str, directory: str) -> HarnessConfig:
-    """The shipped config's, with the program from where the tests have it."""
+    """The harness of the shipped config, with the program that the tests installed."""
     found = load_config(ROOT / "configs" / f"harness-{name}.yaml").rollout.harness
     assert found is not None
     return found.model_copy(update={"directory": AGENTS / directory})
@@ -59,24 +58,20 @@ def check(trajectory: Trajectory, engine: object, said: list[str], renderer: Cha
 
 
 @pytest.mark.skipif(not (AGENTS / MINI[1]).is_dir(), reason="mini-swe-agent is not installed (make agents)")
-async def test_mini_swe_agent(
-    endpoint: EndpointServer, renderer: ChatRenderer, kit: SimpleNamespace, pool: SandboxPool
-) -> None:
+async def test_mini_swe_agent(say: Any, drive: Any, renderer: ChatRenderer, pool: SandboxPool) -> None:
     said = [
         "<think>\nlook\n</think>\n\nFirst I look. " + calling(("bash", {"command": "ls"})),
         calling(("bash", {"command": "echo 'a b' >made.txt"}), ("bash", {"command": "cat made.txt"})),
         "Done. " + calling(("bash", {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"})),
     ]
-    engine = kit.Saying(renderer, said)
-    trajectory = await kit.drive(endpoint, renderer, engine, harness(*MINI), pool, max_tokens=CONTEXT)
+    engine = say(*said)
+    trajectory = await drive(engine, harness(*MINI), pool, max_tokens=CONTEXT)
     check(trajectory, engine, said, renderer)
     assert "a b" in trajectory.turns[1].observation
 
 
 @pytest.mark.exhaustive
-async def test_claude_code(
-    endpoint: EndpointServer, renderer: ChatRenderer, kit: SimpleNamespace, pool: SandboxPool
-) -> None:
+async def test_claude_code(say: Any, drive: Any, renderer: ChatRenderer, pool: SandboxPool) -> None:
     """It gives the edit's arguments further ones, and offers the tool that it found from then on."""
     said = [
         "<think>\nlook\n</think>\n\nFirst I look. " + calling(("Bash", {"command": "ls", "description": "Lists"})),
@@ -88,8 +83,8 @@ async def test_claude_code(
         calling(("Edit", {"file_path": "/testbed/none", "old_string": "a", "new_string": "b"})),
         "<think>\nso\n</think>\n\nDone.",
     ]
-    engine = kit.Saying(renderer, said)
-    trajectory = await kit.drive(endpoint, renderer, engine, harness(*CLAUDE), pool, max_tokens=CONTEXT)
+    engine = say(*said)
+    trajectory = await drive(engine, harness(*CLAUDE), pool, max_tokens=CONTEXT)
     check(trajectory, engine, said, renderer)
     assert "a b" in trajectory.turns[1].observation
     assert '"name":"WebFetch"' in trajectory.turns[2].observation
@@ -97,13 +92,11 @@ async def test_claude_code(
 
 
 @pytest.mark.exhaustive
-async def test_claude_code_with_a_sub_agent(
-    endpoint: EndpointServer, renderer: ChatRenderer, kit: SimpleNamespace, pool: SandboxPool
-) -> None:
+async def test_claude_code_with_a_sub_agent(say: Any, drive: Any, renderer: ChatRenderer, pool: SandboxPool) -> None:
     agent = {"description": "look", "prompt": "say hi", "subagent_type": "general-purpose", "run_in_background": False}
     said = [calling(("Agent", agent)), "hi", "Done."]
-    engine = kit.Saying(renderer, said)
-    trajectory = await kit.drive(endpoint, renderer, engine, harness(*CLAUDE), pool, max_tokens=CONTEXT)
+    engine = say(*said)
+    trajectory = await drive(engine, harness(*CLAUDE), pool, max_tokens=CONTEXT)
     assert (trajectory.stop, [turn.text for turn in trajectory.turns]) == (StopReason.SUBMITTED, said)
     assert [branch.cause for branch in trajectory.branches] == [BranchCause.START, BranchCause.TOOLS]
     assert [renderer.decode(branch.tokens[branch.loss_mask].tolist()) for branch in trajectory.branches] == [
@@ -113,13 +106,13 @@ async def test_claude_code_with_a_sub_agent(
 
 
 @pytest.mark.exhaustive
-async def test_codex(endpoint: EndpointServer, renderer: ChatRenderer, kit: SimpleNamespace, pool: SandboxPool) -> None:
+async def test_codex(say: Any, drive: Any, renderer: ChatRenderer, pool: SandboxPool) -> None:
     said = [
         "<think>\nlook\n</think>\n\nFirst I look. " + calling(("exec_command", {"cmd": "ls"})),
         calling(("exec_command", {"cmd": "echo 'a b' | tee made.txt"}), ("exec_command", {"cmd": "pwd"})),
         "<think>\nso\n</think>\n\nDone.",
     ]
-    engine = kit.Saying(renderer, said)
-    trajectory = await kit.drive(endpoint, renderer, engine, harness(*CODEX), pool, max_tokens=CONTEXT)
+    engine = say(*said)
+    trajectory = await drive(engine, harness(*CODEX), pool, max_tokens=CONTEXT)
     check(trajectory, engine, said, renderer)
     assert "a b" in trajectory.turns[1].observation

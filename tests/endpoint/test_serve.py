@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+from support.endpoint_sessions import MODEL, rendering
 from typer.testing import CliRunner
 
 from agent_rl.cli import app
@@ -33,9 +34,9 @@ PROGRAM = Path(__file__).parent / "programs" / "quickstart_agent.py"
 
 
 @pytest.fixture
-def submitting(monkeypatch: pytest.MonkeyPatch, renderer: ChatRenderer, kit: SimpleNamespace) -> None:
+def submitting(say: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The commands open an engine that submits at once."""
-    engine = kit.Saying(renderer, [tool_format("xml").render(ToolCall("finish", {"command": "submit"}))])
+    engine = say(tool_format("xml").render(ToolCall("finish", {"command": "submit"})))
 
     @asynccontextmanager
     async def opened(config: Any, model: Path, model_spec: Any, *rest: Any, **options: Any) -> AsyncIterator[Any]:
@@ -49,18 +50,18 @@ def submitting(monkeypatch: pytest.MonkeyPatch, renderer: ChatRenderer, kit: Sim
 
 
 @pytest.mark.bubblewrap
-def test_eval_with_a_program(tmp_path: Path, submitting: None, kit: SimpleNamespace) -> None:
+def test_eval_with_a_program(tmp_path: Path, submitting: None) -> None:
     program = shlex.join([sys.executable, str(PROGRAM)])
     options = ["--harness", program, "--tasks", "1", "--out", str(tmp_path / "out")]
-    overrides = [f"model={kit.MODEL}", f"runs_dir={tmp_path}", "env.options.heldout_tasks=1"]
+    overrides = [f"model={MODEL}", f"runs_dir={tmp_path}", "env.options.heldout_tasks=1"]
     result = CliRunner().invoke(app, ["eval", str(QUICKSTART), *options, *overrides])
     assert result.exit_code == 0, result.output
     (outcome,) = json.loads((tmp_path / "out" / "report.json").read_text())["outcomes"]
     assert (outcome["stops"], outcome["turns_mean"], outcome["error"]) == (["submitted"], 1.0, "")
 
 
-def test_a_program_that_is_not_there_is_told_before_anything_starts(kit: SimpleNamespace) -> None:
-    overrides = [f"model={kit.MODEL}", "rollout.harness={command: ./agent, directory: agents/none}"]
+def test_a_program_that_is_not_there_is_told_before_anything_starts() -> None:
+    overrides = [f"model={MODEL}", "rollout.harness={command: ./agent, directory: agents/none}"]
     result = CliRunner().invoke(app, ["eval", str(QUICKSTART), *overrides])
     assert isinstance(result.exception, UserError)
     assert str(result.exception) == (
@@ -76,9 +77,9 @@ def test_a_program_is_not_driven_by_another_policy() -> None:
 
 @pytest.mark.bubblewrap
 async def test_serve_prints_where_it_answers(
-    tmp_path: Path, submitting: None, kit: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, submitting: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = load_config(QUICKSTART, [f"model={kit.MODEL}", f"runs_dir={tmp_path}"])
+    config = load_config(QUICKSTART, [f"model={MODEL}", f"runs_dir={tmp_path}"])
     serving, printed = asyncio.create_task(run_serve(preflight.run(config), port=0)), ""
     try:
         async with asyncio.timeout(20):
@@ -97,10 +98,10 @@ async def test_serve_prints_where_it_answers(
 
 
 async def test_the_printed_environment_leads_to_the_model(
-    endpoint: EndpointServer, renderer: ChatRenderer, kit: SimpleNamespace
+    say: Any, renderer: ChatRenderer, endpoint: EndpointServer
 ) -> None:
     config = load_config(QUICKSTART, [])
-    async with served(endpoint, kit.Saying(renderer, ["hello"]), kit.rendering(renderer), config, 4000) as session:
+    async with served(endpoint, say("hello"), rendering(renderer), config, 4000) as session:
         env = environment(session.key, endpoint.port)
         headers = {"authorization": f"Bearer {env['OPENAI_API_KEY']}"}
         async with httpx.AsyncClient(headers=headers) as client:

@@ -45,17 +45,12 @@ class Scripted:
     """The engine, as a run asks for it; it publishes by taking the step's number as its version."""
 
     def __init__(
-        self,
-        directory: Path,
-        model_spec: ModelSpec,
-        task_runtime: TaskRuntime,
-        renderer: ChatRenderer,
-        fmt: ToolCallFormat,
+        self, directory: Path, model_spec: ModelSpec, runtime: TaskRuntime, renderer: ChatRenderer, fmt: ToolCallFormat
     ) -> None:
         self.model_spec, self.fleet, self.gate, self.load = model_spec, Fleet(), GenerationGate(), EngineUtilization()
         self.fleet.add("starting")  # one that never comes up
         self.sleep = EngineSleep(self.fleet, self.gate, {}, EngineConfig(), AsyncHttp(1.0))
-        self._directory, self._task_runtime, self._renderer, self._format = directory, task_runtime, renderer, fmt
+        self._directory, self._task_runtime, self._renderer, self._format = directory, runtime, renderer, fmt
         self._answers = ScriptedEngine(self._turn, layout=model_spec.layout)
         self._sessions: dict[str, list[str]] = defaultdict(list)
 

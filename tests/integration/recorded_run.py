@@ -105,13 +105,10 @@ class RecordedRuntime:
         fleet, gate = Fleet(), GenerationGate()
         fleet.add("starting")  # one that never comes up
         sleep = EngineSleep(fleet, gate, {}, self.config.engine, AsyncHttp(1.0))
-        self.engine = SimpleNamespace(
-            model_spec=self.model_spec, fleet=fleet, gate=gate, load=EngineUtilization(), sleep=sleep
-        )
-        env = SimpleNamespace(prepare=_nothing)
-        self.task_runtime = SimpleNamespace(
-            env=env, tasks=lambda split: self.tasks, backend=SimpleNamespace(name="none")
-        )
+        load, spec = EngineUtilization(), self.model_spec
+        self.engine = SimpleNamespace(model_spec=spec, fleet=fleet, gate=gate, load=load, sleep=sleep)
+        env, backend = SimpleNamespace(prepare=_nothing), SimpleNamespace(name="none")
+        self.task_runtime = SimpleNamespace(env=env, tasks=lambda split: self.tasks, backend=backend)
 
     def metrics(self) -> dict[str, float]:
         return {}

@@ -14,18 +14,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from integration_run import ROOT, Run
+from integration_run import REAL, ROOT, Run
 
 from agent_rl.monitoring.metrics_log import read_metrics
 from agent_rl.rollout.records import read_trajectories
 
-pytestmark = [
-    pytest.mark.sglang,
-    pytest.mark.megatron,
-    pytest.mark.bubblewrap,
-    pytest.mark.slow,
-    pytest.mark.timeout(400),
-]
+pytestmark = [*REAL, pytest.mark.timeout(400)]
 
 
 def begun(project: Path) -> Path:

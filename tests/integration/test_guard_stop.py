@@ -19,8 +19,7 @@ def test_a_collapsed_run_saves_and_stops_with_one_line(tmp_path: Path) -> None:
     install_model(tmp_path / "model")
     write_config(tmp_path, tmp_path / "model", steps=3, checkpoint_every=5)
     life = Life(tmp_path, "guard.action=stop", "guard.patience=2")
-    life.finish()
-    assert life.process.returncode != 0
+    assert life.finish() != 0
     last = life.text.strip().splitlines()[-1]
     assert last.startswith("agent_rl.errors.GuardStop: mismatch/k3_kl is ")
     assert "above its limit 0.1 (guard.k3_kl.above), 2 steps in a row; saved in" in last

@@ -3,8 +3,6 @@ anew, and trains each once."""
 
 from __future__ import annotations
 
-import os
-import signal
 import tempfile
 import time
 from collections import Counter
@@ -14,7 +12,6 @@ from pathlib import Path
 import pytest
 import yaml
 from killed_run import Life
-from marked import processes
 from support.journal_rows import read_journal
 
 from agent_rl.config.builtin import install_model
@@ -47,7 +44,7 @@ def write_config(directory: Path) -> None:
 
 def programs(life: Life) -> list[str]:
     """The agent programs of a start that run in its sandboxes."""
-    return [command for command in processes(life.mark).values() if "harness/talk.py" in command]
+    return [command for command in life.alive() if "harness/talk.py" in command]
 
 
 @pytest.fixture
@@ -73,13 +70,10 @@ def test_an_episode_in_a_sandbox_begins_anew_and_is_trained_once(tmp_path: Path,
         held = asked(tmp_path)
         (tmp_path / "hold").unlink()
         lives.append(second := Life(tmp_path, script="harness_run.py"))
-        second.finish()
-        assert second.process.returncode == 0, second.text
+        assert second.finish() == 0, second.text
     finally:
         for life in lives:
-            if not life.ended:
-                os.killpg(life.process.pid, signal.SIGKILL)
-                life.process.wait()
+            life.close()
     again = Counter(asked(tmp_path)[len(held) :])
     assert not set(held) & set(again), "an episode went on from one that was killed"
     assert sorted(again.values()) == [3] * GROUP

@@ -8,20 +8,12 @@ from hypothesis import strategies as st
 
 from tools import ParsedTurn, ParseFailure, ToolCall, parse_turn, tool_format
 
-SCHEMA = [
-    {
-        "type": "function",
-        "function": {
-            "name": "view",
-            "description": "",
-            "parameters": {
-                "type": "object",
-                "properties": {"path": {"type": "string"}, "line": {"type": ["integer", "null"]}},
-                "required": ["path"],
-            },
-        },
-    }
-]
+PARAMETERS = {
+    "type": "object",
+    "properties": {"path": {"type": "string"}, "line": {"type": ["integer", "null"]}},
+    "required": ["path"],
+}
+SCHEMA = [{"type": "function", "function": {"name": "view", "description": "", "parameters": PARAMETERS}}]
 VIEW = ToolCall("view", {"path": "3", "line": 3})
 
 
