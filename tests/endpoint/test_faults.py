@@ -5,13 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import subprocess
-import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -26,11 +23,6 @@ from agent_rl.endpoint.session import Session
 from agent_rl.errors import UserError
 from agent_rl.render import ChatModel, ChatRenderer
 from agent_rl.types import BranchCause, FinishReason
-
-OWNER = (
-    "import sys; from sandbox.temp_dir import TempDirectory; own = TempDirectory(sys.argv[1]); "
-    "print(flush=True); input()"
-)
 
 
 @asynccontextmanager
@@ -267,35 +259,11 @@ async def test_a_socket_path_that_is_too_long_is_refused(monkeypatch: pytest.Mon
             pass
 
 
-@pytest.fixture
-def short_dir() -> Iterator[Path]:
-    """For temporary files, whose paths leave room for a socket's name."""
-    with tempfile.TemporaryDirectory() as directory:
-        yield Path(directory)
-
-
-def test_the_directory_of_a_killed_controller_is_removed(monkeypatch: pytest.MonkeyPatch, short_dir: Path) -> None:
-    monkeypatch.setenv("TMPDIR", str(short_dir))
-    monkeypatch.setattr(tempfile, "tempdir", str(short_dir))
-    command = [sys.executable, "-c", OWNER, server.DIRECTORY]
-    owner = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert owner.stdout is not None
-    owner.stdout.readline()
-
-    def there() -> set[Path]:
-        return set(short_dir.iterdir())
-
-    async def serve() -> None:
-        (owned,) = there()
-        async with server.serve_endpoint() as first:
-            assert there() == {owned, first.directory}, "a living owner's stays"
-            owner.kill()
-            owner.communicate()
-            async with server.serve_endpoint() as second:
-                assert there() == {first.directory, second.directory}
-
-    asyncio.run(serve())
-    assert there() == set()
+async def test_the_directory_of_the_socket_is_removed(endpoint: server.EndpointServer) -> None:
+    """``tests/engine/test_host_logs.py`` shows the same for the directory of a killed owner."""
+    assert endpoint.directory.is_dir()
+    await endpoint.close()
+    assert not endpoint.directory.exists()
 
 
 async def test_a_waiting_stream_sends_keepalives(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,14 +50,14 @@ def _decode(payload: str, layers: int, top_k: int) -> Rows:
 
 
 class StripsEvery(Fault):
-    """A router that drops the key from every ``nth`` answer after the first ``spared``; ``seen`` are those with it."""
+    """A router that drops the key from every ``nth`` response."""
 
-    def __init__(self, nth: int = 1, spared: int = 0) -> None:
-        self.nth, self.seen = nth, -spared
+    def __init__(self, nth: int = 1) -> None:
+        self.nth, self.seen = nth, 0
 
     def answer(self, request: Request, answer: dict[str, Any]) -> None:
         self.seen += 1
-        if self.seen > 0 and self.seen % self.nth == 0:
+        if self.seen % self.nth == 0:
             del answer["meta_info"]["routed_experts"]
 
 

@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from engine_proxy import (
-    Changes,
-    DropsMeta,
-    Fault,
-    IgnoresStart,
-    Lags,
-    MixesSiblings,
-    Rows,
-    StripsEvery,
-    proxy,
-)
+from engine_proxy import Changes, DropsMeta, Fault, IgnoresStart, Lags, MixesSiblings, Rows, StripsEvery, proxy
 from typer.testing import CliRunner
 
 from agent_rl import cli
@@ -39,12 +29,15 @@ async def test_a_sound_server_passes_every_check(server: str) -> None:
     assert report.line().startswith(f"14 checks passed; {report.requests} requests, ")
 
 
-def too_many(finish: str) -> Callable[[Rows, str, Mapping[str, Any]], Rows]:
-    return lambda rows, ended, answer: np.concatenate([rows, rows[-1:]]) if ended == finish else rows
+def changed_count(by: int, finish: str) -> Fault:
+    """Adds or drops a row of responses that end with ``finish``."""
 
+    def change(rows: Rows, ended: str, answer: Mapping[str, Any]) -> Rows:
+        if ended != finish:
+            return rows
+        return rows[:-1] if by < 0 else np.concatenate([rows, rows[-1:]])
 
-def too_few(finish: str) -> Callable[[Rows, str, Mapping[str, Any]], Rows]:
-    return lambda rows, ended, answer: rows[:-1] if ended == finish else rows
+    return Changes(change)
 
 
 def zeroed_layer(rows: Rows, finish: str, answer: Mapping[str, Any]) -> Rows:
@@ -88,6 +81,7 @@ def lost_by_retraction(rows: Rows, finish: str, answer: Mapping[str, Any]) -> Ro
     return rows[-3:] if answer["meta_info"]["num_retractions"] else rows
 
 
+ENDS = ("length", "a stop token", "an abort", "a retraction")
 Case = tuple[str, Fault, dict[str, str]]
 FAULTS: list[Case] = [
     ("strips the key", StripsEvery(), {"key in every response": "18 of 18 responses lack"}),
@@ -111,20 +105,14 @@ FAULTS: list[Case] = [
         Changes(stale_prefix),
         {"cold and cached alike": "of the stored sets differ, first in row"},  # row 0 may happen to be right
     ),
-    ("a row too many after a stop", Changes(too_many("stop")), {"rows after a stop token": "expected 1"}),
-    ("a row too few after an abort", Changes(too_few("abort")), {"rows after an abort": "rows, received"}),
+    ("a row too many after a stop", changed_count(1, "stop"), {"rows after a stop token": "expected 1"}),
+    ("a row too few after an abort", changed_count(-1, "abort"), {"rows after an abort": "rows, received"}),
     ("loses rows by a retraction", Changes(lost_by_retraction), {"rows after a retraction": "received 3"}),
     ("mixes siblings up", MixesSiblings(), {"siblings keep their rows": "a sibling's own rows"}),
     (
         "half a row",
         Changes(lambda rows, finish, answer: rows.reshape(-1)[:-3]),
-        {
-            "rows after length": "not whole rows",
-            "rows after a stop token": "not whole rows",
-            "rows after an abort": "not whole rows",
-            "rows after a retraction": "not whole rows",
-            "start honored": "not whole rows",
-        },
+        dict.fromkeys((*(f"rows after {end}" for end in ENDS), "start honored"), "not whole rows"),
     ),
     (
         "no log-probs and no version",
@@ -171,9 +159,7 @@ async def test_facts_of_another_model_and_none_at_all(server: str, model: Path) 
     with pytest.raises(EngineRejected, match=r"not a response of SGLang's /generate \(KeyError\('meta_info'\)\)"):
         async with proxy(server, Blank()) as url:
             await probe(url)
-    with pytest.raises(
-        ConfigError, match=r"serves /elsewhere, which is no directory of this machine: name one .*--model"
-    ):
+    with pytest.raises(ConfigError, match=r"serves /elsewhere, which is no directory of this machine: name .*--model"):
         async with proxy(server, Moved()) as url:
             await probe(url)
 

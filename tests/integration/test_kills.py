@@ -11,14 +11,16 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import orjson
 import pytest
-from killed_run import Life, broken, episodes, exact, settled, step_saved, write_config
+from killed_run import Life, broken, episodes, exact, settled, step_reached, step_saved, write_config
 from marked import kill_rank
 from support.journal_rows import read_journal
 
 from agent_rl.config.builtin import install_model
 from agent_rl.controller.async_rollout.ledger_file import faults, gaps, read_ledger
 from agent_rl.monitoring.metrics_log import read_metrics
+from agent_rl.train.checkpoint import directory as checkpoint
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -162,3 +164,19 @@ def check_finished(run: Path, reference: dict[int, dict[str, float]]) -> None:
 def writing(run: Path) -> bool:
     """Whether a checkpoint is being written at this moment."""
     return bool(list((run / "checkpoints").glob(".step-*.partial")))
+
+
+def test_a_collapsed_run_saves_and_stops(live: Callable[..., Life]) -> None:
+    """The recorded log-probs are random, so trainer and engine differ in every token."""
+    life = live("collapsed", "guard.action=stop", "guard.patience=2", "train.checkpoint_every=5")
+    assert life.finish() != 0
+    last = life.text.strip().splitlines()[-1]
+    assert last.startswith("agent_rl.errors.GuardStop: mismatch/k3_kl is ")
+    assert "above its limit 0.1 (guard.k3_kl.above), 2 steps in a row; saved in" in last
+    assert step_reached(life.run) == step_saved(life.run) == 2
+    saved = life.run / "checkpoints" / "step-000002"
+    checkpoint.verify(saved, checkpoint.read_manifest(saved))
+    events = [orjson.loads(line) for line in (life.run / "guard.jsonl").read_bytes().splitlines()]
+    assert {event["metric"] for event in events if event["event"] == "warn"} == {"mismatch/k3_kl", "mismatch/f_tau_2"}
+    assert [event["step"] for event in events if event["event"] == "stop"] == [2]
+    assert life.left() == []
