@@ -259,11 +259,11 @@ async def test_a_socket_path_that_is_too_long_is_refused(monkeypatch: pytest.Mon
             pass
 
 
-async def test_the_directory_of_the_socket_is_removed(endpoint: server.EndpointServer) -> None:
+async def test_the_directory_of_the_socket_is_removed() -> None:
     """``tests/engine/test_host_logs.py`` shows the same for the directory of a killed owner."""
-    assert endpoint.directory.is_dir()
-    await endpoint.close()
-    assert not endpoint.directory.exists()
+    async with server.serve_endpoint() as opened:
+        assert opened.directory.is_dir()
+    assert not opened.directory.exists()
 
 
 async def test_a_waiting_stream_sends_keepalives(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:

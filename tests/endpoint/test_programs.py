@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,35 +44,41 @@ def calling(*calls: tuple[str, dict[str, object]]) -> str:
     return "\n".join(tool_format("hermes").render(ToolCall(name, arguments)) for name, arguments in calls)
 
 
-def check(trajectory: Trajectory, engine: object, said: list[str], renderer: ChatRenderer) -> None:
-    """One branch; what was sampled is in it as sampled, and nothing else is trained; each row came once."""
-    assert (trajectory.stop, trajectory.error) == (StopReason.SUBMITTED, "")
-    assert [turn.text for turn in trajectory.turns] == said
-    assert len(trajectory.branches) == 1
-    assert trajectory.harness == {"rewrites": 0, "retries": 0, "echo_differs": 0}
-    sampled = [token for text in said for token in [*renderer._encoder.encode(text), renderer.end_of_turn_id]]
-    assert trajectory.tokens[trajectory.loss_mask].tolist() == sampled
-    assert engine.scripted.rows_sent == len(trajectory.tokens) - 1
-    assert trajectory.routes_missing == 0
-    assert "b/made.txt" in trajectory.patch
+@pytest.fixture
+def run_program(say: Any, drive: Any, renderer: ChatRenderer, pool: SandboxPool) -> Callable[..., Any]:
+    """Runs a program with an engine that says ``said``, and checks its one branch."""
+
+    async def run(name: str, directory: str, *said: str) -> Trajectory:
+        engine = say(*said)
+        trajectory = await drive(engine, harness(name, directory), pool, max_tokens=CONTEXT)
+        assert (trajectory.stop, trajectory.error) == (StopReason.SUBMITTED, "")
+        assert [turn.text for turn in trajectory.turns] == list(said)
+        assert len(trajectory.branches) == 1
+        assert trajectory.harness == {"rewrites": 0, "retries": 0, "echo_differs": 0}
+        sampled = [token for text in said for token in [*renderer._encoder.encode(text), renderer.end_of_turn_id]]
+        assert trajectory.tokens[trajectory.loss_mask].tolist() == sampled
+        assert engine.scripted.rows_sent == len(trajectory.tokens) - 1, "each row is sent once"
+        assert trajectory.routes_missing == 0
+        assert "b/made.txt" in trajectory.patch
+        return trajectory
+
+    return run
 
 
 @pytest.mark.skipif(not (AGENTS / MINI[1]).is_dir(), reason="mini-swe-agent is not installed (make agents)")
-async def test_mini_swe_agent(say: Any, drive: Any, renderer: ChatRenderer, pool: SandboxPool) -> None:
+async def test_mini_swe_agent(run_program: Any) -> None:
     said = [
         "<think>\nlook\n</think>\n\nFirst I look. " + calling(("bash", {"command": "ls"})),
         calling(("bash", {"command": "echo 'a b' >made.txt"}), ("bash", {"command": "cat made.txt"})),
         "Done. " + calling(("bash", {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"})),
     ]
-    engine = say(*said)
-    trajectory = await drive(engine, harness(*MINI), pool, max_tokens=CONTEXT)
-    check(trajectory, engine, said, renderer)
+    trajectory = await run_program(*MINI, *said)
     assert "a b" in trajectory.turns[1].observation
 
 
 @pytest.mark.exhaustive
-async def test_claude_code(say: Any, drive: Any, renderer: ChatRenderer, pool: SandboxPool) -> None:
-    """It gives the edit's arguments further ones, and offers the tool that it found from then on."""
+async def test_claude_code(run_program: Any) -> None:
+    """It adds arguments to the edit, and offers the tool that it found in all later requests."""
     said = [
         "<think>\nlook\n</think>\n\nFirst I look. " + calling(("Bash", {"command": "ls", "description": "Lists"})),
         calling(
@@ -83,9 +89,7 @@ async def test_claude_code(say: Any, drive: Any, renderer: ChatRenderer, pool: S
         calling(("Edit", {"file_path": "/testbed/none", "old_string": "a", "new_string": "b"})),
         "<think>\nso\n</think>\n\nDone.",
     ]
-    engine = say(*said)
-    trajectory = await drive(engine, harness(*CLAUDE), pool, max_tokens=CONTEXT)
-    check(trajectory, engine, said, renderer)
+    trajectory = await run_program(*CLAUDE, *said)
     assert "a b" in trajectory.turns[1].observation
     assert '"name":"WebFetch"' in trajectory.turns[2].observation
     assert "File does not exist" in trajectory.turns[3].observation
@@ -106,13 +110,11 @@ async def test_claude_code_with_a_sub_agent(say: Any, drive: Any, renderer: Chat
 
 
 @pytest.mark.exhaustive
-async def test_codex(say: Any, drive: Any, renderer: ChatRenderer, pool: SandboxPool) -> None:
+async def test_codex(run_program: Any) -> None:
     said = [
         "<think>\nlook\n</think>\n\nFirst I look. " + calling(("exec_command", {"cmd": "ls"})),
         calling(("exec_command", {"cmd": "echo 'a b' | tee made.txt"}), ("exec_command", {"cmd": "pwd"})),
         "<think>\nso\n</think>\n\nDone.",
     ]
-    engine = say(*said)
-    trajectory = await drive(engine, harness(*CODEX), pool, max_tokens=CONTEXT)
-    check(trajectory, engine, said, renderer)
+    trajectory = await run_program(*CODEX, *said)
     assert "a b" in trajectory.turns[1].observation

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
+from support.moe_checkpoint import write_moe
 
 from agent_rl.config import EngineConfig
 from agent_rl.engine.launch import EngineServer
@@ -25,53 +25,21 @@ from server_control import idle, load
 
 ROOT = Path(__file__).resolve().parents[2]
 ENGINE_PYTHON = ROOT / ".venv-engine" / "bin" / "python"
-LAYERS, EXPERTS, TOP_K, VOCABULARY, CONTEXT = 4, 8, 2, 256, 2048
-HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MOE_WIDTH = 64, 4, 2, 16, 24
-
-
-def tiny_weights(seed: int) -> dict[str, NDArray[np.float32]]:
-    """Random weights under Hugging Face names, large enough that sampling and routing are not near-ties."""
-    rng = np.random.default_rng(seed)
-
-    def normal(*shape: int, std: float = 0.08) -> NDArray[np.float32]:
-        return (rng.standard_normal(shape) * std).astype(np.float32)
-
-    weights = {
-        "model.embed_tokens.weight": normal(VOCABULARY, HIDDEN, std=0.5),
-        "model.norm.weight": np.ones(HIDDEN, np.float32),
-        "lm_head.weight": normal(VOCABULARY, HIDDEN, std=0.2),
-    }
-    for layer in range(LAYERS):
-        at = f"model.layers.{layer}."
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            weights[f"{at}{norm}.weight"] = np.ones(HIDDEN, np.float32)
-        for norm in ("q_norm", "k_norm"):
-            weights[f"{at}self_attn.{norm}.weight"] = np.ones(HEAD_DIM, np.float32)
-        for part, heads in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
-            weights[f"{at}self_attn.{part}_proj.weight"] = normal(heads * HEAD_DIM, HIDDEN)
-        weights[f"{at}self_attn.o_proj.weight"] = normal(HIDDEN, HEADS * HEAD_DIM)
-        weights[f"{at}mlp.gate.weight"] = normal(EXPERTS, HIDDEN, std=0.3)
-        for mlp in (f"{at}mlp.experts.{expert}." for expert in range(EXPERTS)):
-            weights[f"{mlp}gate_proj.weight"] = normal(MOE_WIDTH, HIDDEN)
-            weights[f"{mlp}up_proj.weight"] = normal(MOE_WIDTH, HIDDEN)
-            weights[f"{mlp}down_proj.weight"] = normal(HIDDEN, MOE_WIDTH)
-    return weights
-
-
-TINY_CONFIG = {
-    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "torch_dtype": "float32",
-    "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": 128, "hidden_act": "silu",
-    "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM,
-    "max_position_embeddings": CONTEXT, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "attention_bias": False,
-    "decoder_sparse_step": 1, "mlp_only_layers": [], "moe_intermediate_size": MOE_WIDTH, "num_experts": EXPERTS,
-    "num_experts_per_tok": TOP_K, "norm_topk_prob": True, "tie_word_embeddings": False,
-}  # fmt: skip
+SCALES = {"embed_tokens": 0.5, "lm_head": 0.2, "mlp.gate.": 0.3}
+"""Standard deviations with which sampling and routing are not near-ties."""
 
 
 def write_model(directory: Path, seed: int) -> Path:
-    directory.mkdir(parents=True)
-    save_file(tiny_weights(seed), directory / "model.safetensors", metadata={"format": "pt"})
-    (directory / "config.json").write_text(json.dumps(TINY_CONFIG))
+    write_moe(directory, layers=4, hidden=64, heads=4, kv=2, head_dim=16, experts=8, inter=24, vocab=256)
+    config = json.loads((directory / "config.json").read_text())
+    config = {key: value for key, value in config.items() if key not in ("bos_token_id", "eos_token_id")}
+    config |= {"max_position_embeddings": 2048, "tie_word_embeddings": False}
+    (directory / "config.json").write_text(json.dumps(config))
+    weights, rng = load_file(directory / "model.safetensors"), np.random.default_rng(seed)
+    for name in sorted(name for name, weight in weights.items() if weight.ndim > 1):
+        scale = next((scale for part, scale in SCALES.items() if part in name), 0.08)
+        weights[name] = (rng.standard_normal(weights[name].shape) * scale).astype(np.float32)
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 
 

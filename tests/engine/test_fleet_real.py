@@ -44,7 +44,7 @@ class Lent:
         pytest.param(20, marks=[pytest.mark.exhaustive, pytest.mark.timeout(7200)]),
     ],
 )
-async def test_killed_under_load(
+async def test_an_engine_killed_under_load_loses_no_request(
     setting: Setting, server: str, second_server: EngineServer, model: Path, engine_config: EngineConfig, kills: int
 ) -> None:
     if second_server.death() is not None:

@@ -128,7 +128,7 @@ ALSO = {
 
 
 @pytest.mark.parametrize(("name", "fault", "expected"), FAULTS, ids=[case[0] for case in FAULTS])
-async def test_each_fault_is_named_and_nothing_else(
+async def test_each_fault_is_reported_and_nothing_else(
     server: str, name: str, fault: Fault, expected: dict[str, str]
 ) -> None:
     async with proxy(server, fault) as url:
@@ -143,7 +143,7 @@ async def test_each_fault_is_named_and_nothing_else(
     assert table(report).row_count == 14
 
 
-async def test_answers_without_routes_are_a_policys_matter_where_others_have_them(server: str) -> None:
+async def test_some_responses_without_routes_are_allowed_by_policy(server: str) -> None:
     async with proxy(server, StripsEvery(nth=5)) as url:
         report = await probe(url)
     assert [check.name for check in report.spoils(missing_allowed=False)] == ["key in every response"]
@@ -151,7 +151,7 @@ async def test_answers_without_routes_are_a_policys_matter_where_others_have_the
     assert report.spoils(missing_allowed=True) == ()
 
 
-async def test_facts_of_another_model_and_none_at_all(server: str, model: Path) -> None:
+async def test_another_model_and_another_server_are_reported(server: str, model: Path) -> None:
     wrong = replace(read_model_spec(model), moe=(True,) * 48, num_experts=128, top_k=8)
     assert "not whole rows" in (await probe(server, wrong)).line()
     with pytest.raises(EngineUnreachable, match="ClientConnectorError"):
@@ -164,7 +164,7 @@ async def test_facts_of_another_model_and_none_at_all(server: str, model: Path) 
             await probe(url)
 
 
-def test_the_command_says_it_by_its_exit_code(server: str, model: Path, tmp_path: Path) -> None:
+def test_the_command_reports_by_its_exit_code(server: str, model: Path, tmp_path: Path) -> None:
     found = tmp_path / "found.json"
     done = CliRunner().invoke(cli.app, ["r3", "probe", server, "--json", str(found)])
     assert done.exit_code == 0, done.output

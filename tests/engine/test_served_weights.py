@@ -75,7 +75,7 @@ async def test_the_configs_weights_pass(model: Path) -> None:
         assert await compared(model, one, other) is None
 
 
-async def test_other_weights_of_the_same_sizes_are_one_line(model: Path, other_model: Path) -> None:
+async def test_other_weights_of_the_same_sizes_are_refused(model: Path, other_model: Path) -> None:
     async with engine(held(model)) as right, engine(held(other_model)) as wrong:
         with pytest.raises(UserError, match=f"^the engine at {wrong} has other weights than model: {model} ") as raised:
             await compared(model, right, wrong)
@@ -83,7 +83,7 @@ async def test_other_weights_of_the_same_sizes_are_one_line(model: Path, other_m
     assert "\n" not in str(raised.value)
 
 
-async def test_one_bit_is_enough(model: Path) -> None:
+async def test_one_wrong_bit_is_found(model: Path) -> None:
     parameters = held(model)
     data = parameters["model.layers.2.mlp.experts.w2_weight"]
     parameters["model.layers.2.mlp.experts.w2_weight"] = data[:-1] + bytes([data[-1] ^ 1])
@@ -92,7 +92,7 @@ async def test_one_bit_is_enough(model: Path) -> None:
             await compared(model, url)
 
 
-async def test_where_checksums_cannot_be_predicted_layers_and_other_engines_are_compared(
+async def test_layers_and_other_engines_are_compared_where_checksums_are_unpredictable(
     model: Path, other_model: Path
 ) -> None:
     fewer = {name: data for name, data in held(model).items() if ".layers.3." not in name}
@@ -110,7 +110,7 @@ async def test_where_checksums_cannot_be_predicted_layers_and_other_engines_are_
             await compared(model, short)
 
 
-async def test_what_does_not_tell_its_checksums_is_noted(model: Path) -> None:
+async def test_a_server_without_checksums_is_noted(model: Path) -> None:
     async def gateway(path: str, request: dict[str, Any]) -> tuple[int, bytes]:
         return 404, b"no such page"
 
@@ -143,7 +143,7 @@ def _bytes(data: NDArray[np.uint8]) -> NDArray[np.uint8]:
         ({"rope_theta": 1e6}, "it has rope_theta 1000000.0, not 10000.0"),
     ],
 )
-async def test_another_config_behind_an_address_is_one_line(
+async def test_another_config_behind_an_address_is_refused(
     model: Path, tmp_path: Path, changes: dict[str, Any], found: str
 ) -> None:
     """Of a directory that this machine sees too."""
@@ -162,7 +162,7 @@ async def test_another_config_behind_an_address_is_one_line(
     assert str(raised.value) == told
 
 
-async def test_routes_of_another_model_are_one_line(model: Path) -> None:
+async def test_routes_of_another_model_are_refused(model: Path) -> None:
     """All that a server tells of a directory that this machine does not see."""
 
     async def handler(path: str, request: dict[str, Any]) -> tuple[int, bytes]:

@@ -201,7 +201,7 @@ async def colocated(directory: Path, count: int = 1) -> AsyncIterator[Colocated]
         await engine.close()
 
 
-async def test_a_step_releases_all_memory_and_takes_it_back_around_the_publish(tmp_path: Path) -> None:
+async def test_a_step_releases_all_memory_and_resumes_it_around_the_publish(tmp_path: Path) -> None:
     async with colocated(tmp_path, 2) as run:
         await run.engine.sleep.begin()
         assert [server.released for server in run.servers] == [{"weights", "kv_cache"}] * 2
@@ -216,7 +216,7 @@ async def test_a_step_releases_all_memory_and_takes_it_back_around_the_publish(t
         assert run.engine.sleep.metrics() == {}, "it did not sleep since"
 
 
-async def test_a_request_waits_for_the_end_of_the_sleep_and_its_time_limit_too(tmp_path: Path) -> None:
+async def test_requests_and_their_time_limits_wait_for_the_end_of_the_sleep(tmp_path: Path) -> None:
     async with colocated(tmp_path) as run:
         run.servers[0].held = True
         async with PausableTimeout(30.0) as limit:
@@ -279,7 +279,7 @@ async def test_an_engine_that_does_not_wake_is_restarted(tmp_path: Path, entry: 
         assert entry not in first.done[first.done.index(entry) + 1 :], "a second resume would kill SGLang"
 
 
-async def test_an_engine_that_dies_asleep_is_restarted_and_waited_for_when_the_trainer_is_done(tmp_path: Path) -> None:
+async def test_an_engine_that_dies_asleep_is_restarted_when_the_others_wake(tmp_path: Path) -> None:
     async with colocated(tmp_path) as run:
         (server,) = run.servers
         run.engine._router._wait_seconds = 0.1
@@ -348,7 +348,7 @@ async def test_a_run_that_ends_asleep_stops_its_engines(tmp_path: Path) -> None:
     assert run.servers[0].death() is not None
 
 
-async def test_a_sleep_goes_on_over_the_trainers_death(tmp_path: Path) -> None:
+async def test_engines_stay_asleep_when_the_trainer_dies(tmp_path: Path) -> None:
     """The run begins anew, from its checkpoint; what it publishes first wakes the engines."""
     async with colocated(tmp_path) as run:
         await run.engine.sleep.begin()
@@ -361,7 +361,7 @@ async def test_a_sleep_goes_on_over_the_trainers_death(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-async def test_a_launched_server_is_told_that_it_will_sleep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_launched_server_enables_its_memory_saver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     python = str(make_interpreter(tmp_path))
     config = EngineConfig(python=python, device="cuda", colocate=True)
     async with EngineServer(config, tmp_path, tmp_path / "engine.log"):

@@ -57,11 +57,7 @@ def sent_bytes(model: Path, kind: str) -> int:
 @pytest.mark.usefixtures("megatron_shim", "restored")
 @pytest.mark.parametrize(
     "kind",
-    [
-        "weights",
-        "adapters",
-        pytest.param("adapters, merged for a server of others", marks=pytest.mark.exhaustive),
-    ],
+    ["weights", "adapters", pytest.param("adapters, merged for a server of others", marks=pytest.mark.exhaustive)],
 )
 async def test_the_engine_takes_what_the_trainer_learned(
     kind: str, engine: SGLangEngine, model: Path, engine_config: EngineConfig, tmp_path: Path

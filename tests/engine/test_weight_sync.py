@@ -174,7 +174,7 @@ def short_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     ("dtype", "kv_dtype", "limit"),
     [("float32", "auto", 0.02), ("bfloat16", "auto", 0.3), ("bfloat16", "fp8_e4m3", 1.0)],
 )
-def test_engine_and_trainer_may_differ_by_what_rounding_does(dtype: str, kv_dtype: str, limit: float) -> None:
+def test_the_difference_limit_allows_for_rounding(dtype: str, kv_dtype: str, limit: float) -> None:
     assert difference_limit(dtype, kv_dtype) == limit
 
 
@@ -223,7 +223,7 @@ class TestOneEngine:
             (DiesMidway, "the sender died"),
         ],
     )
-    async def test_a_fault_that_passes_is_mended_by_sending_again(
+    async def test_a_transient_fault_is_repaired_by_sending_again(
         self, setting: Setting, engine: SGLangEngine, fault: type[WeightPublisher], reason: str
     ) -> None:
         metrics = await setting.sync(engine, fault).publish(3)
@@ -232,7 +232,7 @@ class TestOneEngine:
         assert len(setting.notes) == 1
         assert re.search(reason, setting.notes[0])
 
-    async def test_a_fault_that_stays_is_mended_from_disk(self, setting: Setting, engine: SGLangEngine) -> None:
+    async def test_a_lasting_fault_is_repaired_from_disk(self, setting: Setting, engine: SGLangEngine) -> None:
         sync = setting.sync(engine, OneBitOff, DiesMidway)
         metrics = await sync.publish(3)
         await setting.holds(engine, setting.new, "3")
@@ -241,7 +241,7 @@ class TestOneEngine:
         await sync.publish(4)  # and goes on by process group
         await setting.holds(engine, setting.new, "4")
 
-    async def test_an_engine_that_takes_nothing_is_left_on_its_last_good_weights(
+    async def test_an_engine_that_accepts_nothing_keeps_its_last_good_weights(
         self, setting: Setting, engine: SGLangEngine
     ) -> None:
         sync = setting.sync(engine, OneBitOff, OneBitOff)

@@ -107,7 +107,7 @@ class TestTwoRanks:
         assert "model.x.weight" in unknown.failures[two_ranks]
 
 
-async def test_ranks_that_would_be_left_out_are_refused() -> None:
+async def test_pipeline_ranks_are_refused() -> None:
     async def handler(path: str, request: dict[str, object]) -> tuple[int, bytes]:
         return 200, b'{"tp_size": 2, "pp_size": 2, "dp_size": 1}'
 

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import yaml
 from marked import HERE, ROOT, MarkedProcess
@@ -21,19 +22,18 @@ from agent_rl.train.checkpoint import directory as checkpoint
 CLOCK = re.compile(r"^time/|seconds|per_second|^async_rollout/|^loop/|^engine/")
 
 
-def write_config(directory: Path, model: Path, *, steps: int, checkpoint_every: int = 3) -> None:
-    """The config of a recorded run in ``directory``."""
+def write_config(directory: Path, model: Path, *, steps: int, checkpoint_every: int = 3, **sections: Any) -> None:
+    """The config of a recorded run in ``directory``; ``sections`` are added to those here."""
     directory.mkdir(parents=True, exist_ok=True)
-    config = {
-        "name": "rec", "model": str(model), "runs_dir": str(directory), "eval": {"tasks": 0},
-        "guard": {"action": "off"},
-        "rollout": {"group_size": 4, "tasks_per_step": 3, "concurrency": 8},
-        "train": {
-            "steps": steps, "checkpoint_every": checkpoint_every, "lr": 1e-2, "lr_warmup_steps": 4, "mini_steps": 2,
-            "device": "cpu", "microbatch_tokens": 128, "weight_decay": 0.1,
-        },
+    train = {
+        "steps": steps, "checkpoint_every": checkpoint_every, "lr": 1e-2, "lr_warmup_steps": 4, "mini_steps": 2,
+        "device": "cpu", "microbatch_tokens": 128, "weight_decay": 0.1,
     }  # fmt: skip
-    (directory / "config.yaml").write_text(yaml.safe_dump(config))
+    rollout = {"group_size": 4, "tasks_per_step": 3, "concurrency": 8}
+    config = {"eval": {"tasks": 0}, "guard": {"action": "off"}, "rollout": rollout, "train": train}
+    config |= {name: config.get(name, {}) | section for name, section in sections.items()}
+    whole = {"name": "rec", "model": str(model), "runs_dir": str(directory), **config}
+    (directory / "config.yaml").write_text(yaml.safe_dump(whole))
 
 
 def exact(row: Mapping[str, float]) -> dict[str, float]:

@@ -38,7 +38,7 @@ def begun(project: Path) -> Path:
     return project
 
 
-def test_classes_of_tools_are_trained_on(start: Callable[..., Run], tmp_path: Path) -> None:
+def test_a_run_trains_on_custom_environments(start: Callable[..., Run], tmp_path: Path) -> None:
     project = begun(tmp_path / "project")
     # Two turns are just too few for some episodes to finish in time, so that groups have something to compare.
     run = start(

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
-from killed_run import Life
+from killed_run import Life, write_config
 from support.journal_rows import read_journal
 
 from agent_rl.config.builtin import install_model
@@ -25,21 +24,17 @@ PROGRAMS = Path(__file__).parents[1] / "endpoint" / "programs"
 GROUP = 2
 
 
-def write_config(directory: Path) -> None:
-    """Of one step, in which two episodes of one task are to make a group."""
+def write_harness_config(directory: Path) -> None:
+    """One step, in which two episodes of one task are a group."""
     install_model(directory / "model")
     harness = {"command": "python3 /opt/agent-rl/harness/talk.py obeys", "directory": str(PROGRAMS)}
-    config = {
-        "name": "rec", "model": str(directory / "model"), "runs_dir": str(directory), "eval": {"tasks": 0},
-        "guard": {"action": "off"}, "r3": {"audit": 0}, "sandbox": {"backend": "bubblewrap"},
-        "env": {"name": "mini", "options": {"train_tasks": 1, "cache_dir": str(directory / "tasks")}},
-        "rollout": {
-            "group_size": GROUP, "tasks_per_step": 1, "concurrency": GROUP, "max_tokens": 4000,
-            "max_new_tokens": 2000, "harness": harness,
-        },
-        "train": {"steps": 1, "device": "cpu", "microbatch_tokens": 8192, "lr": 1e-3},
-    }  # fmt: skip
-    (directory / "config.yaml").write_text(yaml.safe_dump(config))
+    lengths = {"max_tokens": 4000, "max_new_tokens": 2000}
+    write_config(
+        directory, directory / "model", steps=1, r3={"audit": 0}, sandbox={"backend": "bubblewrap"},
+        env={"name": "mini", "options": {"train_tasks": 1, "cache_dir": str(directory / "tasks")}},
+        rollout={"group_size": GROUP, "tasks_per_step": 1, "concurrency": GROUP, "harness": harness, **lengths},
+        train={"microbatch_tokens": 8192, "lr": 1e-3, "lr_warmup_steps": 0, "mini_steps": 1, "weight_decay": 0.0},
+    )  # fmt: skip
 
 
 def programs(life: Life) -> list[str]:
@@ -55,8 +50,8 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield Path(directory)
 
 
-def test_an_episode_in_a_sandbox_begins_anew_and_is_trained_once(tmp_path: Path, temporary: Path) -> None:
-    write_config(tmp_path)
+def test_a_killed_episode_in_a_sandbox_begins_anew_and_is_trained_once(tmp_path: Path, temporary: Path) -> None:
+    write_harness_config(tmp_path)
     (tmp_path / "hold").touch()
     lives = [first := Life(tmp_path, script="harness_run.py")]
     try:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.endpoint_sessions import Saying
 
 from agent_rl.commands.policy import Policy, pick_tasks
 from agent_rl.config import HarnessConfig, RunConfig
@@ -18,14 +19,12 @@ from agent_rl.controller import preflight
 from agent_rl.controller.rollout_runtime import open_rollout_runtime, open_task_runtime
 from agent_rl.endpoint.episode import HarnessRun
 from agent_rl.endpoint.server import serve_endpoint
-from agent_rl.engine.scripted import ScriptedEngine
 from agent_rl.monitoring.console import Display
 from agent_rl.render import ChatRenderer
 from agent_rl.rollout.episode import EpisodeRules, run_episode
 from agent_rl.rollout.scripted_policies import SOLVERS
 from agent_rl.types import Trajectory
 from envs import Task
-from r3.payload import RouteLayout
 from tools import tool_format
 
 ROOT = Path(__file__).parents[2]
@@ -44,17 +43,12 @@ def with_program(tmp_path: Path) -> RunConfig:
 
 
 def differing(native: Trajectory, driven: Trajectory) -> list[str]:
-    """What of the two is not the same."""
-    same = {
-        "branches": len(driven.branches) == 1,
-        "tokens": native.tokens.tolist() == driven.tokens.tolist(),
-        "mask": native.loss_mask.tolist() == driven.loss_mask.tolist(),
-        "routes": native.routing is not None
-        and driven.routing is not None
-        and np.array_equal(native.routing.experts, driven.routing.experts),
-        "reward": native.reward == driven.reward,
-    }
-    return [what for what, holds in same.items() if not holds]
+    """The parts in which the two differ."""
+    assert native.routing is not None
+    assert driven.routing is not None
+    pairs = {name: (getattr(native, name), getattr(driven, name)) for name in ("tokens", "loss_mask", "reward")}
+    pairs |= {"routes": (native.routing.experts, driven.routing.experts), "branches": (1, len(driven.branches))}
+    return [name for name, (one, other) in pairs.items() if not np.array_equal(one, other)]
 
 
 @pytest.mark.sglang
@@ -76,9 +70,6 @@ async def test_the_program_equals_the_built_in_loop(tmp_path: Path) -> None:
         assert not wrong
 
 
-LAYOUT = RouteLayout(2, (0, 1), 32, 2)
-
-
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("policy", "reward"), [("gold", 1.0), ("noop", 0.0)])
 async def test_the_true_fix_of_a_real_task_is_rewarded(tmp_path: Path, policy: str, reward: float) -> None:
@@ -89,8 +80,7 @@ async def test_the_true_fix_of_a_real_task_is_rewarded(tmp_path: Path, policy: s
 
         async def run(task: Task) -> Trajectory:
             calls = SOLVERS[policy](task_runtime.env, task)
-            said = [[*renderer._encoder.encode(fmt.render(call)), renderer.end_of_turn_id] for call in calls]
-            engine = ScriptedEngine(lambda session, turn, tokens: said[turn], layout=LAYOUT)
+            engine = Saying(renderer, [fmt.render(call) for call in calls])
             return await HarnessRun(endpoint, 1 << 20, task_runtime.env, task, engine, renderer, fmt, rules).run()
 
         tasks = await pick_tasks(Policy(task_runtime, run), "train", None)

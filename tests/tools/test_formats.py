@@ -127,12 +127,6 @@ def test_xml_cannot_write_a_name_that_a_tag_cannot_hold() -> None:
         XmlFormat().render(ToolCall("f", {"a b": "x"}))
 
 
-def test_the_first_call_is_taken() -> None:
-    for fmt in FORMATS:
-        two = fmt.render(ToolCall("first", {"a": "1"})) + "\n" + fmt.render(ToolCall("second", {}))
-        assert fmt.parse(two) == ToolCall("first", {"a": "1"})
-
-
 def test_hermes_takes_a_call_without_arguments_and_raw_newlines() -> None:
     assert HermesFormat().parse('<tool_call>{"name": "finish"}</tool_call>') == ToolCall("finish", {})
     text = '<tool_call>{"name": "f", "arguments": {"a": "x\ny"}}</tool_call>'

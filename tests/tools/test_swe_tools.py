@@ -112,13 +112,6 @@ INSERTS = [
 ]
 
 
-async def test_insert(full) -> None:
-    for before, line, new, after in INSERTS:
-        await full.sandbox.write_files({"/testbed/a": before})
-        assert not (await full.edit("insert", "a", insert_line=line, new_str=new)).failed
-        assert await full.file("a") == after
-
-
 REPLACED = [
     (b"one\r\ntwo\r\n", "one", "1\n1b", b"1\r\n1b\r\ntwo\r\n"),
     (b"one\r\ntwo\r\n", "one\r\ntwo", "1\n2", b"1\r\n2\r\n"),
@@ -128,10 +121,16 @@ REPLACED = [
 ]
 
 
-async def test_replaced_text_has_the_line_endings_of_its_file(full) -> None:
-    for before, old, new, after in REPLACED:
+EDITS = [
+    *(("insert", before, {"insert_line": line, "new_str": new}, after) for before, line, new, after in INSERTS),
+    *(("str_replace", before, {"old_str": old, "new_str": new}, after) for before, old, new, after in REPLACED),
+]
+
+
+async def test_edits_keep_the_line_endings_of_the_file(full) -> None:
+    for command, before, arguments, after in EDITS:
         await full.sandbox.write_files({"/testbed/a": before})
-        assert not (await full.edit("str_replace", "a", old_str=old, new_str=new)).failed
+        assert not (await full.edit(command, "a", **arguments)).failed
         assert await full.file("a") == after
 
 
