@@ -1,4 +1,4 @@
-"""The probe's checks on answers made up here: what is rounding, what is a fault, and what can't be told."""
+"""The probe's checks on generated responses: rounding, faults, and what they cannot decide."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No completion spans a weight update, no turn is lost to one, and no episode's time is charged with one."""
+"""No completion spans a weight update, no turn is lost to one, and no time limit elapses during one."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def test_closing_interrupts_running_requests_and_holds_new_ones(lost_abort
             second = asyncio.create_task(ask([1, 2, 3, *got.tokens]))
             for _ in range(20):
                 await asyncio.sleep(0)
-            assert server.prompts == [3], "nothing is asked while it is closed"
+            assert server.prompts == [3], "no request starts while the gate is closed"
             server.at_once = True
         after = await second
         await engine.close()
@@ -94,13 +94,13 @@ async def test_no_update_falls_within_a_completion() -> None:
     async with serving(server.handle) as url:
         engine = SGLangEngine(url, SPEC, EngineConfig(request_timeout=30))
 
-        async def asks() -> None:
+        async def request() -> None:
             nonlocal cut
             while True:
                 got = await engine.generate([1, 2, 3], SamplingParams(), routes_from=0, session="s")
                 cut += got.interrupted
 
-        asking = [asyncio.create_task(asks()) for _ in range(4)]
+        tasks = [asyncio.create_task(request()) for _ in range(4)]
         for _ in range(200):
             before = len(server.answered)
             while len(server.answered) < before + 2:  # noqa: ASYNC110  (the server tells it by no event)
@@ -108,9 +108,9 @@ async def test_no_update_falls_within_a_completion() -> None:
             async with engine.gate.closed():
                 server.version += 1
                 await asyncio.sleep(0)
-        for task in asking:
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*asking, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await engine.close()
     assert cut > 0
     assert {end - begun for begun, end in server.answered} == {0}

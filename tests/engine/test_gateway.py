@@ -19,7 +19,7 @@ from agent_rl.models.spec import read_model_spec
 from agent_rl.weight_sync.receivers import WeightReceivers
 from agent_rl.weight_sync.requests import PublishRequest
 
-KEY = "k3y-that-nobody-may-read"
+KEY = "k3y-that-stays-secret"
 
 
 @asynccontextmanager

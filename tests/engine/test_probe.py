@@ -64,14 +64,14 @@ def stale_prefix(rows: Rows, finish: str, answer: Mapping[str, Any]) -> Rows:
 
 
 class Blank(Fault):
-    """Something that answers, and is no SGLang."""
+    """A server that responds and is not SGLang."""
 
     def answer(self, request: dict[str, Any], answer: dict[str, Any]) -> None:
         answer.clear()
 
 
 class Moved(Fault):
-    """A server whose model lies on another machine."""
+    """A server whose model is on another machine."""
 
     def changed_line(self, path: str, line: str) -> str:
         return '{"model_path": "/elsewhere"}' if path == "/model_info" else line
@@ -174,5 +174,5 @@ def test_the_command_reports_by_its_exit_code(server: str, model: Path, tmp_path
     assert [check["finding"] for check in report["checks"] if check["status"] != "ok"] == [
         "not provoked: only done where asked for"
     ]
-    nobody = CliRunner().invoke(cli.app, ["r3", "probe", "http://127.0.0.1:9", "--model", str(model)])
-    assert isinstance(nobody.exception, EngineUnreachable), "main() answers it with one line and exit code 2"
+    missing = CliRunner().invoke(cli.app, ["r3", "probe", "http://127.0.0.1:9", "--model", str(model)])
+    assert isinstance(missing.exception, EngineUnreachable), "main() reports it in one line with exit code 2"

@@ -1,4 +1,4 @@
-"""A running server that serves another model than the config's is found out before a token of it is used."""
+"""A running server with another model than the config's is refused before a token of it is used."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ PARTS = ("q_proj", "k_proj", "v_proj", ".experts.")
 
 @asynccontextmanager
 async def engine(parameters: Mapping[str, bytes], **info: Any) -> AsyncIterator[str]:
-    """A stand-in for SGLang that holds ``parameters`` and reports ``info`` of itself."""
+    """A fake SGLang server with ``parameters`` and the server info ``info``."""
     checksums = {name: hashlib.sha256(data).hexdigest()[:16] for name, data in parameters.items()}
     whole = hashlib.sha256(orjson.dumps(checksums)).hexdigest()
 
@@ -115,9 +115,9 @@ async def test_a_server_without_checksums_is_noted(model: Path) -> None:
         return 404, b"no such page"
 
     async with serving(gateway) as url:
-        told = await compared(model, url)
-    assert told is not None
-    assert told.startswith(f"the engines' weights were not compared with those of {model}: GET {url}/server_info")
+        note = await compared(model, url)
+    assert note is not None
+    assert note.startswith(f"the engines' weights were not compared with those of {model}: GET {url}/server_info")
 
 
 def test_a_tensor_is_rounded_as_a_loader_rounds_it(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def _bytes(data: NDArray[np.uint8]) -> NDArray[np.uint8]:
 async def test_another_config_behind_an_address_is_refused(
     model: Path, tmp_path: Path, changes: dict[str, Any], found: str
 ) -> None:
-    """Of a directory that this machine sees too."""
+    """The server's directory is also on this machine."""
     config = orjson.loads((model / "config.json").read_bytes())
     (tmp_path / "config.json").write_bytes(orjson.dumps(config | changes))
 
@@ -158,12 +158,12 @@ async def test_another_config_behind_an_address_is_refused(
         with pytest.raises(UserError) as raised:
             async with SGLangEngine(url, read_model_spec(model)):
                 pass
-    told = f"the engine at {url} serves {tmp_path}, which is another model than the config's: {found}"
-    assert str(raised.value) == told
+    message = f"the engine at {url} serves {tmp_path}, which is another model than the config's: {found}"
+    assert str(raised.value) == message
 
 
 async def test_routes_of_another_model_are_refused(model: Path) -> None:
-    """All that a server tells of a directory that this machine does not see."""
+    """The server's directory is on another machine, so only its responses are known."""
 
     async def handler(path: str, request: dict[str, Any]) -> tuple[int, bytes]:
         if path != "/generate":

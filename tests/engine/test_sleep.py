@@ -394,7 +394,7 @@ async def test_sglang_keeps_the_protocol_on_a_cpu_where_it_frees_nothing(
         held = resident(second_server)
         await engine.sleep.begin()
         assert (await running).interrupted
-        assert resident(second_server) > 0.9 * held, "a CPU's memory is not released"
+        assert resident(second_server) > 0.9 * held, "the memory of a CPU is not released"
         await engine.sleep.resume_weights()
         await engine.sleep.resume_cache(url)
         assert await engine.score(tokens) == before

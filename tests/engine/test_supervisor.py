@@ -214,7 +214,7 @@ async def test_an_engine_whose_line_comes_back_has_one_supervisor(tmp_path: Path
         file.write_text(urls[0])
         await engine.fleet.until(lambda fleet: fleet[url].phase is Phase.RETIRED)
         file.write_text(f"{urls[0]}\n{url}")
-        while engine.fleet[url].phase is Phase.RETIRED:  # noqa: ASYNC110 no listener is told that an engine was added
+        while engine.fleet[url].phase is Phase.RETIRED:  # noqa: ASYNC110 adding an engine notifies no listener
             await asyncio.sleep(0.01)
         assert [task.get_name() for task in asyncio.all_tasks()].count(f"supervise-{url}") == 1
     silent.close()

@@ -302,17 +302,17 @@ async def over_an_update(
 ) -> tuple[Completion, dict[str, float], int]:
     """A greedy request of ``tokens`` tokens over an update to version 3: its answer, the update's metrics, and how many
     tokens the weights before sampled."""
-    asking = {"temperature": 0.0, "return_logprob": True, "return_routed_experts": True}
-    async with streamed(engine.urls[0], tokens, **asking) as answers:
+    options = {"temperature": 0.0, "return_logprob": True, "return_routed_experts": True}
+    async with streamed(engine.urls[0], tokens, **options) as answers:
         async for answer in answers:
             if answer["meta_info"]["completion_tokens"] >= 100:
                 break
         metrics = await setting.sync(engine).publish(3)
         *_, last = [answer async for answer in answers]
-    asked = RequestContext("r", "s", engine.urls[0], len(TOKENS), 0, engine.model_spec.layout)
+    context = RequestContext("r", "s", engine.urls[0], len(TOKENS), 0, engine.model_spec.layout)
     before = int(last["meta_info"]["weight_versions"][0]["end"])
     assert 100 <= before < tokens
-    return read_completion(orjson.dumps(last), asked, 0.0), metrics, before
+    return read_completion(orjson.dumps(last), context, 0.0), metrics, before
 
 
 @asynccontextmanager

@@ -1,4 +1,4 @@
-"""A real training run in a process of its own: real SGLang, real Megatron under Ray, real sandboxes; only small."""
+"""A small training run in its own process, with real SGLang, Megatron under Ray and sandboxes."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ pytestmark = [*REAL, pytest.mark.timeout(400)]
 
 
 def begun(project: Path) -> Path:
-    """A project as a new user begins it in a new directory, checked; it has a ``tools`` of its own."""
+    """A new user's project in a new directory, checked; it has its own package ``tools``."""
     (project / "tools").mkdir(parents=True)
     (project / "tools" / "__init__.py").touch()
     for place, command in (

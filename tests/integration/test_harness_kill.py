@@ -55,21 +55,21 @@ def test_a_killed_episode_in_a_sandbox_begins_anew_and_is_trained_once(tmp_path:
     (tmp_path / "hold").touch()
     lives = [first := Life(tmp_path, script="harness_run.py")]
     try:
-        assert first.until(lambda: len(asked(tmp_path)) == GROUP), first.text
+        assert first.until(lambda: len(requests(tmp_path)) == GROUP), first.text
         assert len(programs(first)) >= GROUP, "the programs wait for their replies in their sandboxes"
         first.kill()
         deadline = time.monotonic() + 60
         while left := first.left():
             assert time.monotonic() < deadline, left
             time.sleep(0.05)
-        held = asked(tmp_path)
+        held = requests(tmp_path)
         (tmp_path / "hold").unlink()
         lives.append(second := Life(tmp_path, script="harness_run.py"))
         assert second.finish() == 0, second.text
     finally:
         for life in lives:
             life.close()
-    again = Counter(asked(tmp_path)[len(held) :])
+    again = Counter(requests(tmp_path)[len(held) :])
     assert not set(held) & set(again), "an episode went on from one that was killed"
     assert sorted(again.values()) == [3] * GROUP
     (row,) = read_metrics(second.run)
@@ -81,7 +81,7 @@ def test_a_killed_episode_in_a_sandbox_begins_anew_and_is_trained_once(tmp_path:
     assert second.left() == []
 
 
-def asked(directory: Path) -> list[str]:
+def requests(directory: Path) -> list[str]:
     """The sessions whose requests reached the engine, in order."""
-    path = directory / "asked"
+    path = directory / "requests"
     return path.read_text().split() if path.exists() else []

@@ -1,7 +1,7 @@
 """Our R2E-Gym tools against R2E-Gym's own scripts: the same turns, the same answers, the same files.
 
 The scripts' answers are recorded (``tests/support/r2egym_scripts.py`` made them, and names the commit); with
-``R2E_GYM`` naming a checkout they are asked anew.
+``R2E_GYM`` naming a checkout they are run again.
 """
 
 from __future__ import annotations
