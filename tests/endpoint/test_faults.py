@@ -41,10 +41,10 @@ async def held(serve: Any, *texts: str, **limits: Any) -> AsyncIterator[Any]:
 
 async def leave(opened: Any, **body: Any) -> None:
     """Send a request, and leave once it has reached the engine."""
-    requests = asyncio.create_task(opened.post(CHAT, messages=HELLO, **body))
+    request = asyncio.create_task(opened.post(CHAT, messages=HELLO, **body))
     await opened.begun.get()
-    requests.cancel()
-    await asyncio.wait({requests})
+    request.cancel()
+    await asyncio.wait({request})
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -243,10 +243,10 @@ async def test_a_key_reaches_its_own_session_only(serve: Any) -> None:
 
 async def test_closing_the_endpoint_ends_its_requests(serve: Any) -> None:
     async with held(serve, "one") as opened:
-        requests = asyncio.create_task(opened.post(CHAT, messages=HELLO))
+        request = asyncio.create_task(opened.post(CHAT, messages=HELLO))
         await opened.begun.get()
         await opened.endpoint.close()
-        assert (await requests).json()["error"]["code"] == "episode_ended"
+        assert (await request).json()["error"]["code"] == "episode_ended"
         assert opened.engine.cancelled == 1
 
 
