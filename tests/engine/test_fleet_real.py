@@ -58,9 +58,10 @@ async def test_an_engine_killed_under_load_loses_no_request(
         for name in fleet.names:
             await engine.admission.admit(fleet[name].url)
             fleet.admitted(name)
-        keeper, sync = EngineSupervisor(engine, {"second": Lent(second_server)}, config), setting.sync(engine)
+        supervising, sync = EngineSupervisor(engine, {"second": Lent(second_server)}, config), setting.sync(engine)
         await sync.publish(3)
-        async with run_alongside(keeper.run()), EngineAdmission(setting.config.routes_config, engine, sync, {}).admit():
+        admission = EngineAdmission(setting.config.routes_config, engine, sync, {})
+        async with run_alongside(supervising.run()), admission.admit():
             for kill in range(kills):
                 running = [asyncio.create_task(sampled(engine, f"{kill}-{n}")) for n in range(8)]
                 await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
@@ -72,7 +73,7 @@ async def test_an_engine_killed_under_load_loses_no_request(
                 async with asyncio.timeout(BACK_SECONDS):
                     await engine.fleet.until(lambda fleet, before=kill: fleet["second"].losses > before)
                     await engine.fleet.until(lambda fleet: fleet["second"].phase is Phase.SERVING)
-        await keeper.close()
+        await supervising.close()
         assert len(engine.urls) == 2
         await setting.holds(engine, setting.new, "3")
 

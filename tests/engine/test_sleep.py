@@ -123,7 +123,7 @@ class Server:
 
 
 class Colocated:
-    """Engines that are looked after, and a trainer whose weights they get as a run gives them."""
+    """Supervised engines, and a trainer that publishes to them as a run does."""
 
     def __init__(self, engine: SGLangEngine, servers: Sequence[Server], directory: Path) -> None:
         self.engine, self.servers, self.notes = engine, servers, list[str]()
@@ -135,7 +135,7 @@ class Colocated:
         return [[-0.5] * len(samples[0].tokens)]
 
     async def publish(self, engine_urls: Sequence[str], weight_version: str) -> PublishReport:
-        """As the trainer's rank 0: an engine that does not answer, or has no memory for weights, takes none."""
+        """Publish as the trainer's rank 0: an engine that is dead, or has no memory for weights, gets none."""
         failures = {}
         for url in engine_urls:
             server = self.at(url)
@@ -155,7 +155,7 @@ class Colocated:
         return next((server for server in alive if f"engine-{self.servers.index(server)}" in found), None)
 
     async def wake(self, step: int) -> None:
-        """As the controller publishes."""
+        """Publish as the controller does."""
         await self.engine.sleep.resume_weights()
         await self.sync.publish(step)
         await self.engine.sleep.end()
@@ -186,18 +186,18 @@ async def colocated(directory: Path, count: int = 1) -> AsyncIterator[Colocated]
     for name in ours:
         fleet.add(name)
     engine = SGLangEngine((), SPEC, config, fleet=fleet, servers=ours, backoff=0.01)
-    keeper = EngineSupervisor(engine, ours, config)
+    supervising = EngineSupervisor(engine, ours, config)
     try:
-        await keeper.open()
+        await supervising.open()
         run = Colocated(engine, servers, directory)
         await run.wake(0)
         for server in servers:
             server.done.clear()
             server.begun.clear()
-        async with asyncio.timeout(5), run_alongside(keeper.run()):
+        async with asyncio.timeout(5), run_alongside(supervising.run()):
             yield run
     finally:
-        await keeper.close()
+        await supervising.close()
         await engine.close()
 
 
