@@ -1,76 +1,17 @@
-"""A served session whose engine says what a test wants, with the shipped model's tokenizer and template."""
+"""The parts of a test of the endpoint, each with the shipped model's tokenizer."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
-from types import SimpleNamespace
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any
 
-import httpx
 import pytest
+from support import endpoint_sessions
+from support.endpoint_sessions import MODEL, Before, Saying
 
-from agent_rl.config import HarnessConfig, R3Config, RolloutConfig
-from agent_rl.config.builtin import MODELS
-from agent_rl.endpoint.episode import HarnessRun, agent_binds
 from agent_rl.endpoint.server import EndpointServer, serve_endpoint
-from agent_rl.endpoint.session import HarnessRenderer, Session
-from agent_rl.engine.scripted import ScriptedEngine
 from agent_rl.render import ChatRenderer
-from agent_rl.rollout.episode import EpisodeRules
-from agent_rl.types import Completion, Trajectory
-from envs import Grade, Task
-from envs.context import EnvContext
-from envs.mini.generator import generate
-from envs.mini.records import to_record
-from envs.swe.episode import start_episode
-from r3.payload import RouteLayout
-from sandbox import SandboxPool
-from tools import ToolCall, ToolResult, tool_format
-
-MODEL = MODELS["tiny-moe"]
-RECORD = to_record(generate("train", 1, 0)[0])
-LAYOUT = RouteLayout(2, (0, 1), 32, 2)
-BASH = {
-    "type": "function",
-    "function": {
-        "name": "bash",
-        "description": "Runs a command.",
-        "parameters": {
-            "type": "object",
-            "properties": {"command": {"type": "string"}, "seconds": {"type": "integer"}},
-            "required": ["command"],
-        },
-    },
-}
-
-
-class Saying:
-    """An engine that says ``texts`` one after another, the last again and again; ``before`` is awaited each time."""
-
-    def __init__(
-        self, renderer: ChatRenderer, texts: Sequence[str], before: Callable[[int], Awaitable[None]] | None = None
-    ) -> None:
-        self._said = [[*renderer._encoder.encode(text), renderer.end_of_turn_id] for text in texts]
-        self._before = before
-        self.requests = 0
-        self.cancelled = 0
-        self.scripted = ScriptedEngine(self._next, layout=LAYOUT)
-
-    def _next(self, session: str, turn: int, tokens: Sequence[int]) -> Sequence[int]:
-        return self._said[min(turn, len(self._said) - 1)]
-
-    async def generate(self, *args: Any, **options: Any) -> Completion:
-        self.requests += 1
-        try:
-            if self._before is not None:
-                await self._before(self.requests)
-            return await self.scripted.generate(*args, **options)
-        except asyncio.CancelledError:
-            self.cancelled += 1
-            raise
 
 
 @pytest.fixture(scope="session")
@@ -78,119 +19,27 @@ def renderer() -> ChatRenderer:
     return ChatRenderer(MODEL)
 
 
-def rendering(renderer: ChatRenderer, fmt: str = "hermes", history: str = "keep") -> HarnessRenderer:
-    harness = HarnessConfig.model_validate({"command": "true", "history": history})
-    return HarnessRenderer.from_config(renderer, tool_format(fmt), RolloutConfig(harness=harness))
+@pytest.fixture
+def say(renderer: ChatRenderer) -> Callable[..., Saying]:
+    """Makes an engine that says the given texts."""
+
+    def saying(*texts: str, before: Before | None = None) -> Saying:
+        return Saying(renderer, texts, before)
+
+    return saying
 
 
-@asynccontextmanager
-async def served(
-    renderer: ChatRenderer, engine: Any, fmt: str = "hermes", history: str = "keep", **limits: Any
-) -> AsyncIterator[Any]:
-    """A endpoint with one session; ``ask`` posts to it."""
-    rules = EpisodeRules(RolloutConfig(**{"max_tokens": 4000, **limits}), routes=R3Config())
-    async with serve_endpoint() as endpoint:
-        session = Session("s", engine, rendering(renderer, fmt, history), rules, context=rules.rollout.max_tokens)
-        url = f"http://127.0.0.1:{endpoint.port}/s/{session.key}"
-        async with AsyncExitStack() as clients, endpoint.serving(session):
-            client = await clients.enter_async_context(httpx.AsyncClient(base_url=url, timeout=20))
-
-            async def ask(path: str, **body: Any) -> httpx.Response:
-                return await client.post(path, json=body)
-
-            yield SimpleNamespace(
-                endpoint=endpoint,
-                session=session,
-                url=url,
-                client=client,
-                ask=ask,
-                engine=engine,
-                clients=clients.enter_async_context,
-            )
-
-
-@dataclass
-class MemoryEpisode:
-    """``echo`` answers its text, ``submit`` ends the episode, which is resolved once ``fix`` was echoed."""
-
-    calls: list[ToolCall] = field(default_factory=list)
-    messages: Sequence[Mapping[str, str]] = (
-        {"role": "system", "content": "S"},
-        {"role": "user", "content": "Say fix."},
-    )
-
-    @property
-    def tools(self) -> MemoryEpisode:
-        return self
-
-    def schemas(self) -> Sequence[Mapping[str, Any]]:
-        return [BASH]
-
-    async def call(self, call: ToolCall) -> ToolResult:
-        self.calls.append(call)
-        if call.name == "submit":
-            return ToolResult("submitted", submitted=True)
-        return ToolResult(str(call.arguments.get("command", "")))
-
-    async def grade(self) -> Grade:
-        resolved = any(call.arguments.get("command") == "fix" for call in self.calls)
-        return Grade(reward=float(resolved), resolved=resolved)
-
-
-@dataclass
-class MemoryEnvironment:
-    name: str = "memory"
-
-    @asynccontextmanager
-    async def start(self, task: Task) -> AsyncIterator[MemoryEpisode]:
-        yield MemoryEpisode()
-
-
-class OneTask:
-    name = "one"
-
-    def __init__(self, context: EnvContext) -> None:
-        self.context = context
-
-    @asynccontextmanager
-    async def start(self, task: Task) -> AsyncIterator[Any]:
-        async with start_episode(self.context, RECORD) as episode:
-            yield episode
-
-
-async def drive(
-    endpoint: EndpointServer,
-    renderer: ChatRenderer,
-    engine: Any,
-    harness: HarnessConfig,
-    pool: SandboxPool,
-    **limits: Any,
-) -> Trajectory:
-    """An episode of a task in its sandbox."""
-    context = EnvContext(backend=pool, agent_binds=agent_binds(endpoint, harness))
-    rules = EpisodeRules(RolloutConfig(**{"max_tokens": 4000, **limits}, harness=harness))
-    task = Task(RECORD.id, "one", {})
-    env, most = OneTask(context), rules.rollout.max_tokens
-    return await HarnessRun(endpoint, most, env, task, engine, renderer, tool_format("hermes"), rules).run()
-
-
-@pytest.fixture(scope="session")
-def kit() -> SimpleNamespace:
-    return SimpleNamespace(
-        Saying=Saying,
-        served=served,
-        rendering=rendering,
-        BASH=BASH,
-        LAYOUT=LAYOUT,
-        MODEL=MODEL,
-        MemoryEnvironment=MemoryEnvironment,
-        RECORD=RECORD,
-        drive=drive,
-        call=lambda command: tool_format("hermes").render(ToolCall("bash", {"command": command})),
-    )
+@pytest.fixture
+def serve(renderer: ChatRenderer) -> Any:
+    return partial(endpoint_sessions.served, renderer)
 
 
 @pytest.fixture
 async def endpoint() -> AsyncIterator[EndpointServer]:
     async with serve_endpoint() as opened:
         yield opened
+
+
+@pytest.fixture
+def drive(endpoint: EndpointServer, renderer: ChatRenderer) -> Any:
+    return partial(endpoint_sessions.drive, endpoint, renderer)

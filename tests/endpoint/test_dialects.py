@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import anthropic
 import openai
 import pytest
+from support.endpoint_sessions import BASH, call
 
 from agent_rl.render import ChatRenderer
 from agent_rl.types import BranchCause
@@ -28,145 +28,130 @@ def linear(served: Any) -> None:
 
 
 @pytest.fixture
-def texts(kit: SimpleNamespace) -> list[str]:
-    return [text.format(ls=kit.call("ls"), a=kit.call("a"), b=kit.call("b")) for text in TURNS]
+def texts() -> list[str]:
+    return [text.format(ls=call("ls"), a=call("a"), b=call("b")) for text in TURNS]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_chat(renderer: ChatRenderer, kit: SimpleNamespace, texts: list[str], stream: bool) -> None:
-    async with kit.served(renderer, kit.Saying(renderer, texts)) as served:
+async def test_chat(serve: Any, texts: list[str], stream: bool) -> None:
+    async with serve(*texts) as served:
         client = await served.clients(openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="x", max_retries=0))
         messages: list[Any] = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
         finishes = []
         for _ in range(3):
-            message, finish = await chat_turn(client, messages, kit.BASH, stream)
+            message, finish = await chat_turn(client, messages, BASH, stream)
             finishes.append(finish)
             messages.append(message)
             for call in message.get("tool_calls") or ():
                 messages.append({"role": "tool", "tool_call_id": call["id"], "content": "seen"})
         assert finishes == ["tool_calls", "tool_calls", "stop"]
         assert messages[2]["content"] == "First."
-        assert [call["function"]["arguments"] for call in messages[4]["tool_calls"]] == [
-            '{"command":"a"}',
-            '{"command":"b"}',
-        ]
+        arguments = [call["function"]["arguments"] for call in messages[4]["tool_calls"]]
+        assert arguments == ['{"command":"a"}', '{"command":"b"}']
         assert messages[-1]["content"] == "Done."
         linear(served)
 
 
 async def chat_turn(client: Any, messages: list[Any], tool: Any, stream: bool) -> tuple[Any, str]:
-    asked = {"model": "m", "messages": messages, "tools": [tool]}
+    request = {"model": "m", "messages": messages, "tools": [tool]}
     if not stream:
-        reply = await client.chat.completions.create(**asked)
+        reply = await client.chat.completions.create(**request)
         type(reply).model_validate(reply.model_dump(), strict=True)
         return reply.choices[0].message.model_dump(exclude_none=True), reply.choices[0].finish_reason
-    async with client.chat.completions.stream(**asked, stream_options={"include_usage": True}) as events:
+    async with client.chat.completions.stream(**request, stream_options={"include_usage": True}) as events:
         async for _ in events:
             pass
         reply = await events.get_final_completion()
     assert reply.usage.completion_tokens > 0
     message = reply.choices[0].message.model_dump(exclude_none=True)
-    for call in message.get("tool_calls", ()):
-        call["function"].pop("parsed_arguments", None)
-        call.pop("index", None)
+    for tool_call in message.get("tool_calls", ()):
+        tool_call["function"].pop("parsed_arguments", None)
+        tool_call.pop("index", None)
     return message, reply.choices[0].finish_reason
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_responses(renderer: ChatRenderer, kit: SimpleNamespace, texts: list[str], stream: bool) -> None:
-    async with kit.served(renderer, kit.Saying(renderer, texts)) as served:
+async def test_responses(serve: Any, texts: list[str], stream: bool) -> None:
+    async with serve(*texts) as served:
         client = await served.clients(openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="x", max_retries=0))
         items: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "u"}]}]
-        asked = {"model": "m", "instructions": "s", "tools": [{"type": "function", **TOOL, "parameters": PARAMETERS}]}
+        request = {"model": "m", "instructions": "s", "tools": [{"type": "function", **TOOL, "parameters": PARAMETERS}]}
         for _ in range(3):
             if stream:
-                async with client.responses.stream(input=items, **asked) as events:
+                async with client.responses.stream(input=items, **request) as events:
                     async for _ in events:
                         pass
                     reply = await events.get_final_response()
             else:
-                reply = await client.responses.create(input=items, **asked)
+                reply = await client.responses.create(input=items, **request)
                 type(reply).model_validate(reply.model_dump(), strict=True)
             items += [item.model_dump(exclude_none=True, exclude={"parsed_arguments"}) for item in reply.output]
             for item in reply.output:
                 if item.type == "function_call":
                     items.append({"type": "function_call_output", "call_id": item.call_id, "output": "seen"})
         assert reply.output_text == "Done."
-        assert [item["type"] for item in items[1:5]] == [
-            "reasoning",
-            "message",
-            "function_call",
-            "function_call_output",
-        ]
+        types = [item["type"] for item in items[1:5]]
+        assert types == ["reasoning", "message", "function_call", "function_call_output"]
         linear(served)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_messages(renderer: ChatRenderer, kit: SimpleNamespace, texts: list[str], stream: bool) -> None:
-    async with kit.served(renderer, kit.Saying(renderer, texts)) as served:
+async def test_messages(serve: Any, texts: list[str], stream: bool) -> None:
+    async with serve(*texts) as served:
         client = await served.clients(anthropic.AsyncAnthropic(base_url=served.url, api_key="x", max_retries=0))
         messages: list[Any] = [{"role": "user", "content": "u"}]
         system = [
             {"type": "text", "text": "x-anthropic-billing-header: changes"},
             {"type": "text", "text": "s", "cache_control": {"type": "ephemeral"}},
         ]
-        asked = {"model": "m", "max_tokens": 500, "system": system, "tools": [{**TOOL, "input_schema": PARAMETERS}]}
+        request = {"model": "m", "max_tokens": 500, "system": system, "tools": [{**TOOL, "input_schema": PARAMETERS}]}
         stops = []
         for turn in range(3):
             system[0]["text"] += str(turn)
             if stream:
-                async with client.messages.stream(messages=messages, **asked) as events:
+                async with client.messages.stream(messages=messages, **request) as events:
                     reply = await events.get_final_message()
             else:
-                reply = await client.messages.create(messages=messages, **asked)
+                reply = await client.messages.create(messages=messages, **request)
                 type(reply).model_validate(reply.model_dump(), strict=True)
             stops.append(reply.stop_reason)
             messages.append({"role": "assistant", "content": [b.model_dump(exclude_none=True) for b in reply.content]})
             used = [b.id for b in reply.content if b.type == "tool_use"]
-            messages.append(
-                {
-                    "role": "user",
-                    "content": [{"type": "tool_result", "tool_use_id": i, "content": "seen"} for i in used],
-                }
-            )
+            results = [{"type": "tool_result", "tool_use_id": i, "content": "seen"} for i in used]
+            messages.append({"role": "user", "content": results})
         assert stops == ["tool_use", "tool_use", "end_turn"]
         assert [block["type"] for block in messages[1]["content"]] == ["thinking", "text", "tool_use"]
-        counted = await client.messages.count_tokens(
-            messages=messages[:3], **{k: asked[k] for k in ("model", "system", "tools")}
-        )
+        del request["max_tokens"]
+        counted = await client.messages.count_tokens(messages=messages[:3], **request)
         assert counted.input_tokens == served.session.tree.nodes[1].prompt
         linear(served)
 
 
-async def test_tools_that_are_found_later_are_described_where_they_are_found(
-    renderer: ChatRenderer, kit: SimpleNamespace
+async def test_tools_found_later_are_described_where_they_are_found(
+    say: Any, serve: Any, renderer: ChatRenderer
 ) -> None:
-    """As Claude Code offers most of its tools: no branch begins, and their calls have the types of their schemas."""
+    """Claude Code offers most tools so. No branch begins, and their calls have the types of their schemas."""
     found = {"type": "object", "properties": {"url": {"type": "string"}, "seconds": {"type": "integer"}}}
     search = {"name": "search", "input_schema": {"type": "object"}}
     fetch = {"name": "fetch", "description": "Gets a page.", "input_schema": found, "defer_loading": True}
     said = [tool_format("xml").render(ToolCall(name, {"seconds": "3"})) for name in ("search", "fetch")]
-    async with kit.served(renderer, kit.Saying(renderer, said), "xml") as served:
+    async with serve(*said, fmt="xml") as served:
         messages: list[Any] = [{"role": "user", "content": "u"}]
         calls = []
         for tools in ([search], [search, fetch], [search, fetch]):
-            reply = (await served.ask("/v1/messages", messages=messages, tools=tools)).json()["content"]
+            reply = (await served.post("/v1/messages", messages=messages, tools=tools)).json()["content"]
             calls.append(reply[-1])
             content = [{"type": "tool_reference", "tool_name": "fetch"}]
             result = {"type": "tool_result", "tool_use_id": reply[-1]["id"], "content": content}
             messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": [result]}]
-        assert [(call["name"], call["input"]) for call in calls[:2]] == [
-            ("search", {"seconds": "3"}),
-            ("fetch", {"seconds": 3}),
-        ]
+        inputs = [(call["name"], call["input"]) for call in calls[:2]]
+        assert inputs == [("search", {"seconds": "3"}), ("fetch", {"seconds": 3})]
         (branch,) = served.session.tree.branches()
         assert renderer.decode(branch.tokens.tolist()).count("Gets a page.") == 2
 
 
-async def test_a_full_context_and_an_ended_episode_are_told_in_each_dialects_own_words(
-    renderer: ChatRenderer, kit: SimpleNamespace
-) -> None:
-    async with kit.served(renderer, kit.Saying(renderer, ["ok"]), max_tokens=60, max_turns=1) as served:
+async def test_each_dialect_reports_a_full_context_and_an_ended_episode(serve: Any) -> None:
+    async with serve("ok", max_tokens=60, max_turns=1) as served:
         openai_client = await served.clients(openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="x"))
         claude = await served.clients(anthropic.AsyncAnthropic(base_url=served.url, api_key="x"))
         long: list[Any] = [{"role": "user", "content": "word " * 100}]
@@ -207,12 +192,10 @@ async def test_a_full_context_and_an_ended_episode_are_told_in_each_dialects_own
         ("messages", 3),
     ],
 )
-async def test_what_cannot_be_had_is_refused(
-    renderer: ChatRenderer, kit: SimpleNamespace, field: str, value: Any
-) -> None:
-    async with kit.served(renderer, kit.Saying(renderer, ["ok"])) as served:
+async def test_an_unsupported_request_is_refused(serve: Any, field: str, value: Any) -> None:
+    async with serve("ok") as served:
         body = {"messages": [{"role": "user", "content": "u"}], field: value}
-        answer = await served.ask("/v1/chat/completions", **body)
+        answer = await served.post("/v1/chat/completions", **body)
         assert answer.status_code == 400
         assert answer.json()["error"]["type"] == "invalid_request_error"
         assert served.engine.requests == 0

@@ -5,18 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import subprocess
-import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
+from support.endpoint_sessions import BASH, CHAT, HELLO, MODEL, call, served
+from support.routing_rows import slice_rows
 
 from agent_rl.endpoint import server
 from agent_rl.endpoint.dialects.chat import Chat
@@ -26,16 +24,9 @@ from agent_rl.errors import UserError
 from agent_rl.render import ChatModel, ChatRenderer
 from agent_rl.types import BranchCause, FinishReason
 
-CHAT = "/v1/chat/completions"
-HELLO = [{"role": "user", "content": "u"}]
-OWNER = (
-    "import sys; from sandbox.temp_dir import TempDirectory; own = TempDirectory(sys.argv[1]); "
-    "print(flush=True); input()"
-)
-
 
 @asynccontextmanager
-async def held(renderer: ChatRenderer, kit: SimpleNamespace, *texts: str, **limits: Any) -> AsyncIterator[Any]:
+async def held(serve: Any, *texts: str, **limits: Any) -> AsyncIterator[Any]:
     """A session whose engine answers once ``go`` is set; ``begun`` counts the requests that have reached it."""
     go, begun = asyncio.Event(), asyncio.Queue[int]()
 
@@ -43,36 +34,33 @@ async def held(renderer: ChatRenderer, kit: SimpleNamespace, *texts: str, **limi
         begun.put_nowait(number)
         await go.wait()
 
-    async with kit.served(renderer, kit.Saying(renderer, texts, before), **limits) as served:
-        served.go, served.begun = go, begun
-        yield served
+    async with serve(*texts, before=before, **limits) as opened:
+        opened.go, opened.begun = go, begun
+        yield opened
 
 
-async def leave(served: Any, **body: Any) -> None:
-    """Ask, and leave once the engine has been asked."""
-    asking = asyncio.create_task(served.ask(CHAT, messages=HELLO, **body))
-    await served.begun.get()
-    asking.cancel()
-    await asyncio.wait({asking})
+async def leave(opened: Any, **body: Any) -> None:
+    """Send a request, and leave once it has reached the engine."""
+    request = asyncio.create_task(opened.post(CHAT, messages=HELLO, **body))
+    await opened.begun.get()
+    request.cancel()
+    await asyncio.wait({request})
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_left_finds_its_reply(renderer: ChatRenderer, kit: SimpleNamespace, stream: bool) -> None:
-    async with held(renderer, kit, "one", "two") as served:
-        await leave(served, stream=stream)
+async def test_a_repeated_request_gets_the_reply_of_a_client_that_left(serve: Any, stream: bool) -> None:
+    async with held(serve, "one", "two") as opened:
+        await leave(opened, stream=stream)
         async with asyncio.timeout(5):
-            while served.session._stats[served.session.tree.nodes[0]].clients:  # noqa: ASYNC110 (the server's to see)
+            while opened.session._stats[opened.session.tree.nodes[0]].clients:  # noqa: ASYNC110 (the server's to see)
                 await asyncio.sleep(0.01)
-        served.go.set()
-        answer = await served.ask(CHAT, messages=HELLO)
-        assert answer.json()["choices"][0]["message"]["content"] == "one"
-        assert served.engine.requests == len(served.session.tree.nodes) == len(served.session.tree.branches()) == 1
+        opened.go.set()
+        assert (await opened.reply(HELLO))["content"] == "one"
+        assert opened.engine.requests == len(opened.session.tree.nodes) == len(opened.session.tree.branches()) == 1
 
 
-async def test_a_client_that_left_before_its_stream_began_finds_its_reply(
-    renderer: ChatRenderer, kit: SimpleNamespace
-) -> None:
-    async with held(renderer, kit, "one", "two") as served:
+async def test_a_client_that_left_before_its_stream_began_gets_its_reply(serve: Any) -> None:
+    async with held(serve, "one", "two") as opened:
         body = json.dumps({"messages": HELLO, "stream": True}).encode()
         received = iter([{"type": "http.request", "body": body}, {"type": "http.disconnect"}])
 
@@ -83,38 +71,35 @@ async def test_a_client_that_left_before_its_stream_began_finds_its_reply(
             for _ in range(3):
                 await asyncio.sleep(0)
 
-        scope = {"type": "http", "method": "POST", "headers": [], "path_params": {"key": served.session.key}}
-        await server.DialectApp(served.endpoint, Chat())(scope, receive, send)
-        served.go.set()
-        answer = await served.ask(CHAT, messages=HELLO)
-        assert answer.json()["choices"][0]["message"]["content"] == "one"
-        assert served.engine.requests == 1
+        scope = {"type": "http", "method": "POST", "headers": [], "path_params": {"key": opened.session.key}}
+        await server.DialectApp(opened.endpoint, Chat())(scope, receive, send)
+        opened.go.set()
+        assert (await opened.reply(HELLO))["content"] == "one"
+        assert opened.engine.requests == 1
 
 
-async def test_a_reply_that_nobody_came_back_for_is_not_trained(renderer: ChatRenderer, kit: SimpleNamespace) -> None:
-    async with held(renderer, kit, "one", "two") as served:
-        await leave(served)
-        served.go.set()
-        await served.ask(CHAT, messages=[*HELLO, *HELLO])
-        (branch,) = served.session.tree.branches()
-        assert int(branch.loss_mask.sum()) == len(served.session.tree.nodes[1].sampled)
+async def test_a_reply_without_a_client_is_not_trained(serve: Any) -> None:
+    async with held(serve, "one", "two") as opened:
+        await leave(opened)
+        opened.go.set()
+        await opened.post(CHAT, messages=[*HELLO, *HELLO])
+        (branch,) = opened.session.tree.branches()
+        assert int(branch.loss_mask.sum()) == len(opened.session.tree.nodes[1].sampled)
 
 
-async def test_two_calls_at_once_alike_and_unlike(renderer: ChatRenderer, kit: SimpleNamespace) -> None:
-    async with held(renderer, kit, "one", "two", "three") as served:
-        asking = [asyncio.create_task(served.ask(CHAT, messages=m)) for m in (HELLO, HELLO, [*HELLO, *HELLO])]
-        for _ in asking:
-            await served.begun.get()
-        served.go.set()
-        said = {(await each).json()["choices"][0]["message"]["content"] for each in asking}
+async def test_parallel_requests_begin_parallel_branches(serve: Any) -> None:
+    async with held(serve, "one", "two", "three") as opened:
+        requests = [asyncio.create_task(opened.post(CHAT, messages=m)) for m in (HELLO, HELLO, [*HELLO, *HELLO])]
+        for _ in requests:
+            await opened.begun.get()
+        opened.go.set()
+        said = {(await each).json()["choices"][0]["message"]["content"] for each in requests}
         assert said == {"one", "two", "three"}
-        causes = [branch.cause for branch in served.session.tree.branches()]
+        causes = [branch.cause for branch in opened.session.tree.branches()]
         assert causes == [BranchCause.START, BranchCause.PARALLEL, BranchCause.PARALLEL]
 
 
-async def test_what_else_the_loop_does_goes_on_between_requests_that_come_at_once(
-    renderer: ChatRenderer, kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_simultaneous_requests_do_not_block_the_loop(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rounds, begun = 0, list[int]()
     begin = Session.begin
 
@@ -123,30 +108,29 @@ async def test_what_else_the_loop_does_goes_on_between_requests_that_come_at_onc
         return begin(session, ask)
 
     monkeypatch.setattr(Session, "begin", counted)
-    async with held(renderer, kit, "one") as served:
-        asking = [asyncio.create_task(served.ask(CHAT, messages=HELLO)) for _ in range(20)]
-        async with served.endpoint.turn:
-            while len(served.endpoint.turn._waiters or ()) < len(asking):  # noqa: ASYNC110 (the lock has no event)
+    async with held(serve, "one") as opened:
+        requests = [asyncio.create_task(opened.post(CHAT, messages=HELLO)) for _ in range(20)]
+        async with opened.endpoint.turn:
+            while len(opened.endpoint.turn._waiters or ()) < len(requests):  # noqa: ASYNC110 (the lock has no event)
                 await asyncio.sleep(0.001)
-        while len(begun) < len(asking):
+        while len(begun) < len(requests):
             rounds += 1
             await asyncio.sleep(0)
         assert len(set(begun)) == len(begun)
-        served.go.set()
-        await asyncio.gather(*asking)
+        opened.go.set()
+        await asyncio.gather(*requests)
 
 
-async def test_the_same_again_after_its_reply_replaces_it(renderer: ChatRenderer, kit: SimpleNamespace) -> None:
-    async with kit.served(renderer, kit.Saying(renderer, ["one", "two"])) as served:
+async def test_a_repeated_request_replaces_its_reply(serve: Any) -> None:
+    async with serve("one", "two") as opened:
         for said in ("one", "two"):
-            answer = await served.ask(CHAT, messages=HELLO)
-            assert answer.json()["choices"][0]["message"]["content"] == said
-        assert len(served.session.tree.branches()) == 1
-        assert served.session.counts()["retries"] == 1
+            assert (await opened.reply(HELLO))["content"] == said
+        assert len(opened.session.tree.branches()) == 1
+        assert opened.session.counts()["retries"] == 1
 
 
-async def test_an_aborted_reply_goes_on_with_other_weights(renderer: ChatRenderer, kit: SimpleNamespace) -> None:
-    engine = kit.Saying(renderer, ["one two three", " and four"])
+async def test_an_aborted_reply_continues_with_other_weights(serve: Any, say: Any) -> None:
+    engine = say("one two three", " and four")
     whole = engine.scripted.generate
 
     async def cut(*args: Any, **options: Any) -> Any:
@@ -155,47 +139,33 @@ async def test_an_aborted_reply_goes_on_with_other_weights(renderer: ChatRendere
         if engine.requests > 1:
             return completion
         kept = completion.tokens[:2]
-        rows = completion.routing.experts[: len(completion.routing.experts) - len(completion.tokens) + 2]
-        routing = type(completion.routing)(
-            rows, completion.routing.present[: len(rows)], _cut(completion.routing.spans, len(rows)), 32
-        )
-        return type(completion)(
-            kept, completion.logprobs[:2], FinishReason.ABORT, completion.weight_version, "e", routing
-        )
+        routing, version = completion.routing, completion.weight_version
+        routing = slice_rows(routing, 0, routing.tokens - len(completion.tokens) + 2)
+        return type(completion)(kept, completion.logprobs[:2], FinishReason.ABORT, version, "e", routing)
 
     engine.scripted.generate = cut
-    async with kit.served(renderer, engine) as served:
-        await served.ask(CHAT, messages=HELLO)
-        (branch,) = served.session.tree.branches()
+    async with serve(engine=engine) as opened:
+        await opened.post(CHAT, messages=HELLO)
+        (branch,) = opened.session.tree.branches()
         assert branch.weight_versions == ("scripted", "later")
         assert branch.routes_missing == 0
 
 
-def _cut(spans: Any, rows: int) -> Any:
-    return tuple(
-        type(span)(span.start, min(span.stop, rows), span.weight_version, span.engine, span.kind)
-        for span in spans
-        if span.start < rows
-    )
-
-
 @pytest.mark.parametrize("text", ["<|im_end|>", "<|im_start|>assistant", "\ue000<|im_end|>"])
-async def test_control_tokens_in_text_stay_text(renderer: ChatRenderer, kit: SimpleNamespace, text: str) -> None:
-    async with kit.served(renderer, kit.Saying(renderer, ["ok"])) as served:
-        assert (await served.ask(CHAT, messages=[{"role": "user", "content": text}])).status_code == 200
-        prompt = served.session.tree.nodes[0].context.tolist()
+async def test_control_tokens_in_text_stay_text(serve: Any, renderer: ChatRenderer, text: str) -> None:
+    async with serve("ok") as opened:
+        assert (await opened.post(CHAT, messages=[{"role": "user", "content": text}])).status_code == 200
+        prompt = opened.session.tree.nodes[0].context.tolist()
         assert prompt.count(renderer.end_of_turn_id) == 1
 
 
 @pytest.mark.parametrize(
     "body", [b"", b"{", b'{"messages": [{"role": "user", "content": "\\ud800"}]}', b"[1]", b"\xff"]
 )
-async def test_what_is_no_request_is_refused_in_a_line(
-    renderer: ChatRenderer, kit: SimpleNamespace, body: bytes
-) -> None:
-    async with kit.served(renderer, kit.Saying(renderer, ["ok"])) as served:
+async def test_a_malformed_request_is_refused_in_one_line(serve: Any, body: bytes) -> None:
+    async with serve("ok") as opened:
         for path in (CHAT, "/v1/messages", "/v1/responses"):
-            answer = await served.client.post(path, content=body)
+            answer = await opened.client.post(path, content=body)
             assert answer.status_code == 400
             assert "\n" not in answer.json()["error"]["message"]
 
@@ -203,21 +173,19 @@ async def test_what_is_no_request_is_refused_in_a_line(
 @pytest.mark.parametrize(
     "properties", [[1], 5, {"command": {"anyOf": 5}}, {"command": {"anyOf": ["x"]}}, {"command": {"enum": 3}}]
 )
-async def test_tools_whose_calls_could_not_be_read_are_refused_before_they_break_the_run(
-    renderer: ChatRenderer, kit: SimpleNamespace, properties: Any
-) -> None:
+async def test_tools_with_broken_schemas_are_refused(serve: Any, properties: Any) -> None:
     parameters = {"type": "object", "properties": properties}
-    async with kit.served(renderer, kit.Saying(renderer, [kit.call("ls")])) as served:
+    async with serve(call("ls")) as opened:
         chat = [{"type": "function", "function": {"name": "bash", "parameters": parameters}}]
-        answer = await served.ask(CHAT, messages=HELLO, tools=chat)
-        assert (answer.status_code, served.session.broken.done()) == (400, False)
+        answer = await opened.post(CHAT, messages=HELLO, tools=chat)
+        assert (answer.status_code, opened.session.broken.done()) == (400, False)
         assert answer.json()["error"]["message"] == "tools: the parameters of 'bash' are not a JSON schema of an object"
 
 
-async def test_a_body_of_100_mb_is_refused_before_it_is_read(renderer: ChatRenderer, kit: SimpleNamespace) -> None:
-    async with kit.served(renderer, kit.Saying(renderer, ["ok"])) as served:
-        reader, writer = await asyncio.open_connection("127.0.0.1", served.endpoint.port)
-        path = f"/s/{served.session.key}{CHAT}"
+async def test_a_body_of_100_mb_is_refused_before_it_is_read(serve: Any) -> None:
+    async with serve("ok") as opened:
+        reader, writer = await asyncio.open_connection("127.0.0.1", opened.endpoint.port)
+        path = f"/s/{opened.session.key}{CHAT}"
         writer.write(f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {100 << 20}\r\n\r\n{{".encode())
         assert (await reader.readline()).split()[1] == b"413"
         writer.close()
@@ -228,61 +196,61 @@ async def test_a_body_of_100_mb_is_refused_before_it_is_read(renderer: ChatRende
 
         # The connection is closed under what is still being sent, or the answer comes first.
         with contextlib.suppress(httpx.HTTPError):
-            assert (await served.client.post(CHAT, content=endless())).status_code == 413
-        assert served.engine.requests == 0
+            assert (await opened.client.post(CHAT, content=endless())).status_code == 413
+        assert opened.engine.requests == 0
 
 
-async def test_lengths(renderer: ChatRenderer, kit: SimpleNamespace) -> None:
-    async with kit.served(renderer, kit.Saying(renderer, [kit.call("ls"), "<think>so"])) as served:
-        cut = (await served.ask(CHAT, messages=HELLO, tools=[kit.BASH], max_tokens=1)).json()["choices"][0]
+async def test_a_reply_that_ends_early_has_no_calls(serve: Any) -> None:
+    async with serve(call("ls"), "<think>so") as opened:
+        cut = (await opened.post(CHAT, messages=HELLO, tools=[BASH], max_tokens=1)).json()["choices"][0]
         assert (cut["finish_reason"], cut["message"].get("tool_calls")) == ("length", None)
-        assert len(served.session.tree.nodes[0].sampled) == 1
-        open_thought = (await served.ask(CHAT, messages=[*HELLO, *HELLO], tools=[kit.BASH])).json()["choices"][0]
+        assert len(opened.session.tree.nodes[0].sampled) == 1
+        open_thought = (await opened.post(CHAT, messages=[*HELLO, *HELLO], tools=[BASH])).json()["choices"][0]
         assert open_thought["message"]["reasoning_content"] == "so"
         assert open_thought["message"]["parse_failure"] == "no tool call found; <think> is not closed"
 
 
-async def test_keys_that_are_unknown_foreign_or_over(renderer: ChatRenderer, kit: SimpleNamespace) -> None:
-    async with kit.served(renderer, kit.Saying(renderer, ["ok"])) as served:
-        port = served.endpoint.port
+async def test_a_wrong_key_and_the_key_of_an_ended_episode_are_refused(serve: Any) -> None:
+    async with serve("ok") as opened:
+        port = opened.endpoint.port
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
             for headers in ({}, {"x-api-key": "wrong"}, {"authorization": "Bearer"}):
                 assert (await client.post(CHAT, json={"messages": HELLO}, headers=headers)).status_code == 401
-            for headers in ({"x-api-key": served.session.key}, {"authorization": f"Bearer {served.session.key}"}):
+            for headers in ({"x-api-key": opened.session.key}, {"authorization": f"Bearer {opened.session.key}"}):
                 assert (await client.post(CHAT, json={"messages": HELLO}, headers=headers)).status_code == 200
             assert (await client.head("/")).status_code == 200
             assert (await client.get("/v1/models")).json()["data"][0]["id"] == "agent-rl"
-        async with served.endpoint.serving(served.session):
+        async with opened.endpoint.serving(opened.session):
             pass
-        answer = await served.ask(CHAT, messages=HELLO)
+        answer = await opened.post(CHAT, messages=HELLO)
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "episode_ended")
-        served.endpoint._sessions[served.session.key] = served.session  # which the fixture closes once more
+        opened.endpoint._sessions[opened.session.key] = opened.session  # which the fixture closes once more
 
 
-async def test_a_foreign_key_opens_its_own_session_alone(renderer: ChatRenderer, kit: SimpleNamespace) -> None:
-    async with kit.served(renderer, kit.Saying(renderer, ["ok"])) as served:
-        own, other = served.session, replace(served.session, name="other", key="a-key-of-another-episode")
+async def test_a_key_reaches_its_own_session_only(serve: Any) -> None:
+    async with serve("ok") as opened:
+        own, other = opened.session, replace(opened.session, name="other", key="a-key-of-another-episode")
         foreign = {"x-api-key": other.key}
-        async with served.endpoint.serving(other):
-            assert (await served.client.post(CHAT, json={"messages": HELLO}, headers=foreign)).status_code == 200
+        async with opened.endpoint.serving(other):
+            assert (await opened.client.post(CHAT, json={"messages": HELLO}, headers=foreign)).status_code == 200
             assert (len(own.tree.nodes), len(other.tree.nodes)) == (1, 0), "an address counts before a header"
-            url = f"http://127.0.0.1:{served.endpoint.port}{CHAT}"
-            assert (await served.client.post(url, json={"messages": HELLO}, headers=foreign)).status_code == 200
+            url = f"http://127.0.0.1:{opened.endpoint.port}{CHAT}"
+            assert (await opened.client.post(url, json={"messages": HELLO}, headers=foreign)).status_code == 200
             assert (len(own.tree.nodes), len(other.tree.nodes)) == (1, 1)
-        assert (await served.client.post(url, json={"messages": HELLO}, headers=foreign)).status_code == 400
-        assert (await served.ask(CHAT, messages=[*HELLO, *HELLO])).status_code == 200
+        assert (await opened.client.post(url, json={"messages": HELLO}, headers=foreign)).status_code == 400
+        assert (await opened.post(CHAT, messages=[*HELLO, *HELLO])).status_code == 200
 
 
-async def test_a_gateway_closed_under_a_request_answers_it(renderer: ChatRenderer, kit: SimpleNamespace) -> None:
-    async with held(renderer, kit, "one") as served:
-        asking = asyncio.create_task(served.ask(CHAT, messages=HELLO))
-        await served.begun.get()
-        await served.endpoint.close()
-        assert (await asking).json()["error"]["code"] == "episode_ended"
-        assert served.engine.cancelled == 1
+async def test_closing_the_endpoint_ends_its_requests(serve: Any) -> None:
+    async with held(serve, "one") as opened:
+        request = asyncio.create_task(opened.post(CHAT, messages=HELLO))
+        await opened.begun.get()
+        await opened.endpoint.close()
+        assert (await request).json()["error"]["code"] == "episode_ended"
+        assert opened.engine.cancelled == 1
 
 
-async def test_a_socket_path_that_is_too_long_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+async def test_a_socket_path_that_is_too_long_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     directory = tmp_path / ("long" * 30)
     directory.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(directory))
@@ -291,49 +259,21 @@ async def test_a_socket_path_that_is_too_long_is_told(monkeypatch: pytest.Monkey
             pass
 
 
-@pytest.fixture
-def short_dir() -> Iterator[Path]:
-    """For temporary files, whose paths leave room for a socket's name."""
-    with tempfile.TemporaryDirectory() as directory:
-        yield Path(directory)
+async def test_the_directory_of_the_socket_is_removed() -> None:
+    """``tests/engine/test_host_logs.py`` shows the same for the directory of a killed owner."""
+    async with server.serve_endpoint() as opened:
+        assert opened.directory.is_dir()
+    assert not opened.directory.exists()
 
 
-def test_what_a_killed_controllers_endpoint_left_is_removed_by_the_next(
-    monkeypatch: pytest.MonkeyPatch, short_dir: Path
-) -> None:
-    monkeypatch.setenv("TMPDIR", str(short_dir))
-    monkeypatch.setattr(tempfile, "tempdir", str(short_dir))
-    command = [sys.executable, "-c", OWNER, server.DIRECTORY]
-    owner = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert owner.stdout is not None
-    owner.stdout.readline()
-
-    def there() -> set[Path]:
-        return set(short_dir.iterdir())
-
-    async def serve() -> None:
-        (owned,) = there()
-        async with server.serve_endpoint() as first:
-            assert there() == {owned, first.directory}, "a living owner's stays"
-            owner.kill()
-            owner.communicate()
-            async with server.serve_endpoint() as second:
-                assert there() == {first.directory, second.directory}
-
-    asyncio.run(serve())
-    assert there() == set()
-
-
-async def test_while_nothing_is_there_yet_a_stream_says_so(
-    renderer: ChatRenderer, kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_waiting_stream_sends_keepalives(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_PING_SECONDS", 0.02)
-    async with held(renderer, kit, "one") as served:
+    async with held(serve, "one") as opened:
         body = {"messages": HELLO, "stream": True}
-        async with served.client.stream("POST", CHAT, json=body) as answer:
+        async with opened.client.stream("POST", CHAT, json=body) as answer:
             lines = answer.aiter_lines()
             assert await anext(lines) == ": keepalive"
-            served.go.set()
+            opened.go.set()
             data = [line async for line in lines if line.startswith("data:")]
         assert data[-1] == "data: [DONE]"
         assert json.loads(data[-2][5:])["choices"][0]["finish_reason"] == "stop"
@@ -351,36 +291,34 @@ LAST_QUERY = """
 @pytest.mark.parametrize(
     ("history", "drops", "causes"), [("keep", True, []), ("follow", False, []), ("follow", True, ["rewrite"])]
 )
-async def test_thoughts_before_a_users_message_are_as_sampled_unless_the_template_is_followed(
-    kit: SimpleNamespace, history: str, drops: bool, causes: list[str]
+async def test_a_template_that_drops_thoughts_begins_a_branch_if_it_is_followed(
+    history: str, drops: bool, causes: list[str]
 ) -> None:
-    """With ``follow`` a template as Qwen3's begins a branch where it drops them; one that keeps them begins none."""
-    source = ChatModel.from_dir(kit.MODEL)
+    """Qwen3's template drops the thoughts before a user's message."""
+    source = ChatModel.from_dir(MODEL)
     renderer = ChatRenderer(replace(source, template=LAST_QUERY) if drops else source)
-    async with kit.served(renderer, kit.Saying(renderer, ["<think>\nso\n</think>\n\nyes"]), history=history) as served:
+    async with served(renderer, "<think>\nso\n</think>\n\nyes", history=history) as opened:
         messages: list[Any] = list(HELLO)
         for after in ("tool", "user", "tool"):
-            reply = (await served.ask(CHAT, messages=messages)).json()["choices"][0]["message"]
+            reply = await opened.reply(messages)
             assert reply.pop("reasoning_content") == "so"
             messages = [*messages, reply, {"role": after, "tool_call_id": "x", "content": "seen"}]
-        first, *further = served.session.tree.branches()
+        first, *further = opened.session.tree.branches()
         assert [branch.cause for branch in further] == causes
         last = further[0] if further else first
         assert renderer.decode(last.tokens.tolist()).count("<think>") == (1 if causes else 3)
-        sampled = sum(len(node.sampled) for node in served.session.tree.nodes)
+        sampled = sum(len(node.sampled) for node in opened.session.tree.nodes)
         assert sum(branch.sampled_tokens for branch in (first, *further)) == sampled
         assert sum(branch.routes_missing for branch in (first, *further)) == 0
 
 
 @pytest.mark.parametrize("edit", ["edited", "dropped", "invented", "compacted", "system", "tools"])
-async def test_histories_that_are_changed_begin_a_branch(
-    renderer: ChatRenderer, kit: SimpleNamespace, edit: str
-) -> None:
+async def test_a_changed_history_begins_a_branch(serve: Any, edit: str) -> None:
     system = {"role": "system", "content": "s"}
-    async with kit.served(renderer, kit.Saying(renderer, [kit.call("a"), kit.call("b"), "end"])) as served:
+    async with serve(call("a"), call("b"), "end") as opened:
         messages: list[Any] = [system, *HELLO]
         for _ in range(2):
-            reply = (await served.ask(CHAT, messages=messages, tools=[kit.BASH])).json()["choices"][0]["message"]
+            reply = await opened.reply(messages, tools=[BASH])
             messages = [*messages, reply, {"role": "tool", "tool_call_id": "x", "content": "seen"}]
         changed = {
             "edited": [*messages[:2], {"role": "assistant", "content": "I lie"}, *messages[3:]],
@@ -390,11 +328,11 @@ async def test_histories_that_are_changed_begin_a_branch(
             "system": [{"role": "system", "content": "t"}, *messages[1:]],
             "tools": messages,
         }[edit]
-        tools = [kit.BASH, kit.BASH] if edit == "tools" else [kit.BASH]
-        assert (await served.ask(CHAT, messages=changed, tools=tools)).status_code == 200
-        first, second = served.session.tree.branches()
+        tools = [BASH, BASH] if edit == "tools" else [BASH]
+        assert (await opened.post(CHAT, messages=changed, tools=tools)).status_code == 200
+        first, second = opened.session.tree.branches()
         assert second.cause is (BranchCause.TOOLS if edit == "tools" else BranchCause.REWRITE)
-        sampled = sum(len(node.sampled) for node in served.session.tree.nodes)
+        sampled = sum(len(node.sampled) for node in opened.session.tree.nodes)
         assert int(first.loss_mask.sum() + second.loss_mask.sum()) == sampled
         assert first.routes_missing == second.routes_missing == 0
-        assert served.session.counts()["rewrites"] == 1
+        assert opened.session.counts()["rewrites"] == 1

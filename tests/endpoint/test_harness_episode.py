@@ -6,20 +6,19 @@ import asyncio
 import shlex
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from support.endpoint_sessions import MemoryEnvironment, MemoryEpisode, call
 
 from agent_rl.config import HarnessConfig, RolloutConfig
-from agent_rl.endpoint.episode import HarnessRun
 from agent_rl.endpoint.server import EndpointServer
 from agent_rl.errors import EngineOverloaded, EngineUnreachable, RoutesMissingError
 from agent_rl.render import ChatRenderer
 from agent_rl.rollout.episode import EpisodeRules, run_episode
 from agent_rl.rollout.records import write_trajectories
-from agent_rl.types import BranchCause, Group, StopReason, Trajectory
+from agent_rl.types import BranchCause, Group, StopReason
 from agent_rl.viewer.api import Resources
 from envs import Task
 from tools import ToolResult, tool_format
@@ -28,17 +27,10 @@ PROGRAMS = Path(__file__).parent / "programs"
 TASK = Task("t", "memory", {})
 
 
-def command(program: str, *arguments: str) -> str:
-    return shlex.join([sys.executable, str(PROGRAMS / program), *arguments])
-
-
-async def drive(
-    endpoint: EndpointServer, kit: SimpleNamespace, renderer: ChatRenderer, engine: Any, run: str, **limits: Any
-) -> Trajectory:
-    harness = HarnessConfig(command=run, location="host")
-    rules = EpisodeRules(RolloutConfig(**{"max_tokens": 4000, **limits}, harness=harness))
-    env = kit.MemoryEnvironment()
-    return await HarnessRun(endpoint, 4000, env, TASK, engine, renderer, tool_format("hermes"), rules).run()
+def on_host(*command: str) -> HarnessConfig:
+    program, *arguments = command
+    run = shlex.join([sys.executable, str(PROGRAMS / program), *arguments])
+    return HarnessConfig(command=run, location="host")
 
 
 @pytest.mark.parametrize(
@@ -52,12 +44,12 @@ async def drive(
         ("hangs", StopReason.TIME_LIMIT, 3),
     ],
 )
-async def test_endings(
-    endpoint: EndpointServer, renderer: ChatRenderer, kit: SimpleNamespace, how: str, stop: StopReason, turns: int
+async def test_a_program_ends(
+    say: Any, drive: Any, endpoint: EndpointServer, how: str, stop: StopReason, turns: int
 ) -> None:
-    engine = kit.Saying(renderer, [kit.call("ls")])
+    engine = say(call("ls"))
     limits = {"time_limit": 1.5} if how == "hangs" else {}
-    trajectory = await drive(endpoint, kit, renderer, engine, command("talk.py", how), max_turns=5, **limits)
+    trajectory = await drive(engine, on_host("talk.py", how), max_turns=5, **limits)
     assert (trajectory.stop, len(trajectory.turns)) == (stop, turns)
     assert (trajectory.reward is None) == stop.infrastructure
     assert len(trajectory.branches) == 1
@@ -69,18 +61,16 @@ async def test_endings(
         assert trajectory.routes_missing == 0
 
 
-async def test_a_policy_that_ends_its_program_is_graded_and_not_run_again(
-    endpoint: EndpointServer, renderer: ChatRenderer, kit: SimpleNamespace
-) -> None:
-    """Else it could take back what it expects to lose."""
-    engine = kit.Saying(renderer, [kit.call("true"), kit.call("kill -9 $PPID")])
-    trajectory = await drive(endpoint, kit, renderer, engine, command("talk.py", "obeys"))
+async def test_a_policy_that_kills_its_program_is_graded(say: Any, drive: Any) -> None:
+    """The episode is not repeated: the policy could otherwise undo an expected loss."""
+    engine = say(call("true"), call("kill -9 $PPID"))
+    trajectory = await drive(engine, on_host("talk.py", "obeys"))
     assert (trajectory.stop, trajectory.reward) == (StopReason.PROGRAM_FAILED, 0.0)
     assert trajectory.error == "HarnessError: the program failed (exit code -9: it printed nothing)"
     assert trajectory.sampled_tokens == sum(turn.completion_tokens for turn in trajectory.turns) > 0
 
 
-ASKING = """
+REQUESTS = """
 import contextlib, json, os, urllib.error, urllib.request
 for tokens in (-1, 5, 6, 7, 8, 9):
     body = {"messages": [{"role": "user", "content": str(tokens)}], "max_tokens": tokens}
@@ -90,94 +80,77 @@ for tokens in (-1, 5, 6, 7, 8, 9):
 """
 
 
-async def test_what_the_policy_asks_of_the_endpoint_itself_is_counted_and_ends_nothing_but_its_turns(
-    endpoint: EndpointServer, renderer: ChatRenderer, kit: SimpleNamespace
-) -> None:
-    """It has its program's environment. What it asks for that cannot be is refused, and no failure of the engine."""
-    asking = f"python3 -c {shlex.quote(ASKING)}"
-    engine = kit.Saying(renderer, [kit.call(asking), "hi"])
-    trajectory = await drive(endpoint, kit, renderer, engine, command("talk.py", "obeys"), max_turns=4)
+async def test_the_policys_own_requests_to_the_endpoint_count_as_turns(say: Any, drive: Any) -> None:
+    """It has its program's environment. A wrong request of it is refused and is no failure of the engine."""
+    requests = f"python3 -c {shlex.quote(REQUESTS)}"
+    engine = say(call(requests), "hi")
+    trajectory = await drive(engine, on_host("talk.py", "obeys"), max_turns=4)
     assert (trajectory.stop, trajectory.reward, len(trajectory.turns)) == (StopReason.MAX_TURNS, 0.0, 4)
     assert engine.requests == 4
 
 
-async def test_weights_that_change_between_turns_are_told_by_token(
-    endpoint: EndpointServer, renderer: ChatRenderer, kit: SimpleNamespace
-) -> None:
+async def test_each_turn_has_its_weight_version(say: Any, drive: Any) -> None:
     async def before(number: int) -> None:
         engine.scripted.weight_version = f"v{number}"
 
-    engine = kit.Saying(renderer, [kit.call("ls")], before)
-    trajectory = await drive(endpoint, kit, renderer, engine, command("talk.py", "ends"))
+    engine = say(call("ls"), before=before)
+    trajectory = await drive(engine, on_host("talk.py", "ends"))
     assert trajectory.weight_versions == ("v1", "v2", "v3")
     assert [turn.weight_version for turn in trajectory.turns] == ["v1", "v2", "v3"]
     assert len(trajectory.branches) == 1
 
 
-async def test_a_program_killed_within_a_request_ends_what_is_sampled(
-    endpoint: EndpointServer, renderer: ChatRenderer, kit: SimpleNamespace
-) -> None:
+async def test_a_program_killed_within_a_request_cancels_it(say: Any, drive: Any) -> None:
     never = asyncio.Event()
 
     async def before(number: int) -> None:
         await never.wait()
 
-    engine = kit.Saying(renderer, ["x"], before)
-    trajectory = await drive(endpoint, kit, renderer, engine, command("talk.py", "killed"))
+    engine = say("x", before=before)
+    trajectory = await drive(engine, on_host("talk.py", "killed"))
     assert trajectory.stop is StopReason.HARNESS_FAILURE
     assert (engine.requests, engine.cancelled) == (1, 1)
 
 
-@pytest.mark.parametrize("failure", [EngineUnreachable, EngineOverloaded])
-async def test_an_engine_that_dies_or_has_no_room_ends_the_episode_at_once(
-    endpoint: EndpointServer, renderer: ChatRenderer, kit: SimpleNamespace, failure: type[Exception]
+@pytest.mark.parametrize(
+    ("failure", "stop", "message"),
+    [
+        (EngineUnreachable("it is gone"), StopReason.ENGINE_FAILURE, "EngineUnreachable: it is gone"),
+        (EngineOverloaded("it is full"), StopReason.ENGINE_FAILURE, "EngineOverloaded: it is full"),
+        (KeyError("choices"), StopReason.ENVIRONMENT_ERROR, "KeyError: 'choices' ("),
+    ],
+)
+async def test_a_failure_of_the_engine_ends_the_episode(
+    say: Any, drive: Any, failure: Exception, stop: StopReason, message: str
 ) -> None:
     async def before(number: int) -> None:
         if number == 2:
-            raise failure("it is gone")
+            raise failure
 
-    engine = kit.Saying(renderer, [kit.call("ls")], before)
-    trajectory = await drive(endpoint, kit, renderer, engine, command("talk.py", "hangs"))
-    assert (trajectory.stop, trajectory.reward) == (StopReason.ENGINE_FAILURE, None)
-    assert trajectory.error == f"{failure.__name__}: it is gone"
-
-
-async def test_an_unexpected_error_is_a_failure_of_the_episode(
-    endpoint: EndpointServer, renderer: ChatRenderer, kit: SimpleNamespace
-) -> None:
-    async def before(number: int) -> None:
-        raise KeyError("choices")
-
-    engine = kit.Saying(renderer, [kit.call("ls")], before)
-    trajectory = await drive(endpoint, kit, renderer, engine, command("talk.py", "hangs"))
-    assert (trajectory.stop, trajectory.reward) == (StopReason.ENVIRONMENT_ERROR, None)
-    assert trajectory.error.startswith("KeyError: 'choices' (")
-    assert "Traceback (most recent call last):" in trajectory.error
+    trajectory = await drive(say(call("ls"), before=before), on_host("talk.py", "hangs"))
+    assert (trajectory.stop, trajectory.reward) == (stop, None)
+    assert trajectory.error.startswith(message)
+    assert ("Traceback (most recent call last):" in trajectory.error) == (stop is StopReason.ENVIRONMENT_ERROR)
 
 
-async def test_routes_that_are_missing_stop_the_run(
-    endpoint: EndpointServer, renderer: ChatRenderer, kit: SimpleNamespace
-) -> None:
-    engine = kit.Saying(renderer, ["x"])
+async def test_missing_routes_stop_the_run(say: Any, drive: Any) -> None:
+    engine = say("x")
     engine.scripted._routing = lambda *rows: None
     with pytest.raises(RoutesMissingError, match="received none"):
-        await drive(endpoint, kit, renderer, engine, command("talk.py", "hangs"))
+        await drive(engine, on_host("talk.py", "hangs"))
 
 
-async def test_the_quickstarts_agent_is_the_built_in_loop_token_by_token(
-    endpoint: EndpointServer, renderer: ChatRenderer, kit: SimpleNamespace
+async def test_the_quickstarts_agent_equals_the_built_in_loop_token_by_token(
+    say: Any, drive: Any, renderer: ChatRenderer
 ) -> None:
-    texts = [kit.call("ls"), "no call", "<tool_call>{", kit.call("fix"), kit.call("fix").replace("bash", "submit")]
+    texts = [call("ls"), "no call", "<tool_call>{", call("fix"), call("fix").replace("bash", "submit")]
     rules = EpisodeRules(RolloutConfig(max_tokens=4000))
-    native = await run_episode(
-        kit.MemoryEnvironment(), TASK, kit.Saying(renderer, texts), renderer, tool_format("hermes"), rules
-    )
-    engine = kit.Saying(renderer, texts)
-    driven = await drive(endpoint, kit, renderer, engine, command("quickstart_agent.py"))
+    native = await run_episode(MemoryEnvironment(), TASK, say(*texts), renderer, tool_format("hermes"), rules)
+    engine = say(*texts)
+    driven = await drive(engine, on_host("quickstart_agent.py"))
     assert (driven.stop, driven.reward) == (native.stop, native.reward) == (StopReason.SUBMITTED, 1.0)
-    assert driven.tokens.tolist() == native.tokens.tolist()
-    assert driven.loss_mask.tolist() == native.loss_mask.tolist()
-    assert driven.logprobs.tolist() == native.logprobs.tolist()
+    for name in ("tokens", "loss_mask", "logprobs"):
+        assert getattr(driven, name).tolist() == getattr(native, name).tolist()
     assert driven.routing is not None
     assert native.routing is not None
     assert np.array_equal(driven.routing.experts, native.routing.experts)
@@ -188,11 +161,8 @@ async def test_the_quickstarts_agent_is_the_built_in_loop_token_by_token(
     assert driven.further == ()
 
 
-async def test_the_viewer_shows_each_branch_of_a_program_that_rewrites_its_history(
-    endpoint: EndpointServer, renderer: ChatRenderer, kit: SimpleNamespace, tmp_path: Path
-) -> None:
-    engine = kit.Saying(renderer, [kit.call("ls"), kit.call("fix")])
-    driven = await drive(endpoint, kit, renderer, engine, command("talk.py", "compacts"), max_turns=5)
+async def test_the_viewer_shows_each_branch_of_a_rewritten_history(say: Any, drive: Any, tmp_path: Path) -> None:
+    driven = await drive(say(call("ls"), call("fix")), on_host("talk.py", "compacts"), max_turns=5)
     assert [branch.cause for branch in driven.branches] == [BranchCause.START, BranchCause.REWRITE]
     write_trajectories(tmp_path, 1, [Group("t", (driven,))])
     resources = Resources([tmp_path])
@@ -205,33 +175,22 @@ async def test_the_viewer_shows_each_branch_of_a_program_that_rewrites_its_histo
         assert routes["experts"] == np.sort(branch.routing.experts, axis=2).tolist()
 
 
-async def test_an_episode_in_words_hears_the_program_s_last_reply(
-    endpoint: EndpointServer, renderer: ChatRenderer, kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_an_episode_without_tools_gets_the_programs_last_reply(
+    say: Any, drive: Any, monkeypatch: pytest.MonkeyPatch, hangs: bool
 ) -> None:
-    heard: list[str] = []
+    received: list[str] = []
 
     async def respond(self: object, text: str) -> ToolResult:
-        heard.append(text)
+        received.append(text)
+        if hangs:
+            await asyncio.Event().wait()
         return ToolResult("", submitted=True)
 
-    async with kit.MemoryEnvironment().start(TASK) as episode:
-        monkeypatch.setattr(type(episode), "respond", respond, raising=False)
-    engine = kit.Saying(renderer, ["first", "second", "last"])
-    trajectory = await drive(endpoint, kit, renderer, engine, command("talk.py", "ends"))
-    assert (trajectory.stop, heard) == (StopReason.SUBMITTED, [trajectory.turns[-1].text])
-
-
-async def test_an_episode_that_never_hears_the_reply_is_given_up(
-    endpoint: EndpointServer, renderer: ChatRenderer, kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def respond(self: object, text: str) -> ToolResult:
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    async with kit.MemoryEnvironment().start(TASK) as episode:
-        monkeypatch.setattr(type(episode), "respond", respond, raising=False)
-    engine = kit.Saying(renderer, ["words"])
+    monkeypatch.setattr(MemoryEpisode, "respond", respond, raising=False)
+    limits = {"time_limit": 1.5} if hangs else {}
     async with asyncio.timeout(60):
-        trajectory = await drive(endpoint, kit, renderer, engine, command("talk.py", "ends"), time_limit=1.5)
-    assert trajectory.stop is StopReason.SANDBOX_FAILURE
-    assert "handling the program's last reply took longer than 1.5 s" in trajectory.error
+        trajectory = await drive(say("first", "second", "last"), on_host("talk.py", "ends"), **limits)
+    assert received == [trajectory.turns[-1].text]
+    assert trajectory.stop is (StopReason.SANDBOX_FAILURE if hangs else StopReason.SUBMITTED)
+    assert ("handling the program's last reply took longer than 1.5 s" in trajectory.error) == hangs

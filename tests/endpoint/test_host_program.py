@@ -21,18 +21,18 @@ asyncio.run(run_on_host(sys.argv[1], {"PATH": "/usr/bin:/bin"}, b""))
 """
 
 
-async def test_it_gets_its_input_and_environment_and_its_exit_code_is_given() -> None:
+async def test_a_program_gets_its_input_and_environment() -> None:
     done = await run_on_host('read -r line; echo "$line $GIVEN"; exit 3', ENV, b"a task\n")
     assert (done.exit_code, done.stdout) == (3, b"a task yes\n")
 
 
-async def test_what_it_left_behind_ends_with_it(tmp_path: Path) -> None:
+async def test_a_programs_background_processes_end_with_it(tmp_path: Path) -> None:
     await run_on_host(f"sleep 600 > /dev/null 2>&1 & echo $! > {tmp_path}/pid", ENV, b"")
     assert ended(pid_in(tmp_path))
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_it_ends_with_a_controller_that_is_killed(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_program_ends_with_its_killed_controller(tmp_path: Path, number: signal.Signals) -> None:
     command = f"echo $$ > {tmp_path}/begun; mv {tmp_path}/begun {tmp_path}/pid; sleep 600"
     owner = subprocess.Popen([sys.executable, "-c", OWNER, command])
     try:

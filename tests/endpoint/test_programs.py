@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from agent_rl.config import HarnessConfig
 from agent_rl.config.loader import load_config
-from agent_rl.endpoint.server import EndpointServer
 from agent_rl.render import ChatRenderer
 from agent_rl.types import BranchCause, StopReason, Trajectory
 from sandbox import SandboxPool, open_backend
@@ -35,7 +34,7 @@ async def pool() -> AsyncIterator[SandboxPool]:
 
 
 def harness(name: str, directory: str) -> HarnessConfig:
-    """The shipped config's, with the program from where the tests have it."""
+    """The harness of the shipped config, with the program that the tests installed."""
     found = load_config(ROOT / "configs" / f"harness-{name}.yaml").rollout.harness
     assert found is not None
     return found.model_copy(update={"directory": AGENTS / directory})
@@ -45,39 +44,41 @@ def calling(*calls: tuple[str, dict[str, object]]) -> str:
     return "\n".join(tool_format("hermes").render(ToolCall(name, arguments)) for name, arguments in calls)
 
 
-def check(trajectory: Trajectory, engine: object, said: list[str], renderer: ChatRenderer) -> None:
-    """One branch; what was sampled is in it as sampled, and nothing else is trained; each row came once."""
-    assert (trajectory.stop, trajectory.error) == (StopReason.SUBMITTED, "")
-    assert [turn.text for turn in trajectory.turns] == said
-    assert len(trajectory.branches) == 1
-    assert trajectory.harness == {"rewrites": 0, "retries": 0, "echo_differs": 0}
-    sampled = [token for text in said for token in [*renderer._encoder.encode(text), renderer.end_of_turn_id]]
-    assert trajectory.tokens[trajectory.loss_mask].tolist() == sampled
-    assert engine.scripted.rows_sent == len(trajectory.tokens) - 1
-    assert trajectory.routes_missing == 0
-    assert "b/made.txt" in trajectory.patch
+@pytest.fixture
+def run_program(say: Any, drive: Any, renderer: ChatRenderer, pool: SandboxPool) -> Callable[..., Any]:
+    """Runs a program with an engine that says ``said``, and checks its one branch."""
+
+    async def run(name: str, directory: str, *said: str) -> Trajectory:
+        engine = say(*said)
+        trajectory = await drive(engine, harness(name, directory), pool, max_tokens=CONTEXT)
+        assert (trajectory.stop, trajectory.error) == (StopReason.SUBMITTED, "")
+        assert [turn.text for turn in trajectory.turns] == list(said)
+        assert len(trajectory.branches) == 1
+        assert trajectory.harness == {"rewrites": 0, "retries": 0, "echo_differs": 0}
+        sampled = [token for text in said for token in [*renderer._encoder.encode(text), renderer.end_of_turn_id]]
+        assert trajectory.tokens[trajectory.loss_mask].tolist() == sampled
+        assert engine.scripted.rows_sent == len(trajectory.tokens) - 1, "each row is sent once"
+        assert trajectory.routes_missing == 0
+        assert "b/made.txt" in trajectory.patch
+        return trajectory
+
+    return run
 
 
 @pytest.mark.skipif(not (AGENTS / MINI[1]).is_dir(), reason="mini-swe-agent is not installed (make agents)")
-async def test_mini_swe_agent(
-    endpoint: EndpointServer, renderer: ChatRenderer, kit: SimpleNamespace, pool: SandboxPool
-) -> None:
+async def test_mini_swe_agent(run_program: Any) -> None:
     said = [
         "<think>\nlook\n</think>\n\nFirst I look. " + calling(("bash", {"command": "ls"})),
         calling(("bash", {"command": "echo 'a b' >made.txt"}), ("bash", {"command": "cat made.txt"})),
         "Done. " + calling(("bash", {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"})),
     ]
-    engine = kit.Saying(renderer, said)
-    trajectory = await kit.drive(endpoint, renderer, engine, harness(*MINI), pool, max_tokens=CONTEXT)
-    check(trajectory, engine, said, renderer)
+    trajectory = await run_program(*MINI, *said)
     assert "a b" in trajectory.turns[1].observation
 
 
 @pytest.mark.exhaustive
-async def test_claude_code(
-    endpoint: EndpointServer, renderer: ChatRenderer, kit: SimpleNamespace, pool: SandboxPool
-) -> None:
-    """It gives the edit's arguments further ones, and offers the tool that it found from then on."""
+async def test_claude_code(run_program: Any) -> None:
+    """It adds arguments to the edit, and offers the tool that it found in all later requests."""
     said = [
         "<think>\nlook\n</think>\n\nFirst I look. " + calling(("Bash", {"command": "ls", "description": "Lists"})),
         calling(
@@ -88,22 +89,18 @@ async def test_claude_code(
         calling(("Edit", {"file_path": "/testbed/none", "old_string": "a", "new_string": "b"})),
         "<think>\nso\n</think>\n\nDone.",
     ]
-    engine = kit.Saying(renderer, said)
-    trajectory = await kit.drive(endpoint, renderer, engine, harness(*CLAUDE), pool, max_tokens=CONTEXT)
-    check(trajectory, engine, said, renderer)
+    trajectory = await run_program(*CLAUDE, *said)
     assert "a b" in trajectory.turns[1].observation
     assert '"name":"WebFetch"' in trajectory.turns[2].observation
     assert "File does not exist" in trajectory.turns[3].observation
 
 
 @pytest.mark.exhaustive
-async def test_claude_code_with_a_sub_agent(
-    endpoint: EndpointServer, renderer: ChatRenderer, kit: SimpleNamespace, pool: SandboxPool
-) -> None:
+async def test_claude_code_with_a_sub_agent(say: Any, drive: Any, renderer: ChatRenderer, pool: SandboxPool) -> None:
     agent = {"description": "look", "prompt": "say hi", "subagent_type": "general-purpose", "run_in_background": False}
     said = [calling(("Agent", agent)), "hi", "Done."]
-    engine = kit.Saying(renderer, said)
-    trajectory = await kit.drive(endpoint, renderer, engine, harness(*CLAUDE), pool, max_tokens=CONTEXT)
+    engine = say(*said)
+    trajectory = await drive(engine, harness(*CLAUDE), pool, max_tokens=CONTEXT)
     assert (trajectory.stop, [turn.text for turn in trajectory.turns]) == (StopReason.SUBMITTED, said)
     assert [branch.cause for branch in trajectory.branches] == [BranchCause.START, BranchCause.TOOLS]
     assert [renderer.decode(branch.tokens[branch.loss_mask].tolist()) for branch in trajectory.branches] == [
@@ -113,13 +110,11 @@ async def test_claude_code_with_a_sub_agent(
 
 
 @pytest.mark.exhaustive
-async def test_codex(endpoint: EndpointServer, renderer: ChatRenderer, kit: SimpleNamespace, pool: SandboxPool) -> None:
+async def test_codex(run_program: Any) -> None:
     said = [
         "<think>\nlook\n</think>\n\nFirst I look. " + calling(("exec_command", {"cmd": "ls"})),
         calling(("exec_command", {"cmd": "echo 'a b' | tee made.txt"}), ("exec_command", {"cmd": "pwd"})),
         "<think>\nso\n</think>\n\nDone.",
     ]
-    engine = kit.Saying(renderer, said)
-    trajectory = await kit.drive(endpoint, renderer, engine, harness(*CODEX), pool, max_tokens=CONTEXT)
-    check(trajectory, engine, said, renderer)
+    trajectory = await run_program(*CODEX, *said)
     assert "a b" in trajectory.turns[1].observation

@@ -14,18 +14,17 @@ from typing import Any
 
 import httpx
 import pytest
+from support.endpoint_sessions import MODEL
 from typer.testing import CliRunner
 
 from agent_rl.cli import app
-from agent_rl.commands.serve import run_serve, served
+from agent_rl.commands.serve import run_serve
 from agent_rl.config.loader import load_config
 from agent_rl.controller import preflight
 from agent_rl.controller import rollout_runtime as runtime
-from agent_rl.endpoint.episode import environment
 from agent_rl.endpoint.server import EndpointServer
 from agent_rl.engine.generation_gate import GenerationGate
 from agent_rl.errors import UserError
-from agent_rl.render import ChatRenderer
 from tools import ToolCall, tool_format
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
@@ -33,9 +32,9 @@ PROGRAM = Path(__file__).parent / "programs" / "quickstart_agent.py"
 
 
 @pytest.fixture
-def submitting(monkeypatch: pytest.MonkeyPatch, renderer: ChatRenderer, kit: SimpleNamespace) -> None:
+def submitting(say: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The commands open an engine that submits at once."""
-    engine = kit.Saying(renderer, [tool_format("xml").render(ToolCall("finish", {"command": "submit"}))])
+    engine = say(tool_format("xml").render(ToolCall("finish", {"command": "submit"})))
 
     @asynccontextmanager
     async def opened(config: Any, model: Path, model_spec: Any, *rest: Any, **options: Any) -> AsyncIterator[Any]:
@@ -49,18 +48,18 @@ def submitting(monkeypatch: pytest.MonkeyPatch, renderer: ChatRenderer, kit: Sim
 
 
 @pytest.mark.bubblewrap
-def test_eval_with_a_program(tmp_path: Path, submitting: None, kit: SimpleNamespace) -> None:
+def test_eval_with_a_program(tmp_path: Path, submitting: None) -> None:
     program = shlex.join([sys.executable, str(PROGRAM)])
     options = ["--harness", program, "--tasks", "1", "--out", str(tmp_path / "out")]
-    overrides = [f"model={kit.MODEL}", f"runs_dir={tmp_path}", "env.options.heldout_tasks=1"]
+    overrides = [f"model={MODEL}", f"runs_dir={tmp_path}", "env.options.heldout_tasks=1"]
     result = CliRunner().invoke(app, ["eval", str(QUICKSTART), *options, *overrides])
     assert result.exit_code == 0, result.output
     (outcome,) = json.loads((tmp_path / "out" / "report.json").read_text())["outcomes"]
     assert (outcome["stops"], outcome["turns_mean"], outcome["error"]) == (["submitted"], 1.0, "")
 
 
-def test_a_program_that_is_not_there_is_told_before_anything_starts(kit: SimpleNamespace) -> None:
-    overrides = [f"model={kit.MODEL}", "rollout.harness={command: ./agent, directory: agents/none}"]
+def test_a_missing_program_is_reported_before_anything_starts() -> None:
+    overrides = [f"model={MODEL}", "rollout.harness={command: ./agent, directory: agents/none}"]
     result = CliRunner().invoke(app, ["eval", str(QUICKSTART), *overrides])
     assert isinstance(result.exception, UserError)
     assert str(result.exception) == (
@@ -68,17 +67,17 @@ def test_a_program_that_is_not_there_is_told_before_anything_starts(kit: SimpleN
     )
 
 
-def test_a_program_is_not_driven_by_another_policy() -> None:
+def test_a_program_with_another_policy_is_refused() -> None:
     result = CliRunner().invoke(app, ["eval", str(QUICKSTART), "--harness", "true", "--policy", "gold"])
     assert isinstance(result.exception, UserError)
     assert str(result.exception) == "--harness: an agent program uses the config's model; leave --policy gold out"
 
 
 @pytest.mark.bubblewrap
-async def test_serve_prints_where_it_answers(
-    tmp_path: Path, submitting: None, kit: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+async def test_serve_prints_the_environment_of_its_endpoint(
+    tmp_path: Path, submitting: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = load_config(QUICKSTART, [f"model={kit.MODEL}", f"runs_dir={tmp_path}"])
+    config = load_config(QUICKSTART, [f"model={MODEL}", f"runs_dir={tmp_path}"])
     serving, printed = asyncio.create_task(run_serve(preflight.run(config), port=0)), ""
     try:
         async with asyncio.timeout(20):
@@ -87,30 +86,18 @@ async def test_serve_prints_where_it_answers(
                 await asyncio.sleep(0.01)
                 printed += capsys.readouterr().out
         env = dict(line.split("export ")[1].split("=", 1) for line in printed.splitlines() if "export " in line)
-        async with httpx.AsyncClient() as client:
-            body = {"model": env["AGENT_RL_MODEL"], "messages": [{"role": "user", "content": "u"}]}
-            answer = await client.post(f"{env['OPENAI_BASE_URL']}/chat/completions", json=body)
-        assert "submit" in answer.json()["choices"][0]["message"]["content"]
+        headers = {"authorization": f"Bearer {env['OPENAI_API_KEY']}"}
+        body = {"model": env["AGENT_RL_MODEL"], "messages": [{"role": "user", "content": "u"}]}
+        async with httpx.AsyncClient(headers=headers) as client:
+            for _ in range(config.rollout.max_turns + 1):
+                answer = await client.post(f"{env['OPENAI_BASE_URL']}/chat/completions", json=body)
+                assert "submit" in answer.json()["choices"][0]["message"]["content"]
     finally:
         serving.cancel()
         await asyncio.wait({serving})
 
 
-async def test_the_printed_environment_leads_to_the_model(
-    endpoint: EndpointServer, renderer: ChatRenderer, kit: SimpleNamespace
-) -> None:
-    config = load_config(QUICKSTART, [])
-    async with served(endpoint, kit.Saying(renderer, ["hello"]), kit.rendering(renderer), config, 4000) as session:
-        env = environment(session.key, endpoint.port)
-        headers = {"authorization": f"Bearer {env['OPENAI_API_KEY']}"}
-        async with httpx.AsyncClient(headers=headers) as client:
-            for _ in range(config.rollout.max_turns + 1):
-                body = {"model": env["AGENT_RL_MODEL"], "messages": [{"role": "user", "content": "u"}]}
-                answer = await client.post(f"{env['OPENAI_BASE_URL']}/chat/completions", json=body)
-                assert answer.json()["choices"][0]["message"]["content"] == "hello"
-
-
-async def test_an_answer_is_sent_at_once(endpoint: EndpointServer) -> None:
+async def test_a_response_is_sent_at_once(endpoint: EndpointServer) -> None:
     """Its body waited 40 ms for the program to acknowledge its head."""
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{endpoint.port}") as client:
         seconds = sorted([(await client.get("/v1/models")).elapsed.total_seconds() for _ in range(20)])

@@ -23,7 +23,7 @@ class Fault:
     layers, top_k = 4, 2
 
     def request(self, request: Request) -> Request:
-        """A request to ``/generate`` as the server is to see it."""
+        """The request to ``/generate`` that the server gets."""
         return request
 
     def answer(self, request: Request, answer: dict[str, Any]) -> None:
@@ -33,15 +33,15 @@ class Fault:
         meta["routed_experts"] = base64.b64encode(np.ascontiguousarray(rows).tobytes()).decode()
 
     def rows(self, request: Request, answer: Mapping[str, Any], rows: Rows) -> Rows:
-        """An answer's rows ``[T, layers, top_k]`` as the client is to see them."""
+        """The rows ``[T, layers, top_k]`` that the client gets."""
         return rows
 
     def control(self, path: str, body: bytes) -> bytes | None:
-        """The body of a request to another endpoint as the server is to see it; None refuses it."""
+        """The body that the server gets for another endpoint; None refuses the request."""
         return body
 
     def changed_line(self, path: str, line: str) -> str:
-        """What another endpoint than ``/generate`` is to say."""
+        """A line of the response of another endpoint than ``/generate``."""
         return line
 
 
@@ -50,14 +50,14 @@ def _decode(payload: str, layers: int, top_k: int) -> Rows:
 
 
 class StripsEvery(Fault):
-    """A router that drops the key from every ``nth`` answer after the first ``spared``; ``seen`` are those with it."""
+    """A router that drops the key from every ``nth`` response."""
 
-    def __init__(self, nth: int = 1, spared: int = 0) -> None:
-        self.nth, self.seen = nth, -spared
+    def __init__(self, nth: int = 1) -> None:
+        self.nth, self.seen = nth, 0
 
     def answer(self, request: Request, answer: dict[str, Any]) -> None:
         self.seen += 1
-        if self.seen > 0 and self.seen % self.nth == 0:
+        if self.seen % self.nth == 0:
             del answer["meta_info"]["routed_experts"]
 
 
@@ -112,7 +112,7 @@ class DropsMeta(Fault):
 
 @asynccontextmanager
 async def proxy(target: str, fault: Fault) -> AsyncIterator[str]:
-    """Serve ``target`` with ``fault`` on a port of its own; every connection carries one request."""
+    """Serve ``target`` with ``fault`` on a free port; every connection carries one request."""
     client = httpx.AsyncClient(timeout=60, trust_env=False)
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from test_weight_sync import TOKENS, Setting, setting_of
+from test_weight_sync import TOKENS, Setting
 
 from agent_rl.config import EngineConfig
 from agent_rl.controller.engine_admission import EngineAdmission
@@ -38,14 +37,6 @@ class Lent:
             await self._server.stop()
 
 
-@pytest.fixture
-async def setting(
-    server: str, model: Path, other_model: Path, engine_config: EngineConfig, tmp_path: Path
-) -> AsyncIterator[Setting]:
-    async with setting_of(server, model, other_model, engine_config, tmp_path / "weights") as setting:
-        yield setting
-
-
 @pytest.mark.parametrize(
     "kills",
     [
@@ -53,7 +44,7 @@ async def setting(
         pytest.param(20, marks=[pytest.mark.exhaustive, pytest.mark.timeout(7200)]),
     ],
 )
-async def test_killed_under_load(
+async def test_an_engine_killed_under_load_loses_no_request(
     setting: Setting, server: str, second_server: EngineServer, model: Path, engine_config: EngineConfig, kills: int
 ) -> None:
     if second_server.death() is not None:
@@ -67,9 +58,10 @@ async def test_killed_under_load(
         for name in fleet.names:
             await engine.admission.admit(fleet[name].url)
             fleet.admitted(name)
-        keeper, sync = EngineSupervisor(engine, {"second": Lent(second_server)}, config), setting.sync(engine)
+        supervising, sync = EngineSupervisor(engine, {"second": Lent(second_server)}, config), setting.sync(engine)
         await sync.publish(3)
-        async with run_alongside(keeper.run()), EngineAdmission(setting.config.routes_config, engine, sync, {}).admit():
+        admission = EngineAdmission(setting.config.routes_config, engine, sync, {})
+        async with run_alongside(supervising.run()), admission.admit():
             for kill in range(kills):
                 running = [asyncio.create_task(sampled(engine, f"{kill}-{n}")) for n in range(8)]
                 await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
@@ -81,7 +73,7 @@ async def test_killed_under_load(
                 async with asyncio.timeout(BACK_SECONDS):
                     await engine.fleet.until(lambda fleet, before=kill: fleet["second"].losses > before)
                     await engine.fleet.until(lambda fleet: fleet["second"].phase is Phase.SERVING)
-        await keeper.close()
+        await supervising.close()
         assert len(engine.urls) == 2
         await setting.holds(engine, setting.new, "3")
 

@@ -1,30 +1,22 @@
-"""No completion spans a weight update, no turn is lost to one, and no episode's time is charged with one."""
+"""No completion spans a weight update, no turn is lost to one, and no time limit elapses during one."""
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import random
 from contextlib import suppress
 from typing import Any
 
-import numpy as np
-import orjson
 import pytest
+from support.fake_sglang import SPEC, generated
 from support.local_server import serving
 from support.loop_clock import LoopClock
 
 from agent_rl.config import EngineConfig
 from agent_rl.engine.generation_gate import GenerationGate
 from agent_rl.engine.sglang import SGLangEngine
-from agent_rl.models.spec import ModelSpec
 from agent_rl.types import FinishReason, SamplingParams
 from sandbox.timeouts import PausableTimeout
-
-FACTS = ModelSpec(
-    "qwen3_moe", moe=(False, True, True), hidden=8, heads=2, kv_heads=1, head_dim=4, inner=8, vocab_size=100,
-    max_positions=64, num_experts=8, top_k=2,
-)  # fmt: skip
 
 
 class Server:
@@ -48,26 +40,15 @@ class Server:
         self.begun.set()
         if not self.at_once:
             await aborted.wait()
-        return 200, _answer(request, "length" if self.at_once else "abort")
-
-
-def _answer(request: dict[str, Any], finish: str) -> bytes:
-    prompt, start = len(request["input_ids"]), request["routed_experts_start_len"]
-    routes = np.broadcast_to(np.arange(2, dtype="<i4"), (prompt + 1 - start, 3, 2))
-    meta = {
-        "id": request["rid"], "finish_reason": {"type": finish, "length": 2, "message": ""}, "weight_version": "3",
-        "output_token_logprobs": [[-0.5, 7, None], [-0.25, 8, None]], "cached_tokens": 0,
-        "routed_experts": base64.b64encode(routes.tobytes()).decode(),
-    }  # fmt: skip
-    return orjson.dumps({"text": "", "output_ids": [7, 8], "meta_info": meta})
+        return 200, generated(request, "length" if self.at_once else "abort")
 
 
 @pytest.mark.parametrize("lost_aborts", [0, 2])
-async def test_what_runs_is_cut_with_its_rows_and_what_comes_waits(lost_aborts: int) -> None:
+async def test_closing_interrupts_running_requests_and_holds_new_ones(lost_aborts: int) -> None:
     server = Server()
     server.lost_aborts = lost_aborts
     async with serving(server.handle) as url:
-        engine = SGLangEngine(url, FACTS, EngineConfig(request_timeout=5))
+        engine = SGLangEngine(url, SPEC, EngineConfig(request_timeout=5))
         ask = lambda tokens: engine.generate(tokens, SamplingParams(), routes_from=0, session="s")  # noqa: E731
         first = asyncio.create_task(ask([1, 2, 3]))
         await server.begun.wait()
@@ -76,7 +57,7 @@ async def test_what_runs_is_cut_with_its_rows_and_what_comes_waits(lost_aborts: 
             second = asyncio.create_task(ask([1, 2, 3, *got.tokens]))
             for _ in range(20):
                 await asyncio.sleep(0)
-            assert server.prompts == [3], "nothing is asked while it is closed"
+            assert server.prompts == [3], "no request starts while the gate is closed"
             server.at_once = True
         after = await second
         await engine.close()
@@ -105,21 +86,21 @@ class Versioned:
             async with asyncio.timeout(random.uniform(0, 0.01)):
                 await aborted.wait()
         self.answered.append((begun, self.version))
-        return 200, _answer(request, "abort" if aborted.is_set() else "length")
+        return 200, generated(request, "abort" if aborted.is_set() else "length")
 
 
-async def test_of_200_updates_none_falls_within_a_completion() -> None:
+async def test_no_update_falls_within_a_completion() -> None:
     server, cut = Versioned(), 0
     async with serving(server.handle) as url:
-        engine = SGLangEngine(url, FACTS, EngineConfig(request_timeout=30))
+        engine = SGLangEngine(url, SPEC, EngineConfig(request_timeout=30))
 
-        async def asks() -> None:
+        async def request() -> None:
             nonlocal cut
             while True:
                 got = await engine.generate([1, 2, 3], SamplingParams(), routes_from=0, session="s")
                 cut += got.interrupted
 
-        asking = [asyncio.create_task(asks()) for _ in range(4)]
+        tasks = [asyncio.create_task(request()) for _ in range(4)]
         for _ in range(200):
             before = len(server.answered)
             while len(server.answered) < before + 2:  # noqa: ASYNC110  (the server tells it by no event)
@@ -127,16 +108,16 @@ async def test_of_200_updates_none_falls_within_a_completion() -> None:
             async with engine.gate.closed():
                 server.version += 1
                 await asyncio.sleep(0)
-        for task in asking:
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*asking, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await engine.close()
     assert cut > 0
     assert {end - begun for begun, end in server.answered} == {0}
     assert {begun for begun, _ in server.answered} >= set(range(200)), "every version answered something"
 
 
-async def test_a_request_that_does_not_end_is_left_alone_after_a_while() -> None:
+async def test_a_request_that_does_not_end_is_ignored_after_the_timeout() -> None:
     gate, aborts = GenerationGate(drain_timeout=0.02), []
 
     async def abort() -> None:
@@ -148,7 +129,7 @@ async def test_a_request_that_does_not_end_is_left_alone_after_a_while() -> None
     assert aborts
 
 
-async def test_time_does_not_pass_for_an_episode_while_it_is_closed() -> None:
+async def test_time_limits_pause_while_the_gate_is_closed() -> None:
     gate, clock, expired = GenerationGate(), LoopClock(), list[bool]()
     limit = PausableTimeout(100)
 
@@ -165,17 +146,13 @@ async def test_time_does_not_pass_for_an_episode_while_it_is_closed() -> None:
     with pytest.raises(TimeoutError):
         await episode()
     assert expired == [False]
-
-
-async def test_an_episode_that_begins_while_it_is_closed_has_all_its_time() -> None:
-    gate, clock = GenerationGate(), LoopClock()
-    async with gate.closed(), PausableTimeout(100) as limit:
-        with gate.uncharged(limit):
+    async with gate.closed(), PausableTimeout(100) as late:
+        with gate.uncharged(late):
             await clock.put_forward(1000)
-    assert not limit.expired()
+    assert not late.expired(), "it began while the gate was closed"
 
 
-async def test_it_opens_however_the_block_is_left() -> None:
+async def test_the_gate_opens_after_an_error() -> None:
     gate = GenerationGate()
     with pytest.raises(ValueError, match="publishing failed"):
         async with gate.closed():
@@ -184,7 +161,7 @@ async def test_it_opens_however_the_block_is_left() -> None:
         await gate.wait_open()
 
 
-async def test_one_that_waits_does_not_slip_through_between_two_updates() -> None:
+async def test_a_waiting_request_does_not_start_between_two_updates() -> None:
     gate, passed = GenerationGate(), []
 
     async def wait() -> None:

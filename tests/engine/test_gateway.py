@@ -19,7 +19,7 @@ from agent_rl.models.spec import read_model_spec
 from agent_rl.weight_sync.receivers import WeightReceivers
 from agent_rl.weight_sync.requests import PublishRequest
 
-KEY = "k3y-that-nobody-may-read"
+KEY = "k3y-that-stays-secret"
 
 
 @asynccontextmanager
@@ -46,7 +46,7 @@ async def gateway() -> AsyncIterator[tuple[str, list[str]]]:
         await runner.cleanup()
 
 
-async def test_the_key_goes_with_every_request(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_every_request_has_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GATEWAY_KEY", f"{KEY}\n")
     async with gateway() as (url, passed):
         config = EngineConfig(urls=(url,), api_key_env="GATEWAY_KEY")
@@ -64,7 +64,7 @@ async def test_the_key_goes_with_every_request(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("held", [None, "another"])
-async def test_a_key_that_is_refused_is_one_line(monkeypatch: pytest.MonkeyPatch, held: str | None) -> None:
+async def test_a_refused_key_is_reported(monkeypatch: pytest.MonkeyPatch, held: str | None) -> None:
     monkeypatch.setenv("GATEWAY_KEY", held or "")
     async with gateway() as (url, passed):
         config = EngineConfig(urls=(url,), api_key_env="GATEWAY_KEY" if held else None, retries=9)
@@ -82,13 +82,13 @@ async def test_a_key_that_is_refused_is_one_line(monkeypatch: pytest.MonkeyPatch
     assert not passed
 
 
-def test_a_variable_that_is_not_set_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unset_variable_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GATEWAY_KEY", raising=False)
     with pytest.raises(ConfigError, match=r"engine\.api_key_env: .*GATEWAY_KEY"):
         _ = EngineConfig(api_key_env="GATEWAY_KEY").headers
 
 
-def test_the_key_is_not_in_what_is_written_or_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_is_never_written_or_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GATEWAY_KEY", KEY)
     engine = EngineConfig(api_key_env="GATEWAY_KEY")
     order = PublishRequest(("http://x",), "1", engine, engine.headers)

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from standin_sglang import make_interpreter
+from fake_interpreter import make_interpreter
 
 from agent_rl.config import EngineConfig
 from agent_rl.engine.launch import ServerNode
@@ -49,7 +49,7 @@ def test_a_start_removes_the_directories_of_owners_that_were_killed(temporary: P
 
 
 @pytest.mark.slow
-async def test_a_server_that_was_stopped_leaves_its_log_to_the_caller_alone(temporary: Path, tmp_path: Path) -> None:
+async def test_a_stopped_server_returns_its_log_and_leaves_no_file(temporary: Path, tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")

@@ -14,7 +14,7 @@ class Clock:
         return self.now
 
 
-def test_empty_time_and_taken_places_are_the_mean_over_engines_and_time() -> None:
+def test_empty_and_busy_fractions_are_means_over_engines_and_time() -> None:
     clock = Clock()
     load = EngineUtilization(clock)
     load.add("a", 4)
@@ -28,7 +28,7 @@ def test_empty_time_and_taken_places_are_the_mean_over_engines_and_time() -> Non
     assert load.metrics(("a", "b")) == {"engine/empty_fraction": 12 / 20, "engine/busy_fraction": 14 / 80}
 
 
-def test_a_request_that_goes_on_counts_for_each_step_with_its_part() -> None:
+def test_a_long_request_counts_for_each_step_in_part() -> None:
     clock = Clock()
     load = EngineUtilization(clock)
     load.add("a", 2)
@@ -42,7 +42,7 @@ def test_a_request_that_goes_on_counts_for_each_step_with_its_part() -> None:
     assert load.metrics(("a",)) == {"engine/empty_fraction": 1 / 2, "engine/busy_fraction": 1 / 4}
 
 
-def test_only_engines_in_use_count_and_those_whose_places_are_not_known_are_never_called_busy() -> None:
+def test_only_engines_in_use_with_known_slots_count() -> None:
     clock = Clock()
     load = EngineUtilization(clock)
     load.add("dead", 2)

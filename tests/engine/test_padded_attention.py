@@ -40,7 +40,7 @@ def one_by_one(
     [([5, 30, 17], [1, 1, 1]), ([5, 30, 17], [5, 3, 12]), ([40], [7]), ([9, 9], [9, 9]), ([64] * 20, [2] * 20)],
     ids=["a new token each", "behind prefixes", "one sequence", "no prefix", "many"],
 )
-def test_every_token_sees_what_it_sees_alone(lengths: list[int], asked: list[int]) -> None:
+def test_batched_attention_equals_one_call_per_sequence(lengths: list[int], asked: list[int]) -> None:
     keys, values = cache(torch.float32)
     places = torch.randint(0, ENTRIES, (len(lengths), max(lengths)), dtype=torch.int32)
     queries = torch.randn(sum(asked), HEADS, SIZE)
@@ -48,7 +48,7 @@ def test_every_token_sees_what_it_sees_alone(lengths: list[int], asked: list[int
     torch.testing.assert_close(found, one_by_one(queries, keys, values, places, lengths, asked), rtol=1e-5, atol=1e-6)
 
 
-def test_what_lies_behind_a_sequence_is_not_read() -> None:
+def test_entries_after_a_sequence_are_not_read() -> None:
     keys, values = cache(torch.bfloat16)
     keys[7], values[7] = float("nan"), float("nan")
     places = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 7]], dtype=torch.int32)
@@ -58,7 +58,7 @@ def test_what_lies_behind_a_sequence_is_not_read() -> None:
     assert bool(found.isfinite().all())
 
 
-def test_a_lone_token_uneven_lengths_and_many_scores_are_not() -> None:
+def test_batched_attention_is_used_where_it_is_faster() -> None:
     def at_once(lengths: list[int], asked: list[int]) -> bool:
         return is_batched_attention_faster(torch.tensor(lengths), torch.tensor(asked), HEADS)
 

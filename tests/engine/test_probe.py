@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from engine_proxy import (
-    Changes,
-    DropsMeta,
-    Fault,
-    IgnoresStart,
-    Lags,
-    MixesSiblings,
-    Rows,
-    StripsEvery,
-    proxy,
-)
+from engine_proxy import Changes, DropsMeta, Fault, IgnoresStart, Lags, MixesSiblings, Rows, StripsEvery, proxy
 from typer.testing import CliRunner
 
 from agent_rl import cli
@@ -39,12 +29,15 @@ async def test_a_sound_server_passes_every_check(server: str) -> None:
     assert report.line().startswith(f"14 checks passed; {report.requests} requests, ")
 
 
-def too_many(finish: str) -> Callable[[Rows, str, Mapping[str, Any]], Rows]:
-    return lambda rows, ended, answer: np.concatenate([rows, rows[-1:]]) if ended == finish else rows
+def changed_count(by: int, finish: str) -> Fault:
+    """Adds or drops a row of responses that end with ``finish``."""
 
+    def change(rows: Rows, ended: str, answer: Mapping[str, Any]) -> Rows:
+        if ended != finish:
+            return rows
+        return rows[:-1] if by < 0 else np.concatenate([rows, rows[-1:]])
 
-def too_few(finish: str) -> Callable[[Rows, str, Mapping[str, Any]], Rows]:
-    return lambda rows, ended, answer: rows[:-1] if ended == finish else rows
+    return Changes(change)
 
 
 def zeroed_layer(rows: Rows, finish: str, answer: Mapping[str, Any]) -> Rows:
@@ -71,14 +64,14 @@ def stale_prefix(rows: Rows, finish: str, answer: Mapping[str, Any]) -> Rows:
 
 
 class Blank(Fault):
-    """Something that answers, and is no SGLang."""
+    """A server that responds and is not SGLang."""
 
     def answer(self, request: dict[str, Any], answer: dict[str, Any]) -> None:
         answer.clear()
 
 
 class Moved(Fault):
-    """A server whose model lies on another machine."""
+    """A server whose model is on another machine."""
 
     def changed_line(self, path: str, line: str) -> str:
         return '{"model_path": "/elsewhere"}' if path == "/model_info" else line
@@ -88,6 +81,7 @@ def lost_by_retraction(rows: Rows, finish: str, answer: Mapping[str, Any]) -> Ro
     return rows[-3:] if answer["meta_info"]["num_retractions"] else rows
 
 
+ENDS = ("length", "a stop token", "an abort", "a retraction")
 Case = tuple[str, Fault, dict[str, str]]
 FAULTS: list[Case] = [
     ("strips the key", StripsEvery(), {"key in every response": "18 of 18 responses lack"}),
@@ -111,20 +105,14 @@ FAULTS: list[Case] = [
         Changes(stale_prefix),
         {"cold and cached alike": "of the stored sets differ, first in row"},  # row 0 may happen to be right
     ),
-    ("a row too many after a stop", Changes(too_many("stop")), {"rows after a stop token": "expected 1"}),
-    ("a row too few after an abort", Changes(too_few("abort")), {"rows after an abort": "rows, received"}),
+    ("a row too many after a stop", changed_count(1, "stop"), {"rows after a stop token": "expected 1"}),
+    ("a row too few after an abort", changed_count(-1, "abort"), {"rows after an abort": "rows, received"}),
     ("loses rows by a retraction", Changes(lost_by_retraction), {"rows after a retraction": "received 3"}),
     ("mixes siblings up", MixesSiblings(), {"siblings keep their rows": "a sibling's own rows"}),
     (
         "half a row",
         Changes(lambda rows, finish, answer: rows.reshape(-1)[:-3]),
-        {
-            "rows after length": "not whole rows",
-            "rows after a stop token": "not whole rows",
-            "rows after an abort": "not whole rows",
-            "rows after a retraction": "not whole rows",
-            "start honored": "not whole rows",
-        },
+        dict.fromkeys((*(f"rows after {end}" for end in ENDS), "start honored"), "not whole rows"),
     ),
     (
         "no log-probs and no version",
@@ -140,7 +128,7 @@ ALSO = {
 
 
 @pytest.mark.parametrize(("name", "fault", "expected"), FAULTS, ids=[case[0] for case in FAULTS])
-async def test_each_fault_is_named_and_nothing_else(
+async def test_each_fault_is_reported_and_nothing_else(
     server: str, name: str, fault: Fault, expected: dict[str, str]
 ) -> None:
     async with proxy(server, fault) as url:
@@ -155,7 +143,7 @@ async def test_each_fault_is_named_and_nothing_else(
     assert table(report).row_count == 14
 
 
-async def test_answers_without_routes_are_a_policys_matter_where_others_have_them(server: str) -> None:
+async def test_some_responses_without_routes_are_allowed_by_policy(server: str) -> None:
     async with proxy(server, StripsEvery(nth=5)) as url:
         report = await probe(url)
     assert [check.name for check in report.spoils(missing_allowed=False)] == ["key in every response"]
@@ -163,7 +151,7 @@ async def test_answers_without_routes_are_a_policys_matter_where_others_have_the
     assert report.spoils(missing_allowed=True) == ()
 
 
-async def test_facts_of_another_model_and_none_at_all(server: str, model: Path) -> None:
+async def test_another_model_and_another_server_are_reported(server: str, model: Path) -> None:
     wrong = replace(read_model_spec(model), moe=(True,) * 48, num_experts=128, top_k=8)
     assert "not whole rows" in (await probe(server, wrong)).line()
     with pytest.raises(EngineUnreachable, match="ClientConnectorError"):
@@ -171,14 +159,12 @@ async def test_facts_of_another_model_and_none_at_all(server: str, model: Path) 
     with pytest.raises(EngineRejected, match=r"not a response of SGLang's /generate \(KeyError\('meta_info'\)\)"):
         async with proxy(server, Blank()) as url:
             await probe(url)
-    with pytest.raises(
-        ConfigError, match=r"serves /elsewhere, which is not a directory of this machine: .*--model"
-    ):
+    with pytest.raises(ConfigError, match=r"serves /elsewhere, which is not a directory of this machine: .*--model"):
         async with proxy(server, Moved()) as url:
             await probe(url)
 
 
-def test_the_command_says_it_by_its_exit_code(server: str, model: Path, tmp_path: Path) -> None:
+def test_the_command_reports_by_its_exit_code(server: str, model: Path, tmp_path: Path) -> None:
     found = tmp_path / "found.json"
     done = CliRunner().invoke(cli.app, ["r3", "probe", server, "--json", str(found)])
     assert done.exit_code == 0, done.output
@@ -188,5 +174,5 @@ def test_the_command_says_it_by_its_exit_code(server: str, model: Path, tmp_path
     assert [check["finding"] for check in report["checks"] if check["status"] != "ok"] == [
         "not provoked: not requested"
     ]
-    nobody = CliRunner().invoke(cli.app, ["r3", "probe", "http://127.0.0.1:9", "--model", str(model)])
-    assert isinstance(nobody.exception, EngineUnreachable), "main() answers it with one line and exit code 2"
+    missing = CliRunner().invoke(cli.app, ["r3", "probe", "http://127.0.0.1:9", "--model", str(model)])
+    assert isinstance(missing.exception, EngineUnreachable), "main() reports it in one line with exit code 2"

@@ -17,7 +17,7 @@ from r3.stitch import RouteStitcher
 LAYOUT = RouteLayout(num_layers=4, moe_layer_ids=(0, 1, 2, 3), num_experts=8, top_k=2)
 
 
-async def test_transcripts_are_played_in_order_and_stitch() -> None:
+async def test_scripted_turns_come_in_order_and_stitch() -> None:
     transcripts = {"a": [[1, 2, 3], [4], [5, 6]], "b": [[9]]}
     engine = ScriptedEngine(lambda session, turn, tokens: transcripts[session][turn], layout=LAYOUT)
     tokens, stitcher = [10, 11, 12], RouteStitcher(moe_layers=4, top_k=2, num_experts=8)
@@ -35,7 +35,7 @@ async def test_transcripts_are_played_in_order_and_stitch() -> None:
     assert engine.rows_sent == len(tokens) - 3
 
 
-async def test_a_long_turn_is_cut() -> None:
+async def test_a_long_turn_is_truncated() -> None:
     engine = ScriptedEngine(lambda session, turn, tokens: [turn] * 5, layout=LAYOUT)
     got = await engine.generate([1], SamplingParams(max_new_tokens=3), routes_from=0, session="s")
     assert (got.tokens, got.finish) == ((0, 0, 0), FinishReason.LENGTH)
@@ -55,7 +55,7 @@ async def test_routes_need_a_layout_and_a_row_of_the_prompt() -> None:
 
 
 @given(experts=st.integers(2, 300), layers=st.integers(1, 80), top_k=st.integers(1, 8), start=st.integers(0, 60_000))
-def test_rows_can_be_told_apart(experts: int, layers: int, top_k: int, start: int) -> None:
+def test_scripted_rows_are_distinct(experts: int, layers: int, top_k: int, start: int) -> None:
     layout = RouteLayout(layers, tuple(range(layers)), experts, min(top_k, experts))
     stop = start + min(50, experts**layers)
     rows = scripted_rows(start, stop, layout)

@@ -1,4 +1,4 @@
-"""A running server that serves another model than the config's is found out before a token of it is used."""
+"""A running server with another model than the config's is refused before a token of it is used."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ PARTS = ("q_proj", "k_proj", "v_proj", ".experts.")
 
 @asynccontextmanager
 async def engine(parameters: Mapping[str, bytes], **info: Any) -> AsyncIterator[str]:
-    """A stand-in for SGLang that holds ``parameters`` and reports ``info`` of itself."""
+    """A fake SGLang server with ``parameters`` and the server info ``info``."""
     checksums = {name: hashlib.sha256(data).hexdigest()[:16] for name, data in parameters.items()}
     whole = hashlib.sha256(orjson.dumps(checksums)).hexdigest()
 
@@ -75,7 +75,7 @@ async def test_the_configs_weights_pass(model: Path) -> None:
         assert await compared(model, one, other) is None
 
 
-async def test_other_weights_of_the_same_sizes_are_one_line(model: Path, other_model: Path) -> None:
+async def test_other_weights_of_the_same_sizes_are_refused(model: Path, other_model: Path) -> None:
     async with engine(held(model)) as right, engine(held(other_model)) as wrong:
         with pytest.raises(UserError, match=f"^the engine at {wrong} has other weights than model: {model} ") as raised:
             await compared(model, right, wrong)
@@ -83,7 +83,7 @@ async def test_other_weights_of_the_same_sizes_are_one_line(model: Path, other_m
     assert "\n" not in str(raised.value)
 
 
-async def test_one_bit_is_enough(model: Path) -> None:
+async def test_one_wrong_bit_is_found(model: Path) -> None:
     parameters = held(model)
     data = parameters["model.layers.2.mlp.experts.w2_weight"]
     parameters["model.layers.2.mlp.experts.w2_weight"] = data[:-1] + bytes([data[-1] ^ 1])
@@ -92,7 +92,7 @@ async def test_one_bit_is_enough(model: Path) -> None:
             await compared(model, url)
 
 
-async def test_where_checksums_cannot_be_predicted_layers_and_other_engines_are_compared(
+async def test_layers_and_other_engines_are_compared_where_checksums_are_unpredictable(
     model: Path, other_model: Path
 ) -> None:
     fewer = {name: data for name, data in held(model).items() if ".layers.3." not in name}
@@ -110,14 +110,14 @@ async def test_where_checksums_cannot_be_predicted_layers_and_other_engines_are_
             await compared(model, short)
 
 
-async def test_what_does_not_tell_its_checksums_is_noted(model: Path) -> None:
+async def test_a_server_without_checksums_is_noted(model: Path) -> None:
     async def gateway(path: str, request: dict[str, Any]) -> tuple[int, bytes]:
         return 404, b"no such page"
 
     async with serving(gateway) as url:
-        told = await compared(model, url)
-    assert told is not None
-    assert told.startswith(f"the engines' weights were not compared with those of {model}: GET {url}/server_info")
+        note = await compared(model, url)
+    assert note is not None
+    assert note.startswith(f"the engines' weights were not compared with those of {model}: GET {url}/server_info")
 
 
 def test_a_tensor_is_rounded_as_a_loader_rounds_it(tmp_path: Path) -> None:
@@ -143,10 +143,10 @@ def _bytes(data: NDArray[np.uint8]) -> NDArray[np.uint8]:
         ({"rope_theta": 1e6}, "it has rope_theta 1000000.0, not 10000.0"),
     ],
 )
-async def test_another_config_behind_an_address_is_one_line(
+async def test_another_config_behind_an_address_is_refused(
     model: Path, tmp_path: Path, changes: dict[str, Any], found: str
 ) -> None:
-    """Of a directory that this machine sees too."""
+    """The server's directory is also on this machine."""
     config = orjson.loads((model / "config.json").read_bytes())
     (tmp_path / "config.json").write_bytes(orjson.dumps(config | changes))
 
@@ -158,12 +158,12 @@ async def test_another_config_behind_an_address_is_one_line(
         with pytest.raises(UserError) as raised:
             async with SGLangEngine(url, read_model_spec(model)):
                 pass
-    told = f"the engine at {url} serves {tmp_path}, which is another model than the config's: {found}"
-    assert str(raised.value) == told
+    message = f"the engine at {url} serves {tmp_path}, which is another model than the config's: {found}"
+    assert str(raised.value) == message
 
 
-async def test_routes_of_another_model_are_one_line(model: Path) -> None:
-    """All that a server tells of a directory that this machine does not see."""
+async def test_routes_of_another_model_are_refused(model: Path) -> None:
+    """The server's directory is on another machine, so only its responses are known."""
 
     async def handler(path: str, request: dict[str, Any]) -> tuple[int, bytes]:
         if path != "/generate":

@@ -23,7 +23,7 @@ sys.stdin.read()
 """
 
 
-def test_what_nobody_uses_is_removed(tmp_path: Path) -> None:
+def test_unused_files_are_removed(tmp_path: Path) -> None:
     living, dead = os.getpid(), _dead_process()
     names = ["sglang_loads_a_1.shm", "sem.mp-x", f"sgl_shm_mm_{dead}_1f", f"multi_tokenizer_args_{dead}", "nccl-Ab1"]
     kept = ["sglang_loads_b_2.shm", "sem.mp-y", f"sgl_shm_mm_{living}_2f", f"multi_tokenizer_args_{living}", "plasma"]
@@ -39,7 +39,7 @@ def test_what_nobody_uses_is_removed(tmp_path: Path) -> None:
     assert remove_stale(tmp_path) == 0
 
 
-def test_a_semaphore_goes_with_its_process_and_not_before() -> None:
+def test_a_semaphore_is_removed_after_its_process_ended() -> None:
     """The kernel knows a semaphore's mapping by another name than the file's."""
     with subprocess.Popen(
         [sys.executable, "-c", HOLD_A_SEMAPHORE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True

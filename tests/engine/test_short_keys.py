@@ -23,7 +23,7 @@ PROMPT = [int(token) for token in np.random.default_rng(5).integers(2, 250, 60)]
 OPTION = ("--kv-cache-dtype", "fp8_e4m3")
 
 
-async def test_log_probs_and_routes_are_off_by_their_rounding(
+async def test_an_8_bit_cache_changes_log_probs_and_routes_by_rounding(
     server: str, engine_config: EngineConfig, model: Path, tmp_path: Path
 ) -> None:
     short = EngineServer(engine_config.model_copy(update={"extra_args": OPTION}), model, tmp_path / "engine.log")

@@ -1,30 +1,29 @@
-"""Engines that share the trainer's GPUs: what they are asked for when they fall asleep and wake, and what can fail."""
+"""Engines that share the trainer's GPUs: how they fall asleep and wake, and what can fail."""
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import orjson
 import pytest
-from standin_sglang import make_interpreter
+from fake_interpreter import make_interpreter
+from support.fake_sglang import SPEC, generated
 from support.local_server import serving
 
 from agent_rl.config import EngineConfig, RunConfig
-from agent_rl.engine import supervisor as keeping
+from agent_rl.engine import supervisor
 from agent_rl.engine.fleet import Fleet, Phase
 from agent_rl.engine.launch import EngineServer, group_members
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.engine.sleep import Memory
 from agent_rl.engine.supervisor import EngineSupervisor
-from agent_rl.errors import ConfigError, EngineError, EngineLost
-from agent_rl.models.spec import ModelSpec, read_model_spec
+from agent_rl.errors import ConfigError, EngineLost
+from agent_rl.models.spec import read_model_spec
 from agent_rl.types import Completion, Sample, SamplingParams
 from agent_rl.utils.concurrency import run_alongside
 from agent_rl.utils.http import AsyncHttp
@@ -32,22 +31,17 @@ from agent_rl.weight_sync.requests import PublishReport
 from agent_rl.weight_sync.sync import WeightSync
 from sandbox.timeouts import PausableTimeout
 
-FACTS = ModelSpec(
-    "qwen3_moe", moe=(False, True, True), hidden=8, heads=2, kv_heads=1, head_dim=4, inner=8, vocab_size=100,
-    max_positions=256, num_experts=8, top_k=2,
-)  # fmt: skip
 SAMPLE = SamplingParams(max_new_tokens=2)
 WHOLE = ["flush_cache", "release", "resume weights", "resume kv_cache"]
 CALLS = ("flush_cache", "release_memory_occupation", "resume_memory_occupation")
 
 
 class Server:
-    """A server of ours that behaves as SGLang 0.5.23: what it can't do without memory ends it. ``fails``: by an entry
-    of ``done``, what it does instead (``refuse``, ``hang``, ``die``). Requests that are ``held`` run until they are
-    aborted."""
+    """A fake of SGLang 0.5.23, which dies of whatever it cannot do without memory. ``fails``: what it does instead of
+    an entry of ``done`` (``refuse``, ``hang``, ``die``). With ``held``, requests run until they are aborted."""
 
     def __init__(self) -> None:
-        self.done: list[str] = []
+        self.done, self.paths = list[str](), list[str]()
         self.fails: dict[str, str] = {}
         self.released: set[str] = set()
         self.version, self.starts, self.killed_by = "", 0, ""
@@ -74,6 +68,7 @@ class Server:
 
     async def handle(self, path: str, request: dict[str, Any]) -> tuple[int, bytes]:
         name = path[1:].partition("?")[0]
+        self.paths.append(name)
         if self._open is None:
             return 0, b""
         if name in CALLS:
@@ -97,7 +92,7 @@ class Server:
                 self.hanging.set()
                 await asyncio.Event().wait()
             case "die":
-                return await self._dies(f"told to at {entry}")
+                return await self._dies(entry)
         if name == "flush_cache":
             return (400, b"pending requests") if self.running else (200, b"")
         if name == "release_memory_occupation":
@@ -120,39 +115,27 @@ class Server:
             await aborted.wait()
             self.running.pop(request["rid"], None)
             finish = "abort"
-        return 200, _answer(request, self.version, finish)
+        return 200, generated(request, finish, weight_version=self.version)
 
     async def _dies(self, reason: str) -> tuple[int, bytes]:
         self.killed_by, self._open = reason, None
         return 0, b""
 
 
-def _answer(request: dict[str, Any], version: str, finish: str) -> bytes:
-    prompt, start = request["input_ids"], request.get("routed_experts_start_len", 0)
-    count = min(2, request["sampling_params"]["max_new_tokens"])
-    routes = np.broadcast_to(np.arange(2, dtype="<i4"), (len(prompt) + count - 1 - start, 3, 2))
-    meta = {
-        "id": request["rid"], "finish_reason": {"type": finish, "length": count, "message": ""},
-        "weight_version": version, "output_token_logprobs": [[-0.5, 7, None], [-0.25, 8, None]][:count],
-        "input_token_logprobs": [[None if at == 0 else -0.5, token, None] for at, token in enumerate(prompt)],
-        "cached_tokens": 0, "routed_experts": base64.b64encode(routes.tobytes()).decode(),
-    }  # fmt: skip
-    return orjson.dumps({"text": "", "output_ids": [7, 8][:count], "meta_info": meta})
-
-
 class Colocated:
-    """Engines that are looked after, and a trainer whose weights they get as a run gives them."""
+    """Supervised engines, and a trainer that publishes to them as a run does."""
 
     def __init__(self, engine: SGLangEngine, servers: Sequence[Server], directory: Path) -> None:
         self.engine, self.servers, self.notes = engine, servers, list[str]()
-        config = RunConfig(name="r", model=directory, engine=_config(len(servers)), train=_runtime(len(servers)))
+        train: Any = {"parallel": {"world_size": len(servers)}}
+        config = RunConfig(name="r", model=directory, engine=_config(len(servers)), train=train)
         self.sync = WeightSync(config.engine, config.model, engine, self, directory / "weights", self.notes.append)
 
     async def logprobs(self, samples: Sequence[Sample], *, replay: bool) -> Sequence[Sequence[float]]:
         return [[-0.5] * len(samples[0].tokens)]
 
     async def publish(self, engine_urls: Sequence[str], weight_version: str) -> PublishReport:
-        """As the trainer's rank 0: an engine that does not answer, or has no memory for weights, takes none."""
+        """Publish as the trainer's rank 0: an engine that is dead, or has no memory for weights, gets none."""
         failures = {}
         for url in engine_urls:
             server = self.at(url)
@@ -172,7 +155,7 @@ class Colocated:
         return next((server for server in alive if f"engine-{self.servers.index(server)}" in found), None)
 
     async def wake(self, step: int) -> None:
-        """As the controller publishes."""
+        """Publish as the controller does."""
         await self.engine.sleep.resume_weights()
         await self.sync.publish(step)
         await self.engine.sleep.end()
@@ -180,18 +163,19 @@ class Colocated:
     async def sample(self, session: str = "s") -> Completion:
         return await self.engine.generate([1, 2], SAMPLE, routes_from=0, session=session)
 
-    async def phase(self, name: str, *phases: Phase) -> None:
-        await self.engine.fleet.until(lambda fleet: fleet[name].phase in phases)
+    async def rejoin(self) -> None:
+        """Publish to the first engine once it waits for weights."""
+        await self.engine.fleet.until(lambda fleet: fleet.waiting)
+        await self.sync.join(self.engine.fleet["engine-0"].url)
+
+    async def phase(self, phase: Phase) -> None:
+        """Wait until the first engine is in ``phase``."""
+        await self.engine.fleet.until(lambda fleet: fleet["engine-0"].phase is phase)
 
 
 def _config(count: int) -> EngineConfig:
-    return EngineConfig(
-        count=count, colocate=True, health_interval=0.02, start_timeout=5.0, weight_sync_timeout=0.6, retries=3
-    )
-
-
-def _runtime(size: int) -> Any:
-    return {"parallel": {"world_size": size}}
+    timeouts = {"health_interval": 0.02, "start_timeout": 5.0, "weight_sync_timeout": 0.6}
+    return EngineConfig(count=count, colocate=True, retries=3, **timeouts)
 
 
 @asynccontextmanager
@@ -201,23 +185,23 @@ async def colocated(directory: Path, count: int = 1) -> AsyncIterator[Colocated]
     ours, fleet = {f"engine-{number}": server for number, server in enumerate(servers)}, Fleet(3)
     for name in ours:
         fleet.add(name)
-    engine = SGLangEngine((), FACTS, config, fleet=fleet, servers=ours, backoff=0.01)
-    keeper = EngineSupervisor(engine, ours, config)
+    engine = SGLangEngine((), SPEC, config, fleet=fleet, servers=ours, backoff=0.01)
+    supervising = EngineSupervisor(engine, ours, config)
     try:
-        await keeper.open()
+        await supervising.open()
         run = Colocated(engine, servers, directory)
         await run.wake(0)
         for server in servers:
             server.done.clear()
             server.begun.clear()
-        async with asyncio.timeout(5), run_alongside(keeper.run()):
+        async with asyncio.timeout(5), run_alongside(supervising.run()):
             yield run
     finally:
-        await keeper.close()
+        await supervising.close()
         await engine.close()
 
 
-async def test_a_step_releases_all_memory_and_takes_it_back_around_the_publish(tmp_path: Path) -> None:
+async def test_a_step_releases_all_memory_and_resumes_it_around_the_publish(tmp_path: Path) -> None:
     async with colocated(tmp_path, 2) as run:
         await run.engine.sleep.begin()
         assert [server.released for server in run.servers] == [{"weights", "kv_cache"}] * 2
@@ -232,8 +216,7 @@ async def test_a_step_releases_all_memory_and_takes_it_back_around_the_publish(t
         assert run.engine.sleep.metrics() == {}, "it did not sleep since"
 
 
-async def test_a_request_waits_for_the_end_of_the_sleep_and_its_time_limit_too(tmp_path: Path) -> None:
-    """Whoever asks: an episode, an audit, an evaluation. One that runs is cut."""
+async def test_requests_and_their_time_limits_wait_for_the_end_of_the_sleep(tmp_path: Path) -> None:
     async with colocated(tmp_path) as run:
         run.servers[0].held = True
         async with PausableTimeout(30.0) as limit:
@@ -262,7 +245,7 @@ async def test_a_request_waits_for_the_end_of_the_sleep_and_its_time_limit_too(t
 
 @pytest.mark.parametrize("how", ["refuse", "hang", "die"])
 @pytest.mark.parametrize("entry", ["flush_cache", "release"])
-async def test_one_that_does_not_release_its_memory_is_stopped_and_started_when_the_others_wake(
+async def test_an_engine_that_keeps_its_memory_is_stopped_and_restarted_when_the_others_wake(
     tmp_path: Path, entry: str, how: str
 ) -> None:
     async with colocated(tmp_path, 2) as run:
@@ -276,15 +259,14 @@ async def test_one_that_does_not_release_its_memory_is_stopped_and_started_when_
         assert first.starts == 1, "nothing starts while the trainer has the memory"
         await run.wake(1)
         assert (await run.sample()).weight_version == "1"
-        await run.engine.fleet.until(lambda fleet: fleet.waiting)
-        await run.sync.join(run.engine.fleet["engine-0"].url)
+        await run.rejoin()
         assert len(run.engine.fleet.in_use) == 2
         assert (first.starts, second.starts) == (2, 1)
 
 
 @pytest.mark.parametrize("how", ["refuse", "hang", "die"])
 @pytest.mark.parametrize("entry", WHOLE[2:])
-async def test_one_that_does_not_wake_is_stopped_and_started_again(tmp_path: Path, entry: str, how: str) -> None:
+async def test_an_engine_that_does_not_wake_is_restarted(tmp_path: Path, entry: str, how: str) -> None:
     async with colocated(tmp_path, 2) as run:
         first, second = run.servers
         await run.engine.sleep.begin()
@@ -292,60 +274,37 @@ async def test_one_that_does_not_wake_is_stopped_and_started_again(tmp_path: Pat
         await run.wake(1)
         assert second.done == [*WHOLE[:3], "publish", WHOLE[3]]
         assert (await run.sample()).weight_version == "1"
-        await run.engine.fleet.until(lambda fleet: fleet.waiting)
-        await run.sync.join(run.engine.fleet["engine-0"].url)
+        await run.rejoin()
         assert (first.starts, len(run.engine.fleet.in_use)) == (2, 2)
-        assert entry not in first.done[first.done.index(entry) + 1 :], "asked twice, SGLang would die of it"
+        assert entry not in first.done[first.done.index(entry) + 1 :], "a second resume would kill SGLang"
 
 
-async def test_the_only_one_that_does_not_wake_is_waited_for(tmp_path: Path) -> None:
+async def test_an_engine_that_dies_asleep_is_restarted_when_the_others_wake(tmp_path: Path) -> None:
     async with colocated(tmp_path) as run:
-        await run.engine.sleep.begin()
-        run.servers[0].fails["resume weights"] = "refuse"
-        await run.wake(1)
-        asking = asyncio.create_task(run.sample())
-        await run.engine.fleet.until(lambda fleet: fleet.waiting)
-        await run.sync.join(run.engine.fleet["engine-0"].url)
-        assert (await asking).weight_version == "1"
-
-
-async def test_one_that_dies_asleep_is_started_only_when_the_trainer_is_done(tmp_path: Path) -> None:
-    async with colocated(tmp_path) as run:
-        await run.engine.sleep.begin()
-        await run.servers[0].stop()
-        await run.phase("engine-0", Phase.DEAD)
-        await asyncio.sleep(0.1)
-        assert run.servers[0].starts == 1
-        await run.wake(1)
-        await run.engine.fleet.until(lambda fleet: fleet.waiting)
-        assert run.servers[0].starts == 2
-
-
-async def test_a_request_waits_as_long_as_the_trainer_works_for_one_that_died_asleep(tmp_path: Path) -> None:
-    async with colocated(tmp_path) as run:
+        (server,) = run.servers
         run.engine._router._wait_seconds = 0.1
         await run.engine.sleep.begin()
-        await run.servers[0].stop()
-        await run.phase("engine-0", Phase.DEAD)
-        asking = asyncio.create_task(run.sample())
+        await server.stop()
+        await run.phase(Phase.DEAD)
+        request = asyncio.create_task(run.sample())
         await asyncio.sleep(0.3)
-        assert not asking.done(), "the limit is for an engine that is being started"
+        assert server.starts == 1
+        assert not request.done(), "the limit is for an engine that is being started"
         run.engine._router._wait_seconds = 5.0
-        asking.cancel()
-        asking = asyncio.create_task(run.sample())
+        request.cancel()
+        request = asyncio.create_task(run.sample())
         await run.wake(1)
-        await run.engine.fleet.until(lambda fleet: fleet.waiting)
-        await run.sync.join(run.engine.fleet["engine-0"].url)
-        assert (await asking).weight_version == "1"
+        await run.rejoin()
+        assert server.starts == 2
+        assert (await request).weight_version == "1"
 
 
-async def test_one_that_is_just_being_started_is_stopped_first(tmp_path: Path) -> None:
-    """Else it would take its memory while the trainer works."""
+async def test_an_engine_that_is_starting_is_stopped_before_the_sleep(tmp_path: Path) -> None:
     async with colocated(tmp_path, 2) as run:
         first = run.servers[0]
         first.starting.clear()
         await first.stop()
-        await run.phase("engine-0", Phase.STARTING)
+        await run.phase(Phase.STARTING)
         asleep = asyncio.create_task(run.engine.sleep.begin())
         await asyncio.sleep(0.1)
         assert not asleep.done()
@@ -356,7 +315,7 @@ async def test_one_that_is_just_being_started_is_stopped_first(tmp_path: Path) -
         await run.engine.fleet.until(lambda fleet: fleet.waiting)
 
 
-async def test_where_no_engine_is_left_the_run_ends(tmp_path: Path) -> None:
+async def test_a_sleep_without_any_engine_ends_the_run(tmp_path: Path) -> None:
     async with colocated(tmp_path) as run:
         for _ in range(4):
             run.engine.fleet.died("engine-0", "out of memory")
@@ -365,31 +324,21 @@ async def test_where_no_engine_is_left_the_run_ends(tmp_path: Path) -> None:
             await run.engine.sleep.begin()
 
 
-async def test_a_sleeping_suspect_is_not_asked_for_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang's ``/health`` samples one, on memory that is not there."""
-    monkeypatch.setattr(keeping, "_SUSPECT_SECONDS", 0.01)
+async def test_a_sleeping_suspect_gets_no_health_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's ``/health`` samples a token, on memory that is not there."""
+    monkeypatch.setattr(supervisor, "_SUSPECT_SECONDS", 0.01)
     async with colocated(tmp_path) as run:
-        asked = list[str]()
-        handle = run.servers[0].handle
-
-        async def watched(path: str, request: dict[str, Any]) -> tuple[int, bytes]:
-            asked.append(path)
-            return await handle(path, request)
-
         await run.engine.sleep.begin()
-        run.servers[0].handle = watched  # type: ignore[method-assign]
+        run.servers[0].paths.clear()
         run.engine.fleet.failed(run.engine.urls[0], "late")
-        await run.phase("engine-0", Phase.SERVING)
-        assert "/health" not in asked
+        await run.phase(Phase.SERVING)
+        assert "health" not in run.servers[0].paths
 
 
 async def test_a_run_that_ends_asleep_stops_its_engines(tmp_path: Path) -> None:
-    """As with Ctrl-C, also while one is asked to fall asleep."""
+    """As with Ctrl-C, also while one is falling asleep."""
     async with colocated(tmp_path) as run:
         await run.engine.sleep.begin()
-        waiting = asyncio.create_task(run.sample())
-        await asyncio.sleep(0)
-        waiting.cancel()
     assert run.servers[0].death() is not None
     async with colocated(tmp_path) as run:
         run.servers[0].fails["release"] = "hang"
@@ -399,7 +348,7 @@ async def test_a_run_that_ends_asleep_stops_its_engines(tmp_path: Path) -> None:
     assert run.servers[0].death() is not None
 
 
-async def test_a_sleep_goes_on_over_the_trainers_death(tmp_path: Path) -> None:
+async def test_engines_stay_asleep_when_the_trainer_dies(tmp_path: Path) -> None:
     """The run begins anew, from its checkpoint; what it publishes first wakes the engines."""
     async with colocated(tmp_path) as run:
         await run.engine.sleep.begin()
@@ -412,7 +361,7 @@ async def test_a_sleep_goes_on_over_the_trainers_death(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-async def test_a_launched_server_is_told_that_it_will_sleep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_launched_server_enables_its_memory_saver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     python = str(make_interpreter(tmp_path))
     config = EngineConfig(python=python, device="cuda", colocate=True)
     async with EngineServer(config, tmp_path, tmp_path / "engine.log"):
@@ -435,18 +384,17 @@ async def test_sglang_keeps_the_protocol_on_a_cpu_where_it_frees_nothing(
     fleet.add("second", url)
     fleet.up("second", url)
     config = engine_config.model_copy(update={"colocate": True})
-    async with SGLangEngine(
-        (), read_model_spec(model), config, fleet=fleet, servers={"second": second_server}
-    ) as engine:
+    servers = {"second": second_server}
+    async with SGLangEngine((), read_model_spec(model), config, fleet=fleet, servers=servers) as engine:
         fleet.admitted("second")
         before = await engine.score(tokens)
         long = SamplingParams(max_new_tokens=1500, temperature=0.0)
         running = asyncio.create_task(engine.generate(tokens, long, routes_from=0, session="s"))
-        await until_it_runs(url)
+        await until_running(url)
         held = resident(second_server)
         await engine.sleep.begin()
         assert (await running).interrupted
-        assert resident(second_server) > 0.9 * held, "a CPU's memory is not released"
+        assert resident(second_server) > 0.9 * held, "the memory of a CPU is not released"
         await engine.sleep.resume_weights()
         await engine.sleep.resume_cache(url)
         assert await engine.score(tokens) == before
@@ -455,31 +403,7 @@ async def test_sglang_keeps_the_protocol_on_a_cpu_where_it_frees_nothing(
         assert fleet["second"].phase is Phase.SERVING
 
 
-@pytest.mark.sglang
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("body", [{"tags": ["weights"]}, None])
-async def test_sglang_dies_of_what_the_client_never_does(
-    model: Path, engine_config: EngineConfig, tmp_path: Path, body: Mapping[str, Any] | None
-) -> None:
-    """It resumes what was not released, or releases its memory while a request runs."""
-    path = "release" if body is None else "resume"
-    async with (
-        EngineServer(engine_config, model, tmp_path / "engine.log") as server,
-        AsyncHttp(5.0) as http,
-        SGLangEngine(server.url, read_model_spec(model), engine_config) as engine,
-    ):
-        long = SamplingParams(max_new_tokens=1500, temperature=0.0)
-        running = asyncio.create_task(engine.generate([1, 2], long, routes_from=None, session="s"))
-        await until_it_runs(server.url)
-        with suppress(EngineError):
-            await http.post(f"{server.url}/{path}_memory_occupation", body or {})
-        async with asyncio.timeout(60):
-            while server.death() is None:  # noqa: ASYNC110
-                await asyncio.sleep(0.1)
-        running.cancel()
-
-
-async def until_it_runs(url: str) -> None:
+async def until_running(url: str) -> None:
     async with AsyncHttp(5.0) as http:
         while not (await http.get_json(f"{url}/v1/loads"))["loads"][0]["num_running_reqs"]:  # noqa: ASYNC110
             await asyncio.sleep(0.01)

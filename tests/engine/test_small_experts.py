@@ -30,7 +30,7 @@ def one_by_one(x: Tensor, gates: Tensor, chosen: Tensor, up_and_gate: Tensor, do
 @pytest.mark.parametrize(("experts", "top_k", "inner"), [(8, 2, 128), (128, 8, 16)])
 @pytest.mark.parametrize("count", [0, 1, 7, 64, 700])
 @pytest.mark.parametrize("popular", [0.0, 3.0], ids=["even", "uneven"])
-def test_the_result_is_that_of_a_product_an_expert(
+def test_mixed_experts_equal_one_product_per_expert(
     experts: int, top_k: int, inner: int, count: int, popular: float
 ) -> None:
     up_and_gate, down = layer(experts, 128, inner)

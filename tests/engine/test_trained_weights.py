@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from server_control import idle, load
+from server_control import load
 
 from agent_rl.config import EngineConfig, RunConfig
 from agent_rl.engine.sglang import SGLangEngine
-from agent_rl.models.spec import read_model_spec
 from agent_rl.types import Sample, SamplingParams
 from agent_rl.weight_sync.receivers import WeightReceivers
 
@@ -21,15 +19,6 @@ from agent_rl.weight_sync.sync import WeightSync  # noqa: E402
 
 pytestmark = [pytest.mark.megatron, pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(600)]
 TOKENS = [int(token) for token in np.random.default_rng(5).integers(2, 250, 48)]
-
-
-@pytest.fixture
-async def engine(server: str, model: Path, engine_config: EngineConfig) -> AsyncIterator[SGLangEngine]:
-    async with SGLangEngine(server, read_model_spec(model), engine_config) as client:
-        await idle(client)
-        yield client
-        with WeightReceivers([server]) as receivers:
-            load(receivers, model, "default")
 
 
 async def sampled(engine: SGLangEngine, session: str, advantage: float) -> Sample:
@@ -65,14 +54,10 @@ def sent_bytes(model: Path, kind: str) -> int:
     return sum(weight.nbytes for weight in weights.values())
 
 
-@pytest.mark.usefixtures("megatron_shim")
+@pytest.mark.usefixtures("megatron_shim", "restored")
 @pytest.mark.parametrize(
     "kind",
-    [
-        "weights",
-        "adapters",
-        pytest.param("adapters, merged for a server of others", marks=pytest.mark.exhaustive),
-    ],
+    ["weights", "adapters", pytest.param("adapters, merged for a server of others", marks=pytest.mark.exhaustive)],
 )
 async def test_the_engine_takes_what_the_trainer_learned(
     kind: str, engine: SGLangEngine, model: Path, engine_config: EngineConfig, tmp_path: Path

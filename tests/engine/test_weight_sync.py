@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
 import re
 import shutil
 import signal
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,8 +36,6 @@ from safetensors.torch import load_file  # noqa: E402
 
 from agent_rl.weight_sync import publisher  # noqa: E402
 from agent_rl.weight_sync.digests import (  # noqa: E402
-    DigestKind,
-    Digests,
     engine_difference,
     minority_engines,
     rank_difference,
@@ -48,9 +45,7 @@ from agent_rl.weight_sync.publisher import Bucket, WeightPublisher  # noqa: E402
 from agent_rl.weight_sync.requests import PublishReport  # noqa: E402
 from agent_rl.weight_sync.sync import WeightSync, difference_limit  # noqa: E402
 
-slow = [pytest.mark.sglang, pytest.mark.slow]
 TOKENS = [int(token) for token in np.random.default_rng(11).integers(2, 250, 60)]
-BUCKET_MB = 0.3  # four buckets
 Weights = list[tuple[str, Any]]
 
 
@@ -84,12 +79,11 @@ class FileTrainer:
 
     async def publish(self, engine_urls: Sequence[str], weight_version: str) -> PublishReport:
         link = self._links.pop(0) if self._links else WeightPublisher
-        sender = link(
-            engine_urls,
-            torch.device("cpu"),
+        config, kv_heads = (
+            self._config.model_copy(update={"weight_bucket_mb": 0.3}),
             read_model_spec(self.directory).kv_heads,
-            self._config.model_copy(update={"weight_bucket_mb": BUCKET_MB}),
         )
+        sender = link(engine_urls, torch.device("cpu"), kv_heads, config)
         try:
             weights = exported(self.directory)
             return await asyncio.to_thread(sender.publish, weights, weight_version)
@@ -104,11 +98,10 @@ class OneBitOff(WeightPublisher):
     """Changes the last bit of one weight in the second bucket, after it was hashed."""
 
     def _send(self, bucket: Bucket, version: str) -> Any:
-        if getattr(self, "bucket", 0) == 1:
-            data = bucket.data.clone()
-            data[0] ^= 1
-            bucket = replace(bucket, data=data)
-        self.bucket = getattr(self, "bucket", 0) + 1
+        self.count = getattr(self, "count", 0) + 1
+        if self.count == 2:
+            bucket = replace(bucket, data=bucket.data.clone())
+            bucket.data[0] ^= 1
         return super()._send(bucket, version)
 
 
@@ -116,10 +109,8 @@ class Loses(WeightPublisher):
     """Sends one bucket less and calls the one before the last."""
 
     def _update(self, parts: Any, *rest: Any) -> int:
-        kept = iter([*parts][:-1])
-        whole = list(kept)
-        whole[-1] = replace(whole[-1], last=True)
-        return super()._update(iter(whole), *rest)
+        *kept, last, _ = parts
+        return super()._update(iter([*kept, replace(last, last=True)]), *rest)
 
 
 class DiesMidway(WeightPublisher):
@@ -127,10 +118,8 @@ class DiesMidway(WeightPublisher):
 
     def _send(self, bucket: Bucket, version: str) -> Any:
         if getattr(self, "sent", False):
-            names = list(bucket.names)
-            self._receivers.receive(
-                names, [bucket.dtype] * len(names), bucket.shapes, weight_version="x", group=self._name
-            )
+            dtypes = [bucket.dtype] * len(bucket.names)
+            self._receivers.receive(bucket.names, dtypes, bucket.shapes, weight_version="x", group=self._name)
             raise WeightSyncError("the sender died")
         self.sent = True
         return super()._send(bucket, version)
@@ -145,9 +134,8 @@ class Setting:
 
     def sync(self, engine: SGLangEngine, *links: type[WeightPublisher]) -> WeightSync:
         self.trainer = FileTrainer(self.config.engine, self.other_model, self.new, *links)
-        return WeightSync(
-            self.config.engine, self.config.model, engine, self.trainer, self.directory, self.notes.append
-        )
+        config = self.config
+        return WeightSync(config.engine, config.model, engine, self.trainer, self.directory, self.notes.append)
 
     async def holds(self, engine: SGLangEngine, weights: Any, version: str) -> None:
         """All engines in use compute and say so."""
@@ -182,171 +170,12 @@ def short_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publisher, "_LEAVE_SECONDS", 1.0)
 
 
-@pytest.fixture
-async def setting(
-    server: str, model: Path, other_model: Path, engine_config: EngineConfig, tmp_path: Path
-) -> AsyncIterator[Setting]:
-    async with setting_of(server, model, other_model, engine_config, tmp_path / "weights") as setting:
-        yield setting
-
-
-@pytest.fixture
-async def engine(setting: Setting, server: str, model: Path, engine_config: EngineConfig) -> AsyncIterator[Any]:
-    async with SGLangEngine(server, read_model_spec(model), engine_config) as client:
-        yield client
-
-
 @pytest.mark.parametrize(
     ("dtype", "kv_dtype", "limit"),
     [("float32", "auto", 0.02), ("bfloat16", "auto", 0.3), ("bfloat16", "fp8_e4m3", 1.0)],
 )
-def test_engine_and_trainer_may_differ_by_what_rounding_does(dtype: str, kv_dtype: str, limit: float) -> None:
+def test_the_difference_limit_allows_for_rounding(dtype: str, kv_dtype: str, limit: float) -> None:
     assert difference_limit(dtype, kv_dtype) == limit
-
-
-class TestOneEngine:
-    pytestmark = slow
-
-    async def test_a_faultless_update_is_compared_byte_for_byte(self, setting: Setting, engine: SGLangEngine) -> None:
-        metrics = await setting.sync(engine).publish(3)
-        await setting.holds(engine, setting.new, "3")
-        assert metrics["weight_sync/verified"] == metrics["weight_sync/engines"] == 1
-        assert metrics["weight_sync/retries"] == metrics["weight_sync/disk_loads"] == 0
-        assert metrics["weight_sync/bytes"] == sum(tensor.nbytes for _, tensor in exported(setting.other_model))
-        assert not setting.notes
-        assert not setting.directory.exists()
-
-    @pytest.mark.parametrize(
-        ("fault", "reason"),
-        [
-            (OneBitOff, r"updated to version 3, does not hold the bytes that were sent: model\."),
-            (Loses, r"does not hold the bytes that were sent: model\.norm\.weight|and \d+ more"),
-            (DiesMidway, "the sender died"),
-        ],
-    )
-    async def test_a_fault_that_passes_is_mended_by_sending_again(
-        self, setting: Setting, engine: SGLangEngine, fault: type[WeightPublisher], reason: str
-    ) -> None:
-        metrics = await setting.sync(engine, fault).publish(3)
-        await setting.holds(engine, setting.new, "3")
-        assert (metrics["weight_sync/retries"], metrics["weight_sync/disk_loads"]) == (1, 0)
-        assert len(setting.notes) == 1
-        assert re.search(reason, setting.notes[0])
-
-    async def test_a_bit_that_log_probs_cannot_see(self, setting: Setting, engine: SGLangEngine) -> None:
-        """What the check of checksums is for: by the log-probs alone the corrupted update would have passed."""
-        setting.sync(engine, OneBitOff)
-        report = await setting.trainer.publish(engine.urls, "3")
-        assert engine.urls[0] in report.failures
-        with WeightReceivers(engine.urls) as receivers:
-            receivers.resume()  # the update left it paused
-        assert np.abs(np.subtract(await engine.score(PROBE), setting.new)).max() < 1e-3
-
-    async def test_a_fault_that_stays_is_mended_from_disk(self, setting: Setting, engine: SGLangEngine) -> None:
-        sync = setting.sync(engine, OneBitOff, DiesMidway)
-        metrics = await sync.publish(3)
-        await setting.holds(engine, setting.new, "3")
-        assert (metrics["weight_sync/retries"], metrics["weight_sync/disk_loads"]) == (2, 1)
-        assert [path.name for path in setting.directory.iterdir()] == ["step-000003"]
-        await sync.publish(4)  # and goes on by process group
-        await setting.holds(engine, setting.new, "4")
-
-    async def test_an_engine_that_takes_nothing_is_left_on_its_last_good_weights(
-        self, setting: Setting, engine: SGLangEngine
-    ) -> None:
-        sync = setting.sync(engine, OneBitOff, OneBitOff)
-        setting.trainer.directory = setting.config.model  # what is exported is not what the log-probs are of
-        with pytest.raises(WeightSyncError, match="the last good version, 'start', again, and there is no other"):
-            await sync.publish(3)
-        await setting.holds(engine, setting.old, "start")
-
-    async def test_a_mislabelled_bucket_is_found(
-        self, setting: Setting, server: str, model: Path, engine_config: EngineConfig
-    ) -> None:
-        """Two tensors of the same shape under each other's names, and one under a name that the engine drops."""
-        for change in (swap, rename):
-            with WeightReceivers([server]) as receivers:
-                load(receivers, model, "default")
-            async with (
-                proxy(server, Announces(change)) as url,
-                SGLangEngine(url, read_model_spec(model), engine_config) as e,
-            ):
-                metrics = await setting.sync(e).publish(3)
-                assert metrics["weight_sync/retries"] == 1
-                assert "does not hold the bytes that were sent" in setting.notes[-1]
-                await setting.holds(e, setting.new, "3")
-
-    @pytest.mark.parametrize("mode", [None, "retract", "in_place"])
-    async def test_pause_modes(
-        self, setting: Setting, engine: SGLangEngine, engine_config: EngineConfig, mode: str | None, model: Path
-    ) -> None:
-        """A request that runs while the weights change: what becomes of it, and of the rows of what it had sampled.
-
-        None is the default mode, in which those rows are the ones sampled with.
-        """
-        if mode:
-            changed = setting.config.engine.model_copy(update={"pause_mode": mode})
-            setting.config = setting.config.model_copy(update={"engine": changed})
-        got, metrics, before = await over_an_update(setting, engine, 600)
-        await setting.holds(engine, setting.new, "3")
-        assert metrics["weight_sync/stale_caches"] == (mode == "in_place")
-        assert (got.finish is FinishReason.ABORT) == (mode is None)
-        assert (len(got.tokens) == 600) == bool(mode)
-        assert [span.version for span in got.versions] == (["default", "3"] if mode else ["default"])
-
-        with WeightReceivers(engine.urls) as receivers:
-            load(receivers, model, "default")
-        greedy = SamplingParams(temperature=0.0, max_new_tokens=1)
-        prompt = [*TOKENS, *got.tokens[:before]]
-        async with SGLangEngine(engine.urls, engine.model_spec, engine_config) as other:  # which waits for no version 3
-            reference = await other.generate(prompt, greedy, routes_from=0, session="s")
-        assert got.routing is not None
-        assert reference.routing is not None
-        rows = len(TOKENS) + before - 1
-        sets, expected = (np.sort(routing.experts[:rows]) for routing in (got.routing, reference.routing))
-        differing = (sets != expected).any(axis=2)
-        sampled = [(span.stop, span.weight_version) for span in got.routing.spans if span.kind is SpanKind.SAMPLED]
-        assert got.retractions == (mode == "retract")
-        if mode == "retract":
-            assert differing.mean() > 0.05
-            assert not sampled, "rows that were computed again are not called sampled"
-        else:
-            assert differing.sum() == 0
-            assert sampled[0] == (rows, "default")
-
-
-async def over_an_update(
-    setting: Setting, engine: SGLangEngine, tokens: int
-) -> tuple[Completion, dict[str, float], int]:
-    """A greedy request of ``tokens`` tokens over an update to version 3: its answer, the update's metrics, and how many
-    tokens the weights before sampled."""
-    asking = {"temperature": 0.0, "return_logprob": True, "return_routed_experts": True}
-    async with streamed(engine.urls[0], tokens, **asking) as answers:
-        async for answer in answers:
-            if answer["meta_info"]["completion_tokens"] >= 100:
-                break
-        metrics = await setting.sync(engine).publish(3)
-        *_, last = [answer async for answer in answers]
-    asked = RequestContext("r", "s", engine.urls[0], len(TOKENS), 0, engine.model_spec.layout)
-    before = int(last["meta_info"]["weight_versions"][0]["end"])
-    assert 100 <= before < tokens
-    return read_completion(orjson.dumps(last), asked, 0.0), metrics, before
-
-
-@asynccontextmanager
-async def streamed(url: str, tokens: int, **options: Any) -> AsyncIterator[AsyncIterator[dict[str, Any]]]:
-    """The answers of one streaming request, as they come. ``options``: of the request, or of its sampling."""
-    sampling = {"max_new_tokens": tokens, "ignore_eos": True, "temperature": options.pop("temperature", 1.0)}
-    body = {"input_ids": TOKENS, "sampling_params": sampling, "stream": True, **options}
-    async with (
-        httpx.AsyncClient(timeout=60, trust_env=False) as client,
-        client.stream("POST", f"{url}/generate", json=body) as response,
-    ):
-        yield (
-            orjson.loads(line.removeprefix("data: "))
-            async for line in response.aiter_lines()
-            if line.startswith("data: {")
-        )
 
 
 class Announces(Fault):
@@ -374,6 +203,131 @@ def rename(names: list[str]) -> list[str]:
     return [name.replace("embed_tokens", "embedtokens") for name in names]
 
 
+@pytest.mark.sglang
+@pytest.mark.slow
+class TestOneEngine:
+    async def test_a_faultless_update_is_compared_byte_for_byte(self, setting: Setting, engine: SGLangEngine) -> None:
+        metrics = await setting.sync(engine).publish(3)
+        await setting.holds(engine, setting.new, "3")
+        assert metrics["weight_sync/verified"] == metrics["weight_sync/engines"] == 1
+        assert metrics["weight_sync/retries"] == metrics["weight_sync/disk_loads"] == 0
+        assert metrics["weight_sync/bytes"] == sum(tensor.nbytes for _, tensor in exported(setting.other_model))
+        assert not setting.notes
+        assert not setting.directory.exists()
+
+    @pytest.mark.parametrize(
+        ("fault", "reason"),
+        [
+            (OneBitOff, r"updated to version 3, does not hold the bytes that were sent: model\."),
+            (Loses, r"does not hold the bytes that were sent: model\.norm\.weight|and \d+ more"),
+            (DiesMidway, "the sender died"),
+        ],
+    )
+    async def test_a_transient_fault_is_repaired_by_sending_again(
+        self, setting: Setting, engine: SGLangEngine, fault: type[WeightPublisher], reason: str
+    ) -> None:
+        metrics = await setting.sync(engine, fault).publish(3)
+        await setting.holds(engine, setting.new, "3")
+        assert (metrics["weight_sync/retries"], metrics["weight_sync/disk_loads"]) == (1, 0)
+        assert len(setting.notes) == 1
+        assert re.search(reason, setting.notes[0])
+
+    async def test_a_lasting_fault_is_repaired_from_disk(self, setting: Setting, engine: SGLangEngine) -> None:
+        sync = setting.sync(engine, OneBitOff, DiesMidway)
+        metrics = await sync.publish(3)
+        await setting.holds(engine, setting.new, "3")
+        assert (metrics["weight_sync/retries"], metrics["weight_sync/disk_loads"]) == (2, 1)
+        assert [path.name for path in setting.directory.iterdir()] == ["step-000003"]
+        await sync.publish(4)  # and goes on by process group
+        await setting.holds(engine, setting.new, "4")
+
+    async def test_an_engine_that_accepts_nothing_keeps_its_last_good_weights(
+        self, setting: Setting, engine: SGLangEngine
+    ) -> None:
+        sync = setting.sync(engine, OneBitOff, OneBitOff)
+        setting.trainer.directory = setting.config.model  # what is exported is not what the log-probs are of
+        with pytest.raises(WeightSyncError, match="the last good version, 'start', again, and there is no other"):
+            await sync.publish(3)
+        await setting.holds(engine, setting.old, "start")
+
+    @pytest.mark.parametrize("change", [swap, rename])
+    async def test_a_mislabelled_bucket_is_found(
+        self, setting: Setting, server: str, connect: Any, change: Callable[[list[str]], list[str]]
+    ) -> None:
+        """Two tensors of the same shape under each other's names, and one under a name that the engine drops."""
+        async with proxy(server, Announces(change)) as url, connect(url) as engine:
+            metrics = await setting.sync(engine).publish(3)
+            assert metrics["weight_sync/retries"] == 1
+            assert "does not hold the bytes that were sent" in setting.notes[-1]
+            await setting.holds(engine, setting.new, "3")
+
+    @pytest.mark.parametrize("mode", [None, "retract", "in_place"])
+    async def test_pause_modes_decide_what_becomes_of_a_running_request(
+        self, setting: Setting, engine: SGLangEngine, connect: Any, mode: str | None, model: Path
+    ) -> None:
+        """In the default mode (None) the rows of its tokens are those that it was sampled with."""
+        if mode:
+            changed = setting.config.engine.model_copy(update={"pause_mode": mode})
+            setting.config = setting.config.model_copy(update={"engine": changed})
+        got, metrics, before = await over_an_update(setting, engine, 600)
+        await setting.holds(engine, setting.new, "3")
+        assert metrics["weight_sync/stale_caches"] == (mode == "in_place")
+        assert (got.finish is FinishReason.ABORT) == (mode is None)
+        assert (len(got.tokens) == 600) == bool(mode)
+        assert [span.version for span in got.versions] == (["default", "3"] if mode else ["default"])
+
+        with WeightReceivers(engine.urls) as receivers:
+            load(receivers, model, "default")
+        greedy = SamplingParams(temperature=0.0, max_new_tokens=1)
+        prompt = [*TOKENS, *got.tokens[:before]]
+        async with connect(*engine.urls) as other:  # it accepts any version
+            reference = await other.generate(prompt, greedy, routes_from=0, session="s")
+        assert got.routing is not None
+        assert reference.routing is not None
+        rows = len(TOKENS) + before - 1
+        sets, expected = (np.sort(routing.experts[:rows]) for routing in (got.routing, reference.routing))
+        differing = (sets != expected).any(axis=2)
+        sampled = [(span.stop, span.weight_version) for span in got.routing.spans if span.kind is SpanKind.SAMPLED]
+        assert got.retractions == (mode == "retract")
+        if mode == "retract":
+            assert differing.mean() > 0.05
+            assert not sampled, "rows that were computed again are not called sampled"
+        else:
+            assert differing.sum() == 0
+            assert sampled[0] == (rows, "default")
+
+
+async def over_an_update(
+    setting: Setting, engine: SGLangEngine, tokens: int
+) -> tuple[Completion, dict[str, float], int]:
+    """A greedy request of ``tokens`` tokens over an update to version 3: its answer, the update's metrics, and how many
+    tokens the weights before sampled."""
+    options = {"temperature": 0.0, "return_logprob": True, "return_routed_experts": True}
+    async with streamed(engine.urls[0], tokens, **options) as answers:
+        async for answer in answers:
+            if answer["meta_info"]["completion_tokens"] >= 100:
+                break
+        metrics = await setting.sync(engine).publish(3)
+        *_, last = [answer async for answer in answers]
+    context = RequestContext("r", "s", engine.urls[0], len(TOKENS), 0, engine.model_spec.layout)
+    before = int(last["meta_info"]["weight_versions"][0]["end"])
+    assert 100 <= before < tokens
+    return read_completion(orjson.dumps(last), context, 0.0), metrics, before
+
+
+@asynccontextmanager
+async def streamed(url: str, tokens: int, **options: Any) -> AsyncIterator[AsyncIterator[dict[str, Any]]]:
+    """The answers of one streaming request, as they come. ``options``: of the request, or of its sampling."""
+    sampling = {"max_new_tokens": tokens, "ignore_eos": True, "temperature": options.pop("temperature", 1.0)}
+    body = {"input_ids": TOKENS, "sampling_params": sampling, "stream": True, **options}
+    async with (
+        httpx.AsyncClient(timeout=60, trust_env=False) as client,
+        client.stream("POST", f"{url}/generate", json=body) as response,
+    ):
+        lines = (line async for line in response.aiter_lines() if line.startswith("data: {"))
+        yield (orjson.loads(line.removeprefix("data: ")) async for line in lines)
+
+
 class Refuses(Fault):
     """Refuses some endpoints; ``kill`` is killed when the first of them is called."""
 
@@ -389,78 +343,45 @@ class Refuses(Fault):
         return None
 
 
-class TestTwoEngines:
-    pytestmark = slow
-
-    async def test_one_of_two_fails(
-        self, setting: Setting, server: str, second_server: EngineServer, model: Path, engine_config: EngineConfig
-    ) -> None:
-        distributed, disk = "update_weights_from_distributed", "update_weights_from_disk"
-        assert second_server.pid is not None
-        cases = [
-            (Fault(), 2, 0, None),  # no fault: both at once
-            (Refuses(distributed), 2, 1, None),  # mended from disk
-            (Refuses(distributed, disk), 1, 0, "what it holds is unknown"),
-            (Refuses(distributed, kill=second_server.pid), 1, 0, "dead"),
-        ]
-        for step, (fault, left, disk_loads, out) in enumerate(cases, start=3):
-            async with AsyncExitStack() as stack:
-                second = await stack.enter_async_context(proxy(second_server.url, fault))
-                urls = [server, second]
-                engine = await stack.enter_async_context(SGLangEngine(urls, read_model_spec(model), engine_config))
-                metrics = await setting.sync(engine).publish(step)
-                assert engine.urls == tuple(urls[:left])
-                assert (metrics["weight_sync/engines"], metrics["weight_sync/disk_loads"]) == (left, disk_loads)
-                await setting.holds(engine, setting.new, str(step))
-                if out == "dead":
-                    assert engine.fleet[second].phase is Phase.DEAD, "it may come back"
-                elif out is not None:
-                    assert setting.notes[-1].startswith(f"{second} is out of use, {out}: ")
-                    assert engine.fleet[second].phase is Phase.RETIRED
-                if out is not None:
-                    assert await engine.generate(
-                        TOKENS, SamplingParams(max_new_tokens=1), routes_from=None, session="s"
-                    )
-            with WeightReceivers([server]) as receivers:
-                load(receivers, model, "default")
+DISTRIBUTED, DISK = "update_weights_from_distributed", "update_weights_from_disk"
 
 
-def test_the_checksum_of_a_fused_parameter_does_not_depend_on_the_buckets(model: Path) -> None:
-    weights = exported(model)
+@pytest.mark.sglang
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("refused", "killed", "left", "disk_loads", "reason"),
+    [
+        ((), False, 2, 0, None),
+        ((DISTRIBUTED,), False, 2, 1, None),
+        ((DISTRIBUTED, DISK), False, 1, 0, "what it holds is unknown"),
+        ((DISTRIBUTED,), True, 1, 0, None),
+    ],
+    ids=["no fault", "loads from disk", "takes nothing", "dies"],
+)
+async def test_one_of_two_engines_fails(
+    setting: Setting, server: str, second_server: EngineServer, connect: Any,
+    refused: tuple[str, ...], killed: bool, left: int, disk_loads: int, reason: str | None,
+) -> None:  # fmt: skip
+    fault = Refuses(*refused, kill=second_server.pid if killed else None)
+    async with proxy(second_server.url, fault) as second, connect(server, second) as engine:
+        metrics = await setting.sync(engine).publish(3)
+        assert engine.urls == (server, second)[:left]
+        assert (metrics["weight_sync/engines"], metrics["weight_sync/disk_loads"]) == (left, disk_loads)
+        await setting.holds(engine, setting.new, "3")
+        assert (engine.fleet[second].phase is Phase.DEAD) == killed, "it may come back"
+        assert (engine.fleet[second].phase is Phase.RETIRED) == (reason is not None)
+        if reason:
+            assert setting.notes[-1].startswith(f"{second} is out of use, {reason}: ")
+        assert await engine.generate(TOKENS, SamplingParams(max_new_tokens=1), routes_from=None, session="s")
 
-    def found(split: int) -> Mapping[str, str]:
-        digests = Digests(2, [DigestKind(1)])
-        for part in (weights[:split], weights[split:]):
-            data = torch.cat([tensor.flatten().view(torch.uint8) for _, tensor in part])
-            digests.add([name for name, _ in part], [tuple(tensor.shape) for _, tensor in part], 4, data.numpy())
-        return digests.expected()[DigestKind(1)][0]
 
-    assert found(3) == found(17)
-    assert len(found(3)) < len(weights)
-
-
-def test_a_narrow_expert_is_padded_as_the_engine_pads_it() -> None:
-    """SGLang on a CPU fills an MLP's inner dimension up to a multiple of 32, on one rank too."""
-    gate, down = np.ones((16, 2), np.float32), np.full((2, 16), 2, np.float32)
-    digests = Digests(2, [DigestKind(1)])
-    names = [f"model.layers.0.mlp.experts.0.{part}_proj.weight" for part in ("gate", "up", "down")]
-    data = np.concatenate([part.reshape(-1).view(np.uint8) for part in (gate, gate, down)])
-    digests.add(names, [gate.shape, gate.shape, down.shape], 4, data)
-    found = digests.expected()[DigestKind(1)][0]
-    rows, columns = np.pad(gate, ((0, 16), (0, 0))), np.pad(down, ((0, 0), (0, 16)))
-    for name, held in (("w13_weight", np.concatenate([rows, rows])), ("w2_weight", columns)):
-        assert found[f"model.layers.0.mlp.experts.{name}"] == hashlib.sha256(held.tobytes()).digest()[:8].hex()
-
-
-def test_what_is_said_of_other_checksums() -> None:
+def test_a_difference_of_checksums_names_the_parameter() -> None:
     expected = {"a": "1", "b": "2", "lm_head.weight": "3"}
     assert rank_difference(expected, {"a": "1", "b": "2"}) is None
     assert rank_difference(expected, {"a": "1", "b": "9"}) == "does not hold the bytes that were sent: b"
     assert rank_difference(expected, {"a": "1"}) == "has no parameter: b"
-    assert (
-        rank_difference(expected, expected | {"c": "4", "a": "5"})
-        == "does not hold the bytes that were sent: a and 1 more"
-    )
+    several = rank_difference(expected, expected | {"c": "4", "a": "5"})
+    assert several == "does not hold the bytes that were sent: a and 1 more"
 
 
 def test_a_rank_that_an_update_did_not_reach_is_named() -> None:
@@ -473,7 +394,7 @@ def test_a_rank_that_an_update_did_not_reach_is_named() -> None:
     assert unchanged_ranks((old, old), (new, old)) == "changed on only 1 of its 2 ranks (not on rank 1)"
 
 
-def test_engines_are_outvoted() -> None:
+def test_the_minority_of_engines_differs() -> None:
     assert minority_engines({"x": "1"}) == []
     assert minority_engines({"x": "1", "y": "1", "z": "2"}) == ["z"]
     assert minority_engines({"x": "1", "y": "2"}) == ["x", "y"]

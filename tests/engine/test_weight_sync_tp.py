@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.local_server import serving
-from test_weight_sync import FileTrainer, OneBitOff, Setting, setting_of, torch
+from test_weight_sync import FileTrainer, OneBitOff, Setting, torch
 
 from agent_rl.config import EngineConfig
 from agent_rl.engine.launch import EngineServer
@@ -21,8 +21,6 @@ from agent_rl.weight_sync.digests import DigestKind, RankDigests
 from agent_rl.weight_sync.publisher import Bucket, WeightPublisher
 from agent_rl.weight_sync.receivers import WeightReceivers
 from agent_rl.weight_sync.requests import PublishReport
-
-real = [pytest.mark.sglang, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -37,11 +35,8 @@ def two_ranks(engine_config: EngineConfig, model: Path, tmp_path_factory: pytest
 
 
 @pytest.fixture
-async def setting(
-    two_ranks: str, model: Path, other_model: Path, engine_config: EngineConfig, tmp_path: Path
-) -> AsyncIterator[Setting]:
-    async with setting_of(two_ranks, model, other_model, engine_config, tmp_path / "weights") as setting:
-        yield setting
+def server_url(two_ranks: str) -> str:
+    return two_ranks
 
 
 class OneSignOff(WeightPublisher):
@@ -52,29 +47,25 @@ class OneSignOff(WeightPublisher):
         return super()._send(bucket, version)
 
 
+@pytest.mark.sglang
+@pytest.mark.slow
 class TestTwoRanks:
-    pytestmark = real
-
     async def test_every_rank_holds_what_was_sent(
-        self, setting: Setting, two_ranks: str, model: Path, engine_config: EngineConfig
+        self, setting: Setting, engine: SGLangEngine, model: Path, engine_config: EngineConfig
     ) -> None:
-        async with SGLangEngine(two_ranks, read_model_spec(model), engine_config) as engine:
-            metrics = await setting.sync(engine).publish(3)
-            await setting.holds(engine, setting.new, "3")
-            assert metrics["weight_sync/verified"] == 1
-            assert metrics["weight_sync/retries"] == metrics["weight_sync/disk_loads"] == 0
-            report = await FileTrainer(engine_config, model, []).publish([two_ranks], "4")
-            with WeightReceivers([two_ranks]) as receivers:
-                (held,) = receivers.checksums()
-            assert held.ranks == report.digests[DigestKind.of(held.ranks)]
-            assert held.ranks[0] != held.ranks[1]
+        metrics = await setting.sync(engine).publish(3)
+        await setting.holds(engine, setting.new, "3")
+        assert metrics["weight_sync/verified"] == 1
+        assert metrics["weight_sync/retries"] == metrics["weight_sync/disk_loads"] == 0
+        report = await FileTrainer(engine_config, model, []).publish(engine.urls, "4")
+        with WeightReceivers(engine.urls) as receivers:
+            (held,) = receivers.checksums()
+        assert held.ranks == report.digests[DigestKind.of(held.ranks)]
+        assert held.ranks[0] != held.ranks[1]
 
-    async def test_a_bit_of_one_ranks_part_is_seen(
-        self, setting: Setting, two_ranks: str, model: Path, engine_config: EngineConfig
-    ) -> None:
-        async with SGLangEngine(two_ranks, read_model_spec(model), engine_config) as engine:
-            metrics = await setting.sync(engine, OneBitOff).publish(5)
-            await setting.holds(engine, setting.new, "5")
+    async def test_a_wrong_bit_of_one_ranks_part_is_found(self, setting: Setting, engine: SGLangEngine) -> None:
+        metrics = await setting.sync(engine, OneBitOff).publish(5)
+        await setting.holds(engine, setting.new, "5")
         assert metrics["weight_sync/retries"] == 1
         assert "does not hold the bytes that were sent" in setting.notes[0]
         assert "(its rank " in setting.notes[0]
@@ -82,14 +73,14 @@ class TestTwoRanks:
     async def test_every_rank_merges_its_part_of_adapters(
         self, two_ranks: str, model: Path, engine_config: EngineConfig
     ) -> None:
-        """From the weights that the server was started with, whatever was sent since. A sign that is off is seen, and
-        so is a change of a weight that there is none of."""
+        """From the weights that the server was started with, whatever was sent since. A wrong sign is found, and so
+        is a change of a weight that does not exist."""
         base, config = BaseWeights(model), engine_config.model_copy(update={"weight_bucket_mb": 0.3})
 
-        def publish(link: type[WeightPublisher], **more: Any) -> tuple[PublishReport, RankDigests]:
+        def publish(link: type[WeightPublisher]) -> tuple[PublishReport, RankDigests]:
             publisher = link([two_ranks], torch.device("cpu"), read_model_spec(model).kv_heads, config)
             try:
-                report = publisher.publish((changes | more).items(), "6", base)
+                report = publisher.publish(changes.items(), "6", base)
             finally:
                 publisher.close()
             with WeightReceivers([two_ranks]) as receivers:
@@ -111,13 +102,12 @@ class TestTwoRanks:
         assert "does not hold the bytes that were sent" in off.failures[two_ranks]
         report, held_again = await asyncio.to_thread(publish, WeightPublisher)
         assert (report.failures, held_again) == ({}, held)
-        unknown, _ = await asyncio.to_thread(
-            lambda: publish(WeightPublisher, **{"model.x.weight.lora": torch.ones(8, 2)})
-        )
+        changes["model.x.weight.lora"] = torch.ones(8, 2)
+        unknown, _ = await asyncio.to_thread(publish, WeightPublisher)
         assert "model.x.weight" in unknown.failures[two_ranks]
 
 
-async def test_ranks_that_would_be_left_out_are_refused() -> None:
+async def test_pipeline_ranks_are_refused() -> None:
     async def handler(path: str, request: dict[str, object]) -> tuple[int, bytes]:
         return 200, b'{"tp_size": 2, "pp_size": 2, "dp_size": 1}'
 

@@ -1,39 +1,23 @@
-"""New weights reach the running server from another process, and every refusal is heard."""
+"""Requests of a weight update to the running server, and their refusals."""
 
 from __future__ import annotations
 
 import asyncio
-import importlib.util
-import subprocess
-import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from server_control import idle, load
+from server_control import load
 from support.local_server import serving
 
-from agent_rl.config import EngineConfig
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.errors import WeightSyncError
-from agent_rl.models.spec import read_model_spec
 from agent_rl.types import SamplingParams
 from agent_rl.weight_sync.receivers import WeightReceivers
 
-pytestmark = [pytest.mark.sglang, pytest.mark.slow]
-SENDER = Path(__file__).with_name("weight_sender.py")
+pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.usefixtures("restored")]
 TOKENS = [int(token) for token in np.random.default_rng(11).integers(2, 250, 60)]
-
-
-@pytest.fixture
-async def engine(server: str, model: Path, engine_config: EngineConfig) -> AsyncIterator[SGLangEngine]:
-    async with SGLangEngine(server, read_model_spec(model), engine_config) as client:
-        await idle(client)
-        yield client
-        with WeightReceivers([server]) as receivers:
-            load(receivers, model, "default")
 
 
 async def version(engine: SGLangEngine) -> str:
@@ -57,34 +41,7 @@ async def test_weights_from_disk(engine: SGLangEngine, model: Path, other_model:
     np.testing.assert_allclose(await engine.score(TOKENS), before, atol=1e-6)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="no torch in the trainer environment")
-async def test_weights_by_process_group(engine: SGLangEngine, model: Path, other_model: Path) -> None:
-    before = await engine.score(TOKENS)
-    with WeightReceivers(engine.urls) as receivers:
-        load(receivers, other_model, "disk")
-    expected = await engine.score(TOKENS)
-    assert np.abs(np.subtract(expected, before)).max() > 0.1
-
-    await sent(engine.urls[0], str(model), "8", str(other_model), "9")
-    np.testing.assert_allclose(await engine.score(TOKENS), expected, atol=1e-6)
-    assert await version(engine) == "9"
-
-    await sent(engine.urls[0], str(model), "10")
-    np.testing.assert_allclose(await engine.score(TOKENS), before, atol=1e-6)
-    assert await version(engine) == "10"
-
-
-async def sent(*arguments: str) -> None:
-    sender = await asyncio.create_subprocess_exec(sys.executable, str(SENDER), *arguments, stderr=subprocess.PIPE)
-    try:
-        _, output = await asyncio.wait_for(sender.communicate(), 120)
-    finally:
-        if sender.returncode is None:
-            sender.kill()
-    assert sender.returncode == 0, output.decode()
-
-
-async def test_refusals_are_heard_not_waited_for(engine: SGLangEngine) -> None:
+async def test_a_refused_request_fails_at_once(engine: SGLangEngine) -> None:
     with WeightReceivers(engine.urls, timeout=30) as receivers:
         with pytest.raises(WeightSyncError, match="must run between begin_weight_update"):
             receivers.receive(["x"], ["float32"], [(1,)], weight_version="1").wait()
@@ -94,7 +51,7 @@ async def test_refusals_are_heard_not_waited_for(engine: SGLangEngine) -> None:
             receivers.leave()
 
 
-async def test_a_session_left_open_by_a_dead_sender_is_closed(engine: SGLangEngine) -> None:
+async def test_an_update_left_open_by_a_dead_sender_is_closed(engine: SGLangEngine) -> None:
     with WeightReceivers(engine.urls, timeout=30) as dead:
         dead.begin()
     with WeightReceivers(engine.urls, timeout=30) as receivers:
@@ -103,7 +60,7 @@ async def test_a_session_left_open_by_a_dead_sender_is_closed(engine: SGLangEngi
     assert len(await engine.score(TOKENS)) == len(TOKENS)
 
 
-def test_an_engine_that_is_gone_is_said() -> None:
+def test_an_engine_that_is_gone_is_reported() -> None:
     with (
         WeightReceivers(["http://127.0.0.1:9"], timeout=5) as receivers,
         pytest.raises(WeightSyncError, match=r"no answer \(NewConnectionError"),
@@ -111,8 +68,8 @@ def test_an_engine_that_is_gone_is_said() -> None:
         receivers.begin()
 
 
-async def test_a_load_from_disk_waits_until_the_last_batch_is_put_away(tmp_path: Path) -> None:
-    """A scheduler that was held up between answering a request and its next round, as SGLang 0.5 behaves then."""
+async def test_a_load_from_disk_waits_for_the_last_batch(tmp_path: Path) -> None:
+    """SGLang 0.5 answers a request and removes it from its books only in its next round."""
     away, refusal = False, b'{"success": false, "message": "the cache was not flushed because requests are running"}'
 
     async def answer(path: str, body: dict[str, Any]) -> tuple[int, bytes]:

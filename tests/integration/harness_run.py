@@ -4,7 +4,7 @@ A group's first episode makes the task's true fix and the others nothing, so tha
 
     python harness_run.py DIR [section.key=value ...]
 
-``DIR/asked`` has a line for each request that reached the engine. Where ``DIR/hold`` is, none is answered.
+``DIR/requests`` has a line for each request that reached the engine. While ``DIR/hold`` exists, none gets a response.
 """
 
 from __future__ import annotations
@@ -45,17 +45,12 @@ class Scripted:
     """The engine, as a run asks for it; it publishes by taking the step's number as its version."""
 
     def __init__(
-        self,
-        directory: Path,
-        model_spec: ModelSpec,
-        task_runtime: TaskRuntime,
-        renderer: ChatRenderer,
-        fmt: ToolCallFormat,
+        self, directory: Path, model_spec: ModelSpec, runtime: TaskRuntime, renderer: ChatRenderer, fmt: ToolCallFormat
     ) -> None:
         self.model_spec, self.fleet, self.gate, self.load = model_spec, Fleet(), GenerationGate(), EngineUtilization()
         self.fleet.add("starting")  # one that never comes up
         self.sleep = EngineSleep(self.fleet, self.gate, {}, EngineConfig(), AsyncHttp(1.0))
-        self._directory, self._task_runtime, self._renderer, self._format = directory, task_runtime, renderer, fmt
+        self._directory, self._task_runtime, self._renderer, self._format = directory, runtime, renderer, fmt
         self._answers = ScriptedEngine(self._turn, layout=model_spec.layout)
         self._sessions: dict[str, list[str]] = defaultdict(list)
 
@@ -63,12 +58,12 @@ class Scripted:
         self._answers.weight_version = str(step)
         return {}
 
-    async def generate(self, *asked: Any, session: str, **options: Any) -> Completion:
-        with (self._directory / "asked").open("a") as file:
+    async def generate(self, *arguments: Any, session: str, **options: Any) -> Completion:
+        with (self._directory / "requests").open("a") as file:
             file.write(f"{session}\n")
         if (self._directory / "hold").exists():
             await asyncio.Event().wait()
-        return await self._answers.generate(*asked, session=session, **options)
+        return await self._answers.generate(*arguments, session=session, **options)
 
     def _turn(self, session: str, turn: int, tokens: TokenIds) -> Sequence[int]:
         name = session.rpartition("-")[0]

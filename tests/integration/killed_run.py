@@ -4,42 +4,36 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import signal
-import subprocess
-import sys
 import tempfile
 import time
-import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import yaml
-from marked import processes
+from marked import HERE, ROOT, MarkedProcess
 
 from agent_rl.monitoring.metrics_log import read_metrics
 from agent_rl.train.checkpoint import directory as checkpoint
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
 # Figures of the clock, which no two runs share.
 CLOCK = re.compile(r"^time/|seconds|per_second|^async_rollout/|^loop/|^engine/")
 
 
-def write_config(directory: Path, model: Path, *, steps: int, checkpoint_every: int = 3) -> None:
-    """The config of a recorded run in ``directory``."""
+def write_config(directory: Path, model: Path, *, steps: int, checkpoint_every: int = 3, **sections: Any) -> None:
+    """The config of a recorded run in ``directory``; ``sections`` are added to those here."""
     directory.mkdir(parents=True, exist_ok=True)
-    config = {
-        "name": "rec", "model": str(model), "runs_dir": str(directory), "eval": {"tasks": 0},
-        "guard": {"action": "off"},
-        "rollout": {"group_size": 4, "tasks_per_step": 3, "concurrency": 8},
-        "train": {
-            "steps": steps, "checkpoint_every": checkpoint_every, "lr": 1e-2, "lr_warmup_steps": 4, "mini_steps": 2,
-            "device": "cpu", "microbatch_tokens": 128, "weight_decay": 0.1,
-        },
+    train = {
+        "steps": steps, "checkpoint_every": checkpoint_every, "lr": 1e-2, "lr_warmup_steps": 4, "mini_steps": 2,
+        "device": "cpu", "microbatch_tokens": 128, "weight_decay": 0.1,
     }  # fmt: skip
-    (directory / "config.yaml").write_text(yaml.safe_dump(config))
+    rollout = {"group_size": 4, "tasks_per_step": 3, "concurrency": 8}
+    config = {"eval": {"tasks": 0}, "guard": {"action": "off"}, "rollout": rollout, "train": train}
+    config |= {name: config.get(name, {}) | section for name, section in sections.items()}
+    whole = {"name": "rec", "model": str(model), "runs_dir": str(directory), **config}
+    (directory / "config.yaml").write_text(yaml.safe_dump(whole))
 
 
 def exact(row: Mapping[str, float]) -> dict[str, float]:
@@ -53,30 +47,15 @@ def settled(row: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in exact(row).items() if not name.startswith(by_age)}
 
 
-class Life:
-    """One start of the run in ``directory`` by ``script``; its processes are known by a mark in their environment."""
+class Life(MarkedProcess):
+    """One start of the run in ``directory`` by ``script``."""
 
     def __init__(self, directory: Path, *overrides: str, script: str = "recorded_run.py") -> None:
-        self.run, self.mark = directory / "rec", uuid.uuid4().hex
-        self.output = directory / f"output-{self.mark[:6]}.txt"
+        self.run = directory / "rec"
         (self.run / "begun").unlink(missing_ok=True)
         self.started = time.time()
-        path = os.pathsep.join([str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
-        with self.output.open("wb") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, str(HERE / script), str(directory), *overrides],
-                stdout=output, stderr=subprocess.STDOUT, cwd=ROOT,
-                env={**os.environ, "TEST_MARK": self.mark, "PYTHONPATH": path},
-                start_new_session=True,
-            )  # fmt: skip
-
-    @property
-    def text(self) -> str:
-        return self.output.read_text(errors="replace")
-
-    @property
-    def ended(self) -> bool:
-        return self.process.poll() is not None
+        command = [HERE / script, directory, *overrides]
+        super().__init__(directory, command, cwd=ROOT, path=[ROOT / "tests"])
 
     def until(self, condition: Callable[[], bool], timeout: float = 600.0) -> bool:
         """Wait for ``condition``; False where the run ended before. Raises TimeoutError."""
@@ -93,18 +72,18 @@ class Life:
         """Whether its steps have begun."""
         return (self.run / "begun").exists()
 
-    def finish(self) -> None:
-        """Wait until it has ended by itself."""
-        self.process.wait(3600)
+    def finish(self) -> int:
+        """Wait until it has ended by itself; its exit code."""
+        return self.process.wait(3600)
 
     def kill(self) -> None:
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
 
     def left(self) -> list[str]:
-        """What of it still lives, or lies about in the directory of temporary files."""
+        """Its processes that still live, and its temporary directories."""
         directories = Path(tempfile.gettempdir()).glob(f"agent-rl-ray-{self.process.pid}-*")
-        return [*processes(self.mark).values(), *map(str, directories)]
+        return [*self.alive(), *map(str, directories)]
 
 
 def step_reached(run: Path) -> int:

@@ -1,6 +1,6 @@
 """A training run whose episodes are recordings: controller, journal, checkpoints, Ray and Megatron are the real ones.
 
-SGLang on a CPU cannot be asked for the same samples again: a request's ``sampling_seed`` counts only with
+SGLang on a CPU cannot repeat its samples: a request's ``sampling_seed`` counts only with
 ``--enable-deterministic-inference``, which refuses the ``torch_native`` attention that a CPU needs. So whether a killed
 run goes on exactly is shown with episodes that are a function of their task: an episode takes a random time, and which
 of a group's recordings it gives is settled when it ends. Everything else that happens in a step is as always.
@@ -105,13 +105,10 @@ class RecordedRuntime:
         fleet, gate = Fleet(), GenerationGate()
         fleet.add("starting")  # one that never comes up
         sleep = EngineSleep(fleet, gate, {}, self.config.engine, AsyncHttp(1.0))
-        self.engine = SimpleNamespace(
-            model_spec=self.model_spec, fleet=fleet, gate=gate, load=EngineUtilization(), sleep=sleep
-        )
-        env = SimpleNamespace(prepare=_nothing)
-        self.task_runtime = SimpleNamespace(
-            env=env, tasks=lambda split: self.tasks, backend=SimpleNamespace(name="none")
-        )
+        load, spec = EngineUtilization(), self.model_spec
+        self.engine = SimpleNamespace(model_spec=spec, fleet=fleet, gate=gate, load=load, sleep=sleep)
+        env, backend = SimpleNamespace(prepare=_nothing), SimpleNamespace(name="none")
+        self.task_runtime = SimpleNamespace(env=env, tasks=lambda split: self.tasks, backend=backend)
 
     def metrics(self) -> dict[str, float]:
         return {}

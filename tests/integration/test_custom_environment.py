@@ -14,22 +14,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from integration_run import ROOT, Run
+from integration_run import REAL, ROOT, Run
 
 from agent_rl.monitoring.metrics_log import read_metrics
 from agent_rl.rollout.records import read_trajectories
 
-pytestmark = [
-    pytest.mark.sglang,
-    pytest.mark.megatron,
-    pytest.mark.bubblewrap,
-    pytest.mark.slow,
-    pytest.mark.timeout(400),
-]
+pytestmark = [*REAL, pytest.mark.timeout(400)]
 
 
 def begun(project: Path) -> Path:
-    """A project as a new user begins it in a new directory, checked; it has a ``tools`` of its own."""
+    """A new user's project in a new directory, checked; it has its own package ``tools``."""
     (project / "tools").mkdir(parents=True)
     (project / "tools" / "__init__.py").touch()
     for place, command in (
@@ -44,7 +38,7 @@ def begun(project: Path) -> Path:
     return project
 
 
-def test_classes_of_tools_are_trained_on(start: Callable[..., Run], tmp_path: Path) -> None:
+def test_a_run_trains_on_custom_environments(start: Callable[..., Run], tmp_path: Path) -> None:
     project = begun(tmp_path / "project")
     # Two turns are just too few for some episodes to finish in time, so that groups have something to compare.
     run = start(

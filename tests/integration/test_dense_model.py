@@ -71,7 +71,7 @@ def test_a_dense_model_is_rolled_out_and_trained(start: Callable[..., Run], tmp_
 
 
 @pytest.mark.parametrize("replay", ["r3", "r2"])
-def test_replay_of_a_dense_model_is_refused_in_a_line(tmp_path: Path, replay: Replay) -> None:
+def test_replay_of_a_dense_model_is_refused(tmp_path: Path, replay: Replay) -> None:
     model = tmp_path / "dense"
     model.mkdir()
     config = {key: value for key, value in TINY.items() if key not in EXPERTS} | {"model_type": "qwen3"}

@@ -3,8 +3,6 @@ anew, and trains each once."""
 
 from __future__ import annotations
 
-import os
-import signal
 import tempfile
 import time
 from collections import Counter
@@ -12,9 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
-from killed_run import Life
-from marked import processes
+from killed_run import Life, write_config
 from support.journal_rows import read_journal
 
 from agent_rl.config.builtin import install_model
@@ -28,26 +24,22 @@ PROGRAMS = Path(__file__).parents[1] / "endpoint" / "programs"
 GROUP = 2
 
 
-def write_config(directory: Path) -> None:
-    """Of one step, in which two episodes of one task are to make a group."""
+def write_harness_config(directory: Path) -> None:
+    """One step, in which two episodes of one task are a group."""
     install_model(directory / "model")
     harness = {"command": "python3 /opt/agent-rl/harness/talk.py obeys", "directory": str(PROGRAMS)}
-    config = {
-        "name": "rec", "model": str(directory / "model"), "runs_dir": str(directory), "eval": {"tasks": 0},
-        "guard": {"action": "off"}, "r3": {"audit": 0}, "sandbox": {"backend": "bubblewrap"},
-        "env": {"name": "mini", "options": {"train_tasks": 1, "cache_dir": str(directory / "tasks")}},
-        "rollout": {
-            "group_size": GROUP, "tasks_per_step": 1, "concurrency": GROUP, "max_tokens": 4000,
-            "max_new_tokens": 2000, "harness": harness,
-        },
-        "train": {"steps": 1, "device": "cpu", "microbatch_tokens": 8192, "lr": 1e-3},
-    }  # fmt: skip
-    (directory / "config.yaml").write_text(yaml.safe_dump(config))
+    lengths = {"max_tokens": 4000, "max_new_tokens": 2000}
+    write_config(
+        directory, directory / "model", steps=1, r3={"audit": 0}, sandbox={"backend": "bubblewrap"},
+        env={"name": "mini", "options": {"train_tasks": 1, "cache_dir": str(directory / "tasks")}},
+        rollout={"group_size": GROUP, "tasks_per_step": 1, "concurrency": GROUP, "harness": harness, **lengths},
+        train={"microbatch_tokens": 8192, "lr": 1e-3, "lr_warmup_steps": 0, "mini_steps": 1, "weight_decay": 0.0},
+    )  # fmt: skip
 
 
 def programs(life: Life) -> list[str]:
     """The agent programs of a start that run in its sandboxes."""
-    return [command for command in processes(life.mark).values() if "harness/talk.py" in command]
+    return [command for command in life.alive() if "harness/talk.py" in command]
 
 
 @pytest.fixture
@@ -58,29 +50,26 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield Path(directory)
 
 
-def test_an_episode_in_a_sandbox_begins_anew_and_is_trained_once(tmp_path: Path, temporary: Path) -> None:
-    write_config(tmp_path)
+def test_a_killed_episode_in_a_sandbox_begins_anew_and_is_trained_once(tmp_path: Path, temporary: Path) -> None:
+    write_harness_config(tmp_path)
     (tmp_path / "hold").touch()
     lives = [first := Life(tmp_path, script="harness_run.py")]
     try:
-        assert first.until(lambda: len(asked(tmp_path)) == GROUP), first.text
+        assert first.until(lambda: len(requests(tmp_path)) == GROUP), first.text
         assert len(programs(first)) >= GROUP, "the programs wait for their replies in their sandboxes"
         first.kill()
         deadline = time.monotonic() + 60
         while left := first.left():
             assert time.monotonic() < deadline, left
             time.sleep(0.05)
-        held = asked(tmp_path)
+        held = requests(tmp_path)
         (tmp_path / "hold").unlink()
         lives.append(second := Life(tmp_path, script="harness_run.py"))
-        second.finish()
-        assert second.process.returncode == 0, second.text
+        assert second.finish() == 0, second.text
     finally:
         for life in lives:
-            if not life.ended:
-                os.killpg(life.process.pid, signal.SIGKILL)
-                life.process.wait()
-    again = Counter(asked(tmp_path)[len(held) :])
+            life.close()
+    again = Counter(requests(tmp_path)[len(held) :])
     assert not set(held) & set(again), "an episode went on from one that was killed"
     assert sorted(again.values()) == [3] * GROUP
     (row,) = read_metrics(second.run)
@@ -92,7 +81,7 @@ def test_an_episode_in_a_sandbox_begins_anew_and_is_trained_once(tmp_path: Path,
     assert second.left() == []
 
 
-def asked(directory: Path) -> list[str]:
+def requests(directory: Path) -> list[str]:
     """The sessions whose requests reached the engine, in order."""
-    path = directory / "asked"
+    path = directory / "requests"
     return path.read_text().split() if path.exists() else []

@@ -1,4 +1,4 @@
-"""The quickstart's agent as a program of its own, over a real engine: the built-in loop's tokens, masks and routes."""
+"""The quickstart's agent as a separate program: it equals the built-in loop, and real tasks grade it."""
 
 from __future__ import annotations
 
@@ -9,48 +9,51 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.endpoint_sessions import Saying
 
 from agent_rl.commands.policy import Policy, pick_tasks
 from agent_rl.config import HarnessConfig, RunConfig
 from agent_rl.config.builtin import MODELS
 from agent_rl.config.loader import load_config
 from agent_rl.controller import preflight
-from agent_rl.controller.rollout_runtime import open_rollout_runtime
+from agent_rl.controller.rollout_runtime import open_rollout_runtime, open_task_runtime
+from agent_rl.endpoint.episode import HarnessRun
+from agent_rl.endpoint.server import serve_endpoint
 from agent_rl.monitoring.console import Display
+from agent_rl.render import ChatRenderer
 from agent_rl.rollout.episode import EpisodeRules, run_episode
+from agent_rl.rollout.scripted_policies import SOLVERS
 from agent_rl.types import Trajectory
+from envs import Task
+from tools import tool_format
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "tests" / "endpoint" / "programs" / "quickstart_agent.py"
+HARNESS = HarnessConfig(command=shlex.join([sys.executable, str(PROGRAM)]), location="host")
 TASKS = 256
 
-pytestmark = [pytest.mark.sglang, pytest.mark.bubblewrap, pytest.mark.exhaustive]
+pytestmark = [pytest.mark.bubblewrap, pytest.mark.exhaustive]
 
 
 def with_program(tmp_path: Path) -> RunConfig:
     overrides = [f"runs_dir={tmp_path}", "name=harness", "engine.port=0", "rollout.temperature=0"]
     config = load_config(ROOT / "configs" / "quickstart.yaml", overrides)
     config = config.model_copy(update={"model": MODELS["tiny-moe"]})
-    harness = HarnessConfig(command=shlex.join([sys.executable, str(PROGRAM)]), location="host")
-    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"harness": harness})})
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"harness": HARNESS})})
 
 
 def differing(native: Trajectory, driven: Trajectory) -> list[str]:
-    """What of the two is not the same."""
-    same = {
-        "branches": len(driven.branches) == 1,
-        "tokens": native.tokens.tolist() == driven.tokens.tolist(),
-        "mask": native.loss_mask.tolist() == driven.loss_mask.tolist(),
-        "routes": native.routing is not None
-        and driven.routing is not None
-        and np.array_equal(native.routing.experts, driven.routing.experts),
-        "reward": native.reward == driven.reward,
-    }
-    return [what for what, holds in same.items() if not holds]
+    """The parts in which the two differ."""
+    assert native.routing is not None
+    assert driven.routing is not None
+    pairs = {name: (getattr(native, name), getattr(driven, name)) for name in ("tokens", "loss_mask", "reward")}
+    pairs |= {"routes": (native.routing.experts, driven.routing.experts), "branches": (1, len(driven.branches))}
+    return [name for name, (one, other) in pairs.items() if not np.array_equal(one, other)]
 
 
+@pytest.mark.sglang
 @pytest.mark.timeout(3600)
-async def test_the_program_is_the_built_in_loop(tmp_path: Path) -> None:
+async def test_the_program_equals_the_built_in_loop(tmp_path: Path) -> None:
     config = with_program(tmp_path)
     checked = preflight.run(config)
     rules = EpisodeRules.from_config(config)
@@ -65,3 +68,22 @@ async def test_the_program_is_the_built_in_loop(tmp_path: Path) -> None:
             if found := differing(native, driven):
                 wrong[task.id] = found
         assert not wrong
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("policy", "reward"), [("gold", 1.0), ("noop", 0.0)])
+async def test_the_true_fix_of_a_real_task_is_rewarded(tmp_path: Path, policy: str, reward: float) -> None:
+    config = load_config(ROOT / "configs" / "real.yaml", [f"runs_dir={tmp_path}"])
+    rules = EpisodeRules.from_config(config).override(harness=HARNESS, max_tokens=1 << 20, max_new_tokens=1 << 20)
+    renderer, fmt = ChatRenderer(MODELS["tiny-moe"]), tool_format("hermes")
+    async with open_task_runtime(config, Display("real")) as task_runtime, serve_endpoint() as endpoint:
+
+        async def run(task: Task) -> Trajectory:
+            calls = SOLVERS[policy](task_runtime.env, task)
+            engine = Saying(renderer, [fmt.render(call) for call in calls])
+            return await HarnessRun(endpoint, 1 << 20, task_runtime.env, task, engine, renderer, fmt, rules).run()
+
+        tasks = await pick_tasks(Policy(task_runtime, run), "train", None)
+        ended = [await run(task) for task in tasks]
+    assert {trajectory.reward for trajectory in ended} == {reward}, [trajectory.error for trajectory in ended]
+    assert all(len(trajectory.branches) == 1 for trajectory in ended)

@@ -1,4 +1,4 @@
-"""Killed at chosen points, a run goes on as if it never had been: bit for bit.
+"""A run that is killed at chosen points and resumed equals an undisturbed run bit for bit.
 
 ``benchmarks/kill_runs.py`` takes many more points, at random.
 """
@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import orjson
 import pytest
-from killed_run import Life, broken, episodes, exact, settled, step_saved, write_config
+from killed_run import Life, broken, episodes, exact, settled, step_reached, step_saved, write_config
 from marked import kill_rank
 from support.journal_rows import read_journal
 
 from agent_rl.config.builtin import install_model
 from agent_rl.controller.async_rollout.ledger_file import faults, gaps, read_ledger
 from agent_rl.monitoring.metrics_log import read_metrics
+from agent_rl.train.checkpoint import directory as checkpoint
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -28,18 +29,16 @@ STEPS = 4
 
 @pytest.fixture(scope="module")
 def lives() -> Iterator[list[Life]]:
-    """All that were begun; none outlives the tests."""
+    """Every start; none outlives the tests."""
     lives: list[Life] = []
     yield lives
     for life in lives:
-        if not life.ended:
-            os.killpg(life.process.pid, signal.SIGKILL)
-            life.process.wait()
+        life.close()
 
 
 @pytest.fixture(scope="module")
 def live(lives: list[Life], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Life]:
-    """Begin the run of a name, or go on with it."""
+    """Start or resume the run of a name."""
     directory = tmp_path_factory.mktemp("runs")
     install_model(directory / "model")
 
@@ -53,17 +52,16 @@ def live(lives: list[Life], tmp_path_factory: pytest.TempPathFactory) -> Callabl
 
 @pytest.fixture(scope="module")
 def reference(live: Callable[..., Life]) -> dict[int, dict[str, float]]:
-    """The metrics by step of a run that nobody killed."""
+    """The metrics of an undisturbed run by step."""
     return metrics_of(live("unkilled"))
 
 
 def metrics_of(life: Life) -> dict[int, dict[str, float]]:
-    life.finish()
-    assert life.process.returncode == 0, life.text
+    assert life.finish() == 0, life.text
     return {int(row["step"]): exact(row) for row in read_metrics(life.run)}
 
 
-def test_killed_at_chosen_points_it_goes_on_bit_for_bit(
+def test_a_killed_run_resumes_bit_for_bit(
     lives: list[Life], live: Callable[..., Life], reference: dict[int, dict[str, float]]
 ) -> None:
     first = live("killed")
@@ -89,11 +87,11 @@ def test_killed_at_chosen_points_it_goes_on_bit_for_bit(
     assert len(reference) == STEPS
     assert any(row["train/updates"] for row in reference.values())
     check_finished(run, reference)
-    assert len(episodes(run)) - len(set(episodes(run))) <= 3 * 8, "more was sampled again than was under way"
+    assert len(episodes(run)) - len(set(episodes(run))) <= 3 * 8, "more was sampled again than was in flight"
     assert [left for life in lives for left in life.left()] == []
 
 
-def test_a_rank_that_dies_is_started_again_within_the_run(
+def test_a_dead_rank_is_restarted_within_the_run(
     live: Callable[..., Life], reference: dict[int, dict[str, float]]
 ) -> None:
     life = live("rank-killed")
@@ -109,7 +107,7 @@ def test_a_rank_that_dies_is_started_again_within_the_run(
 
 
 @pytest.mark.exhaustive
-def test_killed_where_sampling_runs_ahead_it_goes_on_bit_for_bit(live: Callable[..., Life]) -> None:
+def test_a_killed_run_that_samples_ahead_resumes_bit_for_bit(live: Callable[..., Life]) -> None:
     ahead = ("async_rollout.depth=1", "train.old_logprob.source=rollout")
     reference, draw = metrics_of(live("ahead-unkilled", *ahead)), random.Random(0)
     for _ in range(4):
@@ -119,16 +117,14 @@ def test_killed_where_sampling_runs_ahead_it_goes_on_bit_for_bit(live: Callable[
         life.kill()
     last = live("ahead-killed", *ahead)
     killed = metrics_of(last)
-    assert {step: settled(row) for step, row in killed.items()} == {
-        step: settled(row) for step, row in reference.items()
-    }
+    assert [settled(row) for row in killed.values()] == [settled(row) for row in reference.values()]
     assert faults(last.run, read_ledger(last.run)) == gaps(read_ledger(last.run)) == []
     assert os.listdir(last.run / "journal") == []
-    assert len(episodes(last.run)) - len(set(episodes(last.run))) <= 4 * 8, "more was sampled again than was under way"
+    assert len(episodes(last.run)) - len(set(episodes(last.run))) <= 4 * 8, "more was sampled again than was in flight"
 
 
 @pytest.mark.exhaustive
-def test_of_two_ranks_one_dies_at_random_again_and_again(live: Callable[..., Life]) -> None:
+def test_a_run_of_two_ranks_survives_ten_random_deaths(live: Callable[..., Life]) -> None:
     pair = "train.parallel.world_size=2"
     reference, draw = metrics_of(live("two-unkilled", pair)), random.Random(0)
     life = live("two-killed", pair, "train.restarts=20")
@@ -145,22 +141,21 @@ def test_of_two_ranks_one_dies_at_random_again_and_again(live: Callable[..., Lif
 
 
 def resumed(life: Life) -> int:
-    """How often it went on from a checkpoint."""
+    """How often it resumed from a checkpoint."""
     return life.text.count("resuming from")
 
 
 @pytest.mark.exhaustive
-def test_a_trainer_that_dies_too_often_ends_the_run_in_one_line(live: Callable[..., Life]) -> None:
+def test_a_trainer_that_dies_too_often_ends_the_run(live: Callable[..., Life]) -> None:
     life = live("given-up", "train.restarts=0")
     assert life.until(lambda: "step 1: update ..." in life.text), life.text
     kill_rank(life.mark)
-    life.finish()
-    assert life.process.returncode != 0
+    assert life.finish() != 0
     assert "giving up: train.restarts is 0. The same command continues from there" in life.text
 
 
 def check_finished(run: Path, reference: dict[int, dict[str, float]]) -> None:
-    """The run is whole and complete, and nothing of its way lies about."""
+    """The run is complete and has no unfinished files."""
     assert broken(run, reference, exact) == []
     assert step_saved(run) == STEPS
     assert os.listdir(run / "journal") == []
@@ -169,3 +164,19 @@ def check_finished(run: Path, reference: dict[int, dict[str, float]]) -> None:
 def writing(run: Path) -> bool:
     """Whether a checkpoint is being written at this moment."""
     return bool(list((run / "checkpoints").glob(".step-*.partial")))
+
+
+def test_a_collapsed_run_saves_and_stops(live: Callable[..., Life]) -> None:
+    """The recorded log-probs are random, so trainer and engine differ in every token."""
+    life = live("collapsed", "guard.action=stop", "guard.patience=2", "train.checkpoint_every=5")
+    assert life.finish() != 0
+    last = life.text.strip().splitlines()[-1]
+    assert last.startswith("agent_rl.errors.GuardStop: mismatch/k3_kl is ")
+    assert "above its limit 0.1 (guard.k3_kl.above), 2 steps in a row; saved in" in last
+    assert step_reached(life.run) == step_saved(life.run) == 2
+    saved = life.run / "checkpoints" / "step-000002"
+    checkpoint.verify(saved, checkpoint.read_manifest(saved))
+    events = [orjson.loads(line) for line in (life.run / "guard.jsonl").read_bytes().splitlines()]
+    assert {event["metric"] for event in events if event["event"] == "warn"} == {"mismatch/k3_kl", "mismatch/f_tau_2"}
+    assert [event["step"] for event in events if event["event"] == "stop"] == [2]
+    assert life.left() == []

@@ -62,38 +62,29 @@ def test_any_text_gives_a_call_or_one_line(fmt: ToolCallFormat, text: str) -> No
             assert "\n" not in parsed.reason
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
+def hermes(text: str) -> str:
+    return f"<tool_call>{text}</tool_call>"
+
+
+WRONG = {
+    "hermes": [
         ("I am done.", "no tool call found; write <tool_call>"),
         ("<think>\nshould I <tool_call>", "<think> is not closed"),
-        (
-            '<tool_call>{"name": "f", }</tool_call>',
-            "bad JSON in the tool call, line 1 column 15: Expecting property name",
-        ),
-        ('<tool_call>\n{"name": "f"\n "arguments": {}}</tool_call>', "line 2 column 2: Expecting ',' delimiter"),
+        (hermes('{"name": "f", }'), "bad JSON in the tool call, line 1 column 15: Expecting property name"),
+        (hermes('\n{"name": "f"\n "arguments": {}}'), "line 2 column 2: Expecting ',' delimiter"),
         ('<tool_call>{"name": "f", "arguments": {}}', "not closed; write </tool_call>"),
-        ('<tool_call>{"name": "f", "arguments": {}} so</tool_call>', "not closed"),
-        ('<tool_call>{"arguments": {}}</tool_call>', 'has no "name"'),
-        ('<tool_call>{"name": "", "arguments": {}}</tool_call>', 'has no "name"'),
-        ('<tool_call>{"name": "f", "arguments": "x"}</tool_call>', '"arguments" of the tool call must be'),
-        ("<tool_call>[1]</tool_call>", "must be a JSON object"),
-        ('<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', "NaN is no JSON"),
-        ('<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}</tool_call>', "cannot be kept"),
-        ('<tool_call>{"name": "f", "arguments": {"a": 99999999999999999999}}</tool_call>', "cannot be kept"),
-        ("<tool_call>" + "[" * 100_000 + "</tool_call>", "bad JSON"),
-        ("<tool_call>" + "1" * 5000 + "</tool_call>", "bad JSON"),
+        (hermes('{"name": "f", "arguments": {}} so'), "not closed"),
+        (hermes('{"arguments": {}}'), 'has no "name"'),
+        (hermes('{"name": "", "arguments": {}}'), 'has no "name"'),
+        (hermes('{"name": "f", "arguments": "x"}'), '"arguments" of the tool call must be'),
+        (hermes("[1]"), "must be a JSON object"),
+        (hermes('{"name": "f", "arguments": {"a": NaN}}'), "NaN is no JSON"),
+        (hermes('{"name": "f", "arguments": {"a": "\\ud800"}}'), "cannot be kept"),
+        (hermes('{"name": "f", "arguments": {"a": 99999999999999999999}}'), "cannot be kept"),
+        (hermes("[" * 100_000), "bad JSON"),
+        (hermes("1" * 5000), "bad JSON"),
     ],
-)
-def test_hermes_says_what_is_wrong(text: str, reason: str) -> None:
-    parsed = HermesFormat().parse(text)
-    assert isinstance(parsed, ParseFailure)
-    assert reason in parsed.reason
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
+    "xml": [
         ("I am done.", "no tool call found; write <function=NAME>"),
         ("<function=>\n</function>", "has no name"),
         ("<function=f>\n<parameter=a>x", "<parameter=a> is not closed"),
@@ -102,9 +93,12 @@ def test_hermes_says_what_is_wrong(text: str, reason: str) -> None:
         ("<function=f>\n<parameter=>x</parameter></function>", "parameter has no name"),
         ("<function=f><parameter=a>1</parameter><parameter=a>2</parameter></function>", "parameter a is given twice"),
     ],
-)
-def test_xml_says_what_is_wrong(text: str, reason: str) -> None:
-    parsed = XmlFormat().parse(text)
+}
+
+
+@pytest.mark.parametrize(("name", "text", "reason"), [(name, *case) for name in WRONG for case in WRONG[name]])
+def test_a_malformed_call_gives_the_reason(name: str, text: str, reason: str) -> None:
+    parsed = tool_format(name).parse(text)
     assert isinstance(parsed, ParseFailure)
     assert reason in parsed.reason
 
@@ -133,21 +127,13 @@ def test_xml_cannot_write_a_name_that_a_tag_cannot_hold() -> None:
         XmlFormat().render(ToolCall("f", {"a b": "x"}))
 
 
-def test_the_first_call_is_taken() -> None:
-    for fmt in FORMATS:
-        two = fmt.render(ToolCall("first", {"a": "1"})) + "\n" + fmt.render(ToolCall("second", {}))
-        assert fmt.parse(two) == ToolCall("first", {"a": "1"})
-
-
 def test_hermes_takes_a_call_without_arguments_and_raw_newlines() -> None:
     assert HermesFormat().parse('<tool_call>{"name": "finish"}</tool_call>') == ToolCall("finish", {})
     text = '<tool_call>{"name": "f", "arguments": {"a": "x\ny"}}</tool_call>'
     assert HermesFormat().parse(text) == ToolCall("f", {"a": "x\ny"})
 
 
-def test_formats_are_found_by_name() -> None:
-    assert tool_format("hermes").name == "hermes"
-    assert tool_format("xml").name == "xml"
+def test_an_unknown_format_is_refused() -> None:
     with pytest.raises(ToolFormatError, match=r"unknown tool-call format 'xlm': did you mean 'xml'\? \(registered: h"):
         tool_format("xlm")
 

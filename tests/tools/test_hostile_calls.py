@@ -40,7 +40,7 @@ async def say(tools: ToolSet, tool: str, **arguments: Any) -> ToolResult:
 
 @pytest.mark.bubblewrap
 @pytest.mark.parametrize("text", DEEP.values(), ids=DEEP)
-async def test_a_file_that_pythons_parser_gives_up_on_is_answered(sandbox: Sandbox, text: str) -> None:
+async def test_a_file_too_deep_for_pythons_parser_is_shown(sandbox: Sandbox, text: str) -> None:
     await sandbox.write_files({"/testbed/deep.py": text.encode()})
     tools = r2egym_tools(sandbox)
     edit = {"path": "deep.py", "enable_linting": "True", "command": "insert", "insert_line": "0", "new_str": "a = 1"}
@@ -63,7 +63,7 @@ async def test_a_file_that_pythons_parser_gives_up_on_is_answered(sandbox: Sandb
         ({"insert_line": float("inf")}, "Parameter 'insert_line' is expected to be an integer."),
     ],
 )
-async def test_openhands_refuses_what_is_no_number_or_list(
+async def test_openhands_refuses_wrong_numbers_and_lists(
     sandbox: Sandbox, arguments: dict[str, Any], answer: str
 ) -> None:
     call = {"command": "view", "path": "/testbed", **arguments}
@@ -73,7 +73,7 @@ async def test_openhands_refuses_what_is_no_number_or_list(
 @pytest.mark.bubblewrap
 @pytest.mark.parametrize("scaffold", SCAFFOLDS)
 @pytest.mark.parametrize("levels", [MAX_NESTING, MAX_NESTING + 1, 900, 100_000])
-async def test_deeply_nested_arguments_are_answered(sandbox: Sandbox, scaffold: str, levels: int) -> None:
+async def test_deeply_nested_arguments_have_a_result(sandbox: Sandbox, scaffold: str, levels: int) -> None:
     tools = SCAFFOLDS[scaffold](sandbox)
     for schema in tools.schemas():
         for name in schema["function"]["parameters"]["properties"]:
@@ -82,13 +82,7 @@ async def test_deeply_nested_arguments_are_answered(sandbox: Sandbox, scaffold: 
 
 
 @pytest.mark.bubblewrap
-async def test_deeply_nested_text_is_answered(sandbox: Sandbox) -> None:
-    result = await say(swe_tools(sandbox), "file_editor", command="view", path="a", view_range="[" * 900 + "]" * 900)
-    assert "argument 'view_range' must be a list" in result.text
-
-
-@pytest.mark.bubblewrap
-async def test_a_search_below_a_folder_whose_name_holds_a_newline_is_answered(sandbox: Sandbox) -> None:
+async def test_a_search_below_a_directory_with_a_newline_in_its_name_has_a_result(sandbox: Sandbox) -> None:
     await sandbox.write_files({"/testbed/a\nb/c.py": b"needle\n"})
     assert (await say(r2egym_tools(sandbox), "search", search_term="needle", path="/testbed/a\nb")).text
 
@@ -124,8 +118,8 @@ FLOODS = {
 
 @pytest.mark.parametrize("name", ["hermes", "xml", "r2egym", "openhands", "mini-swe-agent"])
 @pytest.mark.parametrize("text", FLOODS.values(), ids=FLOODS)
-def test_a_turn_of_104_kb_is_read_at_once(name: str, text: str) -> None:
-    """Seconds where a format looks for the same missing tag again and again; milliseconds else."""
+def test_a_turn_of_104_kb_is_read_in_linear_time(name: str, text: str) -> None:
+    """A format that searches for the same missing tag again and again takes seconds."""
     fmt, schemas = tool_format(name), [{"type": "function", "function": {"name": "f"}}]
     assert seconds(lambda: fmt.parse(text)) < 0.5
     assert seconds(lambda: parse_turn(fmt, text, schemas)) < 0.5

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from sandbox import Sandbox, SandboxSpec, open_backend
+from sandbox import Sandbox, SandboxSpec
 from tools import ParseFailure, ToolCall, tool_format
 from tools.mini_swe_agent import mini_swe_agent_tools
 
 RECORDED = json.loads((Path(__file__).parent / "mini-swe-agent-recorded.json").read_text())
 BLOCK = "```mswea_bash_command\n{}\n```"
 FORMAT = tool_format("mini-swe-agent")
+NO_SANDBOX: Any = SimpleNamespace(id="none", spec=SandboxSpec())
 
 
 @pytest.mark.parametrize(
@@ -34,27 +36,16 @@ def test_one_block_is_a_call(text: str, command: str) -> None:
 @pytest.mark.parametrize(
     ("text", "count"),
     [
-        ("no block", 0),
-        ("```bash\nls\n```", 0),
-        ("```mswea_bash_command ls```", 0),
+        *((text, 0) for text in ("no block", "```bash\nls\n```", "```mswea_bash_command ls```")),
         (BLOCK.format("a") + BLOCK.format("b"), 2),
     ],
 )
-def test_any_other_number_of_blocks_is_answered_as_there(text: str, count: int) -> None:
+def test_another_number_of_blocks_gets_the_recorded_error(text: str, count: int) -> None:
     assert FORMAT.parse(text) == ParseFailure(RECORDED["format_errors"][str(count)])
 
 
-@pytest.fixture
-async def sandbox() -> AsyncIterator[Sandbox]:
-    backend = open_backend("bubblewrap", run_id="tests-mini-swe-agent")
-    try:
-        yield await backend.start(SandboxSpec(workdir="/testbed"))
-    finally:
-        await backend.close()
-
-
 @pytest.mark.bubblewrap
-async def test_answers_are_worded_as_there(sandbox: Sandbox) -> None:
+async def test_observations_are_those_recorded(sandbox: Sandbox) -> None:
     tools = mini_swe_agent_tools(sandbox, timeout=20.0)
     for case in RECORDED["observations"]:
         result = await tools.call(ToolCall("bash", {"command": case["command"]}))
@@ -84,9 +75,6 @@ async def test_a_first_line_submits(sandbox: Sandbox, command: str, submitted: b
 
 
 async def test_there_is_one_tool() -> None:
-    class NoSandbox:
-        id, spec = "none", SandboxSpec()
-
-    tools = mini_swe_agent_tools(NoSandbox())  # type: ignore[arg-type]
+    tools = mini_swe_agent_tools(NO_SANDBOX)
     result = await tools.call(ToolCall("python", {"command": "1"}))
     assert (result.failed, result.text) == (True, "there is one tool, bash, with the argument 'command'")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from sandbox import Sandbox, SandboxSpec, open_backend
+from sandbox import Sandbox, SandboxSpec
 from tools import ParseFailure, ToolCall, tool_format
 from tools.openhands import openhands_tools
 from tools.openhands.format import CONTINUE
@@ -18,17 +18,15 @@ from tools.openhands.toolset import _check_arguments
 
 RECORDED = json.loads((Path(__file__).parent / "openhands-recorded.json").read_text())
 FORMAT = tool_format("openhands")
+NO_SANDBOX: Any = SimpleNamespace(id="none", spec=SandboxSpec())
 
 
 @pytest.mark.parametrize("case", RECORDED["calls"])
-async def test_calls_are_read_as_there(case: dict[str, Any]) -> None:
-    class NoSandbox:
-        id, spec = "none", SandboxSpec()
-
+async def test_calls_are_read_as_recorded(case: dict[str, Any]) -> None:
     parsed = FORMAT.parse(case["text"])
     if "error" in case:
         assert isinstance(parsed, ToolCall)
-        answer = await openhands_tools(NoSandbox()).call(parsed)  # type: ignore[arg-type]
+        answer = await openhands_tools(NO_SANDBOX).call(parsed)
         assert (answer.failed, answer.text) == (True, f"{case['error']}\n[Error occurred in processing last action]")
     elif "name" in case:
         assert isinstance(parsed, ToolCall)
@@ -38,17 +36,8 @@ async def test_calls_are_read_as_there(case: dict[str, Any]) -> None:
         assert parsed == ParseFailure(CONTINUE)
 
 
-@pytest.fixture
-async def sandbox() -> AsyncIterator[Sandbox]:
-    backend = open_backend("bubblewrap", run_id="tests-openhands")
-    try:
-        yield await backend.start(SandboxSpec(workdir="/testbed"))
-    finally:
-        await backend.close()
-
-
 @pytest.mark.bubblewrap
-async def test_the_editor_answers_as_there(sandbox: Sandbox) -> None:
+async def test_the_editors_answers_are_those_recorded(sandbox: Sandbox) -> None:
     await sandbox.write_files({f"/testbed/{path}": text.encode() for path, text in RECORDED["files"].items()})
     tools = openhands_tools(sandbox, timeout=20.0)
     for case in RECORDED["edits"]:
@@ -60,7 +49,7 @@ async def test_the_editor_answers_as_there(sandbox: Sandbox) -> None:
 
 
 @pytest.mark.bubblewrap
-async def test_the_shell_goes_on_and_shows_its_prompt(sandbox: Sandbox) -> None:
+async def test_the_shell_keeps_its_state_and_shows_its_prompt(sandbox: Sandbox) -> None:
     tools = openhands_tools(sandbox, timeout=1.0)
 
     async def run(command: str) -> str:

@@ -26,7 +26,7 @@ def test_long_bodies_are_left_out_and_numbers_stay() -> None:
     assert "     7\t    def long(self):\n       ... lines 8-12 left out ...\n    13\t\n    14\t    size = 3" in shown
 
 
-def test_what_is_no_python_is_shown_whole() -> None:
+def test_text_that_is_not_python_is_shown_whole() -> None:
     assert outline(["print 'old'", "x"]) == "     1\tprint 'old'\n     2\tx"
 
 

@@ -5,14 +5,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from sandbox import Sandbox, SandboxSpec, open_backend
+from sandbox import Sandbox, SandboxSpec
 from tools import ParseFailure, ToolCall, ToolSet
 from tools.r2egym import R2EGymFormat, r2egym_tools
 from tools.r2egym.format import CONTINUE
+
+NO_SANDBOX: Any = SimpleNamespace(id="none", spec=SandboxSpec())
 
 
 @pytest.mark.parametrize(
@@ -22,10 +25,7 @@ from tools.r2egym.format import CONTINUE
         ("Let me look.\n<function=search>\n  <parameter=a>\n 1 \n</parameter>\n</function>\n", ("search", {"a": "1"})),
         ("<function = search ></function>", None),
         ("<function= search ></function>", ("search", {})),
-        (
-            "<function=a><parameter=k>1</parameter> text <parameter=l>2</parameter></function>",
-            ("a", {"k": "1", "l": "2"}),
-        ),
+        ("<function=a><parameter=k>1</parameter> x <parameter=l>2</parameter></function>", ("a", {"k": "1", "l": "2"})),
         ("<function=a><parameter=k>1</parameter><parameter=k>2</parameter></function>", ("a", {"k": "2"})),
         ("<function=a><parameter=k>1<parameter=l>2</parameter></function>", ("a", {"k": "1<parameter=l>2"})),
         ("<function=a><parameter=k>1</parameter><parameter=l>2</function>", ("a", {"k": "1"})),
@@ -52,37 +52,20 @@ def test_a_call_is_written_as_in_the_turns_of_a_history() -> None:
     assert R2EGymFormat().parse(text) == call
 
 
-@pytest.fixture
-async def sandbox() -> AsyncIterator[Sandbox]:
-    backend = open_backend("bubblewrap", run_id="tests-r2egym")
-    try:
-        yield await backend.start(SandboxSpec(workdir="/testbed"))
-    finally:
-        await backend.close()
-
-
 async def say(tools: ToolSet, tool: str, **arguments: str) -> str:
     return (await tools.call(ToolCall(tool, arguments))).text
 
 
 @pytest.mark.bubblewrap
-async def test_what_differs_on_purpose(sandbox: Sandbox) -> None:
+async def test_the_documented_differences(sandbox: Sandbox) -> None:
     tools = r2egym_tools(sandbox, timeout=1.0)
-    await sandbox.write_files(
-        {
-            "/testbed/dos.py": b"one = 1\r\ntwo = 2\r\n",
-            "/testbed/bom.py": b"\xef\xbb\xbfone = 1\n",
-            "/testbed/latin.py": b"# caf\xe9\none = 1\n",
-            "/testbed/b.py": b"one = 1\n",
-            "/testbed/a.py": b"one = 1\n",
-        }
-    )
-    for name in ("dos.py", "bom.py", "latin.py"):
-        edit = {"command": "str_replace", "path": name, "old_str": "one = 1", "new_str": "one = 3"}
+    edited = {"dos": b"one = 1\r\ntwo = 2\r\n", "bom": b"\xef\xbb\xbfone = 1\n", "latin": b"# caf\xe9\none = 1\n"}
+    files = {**edited, "b": b"one = 1\n", "a": b"one = 1\n"}
+    await sandbox.write_files({f"/testbed/{name}.py": data for name, data in files.items()})
+    for name, data in edited.items():
+        edit = {"command": "str_replace", "path": f"{name}.py", "old_str": "one = 1", "new_str": "one = 3"}
         assert "has been edited" in await say(tools, "file_editor", **edit)
-    assert await sandbox.read_file("/testbed/dos.py") == b"one = 3\r\ntwo = 2\r\n"
-    assert await sandbox.read_file("/testbed/bom.py") == b"\xef\xbb\xbfone = 3\n"
-    assert await sandbox.read_file("/testbed/latin.py") == b"# caf\xe9\none = 3\n"
+        assert await sandbox.read_file(f"/testbed/{name}.py") == data.replace(b"one = 1", b"one = 3")
     assert "./a.py (1 matches)\n./b.py (1 matches)\n" in await say(tools, "search", search_term="one = 1")
     assert await say(tools, "execute_bash", cmd="echo \0") == "argument 'cmd' holds a NUL character; leave it out"
     assert "[STDOUT]\n\n\ufffd \n" in await say(tools, "execute_bash", cmd="printf '\\377'")
@@ -95,9 +78,6 @@ async def test_what_differs_on_purpose(sandbox: Sandbox) -> None:
     )
 
 
-async def test_finish_ends_whatever_its_arguments() -> None:
-    class NoSandbox:
-        id, spec = "none", SandboxSpec()
-
-    result = await r2egym_tools(NoSandbox()).call(ToolCall("finish", {"command": "done"}))  # type: ignore[arg-type]
+async def test_finish_ends_with_any_arguments() -> None:
+    result = await r2egym_tools(NO_SANDBOX).call(ToolCall("finish", {"command": "done"}))
     assert (result.text, result.submitted) == ("<<< Finished >>>", True)

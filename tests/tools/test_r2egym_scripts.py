@@ -1,7 +1,7 @@
 """Our R2E-Gym tools against R2E-Gym's own scripts: the same turns, the same answers, the same files.
 
 The scripts' answers are recorded (``tests/support/r2egym_scripts.py`` made them, and names the commit); with
-``R2E_GYM`` naming a checkout they are asked anew.
+``R2E_GYM`` naming a checkout they are run again.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ async def compared(backend: SandboxBackend, sequences: list[dict[str, Any]]) -> 
     return [text for found in await asyncio.gather(*map(one, sequences)) for text in found]
 
 
-def test_the_recording_is_of_these_turns() -> None:
+def test_the_recording_has_these_turns() -> None:
     assert [sequence["turns"] for sequence in r2egym_scripts.recorded()] == r2egym_turns.sequences()
 
 
@@ -85,7 +85,7 @@ async def check(backend: SandboxBackend, sequences: list[dict[str, Any]]) -> Non
     assert not wrong, f"{len(wrong)} differ; the first:\n" + "\n\n".join(wrong[:5])
 
 
-async def test_no_difference_but_those_listed(backend: SandboxBackend) -> None:
+async def test_only_the_listed_differences_exist(backend: SandboxBackend) -> None:
     await check(backend, r2egym_scripts.recorded()[::8])
 
 

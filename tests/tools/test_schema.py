@@ -53,11 +53,8 @@ def test_schema_comes_from_signature_and_docstring() -> None:
     parameters = schema["parameters"]
     assert parameters["required"] == ["kind", "points"]
     properties = parameters["properties"]
-    assert properties["kind"] == {
-        "type": "string",
-        "enum": ["line", "bar"],
-        "description": "The kind of plot, line or bar: as you like.",
-    }
+    described = "The kind of plot, line or bar: as you like."
+    assert properties["kind"] == {"type": "string", "enum": ["line", "bar"], "description": described}
     assert properties["points"] == {"type": "array", "items": {"type": "integer"}, "description": "What to draw."}
     assert properties["title"] == {"type": "string", "description": "Its heading.", "default": ""}
     assert properties["width"] == {"type": "number"}
@@ -72,7 +69,7 @@ async def test_strings_are_read_in_the_argument_s_type() -> None:
     assert as_text == as_json == ToolResult("bar [1, 2] '3' 1.5 True Point(x=7)")
 
 
-async def test_null_for_an_argument_that_may_be_left_out_leaves_it_out() -> None:
+async def test_null_omits_an_optional_argument() -> None:
     assert (await call(kind="bar", points=[], title=None, grid=None)).text == "bar [] '' None False None"
 
 
@@ -92,7 +89,7 @@ async def test_null_for_an_argument_that_may_be_left_out_leaves_it_out() -> None
         ({"kind": "bar", "points": "[" * 100_000}, "argument 'points' must be a list"),
     ],
 )
-async def test_a_wrong_argument_is_told_in_one_line(arguments: dict[str, Any], line: str) -> None:
+async def test_a_wrong_argument_is_reported_in_one_line(arguments: dict[str, Any], line: str) -> None:
     result = await call(**arguments)
     assert result.failed
     assert line in result.text
@@ -100,7 +97,7 @@ async def test_a_wrong_argument_is_told_in_one_line(arguments: dict[str, Any], l
     assert len(result.text) < 200
 
 
-async def test_a_wrong_name_is_told_in_one_line() -> None:
+async def test_a_wrong_name_is_reported_in_one_line() -> None:
     near, far = await TOOLS.call(ToolCall("plott", {})), await TOOLS.call(ToolCall("x", {}))
     assert near == ToolResult("there is no tool 'plott'; did you mean 'plot'?", failed=True)
     assert far == ToolResult("there is no tool 'x'; tools: plot", failed=True)
@@ -146,7 +143,7 @@ async def test_the_async_methods_of_a_plain_class_are_tools() -> None:
         await tools.call(ToolCall("crash", {}))
 
 
-def test_what_cannot_be_a_tool_is_refused() -> None:
+def test_a_function_that_cannot_be_a_tool_is_refused() -> None:
     def not_async() -> str:
         """Words."""
         return ""
@@ -205,21 +202,9 @@ def test_only_newlines_end_lines(text: str) -> None:
     assert len(lines) == text.count("\n") + (not text.endswith("\n") and text != "")
 
 
-class Counter:
-    """Counts what its tool is given."""
-
-    def __init__(self) -> None:
-        self.total = 0
-
-    async def add(self, number: int) -> str:
-        """Add a number."""
-        self.total += number
-        return str(self.total)
-
-
 async def test_a_method_is_described_once_and_called_on_its_own_object() -> None:
-    first, second = Counter(), Counter()
-    tools = [tool_function(counter.add) for counter in (first, second)]
+    first, second = Calculator(), Calculator()
+    tools = [tool_function(calculator.add) for calculator in (first, second)]
     assert tools[0].arguments is tools[1].arguments
     for tool, number in zip(tools, (3, 5), strict=True):
         await tool.function(**tool.bind({"number": number}))

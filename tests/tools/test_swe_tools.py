@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
+from sandbox import Sandbox
+from sandbox.base import ForwardingSandbox
 from tools import ToolCall, swe_tools
 
 pytestmark = pytest.mark.bubblewrap
@@ -18,16 +19,11 @@ async def test_full_session(full) -> None:
     made = await full.edit("create", "pkg/deep/a.py", file_text=TWICE)
     assert (made.text, full.trips) == ("Created /testbed/pkg/deep/a.py.", 1)
     seen = await full.edit("view", "pkg/deep/a.py")
-    assert seen.text.startswith(
-        "/testbed/pkg/deep/a.py, 6 lines:\n     1\tdef f(a):\n     2\t    return a + 1\n     3\t\n"
-    )
+    path, first = "/testbed/pkg/deep/a.py", "     1\tdef f(a):\n     2\t    return a"
+    assert seen.text.startswith(f"{path}, 6 lines:\n{first} + 1\n     3\t\n")
     assert full.trips == 1
-    edited = await full.edit(
-        "str_replace", "/testbed/pkg/deep/a.py", old_str="f(a):\n    return a + 1", new_str="f(a):\n    return a"
-    )
-    assert edited.text.startswith(
-        "Edited /testbed/pkg/deep/a.py. It now reads:\n     1\tdef f(a):\n     2\t    return a\n"
-    )
+    edited = await full.edit("str_replace", path, old_str="f(a):\n    return a + 1", new_str="f(a):\n    return a")
+    assert edited.text.startswith(f"Edited {path}. It now reads:\n{first}\n")
     assert full.trips == 2
     assert await full.file("pkg/deep/a.py") == TWICE.replace("a + 1", "a", 1).encode()
     done = await full.call("finish", result="fixed")
@@ -41,9 +37,8 @@ async def test_concise_session(concise) -> None:
     assert (await concise.edit("view", "a.py", view_range="[5, -1]")).text == "def g(a):\n    return a + 1"
     assert (await concise.edit("str_replace", "a.py", old_str="a + 1", new_str="a")).text == "found 2 times"
     assert (await concise.edit("str_replace", "a.py", old_str="a + 2", new_str="a")).text == "not found"
-    assert (
-        await concise.edit("str_replace", "a.py", old_str="g(a):\n    return a + 1", new_str="g(a):")
-    ).text == "edited"
+    second = "g(a):\n    return a + 1"
+    assert (await concise.edit("str_replace", "a.py", old_str=second, new_str="g(a):")).text == "edited"
     assert (await concise.edit("insert", "a.py", insert_line="5", new_str="    return 2")).text == "edited"
     assert (await concise.edit("view", "a.py", view_range=[5, 9])).text == "def g(a):\n    return 2"
     assert (await concise.edit("view", ".")).text == "a.py"
@@ -57,10 +52,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"command": "view", "path": "nope"}, "no such file or directory: /testbed/nope"),
     ({"command": "view", "path": ""}, "path is empty"),
     ({"command": "view", "path": "x" * 5000}, "path is longer than 4000 bytes"),
-    (
-        {"command": "view", "path": "a", "view_range": [3, 4]},
-        "view_range [3, 4] starts past the end; the file has 2 lines",
-    ),
+    ({"command": "view", "path": "a", "view_range": [3, 4]}, "view_range [3, 4] starts past the end; the file has 2"),
     ({"command": "view", "path": "a", "view_range": [2, 1]}, "view_range [2, 1] is no range of lines"),
     ({"command": "view", "path": "a", "view_range": [1]}, "two numbers"),
     ({"command": "view", "path": "fifo"}, "no regular file or too large"),
@@ -81,7 +73,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-async def test_the_editor_says_what_is_wrong_and_changes_nothing(full) -> None:
+async def test_a_wrong_edit_is_reported_and_changes_nothing(full) -> None:
     await full.call("execute_bash", cmd="printf 'x\\nx\\n' > a; mkfifo fifo")
     for arguments, line in WRONG:
         result = await full.call("file_editor", **arguments)
@@ -90,7 +82,7 @@ async def test_the_editor_says_what_is_wrong_and_changes_nothing(full) -> None:
         assert await full.file("a") == b"x\nx\n"
 
 
-async def test_undo_goes_back_edit_by_edit_to_no_file_at_all(full) -> None:
+async def test_undo_goes_back_edit_by_edit_until_no_file(full) -> None:
     await full.edit("create", "a", file_text="1\n")
     await full.edit("str_replace", "a", old_str="1", new_str="2")
     await full.edit("insert", "a", insert_line=1, new_str="3")
@@ -120,13 +112,6 @@ INSERTS = [
 ]
 
 
-async def test_insert(full) -> None:
-    for before, line, new, after in INSERTS:
-        await full.sandbox.write_files({"/testbed/a": before})
-        assert not (await full.edit("insert", "a", insert_line=line, new_str=new)).failed
-        assert await full.file("a") == after
-
-
 REPLACED = [
     (b"one\r\ntwo\r\n", "one", "1\n1b", b"1\r\n1b\r\ntwo\r\n"),
     (b"one\r\ntwo\r\n", "one\r\ntwo", "1\n2", b"1\r\n2\r\n"),
@@ -136,10 +121,16 @@ REPLACED = [
 ]
 
 
-async def test_replaced_text_has_the_line_ends_of_its_file(full) -> None:
-    for before, old, new, after in REPLACED:
+EDITS = [
+    *(("insert", before, {"insert_line": line, "new_str": new}, after) for before, line, new, after in INSERTS),
+    *(("str_replace", before, {"old_str": old, "new_str": new}, after) for before, old, new, after in REPLACED),
+]
+
+
+async def test_edits_keep_the_line_endings_of_the_file(full) -> None:
+    for command, before, arguments, after in EDITS:
         await full.sandbox.write_files({"/testbed/a": before})
-        assert not (await full.edit("str_replace", "a", old_str=old, new_str=new)).failed
+        assert not (await full.edit(command, "a", **arguments)).failed
         assert await full.file("a") == after
 
 
@@ -151,7 +142,7 @@ async def test_an_edit_keeps_mode_links_line_ends_and_foreign_bytes(full) -> Non
     assert (await full.call("execute_bash", cmd="stat -c %a run.sh; readlink link")).text == "755\nrun.sh"
 
 
-async def test_paths_are_words_never_shell(full) -> None:
+async def test_paths_are_not_shell_code(full) -> None:
     name = "-a b'$(touch evil)\n*"
     await full.edit("create", name, file_text="x\n")
     assert await full.file(name) == b"x\n"
@@ -168,7 +159,7 @@ async def test_view_lists_two_levels_without_hidden(full) -> None:
     assert full.trips == 2
 
 
-async def test_long_answers_keep_head_and_tail(full) -> None:
+async def test_long_output_keeps_head_and_tail(full) -> None:
     text = (await full.call("execute_bash", cmd="seq 1 100000")).text
     assert len(text) <= 10_000
     assert text.startswith("1\n2\n")
@@ -184,10 +175,8 @@ async def test_a_long_file_is_cut_at_a_line_and_can_be_read_on(full) -> None:
         lines = text.splitlines()[1:]
         assert len(text) <= 10_000
         if note := lines[-1].startswith("[cut after line "):
-            assert lines.pop() == (
-                f"[cut after line {seen + len(lines)}: view_range [{seen + len(lines) + 1}, 20000] shows more, "
-                "search finds lines]"
-            )
+            last, cut = seen + len(lines) - 1, lines.pop()
+            assert cut == f"[cut after line {last}: view_range [{last + 1}, 20000] shows more, search finds lines]"
         assert [int(line.split()[1]) - 100_000 for line in lines] == list(range(seen + 1, seen + len(lines) + 1))
         seen, parts = seen + len(lines), parts + 1
         assert note == (seen < 1500)
@@ -201,25 +190,43 @@ async def test_a_line_that_is_longer_than_an_answer_is_shown_by_its_ends(full) -
     assert "characters left out" in text
 
 
+class PathFirst(ForwardingSandbox):
+    """A sandbox whose commands find programs in /testbed/bin first."""
+
+    def __init__(self, sandbox: Sandbox) -> None:
+        super().__init__(sandbox.id, sandbox.spec)
+        self._sandbox = sandbox
+
+    async def _forward(self, method: str, *args: Any, **options: Any) -> Any:
+        if method == "exec":
+            options["env"] = {**(options.get("env") or {}), "PATH": "/testbed/bin:/usr/local/bin:/usr/bin:/bin"}
+        return await getattr(self._sandbox, method)(*args, **options)
+
+    async def close(self) -> None:
+        """The fixture closes it."""
+
+
 async def test_no_tool_needs_a_python_in_the_sandbox(full) -> None:
     """A repository's own may be old, or broken by the agent: whatever its name, it is never started."""
     for name in ("python", "python3", "env"):
         await full.sandbox.write_files({f"/testbed/bin/{name}": f"#!/bin/bash\necho {name} >> /tmp/started\n".encode()})
     await full.call("execute_bash", cmd="chmod +x bin/*")
-    sandbox = PathFirst(full.sandbox, "/testbed/bin:/usr/local/bin:/usr/bin:/bin")
-    tools = swe_tools(sandbox)  # type: ignore[arg-type]
-    calls = [
-        *(("execute_bash", {"cmd": "echo hi > a.py"}), ("search", {"search_term": "hi"})),
-        ("file_editor", {"command": "view", "path": "a.py"}),
-        ("file_editor", {"command": "view", "path": "a.py", "concise": True}),
-        ("file_editor", {"command": "view", "path": "."}),
-        ("file_editor", {"command": "create", "path": "b.py", "file_text": "x\n"}),
-        ("file_editor", {"command": "str_replace", "path": "b.py", "old_str": "x", "new_str": "y"}),
-        ("file_editor", {"command": "insert", "path": "b.py", "insert_line": 1, "new_str": "z"}),
-        ("file_editor", {"command": "undo_edit", "path": "b.py"}),
-        ("finish", {"result": "done"}),
+    tools = swe_tools(PathFirst(full.sandbox))
+    edits = [
+        {"command": "view", "path": "a.py"},
+        {"command": "view", "path": "a.py", "concise": True},
+        {"command": "view", "path": "."},
+        {"command": "create", "path": "b.py", "file_text": "x\n"},
+        {"command": "str_replace", "path": "b.py", "old_str": "x", "new_str": "y"},
+        {"command": "insert", "path": "b.py", "insert_line": 1, "new_str": "z"},
+        {"command": "undo_edit", "path": "b.py"},
     ]
-    for name, arguments in calls:
+    others = [
+        ("execute_bash", {"cmd": "echo hi > a.py"}),
+        ("search", {"search_term": "hi"}),
+        ("finish", {"result": ""}),
+    ]
+    for name, arguments in [*others, *(("file_editor", edit) for edit in edits)]:
         result = await tools.call(ToolCall(name, arguments))
         assert not result.failed, result.text
     assert (await full.call("execute_bash", cmd="cat /tmp/started")).failed  # never written
@@ -227,23 +234,7 @@ async def test_no_tool_needs_a_python_in_the_sandbox(full) -> None:
     assert (await full.call("execute_bash", cmd="cat /tmp/started")).text == "python3"  # and it would have been
 
 
-class PathFirst:
-    """A sandbox whose commands find programs on ``path``."""
-
-    def __init__(self, sandbox: Any, path: str) -> None:
-        self._sandbox, self._path = sandbox, path
-        self.id, self.spec, self.read_file, self.write_files = (
-            sandbox.id,
-            sandbox.spec,
-            sandbox.read_file,
-            sandbox.write_files,
-        )
-
-    async def exec(self, command: Any, *, env: Mapping[str, str] | None = None, **options: Any) -> Any:
-        return await self._sandbox.exec(command, env={**(env or {}), "PATH": self._path}, **options)
-
-
-async def test_bash_tells_exit_code_streams_and_place(full) -> None:
+async def test_bash_returns_exit_code_and_both_streams(full) -> None:
     result = await full.call("execute_bash", cmd="pwd; echo oops >&2; exit 3")
     assert (result.text, result.failed) == ("/testbed\noops\n[exit code 3]", True)
     assert full.trips == 1
@@ -251,7 +242,7 @@ async def test_bash_tells_exit_code_streams_and_place(full) -> None:
     assert (quiet.text, quiet.failed) == ("(no output)", False)
 
 
-async def test_a_command_that_does_not_end_is_killed_and_told(sandbox) -> None:
+async def test_a_command_that_does_not_end_is_killed(sandbox) -> None:
     result = await swe_tools(sandbox, timeout=0.5).call(ToolCall("execute_bash", {"cmd": "echo on; sleep 60"}))
     assert result.failed
     assert result.text == "on\n[killed: no end after 0.5 seconds]"
@@ -264,9 +255,8 @@ async def test_a_command_too_long_for_the_system_is_a_failed_call(full) -> None:
 
 
 async def test_search(full) -> None:
-    await full.call(
-        "execute_bash", cmd="mkdir -p d .git && printf 'a.b\\naxb\\n' > d/f && cp d/f .git/f && printf 'a.b\\0' > bin"
-    )
+    made = "mkdir -p d .git && printf 'a.b\\naxb\\n' > d/f && cp d/f .git/f && printf 'a.b\\0' > bin"
+    await full.call("execute_bash", cmd=made)
     assert (await full.call("search", search_term="a.b")).text == "d/f:1:a.b"
     assert full.trips == 1
     assert (await full.call("search", search_term="b", path="d/f")).text == "d/f:1:a.b\nd/f:2:axb"
@@ -294,15 +284,15 @@ async def test_search(full) -> None:
         ("^return", []),
     ],
 )
-async def test_in_a_file_a_search_takes_a_regular_expression_too(full, term: str, lines: list[int]) -> None:
+async def test_a_search_in_a_file_also_takes_a_regular_expression(full, term: str, lines: list[int]) -> None:
     text = "def f(x):\n    return x[0]\ndef g(x):\n    return 2 * x \\\nclass f:\n"
     await full.sandbox.write_files({"/testbed/m.py": text.encode()})
-    expected = [f"m.py:{number}:{text.splitlines()[number - 1]}" for number in lines]
-    answer = (await full.call("search", search_term=term, path="m.py")).text
-    assert answer == ("\n".join(expected) or f"No line in m.py holds {term!r}.")
+    numbered = dict(enumerate(text.splitlines(), 1))
+
+    def found(numbers: list[int], where: str) -> str:
+        return "\n".join(f"m.py:{n}:{numbered[n]}" for n in numbers) or f"No line in {where} holds {term!r}."
+
+    assert (await full.call("search", search_term=term, path="m.py")).text == found(lines, "m.py")
     assert full.trips == 1
-    below = (await full.call("search", search_term=term)).text
-    literal = [number for number, line in enumerate(text.splitlines(), 1) if term in line]
-    assert below == (
-        "\n".join(f"m.py:{n}:{text.splitlines()[n - 1]}" for n in literal) or f"No line in . holds {term!r}."
-    )
+    literal = [number for number, line in numbered.items() if term in line]
+    assert (await full.call("search", search_term=term)).text == found(literal, ".")

@@ -8,20 +8,12 @@ from hypothesis import strategies as st
 
 from tools import ParsedTurn, ParseFailure, ToolCall, parse_turn, tool_format
 
-SCHEMA = [
-    {
-        "type": "function",
-        "function": {
-            "name": "view",
-            "description": "",
-            "parameters": {
-                "type": "object",
-                "properties": {"path": {"type": "string"}, "line": {"type": ["integer", "null"]}},
-                "required": ["path"],
-            },
-        },
-    }
-]
+PARAMETERS = {
+    "type": "object",
+    "properties": {"path": {"type": "string"}, "line": {"type": ["integer", "null"]}},
+    "required": ["path"],
+}
+SCHEMA = [{"type": "function", "function": {"name": "view", "description": "", "parameters": PARAMETERS}}]
 VIEW = ToolCall("view", {"path": "3", "line": 3})
 
 
@@ -46,12 +38,12 @@ def test_a_malformed_call_leaves_all_text_and_a_reason(name: str) -> None:
     assert (good.calls, good.failure) == ((VIEW,), None)
 
 
-def test_without_tools_no_call_is_looked_for() -> None:
+def test_without_tools_a_call_is_text() -> None:
     text = "see <function=bash></function>"
     assert parse_turn(tool_format("xml"), text, []) == ParsedTurn("", text)
 
 
-def test_thoughts_that_the_prompt_opened_and_thoughts_without_an_end() -> None:
+def test_thoughts_without_a_beginning_or_an_end() -> None:
     fmt = tool_format("hermes")
     assert parse_turn(fmt, "so\n</think>\nyes", []) == ParsedTurn("so", "yes")
     cut = parse_turn(fmt, "<think>so " + fmt.render(VIEW), SCHEMA)
@@ -60,7 +52,7 @@ def test_thoughts_that_the_prompt_opened_and_thoughts_without_an_end() -> None:
 
 
 @given(st.sampled_from(["hermes", "xml", "openhands", "r2egym", "mini-swe-agent"]), st.text())
-def test_the_first_call_is_the_one_that_the_loop_takes(name: str, text: str) -> None:
+def test_the_first_parsed_call_is_the_loops_call(name: str, text: str) -> None:
     fmt = tool_format(name)
     spoken, parsed = parse_turn(fmt, text, SCHEMA), fmt.parse(text.strip())
     if "</think>" not in text and "<think>" not in text:

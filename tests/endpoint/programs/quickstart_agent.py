@@ -1,4 +1,4 @@
-"""The quickstart's agent as a program of its own: an `openai` client, and the task's tools over HTTP.
+"""The quickstart's agent as a separate program: an `openai` client, and the task's tools over HTTP.
 
 It does what the built-in loop does: one call a turn, a turn without a call is answered with what is wrong with it, and
 three of those in a row end the episode.
@@ -43,8 +43,8 @@ def main() -> None:
         else:
             failures = 0
             call = message.tool_calls[0]
-            asked = {"name": call.function.name, "arguments": json.loads(call.function.arguments)}
-            result = sandbox("call", asked)
+            request = {"name": call.function.name, "arguments": json.loads(call.function.arguments)}
+            result = sandbox("call", request)
             if result["submitted"]:
                 return
             seen = {"role": "tool", "tool_call_id": call.id, "content": result["text"]}

@@ -1,4 +1,4 @@
-"""A program without any library: turns over the chat endpoint until it is told to end as its argument says."""
+"""A program without any library, which takes turns over the chat endpoint and ends as its argument says."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""An interpreter of the engine environment whose SGLang is the stand-in of :mod:`standin_process`.
+"""A fake interpreter of the engine environment, whose SGLang is :mod:`fake_server_process`.
 
-It runs the real ``serve.py``, so that what is tested of its life and end is what holds for SGLang. The server writes
-its arguments to ``DIR/starts``, a line a start.
+It runs the real ``serve.py``, so tests of a server's start and end also hold for SGLang. The server appends its
+arguments to ``DIR/starts``, one line for each start.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _LAUNCH = """
 import asyncio, sys
 from pathlib import Path
 sys.path[:0] = {paths!r}
-from standin_process import main
+from fake_server_process import main
 DIR = Path({directory!r})
 
 def load_plugins(): ...
@@ -32,7 +32,7 @@ def run_server(arguments):
 
 
 def make_interpreter(directory: Path) -> Path:
-    """Write it below ``directory``."""
+    """Write the interpreter below ``directory``."""
     package = directory / "site" / "sglang"
     (package.parent / "sglang-0.9.dist-info").mkdir(parents=True)
     (package.parent / "sglang-0.9.dist-info/METADATA").write_text("Name: sglang\nVersion: 0.9\n")

@@ -16,7 +16,7 @@ def home(homes: SessionAffinity, session: str, urls: Sequence[str] = "ab") -> st
         return url
 
 
-def test_a_session_stays_where_it_began() -> None:
+def test_a_session_keeps_its_engine() -> None:
     homes = SessionAffinity()
     first = {f"s{n}": home(homes, f"s{n}", "abc") for n in range(30)}
     assert Counter(first.values()) == {"a": 10, "b": 10, "c": 10}
@@ -32,7 +32,7 @@ def test_new_sessions_avoid_the_busy_engine() -> None:
     assert home(homes, "last") == "a"
 
 
-def test_a_session_leaves_an_engine_that_may_not_be_used() -> None:
+def test_a_session_leaves_an_excluded_engine() -> None:
     homes = SessionAffinity()
     assert home(homes, "s") == "a"
     assert home(homes, "s", "bc") == "b"

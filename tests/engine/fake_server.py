@@ -1,4 +1,4 @@
-"""Starts, kills and stops stand-ins for SGLang servers (:mod:`standin_process`)."""
+"""Starts, kills and stops fake SGLang servers (:mod:`fake_server_process`)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 from agent_rl.errors import EngineError, EngineStartError
 from agent_rl.utils.http import AsyncHttp
 
-PROCESS = Path(__file__).with_name("standin_process.py")
+PROCESS = Path(__file__).with_name("fake_server_process.py")
 
 
-class StandIn:
-    """One such process. Has the methods of :class:`agent_rl.engine.supervisor.Server`; ``port`` stays over restarts."""
+class FakeServer:
+    """One process. Has the methods of :class:`agent_rl.engine.supervisor.Server`; a restart keeps ``port``."""
 
     def __init__(self, port: int, directory: Path, *, starts: int = 100) -> None:
         self.port, self._directory, self._starts = port, directory, starts

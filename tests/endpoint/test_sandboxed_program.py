@@ -6,14 +6,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from support.endpoint_sessions import RECORD, call
 
 from agent_rl.config import HarnessConfig
 from agent_rl.endpoint.episode import SANDBOX_ENDPOINT, SANDBOX_HARNESS
-from agent_rl.endpoint.server import EndpointServer
-from agent_rl.render import ChatRenderer
 from agent_rl.types import StopReason
 from envs.context import EnvContext
 from envs.swe.sandboxes import sandbox_spec
@@ -42,21 +41,19 @@ async def pool() -> AsyncIterator[Watched]:
     await watched.close()
 
 
-async def test_a_program_in_the_sandbox(
-    endpoint: EndpointServer, renderer: ChatRenderer, kit: SimpleNamespace, pool: Watched
-) -> None:
+async def test_a_program_in_the_sandbox(say: Any, drive: Any, pool: Watched) -> None:
     # Commands of other sandboxes go on meanwhile, although the pool runs one at a time.
-    other = await pool.start(sandbox_spec(EnvContext(backend=pool), kit.RECORD, None))
+    other = await pool.start(sandbox_spec(EnvContext(backend=pool), RECORD, None))
     waiting, beside = asyncio.Event(), asyncio.Event()
 
     async def before(number: int) -> None:
         waiting.set()
         await beside.wait()
 
-    engine = kit.Saying(renderer, [kit.call("ls")], before)
+    engine = say(call("ls"), before=before)
     run = f"echo changed > new.txt; touch $HOME/.state; python3 {SANDBOX_HARNESS}/talk.py ends"
     harness = HarnessConfig(command=run, directory=PROGRAMS)
-    driving = asyncio.create_task(kit.drive(endpoint, renderer, engine, harness, pool))
+    driving = asyncio.create_task(drive(engine, harness, pool))
     await waiting.wait()
     assert (await other.exec("true", timeout=10)).ok
     beside.set()
@@ -71,20 +68,18 @@ async def test_a_program_in_the_sandbox(
     assert not any(binds[1:])
 
 
-async def test_a_sandbox_without_python_is_told(
-    endpoint: EndpointServer, renderer: ChatRenderer, kit: SimpleNamespace, pool: Watched
-) -> None:
+async def test_a_sandbox_without_python_is_a_harness_failure(say: Any, drive: Any, pool: Watched) -> None:
     harness = HarnessConfig(command="true", env={"PATH": "/nowhere"})
-    trajectory = await kit.drive(endpoint, renderer, kit.Saying(renderer, ["x"]), harness, pool)
+    trajectory = await drive(say("x"), harness, pool)
     assert (trajectory.stop, trajectory.reward) == (StopReason.HARNESS_FAILURE, None)
     assert "python3" in trajectory.error
 
 
 @pytest.mark.parametrize("killing", ["kill -9 -1", "pkill -9 -f bridge.py"])
-async def test_a_policy_that_kills_all_in_its_sandbox_is_graded(
-    endpoint: EndpointServer, renderer: ChatRenderer, kit: SimpleNamespace, pool: Watched, killing: str
+async def test_a_policy_that_kills_every_process_of_its_sandbox_is_graded(
+    say: Any, drive: Any, pool: Watched, killing: str
 ) -> None:
-    """The program, or its way to the endpoint: no failure of the infrastructure, which would be run again."""
+    """It is no failure of the infrastructure, which would be repeated."""
     harness = HarnessConfig(command=f"python3 {SANDBOX_HARNESS}/talk.py obeys", directory=PROGRAMS)
-    trajectory = await kit.drive(endpoint, renderer, kit.Saying(renderer, [kit.call(killing)]), harness, pool)
+    trajectory = await drive(say(call(killing)), harness, pool)
     assert (trajectory.stop, trajectory.reward) == (StopReason.PROGRAM_FAILED, 0.0)
