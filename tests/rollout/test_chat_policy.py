@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import orjson
@@ -13,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.local_server import serving
+from support.memory_environment import MemoryEnvironment
 
 from agent_rl.errors import EngineRejected, EngineUnreachable, UserError
 from agent_rl.rollout.chat_policy import ChatEndpoint, ChatEngine
@@ -55,7 +55,7 @@ def test_a_conversation_is_read_back_as_it_was_written(turns: list[tuple[str, st
     assert read_messages(tokens) == plain
 
 
-async def test_an_episode_over_an_endpoint(kit: SimpleNamespace) -> None:
+async def test_an_episode_over_an_endpoint() -> None:
     fmt, asked = tool_format("hermes"), []
 
     def answer(body: dict[str, Any]) -> tuple[int, Any]:
@@ -63,7 +63,7 @@ async def test_an_episode_over_an_endpoint(kit: SimpleNamespace) -> None:
         calls = [ToolCall("echo", {"text": "fix"}), ToolCall("submit", {})]
         return 200, said(fmt.render(calls[len(asked) - 1]))
 
-    env = kit.MemoryEnvironment()
+    env = MemoryEnvironment()
     async with endpoint(answer) as url, ChatEngine(ChatEndpoint(url, "some-model"), timeout=5, retries=0) as engine:
         trajectory = await run_episode(env, env.tasks("heldout")[0], engine, ChatTextRenderer(), fmt, PLAIN)
     assert (trajectory.resolved, trajectory.stop) == (True, StopReason.SUBMITTED)
@@ -126,7 +126,7 @@ def test_native_calls_are_sent_back_as_the_endpoint_made_them() -> None:
     assert fields["messages"][2]["content"] == "I look."
 
 
-async def test_an_episode_with_native_tool_calls(kit: SimpleNamespace) -> None:
+async def test_an_episode_with_native_tool_calls() -> None:
     """The model is handed the tools, its calls are run, and what is wrong with one is told to it."""
     asked: list[dict[str, Any]] = []
     turns = [("echo", "{broken"), ("echo", '{"text": "fix"}'), ("submit", "")]
@@ -138,7 +138,7 @@ async def test_an_episode_with_native_tool_calls(kit: SimpleNamespace) -> None:
         message = {"role": "assistant", "content": None, "tool_calls": [call]}
         return 200, {"choices": [{"message": message, "finish_reason": "tool_calls"}]}
 
-    env, renderer = kit.MemoryEnvironment(), ChatTextRenderer(native_tools=True)
+    env, renderer = MemoryEnvironment(), ChatTextRenderer(native_tools=True)
     async with endpoint(answer) as url:
         options = ChatEndpoint(url, "m", native_tools=True, request={"temperature": None, "seed": 3})
         async with ChatEngine(options, timeout=5, retries=0) as engine:

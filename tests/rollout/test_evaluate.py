@@ -5,13 +5,13 @@ import io
 import json
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from support.memory_environment import MemoryEnvironment
 
 from agent_rl.config import RolloutConfig
 from agent_rl.errors import UserError
@@ -59,16 +59,16 @@ def solver(fixes: set[str]) -> Any:
     return solve
 
 
-async def test_pass_at_1_counts_tasks_and_keeps_failures_apart(kit: SimpleNamespace, tmp_path: Path) -> None:
+async def test_pass_at_1_counts_tasks_and_keeps_failures_apart(tmp_path: Path) -> None:
     broken = 0
-    env = kit.MemoryEnvironment()
+    env = MemoryEnvironment()
     tasks = env.tasks("heldout")
     healthy = solver_runner(env, solver({"heldout-0", "heldout-1", "heldout-2"}), EpisodeRules())
 
     async def lose() -> None:
         raise SandboxLostError("gone")
 
-    lost = solver_runner(kit.MemoryEnvironment(on_start=lose), solver(set()), EpisodeRules())
+    lost = solver_runner(MemoryEnvironment(on_start=lose), solver(set()), EpisodeRules())
 
     async def run(task: Task) -> Trajectory:
         nonlocal broken
@@ -91,8 +91,8 @@ async def test_pass_at_1_counts_tasks_and_keeps_failures_apart(kit: SimpleNamesp
     assert "42.9%" in console.export_text()
 
 
-async def test_several_samples_are_averaged_within_a_task(kit: SimpleNamespace) -> None:
-    env, count = kit.MemoryEnvironment(), 0
+async def test_several_samples_are_averaged_within_a_task() -> None:
+    env, count = MemoryEnvironment(), 0
     right, wrong = (solver_runner(env, solver(fixes), EpisodeRules()) for fixes in ({"heldout-0"}, set()))
 
     async def run(task: Task) -> Trajectory:
@@ -105,11 +105,11 @@ async def test_several_samples_are_averaged_within_a_task(kit: SimpleNamespace) 
     assert report.interval == wilson_interval(0.25, 1)
 
 
-async def test_nothing_graded_is_no_number(kit: SimpleNamespace, tmp_path: Path) -> None:
+async def test_nothing_graded_is_no_number(tmp_path: Path) -> None:
     async def lose() -> None:
         raise SandboxLostError("gone")
 
-    env = kit.MemoryEnvironment(on_start=lose)
+    env = MemoryEnvironment(on_start=lose)
     report = await evaluate(
         env.tasks("heldout"), solver_runner(env, "noop", EpisodeRules()), policy="noop", limiter=Limiter(8)
     )
@@ -119,8 +119,8 @@ async def test_nothing_graded_is_no_number(kit: SimpleNamespace, tmp_path: Path)
     assert json.loads((tmp_path / "report.json").read_text())["pass_at_1"] is None
 
 
-async def test_a_solver_goes_through_the_tools(kit: SimpleNamespace) -> None:
-    env = kit.MemoryEnvironment()
+async def test_a_solver_goes_through_the_tools() -> None:
+    env = MemoryEnvironment()
     trajectory = await solver_runner(env, solver({"train-0"}), EpisodeRules(RolloutConfig(max_turns=1, max_tokens=5)))(
         env.tasks("train")[0]
     )
@@ -128,8 +128,8 @@ async def test_a_solver_goes_through_the_tools(kit: SimpleNamespace) -> None:
     assert trajectory.resolved
 
 
-async def test_a_recorded_run_is_said_again_and_graded_anew(kit: SimpleNamespace, tmp_path: Path) -> None:
-    env = kit.MemoryEnvironment()
+async def test_a_recorded_run_is_said_again_and_graded_anew(tmp_path: Path) -> None:
+    env = MemoryEnvironment()
     first, second, _ = env.tasks("heldout")[:3]
     run = solver_runner(env, solver({"heldout-0"}), EpisodeRules())
     path = write_trajectories(tmp_path, 1, [Group(task.id, (await run(task),)) for task in (first, second)])
@@ -151,21 +151,21 @@ def test_wrong_solvers_are_told() -> None:
         solver_runner(None, "glod", EpisodeRules())  # type: ignore[arg-type]
 
 
-async def test_a_task_without_gold_is_told(kit: SimpleNamespace) -> None:
-    env = kit.MemoryEnvironment()
+async def test_a_task_without_gold_is_told() -> None:
+    env = MemoryEnvironment()
     with pytest.raises(UserError, match="no gold patch"):
         await solver_runner(env, "gold", EpisodeRules())(env.tasks("train")[0])
     assert len(noop(env, env.tasks("train")[0])) == 1
 
 
-async def test_cancelled_evaluation_leaves_nothing_open(kit: SimpleNamespace) -> None:
+async def test_cancelled_evaluation_leaves_nothing_open() -> None:
     reached = asyncio.Event()
 
     async def stall() -> None:
         reached.set()
         await asyncio.Event().wait()
 
-    env = kit.MemoryEnvironment(on_call=stall)
+    env = MemoryEnvironment(on_call=stall)
     run = solver_runner(env, solver(set()), EpisodeRules())
     running = asyncio.create_task(evaluate(env.tasks("heldout"), run, policy="x", limiter=Limiter(4)))
     await reached.wait()

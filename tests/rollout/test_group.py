@@ -4,10 +4,10 @@ import asyncio
 import functools
 import re
 from collections.abc import Awaitable, Callable, Iterator
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from support.memory_environment import SUBMIT, MemoryEnvironment, TurnsEngine
 
 from agent_rl.config import RolloutConfig
 from agent_rl.errors import RolloutFailed, RoutesMissingError
@@ -133,7 +133,7 @@ async def test_retries_are_counted_over_the_whole_group() -> None:
     assert started == 8 + 3
 
 
-async def test_a_key_error_in_one_of_eight_gradings_is_run_again_and_is_no_reward(kit: SimpleNamespace) -> None:
+async def test_a_key_error_in_one_of_eight_gradings_is_run_again_and_is_no_reward() -> None:
     graded = 0
 
     async def breaks_once() -> None:
@@ -142,8 +142,8 @@ async def test_a_key_error_in_one_of_eight_gradings_is_run_again_and_is_no_rewar
         if graded == 3:
             raise KeyError("status")
 
-    env = kit.MemoryEnvironment(on_grade=breaks_once)
-    engine, limits = kit.ToldEngine([kit.SUBMIT]), EpisodeRules(RolloutConfig(describe_tools=False))
+    env = MemoryEnvironment(on_grade=breaks_once)
+    engine, limits = TurnsEngine([SUBMIT]), EpisodeRules(RolloutConfig(describe_tools=False))
     run = functools.partial(
         run_episode, env, engine=engine, renderer=ByteRenderer(), fmt=tool_format("hermes"), rules=limits
     )
@@ -153,12 +153,12 @@ async def test_a_key_error_in_one_of_eight_gradings_is_run_again_and_is_no_rewar
     assert rollout_metrics(rollout)["rollout/infrastructure_failures"] == 1
 
 
-async def test_past_the_budget_the_run_ends_with_the_first_cause_in_one_line(kit: SimpleNamespace) -> None:
+async def test_past_the_budget_the_run_ends_with_the_first_cause_in_one_line() -> None:
     async def breaks() -> None:
         raise KeyError(f"status {env.started}")
 
-    env = kit.MemoryEnvironment(on_grade=breaks)
-    engine, limits = kit.ToldEngine([kit.SUBMIT]), EpisodeRules(RolloutConfig(describe_tools=False))
+    env = MemoryEnvironment(on_grade=breaks)
+    engine, limits = TurnsEngine([SUBMIT]), EpisodeRules(RolloutConfig(describe_tools=False))
     run = functools.partial(
         run_episode, env, engine=engine, renderer=ByteRenderer(), fmt=tool_format("hermes"), rules=limits
     )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType
 from typing import Any
 
 import pytest
+from support.memory_environment import FIX, SUBMIT, TurnsEngine
 
 from agent_rl.config import EnvConfig, RolloutConfig
 from agent_rl.rollout.episode import EpisodeRules, run_episode
@@ -46,13 +47,13 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, HERE, sys.modules[__name__])
 
 
-async def test_what_is_said_beside_observations(env: Any, task: Task, kit: SimpleNamespace) -> None:
+async def test_what_is_said_beside_observations(env: Any, task: Task) -> None:
     rules = EpisodeRules(
         RolloutConfig(describe_tools=False, max_turns=9, max_parse_failures=None),
         EnvConfig(scaffold=f"{HERE}:COUNTS"),
         None,
     )
-    engine = kit.ToldEngine(["no call"] * 5 + [kit.FIX, kit.SUBMIT])
+    engine = TurnsEngine(["no call"] * 5 + [FIX, SUBMIT])
     trajectory = await run_episode(env, task, engine, ByteRenderer(), tool_format("hermes"), rules)
     assert (trajectory.stop, len(trajectory.turns)) == (StopReason.SUBMITTED, 7)
     contents = [(message["role"], message["content"]) for message in trajectory.messages]

@@ -3,13 +3,13 @@ from __future__ import annotations
 import json
 from dataclasses import fields, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import zstandard
 from safetensors.numpy import load_file, save_file
+from support.memory_environment import FIX, SUBMIT, TurnsEngine, call
 
 from agent_rl.errors import AgentRlError
 from agent_rl.rollout.episode import EpisodeRules, run_episode
@@ -43,11 +43,11 @@ from tools.formats import tool_format
 
 
 @pytest.fixture
-async def groups(env: Any, kit: SimpleNamespace) -> tuple[Group, ...]:
+async def groups(env: Any) -> tuple[Group, ...]:
     """Three groups of two real episodes, sampled with two weight versions."""
 
     async def run(task: Task) -> Trajectory:
-        engine = kit.ToldEngine([kit.call("echo", text=task.id), kit.FIX, kit.SUBMIT], versions=["1", "1", "2"])
+        engine = TurnsEngine([call("echo", text=task.id), FIX, SUBMIT], versions=["1", "1", "2"])
         return await run_episode(env, task, engine, ByteRenderer(), tool_format("hermes"), EpisodeRules())
 
     rollout = await collect_groups(env.tasks("train")[:3], run, GroupSettings(size=2), limiter=Limiter(4))
