@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.local_server import serving
-from support.memory_environment import MemoryEnvironment
+from support.memory_environment import TASK, MemoryEnvironment
 
 from agent_rl.errors import EngineRejected, EngineUnreachable, UserError
 from agent_rl.rollout.chat_policy import ChatEndpoint, ChatEngine
@@ -63,9 +63,8 @@ async def test_an_episode_over_an_endpoint() -> None:
         calls = [ToolCall("echo", {"text": "fix"}), ToolCall("submit", {})]
         return 200, said(fmt.render(calls[len(asked) - 1]))
 
-    env = MemoryEnvironment()
     async with endpoint(answer) as url, ChatEngine(ChatEndpoint(url, "some-model"), timeout=5, retries=0) as engine:
-        trajectory = await run_episode(env, env.tasks("heldout")[0], engine, ChatTextRenderer(), fmt, PLAIN)
+        trajectory = await run_episode(MemoryEnvironment(), TASK, engine, ChatTextRenderer(), fmt, PLAIN)
     assert (trajectory.resolved, trajectory.stop) == (True, StopReason.SUBMITTED)
     assert asked[0]["model"] == "some-model"
     assert [m["role"] for m in asked[1]["messages"]] == ["system", "user", "assistant", "user"]
@@ -80,7 +79,7 @@ async def ask(url: str, **options: Any) -> Any:
         return await engine.generate(tokens, SamplingParams(), session="s", **{"routes_from": None, **options})
 
 
-async def test_trouble_is_told_apart() -> None:
+async def test_each_kind_of_failure_has_its_own_error() -> None:
     count = 0
 
     def flaky(body: dict[str, Any]) -> tuple[int, Any]:
@@ -138,12 +137,11 @@ async def test_an_episode_with_native_tool_calls() -> None:
         message = {"role": "assistant", "content": None, "tool_calls": [call]}
         return 200, {"choices": [{"message": message, "finish_reason": "tool_calls"}]}
 
-    env, renderer = MemoryEnvironment(), ChatTextRenderer(native_tools=True)
+    renderer, env = ChatTextRenderer(native_tools=True), MemoryEnvironment()
     async with endpoint(answer) as url:
         options = ChatEndpoint(url, "m", native_tools=True, request={"temperature": None, "seed": 3})
         async with ChatEngine(options, timeout=5, retries=0) as engine:
-            task = env.tasks("heldout")[0]
-            trajectory = await run_episode(env, task, engine, renderer, NativeToolCalls(), PLAIN)
+            trajectory = await run_episode(env, TASK, engine, renderer, NativeToolCalls(), PLAIN)
     assert (trajectory.resolved, trajectory.stop) == (True, StopReason.SUBMITTED)
     assert [tool["function"]["name"] for tool in asked[0]["tools"]] == ["echo", "submit"]
     assert asked[0]["messages"][0]["content"] == "S", "the tools are described nowhere else"
@@ -152,36 +150,31 @@ async def test_an_episode_with_native_tool_calls() -> None:
     assert asked[2]["messages"][-1] == {"role": "tool", "tool_call_id": "call00004", "content": "fix"}
 
 
-WRONG = {
-    "401": (
-        (401, b'{"error": {"message": "no such key"}}'),
-        "401: no such key: the key in OPENAI_API_KEY is not set",
-    ),
-    "404": ((404, b'{"error": {"message": "no model m"}}'), "404: no model m: .*--model"),
-    "page": ((200, b"<!doctype html><p>hello"), r"a page \(HTML\) instead of JSON: .*address of a chat API"),
-    "400": (
-        (400, b'{"message": "max_tokens is unsupported"}'),
-        "max_tokens is unsupported; .* --request max_tokens=null",
-    ),
-    "502": ((502, b"<html>bad gateway"), "check that the server is running"),
-}
-
-
-@pytest.mark.parametrize("kind", WRONG)
-async def test_an_endpoint_that_can_answer_nothing_is_told_at_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("status", "body", "message"),
+    [
+        (401, b'{"error": {"message": "no such key"}}', "401: no such key: the key in OPENAI_API_KEY is not set"),
+        (404, b'{"error": {"message": "no model m"}}', "404: no model m: .*--model"),
+        (200, b"<!doctype html><p>hello", r"a page \(HTML\) instead of JSON: .*address of a chat API"),
+        (400, b'{"message": "max_tokens is unsupported"}', "unsupported; .* --request max_tokens=null"),
+        (502, b"<html>bad gateway", "check that the server is running"),
+    ],
+)
+async def test_an_endpoint_that_refuses_is_one_line_without_a_retry(
+    status: int, body: bytes, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    answer, told = WRONG[kind]
 
-    async def handle(path: str, body: dict[str, Any]) -> tuple[int, bytes]:
-        return answer
+    async def handle(path: str, request: dict[str, Any]) -> tuple[int, bytes]:
+        return status, body
 
     async with serving(handle) as url, ChatEngine(ChatEndpoint(url, "m"), timeout=5, retries=9) as engine:
-        with pytest.raises(UserError, match=told) as error:
+        with pytest.raises(UserError, match=message) as error:
             await engine.check_ready()
     assert "\n" not in str(error.value)
 
 
-async def test_an_endpoint_without_its_v1_is_told_which_address_to_try() -> None:
+async def test_an_address_without_v1_is_a_user_error_with_the_right_address() -> None:
     async def handle(path: str, body: dict[str, Any]) -> tuple[int, bytes]:
         return (200, orjson.dumps(said("ready"))) if path.startswith("/v1/") else (404, b"not here")
 

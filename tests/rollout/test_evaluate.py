@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
-from support.memory_environment import MemoryEnvironment
+from support.memory_environment import TASK, MemoryEnvironment
 
 from agent_rl.config import RolloutConfig
 from agent_rl.errors import UserError
 from agent_rl.evaluation.evaluate import evaluate
-from agent_rl.evaluation.report import wilson_interval
+from agent_rl.evaluation.report import EvalReport, wilson_interval
 from agent_rl.evaluation.tables import table
 from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.jsonl_zst import encode_rows
@@ -59,16 +59,25 @@ def solver(fixes: set[str]) -> Any:
     return solve
 
 
-async def test_pass_at_1_counts_tasks_and_keeps_failures_apart(tmp_path: Path) -> None:
-    broken = 0
-    env = MemoryEnvironment()
-    tasks = env.tasks("heldout")
-    healthy = solver_runner(env, solver({"heldout-0", "heldout-1", "heldout-2"}), EpisodeRules())
+def losing() -> MemoryEnvironment:
+    """An environment whose sandboxes are lost at the start."""
 
     async def lose() -> None:
         raise SandboxLostError("gone")
 
-    lost = solver_runner(MemoryEnvironment(on_start=lose), solver(set()), EpisodeRules())
+    return MemoryEnvironment(on_start=lose)
+
+
+def written(report: EvalReport, directory: Path) -> Any:
+    report.write(directory / "report.json")
+    return json.loads((directory / "report.json").read_text())
+
+
+async def test_pass_at_1_counts_tasks_and_keeps_failures_apart(tmp_path: Path) -> None:
+    broken, env = 0, MemoryEnvironment()
+    tasks = env.tasks("heldout")
+    healthy = solver_runner(env, solver({"heldout-0", "heldout-1", "heldout-2"}), EpisodeRules())
+    lost = solver_runner(losing(), solver(set()), EpisodeRules())
 
     async def run(task: Task) -> Trajectory:
         nonlocal broken
@@ -84,8 +93,7 @@ async def test_pass_at_1_counts_tasks_and_keeps_failures_apart(tmp_path: Path) -
     assert [outcome.task_id for outcome in report.outcomes] == [task.id for task in tasks]
     assert report.outcomes[7].error == "SandboxLostError: gone"
     assert report.stops == {"submitted": 7}
-    report.write(tmp_path / "report.json")
-    assert json.loads((tmp_path / "report.json").read_text())["pass_at_1"] == pytest.approx(3 / 7)
+    assert written(report, tmp_path)["pass_at_1"] == pytest.approx(3 / 7)
     console = Console(width=160, record=True, file=io.StringIO())
     console.print(table([report]))
     assert "42.9%" in console.export_text()
@@ -106,29 +114,22 @@ async def test_several_samples_are_averaged_within_a_task() -> None:
 
 
 async def test_nothing_graded_is_no_number(tmp_path: Path) -> None:
-    async def lose() -> None:
-        raise SandboxLostError("gone")
-
-    env = MemoryEnvironment(on_start=lose)
-    report = await evaluate(
-        env.tasks("heldout"), solver_runner(env, "noop", EpisodeRules()), policy="noop", limiter=Limiter(8)
-    )
+    env = losing()
+    run = solver_runner(env, "noop", EpisodeRules())
+    report = await evaluate(env.tasks("heldout"), run, policy="noop", limiter=Limiter(8))
     assert math.isnan(report.pass_at_1)
     assert (report.graded, report.ungraded, report.interval) == (0, 8, (0.0, 1.0))
-    report.write(tmp_path / "report.json")
-    assert json.loads((tmp_path / "report.json").read_text())["pass_at_1"] is None
+    assert written(report, tmp_path)["pass_at_1"] is None
 
 
-async def test_a_solver_goes_through_the_tools() -> None:
-    env = MemoryEnvironment()
-    trajectory = await solver_runner(env, solver({"train-0"}), EpisodeRules(RolloutConfig(max_turns=1, max_tokens=5)))(
-        env.tasks("train")[0]
-    )
+async def test_a_solver_calls_the_tools_and_has_no_limits() -> None:
+    rules = EpisodeRules(RolloutConfig(max_turns=1, max_tokens=5))
+    trajectory = await solver_runner(MemoryEnvironment(), solver({TASK.id}), rules)(TASK)
     assert [turn.tool for turn in trajectory.turns] == ["echo", "submit"]
     assert trajectory.resolved
 
 
-async def test_a_recorded_run_is_said_again_and_graded_anew(tmp_path: Path) -> None:
+async def test_a_recorded_run_is_replayed_and_graded_again(tmp_path: Path) -> None:
     env = MemoryEnvironment()
     first, second, _ = env.tasks("heldout")[:3]
     run = solver_runner(env, solver({"heldout-0"}), EpisodeRules())
@@ -146,16 +147,13 @@ async def test_a_recorded_run_is_said_again_and_graded_anew(tmp_path: Path) -> N
         recorded(tmp_path / "absent.jsonl.zst")
 
 
-def test_wrong_solvers_are_told() -> None:
-    with pytest.raises(UserError, match="gold, noop"):
-        solver_runner(None, "glod", EpisodeRules())  # type: ignore[arg-type]
-
-
-async def test_a_task_without_gold_is_told() -> None:
+async def test_an_unknown_solver_or_a_task_without_gold_patch_is_a_user_error() -> None:
     env = MemoryEnvironment()
+    with pytest.raises(UserError, match="gold, noop"):
+        solver_runner(env, "glod", EpisodeRules())
     with pytest.raises(UserError, match="no gold patch"):
-        await solver_runner(env, "gold", EpisodeRules())(env.tasks("train")[0])
-    assert len(noop(env, env.tasks("train")[0])) == 1
+        await solver_runner(env, "gold", EpisodeRules())(TASK)
+    assert len(noop(env, TASK)) == 1
 
 
 async def test_cancelled_evaluation_leaves_nothing_open() -> None:
