@@ -67,11 +67,7 @@ class Prefixes:
         self.count, self.rows = 0, 0
 
     def sample(
-        self,
-        prompt: Sequence[int],
-        sampled: Sequence[int],
-        routes_from: int | None,
-        finish: FinishReason = FinishReason.STOP,
+        self, prompt: Sequence[int], sampled: Sequence[int], routes_from: int | None, finish: Any = FinishReason.STOP
     ) -> Completion:
         whole = [*prompt, *sampled]
         routing = None
@@ -229,6 +225,7 @@ class Talk:
 
 
 S, U = ChatMessage("system", "s"), ChatMessage("user", "u")
+LS = (ToolCall("bash", {"command": "ls"}),)
 
 
 def causes(talk: Talk) -> list[BranchCause]:
@@ -277,15 +274,17 @@ def test_arguments_that_a_program_adds_to_a_call_which_it_names_begin_no_branch(
 def test_a_program_goes_on_after_a_message_that_nobody_sampled() -> None:
     """An example in its prompt, or one edited reply: what was sampled later is found, not encoded again."""
     talk, messages = Talk(), [S, U, ChatMessage("assistant", "an example"), U]
-    for number in range(3):
-        said = talk.turn(messages, f"<raw {number}>", calls=(ToolCall("bash", {"command": "ls"}),))
-        messages += [said._replace(reply=""), ChatMessage("tool", f"seen {number}")]
+
+    def go_on() -> None:
+        for number in range(3):
+            said = talk.turn(messages, f"<raw {number}>", calls=LS)
+            messages.extend([said._replace(reply=""), ChatMessage("tool", f"seen {number}")])
+
+    go_on()
     (branch,) = talk.tree.branches()
     assert talk.engine.rows == len(branch.tokens) - 1
     messages[4] = ChatMessage("assistant", "edited")
-    for number in range(3):
-        said = talk.turn(messages, f"<raw {number}>", calls=(ToolCall("bash", {"command": "ls"}),))
-        messages += [said._replace(reply=""), ChatMessage("tool", f"seen {number}")]
+    go_on()
     assert causes(talk) == [BranchCause.START, BranchCause.REWRITE]
     assert talk.tree.echo_differs == 1
 
@@ -332,9 +331,7 @@ def test_other_tools_and_rewritten_messages_name_their_cause() -> None:
 
 def test_a_reply_repeated_in_a_rewritten_conversation_has_the_text_that_was_sampled() -> None:
     talk = Talk()
-    call = (ToolCall("bash", {"command": "ls"}),)
-    node = talk.begin([S, U])
-    said = talk.finish(node, "<raw ls>", calls=call)
+    said = talk.turn([S, U], "<raw ls>", calls=LS)
     plan = talk.tree.plan_request([S, ChatMessage("user", "other"), said, ChatMessage("tool", "x")], [{}])
     assert b"<raw ls>" in bytes(plan.prompt.tolist())
 

@@ -12,38 +12,17 @@ from r3.routing import Routing, Span, SpanKind
 
 
 def turn(sampled: int, *, failure: str | None = None, seconds: float = 1.0) -> Turn:
-    return Turn(
-        text="",
-        tool=None,
-        arguments={},
-        parse_failure=failure,
-        observation="",
-        prompt_tokens=5,
-        completion_tokens=sampled,
-        observation_tokens=0,
-        cached_tokens=0,
-        weight_version="0",
-        generate_seconds=seconds,
-        tool_seconds=seconds / 10,
-    )
+    return Turn("", None, {}, failure, "", 5, sampled, 0, 0, "0", seconds, seconds / 10)
 
 
 def trajectory(reward: float | None, stop: StopReason, turns: tuple[Turn, ...], tokens: int) -> Trajectory:
-    return Trajectory(
-        task_id="t",
-        env="e",
-        tokens=np.zeros(tokens, np.int32),
-        loss_mask=np.zeros(tokens, np.bool_),
-        logprobs=np.zeros(tokens, np.float32),
-        routing=None,
-        stop=stop,
-        reward=reward,
-        resolved=reward == 1.0,
-        turns=turns,
-        messages=(),
-        versions=(),
-        grade_seconds=0.5,
-    )
+    arrays = (np.zeros(tokens, kind) for kind in (np.int32, np.bool_, np.float32))
+    solved = reward == 1.0
+    return Trajectory("t", "e", *arrays, None, stop, reward, solved, turns, (), (), grade_seconds=0.5)  # type: ignore[arg-type]
+
+
+def metrics_of(*members: Trajectory, seconds: float = 1.0) -> dict[str, float]:
+    return dict(rollout_metrics(Rollout((Group("a", members),), (), seconds=seconds)))
 
 
 def test_what_a_step_did() -> None:
@@ -73,10 +52,9 @@ def test_what_a_step_did() -> None:
             "rollout/groups_dropped": 1,
             "rollout/stop/submitted": 0.25,
             "rollout/stop/max_turns": 0.75,
-            "rollout/stop/context_full": 0,
-            "rollout/stop/time_limit": 0,
-            "rollout/stop/parse_failures": 0,
-            "rollout/stop/program_failed": 0,
+            **{
+                f"rollout/stop/{name}": 0 for name in ("context_full", "time_limit", "parse_failures", "program_failed")
+            },
         }
     )
 
@@ -88,7 +66,7 @@ def test_what_was_retracted_is_counted() -> None:
     lost = replace(plain, routing=routing, turns=(replace(turn(6), retractions=2),))
     masks = [np.arange(30) < sampled for sampled in (24, 6)]
     members = [replace(one, loss_mask=mask) for one, mask in zip((plain, lost), masks, strict=True)]
-    metrics = rollout_metrics(Rollout((Group("a", tuple(members)),), (), seconds=1.0))
+    metrics = metrics_of(*members)
     assert metrics["rollout/retractions"] == 2
     assert metrics["r3/recomputed_token_fraction"] == 6 / 30
 
@@ -96,12 +74,12 @@ def test_what_was_retracted_is_counted() -> None:
 def test_episodes_of_an_earlier_start_are_in_no_speed() -> None:
     now = trajectory(1.0, StopReason.SUBMITTED, (turn(10),), 60)
     before = replace(trajectory(0.0, StopReason.SUBMITTED, (turn(30),), 40), recovered=True)
-    metrics = rollout_metrics(Rollout((Group("a", (now, before, before, before)),), (), seconds=2.0))
+    metrics = metrics_of(now, before, before, before, seconds=2.0)
     assert metrics["rollout/tokens_per_second"] == 60 / 2
     assert metrics["rollout/sampled_tokens_per_second"] == 10 / 2
     assert metrics["time/rollout_recovered"] == 0.75
     assert metrics["rollout/tokens_mean"] == 180 / 4
-    metrics = rollout_metrics(Rollout((Group("a", (before, before)),), (), seconds=1e-4))
+    metrics = metrics_of(before, before, seconds=1e-4)
     assert metrics["time/rollout_recovered"] == 1.0
     assert not [name for name in metrics if "per_second" in name]
 
@@ -114,7 +92,7 @@ def test_a_step_that_lost_every_group_has_only_counts() -> None:
 def test_a_trajectory_without_reward_in_a_group_is_refused() -> None:
     broken = replace(trajectory(1.0, StopReason.SUBMITTED, (), 5), stop=StopReason.SANDBOX_FAILURE, reward=None)
     with pytest.raises(ValueError, match="has no reward"):
-        rollout_metrics(Rollout((Group("a", (broken,)),), (), seconds=1.0))
+        metrics_of(broken)
 
 
 def test_the_share_of_tokens_without_routes() -> None:
@@ -123,7 +101,7 @@ def test_the_share_of_tokens_without_routes() -> None:
     sampled = {"loss_mask": np.ones(61, np.bool_), "tokens": np.zeros(61, np.int32)}
     some = replace(trajectory(1.0, StopReason.SUBMITTED, (turn(10),), 61), routing=routing, **sampled)
     idle = trajectory(0.0, StopReason.CONTEXT_FULL, (), 40)
-    metrics = rollout_metrics(Rollout((Group("a", (some, idle)),), (), seconds=1.0))
+    metrics = metrics_of(some, idle)
     assert metrics["r3/missing_token_fraction"] == pytest.approx(10 / 60), "the last row is nobody's to send"
     none = replace(some, routing=None)
     assert missing_token_fraction([some, none]) == pytest.approx(70 / 120)
