@@ -109,6 +109,6 @@ class KeyErrorMini(MiniEnvironment):
     """``mini`` with such episodes."""
 
     @asynccontextmanager
-    async def start(self, task: Task) -> AsyncIterator[KeyErrorEpisode]:  # type: ignore[override]
+    async def start(self, task: Task) -> AsyncIterator[KeyErrorEpisode]:
         async with super().start(task) as episode:
             yield KeyErrorEpisode(episode)

@@ -44,7 +44,6 @@ def test_too_few_gpus_are_one_line() -> None:
         "ranks of 1 GPU request 48, and its nodes have node-0: 8, node-1: 8; start more nodes, or request less"
     )
     line = shortage_of({"count": 1, "gpus": 16, "nodes": 2}, 1, [8, 8, 8], free=10)
-    assert line is not None
     assert "1 engine of 8 GPUs on each of 2 nodes" in line
     assert "node-2: 8, of which 14 are taken; start" in line
 

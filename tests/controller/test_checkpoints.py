@@ -44,9 +44,9 @@ class Writer:
 
 
 def opened(runs: Path, writer: Writer, **train: object) -> tuple[Checkpoints, RunState]:
-    config = RunConfig(name="demo", runs_dir=runs, model=Path("m"), train=TrainConfig(**train))  # type: ignore[arg-type]
+    config = RunConfig(name="demo", runs_dir=runs, model=Path("m"), train=TrainConfig(**train))
     state = RunState(config)
-    return Checkpoints(config.train, state, writer, Journal(state.dir / "journal", state.run_id)), state  # type: ignore[arg-type]
+    return Checkpoints(config.train, state, writer, Journal(state.dir / "journal", state.run_id)), state
 
 
 async def write_journals(directory: Path, run_id: str, *steps: int) -> None:
@@ -104,7 +104,7 @@ async def test_a_write_that_fails_is_told_and_the_one_before_is_kept(tmp_path: P
     await checkpoints.finish()
     writer.failure = TrainerError("no room")
     await checkpoints.save(Progress(state.run_id, 2))
-    await asyncio.wait([checkpoints._writing])  # type: ignore[list-item]
+    await asyncio.wait([checkpoints._writing])
     with pytest.raises(TrainerError, match="no room"):
         checkpoints.check()
     with pytest.raises(TrainerError, match="no room"):

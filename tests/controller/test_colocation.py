@@ -66,7 +66,7 @@ def watch(life: Life, sleep: Watched) -> None:
         assert sleep.is_awake, "an episode of engines that sleep"
         return await run(task, *log)
 
-    life.trainer.step, life.publish, life.runtime.run = stepping, publishing, running  # type: ignore[method-assign]
+    life.trainer.step, life.publish, life.runtime.run = stepping, publishing, running
 
 
 @pytest.mark.parametrize("evaluate_every", [0, 2])
@@ -100,7 +100,7 @@ async def test_where_the_trainer_dies_the_first_publish_wakes_the_engines(
         life, first = lives[-1], lives[0]
         sleep = sleep_of(life) if life is first else first.runtime.engine.sleep
         watch(life, sleep)
-        life.trainer.restart = _nothing  # type: ignore[attr-defined]
+        life.trainer.restart = _nothing
         return life.run
 
     await run_to_last_step(begin, TrainerRestarts(3))
@@ -113,7 +113,7 @@ async def _nothing() -> None:
 
 def sleep_of(life: Life) -> Watched:
     engine = life.runtime.engine
-    sleep = Watched(engine.fleet, engine.gate, {}, life.run.config.engine, None)  # type: ignore[arg-type]
+    sleep = Watched(engine.fleet, engine.gate, {}, life.run.config.engine, None)
     sleep.events = []
     return sleep
 

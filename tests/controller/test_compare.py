@@ -56,7 +56,6 @@ def of(trajectories: list[Trajectory], *, off: float = 0.0, exchanged_layer: int
     """A pass whose log-probs are ``off`` the engine's; in ``exchanged_layer`` it took other experts."""
     logprobs, routes = [], []
     for item in trajectories:
-        assert item.routing is not None
         experts = item.routing.experts.copy()
         if exchanged_layer is not None:
             experts[:, exchanged_layer] = (experts[:, exchanged_layer] + 1) % EXPERTS
@@ -73,9 +72,6 @@ def test_each_pass_is_compared_with_its_reference() -> None:
     replay, without, noise = (
         report.total for report in (comparison.replay, comparison.without_replay, comparison.noise)
     )
-    assert replay.logprobs is not None
-    assert without.logprobs is not None
-    assert noise.logprobs is not None
     assert replay.logprobs.metrics["logprob_abs_diff"].value == pytest.approx(0.1, rel=1e-5)
     assert without.logprobs.metrics["logprob_abs_diff"].value == pytest.approx(0.3, rel=1e-5)
     assert noise.logprobs.metrics["logprob_abs_diff"].value == 0
@@ -83,19 +79,12 @@ def test_each_pass_is_compared_with_its_reference() -> None:
     assert comparison.without_over_with_replay["logprob_abs_diff"].low == pytest.approx(3, rel=1e-5), (
         "the estimate is paired"
     )
-    assert replay.routes is not None
-    assert without.routes is not None
-    assert noise.routes is not None
     assert replay.routes.router == noise.routes.router == 0
     assert without.routes.by_layer.tolist() == [0, 1]
     assert list(without.routes.layers) == [0, sum(len(item.tokens) - 1 for item in data), 0]
     assert {
         turn: part.logprobs and part.logprobs.tokens for turn, part in comparison.without_replay.by_turn.items()
-    } == {
-        1: 10,
-        2: 10,
-        3: 4,
-    }
+    } == {1: 10, 2: 10, 3: 4}
     assert list(comparison.without_replay.by_weight_version) == ["1"]
 
 

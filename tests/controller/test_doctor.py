@@ -117,7 +117,7 @@ async def test_invalid_tasks_are_found_once_and_skipped_afterwards(
     overrides = ["env.name=swe", f"env.options={{path: {tasks}}}", "sandbox.backend=bubblewrap"]
     config = load_config(Path("configs/quickstart.yaml"), overrides)
     out, options = tmp_path / "doctor", {"tasks": None, "split": "heldout", "repeats": 2, "audit": True}
-    assert not await run_doctor(config, out=out, **options)  # type: ignore[arg-type]
+    assert not await run_doctor(config, out=out, **options)
     rows = map(json.loads, (tasks / "heldout.jsonl").read_text().splitlines())
     healthy, wrong, done, mute, unread = (row["task_id"] for row in rows)
     quarantined = read_quarantine(out / "quarantine.json")
@@ -137,7 +137,7 @@ async def test_invalid_tasks_are_found_once_and_skipped_afterwards(
     assert "1 of 5 tasks valid, 4 invalid" in capsys.readouterr().out
 
     lines = {file: file.read_bytes() for file in out.rglob("*.jsonl")}
-    assert not await run_doctor(config, out=out, **options)  # type: ignore[arg-type]
+    assert not await run_doctor(config, out=out, **options)
     again = {file: file.read_bytes() for file in out.rglob("*.jsonl")}
     assert all(again[file].startswith(before) for file, before in lines.items())
     ids = {json.loads(line)["task_id"] for file in lines for line in again[file][len(lines[file]) :].splitlines()}

@@ -64,7 +64,7 @@ def test_killed_at_random_while_sandboxes_break_it_reports_the_same(
 
 def record_policy(path: Path, count: int) -> dict[str, int]:
     """Write a recording that solves half of the tasks and gives the others up; whether each is solved, by task."""
-    environment, fmt = MiniEnvironment(EnvContext(None)), tool_format("xml")  # type: ignore[arg-type]
+    environment, fmt = MiniEnvironment(EnvContext(None)), tool_format("xml")
     solved: dict[str, int] = {}
     rows = []
     for number, record in enumerate(map(to_record, generate("heldout", count, 0))):
@@ -90,7 +90,7 @@ def run_and_kill(command: list[str], results: Path, after: int) -> None:
 
 def start(command: list[str], **options: object) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
-    return subprocess.Popen(command, cwd=ROOT, env=environment, **options)  # type: ignore[call-overload, no-any-return]
+    return subprocess.Popen(command, cwd=ROOT, env=environment, **options)
 
 
 def count_lines(file: Path) -> int:

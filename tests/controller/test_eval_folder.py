@@ -129,7 +129,7 @@ async def test_what_is_written(tmp_path: Path) -> None:
 
 def test_swebench_report_keeps_empty_patches_and_errors_apart() -> None:
     def result(task: str, **changes: object) -> EpisodeResult:
-        return replace(EpisodeResult(task, 0, False, "submitted", 1, 1.0, patch="diff"), **changes)  # type: ignore[arg-type]
+        return replace(EpisodeResult(task, 0, False, "submitted", 1, 1.0, patch="diff"), **changes)
 
     first = {"a": result("a", resolved=True), "b": result("b"), "c": result("c", patch="")}
     report = swebench_report(["d", "c", "b", "a"], first, {"d": "SandboxError: gone", "a": "once"})

@@ -42,11 +42,9 @@ def trajectory(task: str, seed: int, stop: StopReason = StopReason.SUBMITTED) ->
 
 def same(a: Trajectory, b: Trajectory) -> bool:
     """Whether they are the same but for which start ran them."""
-    assert a.routing is not None
-    assert b.routing is not None
     arrays = [(a.tokens, b.tokens), (a.loss_mask, b.loss_mask), (a.logprobs, b.logprobs)]
     arrays += [(a.routing.experts, b.routing.experts), (a.routing.present, b.routing.present)]
-    plain = [replace(t, tokens=None, loss_mask=None, logprobs=None, routing=None, recovered=False) for t in (a, b)]  # type: ignore[arg-type]
+    plain = [replace(t, tokens=None, loss_mask=None, logprobs=None, routing=None, recovered=False) for t in (a, b)]
     return (
         all(x.dtype == y.dtype and np.array_equal(x, y) for x, y in arrays)
         and [str(plain[0])] == [str(plain[1])]

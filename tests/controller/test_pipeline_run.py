@@ -115,7 +115,7 @@ async def test_a_trainer_that_dies_with_work_buffered_is_started_again_and_nothi
 
     def begin() -> TrainingRun:
         lives.append(Life(config, given, deaths[len(lives)]))
-        lives[-1].trainer.restart = _nothing  # type: ignore[attr-defined]
+        lives[-1].trainer.restart = _nothing
         return lives[-1].run
 
     await run_to_last_step(begin, TrainerRestarts(3))

@@ -73,7 +73,6 @@ async def test_a_shelved_group_gets_its_arrays_back(tmp_path: Path, again: bool)
         assert (found.turns, found.messages, found.tests) == (original.turns, original.messages, original.tests)
         for one, other in zip(found.branches, original.branches, strict=True):
             assert one.routing is not None
-            assert other.routing is not None
             assert np.array_equal(one.tokens, other.tokens)
             assert np.array_equal(one.loss_mask, other.loss_mask)
             assert np.array_equal(one.logprobs, other.logprobs)

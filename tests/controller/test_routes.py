@@ -55,7 +55,6 @@ def test_a_step_that_lost_all_its_groups_lacks_nothing() -> None:
 )
 def test_the_policy_reaches_the_episodes(missing: str, source: str, allowed: bool) -> None:
     rules = EpisodeRules.from_config(config(missing=missing, source=source))
-    assert rules.routes is not None
     assert (rules.routes.allows_missing, rules.routes.source) == (allowed, source)
     assert rules.for_evaluation(greedy=False).routes is None
 
@@ -82,7 +81,7 @@ async def probing(
     monkeypatch.setattr(routes, "probe", report)
     engine = SimpleNamespace(urls=("http://a", "http://b"), model_spec=None)
     try:
-        await probe_engines(chosen.routes_config, engine, {}, Display("x", Console(file=shown, width=200)))  # type: ignore[arg-type]
+        await probe_engines(chosen.routes_config, engine, {}, Display("x", Console(file=shown, width=200)))
     finally:
         assert shown.getvalue() == "" or "probing the engine's routes" in shown.getvalue()
     return probed, shown.getvalue()

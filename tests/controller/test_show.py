@@ -44,7 +44,7 @@ def run(tmp_path: Path) -> Path:
 def output_of(path: Path, *, width: int = 100, terminal: bool = False, **choice: object) -> str:
     out = io.StringIO()
     options = {"step": None, "task": None, "sample": None, "as_list": False} | choice
-    show(path, console=Console(file=out, width=width, force_terminal=terminal, highlight=False), **options)  # type: ignore[arg-type]
+    show(path, console=Console(file=out, width=width, force_terminal=terminal, highlight=False), **options)
     return out.getvalue()
 
 

@@ -14,7 +14,7 @@ from agent_rl.evaluation.saved import read_evaluation
 
 
 def config(runs: Path, **train: object) -> RunConfig:
-    return RunConfig(name="demo", runs_dir=runs, model=Path("m"), train=TrainConfig(**train))  # type: ignore[arg-type]
+    return RunConfig(name="demo", runs_dir=runs, model=Path("m"), train=TrainConfig(**train))
 
 
 def test_evaluations_survive_and_those_after_the_resume_point_are_forgotten(tmp_path: Path) -> None:

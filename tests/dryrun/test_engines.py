@@ -53,11 +53,7 @@ def test_a_complete_update_is_accepted(engines: FakeEngines) -> None:
 @pytest.mark.parametrize(
     ("endpoint", "body", "reason"),
     [
-        (
-            "update_weights_from_distributed",
-            bucket(("c", [1])),
-            "c is bfloat16 .* the model has no such tensor",
-        ),
+        ("update_weights_from_distributed", bucket(("c", [1])), "c is bfloat16 .* the model has no such tensor"),
         ("update_weights_from_distributed", bucket(("a", [3, 2])), r"a is bfloat16 \[3, 2\], .* has bfloat16 \[2, 3\]"),
         ("update_weights_from_distributed", bucket(("a", [2, 3]), dtype="float32"), "a is float32"),
         ("update_weights_from_distributed", bucket(("b", [4]), ("b", [4])), "b came twice"),

@@ -75,7 +75,6 @@ def check_aligned(trajectory: Trajectory) -> None:
         assert routing is None
         return
     assert bool(trajectory.loss_mask[-1])
-    assert routing is not None
     assert routing.tokens == len(tokens)
     assert routing.present.tolist() == [True] * (len(tokens) - 1) + [False]
     expected = [row_of(position, int(token)) for position, token in enumerate(tokens[:-1])]
@@ -268,7 +267,6 @@ async def test_an_aborted_turn_continues_after_its_sampled_tokens() -> None:
     limits = [sampling.max_new_tokens for sampling in engine.inner.sampling[:4]]
     assert limits == [4096, 4091, 4091, 4084], "the parts of a turn have one limit together"
     assert trajectory.weight_versions == ("0", "2", "3", "4")
-    assert trajectory.routing is not None
     assert [span.weight_version for span in trajectory.routing.spans] == ["0", "2", "3", "4", ""]
     assert trajectory.turns[0].weight_version == "3"
 

@@ -139,7 +139,6 @@ class Program:
 
     def deliver(self, node: Node, messages: tuple[ChatMessage, ...], tools: int) -> None:
         self.tree.deliver(node)
-        assert node.spoken is not None
         reply = node.id if node.spoken.calls or self.rng.random() < 0.3 else ""
         echo = ChatMessage("assistant", node.spoken.text, node.spoken.calls, reply=reply)
         roles = self.rng.choice([("tool",), ("user",), ("tool", "tool"), ("tool", "user")])
@@ -169,7 +168,6 @@ def check(program: Program) -> tuple[Branch, ...]:
         tokens = branch.tokens.tolist()
         assert branch.loss_mask.any()
         assert not branch.logprobs[~branch.loss_mask].any()
-        assert branch.routing is not None
         rows = [row_of(tokens[: at + 1]) for at in range(len(tokens) - 1)]
         assert branch.routing.experts[:-1].tolist() == rows
         assert branch.routing.present.tolist() == [True] * (len(tokens) - 1) + [False]

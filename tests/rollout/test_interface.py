@@ -17,7 +17,7 @@ from envs import EnvContext, Message, Scaffold, ScaffoldError, Task, load_enviro
 from tools import Style, ToolCall
 
 HERE = "tests_a_scaffold"
-CONTEXT = EnvContext(backend=None)  # type: ignore[arg-type]
+CONTEXT = EnvContext(backend=None)
 
 
 def no_messages(statement: str, workdir: str, style: Style) -> tuple[Message, Message]:
@@ -38,7 +38,7 @@ COUNTS = Scaffold(
     observation_role="user",
     default_rollout=MappingProxyType({"max_turns": 9}),
 )
-COUNTING = EnvContext(backend=None, scaffold=COUNTS)  # type: ignore[arg-type]
+COUNTING = EnvContext(backend=None, scaffold=COUNTS)
 
 
 @pytest.fixture(autouse=True)
@@ -67,11 +67,11 @@ def test_an_environment_with_tools_of_its_own_refuses_another_scaffold() -> None
 
         prepare = tasks = start = gold = no_tools
 
-    sys.modules[HERE].Own = Own  # type: ignore[attr-defined]
+    sys.modules[HERE].Own = Own
     assert load_environment(f"{HERE}:Own", CONTEXT).name == "own"
     with pytest.raises(ScaffoldError, match=f"env.scaffold counts: environment '{HERE}:Own' has its own tools"):
         load_environment(f"{HERE}:Own", COUNTING)
-    assert load_environment("swe", COUNTING, {"path": "tasks.jsonl"}).scaffold.name == "counts"  # type: ignore[attr-defined]
+    assert load_environment("swe", COUNTING, {"path": "tasks.jsonl"}).scaffold.name == "counts"
 
 
 def test_policies_without_a_model_call_as_the_scaffold_does() -> None:

@@ -67,7 +67,6 @@ async def test_the_mean_of_the_log_probs_at_the_sampled_tokens() -> None:
     engine = Noisy()
     given = trajectory(1.0, sampled=4)
     got = await Rescorer(engine, n=4, limiter=Limiter(8))(given)
-    assert got.rescored is not None
     assert engine.requests == [tuple(range(7))] * 4, "whole trajectories, one evaluation after another"
     assert got.rescored.values.shape == (4, 4)
     np.testing.assert_array_equal(got.rescored.values[:, 0], [-1, -2, -3, -4])

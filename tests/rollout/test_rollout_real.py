@@ -78,13 +78,13 @@ async def test_a_patch_of_many_chunks_arrives_whole(backend: SandboxBackend, tas
         def start(self, task: Task) -> Any:
             return env.start(task)
 
-    trajectory = await solver_runner(Bigger(), "gold", EpisodeRules())(env.tasks("heldout")[0])  # type: ignore[arg-type]
+    trajectory = await solver_runner(Bigger(), "gold", EpisodeRules())(env.tasks("heldout")[0])
     assert len(trajectory.turns) > 3
     assert trajectory.resolved
     assert lines in trajectory.patch
     assert (
         max(len(call.arguments.get("cmd", "")) for call in gold(Bigger(), env.tasks("heldout")[0])) < PATCH_CHUNK + 99
-    )  # type: ignore[arg-type]
+    )
 
 
 @dataclass
@@ -156,7 +156,7 @@ class WatchedBackend(LosingBackend):
                     self.busy.set()
             return await run(command, **options)
 
-        sandbox.exec = exec_and_tell  # type: ignore[method-assign]
+        sandbox.exec = exec_and_tell
         return sandbox
 
 
@@ -178,7 +178,7 @@ async def test_stopping_a_run_ends_its_commands_and_leaves_no_sandbox(
     async with asyncio.timeout(20):
         with pytest.raises(asyncio.CancelledError):
             await running
-    assert backend._sandboxes == {}  # type: ignore[attr-defined]  # the backend's own register of what is not closed
+    assert backend._sandboxes == {}  # the backend's own register of what is not closed
     assert not [line for line in command_lines() if watched.marker in line]
 
 
@@ -224,12 +224,10 @@ async def test_an_episode_goes_on_in_a_new_sandbox_from_the_files_that_its_calls
 
     assert await go_on([*applying, submit], kill_after=len(applying)) is None
     resumed = await go_on([submit], kill_after=None)
-    assert resumed is not None
     assert (resumed.resolved, resumed.replayed_turns, len(resumed.turns)) == (True, len(applying), len(applying) + 1)
 
     shutil.rmtree(tmp_path)
     clock = ToolCall("execute_bash", {"cmd": "date +%N"})
     assert await go_on([clock, submit], kill_after=1) is None
     anew = await go_on([*applying, submit], kill_after=None)
-    assert anew is not None
     assert (anew.resolved, anew.replayed_turns, len(anew.turns)) == (True, 0, len(applying) + 1)

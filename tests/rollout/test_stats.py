@@ -18,7 +18,7 @@ def turn(sampled: int, *, failure: str | None = None, seconds: float = 1.0) -> T
 def trajectory(reward: float | None, stop: StopReason, turns: tuple[Turn, ...], tokens: int) -> Trajectory:
     arrays = (np.zeros(tokens, kind) for kind in (np.int32, np.bool_, np.float32))
     solved = reward == 1.0
-    return Trajectory("t", "e", *arrays, None, stop, reward, solved, turns, (), (), grade_seconds=0.5)  # type: ignore[arg-type]
+    return Trajectory("t", "e", *arrays, None, stop, reward, solved, turns, (), (), grade_seconds=0.5)
 
 
 def metrics_of(*members: Trajectory, seconds: float = 1.0) -> dict[str, float]:

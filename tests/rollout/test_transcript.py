@@ -92,7 +92,6 @@ def sampled_by(versions: Sequence[VersionSpan], loss_mask: np.ndarray) -> list[s
 
 def check(transcript: Transcript) -> tuple[np.ndarray, np.ndarray, Routing]:
     tokens, loss_mask, logprobs, routing = transcript.arrays()
-    assert routing is not None
     validate(routing)
     assert routing.tokens == len(tokens) == len(loss_mask) == len(logprobs)
     assert bool(loss_mask[-1])

@@ -66,8 +66,6 @@ def alike(a: Trajectory, b: Trajectory) -> bool:
         turns = tuple(replace(turn, **timed) for turn in trajectory.turns)
         return str(replace(trajectory, turns=turns, recovered=False, **strip, **clocks))
 
-    assert a.routing is not None
-    assert b.routing is not None
     arrays = [(a.tokens, b.tokens), (a.loss_mask, b.loss_mask), (a.logprobs, b.logprobs)]
     arrays += [(a.routing.experts, b.routing.experts), (a.routing.present, b.routing.present)]
     return plain(a) == plain(b) and all(np.array_equal(x, y) for x, y in arrays) and a.routing.spans == b.routing.spans
@@ -131,7 +129,7 @@ class DifferingEnvironment(MemoryEnvironment):
                 result = await call(asked)
                 return replace(result, text=f"{result.text} in sandbox {sandbox}")
 
-            episode.tools.call = differing  # type: ignore[method-assign]
+            episode.tools.call = differing
             yield episode
 
 
@@ -264,7 +262,7 @@ def test_an_episode_equals_the_uninterrupted_one_wherever_a_kill_truncates_the_j
 
         async def generate(self, tokens: Any, *args: Any, **how: Any) -> Completion:
             turn = [logged.turn.prompt_tokens for logged in kept].index(len(tokens))
-            self.prompts.append(turn)  # type: ignore[arg-type]
+            self.prompts.append(turn)
             return await TurnsEngine(TURNS[turn:], VERSIONS[turn:]).generate(tokens, *args, **how)
 
     async def start(directory: Path) -> tuple[Trajectory, list[Any]]:
@@ -304,7 +302,6 @@ async def test_turns_sampled_with_weights_of_another_lineage_are_forgotten(tmp_p
     first = await started(tmp_path)
 
     async def two_turns(task: Task, log: TurnLog | None = None) -> Trajectory:
-        assert log is not None
         await log.keep(kept[0])
         await first.begin(7, "w6")
         await log.keep(kept[1])
