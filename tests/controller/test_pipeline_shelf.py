@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.plain_values import plain
 from support.trajectories import trajectory
 
 from agent_rl.controller.async_rollout.producer import restore, spill
@@ -18,6 +19,8 @@ from agent_rl.rollout.turn_log import TurnLog
 from agent_rl.types import Branch, BranchCause, Group, Trajectory, Turn
 from envs import Task
 from r3.routing import Routing, Span, SpanKind
+
+NEW = ("recovered", "seconds", "queue_seconds")
 
 
 def routed(seed: int) -> Trajectory:
@@ -38,7 +41,7 @@ def routed(seed: int) -> Trajectory:
 
 
 @pytest.mark.parametrize("again", [False, True])
-async def test_a_shelved_group_gets_its_arrays_back(tmp_path: Path, again: bool) -> None:
+async def test_a_spilled_group_is_restored_whole(tmp_path: Path, again: bool) -> None:
     """Its episodes end in another order than they began; a later start of the run has them from the journal."""
     given, begun = [routed(seed) for seed in range(3)], [asyncio.Event() for _ in range(4)]
     begun[0].set()
@@ -68,12 +71,6 @@ async def test_a_shelved_group_gets_its_arrays_back(tmp_path: Path, again: bool)
     back = restore(group, journal.finished(4)).trajectories
     journal.close()
     for found, kept, original in zip(back, group.trajectories, given, strict=True):
-        assert (found.reward, found.recovered) == (original.reward, again)
+        assert found.recovered is again
         assert (found.seconds, found.queue_seconds) == (kept.seconds, kept.queue_seconds)
-        assert (found.turns, found.messages, found.tests) == (original.turns, original.messages, original.tests)
-        for one, other in zip(found.branches, original.branches, strict=True):
-            assert one.routing is not None
-            assert np.array_equal(one.tokens, other.tokens)
-            assert np.array_equal(one.loss_mask, other.loss_mask)
-            assert np.array_equal(one.logprobs, other.logprobs)
-            assert np.array_equal(one.routing.experts, other.routing.experts)
+        assert plain(found, *NEW) == plain(original, *NEW)

@@ -12,11 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.memory_environment import FIX, SUBMIT, TASK, MemoryEnvironment, TurnsEngine, call, run_memory_episode
+from support.plain_values import CLOCKS, plain
 
 from agent_rl.config import R3Config, RolloutConfig, RunConfig
 from agent_rl.controller.journal import EpisodeLog, Journal
@@ -58,17 +58,8 @@ async def drive(engine: Any, log: TurnLog | None = None, env: Any = None, time_l
 
 def alike(a: Trajectory, b: Trajectory) -> bool:
     """Whether they are equal but for clocks, and for how often they were interrupted."""
-
-    def plain(trajectory: Trajectory) -> str:
-        timed: Any = {"generate_seconds": 0.0, "tool_seconds": 0.0, "began": 0.0}
-        strip: Any = {"tokens": None, "loss_mask": None, "logprobs": None, "routing": None, "replayed_turns": 0}
-        clocks = {"seconds": 0.0, "grade_seconds": 0.0, "began": 0.0, "start_seconds": 0.0, "grade_began": 0.0}
-        turns = tuple(replace(turn, **timed) for turn in trajectory.turns)
-        return str(replace(trajectory, turns=turns, recovered=False, **strip, **clocks))
-
-    arrays = [(a.tokens, b.tokens), (a.loss_mask, b.loss_mask), (a.logprobs, b.logprobs)]
-    arrays += [(a.routing.experts, b.routing.experts), (a.routing.present, b.routing.present)]
-    return plain(a) == plain(b) and all(np.array_equal(x, y) for x, y in arrays) and a.routing.spans == b.routing.spans
+    ignored = (*CLOCKS, "recovered", "replayed_turns")
+    return plain(a, *ignored) == plain(b, *ignored)
 
 
 async def whole() -> tuple[Trajectory, list[LoggedTurn]]:
