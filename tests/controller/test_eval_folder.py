@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import json
 import random
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.trajectories import trajectory
 
 from agent_rl.commands.eval import EvalOptions
 from agent_rl.config import EvalConfig, RunConfig
@@ -34,15 +36,9 @@ class Killed(Exception):
 
 def ended(task: Task, sample: int) -> Trajectory:
     """What the policy does with a task's n-th sample: the same in every start."""
-    import numpy as np
-
     resolved = random.Random(f"{task.id}/{sample}").random() < 0.5
-    return Trajectory(
-        task_id=task.id, env=task.env, tokens=np.zeros(1, np.int32), loss_mask=np.zeros(1, np.bool_),
-        logprobs=np.zeros(1, np.float32), routing=None, stop=StopReason.SUBMITTED, reward=float(resolved),
-        resolved=resolved, turns=(), messages=({"role": "assistant", "content": "\udce4 lone surrogate"},),
-        versions=(), patch=f"diff {task.id}\n",
-    )  # fmt: skip
+    messages = ({"role": "assistant", "content": "\udce4 lone surrogate"},)
+    return replace(trajectory(float(resolved), task_id=task.id), messages=messages, patch=f"diff {task.id}\n")
 
 
 async def run_until(directory: EvaluationDirectory, stop_after: int | None, broken: float = 0.0) -> EvalReport:
@@ -73,33 +69,21 @@ async def run_until(directory: EvaluationDirectory, stop_after: int | None, brok
     return report
 
 
-def facts(report: EvalReport) -> EvalReport:
-    return replace(report, seconds=0.0)
-
-
-def start(directory: EvaluationDirectory, stop_after: int | None) -> EvalReport | None:
-    try:
-        return asyncio.run(run_until(directory, stop_after))
-    except Killed:
-        return None
-
-
 @settings(max_examples=8)
 @given(stops=st.lists(st.integers(0, 9), max_size=3), torn=st.booleans())
 def test_killed_and_resumed_gives_the_same_report(
     tmp_path_factory: pytest.TempPathFactory, stops: list[int], torn: bool
 ) -> None:
-    whole = start(EvaluationDirectory(tmp_path_factory.mktemp("whole"), SETTINGS), None)
+    whole = asyncio.run(run_until(EvaluationDirectory(tmp_path_factory.mktemp("whole"), SETTINGS), None))
     path = tmp_path_factory.mktemp("killed")
     for stop in stops:
-        start(EvaluationDirectory(path, SETTINGS), stop)
+        with contextlib.suppress(Killed):
+            asyncio.run(run_until(EvaluationDirectory(path, SETTINGS), stop))
         if torn and (path / "results.jsonl").exists():
             with (path / "results.jsonl").open("ab") as file:
                 file.write(b'{"task_id": "owner/re')
-    resumed = start(EvaluationDirectory(path, SETTINGS), None)
-    assert whole is not None
-    assert resumed is not None
-    assert facts(resumed) == facts(whole)
+    resumed = asyncio.run(run_until(EvaluationDirectory(path, SETTINGS), None))
+    assert replace(resumed, seconds=0.0) == replace(whole, seconds=0.0)
     for task in TASKS:
         assert json.loads((path / "logs" / task.id.replace("/", "%2F") / "1.json").read_text())["patch"]
 
@@ -190,8 +174,6 @@ def test_a_setting_that_only_the_directory_has_is_not_compared(tmp_path: Path) -
     held = json.loads((tmp_path / "settings.json").read_text())
     (tmp_path / "settings.json").write_text(json.dumps(held | {"dropped by a release": 900.0}))
     EvaluationDirectory(tmp_path, SETTINGS)
-    with pytest.raises(ConfigError, match='with policy "told"'):
-        EvaluationDirectory(tmp_path, {**SETTINGS, "policy": "gold"})
 
 
 @pytest.mark.parametrize("line", ["[]", "{}", "nonsense", '{"task_id": "a", "suspected_hack": 3}'])
