@@ -162,15 +162,9 @@ def test_an_episode_accounts_for_its_time(groups: tuple[Group, ...]) -> None:
 
 def test_messages_that_repeat_a_turn_are_not_written_twice(first: Trajectory, tmp_path: Path) -> None:
     turn = replace(first.turns[0], text="I look. " * 500, observation="a file " * 500)
-    messages = tuple(
-        {"role": role, "content": content}
-        for role, content in (
-            ("user", "the task"),
-            ("assistant", turn.text),
-            ("tool", f"{turn.observation}\n[3 turns left]"),
-            ("user", "something else"),
-        )
-    )
+    contents = "the task", turn.text, f"{turn.observation}\n[3 turns left]", "something else"
+    roles = "user", "assistant", "tool", "user"
+    messages = tuple({"role": role, "content": text} for role, text in zip(roles, contents, strict=True))
     odd = replace(first, turns=(turn,), messages=messages)
     (row,) = read_rows(write_trajectories(tmp_path, 1, [Group("t", (odd,))]))
     assert len(json.dumps(row["messages"])) < 300
