@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from pydantic import ValidationError
 
@@ -10,10 +12,9 @@ from agent_rl.controller.cluster_resources import ClusterRequest, engine_request
 
 
 def shortage_of(engine: dict[str, int], ranks: int, nodes: list[int], free: int | None = None) -> str | None:
-    requests = [
-        engine_request(EngineConfig.model_validate({"placement": "ray", "device": "cuda", **engine}), "cuda"),
-        rank_request(TrainConfig(parallel=ParallelConfig(world_size=ranks)), "cuda"),
-    ]
+    section = EngineConfig.model_validate({"placement": "ray", "device": "cuda", **engine})
+    train = TrainConfig(parallel=ParallelConfig(world_size=ranks))
+    requests = [engine_request(section, "cuda"), rank_request(train, "cuda")]
     have = {f"node-{at}": {"GPU": gpus, "CPU": 64.0} for at, gpus in enumerate(nodes)}
     return shortage(requests, have, None if free is None else {"GPU": free, "CPU": 64.0 * len(nodes)})
 
@@ -32,9 +33,7 @@ def shortage_of(engine: dict[str, int], ranks: int, nodes: list[int], free: int 
         ({"count": 4, "gpus": 8, "min_count": 1}, 8, [8, 8], True),
     ],
 )
-def test_engines_take_whole_nodes_and_ranks_the_rest(
-    engine: dict[str, int], ranks: int, nodes: list[int], enough: bool
-) -> None:
+def test_engines_take_whole_nodes_and_ranks_the_rest(engine: Any, ranks: int, nodes: list[int], enough: bool) -> None:
     assert (shortage_of(engine, ranks, nodes) is None) == enough
 
 

@@ -87,10 +87,8 @@ async def collect(chosen: RunConfig, ends: Ends, position: int = 0, **parts: Any
     """What the pump and the buffer of a run give its next step, from ``position`` of the data on."""
     rollout = chosen.rollout
     most = rollout.dynamic_sampling.max_draws * rollout.tasks_per_step
-    buffer = RolloutBuffer(
-        BufferRules(rollout.tasks_per_step, 0, 0, most, steps=1, dynamic=rollout.dynamic_sampling.enabled),
-        TaskLedger(position),
-    )
+    rules = BufferRules(rollout.tasks_per_step, 0, 0, most, steps=1, dynamic=rollout.dynamic_sampling.enabled)
+    buffer = RolloutBuffer(rules, TaskLedger(position))
     with tempfile.TemporaryDirectory() as directory:
         journal = Journal(Path(directory), "run")
         journal.recover(0, {0: "start"}, lambda position: True)

@@ -85,10 +85,8 @@ async def test_engines_sleep_while_the_trainer_works(tmp_path: Path, evaluate_ev
         ("published", ["publish", *STEP, *STEP[:4], *STEP[2:]]),
     ],
 )
-async def test_where_the_trainer_dies_the_first_publish_wakes_the_engines(
-    tmp_path: Path, point: str, events: list[str]
-) -> None:
-    """The run begins anew from its checkpoint, which is of no step yet."""
+async def test_after_a_trainer_death_the_first_publish_wakes_engines(tmp_path: Path, point: str, events: Any) -> None:
+    """The run starts again from its first checkpoint, which is of no step."""
     config, lives = run_config(tmp_path, depth=0, steps=2), list[Life]()
 
     def die() -> None:
@@ -142,9 +140,7 @@ async def test_the_engines_sleep_before_the_trainer_starts(
     monkeypatch.setattr(train, "open_rollout_runtime", opened)
     monkeypatch.setattr(train, "RayTrainer", lambda *_, **__: trainer)
     monkeypatch.setattr(train, "cancel_on_signals", lambda: None)
-    display, checked = (
-        Display("run", life.notes),
-        Checked(config, life.runtime.engine.model_spec, ClusterRequest.of(config)),
-    )
+    display = Display("run", life.notes)
+    checked = Checked(config, life.runtime.engine.model_spec, ClusterRequest.of(config))
     async with train._open_parts(checked, RunState(config), display, Reservations()):
         assert sleep.events == (["engines", "sleep", "trainer"] if colocate else ["trainer", "engines"])

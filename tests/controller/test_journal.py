@@ -210,9 +210,7 @@ async def test_infrastructure_failures_are_not_kept(tmp_path: Path) -> None:
 
 
 @given(keep=st.floats(0, 1), noise=st.binary(max_size=40))
-def test_whatever_a_kill_tears_off_the_whole_frames_are_kept(
-    tmp_path_factory: pytest.TempPathFactory, keep: float, noise: bytes
-) -> None:
+def test_whole_frames_survive_a_kill(tmp_path_factory: pytest.TempPathFactory, keep: float, noise: bytes) -> None:
     asyncio.run(tear(tmp_path_factory.mktemp("torn"), keep, noise))
 
 
@@ -289,9 +287,7 @@ async def test_members_are_in_the_order_of_their_frames_however_slow_one_thread_
     assert ended[0] == ended[1] == (1, 2)
 
 
-async def test_what_ends_while_a_step_begins_comes_after_the_files_header(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_episodes_that_end_while_a_step_begins_come_after_the_header(tmp_path: Path, monkeypatch: Any) -> None:
     """Sampling runs on meanwhile; a file whose header does not come first is believed to be another run's."""
     journal = (await opened(tmp_path)).journal
     monkeypatch.setattr(journal, "_writing", Overtaken(lambda: journal._write(0, FIRST, None)))

@@ -72,22 +72,17 @@ async def check_kills(
     if recover == "turns":
         assert len(turns) - len(set(turns)) <= kills * killed.rollout.concurrency, "a whole turn was sampled again"
     if staleness == depth:  # else which groups a batch has is a matter of time
-        assert [exact(row) for row in read_metrics(killed.run_dir)] == [
-            exact(row) for row in read_metrics(unkilled.run_dir)
-        ]
+        rows = [[exact(row) for row in read_metrics(config.run_dir)] for config in (killed, unkilled)]
+        assert rows[0] == rows[1]
 
 
 @pytest.mark.parametrize(("depth", "staleness", "dynamic"), SHAPES)
-async def test_killed_anywhere_it_goes_on_as_if_it_never_had_been(
-    tmp_path: Path, depth: int, staleness: int, dynamic: bool
-) -> None:
+async def test_a_killed_run_equals_an_unkilled_one(tmp_path: Path, depth: int, staleness: int, dynamic: bool) -> None:
     await check_kills(tmp_path, depth, staleness, dynamic, kills=4)
 
 
 @pytest.mark.parametrize(("depth", "staleness", "dynamic"), [(0, 0, True), (1, 1, False), (1, 3, True)])
-async def test_with_turns_kept_an_episode_goes_on_from_its_last_one(
-    tmp_path: Path, depth: int, staleness: int, dynamic: bool
-) -> None:
+async def test_a_killed_episode_keeps_its_turns(tmp_path: Path, depth: int, staleness: int, dynamic: bool) -> None:
     await check_kills(tmp_path, depth, staleness, dynamic, kills=6, recover="turns")
     rows = read_metrics(tmp_path / "killed" / "run")
     assert sum(row["recover/turns"] for row in rows) > 0
@@ -106,9 +101,7 @@ async def test_ctrl_c_at_any_point_leaves_no_episode_and_loses_nothing(tmp_path:
     check_whole(config.run_dir)
 
 
-async def test_a_trainer_that_dies_with_work_buffered_is_started_again_and_nothing_is_sampled_twice(
-    tmp_path: Path,
-) -> None:
+async def test_a_trainer_that_dies_restarts_and_no_buffered_episode_is_sampled_twice(tmp_path: Path) -> None:
     config, given = run_config(tmp_path, depth=2), list[tuple[str, int]]()
     deaths = [Deaths("trained", 4, lambda: (_ for _ in ()).throw(TrainerDied("rank 0 died"))), Deaths()]
     lives: list[Life] = []

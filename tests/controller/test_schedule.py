@@ -20,9 +20,8 @@ def test_an_epoch_takes_every_task_once(seed: int, epoch: int) -> None:
 
 
 def test_epochs_and_seeds_shuffle_anew() -> None:
-    orders = {
-        tuple(task_at(TASKS, 12 * epoch + at, seed).id for at in range(12)) for seed in range(3) for epoch in range(3)
-    }
+    starts = [(seed, 12 * epoch) for seed in range(3) for epoch in range(3)]
+    orders = {tuple(task_at(TASKS, start + at, seed).id for at in range(12)) for seed, start in starts}
     assert len(orders) == 9
 
 
