@@ -142,9 +142,8 @@ def is_key(model: type[BaseModel], path: list[str]) -> bool:
     field = model.model_fields.get(path[0])
     if field is None:
         return False
-    return (
-        len(path) == 1 or path[0] == "options" or any(is_key(inner, path[1:]) for inner in sections(field.annotation))
-    )
+    inner = sections(field.annotation)
+    return len(path) == 1 or path[0] == "options" or any(is_key(section, path[1:]) for section in inner)
 
 
 def is_code(path: list[str]) -> bool:
