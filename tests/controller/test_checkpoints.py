@@ -10,37 +10,30 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from support.pipeline_run import Deaths, HashTrainer
 
-from agent_rl.config import ParallelConfig, RunConfig, TrainConfig
+from agent_rl.config import RunConfig, TrainConfig
 from agent_rl.controller.checkpoints import Checkpoints, Progress
 from agent_rl.controller.journal import Journal
 from agent_rl.controller.state import RunState
 from agent_rl.errors import TrainerError
 from agent_rl.train.checkpoint import directory as checkpoint
-from agent_rl.train.checkpoint.directory import Manifest
 
 
-class Writer:
-    """As much of the trainer as saving asks for; a write ends when ``may_end`` is set."""
+class Writer(HashTrainer):
+    """A trainer whose writes end when ``may_end`` is set, or with ``failure``."""
 
     def __init__(self) -> None:
-        self.may_end = asyncio.Event()
+        super().__init__(Deaths())
+        self.may_end, self.failure = asyncio.Event(), None
         self.may_end.set()
-        self.failure: Exception | None = None
 
-    async def begin_save(self, directory: Path, run: Mapping[str, object]) -> asyncio.Task[None]:
-        return asyncio.create_task(self._write(directory, run))
-
-    async def _write(self, directory: Path, run: Mapping[str, object]) -> None:
+    async def _save(self, directory: Path, run: Mapping[str, object]) -> None:
         checkpoint.begin(directory)
         await self.may_end.wait()
         if self.failure:
             raise self.failure
-        layout = ParallelConfig().model_dump()
-        checkpoint.commit(directory, Manifest(checkpoint.FORMAT, 0, {}, layout, "float32", (), run))
-
-    async def load(self, directory: Path) -> Manifest:
-        return checkpoint.read_manifest(directory)
+        await super()._save(directory, run)
 
 
 def opened(runs: Path, writer: Writer, **train: object) -> tuple[Checkpoints, RunState]:
@@ -68,9 +61,8 @@ async def test_the_newest_are_kept_and_every_so_many_for_good(tmp_path: Path) ->
         await checkpoints.save(Progress(state.run_id, step, step * 3, f"w{step}"))
     await checkpoints.finish()
     assert directories(state) == [4, 8, 9]
-    resumed, manifest = await opened(tmp_path, Writer())[0].resume()
+    resumed, _ = await opened(tmp_path, Writer())[0].resume()
     assert resumed == Progress(state.run_id, 9, 27, "w9")
-    assert manifest is not None
 
 
 async def test_training_goes_on_while_one_is_written_and_the_one_before_counts_till_then(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.trajectories import trajectory
+from support.routed_trajectories import routed
 
 from agent_rl.commands.compare import (
     TrainerPass,
@@ -24,25 +24,20 @@ from agent_rl.commands.compare import (
 )
 from agent_rl.config.builtin import install_model
 from agent_rl.errors import ConfigError
-from agent_rl.types import Trajectory, Turn, VersionSpan
-from r3.routing import Routing, Span, SpanKind
+from agent_rl.types import Trajectory, Turn
 
 ROOT = Path(__file__).resolve().parents[2]
-EXPERTS, LAYERS, TOP_K = 6, 2, 2
+EXPERTS = 6
 
 
-def routed(seed: int, turns: int = 2) -> Trajectory:
+def turns_of(seed: int, turns: int = 2) -> Trajectory:
     """Turns of 3 prompt or observation tokens and 2 sampled ones, with random log-probs and experts."""
-    generator, tokens = np.random.default_rng(seed), 5 * turns
+    tokens = 5 * turns
+    made = routed(seed, f"task-{seed}", sampled=tokens - 3, experts=EXPERTS)
     mask = np.tile(np.array([0, 0, 0, 1, 1], bool), turns)
-    experts = generator.random((tokens, LAYERS, EXPERTS)).argsort(axis=-1)[..., :TOP_K].astype(np.uint8)
-    spans = (Span(0, tokens - 1, "1", "", SpanKind.SAMPLED), Span(tokens - 1, tokens, "", "", SpanKind.MISSING))
-    routing = Routing(experts, np.arange(tokens) < tokens - 1, spans, EXPERTS)
-    logprobs = np.where(mask, -generator.random(tokens), 0).astype(np.float32)
-    made = trajectory(1.0, sampled=tokens - 3, task_id=f"task-{seed}")
-    made = replace(made, loss_mask=mask, logprobs=logprobs, routing=routing, versions=(VersionSpan(0, tokens, "1"),))
-    turn = Turn("", None, {}, None, "", 3, 2, 3, 0, "1", 0.0, 0.0)
-    return replace(made, turns=tuple(replace(turn, prompt_tokens=5 * number + 3) for number in range(turns)))
+    logprobs = np.where(mask, made.logprobs, 0).astype(np.float32)
+    turn = [Turn("", None, {}, None, "", 5 * at + 3, 2, 3, 0, "0", 0.0, 0.0) for at in range(turns)]
+    return replace(made, loss_mask=mask, logprobs=logprobs, turns=tuple(turn))
 
 
 def of(trajectories: list[Trajectory], *, off: float = 0.0, exchanged_layer: int | None = None) -> TrainerPass:
@@ -58,7 +53,7 @@ def of(trajectories: list[Trajectory], *, off: float = 0.0, exchanged_layer: int
 
 
 def test_each_pass_is_compared_with_its_reference() -> None:
-    data = [routed(seed, turns=2 + seed % 2) for seed in range(5)]
+    data = [turns_of(seed, turns=2 + seed % 2) for seed in range(5)]
     other = of(data, off=0.3, exchanged_layer=1)
     comparison = compare(data, of(data, off=0.1), other, other)
     replay, without, noise = comparison.replay.total, comparison.without_replay.total, comparison.noise.total
@@ -72,11 +67,11 @@ def test_each_pass_is_compared_with_its_reference() -> None:
     assert list(without.routes.layers) == [0, sum(len(item.tokens) - 1 for item in data), 0]
     turns = comparison.without_replay.by_turn.items()
     assert {turn: part.logprobs and part.logprobs.tokens for turn, part in turns} == {1: 10, 2: 10, 3: 4}
-    assert list(comparison.without_replay.by_weight_version) == ["1"]
+    assert list(comparison.without_replay.by_weight_version) == ["0"]
 
 
 def test_observation_tokens_belong_to_the_next_turn() -> None:
-    assert turn_numbers(routed(0)).tolist() == [1] * 5 + [2] * 5
+    assert turn_numbers(turns_of(0)).tolist() == [1] * 5 + [2] * 5
 
 
 @settings(deadline=None)
@@ -89,7 +84,7 @@ def test_chunks_are_all_sequences_in_order_within_the_budget(lengths: list[int],
 
 
 def test_incomparable_inputs_are_rejected(tmp_path: Path) -> None:
-    data = [routed(0), routed(1)]
+    data = [turns_of(0), turns_of(1)]
     silent = replace(data[0], loss_mask=np.zeros(10, bool))
     assert comparable_trajectories([silent, data[1]]) == [data[1]]
     with pytest.raises(ConfigError, match="none of 1 trajectories has a sampled token"):

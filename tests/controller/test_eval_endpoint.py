@@ -79,13 +79,3 @@ async def test_nothing_graded_is_no_success_and_leaves_the_directory_free(tmp_pa
     async with serving(answer_with({"content": tool_format("xml").render(SUBMIT)}, [])) as url:
         code, out, errors = await evaluate(f"{url}/v1", tmp_path, "--out", str(tmp_path / "out"), "--greedy")
     assert code == 0, (out, errors)
-
-
-async def test_a_refused_key_ends_at_once_in_one_line(tmp_path: Path) -> None:
-    async def refuse(path: str, body: dict[str, Any]) -> tuple[int, bytes]:
-        return 401, b'{"error": {"message": "no such key"}}'
-
-    async with serving(refuse) as url:
-        code, _, errors = await evaluate(f"{url}/v1", tmp_path)
-    assert (code, len(errors)) == (2, 1)
-    assert "status 401: no such key: the key in OPENAI_API_KEY" in errors[0]

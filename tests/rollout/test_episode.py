@@ -42,13 +42,7 @@ ROLES = ["system", "user", "assistant", "tool", "assistant"]
 
 
 async def drive(
-    engine: Any,
-    env: Any = None,
-    *,
-    timeouts: EnvConfig | None = None,
-    routes: R3Config | None = ROUTES,
-    renderer: ByteRenderer | None = None,
-    **limits: Any,
+    engine: Any, env: Any = None, *, timeouts: Any = None, routes: Any = ROUTES, renderer: Any = None, **limits: Any
 ) -> Trajectory:
     """An episode, which leaves no sandbox open; with routes, its trajectory is aligned."""
     env = env or MemoryEnvironment()

@@ -13,29 +13,25 @@ from agent_rl.config import EnvConfig, RolloutConfig
 from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.scripted_policies import noop
 from agent_rl.types import StopReason
-from envs import EnvContext, Message, Scaffold, ScaffoldError, Task, load_environment
-from tools import Style, ToolCall
+from envs import EnvContext, Scaffold, ScaffoldError, Task, load_environment
+from tools import ToolCall
 
 HERE = "tests_a_scaffold"
 CONTEXT = EnvContext(backend=None)
 
 
-def no_messages(statement: str, workdir: str, style: Style) -> tuple[Message, Message]:
-    raise NotImplementedError
-
-
-def no_tools(*given: Any, **named: Any) -> Any:
+def unused(*given: Any, **named: Any) -> Any:
     raise NotImplementedError
 
 
 COUNTS = Scaffold(
-    name="counts",
-    initial_messages=no_messages,
-    tools=no_tools,
-    shell=lambda cmd: ToolCall("run", {"line": cmd}),
-    submit=ToolCall("submit", {}),
-    turn_note=lambda turns, max_turns: f"{turns} of {max_turns}",
-    observation_role="user",
+    "counts",
+    unused,
+    unused,
+    lambda cmd: ToolCall("run", {"line": cmd}),
+    ToolCall("submit", {}),
+    lambda turns, max_turns: f"{turns} of {max_turns}",
+    "user",
     default_rollout=MappingProxyType({"max_turns": 9}),
 )
 COUNTING = EnvContext(backend=None, scaffold=COUNTS)
@@ -65,7 +61,7 @@ def test_an_environment_with_tools_of_its_own_refuses_another_scaffold() -> None
 
         def __init__(self, context: EnvContext) -> None: ...
 
-        prepare = tasks = start = gold = no_tools
+        prepare = tasks = start = gold = unused
 
     sys.modules[HERE].Own = Own
     assert load_environment(f"{HERE}:Own", CONTEXT).name == "own"

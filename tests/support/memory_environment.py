@@ -12,7 +12,6 @@ import numpy as np
 from agent_rl.config import RolloutConfig
 from agent_rl.rollout.episode import EpisodeRules, run_episode
 from agent_rl.rollout.scripted_policies import ByteRenderer
-from agent_rl.rollout.turn_log import TurnLog
 from agent_rl.types import Completion, FinishReason, SamplingParams, TokenIds, Trajectory
 from envs import Grade, Task
 from r3.routing import Routing, Span, SpanKind
@@ -157,12 +156,7 @@ FIX, SUBMIT = call("echo", text="fix"), call("submit")
 
 
 async def run_memory_episode(
-    engine: Any,
-    env: Any = None,
-    *,
-    rules: EpisodeRules = PLAIN,
-    renderer: ByteRenderer | None = None,
-    log: TurnLog | None = None,
+    engine: Any, env: Any = None, *, rules: EpisodeRules = PLAIN, renderer: Any = None, log: Any = None
 ) -> Trajectory:
     """An episode of :data:`TASK` with ``engine``, whose turns are bytes and whose calls are written as Hermes does."""
     parts = env or MemoryEnvironment(), TASK, engine, renderer or ByteRenderer(), tool_format("hermes"), rules
