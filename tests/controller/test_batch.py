@@ -123,9 +123,7 @@ async def test_without_dynamic_sampling_every_group_is_kept() -> None:
     wanted=st.integers(1, 4),
     first=st.integers(0, 20),
 )
-def test_a_step_draws_the_shortest_stretch_that_is_enough(
-    outcomes: list[str], delays: list[int], wanted: int, first: int
-) -> None:
+def test_a_step_draws_as_few_tasks_as_it_needs(outcomes: list[str], delays: list[int], wanted: int, first: int) -> None:
     chosen = config(wanted=wanted, enabled=True, max_draws=4)
     ends = Ends(outcomes, delays)
     batch = asyncio.run(collect(chosen, ends, first))

@@ -117,9 +117,7 @@ def sleep_of(life: Life) -> Watched:
 
 
 @pytest.mark.parametrize("colocate", [True, False])
-async def test_the_engines_sleep_before_the_trainer_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, colocate: bool
-) -> None:
+async def test_engines_sleep_before_the_trainer_starts(tmp_path: Path, monkeypatch: Any, colocate: bool) -> None:
     """They start on GPUs that are all free, and the trainer needs most memory at its start."""
     config = run_config(tmp_path, depth=0)
     config = config.model_copy(update={"engine": config.engine.model_copy(update={"colocate": colocate})})

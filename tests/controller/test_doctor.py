@@ -113,9 +113,7 @@ async def test_environment_that_cannot_be_imported_is_one_failed_check() -> None
 
 @pytest.mark.bubblewrap
 @pytest.mark.slow
-async def test_invalid_tasks_are_found_once_and_skipped_afterwards(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_invalid_tasks_are_found_once(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.chdir(ROOT)
     tasks = valid_and_invalid_tasks(tmp_path / "tasks")
     overrides = ["env.name=swe", f"env.options={{path: {tasks}}}", "sandbox.backend=bubblewrap"]
@@ -153,9 +151,7 @@ async def test_invalid_tasks_are_found_once_and_skipped_afterwards(
 
 
 @pytest.mark.bubblewrap
-async def test_environment_without_patches_is_checked_with_its_solution(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_a_solution_stands_for_a_patch(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     config_file = write_template("letters", tmp_path).config
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -166,9 +162,7 @@ async def test_environment_without_patches_is_checked_with_its_solution(
     assert "repository" not in capsys.readouterr().out
 
 
-async def test_missing_parts_are_reported_with_the_command_that_installs_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_missing_parts_name_their_install(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
     monkeypatch.setenv("COLUMNS", "200")

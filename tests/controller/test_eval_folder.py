@@ -10,6 +10,7 @@ import random
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -71,9 +72,7 @@ async def run_until(directory: EvaluationDirectory, stop_after: int | None, brok
 
 @settings(max_examples=8)
 @given(stops=st.lists(st.integers(0, 9), max_size=3), torn=st.booleans())
-def test_killed_and_resumed_gives_the_same_report(
-    tmp_path_factory: pytest.TempPathFactory, stops: list[int], torn: bool
-) -> None:
+def test_a_resumed_evaluation_gives_the_same_report(tmp_path_factory: Any, stops: list[int], torn: bool) -> None:
     whole = asyncio.run(run_until(EvaluationDirectory(tmp_path_factory.mktemp("whole"), SETTINGS), None))
     path = tmp_path_factory.mktemp("killed")
     for stop in stops:

@@ -228,9 +228,7 @@ async def test_a_flipped_bit_ends_what_is_believed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("slow", ["_write", "_read"])
-async def test_members_are_in_the_order_of_their_frames_however_slow_one_thread_is(
-    tmp_path: Path, slow: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_members_keep_the_order_of_frames(tmp_path: Path, slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An update adds up over a group's members in their order: another one gave other weights after a restart."""
     ended: list[tuple[int, ...]] = []
 

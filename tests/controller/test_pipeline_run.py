@@ -34,9 +34,7 @@ def exact(row: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in row.items() if not BY_TIME.search(name)}
 
 
-async def lived(
-    config: RunConfig, deaths: list[Deaths], sampled: list[tuple[str, int, int]] | None = None
-) -> list[tuple[str, int]]:
+async def lived(config: RunConfig, deaths: list[Deaths], sampled: Any = None) -> list[tuple[str, int]]:
     """Run to the end, through a life for each of ``deaths`` and one more; every episode that ended in any of them, and
     in ``sampled`` every turn."""
     given, most = list[tuple[str, int]](), config.async_rollout.staleness
@@ -58,12 +56,11 @@ def check_whole(run: Path, steps: int = 8) -> None:
     assert not list((run / "journal").iterdir())
 
 
-async def check_kills(
-    runs: Path, depth: int, staleness: int, dynamic: bool, kills: int, seed: int = 0, recover: str = "off"
-) -> None:
+async def check_kills(runs: Path, *shape: Any, kills: int, seed: int = 0, recover: str = "off") -> None:
     draw, points, turns = random.Random(seed), POINTS if recover == "off" else TURN_POINTS, list[tuple[str, int, int]]()
-    shape: Any = {"depth": depth, "staleness": staleness, "dynamic_sampling": {"enabled": dynamic}, "recover": recover}
-    unkilled, killed = run_config(runs / "unkilled", **shape), run_config(runs / "killed", **shape)
+    depth, staleness, dynamic = shape
+    options = {"depth": depth, "staleness": staleness, "dynamic_sampling": {"enabled": dynamic}, "recover": recover}
+    unkilled, killed = run_config(runs / "unkilled", **options), run_config(runs / "killed", **options)
     await lived(unkilled, [])
     check_whole(unkilled.run_dir)
     given = await lived(killed, [Deaths(draw.choice(points), draw.randint(1, 9)) for _ in range(kills)], turns)
@@ -76,14 +73,14 @@ async def check_kills(
         assert rows[0] == rows[1]
 
 
-@pytest.mark.parametrize(("depth", "staleness", "dynamic"), SHAPES)
-async def test_a_killed_run_equals_an_unkilled_one(tmp_path: Path, depth: int, staleness: int, dynamic: bool) -> None:
-    await check_kills(tmp_path, depth, staleness, dynamic, kills=4)
+@pytest.mark.parametrize("shape", SHAPES)
+async def test_a_killed_run_equals_an_unkilled_one(tmp_path: Path, shape: Any) -> None:
+    await check_kills(tmp_path, *shape, kills=4)
 
 
-@pytest.mark.parametrize(("depth", "staleness", "dynamic"), [(0, 0, True), (1, 1, False), (1, 3, True)])
-async def test_a_killed_episode_keeps_its_turns(tmp_path: Path, depth: int, staleness: int, dynamic: bool) -> None:
-    await check_kills(tmp_path, depth, staleness, dynamic, kills=6, recover="turns")
+@pytest.mark.parametrize("shape", [(0, 0, True), (1, 1, False), (1, 3, True)])
+async def test_a_killed_episode_keeps_its_turns(tmp_path: Path, shape: Any) -> None:
+    await check_kills(tmp_path, *shape, kills=6, recover="turns")
     rows = read_metrics(tmp_path / "killed" / "run")
     assert sum(row["recover/turns"] for row in rows) > 0
     assert sum(row["recover/differed"] + row["recover/too_old"] for row in rows) == 0
@@ -122,9 +119,7 @@ async def _nothing() -> None:
 
 
 @pytest.mark.parametrize(("staleness", "overtaken", "groups"), [(1, 0, 4), (3, 2, 8)])
-async def test_a_straggler_is_waited_for_when_the_window_is_full_and_then_trained(
-    tmp_path: Path, staleness: int, overtaken: int, groups: int
-) -> None:
+async def test_a_full_window_waits_for_a_straggler(tmp_path: Path, staleness: int, overtaken: int, groups: int) -> None:
     """An episode of the first position ends only when nothing else goes on, however many means of them that takes: when
     all others have ended of the ``groups`` that there is room for."""
     config, given = run_config(tmp_path, depth=1, staleness=staleness), list[tuple[str, int]]()
@@ -145,9 +140,7 @@ async def test_a_straggler_is_waited_for_when_the_window_is_full_and_then_traine
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-async def test_steps_whose_every_group_is_uniform_go_on_without_an_update(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dynamic: bool
-) -> None:
+async def test_uniform_groups_make_no_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dynamic: bool) -> None:
     """With dynamic sampling each draws as many tasks as it may, and is then short of all."""
     monkeypatch.setattr("support.pipeline_run._reward", lambda task, number: 0.0)
     config = run_config(tmp_path, depth=1, steps=4, dynamic_sampling={"enabled": dynamic, "max_draws": 2})
@@ -231,8 +224,6 @@ async def test_a_full_disk_ends_the_run_in_one_line(tmp_path: Path) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("recover", ["off", "turns"])
-@pytest.mark.parametrize(("depth", "staleness", "dynamic"), ALL_SHAPES)
-async def test_killed_anywhere_again_and_again(
-    tmp_path: Path, depth: int, staleness: int, dynamic: bool, recover: str, seed: int
-) -> None:
-    await check_kills(tmp_path, depth, staleness, dynamic, kills=12, seed=seed, recover=recover)
+@pytest.mark.parametrize("shape", ALL_SHAPES)
+async def test_killed_often(tmp_path: Path, shape: Any, recover: str, seed: int) -> None:
+    await check_kills(tmp_path, *shape, kills=12, seed=seed, recover=recover)

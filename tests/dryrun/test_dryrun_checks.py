@@ -57,9 +57,7 @@ def test_a_wrong_or_incomplete_checkpoint_is_refused_in_one_line(model: Path) ->
         ({"world_size": 4, "expert": 2}, (), 3.0, "--skew 3: with train.parallel.expert=2 it is at most 2"),
     ],
 )
-def test_invalid_options_are_refused_in_one_line(
-    model: Path, parallel: dict[str, Any], ranks: tuple[int, ...], skew: float, line: str
-) -> None:
+def test_invalid_options_are_one_line(model: Path, parallel: Any, ranks: Any, skew: float, line: str) -> None:
     with pytest.raises((ConfigError, UserError)) as refused:
         check(config_of(model, **parallel), ranks=ranks, skew=skew)
     assert line in str(refused.value)

@@ -98,9 +98,6 @@ async def test_each_kind_of_failure_has_its_own_error() -> None:
     async with endpoint(lambda body: too_long if "max_tokens" in body else (200, said("the rest"))) as url:
         completion = await ask(url)
         assert (completion.finish, bytes(completion.tokens[:-1])) == (FinishReason.STOP, b"the rest")
-    async with endpoint(lambda body: (404, {"error": {"message": "no model m"}})) as url:
-        with pytest.raises(UserError, match=r"404: no model m: .*--model"):
-            await ask(url)
     async with endpoint(lambda body: (200, {"choices": []})) as url:
         with pytest.raises(EngineRejected, match="no chat completion"):
             await ask(url)
@@ -160,9 +157,7 @@ async def test_an_episode_with_native_tool_calls() -> None:
         (502, b"<html>bad gateway", "check that the server is running"),
     ],
 )
-async def test_an_endpoint_that_refuses_is_one_line_without_a_retry(
-    status: int, body: bytes, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_endpoint_that_refuses_is_one_line(status: int, body: bytes, message: str, monkeypatch: Any) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
     async def handle(path: str, request: dict[str, Any]) -> tuple[int, bytes]:

@@ -327,9 +327,7 @@ TURN = st.one_of(
     max_tokens=st.integers(1, 400),
     max_turns=st.integers(1, 8),
 )
-def test_any_episode_keeps_its_limits_and_interruptions_change_nothing(
-    turns: list[Any], cuts: list[int | None], **limits: int
-) -> None:
+def test_limits_hold_and_interruptions_change_nothing(turns: list[Any], cuts: list[int | None], **limits: int) -> None:
     whole = asyncio.run(drive(TurnsEngine(turns), **limits))
     assert not whole.stop.infrastructure
     assert len(whole.tokens) <= max(limits["max_tokens"], 4)  # the initial prompt has 4
@@ -384,9 +382,7 @@ async def test_missing_routes_are_raised() -> None:
 @pytest.mark.parametrize(
     "error", [KeyError("status"), MemoryError(), RecursionError(), OSError(28, "no room"), EOFError()]
 )
-async def test_an_unexpected_error_is_a_failure_of_its_episode(
-    where: str, error: Exception, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_an_unexpected_error_is_a_failure_of_its_episode(where: str, error: Exception, caplog: Any) -> None:
     trajectory = await drive(TurnsEngine([FIX, SUBMIT]), MemoryEnvironment(**{where: raising(error)}))
     assert (trajectory.stop, trajectory.reward) == (StopReason.ENVIRONMENT_ERROR, None)
     first, *further = trajectory.error.splitlines()
@@ -432,9 +428,7 @@ async def test_a_grade_of_numpy_values_is_accepted(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("result", [None, "text", ToolResult(None), ToolResult(3, submitted=True)])
-async def test_a_tool_that_returns_no_text_is_a_failure_of_its_episode(
-    result: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_tool_that_returns_no_text_is_a_failure_of_its_episode(result: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(MemoryTools, "call", returning(result))
     trajectory = await drive(TurnsEngine([SUBMIT]))
     assert trajectory.stop is StopReason.ENVIRONMENT_ERROR

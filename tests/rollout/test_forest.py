@@ -66,9 +66,7 @@ class Prefixes:
     def __init__(self) -> None:
         self.count, self.rows = 0, 0
 
-    def sample(
-        self, prompt: Sequence[int], sampled: Sequence[int], routes_from: int | None, finish: Any = FinishReason.STOP
-    ) -> Completion:
+    def sample(self, prompt: Any, sampled: Any, routes_from: int | None, finish: Any = FinishReason.STOP) -> Completion:
         whole = [*prompt, *sampled]
         routing = None
         if routes_from is not None:

@@ -93,9 +93,7 @@ async def test_concurrency_is_limited_over_all_groups() -> None:
         ([*[SANDBOX_FAILURE] * 5, SUBMITTED, SUBMITTED], 3, 2, 5),  # a spent budget leaves a smaller group
     ],
 )
-async def test_an_infrastructure_failure_runs_again_within_a_budget_and_is_never_a_reward(
-    stops: list[StopReason], retries: int, kept: int, failures: int
-) -> None:
+async def test_a_failure_runs_again_within_a_budget(stops: Any, retries: int, kept: int, failures: int) -> None:
     rollout = await collect(endings(*stops), 4, TASKS[:1], retries=retries)
     (group,) = rollout.groups
     assert [t.reward for t in group.trajectories] == [1.0] * kept

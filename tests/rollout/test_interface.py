@@ -25,13 +25,13 @@ def unused(*given: Any, **named: Any) -> Any:
 
 
 COUNTS = Scaffold(
-    "counts",
-    unused,
-    unused,
-    lambda cmd: ToolCall("run", {"line": cmd}),
-    ToolCall("submit", {}),
-    lambda turns, max_turns: f"{turns} of {max_turns}",
-    "user",
+    name="counts",
+    initial_messages=unused,
+    tools=unused,
+    shell=lambda cmd: ToolCall("run", {"line": cmd}),
+    submit=ToolCall("submit", {}),
+    turn_note=lambda turns, max_turns: f"{turns} of {max_turns}",
+    observation_role="user",
     default_rollout=MappingProxyType({"max_turns": 9}),
 )
 COUNTING = EnvContext(backend=None, scaffold=COUNTS)

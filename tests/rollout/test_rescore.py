@@ -34,7 +34,7 @@ def episodes(*rewards: float) -> Callable[[Task], Awaitable[Trajectory]]:
 
 
 async def collect(
-    run: Any, rescore: Any, size: int, tasks: Sequence[Task] = TASKS[:1], *, slots: int = 1, **settings: Any
+    run: Any, rescore: Any, size: int, tasks: Any = TASKS[:1], slots: int = 1, **settings: Any
 ) -> Rollout:
     groups = GroupSettings(size=size, **settings)
     async with asyncio.timeout(10):

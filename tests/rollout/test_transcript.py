@@ -32,9 +32,7 @@ def causal_rows(tokens: Sequence[int], start: int, stop: int) -> np.ndarray:
     return np.stack([first, first + np.uint8(1)], axis=2)
 
 
-def completion(
-    prompt: Sequence[int], sampled: Sequence[int], routes_from: int | None, *, version: str = "1", finish: Any = "stop"
-) -> Completion:
+def completion(prompt: Any, sampled: Any, routes_from: Any, *, version: str = "1", finish: str = "stop") -> Completion:
     """The response of a correct engine; token t has log-prob -t."""
     stop = len(prompt) + len(sampled) - 1
     routing = None
