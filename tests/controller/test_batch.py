@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from hypothesis import example, given, settings
@@ -19,7 +21,7 @@ from agent_rl.controller.advantages import build_samples
 from agent_rl.controller.async_rollout.buffer import BufferRules, RolloutBuffer
 from agent_rl.controller.async_rollout.producer import RolloutProducer, task_at
 from agent_rl.controller.async_rollout.task_ledger import TaskLedger
-from agent_rl.controller.batch import Batch, batch_metrics, build_batch, check_filled, goodput, rescore_values
+from agent_rl.controller.batch import batch_metrics, build_batch, check_filled, goodput, rescore_values
 from agent_rl.controller.journal import Journal
 from agent_rl.engine.types import Scores
 from agent_rl.errors import RolloutFailed
@@ -29,7 +31,7 @@ from agent_rl.rollout.group import DroppedGroup, RolloutEvent
 from agent_rl.rollout.limiter import Limiter
 from agent_rl.rollout.rescore import Rescorer
 from agent_rl.rollout.turn_log import TurnLog
-from agent_rl.types import Group, StopReason, TokenIds, Trajectory
+from agent_rl.types import StopReason, Trajectory
 from envs import Task
 
 TASKS = [Task(f"task-{index}", "memory", {}) for index in range(40)]
@@ -61,29 +63,7 @@ class Ends:
         return trajectory(reward, task_id=task.id)
 
 
-class Scorer:
-    def __init__(self) -> None:
-        self.asked = 0
-
-    async def rescore(self, tokens: TokenIds, *, session: str) -> Scores:
-        self.asked += 1
-        return Scores((-2.0,) * len(tokens), "0")
-
-
-@dataclass
-class Collected:
-    """A step's batch, where the data goes on, and what was measured."""
-
-    batch: Batch
-    position: int
-    values: dict[str, float]
-
-    @property
-    def groups(self) -> tuple[Group, ...]:
-        return self.batch.groups
-
-
-async def collect(chosen: RunConfig, ends: Ends, position: int = 0, **parts: Any) -> Collected:
+async def collect(chosen: RunConfig, ends: Ends, position: int = 0, **parts: Any) -> SimpleNamespace:
     """What the pump and the buffer of a run give its next step, from ``position`` of the data on."""
     rollout = chosen.rollout
     most = rollout.dynamic_sampling.max_draws * rollout.tasks_per_step
@@ -100,8 +80,8 @@ async def collect(chosen: RunConfig, ends: Ends, position: int = 0, **parts: Any
     batch = build_batch(outcomes, await pump.hand_over(outcomes))
     assert not journal._delivered, "a run's journal must not remember all its episodes"
     check_filled(batch, rollout.tasks_per_step, rollout.dynamic_sampling)
-    masked = masked_stops(chosen.train.filter)
-    return Collected(batch, buffer.ledger.position, batch_metrics(batch, pump.seconds(), masked))
+    values = batch_metrics(batch, pump.seconds(), masked_stops(chosen.train.filter))
+    return SimpleNamespace(batch=batch, groups=batch.groups, position=buffer.ledger.position, values=values)
 
 
 def ids(first: int, stop: int) -> list[str]:
@@ -147,7 +127,7 @@ async def test_an_undecidable_task_is_drawn_once_and_another_in_its_place(tmp_pa
         if line := quarantine.add_undecidable(event):
             told.append(line)
 
-    async def collect_from(position: int, ends: Ends) -> Collected:
+    async def collect_from(position: int, ends: Ends) -> SimpleNamespace:
         return await collect(chosen, ends, position, limiter=Limiter(1), left_out=quarantine, on_event=learn)
 
     quarantine = Quarantine(tmp_path / "quarantine.json")
@@ -221,11 +201,11 @@ async def test_a_group_whose_every_trajectory_is_masked_is_not_enough() -> None:
 
 
 async def test_only_what_is_trained_on_is_rescored() -> None:
-    scorer = Scorer()
+    scorer = SimpleNamespace(rescore=AsyncMock(side_effect=lambda tokens, session: Scores((-2.0,) * len(tokens), "0")))
     rescorer = Rescorer(scorer, n=3, limiter=Limiter(4))
     collected = await collect(config(enabled=True), Ends([MIXED, SOLVED, MIXED, MIXED]), rescore=rescorer)
     batch = collected.batch
-    assert scorer.asked == 3 * 2 * 3, "groups, trajectories, evaluations"
+    assert scorer.rescore.await_count == 3 * 2 * 3, "groups, trajectories, evaluations"
     assert all(t.rescored is not None for group in batch.groups for t in group.trajectories)
     assert all(t.rescored is None for group in batch.discarded for t in group.trajectories)
     values = rescore_values(batch.sampled, rescorer.failed, 0.5)

@@ -24,10 +24,8 @@ SUBMIT = ToolCall("finish", {"command": "submit"})
 async def evaluate(url: str, directory: Path, *options: str) -> tuple[int | None, str, list[str]]:
     """Evaluate model "m" at ``url`` on two tasks; exit code, standard output and the lines of standard error."""
     command = ["eval", "configs/quickstart.yaml", "--policy", url, "--model", "m", "--tasks", "2", *options]
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "agent_rl.cli", *command, f"runs_dir={directory}", "engine.retries=0", cwd=ROOT,
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
+    command = [sys.executable, "-m", "agent_rl.cli", *command, f"runs_dir={directory}", "engine.retries=0"]
+    process = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdout=-1, stderr=-1)
     out, error = await asyncio.wait_for(process.communicate(), 120)
     return process.returncode, out.decode(), error.decode().strip().splitlines()
 

@@ -63,9 +63,8 @@ async def run_until(directory: EvaluationDirectory, stop_after: int | None, brok
         count += 1
         directory.record(result, trajectory)
 
-    report = await evaluate(
-        TASKS, run, policy="told", limiter=Limiter(1), samples=2, retries=9, done=done, on_result=record
-    )
+    options = {"policy": "told", "limiter": Limiter(1), "samples": 2, "retries": 9}
+    report = await evaluate(TASKS, run, **options, done=done, on_result=record)
     directory.finish(report, TASKS, "told")
     return report
 

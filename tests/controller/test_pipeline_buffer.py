@@ -33,10 +33,8 @@ def schedules(draw: st.DrawFn) -> Schedule:
         width=width, depth=depth, staleness=draw(st.integers(depth, 6)),
         max_draws=width * draw(st.integers(1, 4)), steps=draw(st.integers(1, 8)), dynamic=draw(st.booleans()),
     )  # fmt: skip
-    ends = draw(
-        st.lists(st.sampled_from(ENDS), min_size=1, max_size=24).filter(lambda ends: {*ends} != {Outcome.LEFT_OUT})
-    )
-    return Schedule(rules, ends, draw(st.lists(st.integers(0, 1 << 16), min_size=1, max_size=64)))
+    ends = st.lists(st.sampled_from(ENDS), min_size=1, max_size=24).filter(lambda ends: {*ends} != {Outcome.LEFT_OUT})
+    return Schedule(rules, draw(ends), draw(st.lists(st.integers(0, 1 << 16), min_size=1, max_size=64)))
 
 
 def now(coroutine: Coroutine[Any, Any, Any]) -> Any:

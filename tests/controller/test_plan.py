@@ -299,10 +299,8 @@ def test_the_start_counts_where_the_optimizer_lies_on_the_host() -> None:
     """Megatron copies the experts' weights into the distributed optimizer's buffer beside all weights and gradients."""
     parallel = ParallelConfig(world_size=8, tensor=4, expert=8)
     train = TrainConfig(dtype="bfloat16", microbatch_tokens=32768, recompute="full", parallel=parallel)
-    on_device, on_host = (
-        rank_bytes(QWEN, train.model_copy(update={"offload_optimizer": there}), microbatches=1, device="cuda")
-        for there in (False, True)
-    )
+    configs = [train.model_copy(update={"offload_optimizer": offload}) for offload in (False, True)]
+    on_device, on_host = (rank_bytes(QWEN, config, microbatches=1, device="cuda") for config in configs)
     experts = rank_parameters(QWEN, parallel)[1]
     assert on_host.total == on_host.weights + on_host.gradients + 2 * experts
     assert on_host.total > replace(on_host, start=0).total

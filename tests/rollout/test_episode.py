@@ -14,17 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.loop_clock import LoopClock
-from support.memory_environment import (
-    FIX,
-    SUBMIT,
-    MemoryEnvironment,
-    MemoryEpisode,
-    MemoryTools,
-    TurnsEngine,
-    call,
-    row_of,
-    run_memory_episode,
-)
+from support.memory_environment import FIX, SUBMIT, MemoryEnvironment, TurnsEngine, call, row_of, run_memory_episode
 
 from agent_rl.config import EnvConfig, R3Config, RolloutConfig
 from agent_rl.errors import ConfigError, EngineUnreachable, GuardStop, RoutesMissingError, WeightSyncError
@@ -412,32 +402,29 @@ async def test_a_turn_that_cannot_be_decoded_is_a_failure_of_its_episode() -> No
         Grade(1.0, True, suspected_hack=[3]),
     ],
 )  # fmt: skip
-async def test_a_malformed_grade_is_a_failure_of_its_episode(grade: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MemoryEpisode, "grade", returning(grade))
-    trajectory = await drive(TurnsEngine([SUBMIT]))
+async def test_a_malformed_grade_is_a_failure_of_its_episode(grade: Any) -> None:
+    trajectory = await drive(TurnsEngine([SUBMIT]), MemoryEnvironment(grade=returning(grade)))
     assert (trajectory.stop, trajectory.reward) == (StopReason.ENVIRONMENT_ERROR, None)
     assert "grade" in trajectory.error.splitlines()[0] or "float" in trajectory.error.splitlines()[0]
 
 
-async def test_a_grade_of_numpy_values_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_grade_of_numpy_values_is_accepted() -> None:
     grade = Grade(np.float32(0.5), np.bool_(True), patch="half a pair: \ud800")
-    monkeypatch.setattr(MemoryEpisode, "grade", returning(grade))
-    trajectory = await drive(TurnsEngine([SUBMIT]))
+    trajectory = await drive(TurnsEngine([SUBMIT]), MemoryEnvironment(grade=returning(grade)))
     assert (trajectory.stop, trajectory.reward, trajectory.resolved) == (StopReason.SUBMITTED, 0.5, True)
     decode_trajectory(encode_trajectory(trajectory), "here")
 
 
 @pytest.mark.parametrize("result", [None, "text", ToolResult(None), ToolResult(3, submitted=True)])
-async def test_a_tool_that_returns_no_text_is_a_failure_of_its_episode(result: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(MemoryTools, "call", returning(result))
-    trajectory = await drive(TurnsEngine([SUBMIT]))
+async def test_a_tool_that_returns_no_text_is_a_failure_of_its_episode(result: Any) -> None:
+    trajectory = await drive(TurnsEngine([SUBMIT]), MemoryEnvironment(call=returning(result)))
     assert trajectory.stop is StopReason.ENVIRONMENT_ERROR
     assert trajectory.error.startswith("TypeError: a tool returned a ")
 
 
-async def test_half_a_surrogate_pair_is_shown_as_a_question_mark(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MemoryTools, "call", returning(ToolResult("a file named \udcff", submitted=True)))
-    trajectory = await drive(TurnsEngine([SUBMIT]))
+async def test_half_a_surrogate_pair_is_shown_as_a_question_mark() -> None:
+    result = ToolResult("a file named \udcff", submitted=True)
+    trajectory = await drive(TurnsEngine([SUBMIT]), MemoryEnvironment(call=returning(result)))
     assert (trajectory.stop, trajectory.turns[0].observation) == (StopReason.SUBMITTED, "a file named ?")
 
 

@@ -60,14 +60,16 @@ class MemoryEpisode:
 
 @dataclass
 class MemoryEnvironment:
-    """Resolved once the agent echoed ``fix``. The hooks run where infrastructure can break; ``open`` counts episodes
-    that were started and not closed."""
+    """Resolved once the agent echoed ``fix``. The hooks run where infrastructure can break; ``grade`` and ``call`` are
+    used in place of an episode's own. ``open`` counts episodes that were started and not closed."""
 
     name: str = "memory"
     on_start: Hook | None = None
     on_call: Hook | None = None
     on_grade: Hook | None = None
     on_close: Hook | None = None
+    grade: Callable[..., Awaitable[Any]] | None = None
+    call: Callable[..., Awaitable[Any]] | None = None
     open: int = 0
     started: int = 0
 
@@ -83,8 +85,10 @@ class MemoryEnvironment:
         if self.on_start:
             await self.on_start()
         self.open += 1
+        episode = MemoryEpisode(MemoryTools(self.on_call), self.on_grade)
+        episode.grade, episode.tools.call = self.grade or episode.grade, self.call or episode.tools.call
         try:
-            yield MemoryEpisode(MemoryTools(self.on_call), self.on_grade)
+            yield episode
         finally:
             self.open -= 1
             if self.on_close:
