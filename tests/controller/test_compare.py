@@ -12,16 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.routed_trajectories import routed
 
-from agent_rl.commands.compare import (
-    TrainerPass,
-    comparable_trajectories,
-    compare,
-    load_source,
-    read_groups,
-    run_compare,
-    token_chunks,
-    turn_numbers,
-)
+from agent_rl.commands import compare as command
 from agent_rl.config.builtin import install_model
 from agent_rl.errors import ConfigError
 from agent_rl.types import Trajectory, Turn
@@ -40,7 +31,7 @@ def turns_of(seed: int, turns: int = 2) -> Trajectory:
     return replace(made, loss_mask=mask, logprobs=logprobs, turns=tuple(turn))
 
 
-def of(trajectories: list[Trajectory], *, off: float = 0.0, exchanged_layer: int | None = None) -> TrainerPass:
+def of(trajectories: list[Trajectory], *, off: float = 0.0, exchanged_layer: int | None = None) -> command.TrainerPass:
     """A pass whose log-probs are ``off`` the engine's; in ``exchanged_layer`` it took other experts."""
     logprobs, routes = [], []
     for item in trajectories:
@@ -49,13 +40,13 @@ def of(trajectories: list[Trajectory], *, off: float = 0.0, exchanged_layer: int
             experts[:, exchanged_layer] = (experts[:, exchanged_layer] + 1) % EXPERTS
         logprobs.append((item.logprobs + off).astype(np.float32))
         routes.append(replace(item.routing, experts=experts))
-    return TrainerPass(logprobs, routes)
+    return command.TrainerPass(logprobs, routes)
 
 
 def test_each_pass_is_compared_with_its_reference() -> None:
     data = [turns_of(seed, turns=2 + seed % 2) for seed in range(5)]
     other = of(data, off=0.3, exchanged_layer=1)
-    comparison = compare(data, of(data, off=0.1), other, other)
+    comparison = command.compare(data, of(data, off=0.1), other, other)
     replay, without, noise = comparison.replay.total, comparison.without_replay.total, comparison.noise.total
     assert replay.logprobs.metrics["logprob_abs_diff"].value == pytest.approx(0.1, rel=1e-5)
     assert without.logprobs.metrics["logprob_abs_diff"].value == pytest.approx(0.3, rel=1e-5)
@@ -71,13 +62,13 @@ def test_each_pass_is_compared_with_its_reference() -> None:
 
 
 def test_observation_tokens_belong_to_the_next_turn() -> None:
-    assert turn_numbers(turns_of(0)).tolist() == [1] * 5 + [2] * 5
+    assert command.turn_numbers(turns_of(0)).tolist() == [1] * 5 + [2] * 5
 
 
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(1, 80))
 def test_chunks_are_all_sequences_in_order_within_the_budget(lengths: list[int], budget: int) -> None:
-    found = token_chunks(lengths, budget)
+    found = command.token_chunks(lengths, budget)
     assert [index for chunk in found for index in range(len(lengths))[chunk]] == list(range(len(lengths)))
     for chunk in found:
         assert sum(lengths[chunk]) <= budget or len(lengths[chunk]) == 1
@@ -86,19 +77,19 @@ def test_chunks_are_all_sequences_in_order_within_the_budget(lengths: list[int],
 def test_incomparable_inputs_are_rejected(tmp_path: Path) -> None:
     data = [turns_of(0), turns_of(1)]
     silent = replace(data[0], loss_mask=np.zeros(10, bool))
-    assert comparable_trajectories([silent, data[1]]) == [data[1]]
+    assert command.comparable_trajectories([silent, data[1]]) == [data[1]]
     with pytest.raises(ConfigError, match="none of 1 trajectories has a sampled token"):
-        comparable_trajectories([silent])
+        command.comparable_trajectories([silent])
     with pytest.raises(ConfigError, match="task-0 has no routes"):
-        comparable_trajectories([replace(data[0], routing=None)])
+        command.comparable_trajectories([replace(data[0], routing=None)])
     with pytest.raises(ConfigError, match="no trajectories found"):
-        read_groups(tmp_path)
+        command.read_groups(tmp_path)
     (tmp_path / "config.yaml").write_text("name: half\nmodel: there\n")
     with pytest.raises(ConfigError, match="the run has not finished"):
-        load_source(tmp_path, ())
+        command.load_source(tmp_path, ())
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
-    assert load_source(tmp_path, ("seed=3",)).model == tmp_path / "model"
+    assert command.load_source(tmp_path, ("seed=3",)).model == tmp_path / "model"
 
 
 async def test_rescore_requires_temperature_1(tmp_path: Path) -> None:
@@ -106,7 +97,7 @@ async def test_rescore_requires_temperature_1(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text("name: cool\nmodel: there\nrollout: {temperature: 0.7}\n")
     with pytest.raises(ConfigError, match=r"rollout\.temperature is 0\.7"):
-        await run_compare(config, (), tasks=1, split="train", out=tmp_path, trajectories=tmp_path, rescore=True)
+        await command.run_compare(config, (), tasks=1, split="train", out=tmp_path, trajectories=tmp_path, rescore=True)
 
 
 @pytest.mark.sglang
@@ -120,7 +111,7 @@ async def test_on_the_real_engine_and_trainer(tmp_path: Path, monkeypatch: pytes
     overrides = [f"model={tmp_path}/model", options, "rollout.group_size=2", "train.device=cpu"]
     out = tmp_path / "out"
     config = ROOT / "configs" / "quickstart.yaml"
-    await run_compare(config, overrides, tasks=2, split="train", out=out, trajectories=None, rescore=True)
+    await command.run_compare(config, overrides, tasks=2, split="train", out=out, trajectories=None, rescore=True)
     found = json.loads((out / "compare.json").read_text())
     without, replay = (found[name]["total"] for name in ("without_replay", "replay"))
     assert found["trajectories"] == 4

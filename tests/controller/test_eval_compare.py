@@ -16,14 +16,8 @@ from typer.testing import CliRunner
 
 from agent_rl.cli import app
 from agent_rl.errors import UserError
-from agent_rl.evaluation.paired import (
-    Score,
-    bootstrap_interval,
-    compare,
-    detectable_difference,
-    sign_test,
-    tasks_needed,
-)
+from agent_rl.evaluation import paired
+from agent_rl.evaluation.paired import Score, bootstrap_interval, detectable_difference, sign_test, tasks_needed
 from agent_rl.evaluation.report import EpisodeResult, EvalReport, report
 from agent_rl.evaluation.saved import read_evaluation
 from agent_rl.utils.run_files import write_json
@@ -79,7 +73,7 @@ def test_the_bootstraps_interval_is_that_of_the_mean() -> None:
 def test_a_comparison_by_hand() -> None:
     """Tasks of several samples: shares 0 and 1/2, 1 and 1, 3/4 and 1/4, 1/2 and 1."""
     first = [Score(0, 4), Score(4, 4), Score(3, 4), Score(1, 2)]
-    found = compare(first, [Score(2, 4), Score(1, 1), Score(1, 4), Score(2, 2)], target=0.03, seed=0)
+    found = paired.compare(first, [Score(2, 4), Score(1, 1), Score(1, 4), Score(2, 2)], target=0.03, seed=0)
     assert found.pass_at_1 == (0.5625, 0.6875)
     assert found.difference == 0.125
     assert (found.tasks, found.better_first, found.better_second, found.p_value) == (4, 1, 2, 1.0)
