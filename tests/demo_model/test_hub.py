@@ -46,13 +46,11 @@ class Hub:
     sent: int = 0
 
     async def info(self, request: web.Request) -> web.Response:
-        name = request.match_info["name"]
-        if name == "gated":
-            return web.json_response({"error": "gated"}, status=403, headers={"X-Error-Code": "GatedRepo"})
-        if name != "tiny":
-            return web.json_response({"error": "no such"}, status=404, headers={"X-Error-Code": "RepoNotFound"})
-        if request.match_info["revision"] not in ("main", COMMIT):
-            return web.json_response({"error": "no such"}, status=404, headers={"X-Error-Code": "RevisionNotFound"})
+        name, revision = request.match_info["name"], request.match_info["revision"]
+        known = "RepoNotFound" if name != "tiny" else "" if revision in ("main", COMMIT) else "RevisionNotFound"
+        if error := "GatedRepo" if name == "gated" else known:
+            status = 403 if name == "gated" else 404
+            return web.json_response({"error": error}, status=status, headers={"X-Error-Code": error})
         return web.json_response({"id": "acme/tiny", "sha": COMMIT, "siblings": [{"rfilename": at} for at in FILES]})
 
     async def file(self, request: web.Request) -> web.StreamResponse:

@@ -87,40 +87,6 @@ def _pinned_in_powers_of_two() -> None:
     state_pieces.host_tensor = lambda count, dtype, pinned: torch.empty(count, dtype=dtype, pin_memory=pinned)
 
 
-def _adam_of_transformer_engine() -> None:
-    """No fault: an Adam that counts its updates in its groups, from the first one on, and keeps moments alone."""
-    import torch
-    from megatron.core import optimizer
-
-    class GroupAdam(torch.optim.AdamW):
-        def __init__(self, params: Any, *, adam_w_mode: bool, **options: Any) -> None:
-            super().__init__(params, **options)
-
-        def step(self, closure: Any = None) -> Any:
-            for group in self.param_groups:
-                group["step"] = group.get("step", 0) + 1
-                for parameter in group["params"]:
-                    state = self.state[parameter]
-                    state["exp_avg"].add_(parameter.grad)
-                    parameter.sub_(state["exp_avg"])
-
-    optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = GroupAdam, False
-
-
-def _updates_read_where_there_are_none() -> None:
-    """A checkpoint before the first update reads ``step`` of a state that has moments alone."""
-    from agent_rl.train import optimizer
-
-    def updates(adam: Any) -> int:
-        for group in adam.param_groups:
-            if "step" in group:
-                return int(group["step"])
-        return next(int(state["step"]) for state in adam.state.values())
-
-    _adam_of_transformer_engine()
-    optimizer.updates_made = updates
-
-
 def _chunks_of_a_cpu() -> None:
     from agent_rl.train.megatron import logprobs
 
@@ -177,12 +143,10 @@ def _a_wait_more() -> None:
 
 FAULTS: dict[str, Callable[[], None]] = {
     "none": lambda: None,
-    "Transformer Engine's Adam": _adam_of_transformer_engine,
     "a device without an index": _device_without_index,
     "gates are kept": _gates_are_kept,
     "a router on the host": _router_on_the_host,
     "memory pinned in powers of two": _pinned_in_powers_of_two,
-    "updates read where there are none": _updates_read_where_there_are_none,
     "chunks of a CPU": _chunks_of_a_cpu,
     "engines of one rank": _engines_of_one_rank,
     "a group destroyed within a broadcast": _group_destroyed_within_a_broadcast,

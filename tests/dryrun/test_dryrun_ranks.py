@@ -63,7 +63,6 @@ DETECTED: dict[str, Check] = {
     "experts out of line": fails("to be multiple of 16 bytes, got 65"),
     "gates are kept": lambda record, sound, plan: record.retained > 100_000,
     "memory pinned in powers of two": lambda record, sound, plan: record.pinned == 1 << 22 > plan.rank.optimizer,
-    "updates read where there are none": fails("snapshot: train/optimizer.py"),
     "engines of one rank": fails("init_weights_update_group answered 400"),
     "a group destroyed within a broadcast": fails("destroyed, not aborted, within a broadcast"),
     "a wait more": lambda record, sound, plan: waits(record, "update") > waits(sound, "update"),

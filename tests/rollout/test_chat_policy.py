@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.local_server import serving
-from support.memory_environment import TASK, MemoryEnvironment
+from support.memory_env import TASK, MemoryEnvironment
 
 from agent_rl.errors import EngineRejected, EngineUnreachable, UserError
 from agent_rl.rollout.chat_policy import ChatEndpoint, ChatEngine

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -13,15 +13,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import memory_env
 from support.loop_clock import LoopClock
-from support.memory_environment import FIX, SUBMIT, MemoryEnvironment, TurnsEngine, call, row_of, run_memory_episode
+from support.memory_env import FIX, SUBMIT, InterruptedEngine, MemoryEnvironment, TurnsEngine, call, hanging
 
 from agent_rl.config import EnvConfig, R3Config, RolloutConfig
 from agent_rl.errors import ConfigError, EngineUnreachable, GuardStop, RoutesMissingError, WeightSyncError
 from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.records import decode_trajectory, encode_trajectory
 from agent_rl.rollout.scripted_policies import ByteRenderer
-from agent_rl.types import Completion, FinishReason, StopReason, Trajectory
+from agent_rl.types import StopReason, Trajectory
 from envs import Grade, GradingError, TaskRecordError, UndecidableError
 from sandbox import ImageMissingError, SandboxLostError, SandboxUnavailableError
 from tools import FunctionToolSet, ToolDefinitionError, ToolResult
@@ -38,7 +39,7 @@ async def drive(
     env = env or MemoryEnvironment()
     rules = EpisodeRules(RolloutConfig(**{"describe_tools": False, **limits}), timeouts or EnvConfig(), routes)
     try:
-        trajectory = await run_memory_episode(engine, env, rules=rules, renderer=renderer)
+        trajectory = await memory_env.run_memory_episode(engine, env, rules=rules, renderer=renderer)
     finally:
         assert env.open == 0
     if routes:
@@ -61,7 +62,7 @@ def check_aligned(trajectory: Trajectory) -> None:
     assert bool(trajectory.loss_mask[-1])
     assert routing.tokens == len(tokens)
     assert routing.present.tolist() == [True] * (len(tokens) - 1) + [False]
-    expected = [row_of(position, int(token)) for position, token in enumerate(tokens[:-1])]
+    expected = [memory_env.row_of(position, int(token)) for position, token in enumerate(tokens[:-1])]
     assert routing.experts[:-1].tolist() == expected
     assert routing.spans[-1].stop == len(tokens)
 
@@ -208,33 +209,6 @@ async def test_a_broken_engine_is_no_reward() -> None:
     trajectory = await drive(TurnsEngine([FIX, EngineUnreachable("refused")]))
     assert (trajectory.stop, trajectory.reward, len(trajectory.turns)) == (StopReason.ENGINE_FAILURE, None, 1)
     assert trajectory.error == "EngineUnreachable: refused"
-
-
-class InterruptedEngine:
-    """Samples ``turns``. Its n-th request is aborted after ``cuts[n]`` tokens where that is not None, by a publication
-    of weights if ``published``."""
-
-    def __init__(self, turns: Sequence[Any], cuts: Sequence[int | None], *, published: bool = False) -> None:
-        self.published = published
-        self.inner, self.turns, self.cuts = TurnsEngine([]), list(turns), list(cuts)
-        self.left: list[int] | None = None
-        self.taken = 0
-
-    async def generate(self, tokens: Any, sampling: Any, **options: Any) -> Completion:
-        if self.left is None:
-            turn = self.turns[self.taken % len(self.turns)]
-            self.left = ByteRenderer().encode(turn) if isinstance(turn, str) else list(turn)
-            self.taken += 1
-        number = len(self.inner.prompts)
-        cut = self.cuts[number] if number < len(self.cuts) else None
-        part = self.left[:cut]
-        self.inner.turns, self.inner.versions = [part], [str(n) for n in range(number + 1)]
-        got = await self.inner.generate(tokens, sampling, **options)
-        self.left = None if cut is None or len(part) >= sampling.max_new_tokens else self.left[len(part) :]
-        if cut is None or got.finish is FinishReason.LENGTH:
-            return got
-        routing = got.routing if part else None
-        return replace(got, finish=FinishReason.ABORT, routing=routing, interrupted=self.published)
 
 
 async def test_an_aborted_turn_continues_after_its_sampled_tokens() -> None:
@@ -429,13 +403,7 @@ async def test_half_a_surrogate_pair_is_shown_as_a_question_mark() -> None:
 
 
 async def test_cancellation_closes_the_sandbox_and_propagates() -> None:
-    reached = asyncio.Event()
-
-    async def stall() -> None:
-        reached.set()
-        await hang()
-
-    env = MemoryEnvironment(on_call=stall)
+    env, reached = hanging()
     running = asyncio.create_task(drive(TurnsEngine([FIX]), env))
     await reached.wait()
     assert env.open == 1

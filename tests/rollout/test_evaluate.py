@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
-from support.memory_environment import TASK, MemoryEnvironment
+from support.memory_env import TASK, MemoryEnvironment, hanging
 
 from agent_rl.config import RolloutConfig
 from agent_rl.errors import UserError
@@ -157,13 +157,7 @@ async def test_an_unknown_solver_or_a_task_without_gold_patch_is_a_user_error() 
 
 
 async def test_cancelled_evaluation_leaves_nothing_open() -> None:
-    reached = asyncio.Event()
-
-    async def stall() -> None:
-        reached.set()
-        await asyncio.Event().wait()
-
-    env = MemoryEnvironment(on_call=stall)
+    env, reached = hanging()
     run = solver_runner(env, solver(set()), EpisodeRules())
     running = asyncio.create_task(evaluate(env.tasks("heldout"), run, policy="x", limiter=Limiter(4)))
     await reached.wait()

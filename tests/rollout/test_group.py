@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.memory_environment import SUBMIT, MemoryEnvironment, TurnsEngine, run_memory_episode
+from support.memory_env import SUBMIT, MemoryEnvironment, TurnsEngine, run_memory_episode
 from support.trajectories import trajectory
 
 from agent_rl.errors import RolloutFailed, RoutesMissingError

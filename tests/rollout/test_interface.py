@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
-from support.memory_environment import FIX, SUBMIT, TurnsEngine, run_memory_episode
+from support.memory_env import FIX, SUBMIT, TurnsEngine, run_memory_episode
 
 from agent_rl.config import EnvConfig, RolloutConfig
 from agent_rl.rollout.episode import EpisodeRules

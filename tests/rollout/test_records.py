@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import zstandard
 from safetensors.numpy import load_file, save_file
-from support.memory_environment import FIX, SUBMIT, MemoryEnvironment, TurnsEngine, call, run_memory_episode
+from support.memory_env import FIX, SUBMIT, MemoryEnvironment, TurnsEngine, call, run_memory_episode
 from support.plain_values import plain
 
 from agent_rl.errors import AgentRlError

@@ -25,41 +25,28 @@ def metrics_of(*members: Trajectory, seconds: float = 1.0) -> dict[str, float]:
     return dict(rollout_metrics(Rollout((Group("a", members),), (), seconds=seconds)))
 
 
-def test_what_a_step_did() -> None:
+def test_the_metrics_of_a_step() -> None:
     won = trajectory(1.0, StopReason.SUBMITTED, (turn(10), turn(20, failure="no call", seconds=4.0)), 60)
     lost = trajectory(0.0, StopReason.MAX_TURNS, (turn(30),), 40)
     groups = (Group("a", (won, lost), infrastructure_failures=2), Group("b", (lost, lost)))
     metrics = rollout_metrics(Rollout(groups, (DroppedGroup("c", ("x", "y", "z")),), seconds=2.0))
+    reward = {"mean": 0.25, "std": np.std([1, 0, 0, 0]), "pass_rate": 0.25, "groups_uniform": 0.5}
+    counts = {"trajectories": 4, "parse_failures": 1, "infrastructure_failures": 5, "groups_dropped": 1}
+    means = {"turns": 5 / 4, "tokens": 180 / 4, "sampled_tokens": 120 / 4, "grade_seconds": 0.5}
+    means |= {"generate_seconds": 8 / 5, "tool_seconds": 0.8 / 5}
+    stops = dict.fromkeys(("context_full", "time_limit", "parse_failures", "program_failed"), 0)
+    stops |= {"submitted": 0.25, "max_turns": 0.75}
     assert metrics == pytest.approx(
-        {
-            "reward/mean": 0.25,
-            "reward/std": np.std([1, 0, 0, 0]),
-            "reward/pass_rate": 0.25,
-            "reward/groups_uniform": 0.5,
-            "rollout/suspected_hacks": 0,
-            "rollout/trajectories": 4,
-            "rollout/turns_mean": 5 / 4,
-            "rollout/tokens_mean": 180 / 4,
-            "rollout/sampled_tokens_mean": 120 / 4,
-            "rollout/tokens_per_second": 180 / 2,
-            "rollout/sampled_tokens_per_second": 120 / 2,
-            "rollout/parse_failures": 1,
-            "rollout/retractions": 0,
-            "rollout/generate_seconds_mean": 8 / 5,
-            "rollout/tool_seconds_mean": 0.8 / 5,
-            "rollout/grade_seconds_mean": 0.5,
-            "rollout/infrastructure_failures": 5,
-            "rollout/groups_dropped": 1,
-            "rollout/stop/submitted": 0.25,
-            "rollout/stop/max_turns": 0.75,
-            **{
-                f"rollout/stop/{name}": 0 for name in ("context_full", "time_limit", "parse_failures", "program_failed")
-            },
-        }
+        {f"reward/{name}": value for name, value in reward.items()}
+        | {f"rollout/{name}": value for name, value in counts.items()}
+        | {f"rollout/{name}_mean": value for name, value in means.items()}
+        | {f"rollout/stop/{name}": value for name, value in stops.items()}
+        | {"rollout/tokens_per_second": 180 / 2, "rollout/sampled_tokens_per_second": 120 / 2}
+        | {"rollout/suspected_hacks": 0, "rollout/retractions": 0}
     )
 
 
-def test_what_was_retracted_is_counted() -> None:
+def test_retractions_are_counted() -> None:
     spans = (Span(0, 3, "1", "e", SpanKind.PREFILLED), Span(3, 9, "1", "e", SpanKind.RECOMPUTED))
     routing = Routing(np.zeros((9, 1, 1), np.uint8), np.ones(9, np.bool_), spans, 4)
     plain = trajectory(1.0, StopReason.SUBMITTED, (turn(24),), 30)
@@ -71,7 +58,7 @@ def test_what_was_retracted_is_counted() -> None:
     assert metrics["r3/recomputed_token_fraction"] == 6 / 30
 
 
-def test_episodes_of_an_earlier_start_are_in_no_speed() -> None:
+def test_episodes_of_an_earlier_start_do_not_count_in_speeds() -> None:
     now = trajectory(1.0, StopReason.SUBMITTED, (turn(10),), 60)
     before = replace(trajectory(0.0, StopReason.SUBMITTED, (turn(30),), 40), recovered=True)
     metrics = metrics_of(now, before, before, before, seconds=2.0)
@@ -95,7 +82,7 @@ def test_a_trajectory_without_reward_in_a_group_is_refused() -> None:
         metrics_of(broken)
 
 
-def test_the_share_of_tokens_without_routes() -> None:
+def test_the_fraction_of_tokens_without_routes() -> None:
     known = np.array([True] * 30 + [False] * 10 + [True] * 20 + [False])
     routing = Routing(np.zeros((61, 1, 1), np.uint8), known, (), 4)
     sampled = {"loss_mask": np.ones(61, np.bool_), "tokens": np.zeros(61, np.int32)}

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.memory_environment import FIX, SUBMIT, TASK, MemoryEnvironment, TurnsEngine, call, run_memory_episode
+from support import memory_env
+from support.memory_env import FIX, SUBMIT, TASK, InterruptedEngine, MemoryEnvironment, TurnsEngine, call
 from support.plain_values import CLOCKS, plain
 
 from agent_rl.config import R3Config, RolloutConfig, RunConfig
@@ -25,7 +26,7 @@ from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.group import GroupCollector, GroupSettings
 from agent_rl.rollout.limiter import Limiter
 from agent_rl.rollout.turn_log import LoggedTurn, TurnLog, decode_turn, encode_turn
-from agent_rl.types import Completion, FinishReason, Group, StopReason, Trajectory
+from agent_rl.types import Completion, Group, StopReason, Trajectory
 from envs import Task
 from sandbox import SandboxLostError, SandboxNodeLostError
 
@@ -53,7 +54,7 @@ class ListLog:
 
 async def drive(engine: Any, log: TurnLog | None = None, env: Any = None, time_limit: float = 100.0) -> Trajectory:
     rules = EpisodeRules(RolloutConfig(describe_tools=False, time_limit=time_limit), routes=R3Config())
-    return await run_memory_episode(engine, env, rules=rules, log=log)
+    return await memory_env.run_memory_episode(engine, env, rules=rules, log=log)
 
 
 def alike(a: Trajectory, b: Trajectory) -> bool:
@@ -84,28 +85,13 @@ async def test_an_episode_interrupted_after_any_turn_equals_the_uninterrupted_on
         assert engine.routes_from[0] == sum(routing.tokens for routing in routings if routing is not None)
 
 
-class AbortingEngine:
-    """Interrupts the first turn after its first token, as an update of the weights does."""
-
-    def __init__(self, engine: Any) -> None:
-        self.engine, self.cut = engine, False
-
-    async def generate(self, tokens: Any, sampling: Any, **how: Any) -> Completion:
-        if self.cut:
-            return await self.engine.generate(tokens, sampling, **how)
-        self.cut = True
-        part = await self.engine.generate(tokens, replace(sampling, max_new_tokens=1), **how)
-        self.engine.turns = [self.engine.turns[0], self.engine.turns[0][1:], *self.engine.turns[1:]]
-        return replace(part, finish=FinishReason.ABORT, interrupted=True)
-
-
 async def test_a_turn_interrupted_by_an_update_is_kept_in_its_parts() -> None:
     log = ListLog([])
-    uninterrupted = await drive(AbortingEngine(TurnsEngine([FIX, SUBMIT], ["3", "4", "4"])), log)
+    uninterrupted = await drive(InterruptedEngine([FIX, SUBMIT], [1], published=True), log)
     assert [len(logged.completions) for logged in log.turns] == [2, 1]
-    resumed = await drive(TurnsEngine([SUBMIT], ["4"]), ListLog(log.turns[:1]))
+    resumed = await drive(TurnsEngine([SUBMIT], ["2"]), ListLog(log.turns[:1]))
     assert alike(resumed, uninterrupted)
-    assert resumed.weight_versions == ("3", "4")
+    assert resumed.weight_versions == ("0", "1", "2")
 
 
 class DifferingEnvironment(MemoryEnvironment):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -98,6 +99,17 @@ class MemoryEnvironment:
         return ""
 
 
+def hanging() -> tuple[MemoryEnvironment, asyncio.Event]:
+    """An environment whose tool calls never end, and an event that the first call sets."""
+    reached = asyncio.Event()
+
+    async def hang() -> None:
+        reached.set()
+        await asyncio.Event().wait()
+
+    return MemoryEnvironment(on_call=hang), reached
+
+
 LAYERS, TOP_K, EXPERTS = 2, 2, 256
 TASK = Task("train-0", "memory", {})
 PLAIN = EpisodeRules(RolloutConfig(describe_tools=False))
@@ -149,6 +161,33 @@ class TurnsEngine:
         spans = (Span(0, len(rows), version, "memory", SpanKind.SAMPLED),) if rows else ()
         experts = np.array(rows, np.uint8).reshape(-1, LAYERS, TOP_K)
         return Routing(experts, np.ones(len(rows), np.bool_), spans, EXPERTS)
+
+
+class InterruptedEngine:
+    """Samples ``turns``. Its n-th request is aborted after ``cuts[n]`` tokens where that is not None, by a publication
+    of weights if ``published``."""
+
+    def __init__(self, turns: Sequence[Any], cuts: Sequence[int | None], *, published: bool = False) -> None:
+        self.published = published
+        self.inner, self.turns, self.cuts = TurnsEngine([]), list(turns), list(cuts)
+        self.left: list[int] | None = None
+        self.taken = 0
+
+    async def generate(self, tokens: Any, sampling: Any, **options: Any) -> Completion:
+        if self.left is None:
+            turn = self.turns[self.taken % len(self.turns)]
+            self.left = ByteRenderer().encode(turn) if isinstance(turn, str) else list(turn)
+            self.taken += 1
+        number = len(self.inner.prompts)
+        cut = self.cuts[number] if number < len(self.cuts) else None
+        part = self.left[:cut]
+        self.inner.turns, self.inner.versions = [part], [str(n) for n in range(number + 1)]
+        got = await self.inner.generate(tokens, sampling, **options)
+        self.left = None if cut is None or len(part) >= sampling.max_new_tokens else self.left[len(part) :]
+        if cut is None or got.finish is FinishReason.LENGTH:
+            return got
+        routing = got.routing if part else None
+        return replace(got, finish=FinishReason.ABORT, routing=routing, interrupted=self.published)
 
 
 def call(name: str, **arguments: Any) -> str:
