@@ -162,7 +162,7 @@ async def test_a_run_whose_tasks_are_all_left_out_ends(tmp_path: Path) -> None:
         await collect(config(), Ends([MIXED]), 7, left_out={task.id for task in TASKS})
 
 
-async def test_what_is_thrown_away_is_counted_with_its_lengths() -> None:
+async def test_discarded_groups_are_counted_with_their_lengths() -> None:
     batch = await collect(config(enabled=True), Ends([SOLVED, MIXED, UNSOLVED, MIXED, MIXED]))
     assert batch.values["filter/groups_discarded"] == 2
     assert (batch.values["filter/discarded_solved"], batch.values["filter/discarded_unsolved"]) == (1, 1)
@@ -173,7 +173,7 @@ async def test_what_is_thrown_away_is_counted_with_its_lengths() -> None:
     assert goodput(trained, batch.batch.sampled, 2.0) == {"goodput/tokens_per_second": 6.0, "goodput/fraction": 0.6}
 
 
-async def test_a_step_that_stays_short_goes_on_or_ends_by_policy() -> None:
+async def test_a_step_with_too_few_groups_continues_or_stops_by_policy() -> None:
     batch = await collect(config(enabled=True, max_draws=2), Ends([SOLVED, SOLVED, MIXED]))
     assert (len(batch.groups), batch.position) == (2, 6)
     with pytest.raises(RolloutFailed, match=r"2 of 3 groups have different rewards after 6 tasks: raise .*max_dr"):
@@ -189,7 +189,7 @@ async def test_a_group_that_broke_is_replaced_and_never_kept() -> None:
     assert batch.values["rollout/groups_dropped"] == 1
 
 
-async def test_a_group_whose_every_trajectory_is_masked_is_not_enough() -> None:
+async def test_a_fully_masked_group_is_discarded() -> None:
     class OutOfTurns(Ends):
         async def __call__(self, task: Task, log: TurnLog | None = None) -> Trajectory:
             ended = await super().__call__(task)
@@ -200,7 +200,7 @@ async def test_a_group_whose_every_trajectory_is_masked_is_not_enough() -> None:
     assert [group.task_id for group in batch.batch.discarded] == ids(0, 1)
 
 
-async def test_only_what_is_trained_on_is_rescored() -> None:
+async def test_only_trained_groups_are_rescored() -> None:
     scorer = SimpleNamespace(rescore=AsyncMock(side_effect=lambda tokens, session: Scores((-2.0,) * len(tokens), "0")))
     rescorer = Rescorer(scorer, n=3, limiter=Limiter(4))
     collected = await collect(config(enabled=True), Ends([MIXED, SOLVED, MIXED, MIXED]), rescore=rescorer)

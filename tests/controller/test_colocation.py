@@ -29,7 +29,7 @@ STEP = ["sleep", "train", "weights", "publish", "awake"]
 
 
 class Watched(EngineSleep):
-    """Writes ``events`` of one whose engines do what they are asked to."""
+    """Writes the ``events`` of engines that sleep and wake as requested."""
 
     events: list[str]
 
@@ -49,7 +49,7 @@ class Watched(EngineSleep):
 
 
 def watch(life: Life, sleep: Watched) -> None:
-    """Let ``life`` write what it does to the events of ``sleep``. No episode goes on while the engines sleep."""
+    """Let ``life`` write its steps to the events of ``sleep``. No episode runs while the engines sleep."""
     events, step, publish, run = sleep.events, life.trainer.step, life.publish, life.runtime.run
     life.runtime.engine.sleep = sleep
 

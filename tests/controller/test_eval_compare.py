@@ -60,7 +60,7 @@ def test_too_few_tasks_show_nothing() -> None:
     assert detectable_difference(0.0, 300) is None
 
 
-def test_the_bootstraps_interval_is_that_of_the_mean() -> None:
+def test_the_bootstrap_interval_is_that_of_the_mean() -> None:
     differences = np.array([1.0] * 60 + [-1.0] * 30 + [0.0] * 210)
     low, high = bootstrap_interval(differences, seed=0)
     half = 1.96 * differences.std() / math.sqrt(300)
@@ -105,7 +105,7 @@ def output_of(*arguments: object) -> str:
     return answer.output
 
 
-def test_the_command_tells_the_difference_and_what_it_left_out(tmp_path: Path) -> None:
+def test_the_command_prints_the_difference_and_the_excluded_tasks(tmp_path: Path) -> None:
     a = results(tmp_path / "a", {**HALF, "only": True, "broken": None}, top_p=1)
     b = results(tmp_path / "b", {**MORE, "new": True, "broken": True}, top_p=0.9)
     text = output_of(a, b)

@@ -44,7 +44,7 @@ def read_report(directory: Path) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["text", "native"])
-async def test_the_model_is_told_its_tools(tmp_path: Path, kind: str) -> None:
+async def test_the_model_receives_its_tools(tmp_path: Path, kind: str) -> None:
     """Although the quickstart's own model knows them: ``describe_tools`` is false in its config."""
     asked: list[dict[str, Any]] = []
     function = {"name": SUBMIT.name, "arguments": json.dumps(SUBMIT.arguments)}

@@ -94,7 +94,7 @@ async def test_sandbox_failures_leave_pass_at_1_unchanged_and_are_reported(tmp_p
     assert healthy.infrastructure_failures == 0
 
 
-async def test_what_is_written(tmp_path: Path) -> None:
+async def test_predictions_and_reports_are_written(tmp_path: Path) -> None:
     directory = EvaluationDirectory(tmp_path / "eval", SETTINGS)
     report = await run_until(directory, None)
     assert list(report.by_repo) == ["repo-0", "repo-1", "repo-2"]
@@ -175,7 +175,7 @@ def test_a_setting_that_only_the_directory_has_is_not_compared(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("line", ["[]", "{}", "nonsense", '{"task_id": "a", "suspected_hack": 3}'])
-def test_a_line_that_is_no_result_is_told(tmp_path: Path, line: str) -> None:
+def test_a_malformed_result_line_is_a_config_error(tmp_path: Path, line: str) -> None:
     directory = EvaluationDirectory(tmp_path, SETTINGS)
     (tmp_path / "results.jsonl").write_text(f"{line}\n")
     with pytest.raises(ConfigError, match=r"results\.jsonl:1: not a result"):
@@ -183,7 +183,7 @@ def test_a_line_that_is_no_result_is_told(tmp_path: Path, line: str) -> None:
 
 
 @given(n=st.integers(1, 8), data=st.data())
-def test_pass_at_k_is_the_share_of_draws_with_a_resolved_one(n: int, data: st.DataObject) -> None:
+def test_pass_at_k_is_the_fraction_of_draws_with_a_resolved_sample(n: int, data: st.DataObject) -> None:
     from itertools import combinations
 
     c, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))

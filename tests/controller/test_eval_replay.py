@@ -1,4 +1,4 @@
-"""A run's recording is graded anew without a word on its split, which is train unless another is named."""
+"""A run's recording is graded without an option for its split, which is train by default."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def events(directory: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("rows", [healthy(120), [json.loads(line) for line in RECORDED.open()]], ids=["drawn", "real"])
-def test_a_healthy_run_is_left_alone(tmp_path: Path, rows: Rows) -> None:
+def test_a_healthy_run_has_no_warning(tmp_path: Path, rows: Rows) -> None:
     assert run_guard(tmp_path, rows, stop_on="any", min_history=5, patience=1) == (None, [])
     assert not (tmp_path / "guard.jsonl").exists()
 
@@ -109,7 +109,7 @@ def test_the_action_decides(tmp_path: Path, action: Any, stopped: int | None) ->
     assert bool(notes) == (action != "off")
 
 
-def test_relative_limits_warn_and_stop_only_where_told(tmp_path: Path) -> None:
+def test_relative_limits_stop_a_run_only_with_stop_on_any(tmp_path: Path) -> None:
     rows = healthy(30, train__entropy=1e-3)
     assert run_guard(tmp_path / "a", rows, patience=1)[0] is None
     stopped, notes = run_guard(tmp_path / "b", rows, patience=1, stop_on="any")
@@ -168,7 +168,7 @@ def test_the_last_step_before_a_streak_is_known(tmp_path: Path) -> None:
     assert seen == [None] * 9 + [9, 9, 9]
 
 
-def test_updates_left_out_are_bounded(tmp_path: Path) -> None:
+def test_skipped_updates_are_limited(tmp_path: Path) -> None:
     rows = healthy(60)
     for at in (3, 20, 30, 56, 57, 58):
         rows[at]["train/skipped_updates"] = 1.0

@@ -99,7 +99,7 @@ async def test_one_task_in_flight_twice_is_kept_apart_by_its_positions(tmp_path:
 
 
 @pytest.mark.parametrize(("run_id", "weights"), [("other", "w7"), ("run", "w7b")])
-async def test_other_weights_or_another_run_start_anew(tmp_path: Path, run_id: str, weights: str) -> None:
+async def test_other_weights_or_another_run_ignore_the_journal(tmp_path: Path, run_id: str, weights: str) -> None:
     await (await opened(tmp_path)).finish(FIRST)
     other = await opened(tmp_path, run_id, weights=weights)
     assert other.found == 0
@@ -145,8 +145,8 @@ class TakenMeanwhile(list[Any]):
             self.pop(0)
 
 
-async def test_what_is_given_out_while_later_files_are_forgotten_is_not_given_again(tmp_path: Path) -> None:
-    """Sampling runs on while a step begins: of the episodes that it may use, it may take one just then."""
+async def test_an_episode_returned_while_files_are_forgotten_is_not_returned_again(tmp_path: Path) -> None:
+    """Sampling continues while a step begins, and takes one of the usable episodes at that moment."""
     await (await opened(tmp_path)).finish(FIRST)
     await (await opened(tmp_path, step=9, weights="w8", after=7)).finish(OTHER)
     journal = (await opened(tmp_path)).journal
@@ -156,7 +156,7 @@ async def test_what_is_given_out_while_later_files_are_forgotten_is_not_given_ag
     assert not journal._unread[POSITIONS["b"]]
 
 
-async def test_what_a_batch_took_is_kept(tmp_path: Path) -> None:
+async def test_the_positions_of_a_batch_are_kept(tmp_path: Path) -> None:
     first = await opened(tmp_path)
     assert first.journal.recorded_batch(8) == ()
     first.journal.record_batch(8, (3, 4, 7))
@@ -213,7 +213,7 @@ def frame_ends(data: bytes) -> list[int]:
     return ends
 
 
-async def test_a_flipped_bit_ends_what_is_believed(tmp_path: Path) -> None:
+async def test_frames_after_a_flipped_bit_are_ignored(tmp_path: Path) -> None:
     journal = await opened(tmp_path)
     await journal.finish(FIRST, SECOND, OTHER)
     data = bytearray(journal.path.read_bytes())

@@ -141,7 +141,7 @@ async def test_a_full_window_waits_for_a_straggler(tmp_path: Path, staleness: in
 
 @pytest.mark.parametrize("dynamic", [False, True])
 async def test_uniform_groups_make_no_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dynamic: bool) -> None:
-    """With dynamic sampling each draws as many tasks as it may, and is then short of all."""
+    """With dynamic sampling each step draws its maximum of tasks and keeps no group."""
     monkeypatch.setattr("support.pipeline_run._reward", lambda task, number: 0.0)
     config = run_config(tmp_path, depth=1, steps=4, dynamic_sampling={"enabled": dynamic, "max_draws": 2})
     await lived(config, [Deaths("episode", 5), Deaths("begun", 3)])
@@ -170,8 +170,8 @@ async def test_all_tasks_of_an_epoch_s_edge_in_flight_twice_end_once_each(tmp_pa
     check_whole(config.run_dir)
 
 
-async def test_engine_failures_within_an_evaluation_are_run_again_and_it_is_of_one_version(tmp_path: Path) -> None:
-    """The engine that ran two of its episodes dies; training goes on beside it, and is published after it."""
+async def test_engine_failures_within_an_evaluation_run_again_with_one_version(tmp_path: Path) -> None:
+    """The engine of two episodes dies. Training continues during the evaluation and publishes after it."""
     config = run_config(tmp_path, depth=2, evaluate_every=2)
     life, evaluated, failed = Life(config, []), list[tuple[str, ...]](), list[str]()
     whole = life.runtime.evaluated
@@ -192,7 +192,7 @@ async def test_engine_failures_within_an_evaluation_are_run_again_and_it_is_of_o
     assert {report["graded"] for report in life.run.state.evaluations.values()} == {4}
 
 
-async def test_beside_an_evaluation_of_one_version_sampling_and_the_next_step_go_on(tmp_path: Path) -> None:
+async def test_sampling_and_the_next_step_continue_during_an_evaluation(tmp_path: Path) -> None:
     """Its episodes end only once the next step is trained and a group of the step after that has an episode."""
     config, given, trained = run_config(tmp_path, depth=1, evaluate_every=4), list[tuple[str, int]](), asyncio.Event()
     life, versions = Life(config, given, Deaths("trained", 5, trained.set)), list[tuple[str, ...]]()

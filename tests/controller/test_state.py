@@ -36,7 +36,7 @@ def test_evaluations_survive_and_those_after_the_resume_point_are_forgotten(tmp_
     assert sorted(path.name for path in trajectories.iterdir()) == ["step-000005.jsonl.zst", "step-000005.safetensors"]
 
 
-def test_a_run_has_one_id_for_good(tmp_path: Path) -> None:
+def test_a_run_keeps_its_id(tmp_path: Path) -> None:
     first = RunState(config(tmp_path)).run_id
     assert RunState(config(tmp_path)).run_id == first
     assert RunState(config(tmp_path / "other")).run_id != first

@@ -105,7 +105,7 @@ def test_every_python_block_is_run() -> None:
     assert counts == {page: len(checks) for page, checks in RUN.items()}
 
 
-def test_every_block_says_its_language() -> None:
+def test_every_block_has_a_language() -> None:
     strange = [str(block) for block in ALL if block.language not in KNOWN_LANGUAGES]
     hidden = [str(b) for b in ALL if not b.language and re.match(r"(\$ )?(agent-rl|make|python|pip) ", b.text)]
     assert strange + hidden == [], "unknown language, or a command outside of a bash block"

@@ -113,7 +113,7 @@ def test_other_templates_are_refused_with_the_reason(name: str, reason: str) -> 
     assert "\n" not in message
 
 
-def test_a_model_without_thoughts_may_use_a_template_that_drops_them() -> None:
+def test_a_model_without_thoughts_accepts_a_template_that_drops_them() -> None:
     renderer = renderer_of("drops_thoughts", thinking=False)
     assert renderer.observation_role == "tool"
 
@@ -221,7 +221,7 @@ def test_an_extension_is_the_text_of_the_template_after_a_turn(name: str, roles:
     assert renderer.extension(tail, stop_included=True) == renderer.extension(tail, stop_included=False)[1:]
 
 
-def test_tails_that_change_with_what_stands_before_are_refused() -> None:
+def test_tails_that_depend_on_earlier_messages_are_refused() -> None:
     shown = "<|im_start|>{{ m.role }}\n{{ m.content }}{{ ' last' if m.role == 'user' and loop.index > 5 }}<|im_end|>\n"
     template = "{% for m in messages %}" + shown + "{% endfor %}{{ '<|im_start|>assistant\n' }}"
     renderer = renderer_of(template, thinking=False, observation_role="tool")

@@ -28,7 +28,7 @@ def routing(spans: list[Span] | None = None) -> Routing:
 
 
 def answer(cached: int, experts: Any = None, **changes: Any) -> Completion:
-    """The rows asked for again, all but the last; ``cached`` of them out of the cache."""
+    """The rows requested again, all but the last; ``cached`` of them from the cache."""
     rows = routing().experts[: ROWS - 1] if experts is None else experts[: ROWS - 1]
     again = Routing(rows, np.ones(ROWS - 1, np.bool_), (), EXPERTS)
     made = Completion((), (), FinishReason.LENGTH, "1", "a", again, cached_tokens=cached)
@@ -90,12 +90,12 @@ async def test_a_fraction_is_audited_on_the_engine_that_sampled() -> None:
 
 
 @pytest.mark.parametrize("changes", [{"routing": None}, {"stop": StopReason.SANDBOX_FAILURE, "reward": None}])
-async def test_what_has_no_routes_or_failed_is_not_audited(changes: dict[str, Any]) -> None:
+async def test_failed_trajectories_and_those_without_routes_are_not_audited(changes: dict[str, Any]) -> None:
     given = replace(finished(), **changes)
     assert await Auditor(engine(), 1.0)(given, "s") is given
 
 
-async def test_an_engine_that_fails_an_audit_costs_no_trajectory() -> None:
+async def test_a_failed_audit_keeps_the_trajectory() -> None:
     given = finished()
     assert await Auditor(engine(answer(9), EngineUnreachable("gone")), 1.0)(given, "s") is given
 

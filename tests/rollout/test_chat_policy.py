@@ -1,4 +1,4 @@
-"""A chat endpoint as a policy: the conversation survives its way through tokens, failures are told apart."""
+"""A chat endpoint as a policy: conversations survive the conversion to tokens; each failure has its own error."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PLAIN = EpisodeRules(routes=None)
 
 @asynccontextmanager
 async def endpoint(answer: Answer) -> AsyncIterator[str]:
-    """An endpoint that answers chat completions as it is told."""
+    """An endpoint whose chat completions are ``answer``'s."""
 
     async def handle(path: str, body: dict[str, Any]) -> tuple[int, bytes]:
         status, said = answer(body)
@@ -123,7 +123,7 @@ def test_native_calls_are_sent_back_as_the_endpoint_made_them() -> None:
 
 
 async def test_an_episode_with_native_tool_calls() -> None:
-    """The model is handed the tools, its calls are run, and what is wrong with one is told to it."""
+    """The model receives the tools, its calls run, and it receives the error of a malformed call."""
     asked: list[dict[str, Any]] = []
     turns = [("echo", "{broken"), ("echo", '{"text": "fix"}'), ("submit", "")]
 

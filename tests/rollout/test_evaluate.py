@@ -42,7 +42,7 @@ def test_wilson_agrees_with_the_published_example() -> None:
 
 
 @given(st.integers(1, 2000).flatmap(lambda trials: st.tuples(st.integers(0, trials), st.just(trials))))
-def test_wilson_holds_the_rate_and_stays_a_share(case: tuple[int, int]) -> None:
+def test_wilson_interval_contains_the_rate_and_is_within_0_and_1(case: tuple[int, int]) -> None:
     hits, trials = case
     low, high = wilson_interval(hits / trials, trials)
     assert 0 <= low <= hits / trials + 1e-12

@@ -82,7 +82,7 @@ class Prefixes:
 
 @dataclass
 class Program:
-    """Conversations that grow, are edited, and are asked for again, as ``rng`` has it."""
+    """Conversations that grow, are edited, and are requested again, as ``rng`` decides."""
 
     rng: random.Random
     tree: ConversationTree = field(default_factory=lambda: ConversationTree(LetterRendering(), routes=R3Config()))
@@ -237,7 +237,7 @@ def test_a_linear_program_has_one_branch_and_brings_each_row_once() -> None:
     assert talk.engine.rows == len(branch.tokens) - 1
 
 
-def test_thoughts_may_be_left_out_and_blanks_differ_but_nothing_else() -> None:
+def test_an_echo_without_thoughts_or_with_other_blanks_continues_its_branch() -> None:
     talk = Talk()
     said = talk.turn([S, U], "yes")
     seen = ChatMessage("user", "go on")
@@ -267,7 +267,7 @@ def test_arguments_that_a_program_adds_to_a_call_which_it_names_begin_no_branch(
     assert shared(said) < whole
 
 
-def test_a_program_goes_on_after_a_message_that_nobody_sampled() -> None:
+def test_a_program_continues_after_messages_that_were_not_sampled() -> None:
     """An example in its prompt, or one edited reply: what was sampled later is found, not encoded again."""
     talk, messages = Talk(), [S, U, ChatMessage("assistant", "an example"), U]
 
@@ -285,7 +285,7 @@ def test_a_program_goes_on_after_a_message_that_nobody_sampled() -> None:
     assert talk.tree.echo_differs == 1
 
 
-def test_a_retry_of_what_never_arrived_is_the_same_node() -> None:
+def test_a_retry_of_an_undelivered_reply_is_the_same_node() -> None:
     talk = Talk()
     node = talk.begin([S, U])
     assert talk.tree.plan_request([S, U], [{}]).undelivered == (node,)
@@ -296,7 +296,7 @@ def test_a_retry_of_what_never_arrived_is_the_same_node() -> None:
     assert talk.tree.plan_request([S, U], [{}]).undelivered == ()
 
 
-def test_what_was_asked_for_again_is_not_trained_unless_the_program_goes_on_from_it() -> None:
+def test_a_replaced_reply_is_trained_only_if_the_program_continues_it() -> None:
     talk = Talk()
     first = talk.turn([S, U], "first")
     talk.turn([S, U], "second")

@@ -74,7 +74,7 @@ def test_each_trajectory_is_a_line_of_json(groups: tuple[Group, ...], tmp_path: 
     assert [version for _, _, version in row["branches"][0]["versions"]] == ["1", "2"]
 
 
-def test_routes_may_be_left_out(groups: tuple[Group, ...], tmp_path: Path) -> None:
+def test_trajectories_are_written_without_routes(groups: tuple[Group, ...], tmp_path: Path) -> None:
     write_trajectories(tmp_path, 1, groups, routes=False)
     back = read_trajectories(tmp_path, 1)[0].trajectories[0]
     assert back.routing is None
@@ -122,7 +122,7 @@ def test_rows_of_another_format_are_refused(groups: tuple[Group, ...], tmp_path:
         read_trajectories(tmp_path, 1)
 
 
-def test_rows_say_what_training_made_of_them(groups: tuple[Group, ...], tmp_path: Path) -> None:
+def test_rows_have_their_training_status(groups: tuple[Group, ...], tmp_path: Path) -> None:
     decisions = [TrainingDecision(TrainingStatus.TRAINED, 0.5)] * 3 + [TrainingDecision(TrainingStatus.DROPPED)] * 3
     rows = list(read_rows(write_trajectories(tmp_path, 1, groups, decisions=decisions)))
     written = [(row["training_status"], row["advantage"]) for row in rows]

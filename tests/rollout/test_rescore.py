@@ -91,7 +91,7 @@ async def test_other_weights_than_sampled_are_no_old_log_probs() -> None:
     assert rescorer.failed == 1
 
 
-async def test_what_the_loss_leaves_out_is_not_evaluated() -> None:
+async def test_masked_trajectories_are_not_rescored() -> None:
     engine = Noisy()
     rescorer = Rescorer(engine, n=2, limiter=Limiter(1), skipped={StopReason.MAX_TURNS})
     for left_out in (trajectory(1.0, stop=StopReason.MAX_TURNS), trajectory(1.0, sampled=0)):

@@ -20,7 +20,7 @@ LAYERS = 48
 
 
 def detail(tokens: int, sampled: int, *, differing: float, scale: float = 0.05, seed: int = 0) -> TokenDetail:
-    """Gaps of deviation ``scale``; so many of the routers differ without replay, none with it."""
+    """Gaps of deviation ``scale``; the fraction ``differing`` of routers differs without replay, none with it."""
     random = np.random.default_rng(seed)
     bits = np.packbits(random.random((tokens, LAYERS)) < differing, axis=1)
     gaps = random.normal(0, scale, (2, sampled)).astype(np.float32)

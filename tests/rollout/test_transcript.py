@@ -113,7 +113,7 @@ def test_any_conversation_lines_up(requests: list[tuple[int, int, FinishReason]]
             assert all(feeds_sampled) == (span.kind is SpanKind.SAMPLED)
 
 
-def test_an_aborted_turn_goes_on_with_other_weights() -> None:
+def test_an_aborted_turn_continues_with_other_weights() -> None:
     talk = Conversation()
     talk.turn(2, finish="abort", version="7")
     assert talk.transcript.routes_from == 4

@@ -211,7 +211,7 @@ async def test_an_episode_whose_first_tokens_are_too_old_starts_over(tmp_path: P
 
 
 async def killed_after(directory: Path, turns: int) -> Path:
-    """A run is killed when the episode of position 0 has kept so many turns; its journal."""
+    """A run is killed when the episode of position 0 has kept ``turns`` turns; its journal."""
     journal, reached = await started(directory), asyncio.Event()
 
     async def waits() -> None:

@@ -122,7 +122,7 @@ def row_of(position: int, token: int) -> list[list[int]]:
 
 @dataclass
 class TurnsEngine:
-    """Samples ``turns``, one after the other, and keeps its requests. A turn may be an exception."""
+    """Samples ``turns``, one after the other, and keeps its requests. A turn that is an exception is raised."""
 
     turns: Sequence[str | Sequence[int] | BaseException]
     versions: Sequence[str] = ()
