@@ -4,55 +4,37 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
-from envs import EnvContext, Episode, Grade, Task
+from envs import EnvContext
 from envs.mini import MiniEnvironment
-from sandbox import ExecResult, Sandbox, SandboxBackend, SandboxLostError, SandboxSpec, TreeFile
+from sandbox import Sandbox, SandboxBackend, SandboxLostError, SandboxSpec
 
-T = TypeVar("T")
+OPERATIONS = ("exec", "read_file", "read_tree", "write_files")
 ONE_IN = 20
 SURE_OPERATIONS = 2
-"""As many commands and transfers as any sandbox of an episode sees."""
+"""The number of commands and transfers that every sandbox of an episode has."""
 
 
 class BreakingSandbox:
-    """A real sandbox that is lost when it is asked for the ``life``-th thing."""
+    """A real sandbox that is lost at its ``life``-th command or transfer."""
 
     def __init__(self, sandbox: Sandbox, life: int) -> None:
         self._sandbox, self._life = sandbox, life
 
-    @property
-    def id(self) -> str:
-        return self._sandbox.id
+    def __getattr__(self, name: str) -> Any:
+        """Attributes of the sandbox; its commands and transfers count."""
+        own = getattr(self._sandbox, name)
+        return partial(self._unless_lost, own) if name in OPERATIONS else own
 
-    @property
-    def spec(self) -> SandboxSpec:
-        return self._sandbox.spec
-
-    async def exec(self, command: str | Sequence[str], **options: Any) -> ExecResult:
-        return await self._unless_lost(lambda: self._sandbox.exec(command, **options))
-
-    async def read_file(self, path: str, *, max_bytes: int = 1 << 20) -> bytes:
-        return await self._unless_lost(lambda: self._sandbox.read_file(path, max_bytes=max_bytes))
-
-    async def read_tree(self, path: str, **options: Any) -> Mapping[str, TreeFile]:
-        return await self._unless_lost(lambda: self._sandbox.read_tree(path, **options))
-
-    async def write_files(self, files: Mapping[str, bytes]) -> None:
-        await self._unless_lost(lambda: self._sandbox.write_files(files))
-
-    async def _unless_lost(self, work: Callable[[], Awaitable[T]]) -> T:
+    async def _unless_lost(self, operation: Callable[..., Awaitable[Any]], *arguments: Any, **options: Any) -> Any:
         self._life -= 1
         if self._life <= 0:
             raise SandboxLostError("the sandbox is gone (injected)")
-        return await work()
-
-    async def close(self) -> None:
-        await self._sandbox.close()
+        return await operation(*arguments, **options)
 
 
 class BreakingBackend:
@@ -63,9 +45,8 @@ class BreakingBackend:
         self._backend = backend
         self._numbers, self._random = itertools.count(ONE_IN - 4), random.Random(7)
 
-    @property
-    def name(self) -> str:
-        return self._backend.name
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
 
     async def start(self, spec: SandboxSpec) -> Sandbox:
         doomed = next(self._numbers) % ONE_IN == 0
@@ -74,12 +55,6 @@ class BreakingBackend:
             raise SandboxLostError("the sandbox did not come up (injected)")
         sandbox = await self._backend.start(spec)
         return BreakingSandbox(sandbox, life) if doomed else sandbox
-
-    async def reap(self) -> int:
-        return await self._backend.reap()
-
-    async def close(self) -> None:
-        await self._backend.close()
 
 
 class FaultyMini(MiniEnvironment):
@@ -90,25 +65,6 @@ class FaultyMini(MiniEnvironment):
         self._sound = MiniEnvironment(context, **options)
 
     async def prepare(self, *splits: str) -> None:
-        """Make what is not cached in sandboxes that don't break: only episodes are to meet those."""
+        """Prepare tasks in sandboxes that do not break: only those of episodes do."""
         await self._sound.prepare(*splits)
         await super().prepare(*splits)
-
-
-class KeyErrorEpisode:
-    """An episode whose grading meets a bug."""
-
-    def __init__(self, episode: Episode) -> None:
-        self.messages, self.tools = episode.messages, episode.tools
-
-    async def grade(self) -> Grade:
-        raise KeyError("status")
-
-
-class KeyErrorMini(MiniEnvironment):
-    """``mini`` with such episodes."""
-
-    @asynccontextmanager
-    async def start(self, task: Task) -> AsyncIterator[KeyErrorEpisode]:  # type: ignore[override]
-        async with super().start(task) as episode:
-            yield KeyErrorEpisode(episode)

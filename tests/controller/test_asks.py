@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from pydantic import ValidationError
 
@@ -10,10 +12,9 @@ from agent_rl.controller.cluster_resources import ClusterRequest, engine_request
 
 
 def shortage_of(engine: dict[str, int], ranks: int, nodes: list[int], free: int | None = None) -> str | None:
-    requests = [
-        engine_request(EngineConfig.model_validate({"placement": "ray", "device": "cuda", **engine}), "cuda"),
-        rank_request(TrainConfig(parallel=ParallelConfig(world_size=ranks)), "cuda"),
-    ]
+    section = EngineConfig.model_validate({"placement": "ray", "device": "cuda", **engine})
+    train = TrainConfig(parallel=ParallelConfig(world_size=ranks))
+    requests = [engine_request(section, "cuda"), rank_request(train, "cuda")]
     have = {f"node-{at}": {"GPU": gpus, "CPU": 64.0} for at, gpus in enumerate(nodes)}
     return shortage(requests, have, None if free is None else {"GPU": free, "CPU": 64.0 * len(nodes)})
 
@@ -32,9 +33,7 @@ def shortage_of(engine: dict[str, int], ranks: int, nodes: list[int], free: int 
         ({"count": 4, "gpus": 8, "min_count": 1}, 8, [8, 8], True),
     ],
 )
-def test_engines_take_whole_nodes_and_ranks_the_rest(
-    engine: dict[str, int], ranks: int, nodes: list[int], enough: bool
-) -> None:
+def test_engines_take_whole_nodes_and_ranks_the_rest(engine: Any, ranks: int, nodes: list[int], enough: bool) -> None:
     assert (shortage_of(engine, ranks, nodes) is None) == enough
 
 
@@ -44,7 +43,6 @@ def test_too_few_gpus_are_one_line() -> None:
         "ranks of 1 GPU request 48, and its nodes have node-0: 8, node-1: 8; start more nodes, or request less"
     )
     line = shortage_of({"count": 1, "gpus": 16, "nodes": 2}, 1, [8, 8, 8], free=10)
-    assert line is not None
     assert "1 engine of 8 GPUs on each of 2 nodes" in line
     assert "node-2: 8, of which 14 are taken; start" in line
 

@@ -34,9 +34,8 @@ def simulate(tmp_path: Path, run: Path, *options: str) -> dict[tuple[int, str], 
 
 def test_balancing_lowers_the_imbalance_of_captured_routes(tmp_path: Path) -> None:
     rows = simulate(tmp_path, CAPTURED, "--tokens", "384", "--expert-ranks", "2,4")
-    assert list(rows) == [
-        (ranks, planner) for ranks in (2, 4) for planner in ("none", "EPLB, last step", "shadowing", "foremoe")
-    ]
+    planners = "none", "EPLB, last step", "shadowing", "foremoe"
+    assert list(rows) == [(ranks, planner) for ranks in (2, 4) for planner in planners]
     assert rows[2, "none"]["imbalance_mean"] > 1.1
     assert rows[2, "foremoe"]["imbalance_p95"] <= 1.005
     assert rows[4, "none"]["imbalance_mean"] > 1.2

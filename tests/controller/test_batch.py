@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from hypothesis import example, given, settings
@@ -19,7 +21,7 @@ from agent_rl.controller.advantages import build_samples
 from agent_rl.controller.async_rollout.buffer import BufferRules, RolloutBuffer
 from agent_rl.controller.async_rollout.producer import RolloutProducer, task_at
 from agent_rl.controller.async_rollout.task_ledger import TaskLedger
-from agent_rl.controller.batch import Batch, batch_metrics, build_batch, check_filled, goodput, rescore_values
+from agent_rl.controller.batch import batch_metrics, build_batch, check_filled, goodput, rescore_values
 from agent_rl.controller.journal import Journal
 from agent_rl.engine.types import Scores
 from agent_rl.errors import RolloutFailed
@@ -29,7 +31,7 @@ from agent_rl.rollout.group import DroppedGroup, RolloutEvent
 from agent_rl.rollout.limiter import Limiter
 from agent_rl.rollout.rescore import Rescorer
 from agent_rl.rollout.turn_log import TurnLog
-from agent_rl.types import Group, StopReason, TokenIds, Trajectory
+from agent_rl.types import StopReason, Trajectory
 from envs import Task
 
 TASKS = [Task(f"task-{index}", "memory", {}) for index in range(40)]
@@ -61,36 +63,12 @@ class Ends:
         return trajectory(reward, task_id=task.id)
 
 
-class Scorer:
-    def __init__(self) -> None:
-        self.asked = 0
-
-    async def rescore(self, tokens: TokenIds, *, session: str) -> Scores:
-        self.asked += 1
-        return Scores((-2.0,) * len(tokens), "0")
-
-
-@dataclass
-class Collected:
-    """A step's batch, where the data goes on, and what was measured."""
-
-    batch: Batch
-    position: int
-    values: dict[str, float]
-
-    @property
-    def groups(self) -> tuple[Group, ...]:
-        return self.batch.groups
-
-
-async def collect(chosen: RunConfig, ends: Ends, position: int = 0, **parts: Any) -> Collected:
+async def collect(chosen: RunConfig, ends: Ends, position: int = 0, **parts: Any) -> SimpleNamespace:
     """What the pump and the buffer of a run give its next step, from ``position`` of the data on."""
     rollout = chosen.rollout
     most = rollout.dynamic_sampling.max_draws * rollout.tasks_per_step
-    buffer = RolloutBuffer(
-        BufferRules(rollout.tasks_per_step, 0, 0, most, steps=1, dynamic=rollout.dynamic_sampling.enabled),
-        TaskLedger(position),
-    )
+    rules = BufferRules(rollout.tasks_per_step, 0, 0, most, steps=1, dynamic=rollout.dynamic_sampling.enabled)
+    buffer = RolloutBuffer(rules, TaskLedger(position))
     with tempfile.TemporaryDirectory() as directory:
         journal = Journal(Path(directory), "run")
         journal.recover(0, {0: "start"}, lambda position: True)
@@ -102,8 +80,8 @@ async def collect(chosen: RunConfig, ends: Ends, position: int = 0, **parts: Any
     batch = build_batch(outcomes, await pump.hand_over(outcomes))
     assert not journal._delivered, "a run's journal must not remember all its episodes"
     check_filled(batch, rollout.tasks_per_step, rollout.dynamic_sampling)
-    masked = masked_stops(chosen.train.filter)
-    return Collected(batch, buffer.ledger.position, batch_metrics(batch, pump.seconds(), masked))
+    values = batch_metrics(batch, pump.seconds(), masked_stops(chosen.train.filter))
+    return SimpleNamespace(batch=batch, groups=batch.groups, position=buffer.ledger.position, values=values)
 
 
 def ids(first: int, stop: int) -> list[str]:
@@ -113,8 +91,7 @@ def ids(first: int, stop: int) -> list[str]:
 async def test_without_dynamic_sampling_every_group_is_kept() -> None:
     batch = await collect(config(), Ends([SOLVED, MIXED, UNSOLVED]), position=5)
     assert [group.task_id for group in batch.groups] == ids(5, 8)
-    assert (batch.batch.discarded, batch.position) == ((), 8)
-    assert batch.values["filter/groups_discarded"] == 0
+    assert (batch.batch.discarded, batch.position, batch.values["filter/groups_discarded"]) == ((), 8, 0)
     assert batch.values["reward/mean"] == pytest.approx(0.5)
 
 
@@ -126,9 +103,7 @@ async def test_without_dynamic_sampling_every_group_is_kept() -> None:
     wanted=st.integers(1, 4),
     first=st.integers(0, 20),
 )
-def test_a_step_draws_the_shortest_stretch_that_is_enough(
-    outcomes: list[str], delays: list[int], wanted: int, first: int
-) -> None:
+def test_a_step_draws_as_few_tasks_as_it_needs(outcomes: list[str], delays: list[int], wanted: int, first: int) -> None:
     chosen = config(wanted=wanted, enabled=True, max_draws=4)
     ends = Ends(outcomes, delays)
     batch = asyncio.run(collect(chosen, ends, first))
@@ -143,17 +118,6 @@ def test_a_step_draws_the_shortest_stretch_that_is_enough(
     assert batch.values["filter/groups_drawn"] == stop - first
 
 
-async def test_the_next_step_begins_where_the_last_one_ended() -> None:
-    """What a resumed run draws, whose only memory of the data is a number."""
-    ends = Ends([MIXED, SOLVED, MIXED, MIXED, UNSOLVED])
-    chosen = config(enabled=True)
-    first = await collect(chosen, ends)
-    again = Ends([MIXED, SOLVED, MIXED, MIXED, UNSOLVED])
-    second = await collect(chosen, again, first.position)
-    assert set(ends.run) == set(ids(0, first.position))
-    assert set(again.run) == set(ids(first.position, second.position))
-
-
 @pytest.mark.parametrize("dynamic", [False, True])
 async def test_an_undecidable_task_is_drawn_once_and_another_in_its_place(tmp_path: Path, dynamic: bool) -> None:
     outcomes = [MIXED, UNDECIDABLE, MIXED, MIXED, UNDECIDABLE] + [MIXED] * 35
@@ -163,7 +127,7 @@ async def test_an_undecidable_task_is_drawn_once_and_another_in_its_place(tmp_pa
         if line := quarantine.add_undecidable(event):
             told.append(line)
 
-    async def collect_from(position: int, ends: Ends) -> Collected:
+    async def collect_from(position: int, ends: Ends) -> SimpleNamespace:
         return await collect(chosen, ends, position, limiter=Limiter(1), left_out=quarantine, on_event=learn)
 
     quarantine = Quarantine(tmp_path / "quarantine.json")
@@ -198,7 +162,7 @@ async def test_a_run_whose_tasks_are_all_left_out_ends(tmp_path: Path) -> None:
         await collect(config(), Ends([MIXED]), 7, left_out={task.id for task in TASKS})
 
 
-async def test_what_is_thrown_away_is_counted_with_its_lengths() -> None:
+async def test_discarded_groups_are_counted_with_their_lengths() -> None:
     batch = await collect(config(enabled=True), Ends([SOLVED, MIXED, UNSOLVED, MIXED, MIXED]))
     assert batch.values["filter/groups_discarded"] == 2
     assert (batch.values["filter/discarded_solved"], batch.values["filter/discarded_unsolved"]) == (1, 1)
@@ -209,7 +173,7 @@ async def test_what_is_thrown_away_is_counted_with_its_lengths() -> None:
     assert goodput(trained, batch.batch.sampled, 2.0) == {"goodput/tokens_per_second": 6.0, "goodput/fraction": 0.6}
 
 
-async def test_a_step_that_stays_short_goes_on_or_ends_by_policy() -> None:
+async def test_a_step_with_too_few_groups_continues_or_stops_by_policy() -> None:
     batch = await collect(config(enabled=True, max_draws=2), Ends([SOLVED, SOLVED, MIXED]))
     assert (len(batch.groups), batch.position) == (2, 6)
     with pytest.raises(RolloutFailed, match=r"2 of 3 groups have different rewards after 6 tasks: raise .*max_dr"):
@@ -225,7 +189,7 @@ async def test_a_group_that_broke_is_replaced_and_never_kept() -> None:
     assert batch.values["rollout/groups_dropped"] == 1
 
 
-async def test_a_group_whose_every_trajectory_is_masked_is_not_enough() -> None:
+async def test_a_fully_masked_group_is_discarded() -> None:
     class OutOfTurns(Ends):
         async def __call__(self, task: Task, log: TurnLog | None = None) -> Trajectory:
             ended = await super().__call__(task)
@@ -236,12 +200,12 @@ async def test_a_group_whose_every_trajectory_is_masked_is_not_enough() -> None:
     assert [group.task_id for group in batch.batch.discarded] == ids(0, 1)
 
 
-async def test_only_what_is_trained_on_is_rescored() -> None:
-    scorer = Scorer()
+async def test_only_trained_groups_are_rescored() -> None:
+    scorer = SimpleNamespace(rescore=AsyncMock(side_effect=lambda tokens, session: Scores((-2.0,) * len(tokens), "0")))
     rescorer = Rescorer(scorer, n=3, limiter=Limiter(4))
     collected = await collect(config(enabled=True), Ends([MIXED, SOLVED, MIXED, MIXED]), rescore=rescorer)
     batch = collected.batch
-    assert scorer.asked == 3 * 2 * 3, "groups, trajectories, evaluations"
+    assert scorer.rescore.await_count == 3 * 2 * 3, "groups, trajectories, evaluations"
     assert all(t.rescored is not None for group in batch.groups for t in group.trajectories)
     assert all(t.rescored is None for group in batch.discarded for t in group.trajectories)
     values = rescore_values(batch.sampled, rescorer.failed, 0.5)

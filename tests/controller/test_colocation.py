@@ -29,7 +29,7 @@ STEP = ["sleep", "train", "weights", "publish", "awake"]
 
 
 class Watched(EngineSleep):
-    """Writes ``events`` of one whose engines do what they are asked to."""
+    """Writes the ``events`` of engines that sleep and wake as requested."""
 
     events: list[str]
 
@@ -49,7 +49,7 @@ class Watched(EngineSleep):
 
 
 def watch(life: Life, sleep: Watched) -> None:
-    """Let ``life`` write what it does to the events of ``sleep``. No episode goes on while the engines sleep."""
+    """Let ``life`` write its steps to the events of ``sleep``. No episode runs while the engines sleep."""
     events, step, publish, run = sleep.events, life.trainer.step, life.publish, life.runtime.run
     life.runtime.engine.sleep = sleep
 
@@ -66,7 +66,7 @@ def watch(life: Life, sleep: Watched) -> None:
         assert sleep.is_awake, "an episode of engines that sleep"
         return await run(task, *log)
 
-    life.trainer.step, life.publish, life.runtime.run = stepping, publishing, running  # type: ignore[method-assign]
+    life.trainer.step, life.publish, life.runtime.run = stepping, publishing, running
 
 
 @pytest.mark.parametrize("evaluate_every", [0, 2])
@@ -85,10 +85,8 @@ async def test_engines_sleep_while_the_trainer_works(tmp_path: Path, evaluate_ev
         ("published", ["publish", *STEP, *STEP[:4], *STEP[2:]]),
     ],
 )
-async def test_where_the_trainer_dies_the_first_publish_wakes_the_engines(
-    tmp_path: Path, point: str, events: list[str]
-) -> None:
-    """The run begins anew from its checkpoint, which is of no step yet."""
+async def test_after_a_trainer_death_the_first_publish_wakes_engines(tmp_path: Path, point: str, events: Any) -> None:
+    """The run starts again from its first checkpoint, which is of no step."""
     config, lives = run_config(tmp_path, depth=0, steps=2), list[Life]()
 
     def die() -> None:
@@ -100,7 +98,7 @@ async def test_where_the_trainer_dies_the_first_publish_wakes_the_engines(
         life, first = lives[-1], lives[0]
         sleep = sleep_of(life) if life is first else first.runtime.engine.sleep
         watch(life, sleep)
-        life.trainer.restart = _nothing  # type: ignore[attr-defined]
+        life.trainer.restart = _nothing
         return life.run
 
     await run_to_last_step(begin, TrainerRestarts(3))
@@ -113,15 +111,13 @@ async def _nothing() -> None:
 
 def sleep_of(life: Life) -> Watched:
     engine = life.runtime.engine
-    sleep = Watched(engine.fleet, engine.gate, {}, life.run.config.engine, None)  # type: ignore[arg-type]
+    sleep = Watched(engine.fleet, engine.gate, {}, life.run.config.engine, None)
     sleep.events = []
     return sleep
 
 
 @pytest.mark.parametrize("colocate", [True, False])
-async def test_the_engines_sleep_before_the_trainer_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, colocate: bool
-) -> None:
+async def test_engines_sleep_before_the_trainer_starts(tmp_path: Path, monkeypatch: Any, colocate: bool) -> None:
     """They start on GPUs that are all free, and the trainer needs most memory at its start."""
     config = run_config(tmp_path, depth=0)
     config = config.model_copy(update={"engine": config.engine.model_copy(update={"colocate": colocate})})
@@ -142,9 +138,7 @@ async def test_the_engines_sleep_before_the_trainer_starts(
     monkeypatch.setattr(train, "open_rollout_runtime", opened)
     monkeypatch.setattr(train, "RayTrainer", lambda *_, **__: trainer)
     monkeypatch.setattr(train, "cancel_on_signals", lambda: None)
-    display, checked = (
-        Display("run", life.notes),
-        Checked(config, life.runtime.engine.model_spec, ClusterRequest.of(config)),
-    )
+    display = Display("run", life.notes)
+    checked = Checked(config, life.runtime.engine.model_spec, ClusterRequest.of(config))
     async with train._open_parts(checked, RunState(config), display, Reservations()):
         assert sleep.events == (["engines", "sleep", "trainer"] if colocate else ["trainer", "engines"])

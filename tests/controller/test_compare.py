@@ -10,124 +10,86 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.routed_trajectories import routed
 
-from agent_rl.commands.compare import (
-    TrainerPass,
-    comparable_trajectories,
-    compare,
-    load_source,
-    read_groups,
-    run_compare,
-    token_chunks,
-    turn_numbers,
-)
+from agent_rl.commands import compare as command
 from agent_rl.config.builtin import install_model
 from agent_rl.errors import ConfigError
-from agent_rl.types import StopReason, Trajectory, Turn, VersionSpan
-from r3.routing import Routing, Span, SpanKind
+from agent_rl.types import Trajectory, Turn
 
 ROOT = Path(__file__).resolve().parents[2]
-EXPERTS, LAYERS, TOP_K = 6, 2, 2
+EXPERTS = 6
 
 
-def trajectory(seed: int, turns: int = 2) -> Trajectory:
+def turns_of(seed: int, turns: int = 2) -> Trajectory:
     """Turns of 3 prompt or observation tokens and 2 sampled ones, with random log-probs and experts."""
-    generator, tokens = np.random.default_rng(seed), 5 * turns
+    tokens = 5 * turns
+    made = routed(seed, f"task-{seed}", sampled=tokens - 3, experts=EXPERTS)
     mask = np.tile(np.array([0, 0, 0, 1, 1], bool), turns)
-    experts = generator.random((tokens, LAYERS, EXPERTS)).argsort(axis=-1)[..., :TOP_K].astype(np.uint8)
-    spans = (Span(0, tokens - 1, "1", "", SpanKind.SAMPLED), Span(tokens - 1, tokens, "", "", SpanKind.MISSING))
-    return Trajectory(
-        task_id=f"task-{seed}",
-        env="test",
-        tokens=np.arange(tokens, dtype=np.int32),
-        loss_mask=mask,
-        logprobs=np.where(mask, -generator.random(tokens), 0).astype(np.float32),
-        routing=Routing(experts, np.arange(tokens) < tokens - 1, spans, EXPERTS),
-        stop=StopReason.SUBMITTED,
-        reward=1.0,
-        resolved=True,
-        turns=tuple(Turn("", None, {}, None, "", 5 * turn + 3, 2, 3, 0, "1", 0.0, 0.0) for turn in range(turns)),
-        messages=(),
-        versions=(VersionSpan(0, tokens, "1"),),
-    )
+    logprobs = np.where(mask, made.logprobs, 0).astype(np.float32)
+    turn = [Turn("", None, {}, None, "", 5 * at + 3, 2, 3, 0, "0", 0.0, 0.0) for at in range(turns)]
+    return replace(made, loss_mask=mask, logprobs=logprobs, turns=tuple(turn))
 
 
-def of(trajectories: list[Trajectory], *, off: float = 0.0, exchanged_layer: int | None = None) -> TrainerPass:
+def of(trajectories: list[Trajectory], *, off: float = 0.0, exchanged_layer: int | None = None) -> command.TrainerPass:
     """A pass whose log-probs are ``off`` the engine's; in ``exchanged_layer`` it took other experts."""
     logprobs, routes = [], []
     for item in trajectories:
-        assert item.routing is not None
         experts = item.routing.experts.copy()
         if exchanged_layer is not None:
             experts[:, exchanged_layer] = (experts[:, exchanged_layer] + 1) % EXPERTS
         logprobs.append((item.logprobs + off).astype(np.float32))
         routes.append(replace(item.routing, experts=experts))
-    return TrainerPass(logprobs, routes)
+    return command.TrainerPass(logprobs, routes)
 
 
 def test_each_pass_is_compared_with_its_reference() -> None:
-    data = [trajectory(seed, turns=2 + seed % 2) for seed in range(5)]
-    comparison = compare(
-        data, of(data, off=0.1), of(data, off=0.3, exchanged_layer=1), of(data, off=0.3, exchanged_layer=1)
-    )
-    replay, without, noise = (
-        report.total for report in (comparison.replay, comparison.without_replay, comparison.noise)
-    )
-    assert replay.logprobs is not None
-    assert without.logprobs is not None
-    assert noise.logprobs is not None
+    data = [turns_of(seed, turns=2 + seed % 2) for seed in range(5)]
+    other = of(data, off=0.3, exchanged_layer=1)
+    comparison = command.compare(data, of(data, off=0.1), other, other)
+    replay, without, noise = comparison.replay.total, comparison.without_replay.total, comparison.noise.total
     assert replay.logprobs.metrics["logprob_abs_diff"].value == pytest.approx(0.1, rel=1e-5)
     assert without.logprobs.metrics["logprob_abs_diff"].value == pytest.approx(0.3, rel=1e-5)
     assert noise.logprobs.metrics["logprob_abs_diff"].value == 0
-    assert comparison.without_over_with_replay["logprob_abs_diff"].value == pytest.approx(3, rel=1e-5)
-    assert comparison.without_over_with_replay["logprob_abs_diff"].low == pytest.approx(3, rel=1e-5), (
-        "the estimate is paired"
-    )
-    assert replay.routes is not None
-    assert without.routes is not None
-    assert noise.routes is not None
+    ratio = comparison.without_over_with_replay["logprob_abs_diff"]
+    assert (ratio.value, ratio.low) == pytest.approx((3, 3), rel=1e-5), "the estimate is paired"
     assert replay.routes.router == noise.routes.router == 0
     assert without.routes.by_layer.tolist() == [0, 1]
     assert list(without.routes.layers) == [0, sum(len(item.tokens) - 1 for item in data), 0]
-    assert {
-        turn: part.logprobs and part.logprobs.tokens for turn, part in comparison.without_replay.by_turn.items()
-    } == {
-        1: 10,
-        2: 10,
-        3: 4,
-    }
-    assert list(comparison.without_replay.by_weight_version) == ["1"]
+    turns = comparison.without_replay.by_turn.items()
+    assert {turn: part.logprobs and part.logprobs.tokens for turn, part in turns} == {1: 10, 2: 10, 3: 4}
+    assert list(comparison.without_replay.by_weight_version) == ["0"]
 
 
 def test_observation_tokens_belong_to_the_next_turn() -> None:
-    assert turn_numbers(trajectory(0)).tolist() == [1] * 5 + [2] * 5
+    assert command.turn_numbers(turns_of(0)).tolist() == [1] * 5 + [2] * 5
 
 
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(1, 80))
 def test_chunks_are_all_sequences_in_order_within_the_budget(lengths: list[int], budget: int) -> None:
-    found = token_chunks(lengths, budget)
+    found = command.token_chunks(lengths, budget)
     assert [index for chunk in found for index in range(len(lengths))[chunk]] == list(range(len(lengths)))
     for chunk in found:
         assert sum(lengths[chunk]) <= budget or len(lengths[chunk]) == 1
 
 
 def test_incomparable_inputs_are_rejected(tmp_path: Path) -> None:
-    data = [trajectory(0), trajectory(1)]
+    data = [turns_of(0), turns_of(1)]
     silent = replace(data[0], loss_mask=np.zeros(10, bool))
-    assert comparable_trajectories([silent, data[1]]) == [data[1]]
+    assert command.comparable_trajectories([silent, data[1]]) == [data[1]]
     with pytest.raises(ConfigError, match="none of 1 trajectories has a sampled token"):
-        comparable_trajectories([silent])
+        command.comparable_trajectories([silent])
     with pytest.raises(ConfigError, match="task-0 has no routes"):
-        comparable_trajectories([replace(data[0], routing=None)])
+        command.comparable_trajectories([replace(data[0], routing=None)])
     with pytest.raises(ConfigError, match="no trajectories found"):
-        read_groups(tmp_path)
+        command.read_groups(tmp_path)
     (tmp_path / "config.yaml").write_text("name: half\nmodel: there\n")
     with pytest.raises(ConfigError, match="the run has not finished"):
-        load_source(tmp_path, ())
+        command.load_source(tmp_path, ())
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
-    assert load_source(tmp_path, ("seed=3",)).model == tmp_path / "model"
+    assert command.load_source(tmp_path, ("seed=3",)).model == tmp_path / "model"
 
 
 async def test_rescore_requires_temperature_1(tmp_path: Path) -> None:
@@ -135,7 +97,7 @@ async def test_rescore_requires_temperature_1(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text("name: cool\nmodel: there\nrollout: {temperature: 0.7}\n")
     with pytest.raises(ConfigError, match=r"rollout\.temperature is 0\.7"):
-        await run_compare(config, (), tasks=1, split="train", out=tmp_path, trajectories=tmp_path, rescore=True)
+        await command.run_compare(config, (), tasks=1, split="train", out=tmp_path, trajectories=tmp_path, rescore=True)
 
 
 @pytest.mark.sglang
@@ -149,7 +111,7 @@ async def test_on_the_real_engine_and_trainer(tmp_path: Path, monkeypatch: pytes
     overrides = [f"model={tmp_path}/model", options, "rollout.group_size=2", "train.device=cpu"]
     out = tmp_path / "out"
     config = ROOT / "configs" / "quickstart.yaml"
-    await run_compare(config, overrides, tasks=2, split="train", out=out, trajectories=None, rescore=True)
+    await command.run_compare(config, overrides, tasks=2, split="train", out=out, trajectories=None, rescore=True)
     found = json.loads((out / "compare.json").read_text())
     without, replay = (found[name]["total"] for name in ("without_replay", "replay"))
     assert found["trajectories"] == 4

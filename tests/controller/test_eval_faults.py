@@ -31,16 +31,12 @@ ROOT = Path(__file__).resolve().parents[2]
     ],
 )
 @pytest.mark.slow
-def test_killed_at_random_while_sandboxes_break_it_reports_the_same(
-    tmp_path: Path, backend: str, count: int, kills: int
-) -> None:
+def test_killed_while_sandboxes_break_it_reports_the_same(tmp_path: Path, backend: str, count: int, kills: int) -> None:
     solved = record_policy(tmp_path / "said.jsonl.zst", count)
     out, seed = tmp_path / "out", random.randrange(1000)
-    evaluation = [
-        sys.executable, "-m", "agent_rl.cli", "eval", "configs/quickstart.yaml", "--tasks", str(count),
-        "--policy", f"replay:{tmp_path}/said.jsonl.zst", "--out", str(out), "--split", "heldout",
-        f"sandbox.backend={backend}", "env.name=faulty_mini:FaultyMini", "rollout.concurrency=2",
-    ]  # fmt: skip
+    options = f"--tasks {count} --policy replay:{tmp_path}/said.jsonl.zst --out {out} --split heldout".split()
+    overrides = [f"sandbox.backend={backend}", "env.name=faulty_mini:FaultyMini", "rollout.concurrency=2"]
+    evaluation = [sys.executable, "-m", "agent_rl.cli", "eval", "configs/quickstart.yaml", *options, *overrides]
     moments = random.Random(seed)
     for _ in range(kills):
         run_and_kill(evaluation, out / "results.jsonl", moments.randint(1, count // 4))
@@ -64,7 +60,7 @@ def test_killed_at_random_while_sandboxes_break_it_reports_the_same(
 
 def record_policy(path: Path, count: int) -> dict[str, int]:
     """Write a recording that solves half of the tasks and gives the others up; whether each is solved, by task."""
-    environment, fmt = MiniEnvironment(EnvContext(None)), tool_format("xml")  # type: ignore[arg-type]
+    environment, fmt = MiniEnvironment(EnvContext(None)), tool_format("xml")
     solved: dict[str, int] = {}
     rows = []
     for number, record in enumerate(map(to_record, generate("heldout", count, 0))):
@@ -90,7 +86,7 @@ def run_and_kill(command: list[str], results: Path, after: int) -> None:
 
 def start(command: list[str], **options: object) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
-    return subprocess.Popen(command, cwd=ROOT, env=environment, **options)  # type: ignore[call-overload, no-any-return]
+    return subprocess.Popen(command, cwd=ROOT, env=environment, **options)
 
 
 def count_lines(file: Path) -> int:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import json
 import random
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.trajectories import trajectory
 
 from agent_rl.commands.eval import EvalOptions
 from agent_rl.config import EvalConfig, RunConfig
@@ -34,15 +37,9 @@ class Killed(Exception):
 
 def ended(task: Task, sample: int) -> Trajectory:
     """What the policy does with a task's n-th sample: the same in every start."""
-    import numpy as np
-
     resolved = random.Random(f"{task.id}/{sample}").random() < 0.5
-    return Trajectory(
-        task_id=task.id, env=task.env, tokens=np.zeros(1, np.int32), loss_mask=np.zeros(1, np.bool_),
-        logprobs=np.zeros(1, np.float32), routing=None, stop=StopReason.SUBMITTED, reward=float(resolved),
-        resolved=resolved, turns=(), messages=({"role": "assistant", "content": "\udce4 lone surrogate"},),
-        versions=(), patch=f"diff {task.id}\n",
-    )  # fmt: skip
+    messages = ({"role": "assistant", "content": "\udce4 lone surrogate"},)
+    return replace(trajectory(float(resolved), task_id=task.id), messages=messages, patch=f"diff {task.id}\n")
 
 
 async def run_until(directory: EvaluationDirectory, stop_after: int | None, broken: float = 0.0) -> EvalReport:
@@ -66,40 +63,25 @@ async def run_until(directory: EvaluationDirectory, stop_after: int | None, brok
         count += 1
         directory.record(result, trajectory)
 
-    report = await evaluate(
-        TASKS, run, policy="told", limiter=Limiter(1), samples=2, retries=9, done=done, on_result=record
-    )
+    options = {"policy": "told", "limiter": Limiter(1), "samples": 2, "retries": 9}
+    report = await evaluate(TASKS, run, **options, done=done, on_result=record)
     directory.finish(report, TASKS, "told")
     return report
 
 
-def facts(report: EvalReport) -> EvalReport:
-    return replace(report, seconds=0.0)
-
-
-def start(directory: EvaluationDirectory, stop_after: int | None) -> EvalReport | None:
-    try:
-        return asyncio.run(run_until(directory, stop_after))
-    except Killed:
-        return None
-
-
 @settings(max_examples=8)
 @given(stops=st.lists(st.integers(0, 9), max_size=3), torn=st.booleans())
-def test_killed_and_resumed_gives_the_same_report(
-    tmp_path_factory: pytest.TempPathFactory, stops: list[int], torn: bool
-) -> None:
-    whole = start(EvaluationDirectory(tmp_path_factory.mktemp("whole"), SETTINGS), None)
+def test_a_resumed_evaluation_gives_the_same_report(tmp_path_factory: Any, stops: list[int], torn: bool) -> None:
+    whole = asyncio.run(run_until(EvaluationDirectory(tmp_path_factory.mktemp("whole"), SETTINGS), None))
     path = tmp_path_factory.mktemp("killed")
     for stop in stops:
-        start(EvaluationDirectory(path, SETTINGS), stop)
+        with contextlib.suppress(Killed):
+            asyncio.run(run_until(EvaluationDirectory(path, SETTINGS), stop))
         if torn and (path / "results.jsonl").exists():
             with (path / "results.jsonl").open("ab") as file:
                 file.write(b'{"task_id": "owner/re')
-    resumed = start(EvaluationDirectory(path, SETTINGS), None)
-    assert whole is not None
-    assert resumed is not None
-    assert facts(resumed) == facts(whole)
+    resumed = asyncio.run(run_until(EvaluationDirectory(path, SETTINGS), None))
+    assert replace(resumed, seconds=0.0) == replace(whole, seconds=0.0)
     for task in TASKS:
         assert json.loads((path / "logs" / task.id.replace("/", "%2F") / "1.json").read_text())["patch"]
 
@@ -112,7 +94,7 @@ async def test_sandbox_failures_leave_pass_at_1_unchanged_and_are_reported(tmp_p
     assert healthy.infrastructure_failures == 0
 
 
-async def test_what_is_written(tmp_path: Path) -> None:
+async def test_predictions_and_reports_are_written(tmp_path: Path) -> None:
     directory = EvaluationDirectory(tmp_path / "eval", SETTINGS)
     report = await run_until(directory, None)
     assert list(report.by_repo) == ["repo-0", "repo-1", "repo-2"]
@@ -129,7 +111,7 @@ async def test_what_is_written(tmp_path: Path) -> None:
 
 def test_swebench_report_keeps_empty_patches_and_errors_apart() -> None:
     def result(task: str, **changes: object) -> EpisodeResult:
-        return replace(EpisodeResult(task, 0, False, "submitted", 1, 1.0, patch="diff"), **changes)  # type: ignore[arg-type]
+        return replace(EpisodeResult(task, 0, False, "submitted", 1, 1.0, patch="diff"), **changes)
 
     first = {"a": result("a", resolved=True), "b": result("b"), "c": result("c", patch="")}
     report = swebench_report(["d", "c", "b", "a"], first, {"d": "SandboxError: gone", "a": "once"})
@@ -190,12 +172,10 @@ def test_a_setting_that_only_the_directory_has_is_not_compared(tmp_path: Path) -
     held = json.loads((tmp_path / "settings.json").read_text())
     (tmp_path / "settings.json").write_text(json.dumps(held | {"dropped by a release": 900.0}))
     EvaluationDirectory(tmp_path, SETTINGS)
-    with pytest.raises(ConfigError, match='with policy "told"'):
-        EvaluationDirectory(tmp_path, {**SETTINGS, "policy": "gold"})
 
 
 @pytest.mark.parametrize("line", ["[]", "{}", "nonsense", '{"task_id": "a", "suspected_hack": 3}'])
-def test_a_line_that_is_no_result_is_told(tmp_path: Path, line: str) -> None:
+def test_a_malformed_result_line_is_a_config_error(tmp_path: Path, line: str) -> None:
     directory = EvaluationDirectory(tmp_path, SETTINGS)
     (tmp_path / "results.jsonl").write_text(f"{line}\n")
     with pytest.raises(ConfigError, match=r"results\.jsonl:1: not a result"):
@@ -203,7 +183,7 @@ def test_a_line_that_is_no_result_is_told(tmp_path: Path, line: str) -> None:
 
 
 @given(n=st.integers(1, 8), data=st.data())
-def test_pass_at_k_is_the_share_of_draws_with_a_resolved_one(n: int, data: st.DataObject) -> None:
+def test_pass_at_k_is_the_fraction_of_draws_with_a_resolved_sample(n: int, data: st.DataObject) -> None:
     from itertools import combinations
 
     c, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))

@@ -1,4 +1,4 @@
-"""A run's recording is graded anew without a word on its split, which is train unless another is named."""
+"""A run's recording is graded without an option for its split, which is train by default."""
 
 from __future__ import annotations
 
@@ -26,9 +26,8 @@ async def test_a_recording_of_training_needs_no_split(tmp_path: Path) -> None:
     turn = tool_format("xml").render(ToolCall("finish", {"command": "submit"}))
     task = to_record(next(iter(generate("train", 1, 0)))).id
     recording.write_bytes(encode_rows([{"task_id": task, "turns": [{"text": turn}]}])[0])
-    config = load_config(
-        QUICKSTART, [f"runs_dir={tmp_path}", "env.options.train_tasks=2", "env.options.heldout_tasks=2"]
-    )
+    sizes = ["env.options.train_tasks=2", "env.options.heldout_tasks=2"]
+    config = load_config(QUICKSTART, [f"runs_dir={tmp_path}", *sizes])
     policy = PolicyChoice(f"replay:{recording}")
     assert await run_evaluation(config, EvalOptions(policy, out=tmp_path / "out")) is None
     (outcome,) = json.loads((tmp_path / "out" / "report.json").read_text())["outcomes"]

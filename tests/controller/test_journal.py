@@ -15,67 +15,41 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.plain_values import plain
+from support.routed_trajectories import routed
 
 from agent_rl.controller.journal import Journal, lineage
-from agent_rl.errors import UserError
 from agent_rl.rollout.turn_log import LoggedRunner, TurnLog
-from agent_rl.types import StopReason, Trajectory, Turn, VersionSpan
+from agent_rl.types import StopReason, Trajectory, Turn
 from envs import Task
-from r3.routing import Routing, Span, SpanKind
 
 
 def trajectory(task: str, seed: int, stop: StopReason = StopReason.SUBMITTED) -> Trajectory:
-    """Five tokens, routed to two of four experts in two layers, in no order within a row."""
-    generator = np.random.default_rng(seed)
-    experts = generator.random((5, 2, 4)).argsort(axis=-1)[..., :2].astype(np.uint8)
-    experts[-1] = 0
-    spans = (Span(0, 4, "3", "http://e", SpanKind.SAMPLED), Span(4, 5, "3", "http://e", SpanKind.MISSING))
-    routing = Routing(experts, np.arange(5) < 4, spans, 4)
     turn = Turn("hi", "bash", {"cmd": "ls"}, None, "a", 3, 2, 0, 0, "3", 0.5, 0.25)
-    return Trajectory(
-        task, "mini", np.arange(5, dtype=np.int32) + seed, np.arange(5) > 2,
-        np.where(np.arange(5) > 2, generator.standard_normal(5), 0).astype(np.float32), routing, stop,
-        None if stop.infrastructure else 1.0,
-        resolved=True, turns=(turn,), messages=({"role": "user", "content": "x"},), versions=(VersionSpan(3, 5, "3"),),
-    )  # fmt: skip
+    reward, messages = None if stop.infrastructure else 1.0, ({"role": "user", "content": "x"},)
+    return replace(routed(seed, task), stop=stop, reward=reward, turns=(turn,), messages=messages)
 
 
 def same(a: Trajectory, b: Trajectory) -> bool:
     """Whether they are the same but for which start ran them."""
-    assert a.routing is not None
-    assert b.routing is not None
-    arrays = [(a.tokens, b.tokens), (a.loss_mask, b.loss_mask), (a.logprobs, b.logprobs)]
-    arrays += [(a.routing.experts, b.routing.experts), (a.routing.present, b.routing.present)]
-    plain = [replace(t, tokens=None, loss_mask=None, logprobs=None, routing=None, recovered=False) for t in (a, b)]  # type: ignore[arg-type]
-    return (
-        all(x.dtype == y.dtype and np.array_equal(x, y) for x, y in arrays)
-        and [str(plain[0])] == [str(plain[1])]
-        and a.routing.spans == b.routing.spans
-    )
+    return plain(a, "recovered") == plain(b, "recovered")
 
 
-def task(name: str) -> Task:
-    return Task(name, "mini", {})
-
-
-def giving(*trajectories: Trajectory) -> tuple[LoggedRunner, list[str]]:
-    """An episode runner that gives these, one after the other, and the tasks it was asked for."""
-    waiting, asked = list(trajectories), []
+def giving(*trajectories: Trajectory) -> LoggedRunner:
+    """An episode runner that returns these, one after the other."""
+    waiting = list(trajectories)
 
     async def run(task: Task, log: TurnLog | None = None) -> Trajectory:
-        asked.append(task.id)
         return waiting.pop(0)
 
-    return run, asked
+    return run
 
 
-async def opened(
-    directory: Path, run_id: str = "run", step: int = 8, weights: str = "w7", after: int | None = None
-) -> Opened:
+async def opened(path: Path, run_id: str = "run", *, step: int = 8, weights: str = "w7", after: Any = None) -> Opened:
     """The journal of a run that goes on after ``after``, or the step before ``step``, which begins."""
-    journal = Journal(directory, run_id)
+    journal = Journal(path, run_id)
     journal.recover(step - 1 if after is None else after, {}, lambda position: True)
-    return Opened(journal, await journal.begin(step, weights), directory / f"step-{step:06d}.journal")
+    return Opened(journal, await journal.begin(step, weights), path / f"step-{step:06d}.journal")
 
 
 @dataclass
@@ -86,28 +60,28 @@ class Opened:
     found: int
     path: Path
 
-    async def finish(self, *trajectories: Trajectory, position: int | None = None) -> None:
-        """Episodes that end while the journal is open, each at the position that its task's name is of."""
-        run, _ = giving(*trajectories)
+    async def run(self, name: str, *fresh: Trajectory, position: int | None = None) -> Trajectory:
+        """The next episode of a task: one that the journal holds, or the first of ``fresh``."""
+        at = POSITIONS[name] if position is None else position
+        return await self.journal.runner(at, giving(*fresh))(Task(name, "mini", {}))
+
+    async def finish(self, *trajectories: Trajectory) -> None:
+        """Episodes that end while the journal is open."""
         for each in trajectories:
-            at = POSITIONS[each.task_id] if position is None else position
-            await self.journal.runner(at, run)(task(each.task_id))
+            await self.run(each.task_id, each)
         self.journal.close()
 
 
-POSITIONS = {name: at for at, name in enumerate("abc")}
-FIRST, SECOND, OTHER = trajectory("a", 1), trajectory("a", 2), trajectory("b", 3)
+TASK, POSITIONS = Task("a", "mini", {}), {name: at for at, name in enumerate("abc")}
+FIRST, SECOND, OTHER, FRESH = (trajectory(task, seed) for task, seed in (("a", 1), ("a", 2), ("b", 3), ("a", 9)))
 
 
-async def test_what_finished_is_given_again_bit_for_bit_and_once(tmp_path: Path) -> None:
+async def test_a_finished_episode_is_returned_once_bit_for_bit(tmp_path: Path) -> None:
     await (await opened(tmp_path)).finish(FIRST, OTHER, SECOND)
     again = await opened(tmp_path)
     assert again.found == 3
-    fresh = trajectory("a", 9)
-    run, asked = giving(fresh)
-    found = [await again.journal.runner(POSITIONS[name], run)(task(name)) for name in ("a", "b", "a", "a")]
-    assert all(map(same, found, (FIRST, OTHER, SECOND, fresh)))
-    assert asked == ["a"], "only the fourth was sampled"
+    found = [await again.run(name, FRESH) for name in ("a", "b", "a", "a")]
+    assert all(map(same, found, (FIRST, OTHER, SECOND, FRESH)))
     assert [trajectory.recovered for trajectory in found] == [True, True, True, False]
     again.journal.close()
     assert (await opened(tmp_path)).found == 4, "and written down too"
@@ -117,16 +91,15 @@ async def test_one_task_in_flight_twice_is_kept_apart_by_its_positions(tmp_path:
     """At the edge of an epoch: the last of one, and the first of the next."""
     journal = await opened(tmp_path)
     for position, each in ((7, FIRST), (8, SECOND)):
-        await journal.journal.runner(position, giving(each)[0])(task("a"))
+        await journal.run("a", each, position=position)
     journal.journal.close()
-    again = (await opened(tmp_path)).journal
-    second, first = [await again.runner(position, giving()[0])(task("a")) for position in (8, 7)]
-    assert same(second, SECOND)
-    assert same(first, FIRST)
+    again = await opened(tmp_path)
+    assert same(await again.run("a", position=8), SECOND)
+    assert same(await again.run("a", position=7), FIRST)
 
 
 @pytest.mark.parametrize(("run_id", "weights"), [("other", "w7"), ("run", "w7b")])
-async def test_other_weights_or_another_run_start_anew(tmp_path: Path, run_id: str, weights: str) -> None:
+async def test_other_weights_or_another_run_ignore_the_journal(tmp_path: Path, run_id: str, weights: str) -> None:
     await (await opened(tmp_path)).finish(FIRST)
     other = await opened(tmp_path, run_id, weights=weights)
     assert other.found == 0
@@ -135,36 +108,31 @@ async def test_other_weights_or_another_run_start_anew(tmp_path: Path, run_id: s
     assert (await opened(tmp_path)).found == 0
 
 
-async def test_an_episode_of_weights_that_are_yet_to_come_waits_for_them(tmp_path: Path) -> None:
+async def test_an_episode_of_later_weights_waits_for_them(tmp_path: Path) -> None:
     """Sampling ran ahead: it ended while step 9 was collected, and the run goes on after step 7. In its debug mode the
     loop raises where a thread wakes what waits on it."""
     asyncio.get_running_loop().set_debug(True)
     await (await opened(tmp_path)).finish(OTHER)
     await (await opened(tmp_path, step=9, weights="w8", after=7)).finish(FIRST)
-    journal = (await opened(tmp_path)).journal
-    waiting = asyncio.create_task(journal.wait_usable(POSITIONS["a"]))
-    await journal.wait_usable(POSITIONS["b"])
+    again = await opened(tmp_path)
+    waiting = asyncio.create_task(again.journal.wait_usable(POSITIONS["a"]))
+    await again.journal.wait_usable(POSITIONS["b"])
     await asyncio.sleep(0)
     assert not waiting.done()
-    assert await journal.begin(9, "w8") == 1
+    assert await again.journal.begin(9, "w8") == 1
     await waiting
-    run, asked = giving()
-    assert same(await journal.runner(POSITIONS["a"], run)(task("a")), FIRST)
-    assert asked == []
+    assert same(await again.run("a"), FIRST)
 
 
-async def test_when_a_step_done_again_gives_other_weights_what_came_after_it_is_forgotten(tmp_path: Path) -> None:
+async def test_episodes_after_a_repeated_step_with_other_weights_are_forgotten(tmp_path: Path) -> None:
     await (await opened(tmp_path)).finish(OTHER)
     await (await opened(tmp_path, step=9, weights="w8", after=7)).finish(FIRST)
     await (await opened(tmp_path, step=10, weights="w9", after=7)).finish(SECOND)
-    journal = (await opened(tmp_path)).journal
-    waiting = asyncio.create_task(journal.wait_usable(POSITIONS["a"]))
-    assert await journal.begin(9, "another") == 0
+    again = await opened(tmp_path)
+    waiting = asyncio.create_task(again.journal.wait_usable(POSITIONS["a"]))
+    assert await again.journal.begin(9, "another") == 0
     await waiting
-    fresh = trajectory("a", 9)
-    run, asked = giving(fresh)
-    assert same(await journal.runner(POSITIONS["a"], run)(task("a")), fresh)
-    assert asked == ["a"]
+    assert same(await again.run("a", FRESH), FRESH)
     assert sorted(os.listdir(tmp_path)) == ["step-000008.journal", "step-000009.journal"]
 
 
@@ -177,8 +145,8 @@ class TakenMeanwhile(list[Any]):
             self.pop(0)
 
 
-async def test_what_is_given_out_while_later_files_are_forgotten_is_not_given_again(tmp_path: Path) -> None:
-    """Sampling runs on while a step begins: of the episodes that it may use, it may take one just then."""
+async def test_an_episode_returned_while_files_are_forgotten_is_not_returned_again(tmp_path: Path) -> None:
+    """Sampling continues while a step begins, and takes one of the usable episodes at that moment."""
     await (await opened(tmp_path)).finish(FIRST)
     await (await opened(tmp_path, step=9, weights="w8", after=7)).finish(OTHER)
     journal = (await opened(tmp_path)).journal
@@ -188,7 +156,7 @@ async def test_what_is_given_out_while_later_files_are_forgotten_is_not_given_ag
     assert not journal._unread[POSITIONS["b"]]
 
 
-async def test_what_a_batch_took_is_kept(tmp_path: Path) -> None:
+async def test_the_positions_of_a_batch_are_kept(tmp_path: Path) -> None:
     first = await opened(tmp_path)
     assert first.journal.recorded_batch(8) == ()
     first.journal.record_batch(8, (3, 4, 7))
@@ -200,15 +168,14 @@ async def test_what_a_batch_took_is_kept(tmp_path: Path) -> None:
     assert (await opened(tmp_path, weights="another")).journal.recorded_batch(8) == ()
 
 
-async def test_a_checkpoint_s_files_stay_while_they_hold_episodes_of_open_positions(tmp_path: Path) -> None:
+async def test_files_with_episodes_of_open_positions_stay(tmp_path: Path) -> None:
     await (await opened(tmp_path, step=1, weights="start")).finish(FIRST)
     await (await opened(tmp_path, step=2, weights="w1", after=0)).finish(OTHER)
     journal = Journal(tmp_path, "run")
     journal.recover(2, {0: "start", 1: "w1"}, lambda position: position == POSITIONS["b"])
     assert os.listdir(tmp_path) == ["step-000002.journal"]
     await journal.wait_usable(POSITIONS["b"])
-    run, _ = giving()
-    assert same(await journal.runner(POSITIONS["b"], run)(task("b")), OTHER)
+    assert same(await Opened(journal, 0, tmp_path).run("b"), OTHER)
     other = Journal(tmp_path, "run")
     other.recover(2, {1: "another"}, lambda position: True)
     assert os.listdir(tmp_path) == [], "sampled with weights of which the checkpoint knows nothing"
@@ -219,17 +186,8 @@ async def test_infrastructure_failures_are_not_kept(tmp_path: Path) -> None:
     assert (await opened(tmp_path)).found == 1
 
 
-async def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
-    journal = await opened(tmp_path)
-    journal.journal._file = os.fdopen(os.open("/dev/full", os.O_RDWR), "r+b", buffering=0)
-    with pytest.raises(UserError, match=r"step-000008\.journal: the disk is full"):
-        await journal.finish(FIRST)
-
-
 @given(keep=st.floats(0, 1), noise=st.binary(max_size=40))
-def test_whatever_a_kill_tears_off_the_whole_frames_are_kept(
-    tmp_path_factory: pytest.TempPathFactory, keep: float, noise: bytes
-) -> None:
+def test_whole_frames_survive_a_kill(tmp_path_factory: pytest.TempPathFactory, keep: float, noise: bytes) -> None:
     asyncio.run(tear(tmp_path_factory.mktemp("torn"), keep, noise))
 
 
@@ -255,7 +213,7 @@ def frame_ends(data: bytes) -> list[int]:
     return ends
 
 
-async def test_a_flipped_bit_ends_what_is_believed(tmp_path: Path) -> None:
+async def test_frames_after_a_flipped_bit_are_ignored(tmp_path: Path) -> None:
     journal = await opened(tmp_path)
     await journal.finish(FIRST, SECOND, OTHER)
     data = bytearray(journal.path.read_bytes())
@@ -263,41 +221,16 @@ async def test_a_flipped_bit_ends_what_is_believed(tmp_path: Path) -> None:
     journal.path.write_bytes(bytes(data))
     again = await opened(tmp_path)
     assert again.found == 1
-    run, _ = giving(SECOND)  # just as long as the damaged one: what came after that must not be believed again
-    for _ in range(2):
-        await again.journal.runner(POSITIONS["a"], run)(task("a"))
+    for _ in range(2):  # just as long as the damaged one: what came after that must not be believed again
+        await again.run("a", SECOND)
     again.journal.close()
     assert (await opened(tmp_path)).found == 2
 
 
-async def test_many_episodes_may_end_at_once(tmp_path: Path) -> None:
-    journal = (await opened(tmp_path)).journal
-
-    async def run(task: Task, log: TurnLog | None = None) -> Trajectory:
-        return trajectory(task.id, int(task.id))
-
-    await asyncio.gather(*(journal.runner(number, run)(task(str(number))) for number in range(40)))
-    journal.close()
-    assert (await opened(tmp_path)).found == 40
-
-
 @pytest.mark.parametrize("slow", ["_write", "_read"])
-async def test_members_are_in_the_order_of_their_frames_however_slow_one_thread_is(
-    tmp_path: Path, slow: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_members_keep_the_order_of_frames(tmp_path: Path, slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An update adds up over a group's members in their order: another one gave other weights after a restart."""
     ended: list[tuple[int, ...]] = []
-
-    async def all_of(journal: Journal) -> None:
-        run, _ = giving(FIRST, SECOND)
-        runner, order = journal.runner(0, run), list[int]()
-
-        async def member() -> None:
-            order.append(int((await runner(task("a"))).tokens[0]))
-
-        await asyncio.gather(member(), member())
-        journal.close()
-        ended.append(tuple(order))
 
     def first_waits(plain: Callable[..., object]) -> Callable[..., object]:
         """The first call ends when another has ended, or after a while where none does."""
@@ -317,13 +250,18 @@ async def test_members_are_in_the_order_of_their_frames_however_slow_one_thread_
     for _ in range(2):
         journal = (await opened(tmp_path)).journal
         monkeypatch.setattr(journal, slow, first_waits(getattr(journal, slow)))
-        await all_of(journal)
+        runner, order = journal.runner(0, giving(FIRST, SECOND)), list[int]()
+
+        async def member(runner: LoggedRunner = runner, order: list[int] = order) -> None:
+            order.append(int((await runner(TASK)).tokens[0]))
+
+        await asyncio.gather(member(), member())
+        journal.close()
+        ended.append(tuple(order))
     assert ended[0] == ended[1] == (1, 2)
 
 
-async def test_what_ends_while_a_step_begins_comes_after_the_files_header(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_episodes_that_end_while_a_step_begins_come_after_the_header(tmp_path: Path, monkeypatch: Any) -> None:
     """Sampling runs on meanwhile; a file whose header does not come first is believed to be another run's."""
     journal = (await opened(tmp_path)).journal
     monkeypatch.setattr(journal, "_writing", Overtaken(lambda: journal._write(0, FIRST, None)))

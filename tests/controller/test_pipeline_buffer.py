@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
@@ -34,14 +33,12 @@ def schedules(draw: st.DrawFn) -> Schedule:
         width=width, depth=depth, staleness=draw(st.integers(depth, 6)),
         max_draws=width * draw(st.integers(1, 4)), steps=draw(st.integers(1, 8)), dynamic=draw(st.booleans()),
     )  # fmt: skip
-    ends = draw(
-        st.lists(st.sampled_from(ENDS), min_size=1, max_size=24).filter(lambda ends: {*ends} != {Outcome.LEFT_OUT})
-    )
-    return Schedule(rules, ends, draw(st.lists(st.integers(0, 1 << 16), min_size=1, max_size=64)))
+    ends = st.lists(st.sampled_from(ENDS), min_size=1, max_size=24).filter(lambda ends: {*ends} != {Outcome.LEFT_OUT})
+    return Schedule(rules, draw(ends), draw(st.lists(st.integers(0, 1 << 16), min_size=1, max_size=64)))
 
 
 def now(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """The result of a coroutine that has not to wait."""
+    """The result of a coroutine that does not wait."""
     with pytest.raises(StopIteration) as ended:
         coroutine.send(None)
     return ended.value.value
@@ -53,10 +50,8 @@ def play(schedule: Schedule) -> list[dict[int, Outcome]]:
     admitted_at, running, batches, training = dict[int, int](), list[int](), list[dict[int, Outcome]](), False
     at = 0
     while len(batches) < rules.steps or training:
-        can = (
-            ["admit"] * buffer.has_capacity + ["end"] * bool(running) + ["take"] * (bool(buffer.ready) and not training)
-        )
-        can += ["release"] * training
+        can = ["admit"] * buffer.has_capacity + ["end"] * bool(running) + ["release"] * training
+        can += ["take"] * (bool(buffer.ready) and not training)
         assert can, f"nothing can happen any more: {buffer.ledger.open}"
         choice, at = schedule.choices[at % len(schedule.choices)] + at // len(schedule.choices), at + 1
         what = can[choice % len(can)]
@@ -127,50 +122,6 @@ def test_at_depth_0_nothing_is_drawn_beyond_the_batch() -> None:
     assert not buffer.has_capacity
     buffer.release()
     assert buffer.has_capacity
-
-
-def test_draws_are_bounded_and_a_batch_is_then_short() -> None:
-    rules = BufferRules(width=2, depth=0, staleness=0, max_draws=4, steps=9)
-    buffer = RolloutBuffer(rules, TaskLedger())
-    for position in range(4):
-        assert now(buffer.admit()) == position
-        buffer.end(position, Outcome.KEPT if position == 2 else Outcome.DISCARDED)
-    assert not buffer.has_capacity
-    assert [outcome for outcome in now(buffer.take()).values()] == [Outcome.DISCARDED] * 2 + [
-        Outcome.KEPT,
-        Outcome.DISCARDED,
-    ]
-
-
-def test_a_straggler_is_overtaken_by_so_many_and_then_waited_for() -> None:
-    rules = BufferRules(width=2, depth=1, staleness=2, max_draws=8, steps=9)
-    buffer, taken = RolloutBuffer(rules, TaskLedger()), list[list[int]]()
-    for position in range(4):
-        assert now(buffer.admit()) == position
-    for position in (1, 2):
-        buffer.end(position, Outcome.KEPT)
-    taken.append(list(now(buffer.take())))
-    buffer.release()
-    for _ in range(2):
-        buffer.end(now(buffer.admit()), Outcome.KEPT)
-    buffer.end(3, Outcome.KEPT)
-    assert taken == [[1, 2]]
-    assert not buffer.ready, "a third would overtake position 0"
-    buffer.end(0, Outcome.KEPT)
-    assert list(now(buffer.take())) == [0, 3]
-
-
-async def test_waiting_ends_when_something_changes() -> None:
-    buffer = RolloutBuffer(BufferRules(1, 0, 0, 1, steps=3), TaskLedger())
-    taking = asyncio.create_task(buffer.take())
-    assert await buffer.admit() == 0
-    admitting = asyncio.create_task(buffer.admit())
-    await asyncio.sleep(0)
-    buffer.end(0, Outcome.KEPT)
-    assert await taking == {0: Outcome.KEPT}
-    assert not admitting.done()
-    buffer.release()
-    assert await admitting == 1
 
 
 def test_a_batch_done_again_has_the_positions_that_it_had() -> None:

@@ -48,7 +48,7 @@ def test_a_whole_run_is_proven(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert history.counts()["ledger/trained"] == 2
 
 
-def test_what_contradicts_it_is_found(tmp_path: Path) -> None:
+def test_faults_of_a_ledger_are_found(tmp_path: Path) -> None:
     write_run(tmp_path, {0: KEPT, 1: KEPT}, {1: KEPT, 2: KEPT})
     assert faults(tmp_path, read_ledger(tmp_path)) == ["position 1 ended in step 1 and again in step 2"]
     write_trajectories(tmp_path, 2, [])

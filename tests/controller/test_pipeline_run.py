@@ -34,9 +34,7 @@ def exact(row: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in row.items() if not BY_TIME.search(name)}
 
 
-async def lived(
-    config: RunConfig, deaths: list[Deaths], sampled: list[tuple[str, int, int]] | None = None
-) -> list[tuple[str, int]]:
+async def lived(config: RunConfig, deaths: list[Deaths], sampled: Any = None) -> list[tuple[str, int]]:
     """Run to the end, through a life for each of ``deaths`` and one more; every episode that ended in any of them, and
     in ``sampled`` every turn."""
     given, most = list[tuple[str, int]](), config.async_rollout.staleness
@@ -58,12 +56,11 @@ def check_whole(run: Path, steps: int = 8) -> None:
     assert not list((run / "journal").iterdir())
 
 
-async def check_kills(
-    runs: Path, depth: int, staleness: int, dynamic: bool, kills: int, seed: int = 0, recover: str = "off"
-) -> None:
+async def check_kills(runs: Path, *shape: Any, kills: int, seed: int = 0, recover: str = "off") -> None:
     draw, points, turns = random.Random(seed), POINTS if recover == "off" else TURN_POINTS, list[tuple[str, int, int]]()
-    shape: Any = {"depth": depth, "staleness": staleness, "dynamic_sampling": {"enabled": dynamic}, "recover": recover}
-    unkilled, killed = run_config(runs / "unkilled", **shape), run_config(runs / "killed", **shape)
+    depth, staleness, dynamic = shape
+    options = {"depth": depth, "staleness": staleness, "dynamic_sampling": {"enabled": dynamic}, "recover": recover}
+    unkilled, killed = run_config(runs / "unkilled", **options), run_config(runs / "killed", **options)
     await lived(unkilled, [])
     check_whole(unkilled.run_dir)
     given = await lived(killed, [Deaths(draw.choice(points), draw.randint(1, 9)) for _ in range(kills)], turns)
@@ -72,23 +69,18 @@ async def check_kills(
     if recover == "turns":
         assert len(turns) - len(set(turns)) <= kills * killed.rollout.concurrency, "a whole turn was sampled again"
     if staleness == depth:  # else which groups a batch has is a matter of time
-        assert [exact(row) for row in read_metrics(killed.run_dir)] == [
-            exact(row) for row in read_metrics(unkilled.run_dir)
-        ]
+        rows = [[exact(row) for row in read_metrics(config.run_dir)] for config in (killed, unkilled)]
+        assert rows[0] == rows[1]
 
 
-@pytest.mark.parametrize(("depth", "staleness", "dynamic"), SHAPES)
-async def test_killed_anywhere_it_goes_on_as_if_it_never_had_been(
-    tmp_path: Path, depth: int, staleness: int, dynamic: bool
-) -> None:
-    await check_kills(tmp_path, depth, staleness, dynamic, kills=4)
+@pytest.mark.parametrize("shape", SHAPES)
+async def test_a_killed_run_equals_an_unkilled_one(tmp_path: Path, shape: Any) -> None:
+    await check_kills(tmp_path, *shape, kills=4)
 
 
-@pytest.mark.parametrize(("depth", "staleness", "dynamic"), [(0, 0, True), (1, 1, False), (1, 3, True)])
-async def test_with_turns_kept_an_episode_goes_on_from_its_last_one(
-    tmp_path: Path, depth: int, staleness: int, dynamic: bool
-) -> None:
-    await check_kills(tmp_path, depth, staleness, dynamic, kills=6, recover="turns")
+@pytest.mark.parametrize("shape", [(0, 0, True), (1, 1, False), (1, 3, True)])
+async def test_a_killed_episode_keeps_its_turns(tmp_path: Path, shape: Any) -> None:
+    await check_kills(tmp_path, *shape, kills=6, recover="turns")
     rows = read_metrics(tmp_path / "killed" / "run")
     assert sum(row["recover/turns"] for row in rows) > 0
     assert sum(row["recover/differed"] + row["recover/too_old"] for row in rows) == 0
@@ -106,16 +98,14 @@ async def test_ctrl_c_at_any_point_leaves_no_episode_and_loses_nothing(tmp_path:
     check_whole(config.run_dir)
 
 
-async def test_a_trainer_that_dies_with_work_buffered_is_started_again_and_nothing_is_sampled_twice(
-    tmp_path: Path,
-) -> None:
+async def test_a_trainer_that_dies_restarts_and_no_buffered_episode_is_sampled_twice(tmp_path: Path) -> None:
     config, given = run_config(tmp_path, depth=2), list[tuple[str, int]]()
     deaths = [Deaths("trained", 4, lambda: (_ for _ in ()).throw(TrainerDied("rank 0 died"))), Deaths()]
     lives: list[Life] = []
 
     def begin() -> TrainingRun:
         lives.append(Life(config, given, deaths[len(lives)]))
-        lives[-1].trainer.restart = _nothing  # type: ignore[attr-defined]
+        lives[-1].trainer.restart = _nothing
         return lives[-1].run
 
     await run_to_last_step(begin, TrainerRestarts(3))
@@ -129,9 +119,7 @@ async def _nothing() -> None:
 
 
 @pytest.mark.parametrize(("staleness", "overtaken", "groups"), [(1, 0, 4), (3, 2, 8)])
-async def test_a_straggler_is_waited_for_when_the_window_is_full_and_then_trained(
-    tmp_path: Path, staleness: int, overtaken: int, groups: int
-) -> None:
+async def test_a_full_window_waits_for_a_straggler(tmp_path: Path, staleness: int, overtaken: int, groups: int) -> None:
     """An episode of the first position ends only when nothing else goes on, however many means of them that takes: when
     all others have ended of the ``groups`` that there is room for."""
     config, given = run_config(tmp_path, depth=1, staleness=staleness), list[tuple[str, int]]()
@@ -152,10 +140,8 @@ async def test_a_straggler_is_waited_for_when_the_window_is_full_and_then_traine
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-async def test_steps_whose_every_group_is_uniform_go_on_without_an_update(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dynamic: bool
-) -> None:
-    """With dynamic sampling each draws as many tasks as it may, and is then short of all."""
+async def test_uniform_groups_make_no_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dynamic: bool) -> None:
+    """With dynamic sampling each step draws its maximum of tasks and keeps no group."""
     monkeypatch.setattr("support.pipeline_run._reward", lambda task, number: 0.0)
     config = run_config(tmp_path, depth=1, steps=4, dynamic_sampling={"enabled": dynamic, "max_draws": 2})
     await lived(config, [Deaths("episode", 5), Deaths("begun", 3)])
@@ -184,8 +170,8 @@ async def test_all_tasks_of_an_epoch_s_edge_in_flight_twice_end_once_each(tmp_pa
     check_whole(config.run_dir)
 
 
-async def test_engine_failures_within_an_evaluation_are_run_again_and_it_is_of_one_version(tmp_path: Path) -> None:
-    """The engine that ran two of its episodes dies; training goes on beside it, and is published after it."""
+async def test_engine_failures_within_an_evaluation_run_again_with_one_version(tmp_path: Path) -> None:
+    """The engine of two episodes dies. Training continues during the evaluation and publishes after it."""
     config = run_config(tmp_path, depth=2, evaluate_every=2)
     life, evaluated, failed = Life(config, []), list[tuple[str, ...]](), list[str]()
     whole = life.runtime.evaluated
@@ -206,7 +192,7 @@ async def test_engine_failures_within_an_evaluation_are_run_again_and_it_is_of_o
     assert {report["graded"] for report in life.run.state.evaluations.values()} == {4}
 
 
-async def test_beside_an_evaluation_of_one_version_sampling_and_the_next_step_go_on(tmp_path: Path) -> None:
+async def test_sampling_and_the_next_step_continue_during_an_evaluation(tmp_path: Path) -> None:
     """Its episodes end only once the next step is trained and a group of the step after that has an episode."""
     config, given, trained = run_config(tmp_path, depth=1, evaluate_every=4), list[tuple[str, int]](), asyncio.Event()
     life, versions = Life(config, given, Deaths("trained", 5, trained.set)), list[tuple[str, ...]]()
@@ -238,8 +224,6 @@ async def test_a_full_disk_ends_the_run_in_one_line(tmp_path: Path) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("recover", ["off", "turns"])
-@pytest.mark.parametrize(("depth", "staleness", "dynamic"), ALL_SHAPES)
-async def test_killed_anywhere_again_and_again(
-    tmp_path: Path, depth: int, staleness: int, dynamic: bool, recover: str, seed: int
-) -> None:
-    await check_kills(tmp_path, depth, staleness, dynamic, kills=12, seed=seed, recover=recover)
+@pytest.mark.parametrize("shape", ALL_SHAPES)
+async def test_killed_often(tmp_path: Path, shape: Any, recover: str, seed: int) -> None:
+    await check_kills(tmp_path, *shape, kills=12, seed=seed, recover=recover)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from rich.console import Console
+from support.trajectories import trajectory
 
 from agent_rl.config import RunConfig
 from agent_rl.controller import route_checks as routes
@@ -18,7 +20,7 @@ from agent_rl.engine.route_probe.run import ProbeReport
 from agent_rl.errors import RoutesMissingError
 from agent_rl.monitoring.console import Display
 from agent_rl.rollout.episode import EpisodeRules
-from agent_rl.types import Group, StopReason, Trajectory
+from agent_rl.types import Group, Trajectory
 from r3.routing import Routing
 
 
@@ -26,20 +28,16 @@ def config(**r3: Any) -> RunConfig:
     return RunConfig(name="x", model="m", r3=r3)
 
 
-def trajectory(missing: int) -> Trajectory:
-    """A hundred rows are needed, ``missing`` of them absent."""
+def lacking(missing: int) -> Trajectory:
+    """A trajectory that needs a hundred rows, ``missing`` of them absent."""
     present = np.arange(101) >= missing
     present[-1] = False
-    return Trajectory(
-        task_id="t", env="e", tokens=np.zeros(101, np.int32), loss_mask=np.ones(101, np.bool_),
-        logprobs=np.zeros(101, np.float32), routing=Routing(np.zeros((101, 1, 1), np.uint8), present, (), 4),
-        stop=StopReason.SUBMITTED, reward=1.0, resolved=True, turns=(), messages=(), versions=(),
-    )  # fmt: skip
+    return replace(trajectory(1.0, sampled=98), routing=Routing(np.zeros((101, 1, 1), np.uint8), present, (), 4))
 
 
 @pytest.mark.parametrize("missing", ["without_replay", "drop_sample"])
-def test_the_budget_is_a_share_of_the_steps_tokens(missing: str) -> None:
-    groups = [Group("a", (trajectory(3), trajectory(0))), Group("b", (trajectory(0), trajectory(1)))]
+def test_the_budget_is_a_fraction_of_the_tokens_of_a_step(missing: str) -> None:
+    groups = [Group("a", (lacking(3), lacking(0))), Group("b", (lacking(0), lacking(1)))]
     check_missing_budget(7, groups, config(missing=missing, missing_budget=0.01).r3)  # 4 of 400: exactly what it allows
     with pytest.raises(RoutesMissingError, match=r"^step 7: 1.00% .*lack routes, r3.missing_budget=0.009 allows 0.90%"):
         check_missing_budget(7, groups, config(missing=missing, missing_budget=0.009).r3)
@@ -55,41 +53,34 @@ def test_a_step_that_lost_all_its_groups_lacks_nothing() -> None:
 )
 def test_the_policy_reaches_the_episodes(missing: str, source: str, allowed: bool) -> None:
     rules = EpisodeRules.from_config(config(missing=missing, source=source))
-    assert rules.routes is not None
     assert (rules.routes.allows_missing, rules.routes.source) == (allowed, source)
     assert rules.for_evaluation(greedy=False).routes is None
 
 
-SOUND = (
-    ("routes captured", CheckStatus.OK),
-    ("key in every response", CheckStatus.OK),
-    ("start honored", CheckStatus.OK),
-)
-NO_START = SOUND[0], SOUND[1], ("start honored", CheckStatus.FAILED)
-SOME_STRIPPED = SOUND[0], ("key in every response", CheckStatus.FAILED), SOUND[2]
+CHECKS = ("routes captured", "key in every response", "start honored")
 
 
-async def probing(
-    monkeypatch: pytest.MonkeyPatch, found: tuple[tuple[str, CheckStatus], ...], chosen: RunConfig
-) -> tuple[list[str], str]:
+async def probing(monkeypatch: pytest.MonkeyPatch, chosen: RunConfig, failed: str = "") -> tuple[list[str], str]:
     """The servers probed, and what was shown; a report stands in for the real probe (tests/engine/test_probe.py)."""
     probed, shown = list[str](), io.StringIO()
+    statuses = {name: CheckStatus.FAILED if name == failed else CheckStatus.OK for name in CHECKS}
 
     async def report(url: str, model_spec: object, **options: object) -> ProbeReport:
         probed.append(url)
-        return ProbeReport(url, tuple(Check(name, verdict, "as found", "mend it") for name, verdict in found), 13, 0.5)
+        checks = tuple(Check(name, status, "as found", "mend it") for name, status in statuses.items())
+        return ProbeReport(url, checks, 13, 0.5)
 
     monkeypatch.setattr(routes, "probe", report)
     engine = SimpleNamespace(urls=("http://a", "http://b"), model_spec=None)
     try:
-        await probe_engines(chosen.routes_config, engine, {}, Display("x", Console(file=shown, width=200)))  # type: ignore[arg-type]
+        await probe_engines(chosen.routes_config, engine, {}, Display("x", Console(file=shown, width=200)))
     finally:
         assert shown.getvalue() == "" or "probing the engine's routes" in shown.getvalue()
     return probed, shown.getvalue()
 
 
-async def test_a_probe_says_what_it_found_in_a_line_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    probed, shown = await probing(monkeypatch, SOUND, config())
+async def test_each_engine_is_probed_and_reported_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    probed, shown = await probing(monkeypatch, config())
     assert probed == ["http://a", "http://b"]
     assert shown.count("routes: 3 checks passed; 13 requests, 0.5 s") == 2
 
@@ -97,16 +88,16 @@ async def test_a_probe_says_what_it_found_in_a_line_each(monkeypatch: pytest.Mon
 async def test_a_failed_check_stops_the_run_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = r"^http://a: its routes can't be replayed \(start honored: as found\): mend it; see .agent-rl r3 probe"
     with pytest.raises(RoutesMissingError, match=expected):
-        await probing(monkeypatch, NO_START, config())
+        await probing(monkeypatch, config(), "start honored")
 
 
-async def test_routes_that_may_be_missing_may_be_missing_in_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_probe_accepts_missing_routes_where_the_config_does(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RoutesMissingError, match="key in every response"):
-        await probing(monkeypatch, SOME_STRIPPED, config())
-    _, shown = await probing(monkeypatch, SOME_STRIPPED, config(missing="without_replay"))
+        await probing(monkeypatch, config(), "key in every response")
+    _, shown = await probing(monkeypatch, config(missing="without_replay"), "key in every response")
     assert "1 failed (key in every response: as found)" in shown
 
 
 async def test_nothing_is_probed_where_nothing_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     for chosen in (config(probe=False), RunConfig(name="x", model="m", train={"replay": "off"})):
-        assert await probing(monkeypatch, NO_START, chosen) == ([], "")
+        assert await probing(monkeypatch, chosen, "start honored") == ([], "")

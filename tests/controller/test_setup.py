@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,24 +14,21 @@ from agent_rl.config.loader import load_config
 from agent_rl.monitoring.console import Display
 
 CONFIG = Path(__file__).parents[2] / "configs/quickstart.yaml"
-BACKENDS = """
-class Backend:
-    def __init__(self, *, run_id, images):
-        self.name = type(self).__name__
-    async def close(self):
-        pass
 
-class docker(Backend): ...
-class podman(Backend): ...
-class remote(Backend): ...
-"""
+
+class Backend:
+    def __init__(self, *, run_id: str, images: Any) -> None:
+        self.name = type(self).__name__
+
+    async def close(self) -> None:
+        """Nothing is open."""
 
 
 @pytest.fixture
-def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+def built(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     """Images that were built, by engine; a container engine need not run here."""
-    (tmp_path / "named_boxes.py").write_text(BACKENDS)
-    monkeypatch.syspath_prepend(tmp_path)
+    backends = {name: type(name, (Backend,), {}) for name in ("docker", "podman", "remote")}
+    monkeypatch.setitem(sys.modules, "named_backends", SimpleNamespace(**backends))
     images: list[tuple[str, str]] = []
 
     def build(name: str, *, engine: str) -> None:
@@ -48,10 +47,8 @@ def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, st
         ("remote", None, []),
     ],
 )
-async def test_the_base_image_is_built_where_sandboxes_need_it(
-    built: list[tuple[str, str]], backend: str, image: str | None, expected: list[Any]
-) -> None:
-    overrides = [f"sandbox.backend=named_boxes:{backend}"] + ([f"sandbox.image={image}"] if image else [])
+async def test_the_base_image_is_built_where_needed(built: Any, backend: str, image: str | None, expected: Any) -> None:
+    overrides = [f"sandbox.backend=named_backends:{backend}"] + ([f"sandbox.image={image}"] if image else [])
     config = load_config(CONFIG, overrides)
     await setup.ensure_image(config.sandbox, config.env.name, Display("setup"))
     assert built == expected

@@ -21,11 +21,8 @@ from agent_rl.types import Group, Trajectory, Turn
 
 
 def episode(reward: float, task: str = "fix-sum") -> Trajectory:
-    turn = Turn(
-        text="I look. <call>", tool="execute_bash", arguments={"cmd": "cat sum.py", "timeout": 3}, parse_failure=None,
-        observation="def sum(a, b):\n\x1b[31mred [bold]", prompt_tokens=3, completion_tokens=2, observation_tokens=4,
-        cached_tokens=0, weight_version="0", generate_seconds=0.25, tool_seconds=0.5,
-    )  # fmt: skip
+    call, seen = {"cmd": "cat sum.py", "timeout": 3}, "def sum(a, b):\n\x1b[31mred [bold]"
+    turn = Turn("I look. <call>", "execute_bash", call, None, seen, 3, 2, 4, 0, "0", 0.25, 0.5)
     lost = replace(turn, text="no call", tool=None, arguments={}, parse_failure="no tool call found")
     messages = ({"role": "system", "content": "You fix bugs."}, {"role": "user", "content": "sum is wrong"})
     said = ({"role": "assistant", "content": "I look. <call>"},)
@@ -44,7 +41,7 @@ def run(tmp_path: Path) -> Path:
 def output_of(path: Path, *, width: int = 100, terminal: bool = False, **choice: object) -> str:
     out = io.StringIO()
     options = {"step": None, "task": None, "sample": None, "as_list": False} | choice
-    show(path, console=Console(file=out, width=width, force_terminal=terminal, highlight=False), **options)  # type: ignore[arg-type]
+    show(path, console=Console(file=out, width=width, force_terminal=terminal, highlight=False), **options)
     return out.getvalue()
 
 

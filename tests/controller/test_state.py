@@ -14,7 +14,7 @@ from agent_rl.evaluation.saved import read_evaluation
 
 
 def config(runs: Path, **train: object) -> RunConfig:
-    return RunConfig(name="demo", runs_dir=runs, model=Path("m"), train=TrainConfig(**train))  # type: ignore[arg-type]
+    return RunConfig(name="demo", runs_dir=runs, model=Path("m"), train=TrainConfig(**train))
 
 
 def test_evaluations_survive_and_those_after_the_resume_point_are_forgotten(tmp_path: Path) -> None:
@@ -30,14 +30,13 @@ def test_evaluations_survive_and_those_after_the_resume_point_are_forgotten(tmp_
     resumed.forget_after(5)
     assert list(resumed.evaluations) == ["step-0/sampled", "step-5/sampled"]
     assert read_evaluation(f"{resumed.dir}:step-5/sampled").scores == {"a": Score(1, 2)}
-    assert sorted(path.name for path in (resumed.dir / "evaluations").iterdir()) == [
-        "step-000000-sampled.report.json", "step-000005-sampled.report.json",
-    ]  # fmt: skip
+    reports = sorted(path.name for path in (resumed.dir / "evaluations").iterdir())
+    assert reports == ["step-000000-sampled.report.json", "step-000005-sampled.report.json"]
     assert json.loads((resumed.dir / "state.json").read_text())["resumes"] == [5]
     assert sorted(path.name for path in trajectories.iterdir()) == ["step-000005.jsonl.zst", "step-000005.safetensors"]
 
 
-def test_a_run_has_one_id_for_good(tmp_path: Path) -> None:
+def test_a_run_keeps_its_id(tmp_path: Path) -> None:
     first = RunState(config(tmp_path)).run_id
     assert RunState(config(tmp_path)).run_id == first
     assert RunState(config(tmp_path / "other")).run_id != first

@@ -6,6 +6,7 @@ import io
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -20,33 +21,37 @@ UNIFORM = {"rollout/trajectories": 8.0, "reward/groups_uniform": 1.0, "reward/me
 LEARNED = {"train/updates": 1.0, "time/step": 10.0, "rollout/tokens_per_second": 500.0}
 
 
-def test_steps_taken_up_from_the_journal_are_in_no_mean_of_times(tmp_path: Path) -> None:
-    state = RunState(RunConfig(name="demo", runs_dir=tmp_path, model=Path("m")))
+@pytest.fixture
+def state(tmp_path: Path) -> RunState:
+    return RunState(RunConfig(name="demo", runs_dir=tmp_path, model=Path("m")))
+
+
+def printed(summary: Any) -> str:
+    out = io.StringIO()
+    Console(file=out, width=200).print(summary_table(summary))
+    return out.getvalue()
+
+
+def test_steps_recovered_from_the_journal_are_in_no_mean_of_times(state: RunState) -> None:
     resumed = {"train/updates": 1.0, "time/step": 0.1, "time/rollout_recovered": 1.0}
     rows = [{"step": 1.0, **LEARNED}, {"step": 2.0, **resumed}, {"step": 3.0, **LEARNED}]
     means = summarize(state, rows, FACTS, steps=3)["means"]
     assert (means["time/step"], means["rollout/tokens_per_second"]) == (10.0, 500.0)
 
 
-def test_steps_without_an_update_are_counted_with_their_reason(tmp_path: Path) -> None:
-    state = RunState(RunConfig(name="demo", runs_dir=tmp_path, model=Path("m")))
+def test_steps_without_an_update_are_counted_with_their_reason(state: RunState) -> None:
     rows = [{"step": 1.0, **LEARNED}, *({"step": step, "time/step": 1.0, **UNIFORM} for step in (2.0, 3.0))]
     summary = summarize(state, rows, FACTS, steps=3)
     assert list(summary["steps_without_update"].values()) == [2]
-    assert json.loads((tmp_path / "demo" / "summary.json").read_text()) == summary
-    out = io.StringIO()
-    Console(file=out, width=200).print(summary_table(summary))
-    assert "2 of 3: the rewards within every group are equal, all 0: the tasks are too hard" in out.getvalue()
+    assert json.loads((state.dir / "summary.json").read_text()) == summary
+    assert "2 of 3: the rewards within every group are equal, all 0: the tasks are too hard" in printed(summary)
 
 
-def test_an_evaluation_in_which_nothing_was_graded_has_no_rate(tmp_path: Path) -> None:
-    state = RunState(RunConfig(name="demo", runs_dir=tmp_path, model=Path("m")))
+def test_an_evaluation_in_which_nothing_was_graded_has_no_rate(state: RunState) -> None:
     state.record_evaluation("step-0/sampled", eval_report(math.nan, infrastructure_failures=8))
     summary = summarize(state, [{"step": 1.0, **LEARNED}], FACTS, steps=1)
     assert summary["pass_at_1_before"] is None
-    out = io.StringIO()
-    Console(file=out, width=200).print(summary_table(summary))
-    assert "nan" not in out.getvalue()
+    assert "nan" not in printed(summary)
 
 
 @pytest.mark.parametrize(
@@ -59,6 +64,6 @@ def test_an_evaluation_in_which_nothing_was_graded_has_no_rate(tmp_path: Path) -
         ({"rollout/trajectories": 8.0, "reward/groups_uniform": 0.5}, "were filtered out"),
     ],
 )
-def test_the_reason_is_told(row: dict[str, float], reason: str) -> None:
+def test_the_reason_for_a_step_without_an_update(row: dict[str, float], reason: str) -> None:
     assert reason in (why_idle(row) or "")
     assert why_idle(row | {"train/updates": 1.0}) is None

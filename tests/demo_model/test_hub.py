@@ -1,4 +1,4 @@
-"""Models by their hub id, from a stand-in hub on this machine: fetched in two goes, found offline, refused."""
+"""Models by their hub id, from a fake hub on this machine: downloads resume, work offline, or are refused."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ except UserError as error:
 
 @dataclass
 class Hub:
-    """``ranges`` and ``sent``: of the requests for files, the first byte asked for and the bytes given."""
+    """``ranges``: the first byte that each request for a file wants; ``sent``: the bytes sent."""
 
     url: str = ""
     cut: set[str] = field(default_factory=set)
@@ -46,13 +46,11 @@ class Hub:
     sent: int = 0
 
     async def info(self, request: web.Request) -> web.Response:
-        name = request.match_info["name"]
-        if name == "gated":
-            return web.json_response({"error": "gated"}, status=403, headers={"X-Error-Code": "GatedRepo"})
-        if name != "tiny":
-            return web.json_response({"error": "no such"}, status=404, headers={"X-Error-Code": "RepoNotFound"})
-        if request.match_info["revision"] not in ("main", COMMIT):
-            return web.json_response({"error": "no such"}, status=404, headers={"X-Error-Code": "RevisionNotFound"})
+        name, revision = request.match_info["name"], request.match_info["revision"]
+        known = "RepoNotFound" if name != "tiny" else "" if revision in ("main", COMMIT) else "RevisionNotFound"
+        if error := "GatedRepo" if name == "gated" else known:
+            status = 403 if name == "gated" else 404
+            return web.json_response({"error": error}, status=status, headers={"X-Error-Code": error})
         return web.json_response({"id": "acme/tiny", "sha": COMMIT, "siblings": [{"rfilename": at} for at in FILES]})
 
     async def file(self, request: web.Request) -> web.StreamResponse:
@@ -103,7 +101,7 @@ async def fetched(name: str, url: str, home: Path, **more: str) -> tuple[int, st
     return process.returncode, out.decode().strip(), error.decode().strip()
 
 
-async def test_a_model_is_fetched_once_over_a_broken_connection_and_found_offline(tmp_path: Path) -> None:
+async def test_a_download_resumes_after_a_broken_connection_and_is_found_offline(tmp_path: Path) -> None:
     async with hub({"model.safetensors"}) as served:
         code, _, error = await fetched("acme/tiny", served.url, tmp_path)
         assert (code, error.splitlines()[-1].endswith("start again to resume the download")) == (1, True), error
@@ -121,27 +119,22 @@ async def test_a_model_is_fetched_once_over_a_broken_connection_and_found_offlin
     assert (await fetched("acme/tiny", served.url, tmp_path))[:2] == (0, directory), "the hub is gone"
     (Path(directory) / "model.safetensors").unlink()
     code, _, error = await fetched("acme/tiny", served.url, tmp_path, HF_HUB_OFFLINE="1")
-    assert (code, error) == (
-        1,
-        f"model: acme/tiny: its copy in the cache lacks model.safetensors ({directory}): download it where there is a "
-        "network",
-    )
+    lacks = f"its copy in the cache lacks model.safetensors ({directory}): download it where there is a network"
+    assert (code, error) == (1, f"model: acme/tiny: {lacks}")
 
 
-async def test_what_the_hub_does_not_give_is_one_line(tmp_path: Path) -> None:
+async def test_a_model_that_the_hub_does_not_return_is_one_line(tmp_path: Path) -> None:
     async with hub(set()) as served:
         url = served.url
         names = ("acme/other", "acme/gated", "acme/tiny@v9")
-        answers = [(await fetched(name, url, tmp_path))[2] for name in names]
-    assert answers == [
-        f"model: acme/other: no directory here, and {url} has no such model, or needs a token that may read it "
-        "(HF_TOKEN)",
-        f"model: acme/gated: no directory here, and {url} requires accepting its terms: do so, and set HF_TOKEN",
-        f"model: acme/tiny@v9: no directory here, and {url} has no revision v9 of it",
-    ]
-    code, _, error = await fetched("acme/tiny", url, tmp_path)
-    assert (code, error) == (
-        1,
-        f"model: acme/tiny: no directory here, not in the cache ({tmp_path}/hub), and {url} cannot be reached: name a "
-        "directory, or download it where there is a network (hf download acme/tiny)",
+        errors = [(await fetched(name, url, tmp_path))[2] for name in names]
+    errors.append((await fetched("acme/tiny", url, tmp_path))[2])
+    reasons = (
+        f"{url} has no such model, or needs a token that may read it (HF_TOKEN)",
+        f"{url} requires accepting its terms: do so, and set HF_TOKEN",
+        f"{url} has no revision v9 of it",
+        f"not in the cache ({tmp_path}/hub), and {url} cannot be reached: name a directory, or download it where there "
+        "is a network (hf download acme/tiny)",
     )
+    for name, error, reason in zip((*names, "acme/tiny"), errors, reasons, strict=True):
+        assert error == f"model: {name}: no directory here, {'' if reason.startswith('not') else 'and '}{reason}"

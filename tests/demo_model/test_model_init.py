@@ -31,7 +31,7 @@ def test_the_papers_shape_has_as_many_experts_as_qwen3_30b_a3b() -> None:
     assert 2 * sum(weight.size for weight in weights.values()) < 15_000_000, "bytes in bfloat16"
 
 
-def test_a_warm_up_goes_on_only_from_its_own_settings(tmp_path: Path) -> None:
+def test_a_warm_up_resumes_only_from_its_own_settings(tmp_path: Path) -> None:
     with lock_directory(tmp_path):
         _keep_only(tmp_path, WARMUPS["paper"])
         (tmp_path / "checkpoints" / "step-000100").mkdir(parents=True)

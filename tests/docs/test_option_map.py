@@ -18,7 +18,5 @@ def test_the_last_column_of_each_row_is_a_config() -> None:
     for row in rows:
         overrides = re.findall(r"`([^`]+)`", row.strip("| ").rsplit("|", 1)[1])
         assert overrides, row
-        load_config(
-            pages.ROOT / "configs/quickstart.yaml",
-            [text.replace("reference: DIR", "reference: .") for text in overrides],
-        )
+        overrides = [text.replace("reference: DIR", "reference: .") for text in overrides]
+        load_config(pages.ROOT / "configs/quickstart.yaml", overrides)

@@ -105,7 +105,7 @@ def test_every_python_block_is_run() -> None:
     assert counts == {page: len(checks) for page, checks in RUN.items()}
 
 
-def test_every_block_says_its_language() -> None:
+def test_every_block_has_a_language() -> None:
     strange = [str(block) for block in ALL if block.language not in KNOWN_LANGUAGES]
     hidden = [str(b) for b in ALL if not b.language and re.match(r"(\$ )?(agent-rl|make|python|pip) ", b.text)]
     assert strange + hidden == [], "unknown language, or a command outside of a bash block"
@@ -142,9 +142,8 @@ def is_key(model: type[BaseModel], path: list[str]) -> bool:
     field = model.model_fields.get(path[0])
     if field is None:
         return False
-    return (
-        len(path) == 1 or path[0] == "options" or any(is_key(inner, path[1:]) for inner in sections(field.annotation))
-    )
+    inner = sections(field.annotation)
+    return len(path) == 1 or path[0] == "options" or any(is_key(section, path[1:]) for section in inner)
 
 
 def is_code(path: list[str]) -> bool:

@@ -62,15 +62,7 @@ def _gates_are_kept() -> None:
 
     from agent_rl.train.megatron.moe import ReleasingMoELayer
 
-    replaced: Any = ReleasingMoELayer
-    replaced.postprocess = MoELayer.postprocess
-
-
-def _maps_are_kept() -> None:
-    """Of what a dispatcher makes in a pass, the gates alone are let go."""
-    from agent_rl.train.megatron import moe
-
-    _any(moe).PASS_STATE = moe.PASS_STATE[:2]
+    ReleasingMoELayer.postprocess = MoELayer.postprocess
 
 
 def _router_on_the_host() -> None:
@@ -78,13 +70,13 @@ def _router_on_the_host() -> None:
     import torch
     from megatron.core.transformer.moe.router import Router
 
-    plain, replaced = Router.__init__, _any(Router)
+    plain = Router.__init__
 
     def made(self: Any, *args: Any, **options: Any) -> None:
         with torch.device("cpu"):
             plain(self, *args, **options)
 
-    replaced.__init__ = made
+    Router.__init__ = made
 
 
 def _pinned_in_powers_of_two() -> None:
@@ -92,73 +84,19 @@ def _pinned_in_powers_of_two() -> None:
 
     from agent_rl.train.checkpoint import state_pieces
 
-    _any(state_pieces).host_tensor = lambda count, dtype, pinned: torch.empty(count, dtype=dtype, pin_memory=pinned)
-
-
-def _adam_of_transformer_engine() -> None:
-    """No fault: an Adam that counts its updates in its groups, from the first one on, and keeps moments alone."""
-    import torch
-    from megatron.core import optimizer
-
-    class GroupAdam(torch.optim.AdamW):
-        def __init__(self, params: Any, *, adam_w_mode: bool, **options: Any) -> None:
-            super().__init__(params, **options)
-
-        def step(self, closure: Any = None) -> Any:
-            for group in self.param_groups:
-                group["step"] = group.get("step", 0) + 1
-                for parameter in group["params"]:
-                    state = self.state[parameter]
-                    state["exp_avg"].add_(parameter.grad)
-                    parameter.sub_(state["exp_avg"])
-
-    _any(optimizer).Adam, _any(optimizer).USING_PYTORCH_OPTIMIZER = GroupAdam, False
-
-
-def _updates_read_where_there_are_none() -> None:
-    """A checkpoint before the first update reads ``step`` of a state that has moments alone."""
-    from agent_rl.train import optimizer
-
-    def updates(adam: Any) -> int:
-        for group in adam.param_groups:
-            if "step" in group:
-                return int(group["step"])
-        return next(int(state["step"]) for state in adam.state.values())
-
-    _adam_of_transformer_engine()
-    _any(optimizer).updates_made = updates
+    state_pieces.host_tensor = lambda count, dtype, pinned: torch.empty(count, dtype=dtype, pin_memory=pinned)
 
 
 def _chunks_of_a_cpu() -> None:
     from agent_rl.train.megatron import logprobs
 
-    _any(logprobs).CHUNK_LOGITS = {"cuda": 1 << 24}
+    logprobs.CHUNK_LOGITS = {"cuda": 1 << 24}
 
 
 def _engines_of_one_rank() -> None:
     from agent_rl.weight_sync import receivers
 
-    _any(receivers)._ranks = lambda url, info: 1
-
-
-def _broadcast_in_the_way() -> None:
-    """NCCL makes its communicator in the first broadcast, and waits there for an engine that refused."""
-    from agent_rl.dryrun import rank
-    from agent_rl.weight_sync import publisher
-
-    class Now:
-        def __init__(self, call: Callable[[], Any]) -> None:
-            self._answer = call()
-
-        def done(self) -> bool:
-            return True
-
-        def result(self) -> Any:
-            return self._answer
-
-    plain = rank.FakeEngines
-    _any(rank).FakeEngines = lambda *args, **options: plain(*args, **options, seconds=1.0)
-    _any(publisher)._Threaded = Now
+    receivers._ranks = lambda url, info: 1
 
 
 def _group_destroyed_within_a_broadcast() -> None:
@@ -166,7 +104,7 @@ def _group_destroyed_within_a_broadcast() -> None:
 
     from agent_rl.weight_sync.publisher import WeightPublisher
 
-    _any(WeightPublisher)._destroy = lambda self, group: torch.distributed.destroy_process_group(group)
+    WeightPublisher._destroy = lambda self, group: torch.distributed.destroy_process_group(group)
 
 
 def _table_on_the_host() -> None:
@@ -176,9 +114,7 @@ def _table_on_the_host() -> None:
     from agent_rl.train.megatron import attention
 
     plain = attention.rotary_tables
-    _any(attention).rotary_tables = lambda positions, rotary: tuple(
-        torch.zeros(table.shape) for table in plain(positions, rotary)
-    )
+    attention.rotary_tables = lambda *given: tuple(torch.zeros(table.shape) for table in plain(*given))
 
 
 def _experts_out_of_line() -> None:
@@ -188,10 +124,9 @@ def _experts_out_of_line() -> None:
     plain = functional.grouped_mm
 
     def odd(left: Any, right: Any, **options: Any) -> Any:
-        wide = left.new_zeros(left.shape[0], left.shape[1] + 1)[:, :-1]
-        return plain(wide, right, **options)
+        return plain(left.new_zeros(left.shape[0], left.shape[1] + 1)[:, :-1], right, **options)
 
-    _any(functional).grouped_mm = odd
+    functional.grouped_mm = odd
 
 
 def _a_wait_more() -> None:
@@ -203,25 +138,17 @@ def _a_wait_more() -> None:
         tokens.sum().item()
         return plain(self, tokens, *rest)
 
-    _any(Experts).forward = forward
-
-
-def _any(thing: Any) -> Any:
-    return thing
+    Experts.forward = forward
 
 
 FAULTS: dict[str, Callable[[], None]] = {
     "none": lambda: None,
-    "Transformer Engine's Adam": _adam_of_transformer_engine,
     "a device without an index": _device_without_index,
     "gates are kept": _gates_are_kept,
-    "maps are kept": _maps_are_kept,
     "a router on the host": _router_on_the_host,
     "memory pinned in powers of two": _pinned_in_powers_of_two,
-    "updates read where there are none": _updates_read_where_there_are_none,
     "chunks of a CPU": _chunks_of_a_cpu,
     "engines of one rank": _engines_of_one_rank,
-    "a broadcast in the way": _broadcast_in_the_way,
     "a group destroyed within a broadcast": _group_destroyed_within_a_broadcast,
     "a table on the host": _table_on_the_host,
     "experts out of line": _experts_out_of_line,

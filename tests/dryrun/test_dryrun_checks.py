@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from support.dryrun_ranks import config_of, write_model
 
-from agent_rl.config import RunConfig
 from agent_rl.dryrun import run
 from agent_rl.dryrun.batch import skewed_routes
 from agent_rl.dryrun.job import PhaseRecord, RankJob, RankRecord
@@ -37,9 +36,8 @@ def test_a_wrong_or_incomplete_checkpoint_is_refused_in_one_line(model: Path) ->
     write_shard(model, shapes)
     check_checkpoint(model, model_spec)
     write_shard(model, shapes | {"model.norm.weight": (65,)})
-    with pytest.raises(
-        ConfigError, match=r"model\.norm\.weight is \[65\] in the checkpoint and \[64\] by config\.json$"
-    ):
+    wrong = r"model\.norm\.weight is \[65\] in the checkpoint and \[64\] by config\.json$"
+    with pytest.raises(ConfigError, match=wrong):
         check_checkpoint(model, model_spec)
     write_shard(model, {name: shape for name, shape in shapes.items() if name != "lm_head.weight"})
     with pytest.raises(ConfigError, match=r"no tensor lm_head\.weight, of shape \[512, 64\]$"):
@@ -59,9 +57,7 @@ def test_a_wrong_or_incomplete_checkpoint_is_refused_in_one_line(model: Path) ->
         ({"world_size": 4, "expert": 2}, (), 3.0, "--skew 3: with train.parallel.expert=2 it is at most 2"),
     ],
 )
-def test_invalid_options_are_refused_in_one_line(
-    model: Path, parallel: dict[str, Any], ranks: tuple[int, ...], skew: float, line: str
-) -> None:
+def test_invalid_options_are_one_line(model: Path, parallel: Any, ranks: Any, skew: float, line: str) -> None:
     with pytest.raises((ConfigError, UserError)) as refused:
         check(config_of(model, **parallel), ranks=ranks, skew=skew)
     assert line in str(refused.value)
@@ -69,9 +65,8 @@ def test_invalid_options_are_refused_in_one_line(
 
 
 def test_too_few_nodes_are_refused_in_one_line(model: Path) -> None:
-    config = config_of(model, world_size=32, expert=8).model_copy(
-        update={"hardware": RunConfig.model_fields["hardware"].default.model_copy(update={"trainer_nodes": 2})}
-    )
+    config = config_of(model, world_size=32, expert=8)
+    config = config.model_copy(update={"hardware": config.hardware.model_copy(update={"trainer_nodes": 2})})
     with pytest.raises(ConfigError, match=r"world_size=32 is more than hardware\.trainer_nodes=2 times"):
         check(config, ranks=(), skew=1.0)
 
@@ -103,11 +98,8 @@ def test_one_depth_is_compared_with_the_plan_of_that_depth(monkeypatch: pytest.M
     monkeypatch.setattr(run, "_run", lambda job: record(job.rank))
     monkeypatch.setattr(run, "build_device_guard", lambda: model / "no-library.so")
     config = config_of(write_model(model, num_hidden_layers=48), world_size=1)
-    assert [dry_run(config, ranks=(), skew=1.0, layers=layers)[0].depth for layers in ("2", "2,4", "all")] == [
-        2,
-        48,
-        48,
-    ]
+    depths = [dry_run(config, ranks=(), skew=1.0, layers=layers)[0].depth for layers in ("2", "2,4", "all")]
+    assert depths == [2, 48, 48]
     first, whole = planned_figures(config, layers=2), planned_figures(config)
     assert first.rank == planned_figures(config_of(write_model(model, num_hidden_layers=2), world_size=1)).rank
     assert first.step.logprobs < whole.step.logprobs

@@ -1,5 +1,5 @@
-"""What rehearsed ranks of a small model do, that each fault which was mended is seen when it is put back, and ranks of
-Qwen3-30B-A3B beside the plan (`pytest -m exhaustive tests/dryrun`)."""
+"""Dry runs of a small model match the plan and detect each fault that is put back. Ranks of Qwen3-30B-A3B match the
+plan too (`pytest -m exhaustive tests/dryrun`)."""
 
 from __future__ import annotations
 
@@ -21,46 +21,33 @@ from agent_rl.planner.memory_model import BYTES, pool_bytes, state_bytes
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow, pytest.mark.timeout(900)]
 
+HOST = {"offload_optimizer": True, "optimizer_moments": "bfloat16", "offload_activations": True}
+UNRECOMPUTED = {"lora": {"rank": 16}, "kl": {"coefficient": 0.1}, "recompute": "none"}
+POOL = {"enabled": True, "slots": 2, "transfer": {"recompute": "pool", "update": "pool"}}
+EP4 = {"world_size": 4, "expert": 4}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one GPU": (0, {"world_size": 1}),
     "TP2 EP4": (0, {"world_size": 8, "tensor": 2, "expert": 4}),
-    "one GPU, on the host": (
-        0,
-        {
-            "world_size": 1,
-            "train": {"offload_optimizer": True, "optimizer_moments": "bfloat16", "offload_activations": True},
-        },
-    ),
-    "bfloat16 moments": (0, {"world_size": 4, "expert": 4, "train": {"optimizer_moments": "bfloat16"}}),
+    "one GPU, on the host": (0, {"world_size": 1, "train": HOST}),
+    "bfloat16 moments": (0, {**EP4, "train": {"optimizer_moments": "bfloat16"}}),
     "PP2, inputs on the host": (1, {"world_size": 2, "pipeline": 2, "train": {"offload_activations": True}}),
-    "EP4, adapters": (3, {"world_size": 4, "expert": 4, "train": {"lora": {"rank": 8}}}),
-    "one GPU, adapters": (
-        0,
-        {"world_size": 1, "train": {"lora": {"rank": 16}, "kl": {"coefficient": 0.1}, "recompute": "none"}},
-    ),
+    "EP4, adapters": (3, {**EP4, "train": {"lora": {"rank": 8}}}),
+    "one GPU, adapters": (0, {"world_size": 1, "train": UNRECOMPUTED}),
     "one GPU, float32": (0, {"world_size": 1, "train": {"dtype": "float32"}}),
     "EP8, whole optimizer": (3, {"world_size": 8, "expert": 8, "distributed_optimizer": False}),
     "EP8": (3, {"world_size": 8, "expert": 8}),
     "CP2 PP2 EP2": (7, {"world_size": 8, "context": 2, "pipeline": 2, "expert": 2}),
     "KL": (0, {"world_size": 1, "train": {"kl": {"coefficient": 0.1}}}),
-    "balanced by exchange": (0, {"world_size": 4, "expert": 4, "train": {"balance": {"enabled": True, "slots": 2}}}),
-    "balanced by a pool": (
-        1,
-        {
-            "world_size": 4,
-            "expert": 4,
-            "train": {"balance": {"enabled": True, "slots": 2, "transfer": {"recompute": "pool", "update": "pool"}}},
-        },
-    ),
+    "balanced by exchange": (0, {**EP4, "train": {"balance": {"enabled": True, "slots": 2}}}),
+    "balanced by a pool": (1, {**EP4, "train": {"balance": POOL}}),
     "allgather": (0, {"world_size": 2, "expert": 2, "dispatcher": "allgather"}),
-    "colocated": (0, {"world_size": 4, "expert": 4, "colocate": True}),
-    "nothing again": (0, {"world_size": 4, "expert": 4, "train": {"recompute": "none"}}),
-    "experts again": (
-        0,
-        {"world_size": 4, "expert": 4, "train": {"recompute": "selective", "recompute_modules": ["moe"]}},
-    ),
+    "colocated": (0, {**EP4, "colocate": True}),
+    "nothing again": (0, {**EP4, "train": {"recompute": "none"}}),
+    "experts again": (0, {**EP4, "train": {"recompute": "selective", "recompute_modules": ["moe"]}}),
 }
 ORDINARY = ("one GPU", "TP2 EP4", "one GPU, on the host")
+Records, Configs = dict[str, RankRecord], dict[str, RunConfig]
+Six = dict[str, tuple[RunConfig, dict[int, RankRecord]]]
 Check = Callable[[RankRecord, RankRecord, PlannedFigures], bool]
 
 
@@ -76,10 +63,7 @@ DETECTED: dict[str, Check] = {
     "experts out of line": fails("to be multiple of 16 bytes, got 65"),
     "gates are kept": lambda record, sound, plan: record.retained > 100_000,
     "memory pinned in powers of two": lambda record, sound, plan: record.pinned == 1 << 22 > plan.rank.optimizer,
-    "maps are kept": lambda record, sound, plan: record.retained > 10_000,
-    "updates read where there are none": fails("snapshot: train/optimizer.py"),
     "engines of one rank": fails("init_weights_update_group answered 400"),
-    "a broadcast in the way": fails("refused publish: weight_sync/publisher.py"),
     "a group destroyed within a broadcast": fails("destroyed, not aborted, within a broadcast"),
     "a wait more": lambda record, sound, plan: waits(record, "update") > waits(sound, "update"),
 }
@@ -106,13 +90,13 @@ def exhaustive_run(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.fixture(scope="module")
-def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunConfig]:
+def configs(tmp_path_factory: pytest.TempPathFactory) -> Configs:
     model = write_model(tmp_path_factory.mktemp("dry-run") / "model")
     return {name: config_of(model, **options) for name, (_, options) in LAYOUTS.items()}
 
 
 @pytest.fixture(scope="module")
-def records(request: pytest.FixtureRequest, configs: dict[str, RunConfig]) -> dict[str, RankRecord]:
+def records(request: pytest.FixtureRequest, configs: Configs) -> Records:
     """By layout and by fault (on one GPU); the quick ones, or all."""
     every = exhaustive_run(request)
     layouts, faults = (LAYOUTS, DETECTED) if every else (ORDINARY, QUICK)
@@ -127,7 +111,7 @@ def some(names: Any, quick: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", some(LAYOUTS, ORDINARY))
-def test_a_layout_matches_the_plan(name: str, records: dict[str, RankRecord], configs: dict[str, RunConfig]) -> None:
+def test_a_layout_matches_the_plan(name: str, records: Records, configs: Configs) -> None:
     record, (rank, _), config = records[name], LAYOUTS[name], configs[name]
     plan, phases = planned_figures(config, rank=rank), record.phases
     assert record.fault is None
@@ -142,9 +126,7 @@ def test_a_layout_matches_the_plan(name: str, records: dict[str, RankRecord], co
     assert phases["update"].owners["weights"] == pytest.approx(plan.rank.weights, rel=0.05)
 
 
-def test_offloading_moves_memory_from_the_gpu_to_the_host(
-    records: dict[str, RankRecord], configs: dict[str, RunConfig]
-) -> None:
+def test_offloading_moves_memory_from_the_gpu_to_the_host(records: Records, configs: Configs) -> None:
     there, here = records["one GPU, on the host"], records["one GPU"]
     plan, usual = planned_figures(configs["one GPU, on the host"]).rank, planned_figures(configs["one GPU"]).rank
     assert here.static - there.static == pytest.approx(usual.optimizer, rel=0.02)
@@ -154,7 +136,7 @@ def test_offloading_moves_memory_from_the_gpu_to_the_host(
     assert fallen >= usual.optimizer + usual.activations - plan.activations
 
 
-def test_traffic_matches_the_formulas(records: dict[str, RankRecord], configs: dict[str, RunConfig]) -> None:
+def test_traffic_matches_the_formulas(records: Records, configs: Configs) -> None:
     record, plan = records["TP2 EP4"], planned_figures(configs["TP2 EP4"])
     expert = next(name for name in record.groups if "expert" in name.split(", "))
     small = record.phases["old log-probs"].calls[expert] * 8 * 8 * 8  # what ranks tell of their counts
@@ -165,27 +147,20 @@ def test_traffic_matches_the_formulas(records: dict[str, RankRecord], configs: d
     assert publish.peak - record.static <= plan.publish.memory
 
 
-def test_number_of_host_syncs_is_unchanged(records: dict[str, RankRecord]) -> None:
+def test_number_of_host_syncs_is_unchanged(records: Records) -> None:
     """Each wait of the host for the GPU leaves the GPU idle for a moment: more must be meant."""
-    assert {name: (waits(records[name], "old log-probs"), waits(records[name], "update")) for name in ORDINARY} == {
-        "one GPU": (29, 37),
-        "TP2 EP4": (31, 40),
-        "one GPU, on the host": (29, 37),
-    }
+    found = [[waits(records[name], phase) for phase in ("old log-probs", "update")] for name in ORDINARY]
+    assert found == [[29, 37], [31, 40], [29, 37]]
 
 
 @pytest.mark.parametrize("fault", some(DETECTED, QUICK))
-def test_a_reintroduced_fault_is_detected(
-    fault: str, records: dict[str, RankRecord], configs: dict[str, RunConfig]
-) -> None:
+def test_a_reintroduced_fault_is_detected(fault: str, records: Records, configs: Configs) -> None:
     plan, sound = planned_figures(configs["one GPU"]), records["one GPU"]
     assert DETECTED[fault](records[fault], sound, plan)
     assert not DETECTED[fault](sound, sound, plan)
 
 
-def test_print_dry_run(
-    records: dict[str, RankRecord], configs: dict[str, RunConfig], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_print_dry_run(records: Records, configs: Configs, capsys: pytest.CaptureFixture[str]) -> None:
     print_dry_run(configs["TP2 EP4"], [DryRunResult(0, 1.0, 2, (records["TP2 EP4"],))])
     printed = capsys.readouterr().out
     for text in ("memory by owner at a phase's peak", "the least seconds on a GPU H100 SXM", "weight sync: ", "expert"):
@@ -203,18 +178,14 @@ SIX: dict[str, tuple[dict[str, Any], int]] = {
 
 
 @pytest.fixture(scope="module")
-def six(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[RunConfig, dict[int, RankRecord]]]:
+def six(tmp_path_factory: pytest.TempPathFactory) -> Six:
     """Two layers a stage of Qwen3-30B-A3B at 4,096 tokens, in six layouts: rank 0, and of a pipeline the last one."""
     directory = tmp_path_factory.mktemp("six")
-    configs = {
-        name: config_of(write_30b(directory / str(layers), layers), 4096, **parallel)
-        for name, (parallel, layers) in SIX.items()
-    }
-    jobs = [
-        (name, rank)
-        for name, config in configs.items()
-        for rank in sorted({0, config.train.parallel.world_size - 1 if config.train.parallel.pipeline > 1 else 0})
-    ]
+    configs, jobs = {}, []
+    for name, (parallel, layers) in SIX.items():
+        configs[name] = config_of(write_30b(directory / str(layers), layers), 4096, **parallel)
+        last = configs[name].train.parallel.world_size - 1
+        jobs += [(name, 0), *([(name, last)] if configs[name].train.parallel.pipeline > 1 else [])]
     found = dry_run_records([("none", configs[name], rank) for name, rank in jobs])
     pairs = list(zip(jobs, found, strict=True))
     return {
@@ -225,9 +196,7 @@ def six(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[RunConfig, 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", SIX)
-def test_six_layouts_are_planned_slightly_above_the_dry_run(
-    name: str, six: dict[str, tuple[RunConfig, dict[int, RankRecord]]]
-) -> None:
+def test_six_layouts_are_planned_slightly_above_the_dry_run(name: str, six: Six) -> None:
     config, records = six[name]
     for rank, record in records.items():
         plan = planned_figures(config, rank=rank)
@@ -251,9 +220,7 @@ def test_forty_eight_layers_are_extrapolated(name: str, tokens: int) -> None:
 
 
 @pytest.mark.exhaustive
-def test_an_incomplete_plan_is_detected(
-    monkeypatch: pytest.MonkeyPatch, six: dict[str, tuple[RunConfig, dict[int, RankRecord]]]
-) -> None:
+def test_an_incomplete_plan_is_detected(monkeypatch: pytest.MonkeyPatch, six: Six) -> None:
     """Without Adam's step the plan of one GPU is less than the dry run."""
     config, records = six["one GPU"]
     assert planned_figures(config).peak >= records[0].peak

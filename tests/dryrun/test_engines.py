@@ -32,11 +32,9 @@ def bucket(*tensors: tuple[str, list[int]], dtype: str = "bfloat16") -> dict[str
 
 def send(engines: FakeEngines, size: int, *tensors: tuple[str, list[int]]) -> None:
     """Announce a bucket to both engines and broadcast ``size`` bytes."""
+    update = "update_weights_from_distributed", bucket(*tensors)
     with ThreadPoolExecutor(2) as pool:
-        responses = [
-            pool.submit(engines.handle, number, "update_weights_from_distributed", bucket(*tensors))
-            for number in (0, 1)
-        ]
+        responses = [pool.submit(engines.handle, number, *update) for number in (0, 1)]
         engines.broadcast(size)
         assert all(response.result() == {"success": True} for response in responses)
 
@@ -50,17 +48,16 @@ def test_a_complete_update_is_accepted(engines: FakeEngines) -> None:
         engines.handle(number, "continue_generation", {})
 
 
+UPDATE = "update_weights_from_distributed"
+
+
 @pytest.mark.parametrize(
     ("endpoint", "body", "reason"),
     [
-        (
-            "update_weights_from_distributed",
-            bucket(("c", [1])),
-            "c is bfloat16 .* the model has no such tensor",
-        ),
-        ("update_weights_from_distributed", bucket(("a", [3, 2])), r"a is bfloat16 \[3, 2\], .* has bfloat16 \[2, 3\]"),
-        ("update_weights_from_distributed", bucket(("a", [2, 3]), dtype="float32"), "a is float32"),
-        ("update_weights_from_distributed", bucket(("b", [4]), ("b", [4])), "b came twice"),
+        (UPDATE, bucket(("c", [1])), "c is bfloat16 .* the model has no such tensor"),
+        (UPDATE, bucket(("a", [3, 2])), r"a is bfloat16 \[3, 2\], .* has bfloat16 \[2, 3\]"),
+        (UPDATE, bucket(("a", [2, 3]), dtype="float32"), "a is float32"),
+        (UPDATE, bucket(("b", [4]), ("b", [4])), "b came twice"),
         ("end_weight_update", {}, "2 tensors did not come, first a"),
         ("begin_weight_update", {}, "engine 0 is open, not paused"),
         ("continue_generation", {}, "engine 0 is open, not paused"),
@@ -68,9 +65,7 @@ def test_a_complete_update_is_accepted(engines: FakeEngines) -> None:
         ("init_weights_update_group", {"rank_offset": 1, "world_size": 2}, r"ranks \[1, 2\] of a group of 2"),
     ],
 )
-def test_requests_that_sglang_refuses_are_refused(
-    engines: FakeEngines, endpoint: str, body: dict[str, Any], reason: str
-) -> None:
+def test_requests_that_sglang_refuses_are_refused(engines: FakeEngines, endpoint: str, body: Any, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         engines.handle(0, endpoint, body)
 

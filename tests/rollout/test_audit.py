@@ -1,9 +1,11 @@
-"""Which of a trajectory's rows are compared with what an engine answers later, and what is found."""
+"""An audit compares the rows of a trajectory with those that an engine returns later."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from support.trajectories import trajectory
 
 from agent_rl.errors import EngineUnreachable
 from agent_rl.rollout.route_audit import Auditor, audit_metrics, compare
-from agent_rl.types import Completion, FinishReason, RouteAudit, StopReason, TokenIds, Trajectory
+from agent_rl.types import Completion, FinishReason, RouteAudit, StopReason, Trajectory
 from r3.routing import Routing, Span, SpanKind
 
 ROWS, LAYERS, EXPERTS = 12, 3, 16
@@ -26,7 +28,7 @@ def routing(spans: list[Span] | None = None) -> Routing:
 
 
 def answer(cached: int, experts: Any = None, **changes: Any) -> Completion:
-    """The rows asked for again, all but the last; ``cached`` of them out of the cache."""
+    """The rows requested again, all but the last; ``cached`` of them from the cache."""
     rows = routing().experts[: ROWS - 1] if experts is None else experts[: ROWS - 1]
     again = Routing(rows, np.ones(ROWS - 1, np.bool_), (), EXPERTS)
     made = Completion((), (), FinishReason.LENGTH, "1", "a", again, cached_tokens=cached)
@@ -40,12 +42,12 @@ def shifted(rows: slice) -> Any:
     return experts
 
 
-def test_equal_rows_are_equal_in_whatever_order() -> None:
+def test_the_order_of_experts_in_a_row_does_not_matter() -> None:
     flipped = routing().experts[:, :, ::-1]
     assert compare(routing(), answer(9, flipped), answer(0, flipped)) == RouteAudit(9 * LAYERS, 0, 10 * LAYERS, 0)
 
 
-def test_what_came_out_of_the_cache_and_what_was_computed_are_told_apart() -> None:
+def test_cached_and_computed_rows_are_counted_separately() -> None:
     again, afresh = answer(8, shifted(slice(7, 12))), answer(2, shifted(slice(0, 5)))
     assert compare(routing(), again, afresh) == RouteAudit(8 * LAYERS, 1, 8 * LAYERS, 3)
 
@@ -58,53 +60,44 @@ def test_what_came_out_of_the_cache_and_what_was_computed_are_told_apart() -> No
         ([Span(0, 6, "1", "a", SpanKind.PREFILLED), Span(6, 10, "1", "a", SpanKind.RECOMPUTED)], 6),
     ],
 )
-def test_rows_of_other_weights_other_engines_and_retractions_are_left_out(spans: list[Span], rows: int) -> None:
+def test_rows_of_other_weights_or_engines_and_retractions_are_left_out(spans: list[Span], rows: int) -> None:
     assert compare(routing(spans), answer(10), answer(0)) == RouteAudit(rows * LAYERS, 0, rows * LAYERS, 0)
 
 
-def test_answers_of_other_weights_other_engines_and_retractions_make_no_alarm() -> None:
+def test_responses_of_other_weights_or_engines_and_retractions_count_nothing() -> None:
     wrong = shifted(slice(0, 12))
     for changes in ({"weight_version": "2"}, {"engine": "b"}, {"retractions": 1}, {"routing": None}):
         given = answer(10, wrong, **changes)
         assert compare(routing(), given, replace(given, cached_tokens=0)) == RouteAudit(0, 0, 0, 0)
 
 
-class Told:
-    """Answers what it is told, and notes what it was asked."""
-
-    def __init__(self, *answers: Completion | Exception) -> None:
-        self._answers, self.asked = list(answers), list[tuple[int, str, bool]]()
-
-    async def prefill(self, tokens: TokenIds, *, session: str, afresh: bool) -> Completion:
-        self.asked.append((len(tokens), session, afresh))
-        given = self._answers.pop(0)
-        if isinstance(given, Exception):
-            raise given
-        return given
+def engine(*responses: Completion | Exception) -> Any:
+    return SimpleNamespace(prefill=AsyncMock(side_effect=responses))
 
 
 def finished(**changes: Any) -> Trajectory:
     return replace(trajectory(1.0), tokens=np.arange(ROWS, dtype=np.int32), routing=routing(), **changes)
 
 
-async def test_a_share_is_audited_on_the_engine_that_sampled() -> None:
+async def test_a_fraction_is_audited_on_the_engine_that_sampled() -> None:
     chances = iter([0.02, 0.005])
-    engine = Told(answer(9), answer(0))
-    audit = Auditor(engine, 0.01, chance=lambda: next(chances))
+    sampled_by = engine(answer(9), answer(0))
+    audit = Auditor(sampled_by, 0.01, chance=lambda: next(chances))
     assert (await audit(finished(), "s-1")).audit is None
     assert (await audit(finished(), "s-2")).audit == RouteAudit(9 * LAYERS, 0, 10 * LAYERS, 0)
-    assert engine.asked == [(ROWS, "s-2", False), (ROWS, "s-2", True)]
+    requests = [call.kwargs for call in sampled_by.prefill.await_args_list]
+    assert requests == [{"session": "s-2", "afresh": False}, {"session": "s-2", "afresh": True}]
 
 
 @pytest.mark.parametrize("changes", [{"routing": None}, {"stop": StopReason.SANDBOX_FAILURE, "reward": None}])
-async def test_what_has_no_routes_or_failed_is_not_audited(changes: dict[str, Any]) -> None:
+async def test_failed_trajectories_and_those_without_routes_are_not_audited(changes: dict[str, Any]) -> None:
     given = replace(finished(), **changes)
-    assert await Auditor(Told(), 1.0)(given, "s") is given
+    assert await Auditor(engine(), 1.0)(given, "s") is given
 
 
-async def test_an_engine_that_fails_an_audit_costs_no_trajectory() -> None:
+async def test_a_failed_audit_keeps_the_trajectory() -> None:
     given = finished()
-    assert await Auditor(Told(answer(9), EngineUnreachable("gone")), 1.0)(given, "s") is given
+    assert await Auditor(engine(answer(9), EngineUnreachable("gone")), 1.0)(given, "s") is given
 
 
 def test_a_step_without_audits_has_no_such_metric() -> None:

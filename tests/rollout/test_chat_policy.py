@@ -1,11 +1,10 @@
-"""A chat endpoint as a policy: the conversation survives its way through tokens, failures are told apart."""
+"""A chat endpoint as a policy: conversations survive the conversion to tokens; each failure has its own error."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import orjson
@@ -13,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.local_server import serving
+from support.memory_env import TASK, MemoryEnvironment
 
 from agent_rl.errors import EngineRejected, EngineUnreachable, UserError
 from agent_rl.rollout.chat_policy import ChatEndpoint, ChatEngine
@@ -28,7 +28,7 @@ PLAIN = EpisodeRules(routes=None)
 
 @asynccontextmanager
 async def endpoint(answer: Answer) -> AsyncIterator[str]:
-    """An endpoint that answers chat completions as it is told."""
+    """An endpoint whose chat completions are ``answer``'s."""
 
     async def handle(path: str, body: dict[str, Any]) -> tuple[int, bytes]:
         status, said = answer(body)
@@ -55,7 +55,7 @@ def test_a_conversation_is_read_back_as_it_was_written(turns: list[tuple[str, st
     assert read_messages(tokens) == plain
 
 
-async def test_an_episode_over_an_endpoint(kit: SimpleNamespace) -> None:
+async def test_an_episode_over_an_endpoint() -> None:
     fmt, asked = tool_format("hermes"), []
 
     def answer(body: dict[str, Any]) -> tuple[int, Any]:
@@ -63,9 +63,8 @@ async def test_an_episode_over_an_endpoint(kit: SimpleNamespace) -> None:
         calls = [ToolCall("echo", {"text": "fix"}), ToolCall("submit", {})]
         return 200, said(fmt.render(calls[len(asked) - 1]))
 
-    env = kit.MemoryEnvironment()
     async with endpoint(answer) as url, ChatEngine(ChatEndpoint(url, "some-model"), timeout=5, retries=0) as engine:
-        trajectory = await run_episode(env, env.tasks("heldout")[0], engine, ChatTextRenderer(), fmt, PLAIN)
+        trajectory = await run_episode(MemoryEnvironment(), TASK, engine, ChatTextRenderer(), fmt, PLAIN)
     assert (trajectory.resolved, trajectory.stop) == (True, StopReason.SUBMITTED)
     assert asked[0]["model"] == "some-model"
     assert [m["role"] for m in asked[1]["messages"]] == ["system", "user", "assistant", "user"]
@@ -80,7 +79,7 @@ async def ask(url: str, **options: Any) -> Any:
         return await engine.generate(tokens, SamplingParams(), session="s", **{"routes_from": None, **options})
 
 
-async def test_trouble_is_told_apart() -> None:
+async def test_each_kind_of_failure_has_its_own_error() -> None:
     count = 0
 
     def flaky(body: dict[str, Any]) -> tuple[int, Any]:
@@ -99,9 +98,6 @@ async def test_trouble_is_told_apart() -> None:
     async with endpoint(lambda body: too_long if "max_tokens" in body else (200, said("the rest"))) as url:
         completion = await ask(url)
         assert (completion.finish, bytes(completion.tokens[:-1])) == (FinishReason.STOP, b"the rest")
-    async with endpoint(lambda body: (404, {"error": {"message": "no model m"}})) as url:
-        with pytest.raises(UserError, match=r"404: no model m: .*--model"):
-            await ask(url)
     async with endpoint(lambda body: (200, {"choices": []})) as url:
         with pytest.raises(EngineRejected, match="no chat completion"):
             await ask(url)
@@ -126,8 +122,8 @@ def test_native_calls_are_sent_back_as_the_endpoint_made_them() -> None:
     assert fields["messages"][2]["content"] == "I look."
 
 
-async def test_an_episode_with_native_tool_calls(kit: SimpleNamespace) -> None:
-    """The model is handed the tools, its calls are run, and what is wrong with one is told to it."""
+async def test_an_episode_with_native_tool_calls() -> None:
+    """The model receives the tools, its calls run, and it receives the error of a malformed call."""
     asked: list[dict[str, Any]] = []
     turns = [("echo", "{broken"), ("echo", '{"text": "fix"}'), ("submit", "")]
 
@@ -138,12 +134,11 @@ async def test_an_episode_with_native_tool_calls(kit: SimpleNamespace) -> None:
         message = {"role": "assistant", "content": None, "tool_calls": [call]}
         return 200, {"choices": [{"message": message, "finish_reason": "tool_calls"}]}
 
-    env, renderer = kit.MemoryEnvironment(), ChatTextRenderer(native_tools=True)
+    renderer, env = ChatTextRenderer(native_tools=True), MemoryEnvironment()
     async with endpoint(answer) as url:
         options = ChatEndpoint(url, "m", native_tools=True, request={"temperature": None, "seed": 3})
         async with ChatEngine(options, timeout=5, retries=0) as engine:
-            task = env.tasks("heldout")[0]
-            trajectory = await run_episode(env, task, engine, renderer, NativeToolCalls(), PLAIN)
+            trajectory = await run_episode(env, TASK, engine, renderer, NativeToolCalls(), PLAIN)
     assert (trajectory.resolved, trajectory.stop) == (True, StopReason.SUBMITTED)
     assert [tool["function"]["name"] for tool in asked[0]["tools"]] == ["echo", "submit"]
     assert asked[0]["messages"][0]["content"] == "S", "the tools are described nowhere else"
@@ -152,36 +147,29 @@ async def test_an_episode_with_native_tool_calls(kit: SimpleNamespace) -> None:
     assert asked[2]["messages"][-1] == {"role": "tool", "tool_call_id": "call00004", "content": "fix"}
 
 
-WRONG = {
-    "401": (
-        (401, b'{"error": {"message": "no such key"}}'),
-        "401: no such key: the key in OPENAI_API_KEY is not set",
-    ),
-    "404": ((404, b'{"error": {"message": "no model m"}}'), "404: no model m: .*--model"),
-    "page": ((200, b"<!doctype html><p>hello"), r"a page \(HTML\) instead of JSON: .*address of a chat API"),
-    "400": (
-        (400, b'{"message": "max_tokens is unsupported"}'),
-        "max_tokens is unsupported; .* --request max_tokens=null",
-    ),
-    "502": ((502, b"<html>bad gateway"), "check that the server is running"),
-}
-
-
-@pytest.mark.parametrize("kind", WRONG)
-async def test_an_endpoint_that_can_answer_nothing_is_told_at_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("status", "body", "message"),
+    [
+        (401, b'{"error": {"message": "no such key"}}', "401: no such key: the key in OPENAI_API_KEY is not set"),
+        (404, b'{"error": {"message": "no model m"}}', "404: no model m: .*--model"),
+        (200, b"<!doctype html><p>hello", r"a page \(HTML\) instead of JSON: .*address of a chat API"),
+        (400, b'{"message": "max_tokens is unsupported"}', "unsupported; .* --request max_tokens=null"),
+        (502, b"<html>bad gateway", "check that the server is running"),
+    ],
+)
+async def test_an_endpoint_that_refuses_is_one_line(status: int, body: bytes, message: str, monkeypatch: Any) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    answer, told = WRONG[kind]
 
-    async def handle(path: str, body: dict[str, Any]) -> tuple[int, bytes]:
-        return answer
+    async def handle(path: str, request: dict[str, Any]) -> tuple[int, bytes]:
+        return status, body
 
     async with serving(handle) as url, ChatEngine(ChatEndpoint(url, "m"), timeout=5, retries=9) as engine:
-        with pytest.raises(UserError, match=told) as error:
+        with pytest.raises(UserError, match=message) as error:
             await engine.check_ready()
     assert "\n" not in str(error.value)
 
 
-async def test_an_endpoint_without_its_v1_is_told_which_address_to_try() -> None:
+async def test_an_address_without_v1_is_a_user_error_with_the_right_address() -> None:
     async def handle(path: str, body: dict[str, Any]) -> tuple[int, bytes]:
         return (200, orjson.dumps(said("ready"))) if path.startswith("/v1/") else (404, b"not here")
 

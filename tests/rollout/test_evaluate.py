@@ -5,18 +5,18 @@ import io
 import json
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from support.memory_env import TASK, MemoryEnvironment, hanging
 
 from agent_rl.config import RolloutConfig
 from agent_rl.errors import UserError
 from agent_rl.evaluation.evaluate import evaluate
-from agent_rl.evaluation.report import wilson_interval
+from agent_rl.evaluation.report import EvalReport, wilson_interval
 from agent_rl.evaluation.tables import table
 from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.jsonl_zst import encode_rows
@@ -42,7 +42,7 @@ def test_wilson_agrees_with_the_published_example() -> None:
 
 
 @given(st.integers(1, 2000).flatmap(lambda trials: st.tuples(st.integers(0, trials), st.just(trials))))
-def test_wilson_holds_the_rate_and_stays_a_share(case: tuple[int, int]) -> None:
+def test_wilson_interval_contains_the_rate_and_is_within_0_and_1(case: tuple[int, int]) -> None:
     hits, trials = case
     low, high = wilson_interval(hits / trials, trials)
     assert 0 <= low <= hits / trials + 1e-12
@@ -59,16 +59,25 @@ def solver(fixes: set[str]) -> Any:
     return solve
 
 
-async def test_pass_at_1_counts_tasks_and_keeps_failures_apart(kit: SimpleNamespace, tmp_path: Path) -> None:
-    broken = 0
-    env = kit.MemoryEnvironment()
-    tasks = env.tasks("heldout")
-    healthy = solver_runner(env, solver({"heldout-0", "heldout-1", "heldout-2"}), EpisodeRules())
+def losing() -> MemoryEnvironment:
+    """An environment whose sandboxes are lost at the start."""
 
     async def lose() -> None:
         raise SandboxLostError("gone")
 
-    lost = solver_runner(kit.MemoryEnvironment(on_start=lose), solver(set()), EpisodeRules())
+    return MemoryEnvironment(on_start=lose)
+
+
+def written(report: EvalReport, directory: Path) -> Any:
+    report.write(directory / "report.json")
+    return json.loads((directory / "report.json").read_text())
+
+
+async def test_pass_at_1_counts_tasks_and_keeps_failures_apart(tmp_path: Path) -> None:
+    broken, env = 0, MemoryEnvironment()
+    tasks = env.tasks("heldout")
+    healthy = solver_runner(env, solver({"heldout-0", "heldout-1", "heldout-2"}), EpisodeRules())
+    lost = solver_runner(losing(), solver(set()), EpisodeRules())
 
     async def run(task: Task) -> Trajectory:
         nonlocal broken
@@ -84,15 +93,14 @@ async def test_pass_at_1_counts_tasks_and_keeps_failures_apart(kit: SimpleNamesp
     assert [outcome.task_id for outcome in report.outcomes] == [task.id for task in tasks]
     assert report.outcomes[7].error == "SandboxLostError: gone"
     assert report.stops == {"submitted": 7}
-    report.write(tmp_path / "report.json")
-    assert json.loads((tmp_path / "report.json").read_text())["pass_at_1"] == pytest.approx(3 / 7)
+    assert written(report, tmp_path)["pass_at_1"] == pytest.approx(3 / 7)
     console = Console(width=160, record=True, file=io.StringIO())
     console.print(table([report]))
     assert "42.9%" in console.export_text()
 
 
-async def test_several_samples_are_averaged_within_a_task(kit: SimpleNamespace) -> None:
-    env, count = kit.MemoryEnvironment(), 0
+async def test_several_samples_are_averaged_within_a_task() -> None:
+    env, count = MemoryEnvironment(), 0
     right, wrong = (solver_runner(env, solver(fixes), EpisodeRules()) for fixes in ({"heldout-0"}, set()))
 
     async def run(task: Task) -> Trajectory:
@@ -105,31 +113,24 @@ async def test_several_samples_are_averaged_within_a_task(kit: SimpleNamespace) 
     assert report.interval == wilson_interval(0.25, 1)
 
 
-async def test_nothing_graded_is_no_number(kit: SimpleNamespace, tmp_path: Path) -> None:
-    async def lose() -> None:
-        raise SandboxLostError("gone")
-
-    env = kit.MemoryEnvironment(on_start=lose)
-    report = await evaluate(
-        env.tasks("heldout"), solver_runner(env, "noop", EpisodeRules()), policy="noop", limiter=Limiter(8)
-    )
+async def test_nothing_graded_is_no_number(tmp_path: Path) -> None:
+    env = losing()
+    run = solver_runner(env, "noop", EpisodeRules())
+    report = await evaluate(env.tasks("heldout"), run, policy="noop", limiter=Limiter(8))
     assert math.isnan(report.pass_at_1)
     assert (report.graded, report.ungraded, report.interval) == (0, 8, (0.0, 1.0))
-    report.write(tmp_path / "report.json")
-    assert json.loads((tmp_path / "report.json").read_text())["pass_at_1"] is None
+    assert written(report, tmp_path)["pass_at_1"] is None
 
 
-async def test_a_solver_goes_through_the_tools(kit: SimpleNamespace) -> None:
-    env = kit.MemoryEnvironment()
-    trajectory = await solver_runner(env, solver({"train-0"}), EpisodeRules(RolloutConfig(max_turns=1, max_tokens=5)))(
-        env.tasks("train")[0]
-    )
+async def test_a_solver_calls_the_tools_and_has_no_limits() -> None:
+    rules = EpisodeRules(RolloutConfig(max_turns=1, max_tokens=5))
+    trajectory = await solver_runner(MemoryEnvironment(), solver({TASK.id}), rules)(TASK)
     assert [turn.tool for turn in trajectory.turns] == ["echo", "submit"]
     assert trajectory.resolved
 
 
-async def test_a_recorded_run_is_said_again_and_graded_anew(kit: SimpleNamespace, tmp_path: Path) -> None:
-    env = kit.MemoryEnvironment()
+async def test_a_recorded_run_is_replayed_and_graded_again(tmp_path: Path) -> None:
+    env = MemoryEnvironment()
     first, second, _ = env.tasks("heldout")[:3]
     run = solver_runner(env, solver({"heldout-0"}), EpisodeRules())
     path = write_trajectories(tmp_path, 1, [Group(task.id, (await run(task),)) for task in (first, second)])
@@ -146,26 +147,17 @@ async def test_a_recorded_run_is_said_again_and_graded_anew(kit: SimpleNamespace
         recorded(tmp_path / "absent.jsonl.zst")
 
 
-def test_wrong_solvers_are_told() -> None:
+async def test_an_unknown_solver_or_a_task_without_gold_patch_is_a_user_error() -> None:
+    env = MemoryEnvironment()
     with pytest.raises(UserError, match="gold, noop"):
-        solver_runner(None, "glod", EpisodeRules())  # type: ignore[arg-type]
-
-
-async def test_a_task_without_gold_is_told(kit: SimpleNamespace) -> None:
-    env = kit.MemoryEnvironment()
+        solver_runner(env, "glod", EpisodeRules())
     with pytest.raises(UserError, match="no gold patch"):
-        await solver_runner(env, "gold", EpisodeRules())(env.tasks("train")[0])
-    assert len(noop(env, env.tasks("train")[0])) == 1
+        await solver_runner(env, "gold", EpisodeRules())(TASK)
+    assert len(noop(env, TASK)) == 1
 
 
-async def test_cancelled_evaluation_leaves_nothing_open(kit: SimpleNamespace) -> None:
-    reached = asyncio.Event()
-
-    async def stall() -> None:
-        reached.set()
-        await asyncio.Event().wait()
-
-    env = kit.MemoryEnvironment(on_call=stall)
+async def test_cancelled_evaluation_leaves_nothing_open() -> None:
+    env, reached = hanging()
     run = solver_runner(env, solver(set()), EpisodeRules())
     running = asyncio.create_task(evaluate(env.tasks("heldout"), run, policy="x", limiter=Limiter(4)))
     await reached.wait()

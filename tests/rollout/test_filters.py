@@ -18,7 +18,7 @@ def group(*members: Trajectory) -> Group:
     return Group("t", members)
 
 
-def test_which_endings_each_filter_masks() -> None:
+def test_the_stop_reasons_that_each_filter_masks() -> None:
     assert masked_stops("none") == frozenset()
     assert masked_stops("overlong") == {StopReason.CONTEXT_FULL}
     assert {StopReason.CONTEXT_FULL, StopReason.MAX_TURNS, StopReason.TIME_LIMIT} == COMPACT
@@ -29,7 +29,7 @@ def test_a_group_without_contrast_teaches_nothing(rewards: tuple[float, ...]) ->
     assert not teaches(group(*map(trajectory, rewards)))
 
 
-def test_some_but_not_all_solved_teaches() -> None:
+def test_a_group_with_contrast_teaches() -> None:
     assert teaches(group(trajectory(1.0), trajectory(0.0), trajectory(0.0)))
 
 
@@ -45,19 +45,14 @@ def test_the_metrics_of_a_hand_made_step() -> None:
     kept = [group(trajectory(1.0, 10), trajectory(0.0, 30), trajectory(0.0, 60, StopReason.MAX_TURNS))]
     discarded = [group(trajectory(1.0, 4), trajectory(1.0, 6)), group(trajectory(0.0, 100), trajectory(0.0, 90))]
     values = filter_metrics(kept, discarded, COMPACT)
-    assert values["filter/groups_drawn"] == 3
-    assert values["filter/groups_discarded"] == 2
-    assert (values["filter/discarded_solved"], values["filter/discarded_unsolved"]) == (1, 1)
-    assert values["filter/masked_trajectories"] == 1
-    assert values["filter/masked_token_fraction"] == pytest.approx(60 / 300)
-    assert values["filter/length_ratio"] == pytest.approx(20 / (300 / 7))
-    assert values["filter/trained_tokens_mean"] == 20
-    assert values["filter/discarded_tokens_mean"] == 50
-    assert values["filter/discarded_tokens_max"] == 100
-    assert values["filter/discarded_tokens_p50"] == 48
+    counts = {"groups_drawn": 3, "groups_discarded": 2, "discarded_solved": 1, "discarded_unsolved": 1}
+    counts |= {"masked_trajectories": 1, "masked_token_fraction": 60 / 300, "length_ratio": 20 / (300 / 7)}
+    lengths = {"trained_tokens_mean": 20, "discarded_tokens_mean": 50, "discarded_tokens_max": 100}
+    expected = {**counts, **lengths, "discarded_tokens_p50": 48}
+    assert {name: values[f"filter/{name}"] for name in expected} == pytest.approx(expected)
 
 
-def test_without_anything_trained_there_is_no_bias_to_tell() -> None:
+def test_the_length_ratio_is_one_without_trained_groups() -> None:
     assert filter_metrics([group(trajectory(0.0), trajectory(0.0))], [])["filter/length_ratio"] == 1.0
     assert filter_metrics([], [])["filter/length_ratio"] == 1.0
 
@@ -74,7 +69,7 @@ def test_a_filter_that_leaves_nothing_out_has_ratio_one(drawn: list[list[tuple[f
         assert values["filter/length_ratio"] == pytest.approx(1.0)
 
 
-def test_a_bias_of_lengths_is_reported_once_it_stands_out_of_the_noise() -> None:
+def test_a_bias_of_lengths_beyond_the_noise_is_reported() -> None:
     rng = np.random.default_rng(0)
     unbiased = np.exp(rng.normal(0.0, 0.1, 40)).tolist()
     assert length_report(unbiased) is None

@@ -66,13 +66,7 @@ class Prefixes:
     def __init__(self) -> None:
         self.count, self.rows = 0, 0
 
-    def sample(
-        self,
-        prompt: Sequence[int],
-        sampled: Sequence[int],
-        routes_from: int | None,
-        finish: FinishReason = FinishReason.STOP,
-    ) -> Completion:
+    def sample(self, prompt: Any, sampled: Any, routes_from: int | None, finish: Any = FinishReason.STOP) -> Completion:
         whole = [*prompt, *sampled]
         routing = None
         if routes_from is not None:
@@ -88,7 +82,7 @@ class Prefixes:
 
 @dataclass
 class Program:
-    """Conversations that grow, are edited, and are asked for again, as ``rng`` has it."""
+    """Conversations that grow, are edited, and are requested again, as ``rng`` decides."""
 
     rng: random.Random
     tree: ConversationTree = field(default_factory=lambda: ConversationTree(LetterRendering(), routes=R3Config()))
@@ -143,7 +137,6 @@ class Program:
 
     def deliver(self, node: Node, messages: tuple[ChatMessage, ...], tools: int) -> None:
         self.tree.deliver(node)
-        assert node.spoken is not None
         reply = node.id if node.spoken.calls or self.rng.random() < 0.3 else ""
         echo = ChatMessage("assistant", node.spoken.text, node.spoken.calls, reply=reply)
         roles = self.rng.choice([("tool",), ("user",), ("tool", "tool"), ("tool", "user")])
@@ -173,7 +166,6 @@ def check(program: Program) -> tuple[Branch, ...]:
         tokens = branch.tokens.tolist()
         assert branch.loss_mask.any()
         assert not branch.logprobs[~branch.loss_mask].any()
-        assert branch.routing is not None
         rows = [row_of(tokens[: at + 1]) for at in range(len(tokens) - 1)]
         assert branch.routing.experts[:-1].tolist() == rows
         assert branch.routing.present.tolist() == [True] * (len(tokens) - 1) + [False]
@@ -229,6 +221,7 @@ class Talk:
 
 
 S, U = ChatMessage("system", "s"), ChatMessage("user", "u")
+LS = (ToolCall("bash", {"command": "ls"}),)
 
 
 def causes(talk: Talk) -> list[BranchCause]:
@@ -244,7 +237,7 @@ def test_a_linear_program_has_one_branch_and_brings_each_row_once() -> None:
     assert talk.engine.rows == len(branch.tokens) - 1
 
 
-def test_thoughts_may_be_left_out_and_blanks_differ_but_nothing_else() -> None:
+def test_an_echo_without_thoughts_or_with_other_blanks_continues_its_branch() -> None:
     talk = Talk()
     said = talk.turn([S, U], "yes")
     seen = ChatMessage("user", "go on")
@@ -274,23 +267,25 @@ def test_arguments_that_a_program_adds_to_a_call_which_it_names_begin_no_branch(
     assert shared(said) < whole
 
 
-def test_a_program_goes_on_after_a_message_that_nobody_sampled() -> None:
+def test_a_program_continues_after_messages_that_were_not_sampled() -> None:
     """An example in its prompt, or one edited reply: what was sampled later is found, not encoded again."""
     talk, messages = Talk(), [S, U, ChatMessage("assistant", "an example"), U]
-    for number in range(3):
-        said = talk.turn(messages, f"<raw {number}>", calls=(ToolCall("bash", {"command": "ls"}),))
-        messages += [said._replace(reply=""), ChatMessage("tool", f"seen {number}")]
+
+    def go_on() -> None:
+        for number in range(3):
+            said = talk.turn(messages, f"<raw {number}>", calls=LS)
+            messages.extend([said._replace(reply=""), ChatMessage("tool", f"seen {number}")])
+
+    go_on()
     (branch,) = talk.tree.branches()
     assert talk.engine.rows == len(branch.tokens) - 1
     messages[4] = ChatMessage("assistant", "edited")
-    for number in range(3):
-        said = talk.turn(messages, f"<raw {number}>", calls=(ToolCall("bash", {"command": "ls"}),))
-        messages += [said._replace(reply=""), ChatMessage("tool", f"seen {number}")]
+    go_on()
     assert causes(talk) == [BranchCause.START, BranchCause.REWRITE]
     assert talk.tree.echo_differs == 1
 
 
-def test_a_retry_of_what_never_arrived_is_the_same_node() -> None:
+def test_a_retry_of_an_undelivered_reply_is_the_same_node() -> None:
     talk = Talk()
     node = talk.begin([S, U])
     assert talk.tree.plan_request([S, U], [{}]).undelivered == (node,)
@@ -301,7 +296,7 @@ def test_a_retry_of_what_never_arrived_is_the_same_node() -> None:
     assert talk.tree.plan_request([S, U], [{}]).undelivered == ()
 
 
-def test_what_was_asked_for_again_is_not_trained_unless_the_program_goes_on_from_it() -> None:
+def test_a_replaced_reply_is_trained_only_if_the_program_continues_it() -> None:
     talk = Talk()
     first = talk.turn([S, U], "first")
     talk.turn([S, U], "second")
@@ -332,9 +327,7 @@ def test_other_tools_and_rewritten_messages_name_their_cause() -> None:
 
 def test_a_reply_repeated_in_a_rewritten_conversation_has_the_text_that_was_sampled() -> None:
     talk = Talk()
-    call = (ToolCall("bash", {"command": "ls"}),)
-    node = talk.begin([S, U])
-    said = talk.finish(node, "<raw ls>", calls=call)
+    said = talk.turn([S, U], "<raw ls>", calls=LS)
     plan = talk.tree.plan_request([S, ChatMessage("user", "other"), said, ChatMessage("tool", "x")], [{}])
     assert b"<raw ls>" in bytes(plan.prompt.tolist())
 

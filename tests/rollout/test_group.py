@@ -1,58 +1,50 @@
 from __future__ import annotations
 
 import asyncio
-import functools
+import itertools
 import re
-from collections.abc import Awaitable, Callable, Iterator
-from types import SimpleNamespace
+from collections.abc import Awaitable, Callable, Container, Sequence
+from dataclasses import replace
+from typing import Any
 
-import numpy as np
 import pytest
+from support.memory_env import SUBMIT, MemoryEnvironment, TurnsEngine, run_memory_episode
+from support.trajectories import trajectory
 
-from agent_rl.config import RolloutConfig
 from agent_rl.errors import RolloutFailed, RoutesMissingError
-from agent_rl.rollout.episode import EpisodeRules, run_episode
-from agent_rl.rollout.group import GroupSettings, RolloutEvent, collect_groups
+from agent_rl.rollout.group import GroupSettings, Rollout, RolloutEvent, collect_groups
 from agent_rl.rollout.limiter import Limiter
 from agent_rl.rollout.metrics import rollout_metrics
-from agent_rl.rollout.scripted_policies import ByteRenderer
-from agent_rl.types import StopReason, Trajectory, VersionSpan
+from agent_rl.types import StopReason, Trajectory
 from envs import Task
-from tools.formats import tool_format
 
+SUBMITTED, SANDBOX_FAILURE, NODE_LOST = StopReason.SUBMITTED, StopReason.SANDBOX_FAILURE, StopReason.NODE_LOST
 TASKS = [Task(f"task-{index}", "memory", {}) for index in range(4)]
 
 
-def trajectory(task: Task, stop: StopReason = StopReason.SUBMITTED, reward: float | None = 1.0) -> Trajectory:
-    return Trajectory(
-        task_id=task.id,
-        env=task.env,
-        tokens=np.array([1, 2, 3], np.int32),
-        loss_mask=np.array([False, True, True]),
-        logprobs=np.array([0, -1, -1], np.float32),
-        routing=None,
-        stop=stop,
-        reward=None if stop.infrastructure else reward,
-        resolved=bool(reward) and not stop.infrastructure,
-        turns=(),
-        messages=(),
-        versions=(VersionSpan(0, 3, "0"),),
-        error="SandboxLostError: gone" if stop.infrastructure else "",
-    )
+def ended(task: Task, stop: StopReason = StopReason.SUBMITTED) -> Trajectory:
+    if not stop.infrastructure:
+        return trajectory(1.0, stop=stop, task_id=task.id)
+    return replace(trajectory(0.0, stop=stop, task_id=task.id), reward=None, error="SandboxLostError: gone")
 
 
-def endings(script: Iterator[StopReason]) -> Callable[[Task], Awaitable[Trajectory]]:
-    """Episodes that end as ``script`` says, in the order they are started."""
+def endings(*stops: StopReason) -> Callable[[Task], Awaitable[Trajectory]]:
+    """Episodes that end with ``stops``, in the order in which they start."""
+    script = iter(stops)
 
     async def run(task: Task) -> Trajectory:
-        return trajectory(task, next(script))
+        return ended(task, next(script))
 
     return run
 
 
-async def test_episodes_of_a_lost_host_are_run_again_and_not_charged() -> None:
-    script = iter([StopReason.NODE_LOST] * 9 + [StopReason.SANDBOX_FAILURE] + [StopReason.SUBMITTED] * 8)
-    rollout = await collect_groups(TASKS[:1], endings(script), GroupSettings(size=4, retries=1), limiter=Limiter(8))
+async def collect(run: Any, size: int, tasks: Sequence[Task] = TASKS, *, slots: int = 1, **settings: Any) -> Rollout:
+    return await collect_groups(tasks, run, GroupSettings(size=size, **settings), limiter=Limiter(slots))
+
+
+async def test_episodes_of_a_lost_node_run_again_and_are_not_charged() -> None:
+    run = endings(*[NODE_LOST] * 9, SANDBOX_FAILURE, *[SUBMITTED] * 8)
+    rollout = await collect(run, 4, TASKS[:1], slots=8, retries=1)
     (group,) = rollout.groups
     assert (len(group.trajectories), group.infrastructure_failures, rollout.dropped) == (4, 1, ())
 
@@ -64,7 +56,7 @@ async def test_groups_come_in_completion_order_and_each_once() -> None:
 
     async def run(task: Task) -> Trajectory:
         await gates[task.id].wait()
-        return trajectory(task)
+        return ended(task)
 
     def on_event(event: RolloutEvent) -> None:
         events.append(event)
@@ -79,7 +71,7 @@ async def test_groups_come_in_completion_order_and_each_once() -> None:
     assert len([event for event in events if event.group]) == 4
 
 
-async def test_concurrency_is_bounded_over_all_groups() -> None:
+async def test_concurrency_is_limited_over_all_groups() -> None:
     limiter, running, most = Limiter(5), 0, 0
 
     async def run(task: Task) -> Trajectory:
@@ -88,35 +80,26 @@ async def test_concurrency_is_bounded_over_all_groups() -> None:
         most = max(most, running)
         await asyncio.sleep(0)
         running -= 1
-        return trajectory(task)
+        return ended(task)
 
     await collect_groups(TASKS, run, GroupSettings(size=8), limiter=limiter)
     assert most == limiter.peak == 5
 
 
-async def test_an_infrastructure_failure_is_run_again() -> None:
-    run = endings(
-        iter(
-            [StopReason.SANDBOX_FAILURE, *[StopReason.SUBMITTED] * 2, StopReason.ENGINE_FAILURE]
-            + [StopReason.SUBMITTED] * 9
-        )
-    )
-    rollout = await collect_groups(TASKS[:1], run, GroupSettings(size=4, retries=2), limiter=Limiter(1))
+@pytest.mark.parametrize(
+    ("stops", "retries", "kept", "failures"),
+    [
+        ([SANDBOX_FAILURE, SUBMITTED, SUBMITTED, StopReason.ENGINE_FAILURE, *[SUBMITTED] * 9], 2, 4, 2),
+        ([*[SANDBOX_FAILURE] * 5, SUBMITTED, SUBMITTED], 3, 2, 5),  # a spent budget leaves a smaller group
+    ],
+)
+async def test_a_failure_runs_again_within_a_budget(stops: Any, retries: int, kept: int, failures: int) -> None:
+    rollout = await collect(endings(*stops), 4, TASKS[:1], retries=retries)
     (group,) = rollout.groups
-    assert [t.reward for t in group.trajectories] == [1.0] * 4
-    assert group.infrastructure_failures == 2
-    assert rollout_metrics(rollout)["rollout/infrastructure_failures"] == 2
-
-
-async def test_a_spent_budget_leaves_a_smaller_group_and_never_a_reward_of_zero() -> None:
-    script = [StopReason.SANDBOX_FAILURE] * 5 + [StopReason.SUBMITTED] * 2
-    rollout = await collect_groups(
-        TASKS[:1], endings(iter(script)), GroupSettings(size=4, retries=3), limiter=Limiter(1)
-    )
-    (group,) = rollout.groups
-    assert [t.reward for t in group.trajectories] == [1.0, 1.0]
-    assert group.infrastructure_failures == 5
-    assert rollout_metrics(rollout)["reward/mean"] == 1.0
+    assert [t.reward for t in group.trajectories] == [1.0] * kept
+    assert group.infrastructure_failures == failures
+    metrics = rollout_metrics(rollout)
+    assert (metrics["rollout/infrastructure_failures"], metrics["reward/mean"]) == (failures, 1.0)
 
 
 async def test_retries_are_counted_over_the_whole_group() -> None:
@@ -126,79 +109,69 @@ async def test_retries_are_counted_over_the_whole_group() -> None:
         nonlocal started
         started += 1
         await asyncio.sleep(0)
-        return trajectory(task, StopReason.SANDBOX_FAILURE)
+        return ended(task, SANDBOX_FAILURE)
 
     with pytest.raises(RolloutFailed, match=r"task-0 failed 11 times, first: SandboxLostError: gone"):
-        await collect_groups(TASKS[:1], run, GroupSettings(size=8, retries=3), limiter=Limiter(8))
+        await collect(run, 8, TASKS[:1], slots=8, retries=3)
     assert started == 8 + 3
 
 
-async def test_a_key_error_in_one_of_eight_gradings_is_run_again_and_is_no_reward(kit: SimpleNamespace) -> None:
-    graded = 0
+def key_errors(gradings: Container[int]) -> tuple[MemoryEnvironment, Any]:
+    """An environment whose gradings of these numbers (from 1) raise KeyError, and the run of its episodes."""
+    count = itertools.count(1)
 
-    async def breaks_once() -> None:
-        nonlocal graded
-        graded += 1
-        if graded == 3:
-            raise KeyError("status")
+    async def grade() -> None:
+        if (number := next(count)) in gradings:
+            raise KeyError(f"status {number}")
 
-    env = kit.MemoryEnvironment(on_grade=breaks_once)
-    engine, limits = kit.ToldEngine([kit.SUBMIT]), EpisodeRules(RolloutConfig(describe_tools=False))
-    run = functools.partial(
-        run_episode, env, engine=engine, renderer=ByteRenderer(), fmt=tool_format("hermes"), rules=limits
-    )
-    rollout = await collect_groups(env.tasks("train")[:1], run, GroupSettings(size=8), limiter=Limiter(8))
+    env = MemoryEnvironment(on_grade=grade)
+    return env, lambda task: run_memory_episode(TurnsEngine([SUBMIT]), env)
+
+
+async def test_a_key_error_in_one_of_eight_gradings_is_run_again_and_is_no_reward() -> None:
+    env, run = key_errors({3})
+    rollout = await collect(run, 8, TASKS[:1], slots=8)
     (group,) = rollout.groups
-    assert (len(group.trajectories), group.infrastructure_failures, graded) == (8, 1, 9)
+    assert (len(group.trajectories), group.infrastructure_failures, env.started) == (8, 1, 9)
     assert rollout_metrics(rollout)["rollout/infrastructure_failures"] == 1
 
 
-async def test_past_the_budget_the_run_ends_with_the_first_cause_in_one_line(kit: SimpleNamespace) -> None:
-    async def breaks() -> None:
-        raise KeyError(f"status {env.started}")
-
-    env = kit.MemoryEnvironment(on_grade=breaks)
-    engine, limits = kit.ToldEngine([kit.SUBMIT]), EpisodeRules(RolloutConfig(describe_tools=False))
-    run = functools.partial(
-        run_episode, env, engine=engine, renderer=ByteRenderer(), fmt=tool_format("hermes"), rules=limits
-    )
+async def test_beyond_the_budget_the_run_ends_with_the_first_cause_in_one_line() -> None:
+    _, run = key_errors(range(99))
     with pytest.raises(RolloutFailed) as failed:
-        await collect_groups(env.tasks("train")[:1], run, GroupSettings(size=2, retries=2), limiter=Limiter(1))
-    assert re.fullmatch(
-        r".*task train-0 failed 4 times, first: KeyError: 'status 1' \(.*test_group\.py:\d+\)", str(failed.value)
-    )
+        await collect(run, 2, TASKS[:1], retries=2)
+    line = r".*task task-0 failed 4 times, first: KeyError: 'status 1' \(.*test_group\.py:\d+\)"
+    assert re.fullmatch(line, str(failed.value))
 
 
-async def test_an_undecidable_task_is_not_tried_again_and_has_a_bound_of_its_own() -> None:
+async def test_an_undecidable_task_is_not_tried_again_and_has_its_own_limit() -> None:
     ran: list[str] = []
     undecidable = {"task-1"}
 
     async def run(task: Task) -> Trajectory:
         ran.append(task.id)
-        return trajectory(task, StopReason.UNDECIDABLE if task.id in undecidable else StopReason.SUBMITTED)
+        return ended(task, StopReason.UNDECIDABLE if task.id in undecidable else SUBMITTED)
 
-    settings = GroupSettings(size=4, retries=3, max_dropped=0)
-    rollout = await collect_groups(TASKS, run, settings, limiter=Limiter(1))
+    rollout = await collect(run, 4, retries=3, max_dropped=0)
     assert [(dropped.task_id, dropped.undecidable) for dropped in rollout.dropped] == [("task-1", True)]
     assert ran.count("task-1") == 1
     undecidable.add("task-2")
     with pytest.raises(RolloutFailed, match=r"^2 group"):
-        await collect_groups(TASKS, run, settings, limiter=Limiter(1))
+        await collect(run, 4, retries=3, max_dropped=0)
 
 
-async def test_groups_are_dropped_up_to_the_bound() -> None:
+async def test_groups_are_dropped_up_to_the_limit() -> None:
     async def run(task: Task) -> Trajectory:
-        return trajectory(task, StopReason.SANDBOX_FAILURE if task.id == "task-1" else StopReason.SUBMITTED)
+        return ended(task, SANDBOX_FAILURE if task.id == "task-1" else SUBMITTED)
 
-    settings = GroupSettings(size=2, retries=1, max_dropped=1)
-    rollout = await collect_groups(TASKS, run, settings, limiter=Limiter(4))
+    rollout = await collect(run, 2, slots=4, retries=1, max_dropped=1)
     assert sorted(group.task_id for group in rollout.groups) == ["task-0", "task-2", "task-3"]
     assert [dropped.task_id for dropped in rollout.dropped] == ["task-1"]
     metrics = rollout_metrics(rollout)
     assert (metrics["rollout/groups_dropped"], metrics["rollout/infrastructure_failures"]) == (1, 3)
 
 
-async def test_the_first_error_stops_the_rest_and_comes_out_bare() -> None:
+async def test_the_first_error_stops_the_rest_and_is_raised_unwrapped() -> None:
     closed = 0
     waiting = asyncio.Event()
 
@@ -215,7 +188,7 @@ async def test_the_first_error_stops_the_rest_and_comes_out_bare() -> None:
         raise AssertionError
 
     with pytest.raises(RoutesMissingError, match="no routes"):
-        await collect_groups(TASKS, run, GroupSettings(size=2), limiter=Limiter(100))
+        await collect(run, 2, slots=100)
     assert closed == 6
 
 

@@ -43,7 +43,7 @@ async def test_a_cancelled_waiter_takes_no_slot() -> None:
         assert limiter.in_flight == 1
 
 
-async def test_an_error_inside_gives_the_slot_back() -> None:
+async def test_an_error_inside_frees_the_slot() -> None:
     limiter = Limiter(1)
     with pytest.raises(ZeroDivisionError):
         async with limiter:

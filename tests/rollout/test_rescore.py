@@ -1,10 +1,12 @@
-"""Rescoring: what is asked of the engine, when, and what becomes of its failures. Order is forced with events."""
+"""Rescoring: its requests to the engine, when they are sent, and its failures. Order is forced with events."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import itertools
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from support.trajectories import trajectory
 
 from agent_rl.engine.types import Scores
 from agent_rl.errors import EngineRejected, EngineUnreachable, RolloutFailed
-from agent_rl.rollout.group import GroupSettings, collect_groups
+from agent_rl.rollout.group import GroupSettings, Rollout, collect_groups
 from agent_rl.rollout.limiter import Limiter
 from agent_rl.rollout.rescore import Rescorer, rescore_metrics
 from agent_rl.types import Rescored, StopReason, TokenIds, Trajectory
@@ -21,19 +23,37 @@ from envs import Task
 TASKS = [Task(f"task-{index}", "memory", {}) for index in range(4)]
 
 
+def episodes(*rewards: float) -> Callable[[Task], Awaitable[Trajectory]]:
+    """Episodes with these rewards, in the order in which they start; then again."""
+    script = itertools.cycle(rewards)
+
+    async def run(task: Task) -> Trajectory:
+        return trajectory(next(script))
+
+    return run
+
+
+async def collect(
+    run: Any, rescore: Any, size: int, tasks: Any = TASKS[:1], slots: int = 1, **settings: Any
+) -> Rollout:
+    groups = GroupSettings(size=size, **settings)
+    async with asyncio.timeout(10):
+        return await collect_groups(tasks, run, groups, limiter=Limiter(slots), rescore=rescore)
+
+
 @dataclass
 class Noisy:
-    """A scorer whose n-th answer says -n of every token; ``failing`` answers raise instead."""
+    """A scorer whose n-th response is -n for every token; the requests of the numbers ``failing`` raise instead."""
 
     failing: Sequence[int] = ()
     version: str = "0"
-    asked: list[tuple[int, ...]] = field(default_factory=list)
+    requests: list[tuple[int, ...]] = field(default_factory=list)
     running: int = 0
     most: int = 0
 
     async def rescore(self, tokens: TokenIds, *, session: str) -> Scores:
-        self.asked.append(tuple(tokens))
-        number = len(self.asked)
+        self.requests.append(tuple(tokens))
+        number = len(self.requests)
         self.running += 1
         self.most = max(self.most, self.running)
         await asyncio.sleep(0)
@@ -47,22 +67,21 @@ async def test_the_mean_of_the_log_probs_at_the_sampled_tokens() -> None:
     engine = Noisy()
     given = trajectory(1.0, sampled=4)
     got = await Rescorer(engine, n=4, limiter=Limiter(8))(given)
-    assert got.rescored is not None
-    assert engine.asked == [tuple(range(7))] * 4, "whole trajectories, one evaluation after another"
+    assert engine.requests == [tuple(range(7))] * 4, "whole trajectories, one evaluation after another"
     assert got.rescored.values.shape == (4, 4)
     np.testing.assert_array_equal(got.rescored.values[:, 0], [-1, -2, -3, -4])
     np.testing.assert_array_equal(got.rescored.mean, [-2.5] * 4)
     assert (got.tokens is given.tokens, got.reward) == (True, 1.0)
 
 
-async def test_evaluations_are_bounded_over_all_trajectories() -> None:
+async def test_evaluations_are_limited_over_all_trajectories() -> None:
     engine = Noisy()
     rescorer = Rescorer(engine, n=3, limiter=Limiter(2))
     async with asyncio.TaskGroup() as scope:
         for _ in range(6):
             scope.create_task(rescorer(trajectory(1.0)))
     assert engine.most == 2
-    assert len(engine.asked) == 18
+    assert len(engine.requests) == 18
 
 
 async def test_other_weights_than_sampled_are_no_old_log_probs() -> None:
@@ -72,146 +91,98 @@ async def test_other_weights_than_sampled_are_no_old_log_probs() -> None:
     assert rescorer.failed == 1
 
 
-async def test_what_the_loss_leaves_out_is_not_evaluated() -> None:
+async def test_masked_trajectories_are_not_rescored() -> None:
     engine = Noisy()
     rescorer = Rescorer(engine, n=2, limiter=Limiter(1), skipped={StopReason.MAX_TURNS})
     for left_out in (trajectory(1.0, stop=StopReason.MAX_TURNS), trajectory(1.0, sampled=0)):
         assert await rescorer(left_out) is left_out
-    assert engine.asked == []
+    assert engine.requests == []
 
 
 async def test_a_finished_trajectory_is_rescored_while_other_episodes_still_run() -> None:
     """The last episode of the group ends only once two others of it have been rescored."""
-    rescored, started = asyncio.Event(), 0
+    rescored, started, done = asyncio.Event(), itertools.count(1), itertools.count(1)
+    rescorer = Rescorer(Noisy(), n=2, limiter=Limiter(4))
 
     async def run(task: Task) -> Trajectory:
-        nonlocal started
-        started += 1
-        number = started
-        if number == 3:
+        if (number := next(started)) == 3:
             await rescored.wait()
         return trajectory(float(number == 1))
 
-    done = 0
-    rescorer = Rescorer(Noisy(), n=2, limiter=Limiter(4))
-
     async def rescore(finished: Trajectory) -> Trajectory:
-        nonlocal done
         got = await rescorer(finished)
-        done += 1
-        if done == 2:
+        if next(done) == 2:
             rescored.set()
         return got
 
-    async with asyncio.timeout(10):
-        rollout = await collect_groups(TASKS[:1], run, GroupSettings(size=3), limiter=Limiter(3), rescore=rescore)
-    (group,) = rollout.groups
-    assert all(member.rescored is not None for member in group.trajectories)
-    assert len(group.trajectories) == 3
+    (group,) = (await collect(run, rescore, 3, slots=3)).groups
+    assert [member.rescored is not None for member in group.trajectories] == [True] * 3
 
 
 async def test_rescoring_holds_no_slot_of_an_episode() -> None:
-    """With one slot for episodes, the second runs although the first is still being evaluated."""
-    second_ran, engine = asyncio.Event(), Noisy()
+    """With one slot for episodes, the third runs although the first is still being evaluated."""
+    third_ran, ran = asyncio.Event(), itertools.count(1)
 
     async def run(task: Task) -> Trajectory:
-        if len(ran) == 2:
-            second_ran.set()
-        ran.append(task.id)
-        return trajectory(float(len(ran) % 2))
+        if (number := next(ran)) == 3:
+            third_ran.set()
+        return trajectory(float(number % 2))
 
     async def rescore(finished: Trajectory) -> Trajectory:
-        await second_ran.wait()
-        return await Rescorer(engine, n=1, limiter=Limiter(1))(finished)
+        await third_ran.wait()
+        return await Rescorer(Noisy(), n=1, limiter=Limiter(1))(finished)
 
-    ran: list[str] = []
-    async with asyncio.timeout(10):
-        rollout = await collect_groups(TASKS[:1], run, GroupSettings(size=4), limiter=Limiter(1), rescore=rescore)
+    rollout = await collect(run, rescore, 4)
     assert [len(group.trajectories) for group in rollout.groups] == [4]
 
 
 @pytest.mark.parametrize("uniform", [False, True])
 async def test_a_group_without_contrast_is_rescored_only_where_it_teaches(uniform: bool) -> None:
     engine = Noisy()
-
-    async def run(task: Task) -> Trajectory:
-        return trajectory(1.0)
-
-    settings = GroupSettings(size=3, rescore_uniform=uniform)
     rescorer = Rescorer(engine, n=1, limiter=Limiter(2))
-    rollout = await collect_groups(TASKS[:2], run, settings, limiter=Limiter(2), rescore=rescorer)
-    assert len(engine.asked) == (6 if uniform else 0)
+    rollout = await collect(episodes(1.0), rescorer, 3, TASKS[:2], slots=2, rescore_uniform=uniform)
+    assert len(engine.requests) == (6 if uniform else 0)
     assert [len(group.trajectories) for group in rollout.groups] == [3, 3]
 
 
 async def test_an_evaluation_that_fails_leaves_its_trajectory_out_and_is_no_reward() -> None:
-    rewards = iter([1.0, 0.0, 1.0, 0.0])
-
-    async def run(task: Task) -> Trajectory:
-        return trajectory(next(rewards))
-
     rescorer = Rescorer(Noisy(failing=[3]), n=2, limiter=Limiter(1))
-    rollout = await collect_groups(TASKS[:1], run, GroupSettings(size=4), limiter=Limiter(1), rescore=rescorer)
-    (group,) = rollout.groups
-    assert len(group.trajectories) == 3
-    assert all(member.rescored is not None for member in group.trajectories)
+    (group,) = (await collect(episodes(1.0, 0.0), rescorer, 4)).groups
+    assert [member.rescored is not None for member in group.trajectories] == [True] * 3
     assert (group.infrastructure_failures, rescorer.failed) == (1, 1)
 
 
 async def test_an_engine_that_evaluates_nothing_ends_the_rollout_with_its_reason() -> None:
-    rewards = iter([1.0, 0.0] * 4)
-
-    async def run(task: Task) -> Trajectory:
-        return trajectory(next(rewards))
-
     rescorer = Rescorer(Noisy(failing=range(1, 99)), n=2, limiter=Limiter(1))
     with pytest.raises(RolloutFailed, match="rescoring: EngineUnreachable: evaluation"):
-        await collect_groups(TASKS, run, GroupSettings(size=2), limiter=Limiter(1), rescore=rescorer)
+        await collect(episodes(1.0, 0.0), rescorer, 2, TASKS)
 
 
 async def test_a_plain_bug_is_no_infrastructure_failure() -> None:
-    rewards = iter([1.0, 0.0])
-
-    async def run(task: Task) -> Trajectory:
-        return trajectory(next(rewards))
-
     async def rescore(finished: Trajectory) -> Trajectory:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        await collect_groups(TASKS[:1], run, GroupSettings(size=2), limiter=Limiter(2), rescore=rescore)
+        await collect(episodes(1.0, 0.0), rescore, 2, slots=2)
 
 
 async def test_a_cancelled_rollout_leaves_no_evaluation() -> None:
-    evaluating, ended = asyncio.Event(), 0
-    rewards = iter([1.0, 0.0])
-
-    async def run(task: Task) -> Trajectory:
-        return trajectory(next(rewards))
+    evaluating, limiter = asyncio.Event(), Limiter(8)
 
     class Hanging:
         async def rescore(self, tokens: TokenIds, *, session: str) -> Scores:
-            nonlocal ended
             evaluating.set()
-            try:
-                await asyncio.Event().wait()
-            finally:
-                ended += 1
+            await asyncio.Event().wait()
             raise AssertionError
 
-    limiter = Limiter(8)
-    rescorer = Rescorer(Hanging(), n=2, limiter=limiter)
     before = asyncio.all_tasks()
-    running = asyncio.create_task(
-        collect_groups(TASKS[:1], run, GroupSettings(size=2), limiter=Limiter(2), rescore=rescorer)
-    )
+    running = asyncio.create_task(collect(episodes(1.0, 0.0), Rescorer(Hanging(), n=2, limiter=limiter), 2, slots=2))
     await evaluating.wait()
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
     assert asyncio.all_tasks() == before
     assert (limiter.in_flight, limiter.waiting) == (0, 0)
-    assert ended >= 1
 
 
 def rescored(values: Sequence[Sequence[float]]) -> Trajectory:

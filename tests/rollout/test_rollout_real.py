@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 import shutil
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -17,25 +17,32 @@ from agent_rl.controller.journal import Journal
 from agent_rl.engine.scripted import ScriptedEngine
 from agent_rl.evaluation.evaluate import evaluate
 from agent_rl.rollout.episode import EpisodeRules, run_episode
-from agent_rl.rollout.group import GroupSettings, collect_groups
+from agent_rl.rollout.group import GroupSettings, RolloutEvent, collect_groups
 from agent_rl.rollout.limiter import Limiter
 from agent_rl.rollout.scripted_policies import PATCH_CHUNK, ByteRenderer, gold, solver_runner
 from agent_rl.types import Completion, StopReason, Trajectory
 from envs import EnvContext, Task
 from envs.mini import MiniEnvironment
 from sandbox import Sandbox, SandboxBackend, SandboxSpec
-from sandbox.factory import open_backend
+from sandbox.bubblewrap.backend import BubblewrapBackend
 from tools import ToolCall
 from tools.formats import tool_format
 
 pytestmark = pytest.mark.bubblewrap
+T = TypeVar("T", bound=BubblewrapBackend)
+
+
+@asynccontextmanager
+async def opened(kind: type[T]) -> AsyncIterator[T]:
+    backend = kind(run_id="rollout-tests")
+    yield backend
+    await backend.close()
 
 
 @pytest.fixture
-async def backend(tmp_path: Path) -> AsyncIterator[SandboxBackend]:
-    backend = open_backend("bubblewrap", run_id="rollout-tests")
-    yield backend
-    await backend.close()
+async def backend() -> AsyncIterator[BubblewrapBackend]:
+    async with opened(BubblewrapBackend) as backend:
+        yield backend
 
 
 @pytest.fixture(scope="session")
@@ -48,9 +55,7 @@ def mini(backend: SandboxBackend, cache: Path, tasks: int = 4) -> MiniEnvironmen
 
 
 @pytest.mark.parametrize(("policy", "rate", "turns"), [("gold", 1.0, 3.0), ("noop", 0.0, 1.0)])
-async def test_gold_resolves_every_task_and_noop_none(
-    backend: SandboxBackend, task_cache: Path, policy: str, rate: float, turns: float
-) -> None:
+async def test_gold_passes_and_noop_fails(backend: Any, task_cache: Path, policy: str, rate: Any, turns: Any) -> None:
     env = mini(backend, task_cache)
     await env.prepare("heldout")
     run = solver_runner(env, policy, EpisodeRules())
@@ -66,120 +71,88 @@ async def test_a_patch_of_many_chunks_arrives_whole(backend: SandboxBackend, tas
     lines = "".join(f"+{index} 'quoted' \"too\" $HOME `x` \\\n" for index in range(8000))
     header = "diff --git a/big.txt b/big.txt\nnew file mode 100644\n--- /dev/null\n+++ b/big.txt\n@@ -0,0 +1,8000 @@\n"
 
-    @dataclass
     class Bigger:
         """The environment, with a true fix that also adds a file of 300 kB."""
 
-        name: str = env.name
+        name, start = env.name, env.start
 
         def gold(self, task: Task) -> str:
             return env.gold(task) + header + lines
 
-        def start(self, task: Task) -> Any:
-            return env.start(task)
-
-    trajectory = await solver_runner(Bigger(), "gold", EpisodeRules())(env.tasks("heldout")[0])  # type: ignore[arg-type]
+    task = env.tasks("heldout")[0]
+    trajectory = await solver_runner(Bigger(), "gold", EpisodeRules())(task)
     assert len(trajectory.turns) > 3
     assert trajectory.resolved
     assert lines in trajectory.patch
-    assert (
-        max(len(call.arguments.get("cmd", "")) for call in gold(Bigger(), env.tasks("heldout")[0])) < PATCH_CHUNK + 99
-    )  # type: ignore[arg-type]
+    assert max(len(call.arguments.get("cmd", "")) for call in gold(Bigger(), task)) < PATCH_CHUNK + 99
 
 
-@dataclass
-class LosingBackend:
-    """A real backend whose ``lose``-th sandbox is removed under its user, as a crashed host would."""
+class LosingBackend(BubblewrapBackend):
+    """Its ``lose``-th sandbox is removed under its user, as by a crashed node."""
 
-    inner: SandboxBackend
-    lose: int
-    started: int = 0
-
-    @property
-    def name(self) -> str:
-        return self.inner.name
+    lose = started = 0
 
     async def start(self, spec: SandboxSpec) -> Sandbox:
-        sandbox = await self.inner.start(spec)
+        sandbox = await super().start(spec)
         self.started += 1
         if self.started == self.lose:
             await sandbox.close()
         return sandbox
 
-    async def reap(self) -> int:
-        return await self.inner.reap()
-
-    async def close(self) -> None:
-        await self.inner.close()
-
 
 @pytest.mark.parametrize("lose", [1, 2])  # the agent's sandbox, the grading's
-async def test_a_lost_sandbox_is_run_again_and_never_a_reward_of_zero(
-    backend: SandboxBackend, task_cache: Path, lose: int
-) -> None:
-    await mini(backend, task_cache).prepare("heldout")
-    losing = LosingBackend(backend, lose)
-    env = mini(losing, task_cache)
+async def test_a_lost_sandbox_is_run_again_and_never_a_reward_of_zero(task_cache: Path, lose: int) -> None:
     endings: list[StopReason] = []
-    rollout = await collect_groups(
-        env.tasks("heldout")[:1],
-        solver_runner(env, "gold", EpisodeRules()),
-        GroupSettings(size=3, retries=1),
-        limiter=Limiter(1),
-        on_event=lambda event: endings.append(event.trajectory.stop) if event.trajectory else None,
-    )
+
+    def note(event: RolloutEvent) -> None:
+        endings.extend([event.trajectory.stop] if event.trajectory else [])
+
+    async with opened(LosingBackend) as backend:
+        env = mini(backend, task_cache)
+        await env.prepare("heldout")
+        backend.lose = backend.started + lose
+        run, settings = solver_runner(env, "gold", EpisodeRules()), GroupSettings(size=3, retries=1)
+        rollout = await collect_groups(env.tasks("heldout")[:1], run, settings, limiter=Limiter(1), on_event=note)
     (group,) = rollout.groups
     assert [t.reward for t in group.trajectories] == [1.0, 1.0, 1.0]
     assert endings == [StopReason.SANDBOX_FAILURE, *[StopReason.SUBMITTED] * 3]
-    assert losing.started >= lose
 
 
-@dataclass
-class WatchedBackend(LosingBackend):
-    """Sets ``busy`` once ``count`` sandboxes are running a command that holds ``marker``."""
+class WatchedBackend(BubblewrapBackend):
+    """Sets ``busy`` once four sandboxes are running a command that holds ``marker``."""
 
-    marker = "sleep 617.25"
-    count = 4
-    calls = 0
-
-    def __post_init__(self) -> None:
-        self.busy = asyncio.Event()
+    marker, calls = "sleep 617.25", 0
 
     async def start(self, spec: SandboxSpec) -> Sandbox:
         sandbox = await super().start(spec)
         run = sandbox.exec
 
-        async def exec_and_tell(command: Any, **options: Any) -> Any:
-            if self.marker in str(command):
-                self.calls += 1
-                if self.calls == self.count:
-                    self.busy.set()
+        async def counting(command: Any, **options: Any) -> Any:
+            self.calls += self.marker in str(command)
+            if self.calls == 4:
+                self.busy.set()
             return await run(command, **options)
 
-        sandbox.exec = exec_and_tell  # type: ignore[method-assign]
+        sandbox.exec = counting
         return sandbox
 
 
-async def test_stopping_a_run_ends_its_commands_and_leaves_no_sandbox(
-    backend: SandboxBackend, task_cache: Path
-) -> None:
-    await mini(backend, task_cache).prepare("heldout")
-    watched = WatchedBackend(backend, lose=0)
-    env = mini(watched, task_cache)
-    call = ToolCall("execute_bash", {"cmd": watched.marker})
-    run = solver_runner(env, lambda env, task: [call], EpisodeRules())
-    running = asyncio.create_task(
-        collect_groups(env.tasks("heldout"), run, GroupSettings(size=1, min_size=1), limiter=Limiter(4))
-    )
-    busy = asyncio.create_task(watched.busy.wait())
-    await asyncio.wait({busy, running}, return_when=asyncio.FIRST_COMPLETED)
-    assert not running.done(), running.result()
-    running.cancel()
-    async with asyncio.timeout(20):
-        with pytest.raises(asyncio.CancelledError):
-            await running
-    assert backend._sandboxes == {}  # type: ignore[attr-defined]  # the backend's own register of what is not closed
-    assert not [line for line in command_lines() if watched.marker in line]
+async def test_stopping_a_run_ends_its_commands_and_leaves_no_sandbox(task_cache: Path) -> None:
+    async with opened(WatchedBackend) as watched:
+        watched.busy, env = asyncio.Event(), mini(watched, task_cache)
+        await env.prepare("heldout")
+        call = ToolCall("execute_bash", {"cmd": watched.marker})
+        run, group = solver_runner(env, lambda env, task: [call], EpisodeRules()), GroupSettings(size=1, min_size=1)
+        running = asyncio.create_task(collect_groups(env.tasks("heldout"), run, group, limiter=Limiter(4)))
+        busy = asyncio.create_task(watched.busy.wait())
+        await asyncio.wait({busy, running}, return_when=asyncio.FIRST_COMPLETED)
+        assert not running.done(), running.result()
+        running.cancel()
+        async with asyncio.timeout(20):
+            with pytest.raises(asyncio.CancelledError):
+                await running
+        assert watched._sandboxes == {}  # the backend's own register of what is not closed
+        assert not [line for line in command_lines() if watched.marker in line]
 
 
 def command_lines() -> list[str]:
@@ -191,9 +164,7 @@ def command_lines() -> list[str]:
     return found
 
 
-async def test_an_episode_goes_on_in_a_new_sandbox_from_the_files_that_its_calls_leave(
-    backend: SandboxBackend, task_cache: Path, tmp_path: Path
-) -> None:
+async def test_a_killed_episode_continues_in_a_new_sandbox(backend: Any, task_cache: Path, tmp_path: Path) -> None:
     """The run is killed when the fix is applied, with the fix in no sandbox that is left; then the same, but the
     shell's answer is another every time: that one starts over."""
     env = mini(backend, task_cache)
@@ -224,12 +195,10 @@ async def test_an_episode_goes_on_in_a_new_sandbox_from_the_files_that_its_calls
 
     assert await go_on([*applying, submit], kill_after=len(applying)) is None
     resumed = await go_on([submit], kill_after=None)
-    assert resumed is not None
     assert (resumed.resolved, resumed.replayed_turns, len(resumed.turns)) == (True, len(applying), len(applying) + 1)
 
     shutil.rmtree(tmp_path)
     clock = ToolCall("execute_bash", {"cmd": "date +%N"})
     assert await go_on([clock, submit], kill_after=1) is None
     anew = await go_on([*applying, submit], kill_after=None)
-    assert anew is not None
     assert (anew.resolved, anew.replayed_turns, len(anew.turns)) == (True, 0, len(applying) + 1)

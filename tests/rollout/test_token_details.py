@@ -11,13 +11,7 @@ from support.trajectories import trajectory
 
 from agent_rl.errors import AgentRlError
 from agent_rl.rollout.records import step_stem, write_trajectories
-from agent_rl.rollout.token_details import (
-    BYTES_A_SAMPLED_TOKEN,
-    BYTES_A_TOKEN,
-    details_path,
-    read_detail,
-    read_loads,
-)
+from agent_rl.rollout.token_details import BYTES_A_SAMPLED_TOKEN, BYTES_A_TOKEN, details_path, read_detail, read_loads
 from agent_rl.types import Group, TokenDetail
 from r3.mismatch.report import k3_kl
 from r3.routing import Routing
@@ -26,7 +20,7 @@ LAYERS = 48
 
 
 def detail(tokens: int, sampled: int, *, differing: float, scale: float = 0.05, seed: int = 0) -> TokenDetail:
-    """Gaps of deviation ``scale``; so many of the routers differ without replay, none with it."""
+    """Gaps of deviation ``scale``; the fraction ``differing`` of routers differs without replay, none with it."""
     random = np.random.default_rng(seed)
     bits = np.packbits(random.random((tokens, LAYERS)) < differing, axis=1)
     gaps = random.normal(0, scale, (2, sampled)).astype(np.float32)
@@ -46,14 +40,11 @@ def test_detail_is_read_by_trajectory(tmp_path: Path) -> None:
     assert read_detail(stem, 1) is None
     for number, given in details.items():
         found = read_detail(stem, number)
-        assert found is not None
-        assert found.gap_without_replay is not None
-        assert found.differs_without_replay is not None
         assert np.array_equal(found.gap, given.gap.astype(np.float16))
-        assert np.array_equal(found.gap_without_replay, given.gap_without_replay.astype(np.float16))  # type: ignore[union-attr]
-        assert np.array_equal(found.entropy, given.entropy)  # type: ignore[arg-type]
+        assert np.array_equal(found.gap_without_replay, given.gap_without_replay.astype(np.float16))
+        assert np.array_equal(found.entropy, given.entropy)
         assert np.array_equal(found.flags, given.flags)
-        bits = np.unpackbits(given.differs_without_replay, axis=1, count=LAYERS).view(bool)  # type: ignore[arg-type]
+        bits = np.unpackbits(given.differs_without_replay, axis=1, count=LAYERS).view(bool)
         assert np.array_equal(found.differs_without_replay.layers, bits)
         assert np.array_equal(found.differs_without_replay.numbers, bits.sum(axis=1))
 
@@ -62,10 +53,9 @@ def test_detail_is_read_by_trajectory(tmp_path: Path) -> None:
 def test_half_precision_keeps_k3(tmp_path: Path, scale: float) -> None:
     given = detail(5000, 5000, differing=0.0, scale=scale)
     found = read_detail(written(tmp_path, {0: given}), 0)
-    assert found is not None
     zeros = np.zeros(5000)
     for stored, whole in ((found.gap, given.gap), (found.gap_without_replay, given.gap_without_replay)):
-        assert k3_kl(stored.astype(float), zeros) == pytest.approx(k3_kl(whole.astype(float), zeros), rel=0.01)  # type: ignore[union-attr]
+        assert k3_kl(stored.astype(float), zeros) == pytest.approx(k3_kl(whole.astype(float), zeros), rel=0.01)
 
 
 @pytest.mark.parametrize("differing", [0.0, 0.007, 0.07, 0.5])
@@ -77,12 +67,9 @@ def test_detail_keeps_to_its_bytes(tmp_path: Path, differing: float) -> None:
     fixed = 1024  # the file's header
     assert details_path(stem).stat().st_size <= fixed + BYTES_A_SAMPLED_TOKEN * sampled + BYTES_A_TOKEN * tokens
     found = read_detail(stem, 0)
-    assert found is not None
-    assert found.differs_without_replay is not None
     assert (found.differs_without_replay.layers is None) is (differing == 0.5)
-    assert np.array_equal(
-        found.differs_without_replay.numbers, np.unpackbits(given.differs_without_replay, axis=1).sum(axis=1)
-    )  # type: ignore[arg-type]
+    numbers = np.unpackbits(given.differs_without_replay, axis=1).sum(axis=1)
+    assert np.array_equal(found.differs_without_replay.numbers, numbers)
 
 
 def test_loads_count_the_present_rows(tmp_path: Path) -> None:
@@ -91,7 +78,6 @@ def test_loads_count_the_present_rows(tmp_path: Path) -> None:
     group = Group("t", (replace(trajectory(1.0), routing=routing), replace(trajectory(0.0), routing=routing)))
     write_trajectories(tmp_path, 3, [group], details={}, routes=False)
     loads = read_loads(step_stem(tmp_path, 3))
-    assert loads is not None
     assert loads.tolist() == [[2, 4, 0, 2]]
     assert read_detail(step_stem(tmp_path, 3), 0) is None
 

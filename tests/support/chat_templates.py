@@ -1,11 +1,14 @@
-"""A tokenizer trained on the spot, and chat templates of the kinds that are met in the field."""
+"""A tokenizer trained on the spot, and chat templates of the kinds that models come with."""
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
+from typing import Any
 
-import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from agent_rl.render import ChatModel, ChatRenderer
 
 WORDS = r"""(?i:'s|'t|'re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -64,30 +67,31 @@ TEMPLATES = {
 }
 
 
-@pytest.fixture(scope="session")
-def templates() -> dict[str, str]:
-    return TEMPLATES
-
-
-@pytest.fixture(scope="session")
+@cache
 def tokenizer() -> Tokenizer:
-    """A byte-level BPE with Qwen's kind of pre-tokenizer, trained on this directory's own sources."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(WORDS), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=700,
-        special_tokens=SPECIAL,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    texts = [path.read_text() for path in sorted(Path(__file__).parent.glob("*.py"))]
-    tokenizer.train_from_iterator([*texts, "user\nassistant\n\n\n</tool_response>" * 20], trainer)
+    """A byte-level BPE with Qwen's kind of pre-tokenizer, trained on the sources of the tests."""
+    made, by_bytes = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(WORDS), "isolated"), by_bytes])
+    made.decoder = decoders.ByteLevel()
+    options = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "show_progress": False}
+    trainer = trainers.BpeTrainer(vocab_size=700, special_tokens=SPECIAL, **options)
+    sources = Path(__file__), Path(__file__).parents[1] / "render" / "test_chat_renderer.py"
+    texts = [path.read_text() for path in sources]
+    made.train_from_iterator([*texts, "user\nassistant\n\n\n</tool_response>" * 20], trainer)
     added = [AddedToken(text, special=False, normalized=False) for text in ("<tool_response>", "</tool_response>")]
-    tokenizer.add_tokens(added)
-    return tokenizer
+    made.add_tokens(added)
+    return made
+
+
+def ids(text: str) -> list[int]:
+    return tokenizer().encode(text, add_special_tokens=False).ids
+
+
+def token_id(token: str) -> int:
+    return tokenizer().token_to_id(token)
+
+
+def renderer_of(template: str, *, eos_token_ids: tuple[int, ...] = (), **options: Any) -> ChatRenderer:
+    """A renderer with one of ``TEMPLATES``, or with the source of another one."""
+    model = ChatModel(tokenizer(), TEMPLATES.get(template, template), eos_token_ids=eos_token_ids)
+    return ChatRenderer(model, **options)

@@ -1,18 +1,19 @@
-"""An environment in memory, written against the public protocols only: what an environment author would write."""
+"""An environment in memory, written against the public protocols only, and an engine that samples a list of turns."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from types import SimpleNamespace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import pytest
 
+from agent_rl.config import RolloutConfig
+from agent_rl.rollout.episode import EpisodeRules, run_episode
 from agent_rl.rollout.scripted_policies import ByteRenderer
-from agent_rl.types import Completion, FinishReason, SamplingParams, TokenIds
+from agent_rl.types import Completion, FinishReason, SamplingParams, TokenIds, Trajectory
 from envs import Grade, Task
 from r3.routing import Routing, Span, SpanKind
 from tools import ToolCall, ToolResult
@@ -60,14 +61,16 @@ class MemoryEpisode:
 
 @dataclass
 class MemoryEnvironment:
-    """Resolved once the agent echoed ``fix``. The hooks run where infrastructure can break; ``open`` counts episodes
-    that were started and not closed."""
+    """Resolved once the agent echoed ``fix``. The hooks run where infrastructure can break; ``grade`` and ``call`` are
+    used in place of an episode's own. ``open`` counts episodes that were started and not closed."""
 
     name: str = "memory"
     on_start: Hook | None = None
     on_call: Hook | None = None
     on_grade: Hook | None = None
     on_close: Hook | None = None
+    grade: Callable[..., Awaitable[Any]] | None = None
+    call: Callable[..., Awaitable[Any]] | None = None
     open: int = 0
     started: int = 0
 
@@ -83,8 +86,10 @@ class MemoryEnvironment:
         if self.on_start:
             await self.on_start()
         self.open += 1
+        episode = MemoryEpisode(MemoryTools(self.on_call), self.on_grade)
+        episode.grade, episode.tools.call = self.grade or episode.grade, self.call or episode.tools.call
         try:
-            yield MemoryEpisode(MemoryTools(self.on_call), self.on_grade)
+            yield episode
         finally:
             self.open -= 1
             if self.on_close:
@@ -94,17 +99,20 @@ class MemoryEnvironment:
         return ""
 
 
-@pytest.fixture
-def env() -> MemoryEnvironment:
-    return MemoryEnvironment()
+def hanging() -> tuple[MemoryEnvironment, asyncio.Event]:
+    """An environment whose tool calls never end, and an event that the first call sets."""
+    reached = asyncio.Event()
 
+    async def hang() -> None:
+        reached.set()
+        await asyncio.Event().wait()
 
-@pytest.fixture
-def task(env: MemoryEnvironment) -> Task:
-    return env.tasks("train")[0]
+    return MemoryEnvironment(on_call=hang), reached
 
 
 LAYERS, TOP_K, EXPERTS = 2, 2, 256
+TASK = Task("train-0", "memory", {})
+PLAIN = EpisodeRules(RolloutConfig(describe_tools=False))
 
 
 def row_of(position: int, token: int) -> list[list[int]]:
@@ -113,8 +121,8 @@ def row_of(position: int, token: int) -> list[list[int]]:
 
 
 @dataclass
-class ToldEngine:
-    """Samples the turns it was told, one after the other, and notes what it was asked. A turn may be an exception."""
+class TurnsEngine:
+    """Samples ``turns``, one after the other, and keeps its requests. A turn that is an exception is raised."""
 
     turns: Sequence[str | Sequence[int] | BaseException]
     versions: Sequence[str] = ()
@@ -133,10 +141,10 @@ class ToldEngine:
         self.routes_from.append(routes_from)
         if self.before:
             await self.before()
-        told = self.turns[turn % len(self.turns)]
-        if isinstance(told, BaseException):
-            raise told
-        whole = tuple(ByteRenderer().encode(told) if isinstance(told, str) else told)
+        given = self.turns[turn % len(self.turns)]
+        if isinstance(given, BaseException):
+            raise given
+        whole = tuple(ByteRenderer().encode(given) if isinstance(given, str) else given)
         sampled = whole[: sampling.max_new_tokens]
         version = self.versions[turn] if self.versions else "0"
         return Completion(
@@ -144,15 +152,42 @@ class ToldEngine:
             logprobs=tuple(-0.001 * (len(tokens) + index + 1) for index in range(len(sampled))),
             finish=FinishReason.LENGTH if len(sampled) < len(whole) else self.finish,
             weight_version=version,
-            engine="told",
+            engine="memory",
             routing=None if routes_from is None else self._routing([*tokens, *sampled][:-1], routes_from, version),
         )
 
     def _routing(self, inputs: list[int], start: int, version: str) -> Routing:
         rows = [row_of(position, inputs[position]) for position in range(start, len(inputs))]
-        spans = (Span(0, len(rows), version, "told", SpanKind.SAMPLED),) if rows else ()
+        spans = (Span(0, len(rows), version, "memory", SpanKind.SAMPLED),) if rows else ()
         experts = np.array(rows, np.uint8).reshape(-1, LAYERS, TOP_K)
         return Routing(experts, np.ones(len(rows), np.bool_), spans, EXPERTS)
+
+
+class InterruptedEngine:
+    """Samples ``turns``. Its n-th request is aborted after ``cuts[n]`` tokens where that is not None, by a publication
+    of weights if ``published``."""
+
+    def __init__(self, turns: Sequence[Any], cuts: Sequence[int | None], *, published: bool = False) -> None:
+        self.published = published
+        self.inner, self.turns, self.cuts = TurnsEngine([]), list(turns), list(cuts)
+        self.left: list[int] | None = None
+        self.taken = 0
+
+    async def generate(self, tokens: Any, sampling: Any, **options: Any) -> Completion:
+        if self.left is None:
+            turn = self.turns[self.taken % len(self.turns)]
+            self.left = ByteRenderer().encode(turn) if isinstance(turn, str) else list(turn)
+            self.taken += 1
+        number = len(self.inner.prompts)
+        cut = self.cuts[number] if number < len(self.cuts) else None
+        part = self.left[:cut]
+        self.inner.turns, self.inner.versions = [part], [str(n) for n in range(number + 1)]
+        got = await self.inner.generate(tokens, sampling, **options)
+        self.left = None if cut is None or len(part) >= sampling.max_new_tokens else self.left[len(part) :]
+        if cut is None or got.finish is FinishReason.LENGTH:
+            return got
+        routing = got.routing if part else None
+        return replace(got, finish=FinishReason.ABORT, routing=routing, interrupted=self.published)
 
 
 def call(name: str, **arguments: Any) -> str:
@@ -163,16 +198,9 @@ def call(name: str, **arguments: Any) -> str:
 FIX, SUBMIT = call("echo", text="fix"), call("submit")
 
 
-@pytest.fixture(scope="session")
-def kit() -> SimpleNamespace:
-    """The stand-ins above, for test modules (which pytest's importlib mode keeps from importing this file)."""
-    return SimpleNamespace(
-        ToldEngine=ToldEngine,
-        MemoryEnvironment=MemoryEnvironment,
-        MemoryEpisode=MemoryEpisode,
-        MemoryTools=MemoryTools,
-        call=call,
-        row_of=row_of,
-        FIX=FIX,
-        SUBMIT=SUBMIT,
-    )
+async def run_memory_episode(
+    engine: Any, env: Any = None, *, rules: EpisodeRules = PLAIN, renderer: Any = None, log: Any = None
+) -> Trajectory:
+    """An episode of :data:`TASK` with ``engine``, whose turns are bytes and whose calls are written as Hermes does."""
+    parts = env or MemoryEnvironment(), TASK, engine, renderer or ByteRenderer(), tool_format("hermes"), rules
+    return await run_episode(*parts, log=log)
