@@ -5,7 +5,7 @@ A :class:`Fault` may change the routes between any two hand-overs, as a defect o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -25,24 +25,18 @@ MICRO_BATCHES = (((0, 1), (2,)), ((4, 3),))
 """``[data_rank][micro_batch]``"""
 
 
+@dataclass(frozen=True)
 class Fault:
-    """What goes wrong; this one: nothing. ``micro_batch`` counts a data rank's from 0."""
+    """What goes wrong; by default nothing. ``micro_batch`` counts from 0 on each data rank."""
 
-    def shares(self, stage: Stage, shares: dict[int, RouteShard], micro_batch: int) -> dict[int, RouteShard]:
-        """What the ranks (of one data rank, by rank) hold as a pass begins."""
-        return shares
-
-    def given(self, stage: Stage, rank: int, micro_batch: int, experts: NDArray) -> NDArray:
-        """What a rank hands to its routers, ``[R, C, K]``."""
-        return experts
-
-    def assigned(self, stage: Stage, rank: int, layer: int, experts: NDArray) -> NDArray:
-        """What one router is given, ``[R, K]``."""
-        return experts
-
-    def used(self, stage: Stage, action: str, rank: int, layer: int, experts: NDArray) -> NDArray:
-        """What it uses, ``[R, K]``."""
-        return experts
+    shares: Callable[[Stage, dict[int, RouteShard], int], dict[int, RouteShard]] = lambda stage, shares, batch: shares
+    """Shares of the ranks of one data rank as a pass begins: (stage, rank -> share, micro_batch)."""
+    given: Callable[[Stage, int, int, NDArray], NDArray] = lambda stage, rank, batch, experts: experts
+    """What a rank hands to its routers, ``[R, C, K]``: (stage, rank, micro_batch, experts)."""
+    assigned: Callable[[Stage, int, int, NDArray], NDArray] = lambda stage, rank, layer, experts: experts
+    """What one router receives, ``[R, K]``: (stage, rank, layer, experts)."""
+    used: Callable[[Stage, str, int, int, NDArray], NDArray] = lambda stage, action, rank, layer, experts: experts
+    """What it uses, ``[R, K]``: (stage, action, rank, layer, experts)."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +79,7 @@ def routing_of(sample: int, missing: Sequence[int] = ()) -> Routing:
 def trace_step(
     directory: Path,
     layout: Layout,
-    fault: Fault | None = None,
+    fault: Fault = Fault(),
     *,
     recompute: bool = True,
     verify: bool = True,
@@ -94,7 +88,6 @@ def trace_step(
     step: int = STEP,
 ) -> None:
     """Write the traces of all ranks of a step."""
-    fault = fault or Fault()
     tokens = [tokens_of(sample) for sample in range(len(LENGTHS))]
     routings = [routing_of(sample, (1,) if sample == 2 else ()) for sample in range(len(LENGTHS))]
     order = request_trace(
