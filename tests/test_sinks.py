@@ -18,12 +18,8 @@ pytestmark = pytest.mark.exhaustive
 
 def write(directory: Path, sink: str) -> None:
     """Steps 1 and 2, then, of the run resumed after step 1, steps 2 and 3."""
-    data = {
-        "name": "demo",
-        "model": "m",
-        "runs_dir": str(directory),
-        "monitoring": {"sinks": [sink], "project": "tests"},
-    }
+    data = {"name": "demo", "model": "m", "runs_dir": str(directory)}
+    data |= {"monitoring": {"sinks": [sink], "project": "tests"}}
     config, lines = RunConfig.model_validate(data), list[str]()
     check_sinks(config.monitoring)
     config.run_dir.mkdir(exist_ok=True)
