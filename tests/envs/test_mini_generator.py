@@ -33,9 +33,8 @@ def train() -> list[MiniTask]:
 
 def test_the_same_seed_gives_the_same_tasks_and_another_seed_others(train: list[MiniTask]) -> None:
     assert generate("train", 40, seed=3) == train[:40]
-    assert not {task.files[task.path] for task in generate("train", 40, seed=4)} & {
-        task.files[task.path] for task in train[:40]
-    }
+    other = {task.files[task.path] for task in generate("train", 40, seed=4)}
+    assert not other & {task.files[task.path] for task in train[:40]}
 
 
 def test_the_tests_fail_before_the_fix_and_pass_after_it(train: list[MiniTask]) -> None:
@@ -57,9 +56,7 @@ def test_one_line_separates_the_broken_file_from_the_fixed_one(train: list[MiniT
         broken = task.files[task.path]
         assert broken.count(task.old) == 1
         assert broken.replace(task.old, task.new) == task.fixed[task.path]
-        assert {path: text for path, text in task.files.items() if path != task.path} == {
-            path: text for path, text in task.fixed.items() if path != task.path
-        }
+        assert task.files == task.fixed | {task.path: broken}
 
 
 def test_decoys_are_wrong(train: list[MiniTask]) -> None:
