@@ -95,8 +95,7 @@ def test_error_is_one_line_that_names_the_key(override: str, message: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [("a: [1", "not valid YAML"), ("- 1", "mapping of sections, not a list"), ("{}", "required")],
+    ("text", "message"), [("a: [1", "not valid YAML"), ("- 1", "mapping of sections, not a list"), ("{}", "required")]
 )
 def test_invalid_config_file(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "c.yaml"

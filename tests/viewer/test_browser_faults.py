@@ -132,10 +132,7 @@ SHOWN = {
     "metrics-cut-off": {"": "metrics.jsonl, line 1: damaged; shown up to there"},
     "not-a-number": {"": "reward/mean: not a number in step 3"},
     "infrastructure-only": {"": "infrastructure failures only", "t": "sandbox_failure"},
-    "evaluation": {
-        "t/eval-0": "the directory of an evaluation has no tokens",
-        "eval/eval": "it is running or was",
-    },
+    "evaluation": {"t/eval-0": "the directory of an evaluation has no tokens", "eval/eval": "it is running or was"},
     "empty": {"": "no step has finished yet", "trajectories": "0 of 0 trajectories"},
     "no-turn": {"t": "Prompt", "group": "Group 0 of 1"},
     "long": {"t": "Turn 2: calls submit", "group": "x" * 500 + " …"},

@@ -22,21 +22,9 @@ from agent_rl.errors import UserError
 from agent_rl.monitoring.metrics_log import MetricsLog
 from agent_rl.rollout.framed_log import encode_frame
 from agent_rl.rollout.jsonl_zst import encode_rows, read_rows
-from agent_rl.rollout.records import (
-    encode_trajectory,
-    read_trajectories,
-    rows_path,
-    step_stem,
-    write_trajectories,
-)
+from agent_rl.rollout.records import encode_trajectory, read_trajectories, rows_path, step_stem, write_trajectories
 from agent_rl.rollout.token_details import details_path, read_detail
-from agent_rl.types import (
-    BranchCause,
-    Group,
-    StopReason,
-    TrainingDecision,
-    TrainingStatus,
-)
+from agent_rl.types import BranchCause, Group, StopReason, TrainingDecision, TrainingStatus
 from agent_rl.viewer.api import Resources
 from agent_rl.viewer.index import Index
 
