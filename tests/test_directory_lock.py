@@ -27,7 +27,6 @@ def lock_in_process(directory: Path) -> subprocess.Popen[str]:
     """A process that locks ``directory`` until its standard input is closed."""
     command = [sys.executable, "-c", HOLD, str(directory)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
     assert process.stdout.readline() == "locked\n"
     return process
 
@@ -78,7 +77,6 @@ def test_temporary_files_of_a_killed_holder_are_removed_and_those_of_another_dir
     for path in (whole, other):
         command = [sys.executable, "-c", WRITE, str(path)]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
             assert process.stdout.readline() == "written\n"
             process.kill()
     assert len(list(tmp_path.rglob("*.tmp"))) == 2

@@ -63,7 +63,6 @@ async def test_commands_leave_no_zombies(backend: BubblewrapBackend) -> None:
     sandbox = await backend.start(SandboxSpec(pids=8))
     for _ in range(16):
         assert (await sandbox.exec("true & true", timeout=20)).ok
-    assert sandbox.cgroup is not None
     if "pids" in sandbox.cgroup.directories:
         assert (sandbox.cgroup.directories["pids"] / "pids.current").read_text() == "0\n"
 

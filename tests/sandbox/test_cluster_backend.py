@@ -363,7 +363,6 @@ async def test_sandboxes_of_a_killed_run_are_removed_on_every_node(two_nodes: No
 
     command = [sys.executable, "-c", _RUN, ray.get_runtime_context().gcs_address, marker]
     run = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
-    assert run.stdout is not None
     ids = json.loads(await run.stdout.readline())
     await until(lambda: host.processes(marker) >= 4)
     owners = {Owner.from_json((dir_of(sandbox) / "owner.json").read_text()) for sandbox in ids}

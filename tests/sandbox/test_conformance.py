@@ -676,7 +676,6 @@ async def test_sandboxes_of_a_killed_run_are_reaped(
     command = [sys.executable, "-c", _RUN, backend.name, marker, *([engine.runtime] if engine.runtime else [])]
     run = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
     try:
-        assert run.stdout is not None
         ids = (await run.stdout.readline()).decode().split()
         assert len(ids) == 2
         await host.until(lambda: host.processes(marker) >= 2, "the run's command runs")

@@ -80,7 +80,6 @@ async def test_containers_are_removed_after_their_heartbeat_stopped(
 
     (found,) = mine()
     assert [name[:12] for name in found.sandboxes] == [sandbox.id]
-    assert found.silence_seconds is not None
     assert -2 < found.silence_seconds < 60
     assert not found.dead
     before = backend._lease._volume
@@ -123,7 +122,6 @@ def test_reap_command_removes_only_dead_runs(backend: str, tmp_path: Path, monke
     reaped_by_another = ("",) if backend != "bubblewrap" else ()
     run = subprocess.Popen([sys.executable, "-c", _RUN, backend, run_id], stdout=subprocess.PIPE)
     try:
-        assert run.stdout is not None
         assert run.stdout.readline() == b"started\n"
         assert reap() == f"{backend}: run {run_id}, 1 sandbox(es), alive"
         run.kill()

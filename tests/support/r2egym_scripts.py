@@ -139,7 +139,6 @@ def _sandbox(directory: Path, tools: Path, files: Mapping[str, bytes]) -> Iterat
         (directory / "bin" / name).write_bytes((tools / f"{name}.py").read_bytes())
         (directory / "bin" / name).chmod(0o755)
     chardet = importlib.import_module("chardet")
-    assert chardet.__file__ is not None
     python, base = os.path.realpath(sys.executable), sys.base_prefix
     (directory / "python/python").symlink_to(python)
     shared = ["--ro-bind", base, base, "--ro-bind", str(Path(chardet.__file__).parent.parent), "/opt/chardet"]

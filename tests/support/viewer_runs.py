@@ -114,7 +114,6 @@ def branched(directory: Path) -> Path:
     """``directory`` with a step 1 of one trajectory of two branches, as an agent program leaves one that rewrote
     what it had said. The second has the largest gap."""
     first, mask = episode(0), np.arange(14) // 7 == 1
-    assert first.routing is not None
     routing = replace(first.routing, experts=first.routing.experts[::-1].copy())
     logprobs, spans = np.where(mask, -1, 0).astype(np.float32), (VersionSpan(7, 14, "7"),)
     other = Branch(first.tokens + 1, mask, logprobs, routing, spans, 0, 5, BranchCause.REWRITE)
