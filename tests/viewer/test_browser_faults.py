@@ -1,4 +1,4 @@
-"""The viewer's page on runs that lack something, are damaged or change: a line says so, and the rest is shown."""
+"""The viewer's page on incomplete, damaged and changing runs: a line says so, and the rest is shown."""
 
 from __future__ import annotations
 
@@ -71,9 +71,8 @@ def holding(one: Trajectory) -> Make:
     def make(run: Path) -> None:
         run.mkdir()
         shutil.copy(MODELS["tiny-moe"] / "tokenizer.json", run)
-        write_trajectories(
-            run, 1, [Group("t", (one,), 4)], decisions=[TrainingDecision(TrainingStatus.TRAINED, 0.5)], details={}
-        )
+        decisions = [TrainingDecision(TrainingStatus.TRAINED, 0.5)]
+        write_trajectories(run, 1, [Group("t", (one,), 4)], decisions=decisions, details={})
 
     return make
 
@@ -92,11 +91,9 @@ def split_characters() -> Trajectory:
     assert len(ids) > 2
     mask = np.arange(3 + len(ids)) >= 3
     tokens = np.concatenate([[1, 2, 3], ids]).astype(np.int32)
-    spans = (VersionSpan(3, len(tokens), "0"),)
     turn = replace(episode(0).turns[0], prompt_tokens=3, completion_tokens=len(ids))
-    return replace(
-        trajectory(1.0), tokens=tokens, loss_mask=mask, logprobs=-mask.astype(np.float32), versions=spans, turns=(turn,)
-    )
+    arrays = {"tokens": tokens, "loss_mask": mask, "logprobs": -mask.astype(np.float32)}
+    return replace(trajectory(1.0), **arrays, versions=(VersionSpan(3, len(tokens), "0"),), turns=(turn,))
 
 
 NO_TURN = replace(trajectory(0.0), loss_mask=np.zeros(5, bool), logprobs=np.zeros(5, np.float32), versions=())
@@ -212,7 +209,7 @@ def test_an_episode_of_the_running_step_shows_within_five_seconds(context: Brows
 
 @pytest.fixture
 def window(browser: Browser) -> Iterator[Page]:
-    """A window of which the browser may complain: of what is gone, and of a server that is."""
+    """A window in which the browser may report missing resources and a missing server."""
     with closing(browser.new_context()) as opened:
         yield opened.new_page()
 
