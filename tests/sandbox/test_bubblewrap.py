@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import random
@@ -11,6 +10,7 @@ import shutil
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,7 +59,7 @@ print(json.dumps([opens(1), opens(2), opens(10), opens(40), opens(38),
 
 @pytest.mark.slow
 async def test_commands_leave_no_zombies(backend: BubblewrapBackend) -> None:
-    """Zombies would count against the process limit; the machine's init may reap slowly or never."""
+    """Zombies count against the process limit; the machine's init may reap slowly or never."""
     sandbox = await backend.start(SandboxSpec(pids=8))
     for _ in range(16):
         assert (await sandbox.exec("true & true", timeout=20)).ok
@@ -68,7 +68,9 @@ async def test_commands_leave_no_zombies(backend: BubblewrapBackend) -> None:
 
 
 @pytest.mark.slow
-async def test_a_command_cancelled_during_its_start_leaves_no_process(backend: BubblewrapBackend, marker: str) -> None:
+async def test_a_command_cancelled_during_its_start_leaves_no_process(
+    backend: BubblewrapBackend, marker: str, host: Any
+) -> None:
     sandbox = await backend.start(SandboxSpec())
     moments = random.Random(7)
     for _ in range(60):
@@ -77,16 +79,7 @@ async def test_a_command_cancelled_during_its_start_leaves_no_process(backend: B
         running.cancel()
         await asyncio.wait({running}, timeout=20)
         assert running.cancelled(), "the cancelled start did not end"
-    assert not [line for line in command_lines() if marker.encode() in line]
-
-
-def command_lines() -> list[bytes]:
-    """The command line of every process of this machine."""
-    lines = []
-    for file in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):  # it ended meanwhile
-            lines.append(file.read_bytes())
-    return lines
+    assert host.processes(marker) == 0
 
 
 async def test_root_file_system_is_read_only(backend: BubblewrapBackend) -> None:
@@ -185,26 +178,20 @@ async def test_a_directory_image(backend: BubblewrapBackend, rootfs: Path) -> No
     assert await sandbox.read_file("README") == b"new\n"
 
 
-async def test_a_directory_without_usr_is_no_image(backend: BubblewrapBackend, tmp_path: Path) -> None:
+async def test_invalid_specs_are_refused(backend: BubblewrapBackend, tmp_path: Path) -> None:
     with pytest.raises(ImageMissingError, match="directory of a root file system"):
         await backend.start(SandboxSpec(image=str(tmp_path)))
-
-
-@pytest.mark.parametrize("workdir", ["relative", "/", "/home", "/a/../b"])
-async def test_invalid_workdir_is_refused(backend: BubblewrapBackend, workdir: str) -> None:
-    with pytest.raises(SandboxStartError, match="workdir"):
-        await backend.start(SandboxSpec(workdir=workdir))
+    for workdir in ("relative", "/", "/home", "/a/../b"):
+        with pytest.raises(SandboxStartError, match="workdir"):
+            await backend.start(SandboxSpec(workdir=workdir))
+    with pytest.raises(SandboxStartError, match="/testbed/lib: below a writable directory"):
+        await backend.start(SandboxSpec(ro_binds={str(tmp_path): "/testbed/lib"}))
 
 
 async def test_workdir_inside_the_home(backend: BubblewrapBackend) -> None:
     sandbox = await backend.start(SandboxSpec(workdir="/home/agent/repo"))
     await sandbox.write_files({"a": b"1", "/home/agent/b": b"2"})
     assert (await sandbox.exec("pwd; cat a ../b", timeout=20)).text == "/home/agent/repo\n12"
-
-
-async def test_read_only_directory_below_a_writable_one_is_refused(backend: BubblewrapBackend, tmp_path: Path) -> None:
-    with pytest.raises(SandboxStartError, match="/testbed/lib: below a writable directory"):
-        await backend.start(SandboxSpec(ro_binds={str(tmp_path): "/testbed/lib"}))
 
 
 async def test_deep_and_locked_directories_are_removed(backend: BubblewrapBackend, tmp_path: Path) -> None:

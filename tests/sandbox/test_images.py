@@ -25,6 +25,7 @@ from sandbox.docker.images import ImageStore
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(120)]
 _SIZE = 300_000
+Store = Callable[..., ImageStore]
 
 
 class RegistryProxy:
@@ -119,9 +120,8 @@ def store(api: EngineClient, tmp_path: Path) -> Callable[..., ImageStore]:
         await asyncio.to_thread(translate_errors, work, error)
 
     def make(**policy: float) -> ImageStore:
-        return ImageStore(
-            api, ImagePolicy(pull=True, initial_backoff=0.01, **policy), call, tmp_path / "cache/ledger.json"
-        )
+        images = ImagePolicy(pull=True, initial_backoff=0.01, **policy)
+        return ImageStore(api, images, call, tmp_path / "cache/ledger.json")
 
     return make
 
@@ -146,9 +146,7 @@ def has(api: EngineClient, *images: str) -> list[bool]:
     return [bool(api.images(image)) for image in images]
 
 
-async def test_a_refused_pull_is_retried(
-    proxy: RegistryProxy, store: Callable[..., ImageStore], api: EngineClient
-) -> None:
+async def test_a_refused_pull_is_retried(proxy: RegistryProxy, store: Store, api: EngineClient) -> None:
     images, image = store(), f"{proxy.address}/one:1"
     proxy.refusals = 3
     await images.fetch(image)
@@ -157,9 +155,7 @@ async def test_a_refused_pull_is_retried(
     await images.close()
 
 
-async def test_attempts_are_limited(
-    proxy: RegistryProxy, store: Callable[..., ImageStore], caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_attempts_are_limited(proxy: RegistryProxy, store: Store, caplog: pytest.LogCaptureFixture) -> None:
     proxy.refusals = 1000
     with pytest.raises(ImagePullError, match=r"one:1' could not be pulled: .*") as error:
         await store(attempts=3).fetch(f"{proxy.address}/one:1")
@@ -168,15 +164,13 @@ async def test_attempts_are_limited(
     assert "slow down" in caplog.text
 
 
-async def test_a_missing_image_is_not_retried(proxy: RegistryProxy, store: Callable[..., ImageStore]) -> None:
+async def test_a_missing_image_is_not_retried(proxy: RegistryProxy, store: Store) -> None:
     with pytest.raises(ImageMissingError, match="no-such:1' can't be pulled"):
         await store().fetch(f"{proxy.address}/no-such:1")
     assert proxy.requests <= 2  # the engine itself may ask once more, for an older format
 
 
-async def test_concurrent_pulls_are_limited_and_shared(
-    proxy: RegistryProxy, store: Callable[..., ImageStore], api: EngineClient
-) -> None:
+async def test_concurrent_pulls_are_limited_and_shared(proxy: RegistryProxy, store: Store, api: EngineClient) -> None:
     images = store(max_concurrent_pulls=2)
     names = [f"{proxy.address}/{name}:1" for name in ("one", "two", "three")]
     proxy.open.clear()
@@ -192,7 +186,7 @@ async def test_concurrent_pulls_are_limited_and_shared(
 
 
 async def test_budget_removes_only_the_least_recently_used_pulled_image(
-    proxy: RegistryProxy, store: Callable[..., ImageStore], api: EngineClient
+    proxy: RegistryProxy, store: Store, api: EngineClient
 ) -> None:
     images = store(budget_gb=2.5 * _SIZE / 1e9)
     one, two, three = (f"{proxy.address}/{name}:1" for name in ("one", "two", "three"))
