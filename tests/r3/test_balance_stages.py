@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.balance_workloads import REGIMES, Pass, captured, skewed_steps
 
-from benchmarks.balance_stages import Stages, pour, staged, update_within_machine
+from benchmarks.balance_stages import Stages, staged, update_within_machine
 from r3.balance import ExpertLayout, PlanArrays, PlannerOptions, plan_pass
 from r3.balance.cost import busiest_link, imbalance, node_floor, rank_load
 from r3.balance.plan import Ints, measured_placement
@@ -54,23 +54,6 @@ def test_each_stage_left_out_costs_something() -> None:
         assert worst(layout, less) > worst(layout, everything) + 0.005, less
     links = [np.median(busiest_link(staged(counts, layout, stages))) for stages in (everything, Stages(replicas=0))]
     assert links[0] < 0.7 * links[1]
-
-
-@given(
-    base=st.lists(st.integers(0, 50), min_size=1, max_size=6),
-    held=st.lists(st.booleans(), min_size=6, max_size=6),
-    tokens=st.integers(0, 200),
-)
-def test_poured_tokens_fill_the_emptiest_holders(base: list[int], held: list[bool], tokens: int) -> None:
-    mask = np.array([held[: len(base)]])
-    mask[0, 0] = True
-    poured = pour(np.array([base]), mask, np.array([tokens]))[0]
-    assert poured.sum() == tokens
-    assert (poured >= 0).all()
-    assert not poured[~mask[0]].any()
-    after = np.array(base) + poured
-    if (wet := poured > 0).any():
-        assert after[wet].max() <= after[mask[0]].min() + 1
 
 
 @given(layout=layouts(), seed=seeds)

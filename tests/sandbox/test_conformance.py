@@ -33,7 +33,7 @@ from sandbox import (
 )
 from sandbox.docker.files import gather_directory, gather_from_archive, host_mount_path
 from sandbox.files import TreeCollector
-from tests.sandbox.conftest import SLOW_CONTAINER_ENGINES, slow_in_podman
+from tests.sandbox.conftest import RUN, SLOW_CONTAINER_ENGINES, slow_in_podman
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
 
@@ -611,26 +611,11 @@ async def test_missing_image_is_one_clear_line(backend: SandboxBackend) -> None:
     assert "\n" not in str(error.value)
 
 
-_RUN = """
-import asyncio, sys
-from sandbox import SandboxSpec, open_backend
-
-async def main():
-    backend = open_backend(sys.argv[1], run_id="killed", runtime=sys.argv[3] if sys.argv[3:] else None)
-    sandboxes = [await backend.start(SandboxSpec()) for _ in range(2)]
-    async with asyncio.TaskGroup() as group:
-        group.create_task(sandboxes[0].exec(f"setsid -f sleep {sys.argv[2]}; sleep {sys.argv[2]}", timeout=600))
-        print(*(sandbox.id for sandbox in sandboxes), flush=True)
-
-asyncio.run(main())
-"""
-
-
 @slow_in_podman
 async def test_sandboxes_of_a_killed_run_are_reaped(
     backend: SandboxBackend, engine: Any, marker: str, host: Any
 ) -> None:
-    command = [sys.executable, "-c", _RUN, backend.name, marker, *([engine.runtime] if engine.runtime else [])]
+    command = [sys.executable, "-c", RUN, backend.name, "killed", marker, *filter(None, [engine.runtime])]
     run = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
     try:
         ids = (await run.stdout.readline()).decode().split()

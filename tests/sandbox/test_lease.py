@@ -19,6 +19,7 @@ from sandbox.docker import lease as dockerlease
 from sandbox.docker.backend import DockerBackend, reap_containers
 from sandbox.docker.engine import connect
 from sandbox.lease import EXPIRY_SECONDS, Owner
+from tests.sandbox.conftest import RUN
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -82,24 +83,12 @@ async def test_containers_are_removed_after_their_heartbeat_stopped(monkeypatch:
     api.close()
 
 
-_RUN = """
-import asyncio, sys
-from sandbox import SandboxSpec, open_backend
-
-async def main():
-    backend = open_backend(sys.argv[1], run_id=sys.argv[2])
-    await backend.start(SandboxSpec())
-    print("started", flush=True)
-    await asyncio.sleep(600)
-
-asyncio.run(main())
-"""
-
-
 @pytest.mark.parametrize(
     "backend", [pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("bubblewrap", "docker")]
 )
-def test_reap_command_removes_only_dead_runs(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reap_command_removes_only_dead_runs(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, marker: str
+) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     run_id = f"command-{uuid.uuid4().hex[:8]}"
 
@@ -110,15 +99,15 @@ def test_reap_command_removes_only_dead_runs(backend: str, tmp_path: Path, monke
 
     # In an engine, which all runs of the machine share, another one's start may be the first to reap.
     reaped_by_another = ("",) if backend != "bubblewrap" else ()
-    run = subprocess.Popen([sys.executable, "-c", _RUN, backend, run_id], stdout=subprocess.PIPE)
+    run = subprocess.Popen([sys.executable, "-c", RUN, backend, run_id, marker], stdout=subprocess.PIPE)
     try:
-        assert run.stdout.readline() == b"started\n"
-        assert reap() == f"{backend}: run {run_id}, 1 sandbox(es), alive"
+        assert len(run.stdout.readline().split()) == 2
+        assert reap() == f"{backend}: run {run_id}, 2 sandbox(es), alive"
         run.kill()
         run.wait()
-        dead = f"{backend}: run {run_id}, 1 sandbox(es), dead: its process has ended"
+        dead = f"{backend}: run {run_id}, 2 sandbox(es), dead: its process has ended"
         assert reap("--list") in (dead, *reaped_by_another)
-        assert reap() in (f"{dead}; removed 1", *reaped_by_another)
+        assert reap() in (f"{dead}; removed 2", *reaped_by_another)
         assert reap() == ""
     finally:
         run.kill()
