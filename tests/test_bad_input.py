@@ -27,6 +27,7 @@ QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
 
 
 Complaint = Callable[..., str]
+Local = tuple[str, ...]
 
 
 @pytest.fixture
@@ -53,7 +54,7 @@ def tiny(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def local(tmp_path: Path, tiny: str) -> tuple[str, ...]:
+def local(tmp_path: Path, tiny: str) -> Local:
     """Overrides of the quickstart: the shipped model, a directory for runs, and a Python for the engine."""
     return QUICKSTART, tiny, f"runs_dir={tmp_path}", f"engine.python={sys.executable}"
 
@@ -143,7 +144,7 @@ def test_trajectories_longer_than_a_micro_batch_or_the_model(
 @pytest.mark.sglang
 @pytest.mark.bubblewrap
 @pytest.mark.slow
-def test_port_taken(complaint: Complaint, local: tuple[str, ...]) -> None:
+def test_port_taken(complaint: Complaint, local: Local) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         engine = (f"engine.port={port}", f"engine.python={ROOT}/.venv-engine/bin/python")
@@ -187,7 +188,7 @@ def test_missing_image_or_broken_task_record(
     ],
 )
 def test_directory_in_use_or_below_a_file(
-    complaint: Complaint, tmp_path: Path, local: tuple[str, ...], command: tuple[str, ...], directory: str
+    complaint: Complaint, tmp_path: Path, local: Local, command: tuple[str, ...], directory: str
 ) -> None:
     with lock_directory(tmp_path / directory):
         told = complaint(*command, *local)
@@ -205,12 +206,7 @@ def test_directory_in_use_or_below_a_file(
     ],
 )
 def test_a_missing_cluster_or_engine_is_told_before_anything_starts(
-    complaint: Complaint,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    local: tuple[str, ...],
-    override: str,
-    answer: str,
+    complaint: Complaint, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, local: Local, override: str, answer: str
 ) -> None:
     monkeypatch.setattr(train, "open_rollout_runtime", None)
     monkeypatch.setattr(train, "RayTrainer", None)
@@ -235,7 +231,7 @@ async def test_a_ray_address_that_takes_no_connection_is_given_up() -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
-def test_disk_without_space(complaint: Complaint, tmp_path: Path, local: tuple[str, ...]) -> None:
+def test_disk_without_space(complaint: Complaint, tmp_path: Path, local: Local) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], check=True)

@@ -36,31 +36,6 @@ def stitcher(capacity: int = 0) -> RouteStitcher:
     return RouteStitcher(moe_layers=LAYERS, top_k=TOP_K, num_experts=EXPERTS, capacity=capacity)
 
 
-turns = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 40)), min_size=1, max_size=12)
-"""Of each turn: observed tokens before it, sampled tokens in it."""
-
-
-@given(first=st.integers(2, 20), turns=turns, wrong=st.integers(-3, 3).filter(bool), at=st.integers(0, 11))
-def test_any_turn_with_a_row_too_many_or_too_few_is_named(
-    first: int, turns: list[tuple[int, int]], wrong: int, at: int
-) -> None:
-    at %= len(turns)
-    stitched, length = stitcher(), first
-    for number, (observed, sampled) in enumerate(turns):
-        length += (observed if number else 0) + sampled
-        expected = length - 1 - stitched.next_row
-        if number == at:
-            received = max(0, expected + wrong)
-            if received == expected:
-                return
-            before = stitched.next_row
-            with pytest.raises(RoutingError, match=rf"turn {at}: expected {expected} rows .* received {received}$"):
-                stitched.append(delta(before, before + received), sequence=length)
-            assert stitched.next_row == before, "a refused turn leaves nothing behind"
-            return
-        stitched.append(delta(stitched.next_row, length - 1), sequence=length)
-
-
 def test_turns_stitch_to_the_rows_of_the_whole_sequence() -> None:
     stitched = stitcher()
     assert stitched.next_row == 0

@@ -29,15 +29,7 @@ HOSTILE = "</script><img src=x onerror=alert(1)>\x1b[31m\u202eevil\u2066\x00\ud8
 SHOWN = "</script><img src=x onerror=alert(1)>␛[31m⎕evil⎕␀⎕ & <b>bold</b>"
 """The same with a sign in place of each character that would not be seen or would reorder the others."""
 CAPTURED = Path(__file__).parent.parent / "captured" / "quickstart"
-PAGES = {
-    "curves": "#/",
-    "trajectories": "#/trajectories/0",
-    "trajectory": "#/t/0/1-3?by=gap_without_replay",
-    "group": "#/group/0/1/0",
-    "step": "#/step/0/1",
-}
-
-
+PAGES = ("#/", "#/trajectories/0", "#/t/0/1-3?by=gap_without_replay", "#/group/0/1/0", "#/step/0/1")
 CAPTURED_PAGES = {
     "curves": "#/",
     "trajectories": "#/trajectories/0?sort=-worst_gap_without_replay",
@@ -320,7 +312,7 @@ def test_hostile_text_is_shown_and_does_nothing(page: Page, tmp_path: Path) -> N
     """From an export: its file must hold such text too."""
     export(SampleSource(SampleRun(steps=1, groups=1, hostile=HOSTILE)), tmp_path / "run.html", 4)
     page.on("dialog", lambda dialog: pytest.fail("a script of the text ran"))
-    for place in PAGES.values():
+    for place in PAGES:
         opened(page, (tmp_path / "run.html").as_uri(), place)
         expect(page.get_by_text(SHOWN).first).to_be_attached()
         assert page.locator("img, main b:text-is('bold')").count() == 0
