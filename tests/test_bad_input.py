@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any, get_type_hints
 
 import pytest
 import typer
+from support.small_disk import small_disk
 from typer.testing import CliRunner
 
 from agent_rl import cli
@@ -230,14 +230,8 @@ async def test_a_ray_address_that_takes_no_connection_is_given_up() -> None:
             client.close()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
 def test_disk_without_space(complaint: Complaint, tmp_path: Path, local: Local) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], check=True)
-    try:
+    with small_disk(tmp_path, 1) as disk:
         told = complaint("train", *local, f"runs_dir={disk}/runs")
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
     assert "MiB free" in told
     assert "free some space" in told

@@ -21,16 +21,7 @@ from agent_rl.monitoring.metrics_log import MetricsLog, read_metrics
 from agent_rl.monitoring.plots import draw_run
 from agent_rl.monitoring.sinks import Sink, TensorBoard, check_sinks
 from agent_rl.utils.concurrency import run_alongside
-from agent_rl.utils.run_files import read_json, replacing, write_atomic, write_json
-
-
-def test_atomic_write_keeps_the_old_file_when_it_fails(tmp_path: Path) -> None:
-    target = tmp_path / "state.json"
-    write_json(target, {"step": 1})
-    with pytest.raises(TypeError):
-        write_atomic(target, "not bytes")  # type: ignore[arg-type]
-    assert read_json(target) == {"step": 1}
-    assert [path.name for path in tmp_path.iterdir()] == ["state.json"]
+from agent_rl.utils.run_files import replacing, write_atomic
 
 
 def test_a_failed_writer_leaves_the_old_file(tmp_path: Path) -> None:

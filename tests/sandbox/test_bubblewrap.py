@@ -8,11 +8,12 @@ import os
 import random
 import shutil
 import subprocess
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.small_disk import small_disk
 
 from sandbox import (
     ImageMissingError,
@@ -210,20 +211,9 @@ async def test_a_sandbox_without_its_directory_is_lost(backend: BubblewrapBacken
         await sandbox.exec("true", timeout=20)
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64m,mode=0700", "none", disk]
-    if subprocess.run(mount, capture_output=True).returncode != 0:
-        pytest.skip("a small disk can't be mounted here")
-    yield disk
-    subprocess.run(["umount", disk], check=True)
-
-
-async def test_full_disk_is_one_line(small_disk: Path) -> None:
-    backend = BubblewrapBackend(run_id="full", base=small_disk)
-    try:
+async def test_full_disk_is_one_line(tmp_path: Path) -> None:
+    with small_disk(tmp_path, 64) as disk:
+        backend = BubblewrapBackend(run_id="full", base=disk)
         sandbox = await backend.start(SandboxSpec())
         assert (await sandbox.exec("head -c 10 /dev/zero > small", timeout=20)).ok
         with pytest.raises(SandboxDiskFullError, match=r"free on its disk") as error:
@@ -231,7 +221,6 @@ async def test_full_disk_is_one_line(small_disk: Path) -> None:
         assert "\n" not in str(error.value)
         with pytest.raises(SandboxDiskFullError):
             await backend.start(SandboxSpec())
-    finally:
         await backend.close()
 
 

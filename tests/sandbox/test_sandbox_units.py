@@ -288,22 +288,11 @@ def test_import_loads_no_heavy_module() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
 
 
-@pytest.mark.parametrize(
-    ("driver", "backing", "has"),
-    [("overlay2", "extfs", False), ("overlay2", "xfs", True), ("btrfs", None, True), ("zfs", None, True)],
-)
-def test_file_systems_with_quotas(driver: str, backing: str | None, has: bool) -> None:
-    status = [["Backing Filesystem", backing]] if backing else None
-    assert supports_quota({"Driver": driver, "DriverStatus": status}) is has
-
-
-@pytest.mark.parametrize(
-    ("refusal", "wants"),
-    [
-        ("--storage-opt is supported only for overlay over xfs with 'pquota' mount option", True),
-        ("Storage option overlay.size not supported. Filesystem does not support Project Quota", True),
-        ("no space left on device", False),
-    ],
-)
-def test_quota_refusals_are_recognized(refusal: str, wants: bool) -> None:
-    assert is_quota_refusal(refusal) is wants
+def test_file_systems_with_quotas_and_quota_refusals_are_recognized() -> None:
+    drivers = {("overlay2", "extfs"): False, ("overlay2", "xfs"): True, ("btrfs", ""): True, ("zfs", ""): True}
+    for (driver, backing), quotas in drivers.items():
+        status = [["Backing Filesystem", backing]] if backing else None
+        assert supports_quota({"Driver": driver, "DriverStatus": status}) is quotas, driver
+    assert is_quota_refusal("--storage-opt is supported only for overlay over xfs with 'pquota' mount option")
+    assert is_quota_refusal("Storage option overlay.size not supported. Filesystem does not support Project Quota")
+    assert not is_quota_refusal("no space left on device")

@@ -27,6 +27,7 @@ def imported(tree: ast.Module) -> Iterator[tuple[str, str]]:
         if isinstance(node, ast.Import):
             yield from ((alias.name, "") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: relative import"
             yield from ((node.module or "", alias.name) for alias in node.names)
 
 

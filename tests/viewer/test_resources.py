@@ -231,16 +231,6 @@ def test_a_run_killed_in_the_middle_shows_what_it_has(run: Path) -> None:
     assert error(run, "steps/3") == f"absent: {run}: no trajectories of 3"
 
 
-def test_a_step_that_is_removed_and_written_again_is_read_again(run: Path) -> None:
-    resources = Resources([run])
-    assert resources.read("0/t/2-0")["error"] == ""
-    for path in (run / "trajectories").glob("step-000002.*"):
-        path.unlink()
-    assert resources.read("0/t/2-0")["error"]["kind"] == "absent"
-    write_step(run, 2)
-    assert resources.read("0/t/2-0")["error"] == ""
-
-
 def test_a_run_without_routes_says_so(run: Path) -> None:
     """A dense model's is filed alike: it has no routes, and no layers that could differ."""
     for step in (1, 2):
