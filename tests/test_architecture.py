@@ -93,7 +93,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
         "agent_rl.weight_sync.sync",
         "sandbox",
         "tools",
-        "envs",
+        "envs.swe",
         "r3.routing",
     ],
 )

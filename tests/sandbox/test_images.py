@@ -7,7 +7,6 @@ import io
 import os
 import tarfile
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ from sandbox import ImageMissingError, ImagePolicy, ImagePullError, SandboxError
 from sandbox.docker.backend import DockerBackend
 from sandbox.docker.engine import EngineClient, connect, translate_errors
 from sandbox.docker.images import ImageStore
+from tests.sandbox.conftest import Host
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(120)]
 _SIZE = 300_000
@@ -135,13 +135,6 @@ def some_files() -> bytes:
     return stream.getvalue()
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def has(api: EngineClient, *images: str) -> list[bool]:
     return [bool(api.images(image)) for image in images]
 
@@ -175,7 +168,7 @@ async def test_concurrent_pulls_are_limited_and_shared(proxy: RegistryProxy, sto
     names = [f"{proxy.address}/{name}:1" for name in ("one", "two", "three")]
     proxy.open.clear()
     fetches = [asyncio.create_task(images.fetch(name)) for name in [*names, *names]]
-    await asyncio.to_thread(wait_until, lambda: proxy.waiting == 2)
+    await Host().until(lambda: proxy.waiting == 2, "two pulls wait")
     fetches[0].cancel()  # the other one that waits for this image still gets it
     proxy.open.set()
     ended = await asyncio.gather(*fetches, return_exceptions=True)
@@ -239,7 +232,7 @@ async def test_a_pull_does_not_count_against_the_start_timeout(
             await pool.start(SandboxSpec(image=f"{proxy.address}/two:1"))
 
     starting = asyncio.create_task(start())
-    await asyncio.to_thread(wait_until, lambda: proxy.waiting > 0)
+    await Host().until(lambda: proxy.waiting > 0, "the pull waits")
     await clock.put_forward(5000)
     proxy.open.set()
     await starting

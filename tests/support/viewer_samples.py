@@ -52,7 +52,6 @@ class SampleRun:
         default_factory=lambda: {"name": "quickstart", "model": "tiny-moe", "train": {"lr": 1e-4}}
     )
     resumes: Sequence[int] = (3,)
-    live: Sequence[Mapping[str, Any]] = ()
 
     @property
     def trajectories(self) -> int:
@@ -94,8 +93,7 @@ class SampleRun:
         return self.turn_tokens * (1 + 2 * self.turns)
 
     def summary(self) -> dict[str, Any]:
-        state = "running" if self.live else "finished"
-        named = {"name": self.name, "directory": f"runs/{self.name}", "kind": "train", "state": state}
+        named = {"name": self.name, "directory": f"runs/{self.name}", "kind": "train", "state": "finished"}
         return named | {"steps": self.steps, "total": self.steps}
 
     def run(self) -> dict[str, Any]:
@@ -227,7 +225,7 @@ class SampleSource:
         number, _, rest = path.partition("/")
         run = self.runs[int(number)]
         kind, _, name = rest.partition("/")
-        total, live = run.trajectories, run.steps + 1 if run.live else None
+        total = run.trajectories
         found: Callable[[], dict[str, Any]] | None = {
             "run": run.run,
             "metrics": run.metrics_of,
@@ -236,7 +234,7 @@ class SampleSource:
             "loads": lambda: run.loads(name),
             "t": lambda: run.trajectory(name),
             "routes": lambda: self._routes(run, name),
-            "live": lambda: {"step": live, "episodes": list(run.live), "expected": 8, "notes": []},
+            "live": lambda: {"step": None, "episodes": [], "expected": 8, "notes": []},
         }.get(kind)
         if found is None:
             return {"error": {"kind": "unknown", "text": f"{path}: no such page"}, "notes": []}

@@ -299,15 +299,6 @@ def test_a_tab_that_takes_over_reads_everything_again(context: BrowserContext) -
         context.close()
 
 
-def test_episodes_of_the_running_step_show(context: BrowserContext) -> None:
-    episode = {"task": "mini-1", "reward": 1.0, "resolved": True, "stop": "submitted", "turns": 2, "tokens": 90}
-    source = SampleSource(SampleRun(live=[{**episode, "sampled": 30, "seconds": 1.5, "began": 1.7e9}]))
-    with Served(source) as server:
-        page = opened(context.new_page(), server.address, "#/trajectories/0")
-        expect(page.get_by_text("Step 7 is running: 1 episode of 8 ended, 1 resolved")).to_be_visible()
-        context.close()
-
-
 def test_hostile_text_is_shown_and_does_nothing(page: Page, tmp_path: Path) -> None:
     """From an export: its file must hold such text too."""
     export(SampleSource(SampleRun(steps=1, groups=1, hostile=HOSTILE)), tmp_path / "run.html", 4)
