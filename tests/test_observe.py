@@ -98,9 +98,7 @@ def test_display_shows_the_step_it_was_given(terminal: bool) -> None:
         display.stage("rollout", total=4)
         display.advance(4)
         display.step(1, {"reward/mean": 0.25, "time/step": 3.0, "time/rollout": 2.0})
-    text = out.getvalue()
-    assert "sglang" in text
-    assert "0.250" in text
+    assert all(text in out.getvalue() for text in ("sglang", "0.250"))
 
 
 def run_picture(rows: list[dict[str, float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Figure:

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from envs import (
-    ENVIRONMENTS,
     EnvContext,
     EnvironmentLoadError,
     Episode,
@@ -59,10 +58,6 @@ HERE = "tests_plain_environment"
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     """This module under a name of its own, since pytest's importlib mode gives it none to import by."""
     monkeypatch.setitem(sys.modules, HERE, sys.modules[__name__])
-
-
-def test_the_built_in_ones_are_listed() -> None:
-    assert {"math", "mini", "swe"} <= set(ENVIRONMENTS.targets())
 
 
 def test_a_plain_class_by_dotted_path() -> None:

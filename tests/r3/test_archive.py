@@ -168,7 +168,6 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
     ({"tokens": 10**18}, "claims 4000000000000000000 bytes"),
     ({"tokens": 4.0}, "expected int, got 4.0"),
     ({"tokens": True}, "expected int, got True"),
-    ({"tokens": None}, "expected int"),
     ({"moe_layers": 0}, "impossible shape"),
     ({"moe_layers": 3}, r"expected 3 rows \(18 bytes\), the body claims 12"),
     ({"top_k": 1}, r"expected 3 rows \(6 bytes\), the body claims 12"),
@@ -181,7 +180,6 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
     ({"sorted": 1}, "expected bool"),
     ({"layer_ids": [1]}, "expected 2 ascending layer ids"),
     ({"layer_ids": [2**70, 2**70]}, "ascending layer ids"),
-    ({"layer_ids": "ab"}, "expected int"),
     ({"layer_ids": 7}, "not the header"),
     ({"spans": []}, "spans cover 0 rows"),
     ({"spans": [[0, 4, "1", "e", "surprise"]]}, "not the header"),
@@ -190,7 +188,6 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
     ({"spans": [[0, 0, "1", "e", "sampled"], [0, 4, "1", "e", "sampled"]]}, "without gaps"),
     ({"spans": [[0, 4, "1", "e", "sampled"]]}, r"expected 4 rows \(16 bytes\), the body claims 12"),
     ({"spans": [[0, 4, "1", "e", "missing"]]}, r"expected 0 rows \(0 bytes\), the body claims 12"),
-    ({"spans": {"0": 1}}, "not the header"),
 ]
 
 

@@ -220,8 +220,8 @@ def test_nothing_but_a_ranks_share_is_held() -> None:
 def test_stages_hold_every_layer_once_in_order(per: int, pipeline: int, virtual: int, extra: int) -> None:
     layers = per * pipeline * virtual
     stages = stage_layers(layers, pipeline, virtual)
-    by_time = [stages[rank][chunk] for chunk in range(virtual) for rank in range(pipeline)]
-    assert [number for chunk in by_time for number in chunk] == list(range(1, layers + 1))
+    by_time = [number for chunk in range(virtual) for rank in range(pipeline) for number in stages[rank][chunk]]
+    assert by_time == list(range(1, layers + 1))
     if pipeline * virtual > 1:
         with pytest.raises(RoutingError, match="can't be spread over"):
             stage_layers(layers + 1 + (extra - 1) % (pipeline * virtual - 1), pipeline, virtual)

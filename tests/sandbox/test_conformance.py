@@ -302,8 +302,7 @@ async def test_writable_directories(sandbox: Sandbox, backend: Any) -> None:
     for place in places:
         written = await sandbox.exec(f"mkdir -p $(dirname {place}) && touch {place} && rm {place}", timeout=20)
         assert written.ok is (backend.name != "bubblewrap"), written
-    for place in ("/testbed/new", "/tmp/new", "$HOME/new"):
-        assert (await sandbox.exec(f"touch {place}", timeout=20)).ok
+    assert (await sandbox.exec("touch /testbed/new /tmp/new ~/new", timeout=20)).ok
 
 
 async def test_write_and_read(sandbox: Sandbox) -> None:

@@ -11,12 +11,6 @@ from sandbox import SandboxError
 from sandbox.timeouts import PausableTimeout, acquire_slot, bounded, uncharged
 
 
-async def test_a_block_over_its_limit_raises() -> None:
-    with pytest.raises(SandboxError, match="starting took longer than 600 s"):
-        async with bounded(600, "starting"):
-            await LoopClock().put_forward(601)
-
-
 async def test_a_wait_does_not_count() -> None:
     clock, reached = LoopClock(), list[str]()
 

@@ -58,7 +58,7 @@ def test_a_run_is_summarized(run: Path) -> None:
     assert found["filed"] == ["1", "2", "eval-2-sampled"]
     assert (found["detail"], found["resumes"], found["format"]) == (["1", "2"], [1], 3)
     assert found["facts"] == {"group_size": 2, "moe_layers": LAYERS, "num_experts": EXPERTS, "top_k": 2}
-    (line,) = json.loads(Resources([run]).body("runs"))["runs"]
+    (line,) = Resources([run]).read("runs")["runs"]
     assert (line["name"], line["pass_at_1"], line["guard"]) == ("demo", [0.5, 0.1, 0.9], 0)
 
 
