@@ -1,4 +1,4 @@
-"""The paper's four stages one by one, measured placements, and the planner on captured routes."""
+"""Plans of the paper's stages, measured placements, and the planner on captured routes."""
 
 from __future__ import annotations
 
