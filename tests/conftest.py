@@ -13,20 +13,17 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hypothesis
 import pytest
 
-# How long an example takes says more about what else the machine does than about us.
+# The time of an example depends on the other load of the machine.
 hypothesis.settings.register_profile("no_deadline", deadline=None)
 hypothesis.settings.load_profile("no_deadline")
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-MARKERS = ("docker", "podman", "bubblewrap", "sglang", "megatron", "browser")
 
 
 def _engine_answers(command: str) -> bool:
@@ -39,36 +36,29 @@ def _engine_answers(command: str) -> bool:
         return False
 
 
-def _docker() -> str | None:
-    return None if _engine_answers("docker") else "no docker engine answers (.ci/start-docker)"
+def _has_modules(*names: str) -> bool:
+    return None not in map(importlib.util.find_spec, names)
 
 
-def _podman() -> str | None:
-    return None if _engine_answers("podman") else "no podman service answers (.ci/start-podman)"
-
-
-def _bubblewrap() -> str | None:
-    return None if shutil.which("bwrap") else "bubblewrap is not installed (apt-get install bubblewrap)"
-
-
-def _sglang() -> str | None:
-    return None if (ROOT / ".venv-engine/bin/python").exists() else "no engine environment (make setup)"
-
-
-def _chromium() -> str | None:
-    return None if shutil.which("chromium") else "chromium is not installed (apt-get install chromium)"
-
-
-def _megatron() -> str | None:
-    missing = [name for name in ("torch", "megatron", "ray") if importlib.util.find_spec(name) is None]
-    return f"not installed: {', '.join(missing)} (make setup)" if missing else None
+PARTS: dict[str, tuple[Callable[[], object], str]] = {
+    "docker": (lambda: _engine_answers("docker"), "no docker engine answers (.ci/start-docker)"),
+    "podman": (lambda: _engine_answers("podman"), "no podman service answers (.ci/start-podman)"),
+    "bubblewrap": (lambda: shutil.which("bwrap"), "bubblewrap is not installed (apt-get install bubblewrap)"),
+    "sglang": ((ROOT / ".venv-engine/bin/python").exists, "no engine environment (make setup)"),
+    "megatron": (
+        lambda: _has_modules("torch", "megatron", "ray"),
+        "torch, megatron or ray is not installed (make setup)",
+    ),
+    "browser": (lambda: shutil.which("chromium"), "chromium is not installed (apt-get install chromium)"),
+}
+"""Of each marker: whether its part is available, and else the reason with the command that provides it."""
 
 
 @functools.cache
 def missing_part(marker: str) -> str | None:
-    """Why the part behind ``marker`` is unavailable here, with the command that provides it; None if available."""
-    checks = (_docker, _podman, _bubblewrap, _sglang, _megatron, _chromium)
-    return dict(zip(MARKERS, checks, strict=True))[marker]()
+    """Why the part behind ``marker`` is unavailable here; None if available."""
+    available, reason = PARTS[marker]
+    return None if available() else reason
 
 
 WHOLE_DIRS = ("engine", "envs", "rollout", "sandbox")
@@ -90,7 +80,7 @@ def _group(item: pytest.Item) -> str:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    for marker in MARKERS:
+    for marker in PARTS:
         if item.get_closest_marker(marker) and (reason := missing_part(marker)):
             pytest.skip(reason)
 
@@ -105,7 +95,7 @@ def ray_connection_is_closed() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def megatron_shim() -> None:
     """What lets Megatron run without CUDA, for tests that import it themselves: it must come before that import."""
-    if _megatron():
+    if missing_part("megatron"):
         return
     import torch
 

@@ -1,12 +1,10 @@
-"""Every mistake of a user's is answered with one clear line and exit code 2."""
+"""Every user error ends with one clear line and exit code 2."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import socket
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,9 +12,11 @@ from typing import Any, get_type_hints
 
 import pytest
 import typer
+from support.small_disk import small_disk
 from typer.testing import CliRunner
 
 from agent_rl import cli
+from agent_rl.config.builtin import install_model
 from agent_rl.controller import train
 from agent_rl.errors import UserError
 from agent_rl.train.ray_session import check_ray
@@ -26,46 +26,61 @@ ROOT = Path(__file__).resolve().parent.parent
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
 
 
-def complaint(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one line on standard error that ``agent-rl *arguments`` ends with."""
-    monkeypatch.setattr(sys, "argv", ["agent-rl", *arguments])
-    with pytest.raises(SystemExit) as stopped:
-        cli.main()
-    lines = capsys.readouterr().err.strip().splitlines()
-    assert stopped.value.code == 2
-    assert len(lines) == 1, lines
-    return lines[0]
+Complaint = Callable[..., str]
+Local = tuple[str, ...]
+
+
+@pytest.fixture
+def complaint(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Complaint:
+    """``complaint("train", ...)``: the one line on standard error that ``agent-rl train ...`` ends with."""
+
+    def run(*arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["agent-rl", *arguments])
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        lines = capsys.readouterr().err.strip().splitlines()
+        assert stopped.value.code == 2
+        assert len(lines) == 1, lines
+        return lines[0]
+
+    return run
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> str:
+    """The override that selects the shipped model, unpacked."""
+    assert install_model(tmp_path / "tiny-moe")
+    return f"model={tmp_path}/tiny-moe"
+
+
+@pytest.fixture
+def local(tmp_path: Path, tiny: str) -> Local:
+    """Overrides of the quickstart: the shipped model, a directory for runs, and a Python for the engine."""
+    return QUICKSTART, tiny, f"runs_dir={tmp_path}", f"engine.python={sys.executable}"
 
 
 @pytest.mark.parametrize(
     ("override", "told"),
     [
-        ("train.lrr=1", "unknown key 'train.lrr': did you mean 'lr'?"),
         ("lr=1", "unknown key 'lr': did you mean 'train.lr'?"),
         ("rollout.steps=1", "unknown key 'rollout.steps': did you mean 'train.steps' or 'r3.trace.steps'?"),
-        ("train.steps=many", "train.steps: Input should be"),
+        (
+            "model=/nowhere/model",
+            "error: model: /nowhere/model: no Hugging Face checkpoint there (no config.json); nam",
+        ),
+        ("model=/nowhere/tiny-moe", "`agent-rl model init /nowhere/tiny-moe` makes it"),
     ],
 )
-def test_config(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], override: str, told: str) -> None:
-    assert told in complaint(monkeypatch, capsys, "train", QUICKSTART, override)
+def test_invalid_config(complaint: Complaint, override: str, told: str) -> None:
+    assert told in complaint("train", QUICKSTART, override)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("eval", QUICKSTART, "--tasks", "0"),
-        ("eval", QUICKSTART, "--tasks", "-3"),
-        ("eval", QUICKSTART, "--samples", "0"),
-        ("rollout", QUICKSTART, "--tasks", "-1"),
-        ("doctor", QUICKSTART, "--tasks", "0"),
-        ("plan", QUICKSTART, "--tokens", "0"),
-        ("r3", "compare", QUICKSTART, "--tasks", "0"),
-    ],
-)
-def test_counts_below_one(arguments: tuple[str, ...]) -> None:
-    ended = CliRunner().invoke(cli.app, arguments)
-    assert ended.exit_code == 2
-    assert f"Invalid value for '{arguments[-2]}': Input should be greater than or equal to 1" in ended.output
+@pytest.mark.parametrize(("command", "option"), [("eval", "--tasks"), ("eval", "--samples"), ("plan", "--tokens")])
+def test_counts_below_one(command: str, option: str) -> None:
+    for count in ("0", "-3"):
+        ended = CliRunner().invoke(cli.app, (command, QUICKSTART, option, count))
+        assert ended.exit_code == 2
+        assert f"Invalid value for '{option}': Input should be greater than or equal to 1" in ended.output
 
 
 def test_every_number_on_the_command_line_has_a_least_value() -> None:
@@ -87,33 +102,20 @@ def commands(app: typer.Typer) -> Iterator[Callable[..., Any]]:
             yield from commands(group.typer_instance)
 
 
-def test_model_directory_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    told = complaint(monkeypatch, capsys, "train", QUICKSTART, "model=/nowhere/model")
-    assert told.startswith("error: model: /nowhere/model: no Hugging Face checkpoint there (no config.json); name the")
-    told = complaint(monkeypatch, capsys, "train", QUICKSTART, "model=/nowhere/tiny-moe")
-    assert told.endswith("`agent-rl model init /nowhere/tiny-moe` makes it")
-
-
-def test_real_tasks_that_were_not_built(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    told = complaint(
-        monkeypatch, capsys, "eval", str(ROOT / "configs" / "real.yaml"), "--policy", "noop", f"runs_dir={tmp_path}",
-        f"env.options.path={tmp_path}/real.jsonl",
-    )  # fmt: skip
+def test_real_tasks_that_were_not_built(complaint: Complaint, tmp_path: Path) -> None:
+    arguments = ("eval", str(ROOT / "configs" / "real.yaml"), "--policy", "noop", f"runs_dir={tmp_path}")
+    told = complaint(*arguments, f"env.options.path={tmp_path}/real.jsonl")
     assert told.endswith("real.jsonl: no such file; right would be a file of task records; `make real-tasks` builds it")
 
 
-def test_reference_of_another_architecture(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny: Path
-) -> None:
-    arguments = ("train", QUICKSTART, f"model={tiny}", "train.kl.coefficient=0.1")
-    told = complaint(monkeypatch, capsys, *arguments, "train.kl.reference=/nowhere")
+def test_reference_of_another_architecture(complaint: Complaint, tmp_path: Path, tiny: str) -> None:
+    arguments = ("train", QUICKSTART, tiny, "train.kl.coefficient=0.1")
+    told = complaint(*arguments, "train.kl.reference=/nowhere")
     assert told.startswith("error: train.kl.reference: /nowhere: no Hugging Face checkpoint there")
-    said = json.loads((tiny / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(said | {"num_experts": 16}))
-    told = complaint(monkeypatch, capsys, *arguments, f"train.kl.reference={tmp_path}")
-    assert f"train.kl.reference: {tmp_path} has num_experts 16, not {said['num_experts']} as" in told
+    model = json.loads((tmp_path / "tiny-moe/config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(model | {"num_experts": 16}))
+    told = complaint(*arguments, f"train.kl.reference={tmp_path}")
+    assert f"train.kl.reference: {tmp_path} has num_experts 16, not {model['num_experts']} as" in told
 
 
 @pytest.mark.parametrize(
@@ -131,60 +133,47 @@ def test_reference_of_another_architecture(
     ],
 )
 def test_trajectories_longer_than_a_micro_batch_or_the_model(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tiny: Path, override: str, told: str
+    complaint: Complaint, tiny: str, override: str, told: str
 ) -> None:
     for command in (("train",), ("r3", "compare")):
-        assert told in complaint(monkeypatch, capsys, *command, QUICKSTART, f"model={tiny}", override)
+        assert told in complaint(*command, QUICKSTART, tiny, override)
 
 
 @pytest.mark.sglang
 @pytest.mark.bubblewrap
 @pytest.mark.slow
-def test_port_taken(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny: Path
-) -> None:
+def test_port_taken(complaint: Complaint, local: Local) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        told = complaint(
-            monkeypatch, capsys, "train", QUICKSTART, f"engine.port={port}",
-            f"engine.python={ROOT}/.venv-engine/bin/python",
-            f"model={tiny}", f"runs_dir={tmp_path}", "sandbox.backend=bubblewrap", "env.options.train_tasks=8",
-        )  # fmt: skip
+        engine = (f"engine.port={port}", f"engine.python={ROOT}/.venv-engine/bin/python")
+        told = complaint("train", *local, *engine, "sandbox.backend=bubblewrap", "env.options.train_tasks=8")
     assert str(port) in told
     assert "taken" in told
 
 
-def test_no_sandbox_at_all(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_no_sandbox_at_all(complaint: Complaint, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
-    told = complaint(
-        monkeypatch, capsys, "eval", QUICKSTART, "--policy", "noop", "sandbox.backend=auto", f"runs_dir={tmp_path}"
-    )
+    told = complaint("eval", QUICKSTART, "--policy", "noop", "sandbox.backend=auto", f"runs_dir={tmp_path}")
     assert "bubblewrap is not installed" in told
     assert "docker" in told
 
 
 @pytest.mark.bubblewrap
-def test_image_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    told = complaint(
-        monkeypatch, capsys, "eval", QUICKSTART, "--policy", "noop", "--tasks", "2",
-        "sandbox.backend=bubblewrap", "sandbox.image=/nowhere/rootfs", f"runs_dir={tmp_path}",
-    )  # fmt: skip
-    assert "/nowhere/rootfs" in told
-
-
-@pytest.mark.bubblewrap
-def test_broken_task_record(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["--tasks", "2", "sandbox.image=/nowhere/rootfs"], "/nowhere/rootfs"),
+        (["--split", "train", "env.name=swe", "env.options={path: rows.jsonl}"], "row 1"),
+    ],
+)
+def test_missing_image_or_broken_task_record(
+    complaint: Complaint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], told: str
 ) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"repo_name": "demo"}\n')
-    told = complaint(
-        monkeypatch, capsys, "eval", QUICKSTART, "--policy", "noop", "--split", "train",
-        "sandbox.backend=bubblewrap", "env.name=swe", f"env.options={{path: {rows}}}", f"runs_dir={tmp_path}",
-    )  # fmt: skip
-    assert "rows.jsonl" in told
-    assert "row 1" in told
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"repo_name": "demo"}\n')
+    arguments = ("eval", QUICKSTART, "--policy", "noop", "sandbox.backend=bubblewrap", f"runs_dir={tmp_path}")
+    assert told in complaint(*arguments, *overrides)
 
 
 @pytest.mark.parametrize(
@@ -196,36 +185,14 @@ def test_broken_task_record(
         (("rollout",), "quickstart-rollout"),
     ],
 )
-def test_a_directory_that_another_process_writes_to(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    tiny: Path,
-    command: tuple[str, ...],
-    directory: str,
+def test_directory_in_use_or_below_a_file(
+    complaint: Complaint, tmp_path: Path, local: Local, command: tuple[str, ...], directory: str
 ) -> None:
     with lock_directory(tmp_path / directory):
-        told = complaint(
-            monkeypatch, capsys, *command, QUICKSTART, f"model={tiny}", f"runs_dir={tmp_path}",
-            f"engine.python={sys.executable}",
-        )  # fmt: skip
+        told = complaint(*command, *local)
     assert f"{tmp_path}/{directory}: in use by process {os.getpid()} on " in told
-
-
-@pytest.mark.parametrize("command", [("train",), ("eval", "--policy", "noop"), ("doctor",), ("rollout",)])
-def test_runs_dir_is_a_file(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    tiny: Path,
-    command: tuple[str, ...],
-) -> None:
     (tmp_path / "runs").write_text("no directory")
-    told = complaint(
-        monkeypatch, capsys, *command, QUICKSTART, f"model={tiny}", f"runs_dir={tmp_path}/runs",
-        f"engine.python={sys.executable}",
-    )  # fmt: skip
-    assert f"runs_dir: {tmp_path}/runs is a file" in told
+    assert f"runs_dir: {tmp_path}/runs is a file" in complaint(*command, *local, f"runs_dir={tmp_path}/runs")
 
 
 @pytest.mark.parametrize(
@@ -236,21 +203,12 @@ def test_runs_dir_is_a_file(
         ("engine.urls=[http://127.0.0.1:9]", "engine.urls: http://127.0.0.1:9/model_info: "),
     ],
 )
-def test_a_cluster_or_engine_that_is_not_there_is_told_before_anything_starts(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    tiny: Path,
-    override: str,
-    answer: str,
+def test_a_missing_cluster_or_engine_is_told_before_anything_starts(
+    complaint: Complaint, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, local: Local, override: str, answer: str
 ) -> None:
     monkeypatch.setattr(train, "open_rollout_runtime", None)
     monkeypatch.setattr(train, "RayTrainer", None)
-    told = complaint(
-        monkeypatch, capsys, "train", QUICKSTART, f"model={tiny}", f"runs_dir={tmp_path}",
-        f"engine.python={sys.executable}", override,
-    )  # fmt: skip
-    assert answer in told
+    assert answer in complaint("train", *local, override)
     assert not (tmp_path / "quickstart" / "config.yaml").exists(), "the directory is free for another config"
 
 
@@ -270,34 +228,8 @@ async def test_a_ray_address_that_takes_no_connection_is_given_up() -> None:
             client.close()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
-def test_disk_without_room(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny: Path
-) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], check=True)
-    try:
-        told = complaint(
-            monkeypatch,
-            capsys,
-            "train",
-            QUICKSTART,
-            f"runs_dir={disk}/runs",
-            f"model={tiny}",
-            f"engine.python={sys.executable}",
-        )
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
+def test_disk_without_space(complaint: Complaint, tmp_path: Path, local: Local) -> None:
+    with small_disk(tmp_path / "disk", "1m") as disk:
+        told = complaint("train", *local, f"runs_dir={disk}/runs")
     assert "MiB free" in told
     assert "free some space" in told
-
-
-@pytest.fixture
-def tiny(tmp_path: Path) -> Path:
-    """The shipped model, unpacked."""
-    from agent_rl.config.builtin import install_model
-
-    assert install_model(tmp_path / "tiny-moe")
-    assert shutil.disk_usage(tmp_path).free
-    return tmp_path / "tiny-moe"

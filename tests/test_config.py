@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
 import pytest
 import yaml
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from agent_rl.config import RunConfig
 from agent_rl.config.loader import INPUT_PATHS, load_config
@@ -14,9 +16,9 @@ from agent_rl.errors import ConfigError
 CONFIGS = sorted((Path(__file__).resolve().parent.parent / "configs").glob("*.yaml"))
 
 
-@pytest.fixture
-def quickstart() -> Path:
-    return next(path for path in CONFIGS if path.name == "quickstart.yaml")
+QUICKSTART = next(path for path in CONFIGS if path.name == "quickstart.yaml")
+COLOCATED = "engine.device=auto engine.colocate=true train.device=auto"
+SAMPLED = "train.old_logprob.source=rollout"
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
@@ -27,9 +29,9 @@ def test_every_shipped_config_loads_and_survives_a_round_trip(path: Path, tmp_pa
     assert load_config(copy) == config
 
 
-def test_overrides_reach_nested_keys_as_yaml_values(quickstart: Path) -> None:
+def test_overrides_reach_nested_keys_as_yaml_values() -> None:
     config = load_config(
-        quickstart, ["train.lr=0.001", "eval.greedy=false", "env.options.train_tasks=8", "engine.urls=[a, b]"]
+        QUICKSTART, ["train.lr=0.001", "eval.greedy=false", "env.options.train_tasks=8", "engine.urls=[a, b]"]
     )
     assert (config.train.lr, config.eval.greedy, config.env.options["train_tasks"]) == (0.001, False, 8)
     assert config.engine.urls == ("a", "b")
@@ -68,36 +70,32 @@ def test_overrides_reach_nested_keys_as_yaml_values(quickstart: Path) -> None:
         ("engine={placement: ray, colocate: true}", "engine.colocate conflicts with engine.placement ray"),
         ("engine={device: cpu, colocate: true}", "engine.colocate needs GPUs"),
         ("engine.device=auto engine.colocate=true train.device=cpu", "engine.colocate needs GPUs, and train.device"),
-        ("engine.device=auto engine.colocate=true train.device=auto train.ray_address=h:1", "remove train.ray_address"),
+        (f"{COLOCATED} train.ray_address=h:1", "remove train.ray_address"),
         (
-            "engine.device=auto engine.colocate=true train.device=auto train.parallel.world_size=2",
-            "engine.count x engine.gpus (1) equal to train.parallel.world_size (2)",
+            f"{COLOCATED} train.parallel.world_size=2",
+            "engine.count x engine.gpus (1) equal to train.parallel.world_size",
         ),
-        (
-            "engine.device=auto engine.colocate=true async_rollout.depth=1 train.old_logprob.source=rollout",
-            "engine.colocate conflicts with async_rollout.depth",
-        ),
+        (f"{COLOCATED} async_rollout.depth=1 {SAMPLED}", "engine.colocate conflicts with async_rollout.depth"),
         ("async_rollout={depth: 2, max_staleness: 1}", "async_rollout.max_staleness is 1; it must be at least"),
         ("async_rollout.max_staleness=1", "and 0 if depth is 0"),
         ("async_rollout.depth=1 train.old_logprob.source=recompute", "set train.correction.weight"),
         ("async_rollout.depth=1 train.old_logprob.source=rescore", "train.old_logprob.source rescore"),
-        ("async_rollout.depth=1 train.old_logprob.source=rollout engine.pause_mode=retract", "set pause_mode to turn"),
+        (f"async_rollout.depth=1 {SAMPLED} engine.pause_mode=retract", "set pause_mode to turn"),
         ("train.lr", "override 'train.lr': expected section.key=value"),
         ("eval={tasks", "override 'eval={tasks': not valid YAML: "),
         ("name.first=x", "override 'name.first=x': name is a value, not a section"),
     ],
 )
-def test_error_is_one_line_that_names_the_key(quickstart: Path, override: str, message: str) -> None:
+def test_error_is_one_line_that_names_the_key(override: str, message: str) -> None:
     overrides = override.split(" ") if "{" not in override and "[" not in override else [override]
     with pytest.raises(ConfigError) as caught:
-        load_config(quickstart, overrides)
+        load_config(QUICKSTART, overrides)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [("a: [1", "not valid YAML"), ("- 1", "mapping of sections, not a list"), ("{}", "required")],
+    ("text", "message"), [("a: [1", "not valid YAML"), ("- 1", "mapping of sections, not a list"), ("{}", "required")]
 )
 def test_invalid_config_file(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "c.yaml"
@@ -106,16 +104,15 @@ def test_invalid_config_file(tmp_path: Path, text: str, message: str) -> None:
         load_config(path)
 
 
-def test_off_is_accepted_although_yaml_reads_it_as_false(quickstart: Path) -> None:
-    config = load_config(quickstart, ["train.replay=off", "guard.action=off"])
+def test_off_is_accepted_although_yaml_reads_it_as_false() -> None:
+    config = load_config(QUICKSTART, ["train.replay=off", "guard.action=off"])
     assert (config.train.replay, config.guard.action) == ("off", "off")
 
 
 def test_base_is_merged_key_by_key(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
-    (tmp_path / "root.yaml").write_text(
-        "name: root\nmodel: m\ntrain: {lr: 0.1, parallel: {tensor: 2, world_size: 4}}\n"
-    )
+    root = "name: root\nmodel: m\ntrain: {lr: 0.1, parallel: {tensor: 2, world_size: 4}}\n"
+    (tmp_path / "root.yaml").write_text(root)
     (tmp_path / "sub/middle.yaml").write_text("base: ../root.yaml\ntrain: {parallel: {tensor: 4}}\n")
     (tmp_path / "top.yaml").write_text("base: sub/middle.yaml\nname: top\nengine: {urls: [a]}\n")
     config = load_config(tmp_path / "top.yaml", ["train.lr=0.2"])
@@ -126,7 +123,7 @@ def test_base_is_merged_key_by_key(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("base", "message"),
     [
-        ("c.yaml", "base: c.yaml leads back to this"),
+        ("c.yaml", "base: c.yaml leads back"),
         ("d.yaml", "d.yaml: base: c.yaml leads back"),
         ("e.yaml", "file not found"),
     ],
@@ -172,9 +169,8 @@ def test_path_options_of_a_tool_class_are_resolved(project: Path, monkeypatch: p
         "    async def setup(self, task: Task) -> str: ...\n    async def grade(self) -> float: ...\n"
     )
     monkeypatch.syspath_prepend(str(project))
-    (project / "c.yaml").write_text(
-        "name: c\nmodel: m\nenv: {name: 'tasks_of_files:Files', options: {directory: tasks, word: tasks}}\n"
-    )
+    env = "env: {name: 'tasks_of_files:Files', options: {directory: tasks, word: tasks}}"
+    (project / "c.yaml").write_text(f"name: c\nmodel: m\n{env}\n")
     assert load_config(project / "c.yaml").env.options == {"directory": str(project / "tasks"), "word": "tasks"}
 
 
@@ -201,33 +197,23 @@ def test_other_environment_drops_the_options_of_the_base(project: Path) -> None:
     assert (overridden.env.options, overridden.env.quarantine) == ({"path": "x"}, Path("q"))
 
 
-def test_every_path_key_is_an_input_or_an_output() -> None:
-    def paths(section: type[BaseModel], above: tuple[str, ...] = ()) -> set[tuple[str, ...]]:
-        found = set()
-        for name, field in section.model_fields.items():
-            kinds = (field.annotation, *get_args(field.annotation))
-            for kind in kinds:
-                if isinstance(kind, type) and issubclass(kind, BaseModel):
-                    found |= paths(kind, (*above, name))
-            if Path in kinds:
-                found.add((*above, name))
-        return found
+def all_fields(section: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], FieldInfo]]:
+    """Every key of ``section`` and of the sections in it."""
+    for name, field in section.model_fields.items():
+        yield (*above, name), field
+        for kind in (field.annotation, *get_args(field.annotation)):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield from all_fields(kind, (*above, name))
 
-    assert paths(RunConfig) == {*INPUT_PATHS, ("runs_dir",), ("r3", "trace", "dir")} - {("engine", "python")}
+
+def test_every_path_key_is_an_input_or_an_output() -> None:
+    kinds = {key: (field.annotation, *get_args(field.annotation)) for key, field in all_fields(RunConfig)}
+    paths = {key for key in kinds if Path in kinds[key]}
+    assert paths == {*INPUT_PATHS, ("runs_dir",), ("r3", "trace", "dir")} - {("engine", "python")}
 
 
 def test_every_key_has_a_description() -> None:
-    def undescribed(section: type[BaseModel]) -> set[str]:
-        names = set()
-        for name, field in section.model_fields.items():
-            if not field.description:
-                names.add(f"{section.__name__}.{name}")
-            for kind in (field.annotation, *get_args(field.annotation)):
-                if isinstance(kind, type) and issubclass(kind, BaseModel):
-                    names |= undescribed(kind)
-        return names
-
-    assert undescribed(RunConfig) == set()
+    assert [key for key, field in all_fields(RunConfig) if not field.description] == []
 
 
 def test_async_training_accepts_rollout_log_probs_or_a_correction() -> None:

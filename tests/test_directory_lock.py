@@ -27,20 +27,20 @@ def lock_in_process(directory: Path) -> subprocess.Popen[str]:
     """A process that locks ``directory`` until its standard input is closed."""
     command = [sys.executable, "-c", HOLD, str(directory)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
     assert process.stdout.readline() == "locked\n"
     return process
+
+
+def is_refused(directory: Path, message: str) -> None:
+    with pytest.raises(UserError, match=message), lock_directory(directory):
+        pass
 
 
 @pytest.mark.parametrize("end", ["exit", "kill -9"])
 def test_locked_directory_is_rejected_until_its_owner_ends(tmp_path: Path, end: str) -> None:
     directory = tmp_path / "runs" / "first"
     process = lock_in_process(directory)
-    with (
-        pytest.raises(UserError, match=rf"first: in use by process {process.pid} on \S+: wait until it ends"),
-        lock_directory(directory),
-    ):
-        pass
+    is_refused(directory, rf"first: in use by process {process.pid} on \S+: wait until it ends")
     if end == "exit":
         process.communicate()
     else:
@@ -50,14 +50,10 @@ def test_locked_directory_is_rejected_until_its_owner_ends(tmp_path: Path, end: 
         pass
 
 
-def test_a_directory_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("a file")
     for directory in (tmp_path / "runs", tmp_path / "runs" / "first"):
-        with (
-            pytest.raises(UserError, match=r"cannot be written .*; choose another directory"),
-            lock_directory(directory),
-        ):
-            pass
+        is_refused(directory, r"cannot be written .*; choose another directory")
 
 
 WRITE = """
@@ -71,7 +67,7 @@ with replacing(Path(sys.argv[1])) as temporary:
 """
 
 
-def test_what_a_killed_holder_was_writing_is_removed_and_what_another_one_writes_inside_is_not(tmp_path: Path) -> None:
+def test_temporary_files_of_a_killed_holder_are_removed_and_those_of_another_directory_kept(tmp_path: Path) -> None:
     whole = tmp_path / "run" / "trajectories" / "step-000001.jsonl.zst"
     other = tmp_path / "run" / "evaluation" / "state.json"
     for path in (whole, other):
@@ -81,7 +77,6 @@ def test_what_a_killed_holder_was_writing_is_removed_and_what_another_one_writes
     for path in (whole, other):
         command = [sys.executable, "-c", WRITE, str(path)]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
             assert process.stdout.readline() == "written\n"
             process.kill()
     assert len(list(tmp_path.rglob("*.tmp"))) == 2

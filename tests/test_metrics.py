@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -56,27 +57,26 @@ def made_by_calling() -> Mapping[str, set[str]]:
     won = replace(trajectory(1.0), routing=routing, rescored=Rescored(np.zeros((2, 2), np.float32), 1.0))
     won = replace(won, audit=RouteAudit(2, 0, 2, 0), harness={"rewrites": 0, "retries": 0, "echo_differs": 0})
     group = Group("t", (won, replace(trajectory(0.0), recovered=True)))
-    audited = set(audit_metrics([won]))
-    return {
-        "agent_rl/rollout/metrics.py": set(rollout_metrics(Rollout((group,), (), seconds=1.0))) - audited,
-        "agent_rl/rollout/route_audit.py": audited,
-        "agent_rl/rollout/filters.py": set(filter_metrics([group], [Group("u", (won, won))])),
-        "agent_rl/rollout/rescore.py": set(rescore_metrics([won])),
-        "agent_rl/controller/advantages.py": set(build_samples([group]).metrics),
-        "agent_rl/engine/fleet.py": set(Fleet().metrics()),
-        "agent_rl/engine/generation_gate.py": set(GenerationGate().metrics()),
-        "agent_rl/engine/utilization.py": set(loaded().metrics(["e"])),
-        "agent_rl/monitoring/loop_lag.py": set(lag().metrics()),
-        "agent_rl/controller/journal.py": set(Journal(Path("none"), "run", turns=True).metrics(1)),
-        "agent_rl/controller/async_rollout/ledger_file.py": set(LedgerFile(Path("none")).counts()),
-        "agent_rl/controller/guard.py": set(Guard(GuardConfig(), Path("none"), print).judge(1, {}, [])),
-        "agent_rl/controller/rollout_runtime.py": set(
-            TaskRuntime(ClusterBackend([], max_per_node=1), env=None).metrics()
-        ),
-        "agent_rl/endpoint/server.py": set(EndpointServer(Path("none"), 0).metrics()),
-        "agent_rl/train/expert_balancing/report.py": set(balance_metrics([balanced()])),
-        "agent_rl/train/step_metrics.py": set(step_metrics([report()], routes(), routes(), Clip(0.2, 0.2))),
+    audited, backend = set(audit_metrics([won])), ClusterBackend([], max_per_node=1)
+    made = {
+        "rollout/metrics.py": set(rollout_metrics(Rollout((group,), (), seconds=1.0))) - audited,
+        "rollout/route_audit.py": audited,
+        "rollout/filters.py": filter_metrics([group], [Group("u", (won, won))]),
+        "rollout/rescore.py": rescore_metrics([won]),
+        "controller/advantages.py": build_samples([group]).metrics,
+        "engine/fleet.py": Fleet().metrics(),
+        "engine/generation_gate.py": GenerationGate().metrics(),
+        "engine/utilization.py": loaded().metrics(["e"]),
+        "monitoring/loop_lag.py": lag().metrics(),
+        "controller/journal.py": Journal(Path("none"), "run", turns=True).metrics(1),
+        "controller/async_rollout/ledger_file.py": LedgerFile(Path("none")).counts(),
+        "controller/guard.py": Guard(GuardConfig(), Path("none"), print).judge(1, {}, []),
+        "controller/rollout_runtime.py": TaskRuntime(backend, env=None).metrics(),
+        "endpoint/server.py": EndpointServer(Path("none"), 0).metrics(),
+        "train/expert_balancing/report.py": balance_metrics([balanced()]),
+        "train/step_metrics.py": step_metrics([report()], routes(), routes(), Clip(0.2, 0.2)),
     }
+    return {f"agent_rl/{file}": set(names) for file, names in made.items()}
 
 
 def loaded() -> EngineUtilization:
@@ -95,16 +95,14 @@ def report() -> RankReport:
     logprobs, update = np.zeros(MAX_STALENESS + 1, np.float32), Update(grad_norm=1.0, lr=1e-3)
     lag = np.arange(len(logprobs), dtype=np.int32)
     sums = UpdateSums(3, loss=0.0, clipped=0, entropy=0, kl=0, correction=0, dropped=0, kl_reference=0, update=update)
-    return RankReport(
-        logprobs, logprobs, logprobs, lag, (sums,), 1.0, 1.0, 1.0, ReferenceReport(taken=0.0, seconds=1.0)
-    )
+    reference = ReferenceReport(taken=0.0, seconds=1.0)
+    return RankReport(logprobs, logprobs, logprobs, lag, (sums,), 1.0, 1.0, 1.0, reference)
 
 
 def balanced() -> BalanceReport:
     ones, links = np.ones((1, 1)), np.ones((1, 1), np.int32)
-    return BalanceReport(
-        0, (PassBalance("update", (1,), ones, ones, links, links, ones),), 1, 0, 1, 1, 1.0, 1.0, 1.0, 1.0
-    )
+    update = PassBalance("update", (1,), ones, ones, links, links, ones)
+    return BalanceReport(0, (update,), 1, 0, 1, 1, 1.0, 1.0, 1.0, 1.0)
 
 
 def routes() -> RouteCounts:
@@ -118,30 +116,28 @@ def literals(path: Path) -> Iterator[str]:
 
 
 def registered_by_source() -> Mapping[str, set[str]]:
-    sources = {metric.source for metric in METRICS}
-    return {
-        source: {name for metric in METRICS if metric.source == source for name in metric.names} for source in sources
-    }
+    registered = defaultdict[str, set[str]](set)
+    for metric in METRICS:
+        registered[metric.source] |= set(metric.names)
+    return registered
 
 
-def test_a_metric_that_is_not_registered_is_refused(tmp_path: Path) -> None:
+def test_an_unregistered_metric_is_refused(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path)
-    with pytest.raises(
-        AgentRlError, match=r"^metric 'x/y' is not registered: add it to agent_rl/monitoring/metrics.py$"
-    ):
+    with pytest.raises(AgentRlError, match=r"^metric 'x/y' is not registered: add it to \S+/metrics\.py$"):
         log.append(1, {"reward/mean": 0.5, "x/y": 1.0})
     log.close()
     assert read_metrics(tmp_path) == []
 
 
-def test_what_functions_give_is_what_is_registered_of_their_files() -> None:
+def test_functions_give_exactly_the_metrics_registered_for_their_file() -> None:
     made, registered = made_by_calling(), registered_by_source()
     assert made == {source: names for source, names in registered.items() if source not in NEED_A_RUN}
 
 
 @pytest.mark.parametrize("source", NEED_A_RUN)
-def test_what_is_registered_of_other_files_stands_in_them(source: str) -> None:
-    """These files name a metric, or a stage whose seconds it is."""
+def test_other_files_name_the_metrics_registered_for_them(source: str) -> None:
+    """They name the metric, or a stage whose seconds it is."""
     texts = set(literals(ROOT / source))
     stale = [
         name

@@ -1,4 +1,4 @@
-"""Reading a model's facts, and one clear line for each way it can't be done."""
+"""Reading a model's facts, and one clear line for each error."""
 
 from __future__ import annotations
 
@@ -10,24 +10,10 @@ import pytest
 
 from agent_rl.errors import ConfigError
 from agent_rl.models.spec import ModelSpec, check_same_architecture, read_model_spec, read_moe_spec
+from agent_rl.planner.known_models import CONFIGS
 from r3.payload import RouteLayout
 
-GOOD: dict[str, Any] = {
-    "model_type": "qwen3_moe",
-    "num_hidden_layers": 6,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "norm_topk_prob": True,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-}
+GOOD = CONFIGS["Qwen3-30B-A3B"] | {"num_hidden_layers": 6, "head_dim": 64}
 SHARED = {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 1024}
 NOT_MIXTRALS = ("num_experts", "moe_intermediate_size", "norm_topk_prob")
 DENSE = {"model_type": "qwen3", **dict.fromkeys((*NOT_MIXTRALS, "num_experts_per_tok"))}
@@ -44,38 +30,21 @@ def test_a_model_of_moe_layers_only(tmp_path: Path) -> None:
         "qwen3_moe", moe=(True,) * 6, hidden=2048, heads=32, kv_heads=4, head_dim=64, inner=6144, vocab_size=151936,
         max_positions=40960, num_experts=128, top_k=8, expert_inner=768,
     )  # fmt: skip
-    assert (model_spec.num_layers, model_spec.moe_layer_ids, model_spec.q_width, model_spec.kv_width) == (
-        6,
-        tuple(range(6)),
-        2048,
-        256,
-    )
+    assert (model_spec.num_layers, model_spec.moe_layer_ids) == (6, tuple(range(6)))
+    assert (model_spec.q_width, model_spec.kv_width) == (2048, 256)
     assert model_spec.layout == RouteLayout(6, tuple(range(6)), 128, 8)
 
 
-def test_what_a_config_says_otherwise_is_taken(tmp_path: Path) -> None:
-    said = {
-        "head_dim": 128,
-        "tie_word_embeddings": True,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 5e6,
-        "initializer_range": 1.0,
-    }
-    model_spec = read_model_spec(directory(tmp_path, **SHARED, **said))
-    assert (model_spec.head_dim, model_spec.tied, model_spec.norm_eps, model_spec.rope_theta, model_spec.init_std) == (
-        128,
-        True,
-        1e-5,
-        5e6,
-        1.0,
-    )
-    assert (model_spec.shared_inner, model_spec.qkv_bias, model_spec.family.shared_expert) == (1024, True, True)
+def test_values_of_the_config_override_the_defaults(tmp_path: Path) -> None:
+    changes = {"head_dim": 128, "tie_word_embeddings": True, "rms_norm_eps": 1e-5, "rope_theta": 5e6}
+    spec = read_model_spec(directory(tmp_path, **SHARED, **changes, initializer_range=1.0))
+    assert (spec.head_dim, spec.tied, spec.norm_eps, spec.rope_theta, spec.init_std) == (128, True, 1e-5, 5e6, 1.0)
+    assert (spec.shared_inner, spec.qkv_bias, spec.family.shared_expert) == (1024, True, True)
 
 
-def test_a_family_that_names_its_experts_otherwise(tmp_path: Path) -> None:
-    model_spec = read_model_spec(
-        directory(tmp_path, model_type="mixtral", num_local_experts=16, **dict.fromkeys(NOT_MIXTRALS))
-    )
+def test_other_names_for_experts_are_read(tmp_path: Path) -> None:
+    mixtral = {"model_type": "mixtral", "num_local_experts": 16, **dict.fromkeys(NOT_MIXTRALS)}
+    model_spec = read_model_spec(directory(tmp_path, **mixtral))
     assert (model_spec.num_experts, model_spec.expert_inner) == (16, 6144)
 
 
@@ -119,12 +88,10 @@ def test_a_missing_directory_is_one_line(tmp_path: Path) -> None:
         read_model_spec(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"has no config.json"):
         read_model_spec(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match="not valid JSON"):
-        read_model_spec(tmp_path)
-    (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(ConfigError, match="contains a list"):
-        read_model_spec(tmp_path)
+    for text, message in (("{", "not valid JSON"), ("[]", "contains a list")):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            read_model_spec(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -139,8 +106,7 @@ def test_a_reference_of_another_architecture_is_refused(tmp_path: Path, changes:
     model_spec = read_model_spec(directory(tmp_path, initializer_range=0.02))
     other = tmp_path / "other"
     other.mkdir()
-    check_same_architecture(
-        model_spec, tmp_path, directory(other, initializer_range=0.01, head_dim=64), "train.kl.reference"
-    )
+    same = directory(other, initializer_range=0.01, head_dim=64)
+    check_same_architecture(model_spec, tmp_path, same, "train.kl.reference")
     with pytest.raises(ConfigError, match=f"train.kl.reference: .*{message}"):
         check_same_architecture(model_spec, tmp_path, directory(other, **changes), "train.kl.reference")

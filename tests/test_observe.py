@@ -5,6 +5,7 @@ import io
 import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 
@@ -20,29 +21,15 @@ from agent_rl.monitoring.metrics_log import MetricsLog, read_metrics
 from agent_rl.monitoring.plots import draw_run
 from agent_rl.monitoring.sinks import Sink, TensorBoard, check_sinks
 from agent_rl.utils.concurrency import run_alongside
-from agent_rl.utils.run_files import read_json, replacing, write_atomic, write_json
+from agent_rl.utils.run_files import replacing, write_atomic
 
 
-def test_atomic_write_keeps_the_old_file_when_it_fails(tmp_path: Path) -> None:
-    target = tmp_path / "state.json"
-    write_json(target, {"step": 1})
-    with pytest.raises(TypeError):
-        write_atomic(target, "not bytes")  # type: ignore[arg-type]
-    assert read_json(target) == {"step": 1}
-    assert [path.name for path in tmp_path.iterdir()] == ["state.json"]
-
-
-def test_a_file_replaced_by_a_writer_that_fails_stays_as_it_was(tmp_path: Path) -> None:
+def test_a_failed_writer_leaves_the_old_file(tmp_path: Path) -> None:
     target = tmp_path / "arrays.bin"
     write_atomic(target, b"whole")
-
-    def fail() -> None:
-        with replacing(target) as temporary:
-            temporary.write_bytes(b"ha")
-            raise OSError("the disk is full")
-
-    with pytest.raises(OSError, match="disk"):
-        fail()
+    with pytest.raises(OSError, match="disk"), replacing(target) as temporary:  # noqa: PT012
+        temporary.write_bytes(b"ha")
+        raise OSError("the disk is full")
     assert target.read_bytes() == b"whole"
     assert [path.name for path in tmp_path.iterdir()] == ["arrays.bin"]
 
@@ -61,7 +48,7 @@ def test_metrics_survive_a_reopen_and_forget_what_is_done_again(tmp_path: Path) 
     assert list((tmp_path / "tensorboard").glob("events.out.tfevents.*"))
 
 
-def test_a_sink_that_fails_is_one_line_and_ends_nothing(tmp_path: Path) -> None:
+def test_a_failed_sink_is_reported_in_one_line_and_disabled(tmp_path: Path) -> None:
     class Away:
         def __init__(self, steps: int) -> None:
             self.steps, self.closed = steps, False
@@ -98,9 +85,7 @@ def test_a_sink_whose_library_is_absent_is_refused_at_start(monkeypatch: pytest.
 
 
 def test_sparkline_spans_its_own_range() -> None:
-    assert sparkline([0, 1, 2, 3]) == "▁▃▆█"
-    assert sparkline([5, 5]) == "▁▁"
-    assert sparkline([]) == ""
+    assert [sparkline(values) for values in ([0, 1, 2, 3], [5, 5], [])] == ["▁▃▆█", "▁▁", ""]
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -113,9 +98,7 @@ def test_display_shows_the_step_it_was_given(terminal: bool) -> None:
         display.stage("rollout", total=4)
         display.advance(4)
         display.step(1, {"reward/mean": 0.25, "time/step": 3.0, "time/rollout": 2.0})
-    text = out.getvalue()
-    assert "sglang" in text
-    assert "0.250" in text
+    assert all(text in out.getvalue() for text in ("sglang", "0.250"))
 
 
 def run_picture(rows: list[dict[str, float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Figure:
@@ -141,7 +124,7 @@ def test_a_picture_has_whole_steps_and_legends_that_cover_nothing(
             assert legend.get_window_extent().y1 <= axes.get_window_extent().y0, axes.get_title()
 
 
-def test_a_step_taken_up_from_the_journal_is_not_in_the_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recovered_step_is_not_in_the_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"step": step, "reward/mean": 0.5, "time/rollout": 9.0} for step in (1, 2, 3)]
     rows[1] |= {"time/rollout": 1e-4, "time/rollout_recovered": 1.0}
     figure = run_picture(rows, tmp_path, monkeypatch)
@@ -150,8 +133,8 @@ def test_a_step_taken_up_from_the_journal_is_not_in_the_times(tmp_path: Path, mo
     assert [bar.get_height() for bar in bars] == [9.0, 9.0]
 
 
-def test_a_log_that_is_closed_while_a_row_is_written_closes_its_sinks_after_it(tmp_path: Path) -> None:
-    """A run that was stopped closed TensorBoard's files while a thread wrote to them, which then waited for ever."""
+def test_a_log_closed_during_a_write_closes_its_sinks_afterwards(tmp_path: Path) -> None:
+    """A write to a closed sink of TensorBoard waits for ever."""
     writing, go_on, order = threading.Event(), threading.Event(), list[str]()
 
     class Slow:
@@ -164,19 +147,16 @@ def test_a_log_that_is_closed_while_a_row_is_written_closes_its_sinks_after_it(t
             order.append("closed")
 
     log = MetricsLog(tmp_path, {"slow": Slow})
-    append = threading.Thread(target=log.append, args=(1, {"reward/mean": 1.0}))
-    close = threading.Thread(target=log.close)
-    append.start()
-    assert writing.wait(10)
-    close.start()
-    close.join(0.05)
-    go_on.set()
-    append.join()
-    close.join()
+    with ThreadPoolExecutor() as threads:
+        threads.submit(log.append, 1, {"reward/mean": 1.0})
+        assert writing.wait(10)
+        closing = threads.submit(log.close)
+        wait([closing], timeout=0.05)
+        go_on.set()
     assert order == ["written", "closed"]
 
 
-async def test_a_loop_that_is_held_up_tells_for_how_long() -> None:
+async def test_the_lag_of_a_blocked_event_loop_is_measured() -> None:
     lag = LoopLag()
     async with run_alongside(lag.watch()):
         await asyncio.sleep(0)

@@ -25,12 +25,11 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def python(project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Python in ``project``, which it has first on its import path, as a user's own interpreter has."""
-    environment = {**os.environ, "PYTHONPATH": f"{project}{os.pathsep}{ROOT}"}
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=project, env=environment, capture_output=True, text=True, timeout=120
-    )
+def python(project: Path, *arguments: str, path: str | None = None) -> subprocess.CompletedProcess[str]:
+    """Python in ``project``, which comes first on its import path unless ``path`` replaces that."""
+    environment = {**os.environ, "PYTHONPATH": path or f"{project}{os.pathsep}{ROOT}"}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, timeout=120)
 
 
 @pytest.mark.slow
@@ -38,15 +37,14 @@ def python(project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     "command",
     [
-        ["test_letters.py"],
-        ["-m", "pytest", "-q", "test_letters.py"],
-        ["-m", "agent_rl.cli", "envs", "check", "letters:Letters", "count=5"],
-        ["-m", "agent_rl.cli", "eval", "letters.yaml", "--policy", "gold", "--tasks", "2"],
+        "test_letters.py",
+        "-m pytest -q test_letters.py",
+        "-m agent_rl.cli envs check letters:Letters count=5",
+        "-m agent_rl.cli eval letters.yaml --policy gold --tasks 2",
     ],
-    ids=["script", "pytest", "check", "eval"],
 )
-def test_own_packages_are_imported_despite_user_directories(project: Path, command: list[str]) -> None:
-    ran = python(project, *command)
+def test_own_packages_are_imported_despite_user_directories(project: Path, command: str) -> None:
+    ran = python(project, *command.split())
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
@@ -78,8 +76,5 @@ def test_commands_resolve_dotted_paths_alike_and_the_directory_comes_last(tmp_pa
     (tmp_path / "numpy.py").write_text("raise SystemExit('the working directory hides an installed package')\n")
     for command in (["envs", "check", "letters:Letters"], ["eval", "letters.yaml", "--policy", "noop"]):
         code = f"import sys; sys.path.remove(''); from agent_rl.cli import main; sys.argv[1:] = {command}; main()"
-        ran = subprocess.run(
-            [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )  # fmt: skip
+        ran = python(tmp_path, "-c", code, path=str(ROOT))
         assert ran.returncode == 0, ran.stdout + ran.stderr

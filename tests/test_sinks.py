@@ -18,12 +18,8 @@ pytestmark = pytest.mark.exhaustive
 
 def write(directory: Path, sink: str) -> None:
     """Steps 1 and 2, then, of the run resumed after step 1, steps 2 and 3."""
-    data = {
-        "name": "demo",
-        "model": "m",
-        "runs_dir": str(directory),
-        "monitoring": {"sinks": [sink], "project": "tests"},
-    }
+    data = {"name": "demo", "model": "m", "runs_dir": str(directory)}
+    data |= {"monitoring": {"sinks": [sink], "project": "tests"}}
     config, lines = RunConfig.model_validate(data), list[str]()
     check_sinks(config.monitoring)
     config.run_dir.mkdir(exist_ok=True)
@@ -53,7 +49,6 @@ def test_mlflow_in_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     write(tmp_path, "mlflow")
     client = MlflowClient()
     experiment = client.get_experiment_by_name("tests")
-    assert experiment is not None
     (run,) = client.search_runs([experiment.experiment_id])
     history = client.get_metric_history(run.info.run_id, "reward/mean")
     assert [(point.step, round(point.value, 1)) for point in history] == [(1, 0.1), (2, 0.2), (2, 1.2), (3, 1.3)]

@@ -40,7 +40,6 @@ def test_stopped_command_prints_a_message_and_exits(number: signal.Signals, wait
     """``STUCK`` waits for a thread that never ends, as a connection to a dead Ray cluster does."""
     command = [sys.executable, "-c", WAITS.format(wait=wait)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
     assert process.stdout.readline() == "begun\n"
     process.send_signal(number)
     out, error = process.communicate(timeout=20)

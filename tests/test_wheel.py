@@ -83,9 +83,7 @@ def test_the_wheel_holds_what_the_commands_need(wheel: Path) -> None:
     wanted |= {f"agent_rl/configs/{name}.yaml" for name in shipped_configs()}
     wanted |= {f"agent_rl/demo_model/data/{name}/{path.name}" for name in MODELS for path in MODELS[name].iterdir()}
     wanted |= {"agent_rl/engine/requirements.txt", "agent_rl/engine/requirements-nodeps.txt"}
-    wanted |= {
-        file for file in repository_files(*PACKAGES) if file != "agent_rl/configs" and not file.startswith(BUILT_FROM)
-    }
+    wanted |= {file for file in repository_files(*PACKAGES) if not file.startswith(("agent_rl/configs", BUILT_FROM))}
     assert wanted <= names, sorted(wanted - names)
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == set(PACKAGES)
 
@@ -133,6 +131,5 @@ def test_without_the_trainer_s_packages_the_command_that_installs_them_is_told(t
         code = f"{lacking} from agent_rl.cli import main; sys.argv[1:] = {command}; main()"
         told = run(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=str(ROOT))
         assert told.returncode == 2
-        assert told.stderr == (
-            "error: not installed: torch, megatron-core, ray; `agent-rl install trainer` installs them\n"
-        )
+        missing = "torch, megatron-core, ray"
+        assert told.stderr == f"error: not installed: {missing}; `agent-rl install trainer` installs them\n"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -11,27 +9,14 @@ import pytest
 from envs import EnvContext, GradingError, TaskRecordError
 from envs.mini import MiniEnvironment, generate, to_record, verify_records
 from envs.swe import diff_files, grade_patch
-from sandbox import SandboxBackend
 from tools import ToolCall
 
-pytestmark = [
-    pytest.mark.bubblewrap,
-    pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed"),
-]
+pytestmark = pytest.mark.bubblewrap
 
 
 @pytest.fixture
-async def backend() -> AsyncIterator[SandboxBackend]:
-    from sandbox.bubblewrap.backend import BubblewrapBackend
-
-    backend = BubblewrapBackend(run_id="test-mini")
-    yield backend
-    await backend.close()
-
-
-@pytest.fixture
-def env(backend: SandboxBackend, tmp_path: Path) -> MiniEnvironment:
-    return MiniEnvironment(EnvContext(backend), train_tasks=6, heldout_tasks=4, cache_dir=tmp_path)
+def env(context: EnvContext, tmp_path: Path) -> MiniEnvironment:
+    return MiniEnvironment(context, train_tasks=6, heldout_tasks=4, cache_dir=tmp_path)
 
 
 def modification_times(directory: Path) -> dict[str, int]:
@@ -51,7 +36,7 @@ async def test_tasks_are_verified_once_and_then_read(env: MiniEnvironment, tmp_p
     assert modification_times(tmp_path) == written
 
 
-async def test_tasks_can_be_asked_for_inside_a_running_loop(env: MiniEnvironment) -> None:
+async def test_tasks_can_be_listed_inside_a_running_loop(env: MiniEnvironment) -> None:
     assert len(env.tasks("heldout_family")) == 4
 
 
@@ -60,20 +45,20 @@ async def test_unknown_split_is_one_clear_line(env: MiniEnvironment) -> None:
         env.tasks("dev")
 
 
-async def test_a_task_whose_gold_patch_does_not_help_is_refused(backend: SandboxBackend) -> None:
+async def test_a_task_whose_gold_patch_does_not_help_is_refused(context: EnvContext) -> None:
     first, second = (to_record(task) for task in generate("train", 2, seed=0))
     no_fix = first.model_copy(update={"gold_patch": second.gold.replace(second.modified_files[0], "other.py")})
     with pytest.raises(ExceptionGroup) as caught:
-        await verify_records(EnvContext(backend), [second, no_fix])
+        await verify_records(context, [second, no_fix])
     assert caught.group_contains(GradingError, match=f"task {first.id}: its gold patch does not resolve it")
 
 
-async def test_a_task_that_is_not_broken_is_refused(backend: SandboxBackend) -> None:
+async def test_a_task_that_is_not_broken_is_refused(context: EnvContext) -> None:
     task = generate("train", 1, seed=0)[0]
     whole = to_record(task).model_copy(update={"files": {**task.fixed, "notes.txt": "a\n"}})
     patch = "diff --git a/notes.txt b/notes.txt\n--- a/notes.txt\n+++ b/notes.txt\n@@ -1 +1 @@\n-a\n+b\n"
     with pytest.raises(ExceptionGroup) as caught:
-        await verify_records(EnvContext(backend), [whole.model_copy(update={"gold_patch": patch})])
+        await verify_records(context, [whole.model_copy(update={"gold_patch": patch})])
     assert caught.group_contains(GradingError, match="the tests pass without the fix")
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from itertools import islice
 
 import pytest
 
-from envs.mini import FAMILIES, HELDOUT_FAMILIES, MiniTask, generate, initial_messages, stream, to_record
-from envs.mini.templates import TEMPLATES
+from envs.mini import FAMILIES, HELDOUT_FAMILIES, MiniTask, generate, initial_messages, to_record
 
 
 def results(files: dict[str, str], task: MiniTask) -> list[bool]:
@@ -33,9 +31,8 @@ def train() -> list[MiniTask]:
 
 def test_the_same_seed_gives_the_same_tasks_and_another_seed_others(train: list[MiniTask]) -> None:
     assert generate("train", 40, seed=3) == train[:40]
-    assert not {task.files[task.path] for task in generate("train", 40, seed=4)} & {
-        task.files[task.path] for task in train[:40]
-    }
+    other = {task.files[task.path] for task in generate("train", 40, seed=4)}
+    assert not other & {task.files[task.path] for task in train[:40]}
 
 
 def test_the_tests_fail_before_the_fix_and_pass_after_it(train: list[MiniTask]) -> None:
@@ -57,9 +54,7 @@ def test_one_line_separates_the_broken_file_from_the_fixed_one(train: list[MiniT
         broken = task.files[task.path]
         assert broken.count(task.old) == 1
         assert broken.replace(task.old, task.new) == task.fixed[task.path]
-        assert {path: text for path, text in task.files.items() if path != task.path} == {
-            path: text for path, text in task.fixed.items() if path != task.path
-        }
+        assert task.files == task.fixed | {task.path: broken}
 
 
 def test_decoys_are_wrong(train: list[MiniTask]) -> None:
@@ -82,16 +77,9 @@ def test_splits_hold_their_families_and_share_no_broken_function() -> None:
     assert not files["train"] & files["heldout_family"]
 
 
-def test_there_are_a_dozen_families_and_repositories_of_one_to_three_files(train: list[MiniTask]) -> None:
-    assert len(FAMILIES) >= 12
-    assert len(TEMPLATES) >= 37
+def test_repositories_have_one_to_three_files_of_many_templates(train: list[MiniTask]) -> None:
     assert {len(task.files) for task in train} == {1, 2, 3}
     assert len({task.template for task in train}) > 40
-
-
-def test_unknown_split_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"split 'dev': one of train, heldout, heldout_family"):
-        list(islice(stream("dev", 0), 1))
 
 
 def test_record_has_the_row_shape_and_hides_the_tests(train: list[MiniTask]) -> None:

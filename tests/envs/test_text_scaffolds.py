@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 
 import pytest
@@ -40,7 +39,6 @@ def test_the_prompts_of_openhands() -> None:
 
 
 @pytest.mark.bubblewrap
-@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 @pytest.mark.parametrize("name", ["mini-swe-agent", "openhands"])
 async def test_gold_solves_a_task_by_the_interfaces_own_calls(context: EnvContext, name: str) -> None:
     config = RunConfig.model_validate({"name": "n", "model": "m", "env": {"scaffold": name}})

@@ -1,11 +1,13 @@
-"""Classes of tools as environments: the worked examples, the template, and what is wrong with the others."""
+"""Classes of tools as environments: the worked examples, the template, and invalid classes."""
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from itertools import count
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -87,17 +89,13 @@ def test_the_commands_write_check_and_list_environments(tmp_path: Path, monkeypa
 def test_the_template_passes_its_own_test(tmp_path: Path) -> None:
     test = write_template("word_game", tmp_path).test.name
     for command, outcome in ((["-m", "pytest"], "1 passed"), ([], "all checks passed")):
-        run = subprocess.run(
-            [sys.executable, *command, test], cwd=tmp_path, capture_output=True, text=True, timeout=120
-        )
+        command = [sys.executable, *command, test]
+        run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
         assert outcome in run.stdout, run.stdout + run.stderr
-    with pytest.raises(TemplateError, match="exists already"):
-        write_template("word_game", tmp_path)
-    with pytest.raises(TemplateError, match="lower-case"):
-        write_template("Word-Game", tmp_path)
-    for taken in ("tools", "random"):
-        with pytest.raises(TemplateError, match="name of another module"):
-            write_template(taken, tmp_path)
+    refused = {"word_game": "exists already", "Word-Game": "lower-case"}
+    for name, message in (refused | dict.fromkeys(("tools", "random"), "name of another module")).items():
+        with pytest.raises(TemplateError, match=message):
+            write_template(name, tmp_path)
 
 
 class Counter:
@@ -131,29 +129,8 @@ def of(made: type[Any], **options: Any) -> ToolClassEnvironment:
     return ToolClassEnvironment(NOWHERE, made, "mine", options)
 
 
-async def test_a_sound_class_keeps_every_promise() -> None:
+async def test_a_correct_class_passes_every_check() -> None:
     assert all(finding.ok for finding in await check_environment(of(Counter)))
-
-
-class NoTasks(Counter):
-    @classmethod
-    def tasks(cls, split: str, options: Counter.Options) -> list[dict[str, Any]]:
-        return []
-
-
-class SameIds(Counter):
-    @classmethod
-    def tasks(cls, split: str, options: Counter.Options) -> list[dict[str, Any]]:
-        return [{"id": "one"}, {"id": "one"}]
-
-
-class OtherTasksEachTime(Counter):
-    calls = 0
-
-    @classmethod
-    def tasks(cls, split: str, options: Counter.Options) -> list[dict[str, Any]]:
-        cls.calls += 1
-        return [{"id": str(cls.calls)}]
 
 
 class Shared(Counter):
@@ -171,25 +148,24 @@ class Shared(Counter):
         return float(Shared.total >= 3)
 
 
-class WonAtOnce(Counter):
-    async def grade(self) -> float:
-        return 1.0
+def broken(**changes: Any) -> type[Any]:
+    """``Counter`` with other attributes."""
+    return type("Broken", (Counter,), changes)
 
 
-class WrongSolution(Counter):
-    @classmethod
-    def solution(cls, task: Task) -> list[ToolCall]:
-        return [ToolCall("up", {})]
+def graded(value: Any) -> Callable[..., Awaitable[Any]]:
+    async def grade(self: Counter) -> Any:
+        return value
+
+    return grade
 
 
-class NoNumber(Counter):
-    async def grade(self) -> float:
-        return float("nan")
+def listed(tasks: Callable[[], list[dict[str, Any]]]) -> Any:
+    return classmethod(lambda cls, split, options: tasks())
 
 
-class NoGrade(Counter):
-    async def grade(self) -> float:
-        return "good"  # type: ignore[return-value]
+numbers = count()
+WRONG_SOLUTION = classmethod(lambda cls, task: [ToolCall("up", {})])
 
 
 class Undescribed(Counter):
@@ -200,45 +176,32 @@ class Undescribed(Counter):
 @pytest.mark.parametrize(
     ("made", "check", "told"),
     [
-        (NoTasks, "tasks of train", "the split has no tasks"),
-        (SameIds, "tasks of train", "'one' occurs twice"),
-        (OtherTasksEachTime, "tasks of train", "the order must be fixed"),
-        (WonAtOnce, "an untouched task is not resolved", "resolved by doing nothing"),
-        (NoNumber, "an untouched task is not resolved", "must be finite"),
-        (NoGrade, "an untouched task is not resolved", "grade returned a str"),
-        (WrongSolution, "the solution is resolved", "its solution is not resolved"),
+        (broken(tasks=listed(list)), "tasks of train", "the split has no tasks"),
+        (broken(tasks=listed(lambda: [{"id": "one"}] * 2)), "tasks of train", "'one' occurs twice"),
+        (broken(tasks=listed(lambda: [{"id": f"{next(numbers)}"}])), "tasks of train", "the order must be fixed"),
+        (broken(grade=graded(1.0)), "an untouched task is not resolved", "resolved by doing nothing"),
+        (broken(grade=graded(float("nan"))), "an untouched task is not resolved", "must be finite"),
+        (broken(grade=graded("good")), "an untouched task is not resolved", "grade returned a str"),
+        (broken(solution=WRONG_SOLUTION), "the solution is resolved", "its solution is not resolved"),
         (Shared, "episodes don't share state", "the grade of one episode depends on another"),
     ],
 )
-async def test_a_broken_promise_is_named(made: type[Any], check: str, told: str) -> None:
+async def test_a_failed_check_is_named(made: type[Any], check: str, told: str) -> None:
     wrong = {finding.check: finding.detail for finding in await check_environment(of(made)) if not finding.ok}
     assert told in wrong[check]
-
-
-class LosesCancellation(Counter):
-    async def setup(self, task: Task) -> str:
-        import asyncio
-
-        try:
-            await asyncio.sleep(0.05)
-        except asyncio.CancelledError:
-            return "I go on"
-        return "Count."
 
 
 async def test_a_swallowed_cancellation_is_named() -> None:
     @asynccontextmanager
     async def start(task: Task) -> AsyncIterator[ToolEpisode]:
-        subject = LosesCancellation()
-        import asyncio
-
         try:
             await asyncio.sleep(0.05)
         except asyncio.CancelledError:
             raise ValueError("went on") from None
-        yield ToolEpisode(({"role": "user", "content": await subject.setup(task)},), FunctionToolSet([]), subject)
+        message = {"role": "user", "content": await Counter().setup(task)}
+        yield ToolEpisode((message,), FunctionToolSet([]), Counter())
 
-    env = of(LosesCancellation)
+    env = of(Counter)
     env.start = start  # type: ignore[method-assign, assignment]
     (finding,) = [f for f in await check_environment(env) if f.check == "a cancelled start ends"]
     assert finding.detail == "the start swallowed the cancellation"
@@ -283,7 +246,7 @@ class Untyped(Counter):
         (Undescribed, "tool down: needs a docstring"),
     ],
 )
-def test_what_can_not_be_an_environment_is_told_when_it_is_loaded(made: type[Any], told: str) -> None:
+def test_an_invalid_class_is_refused_when_it_is_loaded(made: type[Any], told: str) -> None:
     with pytest.raises(ToolClassError, match=told):
         of(made)
 

@@ -1,4 +1,4 @@
-"""The archive: exact inverse but for the order it says it loses, and nothing damaged or hostile gets through."""
+"""The archive: reading is the exact inverse of writing but for the order, and damaged or hostile files are refused."""
 
 from __future__ import annotations
 
@@ -55,11 +55,8 @@ def assert_same(ours: Routing, theirs: Routing, *, order: bool) -> None:
     expected = theirs.experts if order else np.sort(theirs.experts, axis=2)
     np.testing.assert_array_equal(ours.experts, expected)
     np.testing.assert_array_equal(ours.present, theirs.present)
-    assert (ours.spans, ours.num_experts, ours.experts.dtype) == (
-        theirs.spans,
-        theirs.num_experts,
-        theirs.experts.dtype,
-    )
+    assert (ours.spans, ours.num_experts) == (theirs.spans, theirs.num_experts)
+    assert ours.experts.dtype == theirs.experts.dtype
 
 
 def header_of(data: bytes) -> archive.Header:
@@ -67,17 +64,12 @@ def header_of(data: bytes) -> archive.Header:
 
 
 @given(routing=routings(), keep_order=st.booleans())
-def test_what_is_read_is_what_was_written(routing: Routing, keep_order: bool) -> None:
+def test_reading_is_the_inverse_of_writing(routing: Routing, keep_order: bool) -> None:
     data = archive.encode(routing, keep_order=keep_order)
     assert_same(archive.decode(data), routing, order=keep_order)
     header = header_of(data)
     assert (header.tokens, header.sorted, header.layer_ids) == (routing.tokens, not keep_order, None)
-
-
-@given(routing=routings())
-def test_an_archive_of_an_archive_is_the_same_bytes(routing: Routing) -> None:
-    data = archive.encode(routing)
-    assert archive.encode(archive.decode(data)) == data
+    assert archive.encode(archive.decode(data), keep_order=keep_order) == data
 
 
 def test_layer_ids_are_kept_and_checked() -> None:
@@ -87,12 +79,7 @@ def test_layer_ids_are_kept_and_checked() -> None:
             archive.encode(example(), layer_ids=wrong)
 
 
-def test_a_routing_that_disagrees_with_itself_is_not_written() -> None:
-    with pytest.raises(RoutingError, match="archive: spans cover 3 rows, expected 4"):
-        archive.encode(replace(example(), spans=example().spans[:2]))
-
-
-def test_absent_rows_take_no_room_and_hold_nothing() -> None:
+def test_absent_rows_take_no_space_and_hold_nothing() -> None:
     good = example()
     experts = good.experts.copy()
     experts[3] = 9  # means nothing
@@ -105,13 +92,13 @@ def test_files_appear_whole(tmp_path: Path) -> None:
     archive.write(path, example())
     assert_same(archive.read(path), example(), order=False)
     before = path.read_bytes()
-    with pytest.raises(RoutingError):
-        archive.write(path, replace(example(), num_experts=3))
+    with pytest.raises(RoutingError, match="archive: spans cover 3 rows, expected 4"):
+        archive.write(path, replace(example(), spans=example().spans[:2]))
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_file_that_is_not_there_or_too_large_is_named(tmp_path: Path) -> None:
+def test_a_missing_or_too_large_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "routes.r3"
     with pytest.raises(RoutingError, match=r"routes\.r3: No such file"):
         archive.read(path)
@@ -129,7 +116,7 @@ def test_a_file_that_is_not_there_or_too_large_is_named(tmp_path: Path) -> None:
 
 @settings(max_examples=300)
 @given(routing=routings(), data=st.data())
-def test_a_flipped_bit_anywhere_is_found(routing: Routing, data: st.DataObject) -> None:
+def test_a_flipped_bit_anywhere_is_refused(routing: Routing, data: st.DataObject) -> None:
     whole = bytearray(archive.encode(routing))
     bit = data.draw(st.integers(0, 8 * len(whole) - 1))
     whole[bit // 8] ^= 1 << bit % 8
@@ -137,7 +124,7 @@ def test_a_flipped_bit_anywhere_is_found(routing: Routing, data: st.DataObject) 
 
 
 @given(routing=routings(), data=st.data())
-def test_every_cut_and_every_byte_too_many_is_found(routing: Routing, data: st.DataObject) -> None:
+def test_truncated_and_extended_archives_are_refused(routing: Routing, data: st.DataObject) -> None:
     whole = archive.encode(routing)
     refused(whole[: data.draw(st.integers(0, len(whole) - 1))])
     refused(whole + data.draw(st.binary(min_size=1, max_size=40)))
@@ -156,12 +143,11 @@ def refused(data: bytes, message: str | None = None) -> None:
     assert "\n" not in str(caught.value)
 
 
+Change = Callable[[dict[str, Any]], object]
+
+
 def forged(
-    change: Callable[[dict[str, Any]], object] = lambda header: None,
-    *,
-    body: bytes | None = None,
-    said: bytes | None = None,
-    version: int = 1,
+    change: Change = lambda header: None, *, body: bytes | None = None, said: bytes | None = None, version: int = 1
 ) -> bytes:
     """The example's archive with another header or body, and a checksum that is right again."""
     whole = archive.encode(example())
@@ -175,10 +161,6 @@ def forged(
     return PREFIX.pack(*lengths, checksum) + said + body
 
 
-def test_the_forgery_itself_is_read() -> None:
-    assert_same(archive.decode(forged()), example(), order=False)
-
-
 HOSTILE: list[tuple[dict[str, Any], str]] = [
     ({"tokens": 5}, "spans cover 4 rows, expected 5"),
     ({"tokens": 3}, "spans must cover 3 rows"),
@@ -186,7 +168,6 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
     ({"tokens": 10**18}, "claims 4000000000000000000 bytes"),
     ({"tokens": 4.0}, "expected int, got 4.0"),
     ({"tokens": True}, "expected int, got True"),
-    ({"tokens": None}, "expected int"),
     ({"moe_layers": 0}, "impossible shape"),
     ({"moe_layers": 3}, r"expected 3 rows \(18 bytes\), the body claims 12"),
     ({"top_k": 1}, r"expected 3 rows \(6 bytes\), the body claims 12"),
@@ -199,7 +180,6 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
     ({"sorted": 1}, "expected bool"),
     ({"layer_ids": [1]}, "expected 2 ascending layer ids"),
     ({"layer_ids": [2**70, 2**70]}, "ascending layer ids"),
-    ({"layer_ids": "ab"}, "expected int"),
     ({"layer_ids": 7}, "not the header"),
     ({"spans": []}, "spans cover 0 rows"),
     ({"spans": [[0, 4, "1", "e", "surprise"]]}, "not the header"),
@@ -208,7 +188,6 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
     ({"spans": [[0, 0, "1", "e", "sampled"], [0, 4, "1", "e", "sampled"]]}, "without gaps"),
     ({"spans": [[0, 4, "1", "e", "sampled"]]}, r"expected 4 rows \(16 bytes\), the body claims 12"),
     ({"spans": [[0, 4, "1", "e", "missing"]]}, r"expected 0 rows \(0 bytes\), the body claims 12"),
-    ({"spans": {"0": 1}}, "not the header"),
 ]
 
 
@@ -218,20 +197,18 @@ def test_a_header_that_lies_is_refused(fields: dict[str, Any], message: str) -> 
 
 
 @pytest.mark.parametrize("said", [b"", b"null", b"[]", b"{}", b'"x"', b"[" * 100_000, b"\xff\xfe", b"1" * 5000])
-def test_a_header_that_is_none_is_refused(said: bytes) -> None:
+def test_an_invalid_header_is_refused(said: bytes) -> None:
+    assert_same(archive.decode(forged()), example(), order=False)
     refused(forged(said=said), "not the header of an archive")
 
 
-def test_a_field_that_is_not_there_is_named() -> None:
+def test_a_missing_field_or_another_version_is_named() -> None:
     refused(forged(lambda header: header.pop("dtype")), "'dtype'")
-
-
-def test_another_version_and_a_swapped_one_are_named() -> None:
     refused(forged(version=2), "archive version 2, this reader knows version 1")
     refused(forged(version=256), "archive version 256")
 
 
-def test_lengths_that_are_not_the_files_are_refused_before_anything_is_read() -> None:
+def test_wrong_lengths_are_refused_before_anything_is_read() -> None:
     whole = archive.encode(example())
     for lengths in ((1 << 31, 0), (100, 1 << 63), (0, 0)):
         refused(PREFIX.pack(archive.MAGIC, 1, *lengths, 0) + whole[PREFIX.size :])
@@ -241,11 +218,6 @@ def bomb(size: int) -> bytes:
     return zstandard.ZstdCompressor().compress(bytes(size))
 
 
-def unsized(raw: bytes) -> bytes:
-    """A frame that does not say how much it holds."""
-    return zstandard.ZstdCompressor(write_content_size=False).compress(raw)
-
-
 @pytest.mark.parametrize(
     ("body", "message"),
     [
@@ -253,7 +225,7 @@ def unsized(raw: bytes) -> bytes:
         (b"junk that is no frame", "does not decompress"),
         (bomb(1 << 28), "the body claims 268435456 bytes"),
         (bomb(11), "the body claims 11 bytes"),
-        (unsized(bytes(12)), "claims -1 bytes"),
+        (zstandard.ZstdCompressor(write_content_size=False).compress(bytes(12)), "claims -1 bytes"),
         (bomb(12) + b"x", "does not decompress"),
         (bomb(12)[:-1], "does not decompress"),
         (bomb(12), "do not ascend"),
@@ -272,7 +244,7 @@ def test_the_reader_sets_the_bound() -> None:
         archive.decode(data, max_bytes=15)
 
 
-def test_ids_of_two_bytes_are_little_endian_wherever_they_are_written() -> None:
+def test_ids_of_two_bytes_are_little_endian() -> None:
     experts = np.array([[[1, 258]]], np.uint16)
     routing = Routing(experts, np.ones(1, np.bool_), (Span(0, 1, "", "", SpanKind.SAMPLED),), 300)
     data = archive.encode(routing, keep_order=True)

@@ -39,6 +39,9 @@ def test_plans_hold_each_expert_once_and_compute_each_token_once(
     plans.check()
     np.testing.assert_array_equal(plans.counts, counts)
     assert all(array.dtype == np.int32 for array in (plans.borrowed, plans.load, plans.counts))
+    unbalanced = rank_load(PlanArrays.identity(layout, counts)).max(axis=2)
+    if planner in ("foremoe", "shadow") and not within_node:
+        assert (rank_load(plans).max(axis=2) <= unbalanced).all(), "the fullest rank became fuller"
 
 
 @given(layout=layouts(), seed=seeds)
@@ -67,14 +70,6 @@ def test_plans_within_a_node_move_nothing_between_nodes(layout: ExpertLayout, se
 def needs_no_balancing(load: Ints) -> NDArray[np.bool_]:
     """Which of the ranks' loads ``[M, L, R]`` are even enough to borrow nothing."""
     return 100 * load.max(axis=2) <= EVEN * load.mean(axis=2)
-
-
-@given(layout=layouts(), seed=seeds)
-def test_no_planner_makes_the_fullest_rank_fuller(layout: ExpertLayout, seed: int) -> None:
-    counts = skewed_counts(layout, seed)
-    unbalanced = rank_load(PlanArrays.identity(layout, counts)).max(axis=2)
-    for planner in ("foremoe", "shadow"):
-        assert (rank_load(plan_pass(counts, layout, options(planner, counts))).max(axis=2) <= unbalanced).all(), planner
 
 
 def test_too_few_slots_leave_experts_on_owner_ranks() -> None:
@@ -131,8 +126,7 @@ def test_an_even_load_with_four_slots(regime: str, experts: int, ranks: int, nod
     assert np.median(balanced) <= 1.005
     assert np.quantile(balanced, 0.95) <= 1.01
     assert borrowed(anywhere).mean() <= 3.2
-    floor = node_floor(layout, counts)
-    assert np.median(imbalance(rank_load(inside)) / floor) <= 1.005
+    assert np.median(imbalance(rank_load(inside)) / node_floor(layout, counts)) <= 1.005
 
 
 def test_slots_for_links_spare_the_links() -> None:

@@ -1,4 +1,4 @@
-"""The paper's four stages one by one, measured placements, and the planner on captured routes."""
+"""Plans of the paper's stages, measured placements, and the planner on captured routes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.balance_workloads import REGIMES, Pass, captured, skewed_steps
 
-from benchmarks.balance_stages import Stages, pour, staged, update_within_machine
+from benchmarks.balance_stages import Stages, staged, update_within_machine
 from r3.balance import ExpertLayout, PlanArrays, PlannerOptions, plan_pass
-from r3.balance.cost import busiest_link, imbalance, node_floor, rank_load
+from r3.balance.cost import imbalance, node_floor, rank_load
 from r3.balance.plan import Ints, measured_placement
 
 seeds = st.integers(0, 2**32 - 1)
@@ -38,39 +38,6 @@ def test_staged_plans_and_those_of_algorithm_3_are_valid(layout: ExpertLayout, s
     plans.check()
     node = np.array(layout.node_of_rank)
     assert not (plans.load * (node != node[layout.owner_rank][..., None])).any()
-
-
-def test_each_stage_left_out_costs_something() -> None:
-    step, counts = two_steps()
-    layout = measured(step, EP16)
-
-    def worst(expert_layout: ExpertLayout, stages: Stages) -> float:
-        return float(np.quantile(imbalance(rank_load(staged(counts, expert_layout, stages))), 0.95))
-
-    everything = Stages()
-    assert worst(layout, everything) < 1.03
-    assert worst(EP16, everything) > worst(layout, everything)
-    for less in (replace(everything, swaps=0), replace(everything, replicas=0), replace(everything, sweeps=0)):
-        assert worst(layout, less) > worst(layout, everything) + 0.005, less
-    links = [np.median(busiest_link(staged(counts, layout, stages))) for stages in (everything, Stages(replicas=0))]
-    assert links[0] < 0.7 * links[1]
-
-
-@given(
-    base=st.lists(st.integers(0, 50), min_size=1, max_size=6),
-    held=st.lists(st.booleans(), min_size=6, max_size=6),
-    tokens=st.integers(0, 200),
-)
-def test_poured_tokens_fill_the_emptiest_holders(base: list[int], held: list[bool], tokens: int) -> None:
-    mask = np.array([held[: len(base)]])
-    mask[0, 0] = True
-    poured = pour(np.array([base]), mask, np.array([tokens]))[0]
-    assert poured.sum() == tokens
-    assert (poured >= 0).all()
-    assert not poured[~mask[0]].any()
-    after = np.array(base) + poured
-    if (wet := poured > 0).any():
-        assert after[wet].max() <= after[mask[0]].min() + 1
 
 
 @given(layout=layouts(), seed=seeds)

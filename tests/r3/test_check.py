@@ -1,4 +1,4 @@
-"""The checker: it accepts a step whose routes arrived, and names the first place where any of them did not."""
+"""The checker accepts a step whose routes arrived, and names the first place where any of them did not."""
 
 from __future__ import annotations
 
@@ -14,21 +14,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from traced_step import (
-    EXPERTS,
-    LENGTHS,
-    MOE_LAYERS,
-    STEP,
-    Fault,
-    Layout,
-    shifted,
-    trace_step,
-)
+from traced_step import EXPERTS, LENGTHS, MOE_LAYERS, STEP, Fault, Layout, shifted, trace_step
 from typer.testing import CliRunner
 
 from agent_rl.cli import app
 from r3.shard import RouteShard
-from r3.trace.check import CheckReport, HandOver, check_dir
+from r3.trace.check import Break, CheckReport, HandOver, check_dir
 from r3.trace.events import STAGES, Stage, TraceError
 
 LAYOUTS = {
@@ -38,6 +29,10 @@ LAYOUTS = {
     "pipeline": Layout(pipeline=2),
     "all": Layout(context=2, tensor=2, pipeline=2),
 }
+
+
+Shares = dict[int, RouteShard]
+Change = Callable[[list[dict[str, Any]]], object]
 
 
 def check(directory: Path) -> CheckReport:
@@ -70,82 +65,69 @@ def test_fewer_samples_and_micro_batches_can_be_traced(tmp_path: Path) -> None:
     assert check(tmp_path).steps == (STEP, STEP + 1)
 
 
-class Shifted(Fault):
-    """From the update on, rank 1 holds every row one place too late."""
-
-    def shares(self, stage: Stage, shares: dict[int, RouteShard], micro_batch: int) -> dict[int, RouteShard]:
-        if stage == "train" and micro_batch == 1 and 1 in shares:
-            return shares | {1: shifted(shares[1])}
-        return shares
+def shift_rows_of_rank_1(stage: Stage, shares: Shares, micro_batch: int) -> Shares:
+    here = stage == "train" and micro_batch == 1 and 1 in shares
+    return shares | {1: shifted(shares[1])} if here else shares
 
 
-class Exchanged(Fault):
-    """Two ranks hold each other's share."""
-
-    def shares(self, stage: Stage, shares: dict[int, RouteShard], micro_batch: int) -> dict[int, RouteShard]:
-        if stage == "prev-logprob" and set(shares) == {2, 3}:
-            return {2: shares[3], 3: shares[2]}
-        return shares
+def exchange_ranks_2_and_3(stage: Stage, shares: Shares, micro_batch: int) -> Shares:
+    return {2: shares[3], 3: shares[2]} if stage == "prev-logprob" and set(shares) == {2, 3} else shares
 
 
-class LayersSwapped(Fault):
-    """A rank hands its routers two layers in each other's place."""
-
-    def given(self, stage: Stage, rank: int, micro_batch: int, experts: NDArray) -> NDArray:
-        return experts[:, [0, 2, 1, 3]] if (stage, rank, micro_batch) == ("train", 0, 0) else experts
+def swap_layers_of_rank_0(stage: Stage, rank: int, micro_batch: int, experts: NDArray) -> NDArray:
+    return experts[:, [0, 2, 1, 3]] if (stage, rank, micro_batch) == ("train", 0, 0) else experts
 
 
-class WrongRow(Fault):
-    """One router is given one row of another token."""
-
-    def assigned(self, stage: Stage, rank: int, layer: int, experts: NDArray) -> NDArray:
-        if (stage, rank, layer) == ("prev-logprob", 1, 5):
-            experts[4] = experts[5]
-        return experts
+def repeat_a_row_at_one_router(stage: Stage, rank: int, layer: int, experts: NDArray) -> NDArray:
+    if (stage, rank, layer) == ("prev-logprob", 1, 5):
+        experts[4] = experts[5]
+    return experts
 
 
-class NotReplayed(Fault):
-    """One router of the update takes its own choice for one row."""
-
-    def used(self, stage: Stage, action: str, rank: int, layer: int, experts: NDArray) -> NDArray:
-        if (stage, action, rank, layer) == ("train", "replay_forward", 0, 3):
-            experts[2] = [EXPERTS, EXPERTS + 1]
-        return experts
+def use_own_experts_in_one_row(stage: Stage, action: str, rank: int, layer: int, experts: NDArray) -> NDArray:
+    if (stage, action, rank, layer) == ("train", "replay_forward", 0, 3):
+        experts[2] = [EXPERTS, EXPERTS + 1]
+    return experts
 
 
-class OtherMicroBatchRecomputed(Fault):
-    """The recomputation takes another micro-batch's experts."""
-
-    def used(self, stage: Stage, action: str, rank: int, layer: int, experts: NDArray) -> NDArray:
-        return experts[::-1] if (action, rank, layer) == ("replay_backward", 1, 6) else experts
+def recompute_with_reversed_rows(stage: Stage, action: str, rank: int, layer: int, experts: NDArray) -> NDArray:
+    return experts[::-1] if (action, rank, layer) == ("replay_backward", 1, 6) else experts
 
 
 FAULTS: dict[str, tuple[Layout, Fault, HandOver, dict[str, Any], str]] = {
     "one row shifted": (
-        Layout(context=2), Shifted(), HandOver.FETCH,
+        Layout(context=2), SHIFTED := Fault(shares=shift_rows_of_rank_1), HandOver.FETCH,
         {"stage": "train", "rank": 1, "sample": 2, "layer": 2, "row": 5, "microbatch": 1}, "of the row before",
     ),
     "ranks exchanged": (
-        Layout(pipeline=2), Exchanged(), HandOver.FETCH,
+        Layout(pipeline=2), Fault(shares=exchange_ranks_2_and_3), HandOver.FETCH,
         {"stage": "prev-logprob", "rank": 2, "sample": 3}, "layers [5, 6] came, expected [2, 3]",
     ),
     "layers swapped": (
-        Layout(), LayersSwapped(), HandOver.SHARD,
+        Layout(), Fault(given=swap_layers_of_rank_0), HandOver.SHARD,
         {"stage": "train", "rank": 0, "sample": 0, "layer": 3, "row": 0, "microbatch": 0}, "those of layer 5",
     ),
     "a wrong row": (
-        Layout(context=2), WrongRow(), HandOver.ROUTER,
+        Layout(context=2), Fault(assigned=repeat_a_row_at_one_router), HandOver.ROUTER,
         {"stage": "prev-logprob", "rank": 1, "layer": 5, "sample": 0, "row": 7, "microbatch": 0}, "other routes",
     ),
     "not replayed": (
-        Layout(tensor=2), NotReplayed(), HandOver.FORWARD,
+        Layout(tensor=2), Fault(used=use_own_experts_in_one_row), HandOver.FORWARD,
         {"stage": "train", "rank": 0, "layer": 3, "sample": 0, "row": 2, "microbatch": 0}, "other experts",
     ),
     "recomputed otherwise": (
-        Layout(pipeline=2), OtherMicroBatchRecomputed(), HandOver.BACKWARD,
+        Layout(pipeline=2), Fault(used=recompute_with_reversed_rows), HandOver.BACKWARD,
         {"stage": "train", "rank": 1, "layer": 6, "microbatch": 0}, "than in the forward pass",
     ),
 }  # fmt: skip
+
+
+def first_break(directory: Path, hand_over: HandOver, places: dict[str, Any]) -> Break:
+    """The first break that the check finds, which is at ``hand_over`` and ``places``."""
+    first = check(directory).breaks[0]
+    assert first.hand_over is hand_over, str(first)
+    assert {name: getattr(first, name) for name in places} == places, str(first)
+    return first
 
 
 @pytest.mark.parametrize(("layout", "fault", "hand_over", "places", "what"), FAULTS.values(), ids=FAULTS)
@@ -153,83 +135,48 @@ def test_a_fault_is_named(
     tmp_path: Path, layout: Layout, fault: Fault, hand_over: HandOver, places: dict[str, Any], what: str
 ) -> None:
     trace_step(tmp_path, layout, fault)
-    first = check(tmp_path).breaks[0]
-    assert first.hand_over is hand_over, str(first)
-    assert {name: getattr(first, name) for name in places} == places, str(first)
-    assert what in first.what
-    assert first.step == STEP
+    assert what in first_break(tmp_path, hand_over, places | {"step": STEP}).what
 
 
-class OneWrong(Fault):
-    """One expert of one row is another, at one place of the way."""
+def one_wrong(hand_over: HandOver, stage: Stage, rank: int, layer: int, row: int, slot: int) -> Fault:
+    """One expert of one row is wrong in the first micro-batch at ``hand_over``."""
+    number = MOE_LAYERS[layer]
+    action = "replay_backward" if hand_over is HandOver.BACKWARD else "replay_forward"
 
-    def __init__(self, hand_over: HandOver, stage: Stage, rank: int, layer: int, row: int, slot: int) -> None:
-        self.hand_over, self.stage, self.rank, self.layer, self.row, self.slot = (
-            hand_over,
-            stage,
-            rank,
-            layer,
-            row,
-            slot,
-        )
-        self.real = True
+    def wrong(experts: NDArray, here: bool, *at: int) -> NDArray:
+        if here:
+            experts[at] = EXPERTS + 7
+        return experts
 
-    def _spoil(self, experts_RK: NDArray) -> None:
-        experts_RK[self.row, self.slot] = EXPERTS + 7
-
-    def shares(self, stage: Stage, shares: dict[int, RouteShard], micro_batch: int) -> dict[int, RouteShard]:
-        if (HandOver.FETCH, stage) != (self.hand_over, self.stage) or micro_batch or self.rank not in shares:
+    def shares(at: Stage, shares: Shares, batch: int) -> Shares:
+        if at != stage or batch or rank not in shares:
             return shares
-        share = shares[self.rank]
-        self.real = bool(share.present[self.row])
-        spoiled = share.experts.copy()
-        self._spoil(spoiled[:, self.layer])
-        return shares | {self.rank: replace(share, experts=spoiled)}
+        return shares | {
+            rank: replace(shares[rank], experts=wrong(shares[rank].experts.copy(), True, row, layer, slot))
+        }
 
-    def given(self, stage: Stage, rank: int, micro_batch: int, experts: NDArray) -> NDArray:
-        if (self.hand_over, self.stage, self.rank) == (HandOver.SHARD, stage, rank) and not micro_batch:
-            self._spoil(experts[:, self.layer])
-        return experts
-
-    def assigned(self, stage: Stage, rank: int, layer: int, experts: NDArray) -> NDArray:
-        if (self.hand_over, self.stage, self.rank, self._number) == (HandOver.ROUTER, stage, rank, layer):
-            self._spoil(experts)
-        return experts
-
-    def used(self, stage: Stage, action: str, rank: int, layer: int, experts: NDArray) -> NDArray:
-        due = HandOver.FORWARD if action == "replay_forward" else HandOver.BACKWARD
-        if (self.hand_over, self.stage, self.rank, self._number) == (due, stage, rank, layer):
-            self._spoil(experts)
-        return experts
-
-    @property
-    def _number(self) -> int:
-        return MOE_LAYERS[self.layer]
+    used = Fault(used=lambda s, a, r, n, e: wrong(e, (s, a, r, n) == (stage, action, rank, number), row, slot))
+    return {
+        HandOver.FETCH: Fault(shares=shares),
+        HandOver.SHARD: Fault(given=lambda s, r, b, e: wrong(e, (s, r, b) == (stage, rank, 0), row, layer, slot)),
+        HandOver.ROUTER: Fault(assigned=lambda s, r, n, e: wrong(e, (s, r, n) == (stage, rank, number), row, slot)),
+    }.get(hand_over, used)
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     hand_over=st.sampled_from([HandOver.FETCH, HandOver.SHARD, HandOver.ROUTER, HandOver.FORWARD, HandOver.BACKWARD]),
     stage=st.sampled_from(STAGES),
-    rank=st.integers(0, 1),
-    layer=st.integers(0, 3),
-    row=st.integers(0, 7),
-    slot=st.integers(0, 1),
+    at=st.tuples(st.integers(0, 1), st.integers(0, 3), st.integers(0, 7), st.integers(0, 1)),
 )
-def test_any_single_expert_is_found(
-    tmp_path_factory: pytest.TempPathFactory,
-    hand_over: HandOver,
-    stage: Stage,
-    rank: int,
-    layer: int,
-    row: int,
-    slot: int,
+def test_any_single_wrong_expert_is_found(
+    tmp_path_factory: pytest.TempPathFactory, hand_over: HandOver, stage: Stage, at: tuple[int, int, int, int]
 ) -> None:
     """In the first micro-batch (samples 0 and 1 of two context ranks: 6 + 4 rows each)."""
+    rank, layer, row, _ = at
     stage = "train" if hand_over is HandOver.BACKWARD else stage
     directory = tmp_path_factory.mktemp("trace")
-    fault = OneWrong(hand_over, stage, rank, layer, row, slot)
-    trace_step(directory, Layout(context=2), fault, limit=1)
+    trace_step(directory, Layout(context=2), one_wrong(hand_over, stage, *at), limit=1)
     report = check(directory)
     padding = (rank, row) in [(0, 5), (1, 11)]  # sample 0's twelfth row
     absent = (rank, row) == (0, 4)
@@ -239,15 +186,14 @@ def test_any_single_expert_is_found(
     assert (first.hand_over, first.stage, first.rank, first.layer) == (hand_over, stage, rank, MOE_LAYERS[layer])
 
 
-def edit(directory: Path, name: str, change: Callable[[list[dict[str, Any]]], None], *, sign: bool = True) -> None:
-    """Change the records of a file; with ``sign`` its last line is made to agree."""
+def edit(directory: Path, name: str, change: Change) -> None:
+    """Change the records of a file; its last line is made to agree."""
     (path,) = directory.glob(f"*{name}.jsonl")
     records = [json.loads(line) for line in path.read_text().splitlines()]
     change(records)
     lines = [json.dumps(record).encode() + b"\n" for record in records]
-    if sign:
-        end = records[-1] | {"records": len(records), "sha256": hashlib.sha256(b"".join(lines[:-1])).hexdigest()}
-        lines[-1] = json.dumps(end).encode() + b"\n"
+    end = records[-1] | {"records": len(records), "sha256": hashlib.sha256(b"".join(lines[:-1])).hexdigest()}
+    lines[-1] = json.dumps(end).encode() + b"\n"
     path.write_bytes(b"".join(lines))
 
 
@@ -255,66 +201,35 @@ def the(records: list[dict[str, Any]], event: str, **fields: Any) -> dict[str, A
     return next(r for r in records if r["event"] == event and all(r[name] == value for name, value in fields.items()))
 
 
-def swap(one: dict[str, Any], other: dict[str, Any], *names: str) -> None:
-    for name in names:
-        one[name], other[name] = other[name], one[name]
+def move_rows(records: list[dict[str, Any]]) -> None:
+    the(records, "tq_fetch_sample", stage="train", sample_idx=0).update(rows=[[0, 3], [9, 12]])
 
 
-def swap_layers(records: list[dict[str, Any]]) -> None:
-    place = {"stage": "train", "microbatch_idx": 0}
-    one, other = (the(records, "router_replay_assignment", layer_number=layer, **place) for layer in (3, 5))
-    swap(one, other, "tensor", "sorted_sha256")
+def forget_identity(records: list[dict[str, Any]]) -> None:
+    the(records, "cp_routed_experts").update(cp_token_identity_verified_count=None)
 
 
-def shift_rows(records: list[dict[str, Any]]) -> None:
-    fetch = the(records, "tq_fetch_sample", stage="prev_lp", sample_idx=1)
-    routes = fetch["routed_experts"]
-    routes["row_digests"] = routes["row_digests"][-4:] + routes["row_digests"][:-4]
-    routes["valid_sha256"] = routes["layer_sha256"][0] = hashlib.sha256(b"shifted").hexdigest()
+def lose_sample(records: list[dict[str, Any]]) -> None:
+    records.remove(the(records, "rollout_payload_sample", sample_idx=2, to_rank=0))
 
 
-EDITS: dict[str, tuple[str, Callable[[list[dict[str, Any]]], None], HandOver, dict[str, Any]]] = {
-    "rows shifted": ("rank-00000", shift_rows, HandOver.FETCH, {"sample": 1, "layer": 2, "row": 0, "rank": 0}),
-    "layers swapped": ("rank-00001", swap_layers, HandOver.ROUTER, {"layer": 3, "rank": 1, "stage": "train"}),
-    "a rank's place": (
-        "rank-00001",
-        lambda records: the(records, "tq_fetch_sample", stage="train", sample_idx=0).update(rows=[[0, 3], [9, 12]]),
-        HandOver.FETCH,
-        {"sample": 0, "rank": 1, "stage": "train", "row": 3},
-    ),
-    "identity not checked": (
-        "rank-00000",
-        lambda records: the(records, "cp_routed_experts").update(cp_token_identity_verified_count=None),
-        HandOver.SHARD,
-        {"rank": 0, "stage": "prev-logprob", "microbatch": 0},
-    ),
-    "a lost sample": (
-        "driver",
-        lambda records: records.remove(the(records, "rollout_payload_sample", sample_idx=2, to_rank=0)),
-        HandOver.PAYLOAD,
-        {"sample": 2, "layer": 2, "row": 0},
-    ),
-    "a stopped rank": (
-        "rank-00001", lambda records: records[-1].update(error="ReplayError: layer 3"), HandOver.RUN, {"rank": 1}
-    ),
-}  # fmt: skip
+EDITS: dict[str, tuple[str, Change, HandOver, dict[str, Any]]] = {
+    "rows moved": ("rank-00001", move_rows, HandOver.FETCH, {"sample": 0, "rank": 1, "stage": "train", "row": 3}),
+    "identity not checked": ("rank-00000", forget_identity, HandOver.SHARD, {"rank": 0, "stage": "prev-logprob"}),
+    "a lost sample": ("driver", lose_sample, HandOver.PAYLOAD, {"sample": 2, "layer": 2, "row": 0}),
+    "a stopped rank": ("rank-00001", lambda records: records[-1].update(error="layer 3"), HandOver.RUN, {"rank": 1}),
+}
 
 
 @pytest.mark.parametrize(("name", "change", "hand_over", "places"), EDITS.values(), ids=EDITS)
 def test_an_edited_trace_fails(
-    tmp_path: Path,
-    name: str,
-    change: Callable[[list[dict[str, Any]]], None],
-    hand_over: HandOver,
-    places: dict[str, Any],
+    tmp_path: Path, name: str, change: Change, hand_over: HandOver, places: dict[str, Any]
 ) -> None:
     trace_step(tmp_path, Layout(context=2))
     edit(tmp_path, name, lambda records: None)
     assert check(tmp_path).holds, "rewriting alone changes nothing"
     edit(tmp_path, name, change)
-    first = check(tmp_path).breaks[0]
-    assert first.hand_over is hand_over, str(first)
-    assert {key: getattr(first, key) for key in places} == places, str(first)
+    first_break(tmp_path, hand_over, places)
 
 
 def test_every_record_is_needed(tmp_path: Path) -> None:
@@ -343,12 +258,12 @@ def sound(directory: Path) -> bool:
         return False
 
 
-def test_what_is_required_must_be_there(tmp_path: Path) -> None:
+def test_required_records_must_be_there(tmp_path: Path) -> None:
     trace_step(tmp_path, Layout(), verify=False)
     assert check_dir(tmp_path).holds
     first = check_dir(tmp_path, require_forward_verify=True).breaks[0]
     assert (first.hand_over, first.stage, first.what) == (HandOver.FORWARD, "prev-logprob", "no record of it")
-    edit(tmp_path, "rank-00000", lambda r: the(r, "cp_routed_experts").update(cp_token_identity_verified_count=None))
+    edit(tmp_path, "rank-00000", forget_identity)
     assert check_dir(tmp_path).holds
     first = check_dir(tmp_path, require_shard_identity=True).breaks[0]
     assert first.hand_over is HandOver.SHARD
@@ -418,30 +333,28 @@ def json_equal(one: bytes, other: bytes) -> bool:
         return False
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (b'{"event":"trace_plan"', "not JSON"),
-        (b"[1,2]", "unknown event"),
-        (b'{"event":"surprise"}', "unknown event 'surprise'"),
-        (b'{"event":["trace_end"]}', "unknown event"),
-        (b'{"event":"trace_end","event":"trace_end"}', "a key occurs twice"),
-        (b'{"event":"trace_end","rank":null,"trace_step":1,"records":"1","error":null}', "records"),
-        (b'{"event":"trace_end","rank":' + b"9" * 5000 + b"}", "not JSON"),
-        (b'{"event":"trace_end","rank":1e400,"trace_step":1,"records":1,"error":null}', "rank"),
-        (b"[" * 100_000, "nested too deep"),
-        (b"\xff\xfe", "not JSON"),
-        (b"", "not JSON"),
-    ],
-)
-def test_what_is_no_event_is_refused(tmp_path: Path, line: bytes, message: str) -> None:
+INVALID_LINES = [
+    (b'{"event":"trace_plan"', "not JSON"),
+    (b"[1,2]", "unknown event"),
+    (b'{"event":"surprise"}', "unknown event 'surprise'"),
+    (b'{"event":"trace_end","event":"trace_end"}', "a key occurs twice"),
+    (b'{"event":"trace_end","rank":null,"trace_step":1,"records":"1","error":null}', "records"),
+    (b'{"event":"trace_end","rank":' + b"9" * 5000 + b"}", "not JSON"),
+    (b'{"event":"trace_end","rank":1e400,"trace_step":1,"records":1,"error":null}', "rank"),
+    (b"[" * 100_000, "nested too deep"),
+    (b"\xff\xfe", "not JSON"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), INVALID_LINES)
+def test_invalid_events_are_refused(tmp_path: Path, line: bytes, message: str) -> None:
     (tmp_path / "r3_trace_x.jsonl").write_bytes(line + b"\n")
     with pytest.raises(TraceError, match=r"r3_trace_x.jsonl:1: ") as error:
         check_dir(tmp_path)
     assert message in str(error.value)
 
 
-def test_the_command_tells_by_its_exit_code(tmp_path: Path) -> None:
+def test_the_exit_code_of_the_command_is_the_result(tmp_path: Path) -> None:
     def run(*arguments: str) -> tuple[int, str]:
         result = CliRunner().invoke(app, ["r3", "check", *arguments], terminal_width=200)
         return result.exit_code, result.output
@@ -453,7 +366,7 @@ def test_the_command_tells_by_its_exit_code(tmp_path: Path) -> None:
     code, output = run(str(tmp_path / "sound"), *flags)
     assert code == 0, output
     assert "token identity held" in output
-    trace_step(tmp_path / "broken", Layout(context=2), Shifted())
+    trace_step(tmp_path / "broken", Layout(context=2), SHIFTED)
     code, output = run(str(tmp_path / "broken"), *flags, "--json", str(tmp_path / "report.json"))
     assert code == 1
     assert "step 7, stage train, rank 1, microbatch 1, sample 2, layer 2, row 5" in " ".join(output.split())

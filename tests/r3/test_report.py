@@ -10,21 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3.mismatch.report import (
-    TAUS,
-    differing_experts,
-    estimate_ratios,
-    f_tau,
-    f_tau_curve,
-    js_divergence,
-    k3_kl,
-    logprob_abs_diff,
-    logprob_mismatch,
-    mismatch_metrics,
-    resampled_sums,
-    route_mismatch,
-    token_mult_prob_error,
-)
+from r3.mismatch import report
 from r3.routing import Routing, RoutingError, Span, SpanKind
 
 TRAINER = np.log(np.array([0.5, 0.1, 0.2], dtype=np.float32))
@@ -37,44 +23,36 @@ def k3(r: float) -> float:
 
 def test_figures_worked_out_by_hand() -> None:
     ratios = [2.0, 1.0, 0.4]
-    assert k3_kl(TRAINER, ENGINE) == pytest.approx(np.mean([k3(r) for r in ratios]), rel=1e-6)
-    assert token_mult_prob_error(TRAINER, ENGINE) == pytest.approx((2 + 1 + 2.5) / 3, rel=1e-6)
-    assert logprob_abs_diff(TRAINER, ENGINE) == pytest.approx((math.log(2) + math.log(2.5)) / 3, rel=1e-6)
-    assert f_tau(TRAINER, ENGINE, 1.5) == pytest.approx(2 / 3)
-    assert f_tau(TRAINER, ENGINE, 2.2) == pytest.approx(1 / 3)
+    assert report.k3_kl(TRAINER, ENGINE) == pytest.approx(np.mean([k3(r) for r in ratios]), rel=1e-6)
+    assert report.token_mult_prob_error(TRAINER, ENGINE) == pytest.approx((2 + 1 + 2.5) / 3, rel=1e-6)
+    assert report.logprob_abs_diff(TRAINER, ENGINE) == pytest.approx((math.log(2) + math.log(2.5)) / 3, rel=1e-6)
+    assert report.f_tau(TRAINER, ENGINE, 1.5) == pytest.approx(2 / 3)
+    assert report.f_tau(TRAINER, ENGINE, 2.2) == pytest.approx(1 / 3)
     mixed = [(0.5, 0.25, 0.375), (0.1, 0.1, 0.1), (0.2, 0.5, 0.35)]
     expected = np.mean([0.5 * k3(p / m) + 0.5 * k3(q / m) for p, q, m in mixed])
-    assert js_divergence(TRAINER, ENGINE) == pytest.approx(expected, rel=1e-6)
+    assert report.js_divergence(TRAINER, ENGINE) == pytest.approx(expected, rel=1e-6)
 
 
 def test_the_mask_picks_the_tokens() -> None:
     mask = np.array([False, False, True])
-    assert k3_kl(TRAINER, ENGINE, mask) == pytest.approx(k3(0.4), rel=1e-6)
-    assert set(mismatch_metrics(TRAINER, ENGINE, mask)) == {
-        "k3_kl",
-        "f_tau_2",
-        "token_mult_prob_error",
-        "js_divergence",
-        "logprob_abs_diff",
-        "logprob_abs_diff_max",
-    }
-    assert mismatch_metrics(TRAINER, ENGINE)["logprob_abs_diff_max"] == pytest.approx(math.log(2.5), rel=1e-6)
+    assert report.k3_kl(TRAINER, ENGINE, mask) == pytest.approx(k3(0.4), rel=1e-6)
+    assert report.mismatch_metrics(TRAINER, ENGINE)["logprob_abs_diff_max"] == pytest.approx(math.log(2.5), rel=1e-6)
 
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(-20, 0), st.floats(-20, 0)), min_size=1, max_size=30))
 def test_none_is_negative_and_equal_log_probs_give_none(pairs: list[tuple[float, float]]) -> None:
     trainer, engine = (np.array(side) for side in zip(*pairs, strict=True))
-    values = mismatch_metrics(trainer, engine)
+    values = report.mismatch_metrics(trainer, engine)
     assert min(values.values()) >= 0
     assert values["token_mult_prob_error"] >= 1
-    same = mismatch_metrics(engine, engine)
+    same = report.mismatch_metrics(engine, engine)
     assert same == {**dict.fromkeys(same, 0.0), "token_mult_prob_error": 1.0}
 
 
 def test_tiny_differences_keep_their_digits() -> None:
     trainer = np.full(4, -1.0) + 1e-9
-    assert k3_kl(trainer, np.full(4, -1.0)) == pytest.approx(0.5e-18, rel=1e-3)
+    assert report.k3_kl(trainer, np.full(4, -1.0)) == pytest.approx(0.5e-18, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -89,28 +67,28 @@ def test_tiny_differences_keep_their_digits() -> None:
 )
 def test_what_cannot_be_compared_raises(trainer: np.ndarray, engine: np.ndarray, mask: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        k3_kl(trainer, engine, mask)  # type: ignore[arg-type]
+        report.k3_kl(trainer, engine, mask)  # type: ignore[arg-type]
 
 
 @settings(deadline=None)
 @given(st.lists(st.floats(-8, 8), min_size=1, max_size=40), st.lists(st.floats(1, 100), min_size=1, max_size=8))
 def test_the_curve_is_the_share_of_tokens_beyond_each_factor(log_r: list[float], taus: list[float]) -> None:
     values = np.array(log_r)
-    curve = f_tau_curve(values, taus)
+    curve = report.f_tau_curve(values, taus)
     for tau, share in zip(taus, curve, strict=True):
         beyond = sum(abs(value) > math.log(tau) for value in log_r)
         assert share == pytest.approx(beyond / len(log_r), abs=1e-12)
-        assert share == pytest.approx(f_tau(values, np.zeros(len(values)), tau), abs=1e-12)
-    assert (np.diff(f_tau_curve(values)) <= 0).all(), "F falls with tau"
-    assert 2.0 in TAUS
+        assert share == pytest.approx(report.f_tau(values, np.zeros(len(values)), tau), abs=1e-12)
+    assert (np.diff(report.f_tau_curve(values)) <= 0).all(), "F falls with tau"
+    assert 2.0 in report.TAUS
 
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 4), st.floats(-3, 3)), min_size=1, max_size=40))
 def test_estimates_are_the_plain_means_within_their_interval(tokens: list[tuple[int, float]]) -> None:
     sequence, log_r = (np.array(side) for side in zip(*tokens, strict=True))
-    found = logprob_mismatch(log_r.astype(float), sequence)
-    expected = mismatch_metrics(log_r.astype(float), np.zeros(len(log_r)))
+    found = report.logprob_mismatch(log_r.astype(float), sequence)
+    expected = report.mismatch_metrics(log_r.astype(float), np.zeros(len(log_r)))
     del expected["logprob_abs_diff_max"]  # no mean
     assert {name: estimate.value for name, estimate in found.metrics.items()} == pytest.approx(expected)
     assert (found.tokens, found.sequences) == (len(tokens), len(set(sequence.tolist())))
@@ -120,7 +98,7 @@ def test_estimates_are_the_plain_means_within_their_interval(tokens: list[tuple[
             assert math.isnan(estimate.high)
             continue
         means = [
-            mismatch_metrics(log_r[sequence == which], np.zeros((sequence == which).sum()))[name]
+            report.mismatch_metrics(log_r[sequence == which], np.zeros((sequence == which).sum()))[name]
             for which in set(sequence.tolist())
         ]
         assert min(means) - 1e-9 <= estimate.low <= estimate.high <= max(means) + 1e-9
@@ -132,45 +110,25 @@ def test_the_interval_covers_the_truth_as_often_as_it_says() -> None:
     for _ in range(100):
         means = generator.normal(1.0, 1.0, size=60)
         sums, counts = means * 50 + generator.normal(0, 50**0.5, 60), np.full(60, 50.0)
-        estimate = estimate_ratios({"mean": sums}, counts)["mean"]
+        estimate = report.estimate_ratios({"mean": sums}, counts)["mean"]
         covered += estimate.low < 1.0 < estimate.high
     assert 88 <= covered <= 99
 
 
 def test_tables_of_as_many_sequences_get_the_same_draws() -> None:
     one, other = np.arange(12.0).reshape(6, 2), np.arange(6.0)[:, None]
-    np.testing.assert_array_equal(resampled_sums(one)[:, 0], 2 * resampled_sums(other)[:, 0])
-    assert resampled_sums(np.ones((6, 1))).tolist() == [[6.0]] * 1000
-
-
-def routing(experts: list[list[list[int]]], present: list[bool] | None = None) -> Routing:
-    array = np.array(experts, dtype=np.uint8)
-    kept = np.array([True] * len(array) if present is None else present)
-    return Routing(array, kept, (Span(0, len(array), "", "", SpanKind.SAMPLED),), num_experts=8)
-
-
-def test_routes_are_compared_as_sets_where_both_are_present() -> None:
-    first = routing([[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[0, 1], [2, 3]], [[0, 0], [0, 0]]], [True] * 3 + [False])
-    second = routing([[[1, 0], [3, 2]], [[4, 5], [6, 0]], [[2, 3], [2, 0]], [[5, 6], [5, 6]]])
-    differ = differing_experts(first, second)
-    assert differ.tolist() == [[0, 0], [0, 1], [2, 1]]
-    found = route_mismatch(differ, np.array([0, 0, 1]), top_k=2)
-    assert (found.tokens, found.sequences) == (3, 2)
-    assert found.router == pytest.approx(3 / 6)
-    assert found.by_layer.tolist() == pytest.approx([1 / 3, 2 / 3])
-    assert found.experts.tolist() == [[2, 0, 1], [1, 2, 0]]
-    assert found.token == pytest.approx(2 / 3)
-    assert found.layers.tolist() == [1, 1, 1]
-    assert found.by_sequence.tolist() == [[0, 0.5], [1, 1]]
-    assert found.sequence == pytest.approx((0.5 + 2) / 2)
+    np.testing.assert_array_equal(report.resampled_sums(one)[:, 0], 2 * report.resampled_sums(other)[:, 0])
+    assert report.resampled_sums(np.ones((6, 1))).tolist() == [[6.0]] * 1000
 
 
 def test_routes_of_different_shapes_are_not_compared() -> None:
-    one = routing([[[0, 1]]])
+    one = Routing(np.array([[[0, 1]]], np.uint8), np.ones(1, bool), (Span(0, 1, "", "", SpanKind.SAMPLED),), 8)
     with pytest.raises(RoutingError, match="can't compare"):
-        differing_experts(one, replace(one, num_experts=9))
+        report.differing_experts(one, replace(one, num_experts=9))
     with pytest.raises(RoutingError, match="no token"):
-        route_mismatch(differing_experts(one, replace(one, present=np.array([False]))), np.zeros(0, int), top_k=2)
+        report.route_mismatch(
+            report.differing_experts(one, replace(one, present=np.array([False]))), np.zeros(0, int), top_k=2
+        )
 
 
 @st.composite
@@ -180,11 +138,8 @@ def route_pairs(draw: st.DrawFn) -> tuple[Routing, Routing]:
     top_k = draw(st.integers(1, experts))
     generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
 
-    def one() -> np.ndarray:
-        return generator.random((tokens, layers, experts)).argsort(axis=-1)[..., :top_k].astype(np.uint8)
-
-    first = one()
-    second = np.where(generator.random((tokens, layers, 1)) < 0.6, first[..., ::-1], one())
+    first, other = generator.random((2, tokens, layers, experts)).argsort(axis=-1)[..., :top_k].astype(np.uint8)
+    second = np.where(generator.random((tokens, layers, 1)) < 0.6, first[..., ::-1], other)
     spans = (Span(0, tokens, "", "", SpanKind.SAMPLED),)
     present = generator.random((2, tokens)) < 0.8
     present[:, 0] = True
@@ -200,15 +155,18 @@ def test_route_figures_are_those_of_a_naive_count(pair: tuple[Routing, Routing],
         [len(set(a.tolist()) - set(b.tolist())) for a, b in zip(first.experts[row], second.experts[row], strict=True)]
         for row in rows
     ]
-    differ = differing_experts(first, second)
-    assert differ.tolist() == naive == differing_experts(second, first).tolist()
+    differ = report.differing_experts(first, second)
+    assert differ.tolist() == naive == report.differing_experts(second, first).tolist()
     sequence = np.arange(len(rows)) % sequences
-    found = route_mismatch(differ, sequence, first.top_k)
+    found = report.route_mismatch(differ, sequence, first.top_k)
     flat = [count for row in naive for count in row]
     assert found.router == pytest.approx(sum(count > 0 for count in flat) / len(flat))
-    assert found.experts.sum(axis=0).tolist() == [flat.count(n) for n in range(first.top_k + 1)]
     layers = [sum(count > 0 for count in row) for row in naive]
     assert found.layers.tolist() == [layers.count(n) for n in range(first.moe_layers + 1)]
+    assert found.by_layer.tolist() == pytest.approx(np.mean(np.array(naive) > 0, axis=0).tolist())
+    assert found.experts.tolist() == [
+        [column.count(n) for n in range(first.top_k + 1)] for column in zip(*naive, strict=True)
+    ]
     assert found.token == pytest.approx(sum(count > 0 for count in layers) / len(layers))
     means = [np.mean([n for n, s in zip(layers, sequence, strict=True) if s == which]) for which in set(sequence)]
     assert found.sequence == pytest.approx(np.mean(means))

@@ -1,9 +1,11 @@
-"""Sharding, with routes whose every (token, layer, slot) can be told apart: nothing moves, nothing is lost."""
+"""Sharding: nothing moves, nothing is lost. Every (token, layer, slot) of the routes differs from all others."""
 
 from __future__ import annotations
 
 import doctest
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -31,7 +33,6 @@ from r3.shard import (
 )
 
 TOP_K, EXPERTS = 2, 1 << 16
-# A world may have 64 ranks, and a busy machine is no failure.
 layouts = settings(max_examples=60, deadline=None)
 
 
@@ -78,12 +79,8 @@ def worlds(draw: Any) -> World:
         for stage in stage_layers(layers, pipeline, virtual)
     ]
     cut = draw(st.sampled_from(["zigzag", "contiguous"]))
-    specs = tuple(
-        ShardSpec(held, context_rank, context, tensor_rank, tensor, cut)
-        for held in columns
-        for context_rank in range(context)
-        for tensor_rank in range(tensor)
-    )
+    ranks = product(columns, range(context), range(tensor))
+    specs = tuple(ShardSpec(held, c, context, t, tensor, cut) for held, c, t in ranks)
     lengths = tuple(draw(st.lists(st.integers(1, 40), min_size=1, max_size=5)))
     samples = tuple(draw(st.permutations(range(len(lengths) + 3)))[: len(lengths)])
     return World(specs, Packing(lengths, specs[0].multiple), samples, len(moe_layers))
@@ -96,12 +93,13 @@ def test_worked_examples() -> None:
 def test_the_modules_example() -> None:
     packing = Packing((6, 3), 8)
     spec = ShardSpec((0,), context_size=2, tensor_size=2)
-    seen = [
-        packing.source[router_places(packing, replace(spec, context_rank=context, tensor_rank=tensor))].tolist()
-        for context in range(2)
-        for tensor in range(2)
+    ranks = [replace(spec, context_rank=c, tensor_rank=t) for c, t in product(range(2), range(2))]
+    assert [packing.source[router_places(packing, rank)].tolist() for rank in ranks] == [
+        [0, 1, -1, -1],
+        [6, 7, -1, -1],
+        [2, 3, 4, 5],
+        [8, -1, -1, -1],
     ]
-    assert seen == [[0, 1, -1, -1], [6, 7, -1, -1], [2, 3, 4, 5], [8, -1, -1, -1]]
 
 
 @layouts
@@ -122,18 +120,11 @@ def test_cutting_and_putting_back_are_inverses(world: World, data: Any) -> None:
 
 @layouts
 @given(worlds())
-def test_every_place_is_held_once_by_equal_shares(world: World) -> None:
-    total, spec = int(world.packing.cu_padded[-1]), world.specs[0]
+def test_context_order_is_the_order_of_the_sequences(world: World) -> None:
+    spec = world.specs[0]
     ranks = [replace(spec, context_rank=rank) for rank in range(spec.context_size)]
-    held = [
-        router_places(world.packing, replace(rank, tensor_rank=tensor))
-        for rank in ranks
-        for tensor in range(spec.tensor_size)
-    ]
-    assert {len(places) for places in held} == {total // len(held)}
-    assert sorted(np.concatenate(held).tolist()) == list(range(total))
     rank_major = np.concatenate([context_places(world.packing, rank) for rank in ranks])
-    assert rank_major[context_order(world.packing, spec)].tolist() == list(range(total))
+    assert rank_major[context_order(world.packing, spec)].tolist() == list(range(int(world.packing.cu_padded[-1])))
 
 
 @layouts
@@ -176,10 +167,8 @@ def test_another_ranks_shard_is_found(world: World, data: Any) -> None:
 def test_rows_moved_by_any_distance_are_found(world: World, distance: int, data: Any) -> None:
     spec = data.draw(st.sampled_from(world.specs))
     shard = world.cut(spec)
-    experts, present, identity = (
-        np.roll(part, distance, 0) for part in (shard.experts, shard.present, shard.identity)
-    )  # fmt: skip
-    moved = replace(shard, experts=experts, present=present, identity=identity)
+    parts = {name: np.roll(getattr(shard, name), distance, 0) for name in ("experts", "present", "identity")}
+    moved = replace(shard, **parts)
     if len(shard.experts) > 1 and distance % len(shard.experts):
         with pytest.raises(RoutingError, match=r"sample \d+, (padding|token \d+ \(id \d+\)): the routes"):
             world.check(moved, spec)
@@ -231,8 +220,8 @@ def test_nothing_but_a_ranks_share_is_held() -> None:
 def test_stages_hold_every_layer_once_in_order(per: int, pipeline: int, virtual: int, extra: int) -> None:
     layers = per * pipeline * virtual
     stages = stage_layers(layers, pipeline, virtual)
-    by_time = [stages[rank][chunk] for chunk in range(virtual) for rank in range(pipeline)]
-    assert [number for chunk in by_time for number in chunk] == list(range(1, layers + 1))
+    by_time = [number for chunk in range(virtual) for rank in range(pipeline) for number in stages[rank][chunk]]
+    assert by_time == list(range(1, layers + 1))
     if pipeline * virtual > 1:
         with pytest.raises(RoutingError, match="can't be spread over"):
             stage_layers(layers + 1 + (extra - 1) % (pipeline * virtual - 1), pipeline, virtual)
@@ -251,6 +240,12 @@ def test_missing_or_doubled_ranks_are_found() -> None:
         unshard(packing, specs, [parts[0], parts[1][1:]], 1)
 
 
+def cut_of(change: Callable[[Routing, Routing], list[Routing]], columns: tuple[int, ...] = (0,)) -> RouteShard:
+    """Cut two sequences' routes after ``change``."""
+    world = World((ShardSpec(columns),), Packing((4, 3)), (0, 1), 2)
+    return cut_routes(change(*world.routings()), world.samples, world.tokens, world.packing, world.specs[0])
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -260,24 +255,17 @@ def test_missing_or_doubled_ranks_are_found() -> None:
         (lambda: Packing((3, 0)), "can't pack lengths"),
         (lambda: context_places(Packing((6,), 2), ShardSpec((0,), context_size=2)), "this cut needs 4"),
         (lambda: filler(2, 1, 3, 2), "top-3 of 2 experts"),
+        (lambda: cut_of(lambda one, other: [one]), r"routes of \[4\] rows for sequences of \[4, 3\] tokens"),
+        (
+            lambda: cut_of(lambda one, other: [one, replace(other, num_experts=7)]),
+            "routes of different shapes in one mic",
+        ),
+        (lambda: cut_of(lambda one, other: [one, other], (2,)), "column 2 asked of routes of 2 MoE layers"),
     ],
 )
-def test_impossible_cuts_are_refused(make: Any, message: str) -> None:
+def test_impossible_cuts_are_refused(make: Callable[[], object], message: str) -> None:
     with pytest.raises(RoutingError, match=message):
         make()
-
-
-def test_routes_that_do_not_line_up_are_refused() -> None:
-    world = World((ShardSpec((0,)),), Packing((4, 3)), (0, 1), 2)
-    first, second = world.routings()
-    for routings, message in (
-        ([first], r"routes of \[4\] rows for sequences of \[4, 3\] tokens"),
-        ([first, replace(second, num_experts=7)], "routes of different shapes in one micro-batch"),
-    ):
-        with pytest.raises(RoutingError, match=message):
-            cut_routes(routings, (0, 1), world.tokens, world.packing, world.specs[0])
-    with pytest.raises(RoutingError, match="column 2 asked of routes of 2 MoE layers"):
-        world.cut(ShardSpec((2,)))
 
 
 @given(st.integers(1, 30), st.integers(1, 4), st.integers(1, 8))

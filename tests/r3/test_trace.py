@@ -1,4 +1,4 @@
-"""The trace's records: what a hash covers, where a digest points, and files that are whole or not there."""
+"""The trace's records: what a hash covers, where a digest points, and files that are complete or absent."""
 
 from __future__ import annotations
 
@@ -14,20 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from r3.trace.events import (
-    Action,
-    Fetch,
-    TraceWriter,
-    canonical,
-    layer_sha256,
-    read_trace,
-    remove_step,
-    row_digests,
-    runs,
-    sample_rows,
-    sha256,
-    sorted_sha256,
-)
+from r3.trace import events
 from r3.trace.recorders import request_trace
 
 ROWS, LAYERS, TOP_K = 9, 3, 2
@@ -39,7 +26,7 @@ def routes(seed: int = 0) -> NDArray[np.uint16]:
 
 def fields(**changes: Any) -> dict[str, Any]:
     tokens, present = np.arange(ROWS, dtype=np.int32), np.ones(ROWS, bool)
-    rows = sample_rows(
+    rows = events.sample_rows(
         "key", tokens, (1, 2, 3), tokens, routes(), present, tokens.astype(np.uint32),
         full_shape=(ROWS, LAYERS, TOP_K), previews=2,
     )  # fmt: skip
@@ -48,20 +35,20 @@ def fields(**changes: Any) -> dict[str, Any]:
 
 def test_a_hash_is_that_of_the_documented_bytes() -> None:
     experts = np.array([[[1, 2]], [[9, 9]], [[300, 4]]], np.uint16)
-    array = canonical(experts, np.array([True, False, True]))
-    assert sha256(array) == hashlib.sha256(np.array([1, 2, -1, -1, 300, 4], "<i4").tobytes()).hexdigest()
-    assert sorted_sha256(array) == hashlib.sha256(np.array([1, 2, -1, -1, 4, 300], "<i4").tobytes()).hexdigest()
-    assert sha256(array[::2]) == sha256(array[::2].copy()), "a view is hashed as what it shows"
+    array = events.canonical(experts, np.array([True, False, True]))
+    assert events.sha256(array) == hashlib.sha256(np.array([1, 2, -1, -1, 300, 4], "<i4").tobytes()).hexdigest()
+    assert events.sorted_sha256(array) == hashlib.sha256(np.array([1, 2, -1, -1, 4, 300], "<i4").tobytes()).hexdigest()
+    assert events.sha256(array[::2]) == events.sha256(array[::2].copy()), "a view is hashed as what it shows"
 
 
 def test_what_absent_rows_hold_is_never_hashed() -> None:
     present = np.arange(ROWS) != 4
     spoiled = routes()
     spoiled[4] = 77
-    assert sha256(canonical(spoiled, present)) == sha256(canonical(routes(), present))
+    assert events.sha256(events.canonical(spoiled, present)) == events.sha256(events.canonical(routes(), present))
     spoiled[5, 1, 0] += 1
-    assert sha256(canonical(spoiled, present)) != sha256(canonical(routes(), present))
-    missing = canonical(routes(), np.zeros(ROWS, bool))
+    assert events.sha256(events.canonical(spoiled, present)) != events.sha256(events.canonical(routes(), present))
+    missing = events.canonical(routes(), np.zeros(ROWS, bool))
     assert missing.dtype == np.int32
     assert (missing == -1).all()
 
@@ -70,86 +57,81 @@ def test_what_absent_rows_hold_is_never_hashed() -> None:
     row=st.integers(0, ROWS - 1), layer=st.integers(0, LAYERS - 1), slot=st.integers(0, 1), seed=st.integers(0, 2**32)
 )
 def test_digests_point_at_the_row_and_the_layer(row: int, layer: int, slot: int, seed: int) -> None:
-    before = canonical(routes(seed), np.ones(ROWS, bool))
+    before = events.canonical(routes(seed), np.ones(ROWS, bool))
     after = before.copy()
     after[row, layer, slot] += 1
-    one, other = (row_digests(array) for array in (before, after))
-    assert len(one) == 4 * ROWS
-    assert {index for index in range(ROWS) if one[4 * index :][:4] != other[4 * index :][:4]} <= {row}
-    assert [a != b for a, b in zip(layer_sha256(before), layer_sha256(after), strict=True)] == [
+    one, other = digests_of(before), digests_of(after)
+    assert len(one) == ROWS
+    assert {index for index in range(ROWS) if one[index] != other[index]} <= {row}
+    assert [a != b for a, b in zip(events.layer_sha256(before), events.layer_sha256(after), strict=True)] == [
         index == layer for index in range(LAYERS)
     ]
 
 
 def test_row_digests_tell_rows_layers_and_slots_apart() -> None:
-    rows = canonical(np.random.default_rng(1).integers(0, 8, (2000, 4, 2)), np.ones(2000, bool))
-    digests, swapped, turned = (
-        [text[start : start + 4] for start in range(0, len(text), 4)]
-        for text in map(row_digests, (rows, rows[:, [1, 0, 2, 3]], rows[..., ::-1]))
-    )
+    rows = events.canonical(np.random.default_rng(1).integers(0, 8, (2000, 4, 2)), np.ones(2000, bool))
+    digests = digests_of(rows)
     assert len(set(digests)) > 1900
-    unequal = (rows[:, 0] != rows[:, 1]).any(axis=1)
-    assert sum(a == b for a, b, differ in zip(digests, swapped, unequal, strict=True) if differ) < 5
-    assert sum(a == b for a, b, same in zip(digests, turned, (rows[..., 0] == rows[..., 1]).all(1), strict=True)
-               if not same) < 5  # fmt: skip
+    for other in (rows[:, [1, 0, 2, 3]], rows[..., ::-1]):
+        changed = (other != rows).any(axis=(1, 2))
+        assert sum(a == b for a, b, c in zip(digests, digests_of(other), changed, strict=True) if c) < 5
+
+
+def digests_of(rows: NDArray[np.int32]) -> list[str]:
+    text = events.row_digests(rows)
+    return [text[start : start + 4] for start in range(0, len(text), 4)]
 
 
 @given(st.lists(st.integers(0, 50), unique=True))
 def test_runs_hold_the_integers_in_their_order(values: list[int]) -> None:
-    found = runs(np.array(values, np.int64))
+    found = events.runs(np.array(values, np.int64))
     assert [value for start, stop in found for value in range(start, stop)] == values
     assert all(start < stop for start, stop in found)
 
 
-def test_a_file_appears_whole_and_tells_its_end(tmp_path: Path) -> None:
-    with TraceWriter(tmp_path / "new", 3, 5, previews=2) as writer:
-        writer.add(Action, stage="train", microbatch_idx=0, layer_number=2, action="replay_forward")
+def test_a_file_appears_complete_with_its_end(tmp_path: Path) -> None:
+    with events.TraceWriter(tmp_path / "new", 3, 5, previews=2) as writer:
+        writer.add(events.Action, stage="train", microbatch_idx=0, layer_number=2, action="replay_forward")
         assert not (tmp_path / "new").exists()
     (path,) = (tmp_path / "new").iterdir()
     assert path.name == "r3_trace_step-000003_rank-00005.jsonl"
     first, end = map(json.loads, path.read_text().splitlines())
     assert list(first)[:3] == ["event", "rank", "trace_step"]
     assert (first["rank"], end["records"], end["error"]) == (5, 2, None)
-    trace = read_trace(tmp_path / "new")
+    trace = events.read_trace(tmp_path / "new")
     assert [type(event).__name__ for event in trace.steps[3]] == ["Action", "End"]
     assert trace.changed == ()
 
 
 def test_an_error_ends_the_file_with_its_reason(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError), TraceWriter(tmp_path, 1, None):
-        raise RuntimeError("layer 3 was asked twice")
-    assert json.loads((tmp_path / "r3_trace_step-000001_driver.jsonl").read_text())["error"] == (
-        "RuntimeError: layer 3 was asked twice"
-    )
+    with pytest.raises(RuntimeError), events.TraceWriter(tmp_path, 1, None):
+        raise RuntimeError("layer 3 came twice")
+    end = json.loads((tmp_path / "r3_trace_step-000001_driver.jsonl").read_text())
+    assert end["error"] == "RuntimeError: layer 3 came twice"
 
 
 def test_a_step_done_again_forgets_its_first_trace(tmp_path: Path) -> None:
     for step in (1, 2, 10):
-        TraceWriter(tmp_path, step, 0).close()
-    remove_step(tmp_path, 1)
+        events.TraceWriter(tmp_path, step, 0).close()
+    events.remove_step(tmp_path, 1)
     assert sorted(path.name[14:20] for path in tmp_path.iterdir()) == ["000002", "000010"]
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("field", "values"),
     [
-        {"valid_length": ROWS - 1},
-        {"valid_length": True},
-        {"rows": ((0, ROWS - 1),)},
-        {"rows": ((ROWS, 0),)},
-        {"layers": (1, 2)},
-        {"stage": "prev-logprob"},
-        {"sample_idx": -1},
-        {"sample_idx": 1 << 48},
-        {"key": 3},
-        {"identity_sha256": "abc"},
-        {"surprise": 1},
+        ("valid_length", (ROWS - 1, True)),
+        ("rows", (((0, ROWS - 1),), ((ROWS, 0),))),
+        ("layers", ((1, 2),)),
+        ("sample_idx", (-1, 1 << 48)),
+        ("identity_sha256", ("abc",)),
     ],
 )
-def test_records_that_contradict_themselves_are_refused(changes: dict[str, Any]) -> None:
-    Fetch(rank=0, trace_step=1, **fields())
-    with pytest.raises(ValidationError):
-        Fetch(rank=0, trace_step=1, **fields(**changes))
+def test_inconsistent_records_are_refused(field: str, values: tuple[Any, ...]) -> None:
+    events.Fetch(rank=0, trace_step=1, **fields())
+    for value in values:
+        with pytest.raises(ValidationError):
+            events.Fetch(rank=0, trace_step=1, **fields(**{field: value}))
 
 
 def test_the_first_samples_of_the_first_micro_batches_are_followed(tmp_path: Path) -> None:

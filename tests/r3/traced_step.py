@@ -1,11 +1,11 @@
-"""A training step whose ranks are loops: routes go the real way (plan, cut, trace), routers use what they get.
+"""A training step whose ranks are loops. Routes are planned, cut and traced by the product; routers use what they get.
 
 A :class:`Fault` may change the routes between any two hand-overs, as a defect of a trainer would.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -25,24 +25,18 @@ MICRO_BATCHES = (((0, 1), (2,)), ((4, 3),))
 """``[data_rank][micro_batch]``"""
 
 
+@dataclass(frozen=True)
 class Fault:
-    """What goes wrong; this one: nothing. ``micro_batch`` counts a data rank's from 0."""
+    """What goes wrong; by default nothing. ``micro_batch`` counts from 0 on each data rank."""
 
-    def shares(self, stage: Stage, shares: dict[int, RouteShard], micro_batch: int) -> dict[int, RouteShard]:
-        """What the ranks (of one data rank, by rank) hold as a pass begins."""
-        return shares
-
-    def given(self, stage: Stage, rank: int, micro_batch: int, experts: NDArray) -> NDArray:
-        """What a rank hands to its routers, ``[R, C, K]``."""
-        return experts
-
-    def assigned(self, stage: Stage, rank: int, layer: int, experts: NDArray) -> NDArray:
-        """What one router is given, ``[R, K]``."""
-        return experts
-
-    def used(self, stage: Stage, action: str, rank: int, layer: int, experts: NDArray) -> NDArray:
-        """What it uses, ``[R, K]``."""
-        return experts
+    shares: Callable[[Stage, dict[int, RouteShard], int], dict[int, RouteShard]] = lambda stage, shares, batch: shares
+    """Shares of the ranks of one data rank as a pass begins: (stage, rank -> share, micro_batch)."""
+    given: Callable[[Stage, int, int, NDArray], NDArray] = lambda stage, rank, batch, experts: experts
+    """What a rank hands to its routers, ``[R, C, K]``: (stage, rank, micro_batch, experts)."""
+    assigned: Callable[[Stage, int, int, NDArray], NDArray] = lambda stage, rank, layer, experts: experts
+    """What one router receives, ``[R, K]``: (stage, rank, layer, experts)."""
+    used: Callable[[Stage, str, int, int, NDArray], NDArray] = lambda stage, action, rank, layer, experts: experts
+    """What it uses, ``[R, K]``: (stage, action, rank, layer, experts)."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +68,7 @@ def tokens_of(sample: int) -> NDArray[np.int32]:
 
 
 def routing_of(sample: int, missing: Sequence[int] = ()) -> Routing:
-    """Every (sample, row, layer) has experts of its own; the last row and ``missing`` are absent and hold rubbish."""
+    """Every (sample, row, layer) has other experts; the last row and ``missing`` are absent and hold garbage."""
     generator = np.random.default_rng(sample)
     drawn = generator.random((LENGTHS[sample], len(MOE_LAYERS), EXPERTS)).argsort(axis=-1)[..., :TOP_K]
     present = np.ones(LENGTHS[sample], bool)
@@ -85,7 +79,7 @@ def routing_of(sample: int, missing: Sequence[int] = ()) -> Routing:
 def trace_step(
     directory: Path,
     layout: Layout,
-    fault: Fault | None = None,
+    fault: Fault = Fault(),
     *,
     recompute: bool = True,
     verify: bool = True,
@@ -94,7 +88,6 @@ def trace_step(
     step: int = STEP,
 ) -> None:
     """Write the traces of all ranks of a step."""
-    fault = fault or Fault()
     tokens = [tokens_of(sample) for sample in range(len(LENGTHS))]
     routings = [routing_of(sample, (1,) if sample == 2 else ()) for sample in range(len(LENGTHS))]
     order = request_trace(
@@ -110,47 +103,46 @@ def trace_step(
         for micro_batch, ids in enumerate(batches):
             packing = Packing(tuple(LENGTHS[index] for index in ids), ranks[0].spec.multiple)
             packed = np.concatenate([tokens[index] for index in ids])
-            shares = {
-                place.rank: cut_routes([routings[i] for i in ids], ids, packed, packing, place.spec) for place in ranks
-            }
+            step_pass = Pass(stage, micro_batch, packing, packed, fault, recompute)
+            chosen = [routings[index] for index in ids]
+            shares = {place.rank: cut_routes(chosen, ids, packed, packing, place.spec) for place in ranks}
             for rank, share in fault.shares(stage, shares, micro_batch).items():
-                place = next(place for place in ranks if place.rank == rank)
                 if tracers[rank].traces(micro_batch):
-                    one_rank(
-                        tracers[rank], place, stage, micro_batch, packing, packed, share, fault, recompute=recompute
-                    )
+                    run_rank(tracers[rank], next(place for place in ranks if place.rank == rank), step_pass, share)
     for tracer in tracers.values():
         tracer.__exit__(None, None, None)
 
 
-def one_rank(
-    tracer: RankTracer,
-    place: TracedRank,
-    stage: Stage,
-    micro_batch: int,
-    packing: Packing,
-    tokens: NDArray[np.integer],
-    share: RouteShard,
-    fault: Fault,
-    *,
-    recompute: bool,
-) -> None:
-    """What a rank does with its share of a micro-batch in one pass."""
-    tracer.fetched(micro_batch, tokens, packing, share)
-    source = packing.source[router_places(packing, place.spec)]
+@dataclass(frozen=True)
+class Pass:
+    """One pass over a micro-batch."""
+
+    stage: Stage
+    micro_batch: int
+    packing: Packing
+    tokens: NDArray[np.integer]
+    fault: Fault
+    recompute: bool
+
+
+def run_rank(tracer: RankTracer, place: TracedRank, at: Pass, share: RouteShard) -> None:
+    """What a rank does with its share in one pass."""
+    stage, batch, fault = at.stage, at.micro_batch, at.fault
+    tracer.fetched(batch, at.tokens, at.packing, share)
+    source = at.packing.source[router_places(at.packing, place.spec)]
     pinned = share.present | (source < 0)
-    experts = fault.given(stage, place.rank, micro_batch, share.experts.copy())
-    tracer.sharded(micro_batch, packing, np.where(source < 0, 0, tokens[source]), experts, pinned, len(experts))
-    native = np.tile(np.arange(EXPERTS - TOP_K, EXPERTS), (len(experts), 1))
+    experts = fault.given(stage, place.rank, batch, share.experts.copy())
+    tracer.sharded(batch, at.packing, np.where(source < 0, 0, at.tokens[source]), experts, pinned, len(experts))
+    own = np.tile(np.arange(EXPERTS - TOP_K, EXPERTS), (len(experts), 1))
     for column, layer in enumerate(MOE_LAYERS[index] for index in place.spec.columns):
         given = fault.assigned(stage, place.rank, layer, experts[:, column].copy())
-        tracer.assigned(layer, micro_batch, given)
-        asked = np.sort(np.where(pinned[:, None], given, native), axis=-1)
+        tracer.assigned(layer, batch, given)
+        expected = np.sort(np.where(pinned[:, None], given, own), axis=-1)
         for action in ("replay_forward", "replay_backward") if stage == "train" else ("replay_forward",):
-            tracer.action(layer, micro_batch, action)
-            if tracer.verifies and (action == "replay_forward" or recompute):
-                used = np.sort(fault.used(stage, action, place.rank, layer, asked.copy()), axis=-1)
-                tracer.used(layer, micro_batch, action, used, asked, int((~pinned).sum()))
+            tracer.action(layer, batch, action)
+            if tracer.verifies and (action == "replay_forward" or at.recompute):
+                used = np.sort(fault.used(stage, action, place.rank, layer, expected.copy()), axis=-1)
+                tracer.used(layer, batch, action, used, expected, int((~pinned).sum()))
 
 
 def shifted(share: RouteShard) -> RouteShard:

@@ -52,6 +52,22 @@ slow_in_podman = pytest.mark.parametrize("engine", [*BUBBLEWRAP, *SLOW_CONTAINER
 """Runs a test on every backend, in podman only when ``exhaustive`` tests are asked for."""
 
 
+RUN = """
+import asyncio, sys
+from sandbox import SandboxSpec, open_backend
+
+async def main(backend, run_id, marker, runtime=None):
+    backend = open_backend(backend, run_id=run_id, runtime=runtime)
+    sandboxes = [await backend.start(SandboxSpec()) for _ in range(2)]
+    async with asyncio.TaskGroup() as group:
+        group.create_task(sandboxes[0].exec(f"setsid -f sleep {marker}; sleep {marker}", timeout=600))
+        print(*(sandbox.id for sandbox in sandboxes), flush=True)
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+"""The program of a run of two sandboxes that tests kill. Arguments: backend, run id, marker, runtime."""
+
+
 @dataclass(frozen=True)
 class Engine:
     """A backend under test. Tests share one instance and may open more."""

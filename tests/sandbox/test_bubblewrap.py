@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import random
 import shutil
 import subprocess
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from support.small_disk import small_disk
 
 from sandbox import (
     ImageMissingError,
@@ -59,17 +60,18 @@ print(json.dumps([opens(1), opens(2), opens(10), opens(40), opens(38),
 
 @pytest.mark.slow
 async def test_commands_leave_no_zombies(backend: BubblewrapBackend) -> None:
-    """Zombies would count against the process limit; the machine's init may reap slowly or never."""
+    """Zombies count against the process limit; the machine's init may reap slowly or never."""
     sandbox = await backend.start(SandboxSpec(pids=8))
     for _ in range(16):
         assert (await sandbox.exec("true & true", timeout=20)).ok
-    assert sandbox.cgroup is not None
     if "pids" in sandbox.cgroup.directories:
         assert (sandbox.cgroup.directories["pids"] / "pids.current").read_text() == "0\n"
 
 
 @pytest.mark.slow
-async def test_a_command_cancelled_during_its_start_leaves_no_process(backend: BubblewrapBackend, marker: str) -> None:
+async def test_a_command_cancelled_during_its_start_leaves_no_process(
+    backend: BubblewrapBackend, marker: str, host: Any
+) -> None:
     sandbox = await backend.start(SandboxSpec())
     moments = random.Random(7)
     for _ in range(60):
@@ -78,16 +80,7 @@ async def test_a_command_cancelled_during_its_start_leaves_no_process(backend: B
         running.cancel()
         await asyncio.wait({running}, timeout=20)
         assert running.cancelled(), "the cancelled start did not end"
-    assert not [line for line in command_lines() if marker.encode() in line]
-
-
-def command_lines() -> list[bytes]:
-    """The command line of every process of this machine."""
-    lines = []
-    for file in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):  # it ended meanwhile
-            lines.append(file.read_bytes())
-    return lines
+    assert host.processes(marker) == 0
 
 
 async def test_root_file_system_is_read_only(backend: BubblewrapBackend) -> None:
@@ -186,26 +179,20 @@ async def test_a_directory_image(backend: BubblewrapBackend, rootfs: Path) -> No
     assert await sandbox.read_file("README") == b"new\n"
 
 
-async def test_a_directory_without_usr_is_no_image(backend: BubblewrapBackend, tmp_path: Path) -> None:
+async def test_invalid_specs_are_refused(backend: BubblewrapBackend, tmp_path: Path) -> None:
     with pytest.raises(ImageMissingError, match="directory of a root file system"):
         await backend.start(SandboxSpec(image=str(tmp_path)))
-
-
-@pytest.mark.parametrize("workdir", ["relative", "/", "/home", "/a/../b"])
-async def test_invalid_workdir_is_refused(backend: BubblewrapBackend, workdir: str) -> None:
-    with pytest.raises(SandboxStartError, match="workdir"):
-        await backend.start(SandboxSpec(workdir=workdir))
+    for workdir in ("relative", "/", "/home", "/a/../b"):
+        with pytest.raises(SandboxStartError, match="workdir"):
+            await backend.start(SandboxSpec(workdir=workdir))
+    with pytest.raises(SandboxStartError, match="/testbed/lib: below a writable directory"):
+        await backend.start(SandboxSpec(ro_binds={str(tmp_path): "/testbed/lib"}))
 
 
 async def test_workdir_inside_the_home(backend: BubblewrapBackend) -> None:
     sandbox = await backend.start(SandboxSpec(workdir="/home/agent/repo"))
     await sandbox.write_files({"a": b"1", "/home/agent/b": b"2"})
     assert (await sandbox.exec("pwd; cat a ../b", timeout=20)).text == "/home/agent/repo\n12"
-
-
-async def test_read_only_directory_below_a_writable_one_is_refused(backend: BubblewrapBackend, tmp_path: Path) -> None:
-    with pytest.raises(SandboxStartError, match="/testbed/lib: below a writable directory"):
-        await backend.start(SandboxSpec(ro_binds={str(tmp_path): "/testbed/lib"}))
 
 
 async def test_deep_and_locked_directories_are_removed(backend: BubblewrapBackend, tmp_path: Path) -> None:
@@ -224,20 +211,9 @@ async def test_a_sandbox_without_its_directory_is_lost(backend: BubblewrapBacken
         await sandbox.exec("true", timeout=20)
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64m,mode=0700", "none", disk]
-    if subprocess.run(mount, capture_output=True).returncode != 0:
-        pytest.skip("a small disk can't be mounted here")
-    yield disk
-    subprocess.run(["umount", disk], check=True)
-
-
-async def test_full_disk_is_one_line(small_disk: Path) -> None:
-    backend = BubblewrapBackend(run_id="full", base=small_disk)
-    try:
+async def test_full_disk_is_one_line(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "64m") as disk:
+        backend = BubblewrapBackend(run_id="full", base=disk)
         sandbox = await backend.start(SandboxSpec())
         assert (await sandbox.exec("head -c 10 /dev/zero > small", timeout=20)).ok
         with pytest.raises(SandboxDiskFullError, match=r"free on its disk") as error:
@@ -245,7 +221,6 @@ async def test_full_disk_is_one_line(small_disk: Path) -> None:
         assert "\n" not in str(error.value)
         with pytest.raises(SandboxDiskFullError):
             await backend.start(SandboxSpec())
-    finally:
         await backend.close()
 
 

@@ -60,9 +60,8 @@ async def test_what_a_command_leaves_ends_with_it(backend: SandboxBackend) -> No
     result = await sandbox.exec("trap '' TERM; setsid -f sleep 1234; echo started; sleep 1234; sleep 1234", timeout=2)
     assert (result.timed_out, result.exit_code, result.stdout) == (True, -9, b"started\n")
     assert (await sandbox.exec("setsid -f sleep 1234; kill -9 -1; echo not reached", timeout=20)).exit_code == 137
-    assert (await sandbox.exec("kill -9 1; cat /proc/[0-9]*/cmdline | tr '\\0' ' '", timeout=20)).text.count(
-        "1234"
-    ) == 0
+    left = await sandbox.exec("kill -9 1; cat /proc/[0-9]*/cmdline | tr '\\0' ' '", timeout=20)
+    assert "1234" not in left.text
     cut = asyncio.create_task(sandbox.exec("sleep 1234", timeout=60))
     await asyncio.sleep(1)
     cut.cancel()
@@ -76,10 +75,14 @@ async def test_what_a_command_leaves_ends_with_it(backend: SandboxBackend) -> No
 async def test_a_sandbox_that_runs_into_a_limit_ends_by_its_own_doing(
     backend: SandboxBackend, hog: str, memory: bool
 ) -> None:
-    """Its kernel dies too. This is the result of the command and of all later ones, not an infrastructure failure."""
+    """Its kernel dies too. This is the result of the command and of all later ones, not an infrastructure failure.
+
+    The engine keeps the connection of a command open after its container has ended; the command ends all the same.
+    """
     sandbox, neighbour = await backend.start(SandboxSpec(memory_mb=256, pids=64)), await backend.start(SandboxSpec())
-    result = await sandbox.exec(["python3", "-c", hog], timeout=3)
+    result = await sandbox.exec(["python3", "-c", hog], timeout=60 if memory else 3)
     assert not result.ok
+    assert not memory or (result.exit_code, result.oom_killed, result.seconds < 30) == (137, True, True), result
     after = await sandbox.exec("echo alive", timeout=20)
     assert after.ok or after.exit_code == 137
     assert not memory or after.oom_killed
@@ -110,14 +113,6 @@ async def test_an_oom_kill_that_the_engine_misses_is_found_in_the_kernel_log(
     await asyncio.to_thread(killed._api.kill, killed._container)
     with pytest.raises(SandboxLostError):
         await neighbour.exec("echo alive", timeout=20)
-
-
-@pytest.mark.exhaustive
-async def test_a_command_whose_sandbox_died_does_not_wait_for_its_timeout(backend: SandboxBackend) -> None:
-    """The engine keeps the connection of a command open after its container has ended."""
-    sandbox = await backend.start(SandboxSpec(memory_mb=64))
-    result = await sandbox.exec(["python3", "-c", "bytearray(1 << 30).count(1)"], timeout=60)
-    assert (result.exit_code, result.oom_killed, result.seconds < 30) == (137, True, True), result
 
 
 @pytest.mark.exhaustive

@@ -7,7 +7,6 @@ import io
 import os
 import tarfile
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -22,9 +21,11 @@ from sandbox import ImageMissingError, ImagePolicy, ImagePullError, SandboxError
 from sandbox.docker.backend import DockerBackend
 from sandbox.docker.engine import EngineClient, connect, translate_errors
 from sandbox.docker.images import ImageStore
+from tests.sandbox.conftest import Host
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(120)]
 _SIZE = 300_000
+Store = Callable[..., ImageStore]
 
 
 class RegistryProxy:
@@ -119,9 +120,8 @@ def store(api: EngineClient, tmp_path: Path) -> Callable[..., ImageStore]:
         await asyncio.to_thread(translate_errors, work, error)
 
     def make(**policy: float) -> ImageStore:
-        return ImageStore(
-            api, ImagePolicy(pull=True, initial_backoff=0.01, **policy), call, tmp_path / "cache/ledger.json"
-        )
+        images = ImagePolicy(pull=True, initial_backoff=0.01, **policy)
+        return ImageStore(api, images, call, tmp_path / "cache/ledger.json")
 
     return make
 
@@ -135,20 +135,11 @@ def some_files() -> bytes:
     return stream.getvalue()
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def has(api: EngineClient, *images: str) -> list[bool]:
     return [bool(api.images(image)) for image in images]
 
 
-async def test_a_refused_pull_is_retried(
-    proxy: RegistryProxy, store: Callable[..., ImageStore], api: EngineClient
-) -> None:
+async def test_a_refused_pull_is_retried(proxy: RegistryProxy, store: Store, api: EngineClient) -> None:
     images, image = store(), f"{proxy.address}/one:1"
     proxy.refusals = 3
     await images.fetch(image)
@@ -157,9 +148,7 @@ async def test_a_refused_pull_is_retried(
     await images.close()
 
 
-async def test_attempts_are_limited(
-    proxy: RegistryProxy, store: Callable[..., ImageStore], caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_attempts_are_limited(proxy: RegistryProxy, store: Store, caplog: pytest.LogCaptureFixture) -> None:
     proxy.refusals = 1000
     with pytest.raises(ImagePullError, match=r"one:1' could not be pulled: .*") as error:
         await store(attempts=3).fetch(f"{proxy.address}/one:1")
@@ -168,20 +157,18 @@ async def test_attempts_are_limited(
     assert "slow down" in caplog.text
 
 
-async def test_a_missing_image_is_not_retried(proxy: RegistryProxy, store: Callable[..., ImageStore]) -> None:
+async def test_a_missing_image_is_not_retried(proxy: RegistryProxy, store: Store) -> None:
     with pytest.raises(ImageMissingError, match="no-such:1' can't be pulled"):
         await store().fetch(f"{proxy.address}/no-such:1")
     assert proxy.requests <= 2  # the engine itself may ask once more, for an older format
 
 
-async def test_concurrent_pulls_are_limited_and_shared(
-    proxy: RegistryProxy, store: Callable[..., ImageStore], api: EngineClient
-) -> None:
+async def test_concurrent_pulls_are_limited_and_shared(proxy: RegistryProxy, store: Store, api: EngineClient) -> None:
     images = store(max_concurrent_pulls=2)
     names = [f"{proxy.address}/{name}:1" for name in ("one", "two", "three")]
     proxy.open.clear()
     fetches = [asyncio.create_task(images.fetch(name)) for name in [*names, *names]]
-    await asyncio.to_thread(wait_until, lambda: proxy.waiting == 2)
+    await Host().until(lambda: proxy.waiting == 2, "two pulls wait")
     fetches[0].cancel()  # the other one that waits for this image still gets it
     proxy.open.set()
     ended = await asyncio.gather(*fetches, return_exceptions=True)
@@ -192,7 +179,7 @@ async def test_concurrent_pulls_are_limited_and_shared(
 
 
 async def test_budget_removes_only_the_least_recently_used_pulled_image(
-    proxy: RegistryProxy, store: Callable[..., ImageStore], api: EngineClient
+    proxy: RegistryProxy, store: Store, api: EngineClient
 ) -> None:
     images = store(budget_gb=2.5 * _SIZE / 1e9)
     one, two, three = (f"{proxy.address}/{name}:1" for name in ("one", "two", "three"))
@@ -245,7 +232,7 @@ async def test_a_pull_does_not_count_against_the_start_timeout(
             await pool.start(SandboxSpec(image=f"{proxy.address}/two:1"))
 
     starting = asyncio.create_task(start())
-    await asyncio.to_thread(wait_until, lambda: proxy.waiting > 0)
+    await Host().until(lambda: proxy.waiting > 0, "the pull waits")
     await clock.put_forward(5000)
     proxy.open.set()
     await starting

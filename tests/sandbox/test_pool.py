@@ -88,9 +88,7 @@ async def test_concurrent_starts_are_limited(gate: Gate) -> None:
         await pool.start(SPEC)
 
 
-async def test_waiting_for_a_slot_does_not_count_against_the_start_timeout(
-    gate: Gate,
-) -> None:
+async def test_waiting_for_a_slot_does_not_count_against_the_start_timeout(gate: Gate) -> None:
     pool, clock = SandboxPool(gate, max_starts=1, prewarmed=1), LoopClock()
     gate.open.clear()
 

@@ -47,16 +47,16 @@ def test_registered_names(distribution: None) -> None:
     assert list(BACKENDS.targets()) == ["auto", "bubblewrap", "docker", "podman", "quiet"]
 
 
-def test_an_unknown_name_suggests_a_registered_one() -> None:
-    with pytest.raises(
-        SandboxUnavailableError, match=r"'dokcer': did you mean 'docker'.*auto, bubblewrap, docker, pod"
-    ):
-        open_backend("dokcer", run_id="x")
-
-
-def test_bubblewrap_has_no_runtimes() -> None:
-    with pytest.raises(SandboxUnavailableError, match=r"runtime=runsc.*set sandbox.backend=docker") as error:
-        open_backend("bubblewrap", run_id="runtime", runtime="runsc")
+@pytest.mark.parametrize(
+    ("name", "runtime", "message"),
+    [
+        ("dokcer", None, r"'dokcer': did you mean 'docker'.*auto, bubblewrap, docker, pod"),
+        ("bubblewrap", "runsc", r"runtime=runsc.*set sandbox.backend=docker"),
+    ],
+)
+def test_an_unknown_name_or_runtime_is_one_line(name: str, runtime: str | None, message: str) -> None:
+    with pytest.raises(SandboxUnavailableError, match=message) as error:
+        open_backend(name, run_id="x", runtime=runtime)
     assert "\n" not in str(error.value)
 
 

@@ -26,43 +26,28 @@ class Work:
         return "done"
 
 
-async def cancel_thrice(caller: asyncio.Task[str], work: Work) -> None:
-    """Cancel ``caller`` three times during its work; check that it keeps waiting."""
-    await work.begun.wait()
-    for time in range(3):
-        caller.cancel(f"cancellation {time}")
-        done, _ = await asyncio.wait({caller}, timeout=0)
-        assert not done
-    assert not work.ended
-
-
 async def test_result_without_a_cancellation() -> None:
     work = Work()
     work.may_end.set()
     assert await shielded(work.run()) == "done"
 
 
-async def test_work_outlasts_three_cancellations_and_the_first_is_raised() -> None:
-    work = Work()
-    caller = asyncio.create_task(shielded(work.run()))
-    await cancel_thrice(caller, work)
-    work.may_end.set()
-    with pytest.raises(asyncio.CancelledError, match="cancellation 0"):
-        await caller
-    assert work.ended
-    assert caller.cancelled()
-
-
-async def test_a_cancelled_caller_stays_cancelled_where_the_work_fails() -> None:
-    failure = ValueError("the work's own")
+@pytest.mark.parametrize("failure", [None, ValueError("the work's own")])
+async def test_work_outlasts_three_cancellations_and_the_first_is_raised(failure: Exception | None) -> None:
     work = Work(failure)
     caller = asyncio.create_task(shielded(work.run()))
-    await cancel_thrice(caller, work)
+    await work.begun.wait()
+    for time in range(3):
+        caller.cancel(f"cancellation {time}")
+        done, _ = await asyncio.wait({caller}, timeout=0)
+        assert not done
+    assert not work.ended
     work.may_end.set()
     with pytest.raises(asyncio.CancelledError) as raised:
         await caller
+    assert str(raised.value) == "cancellation 0"
     assert raised.value.__cause__ is failure
-    assert caller.cancelled()
+    assert (work.ended, caller.cancelled()) == (True, True)
 
 
 async def test_an_error_of_the_work_is_raised() -> None:

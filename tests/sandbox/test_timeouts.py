@@ -1,4 +1,4 @@
-"""Bounds on infrastructure: what counts, what does not, and that they hold after a wait as before it."""
+"""Time limits of infrastructure: they do not count waits, and hold after a wait as before it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,6 @@ from support.loop_clock import LoopClock
 
 from sandbox import SandboxError
 from sandbox.timeouts import PausableTimeout, acquire_slot, bounded, uncharged
-
-
-async def test_a_block_over_its_limit_raises() -> None:
-    with pytest.raises(SandboxError, match="starting took longer than 600 s"):
-        async with bounded(600, "starting"):
-            await LoopClock().put_forward(601)
 
 
 async def test_a_wait_does_not_count() -> None:
@@ -36,20 +30,19 @@ async def test_a_wait_does_not_count() -> None:
 
 
 async def test_the_timeout_is_paused_while_any_task_waits() -> None:
-    clock, first, second = LoopClock(), asyncio.Event(), asyncio.Event()
+    clock, events = LoopClock(), [asyncio.Event(), asyncio.Event()]
 
     async def wait(event: asyncio.Event) -> None:
         with uncharged():
             await event.wait()
 
     async with bounded(600, "starting"), asyncio.TaskGroup() as group:
-        group.create_task(wait(first))
-        group.create_task(wait(second))
+        for event in events:
+            group.create_task(wait(event))
         await asyncio.sleep(0)
-        await clock.put_forward(1000)
-        first.set()
-        await clock.put_forward(1000)
-        second.set()
+        for event in events:
+            await clock.put_forward(1000)
+            event.set()
 
 
 async def test_uncharged_outside_of_a_block_does_nothing() -> None:
@@ -86,7 +79,7 @@ async def test_other_timeout_errors_pass_through() -> None:
 
 
 async def test_clean_up_may_wait_uncharged_after_the_bound_has_passed() -> None:
-    """The pool's slots are taken again by what closes a sandbox: the clock of an expired bound can't be stopped."""
+    """Closing a sandbox acquires a slot of the pool again: the clock of an expired bound can't be stopped."""
     slots, cleaned = asyncio.Semaphore(1), list[str]()
 
     async def start() -> None:

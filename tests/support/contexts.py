@@ -10,14 +10,7 @@ from typing import Any
 import pytest
 
 from envs import EnvContext
-from sandbox import (
-    ImageMissingError,
-    ImagePolicy,
-    SandboxBackend,
-    SandboxSpec,
-    SandboxUnavailableError,
-    open_backend,
-)
+from sandbox import ImageMissingError, ImagePolicy, SandboxBackend, SandboxSpec, SandboxUnavailableError, open_backend
 
 
 @asynccontextmanager

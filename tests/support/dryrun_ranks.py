@@ -45,13 +45,8 @@ def config_of(
     **parallel: Any,
 ) -> RunConfig:
     """Full micro-batches of one trajectory of ``tokens`` tokens in bfloat16, and two engines of two GPUs each."""
-    train_section = {
-        "dtype": "bfloat16",
-        "recompute": "full",
-        "microbatch_tokens": tokens,
-        "parallel": parallel,
-        **(train or {}),
-    }
+    train_section = {"dtype": "bfloat16", "recompute": "full", "microbatch_tokens": tokens, "parallel": parallel}
+    train_section |= train or {}
     engine = {"count": 2, "gpus": 2, "colocate": colocate}
     data = {"name": "dry-run", "model": str(model), "train": train_section, "rollout": {"max_tokens": tokens}}
     return RunConfig.model_validate(data | {"engine": engine})

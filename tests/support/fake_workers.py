@@ -51,5 +51,4 @@ class FakeWorkers:
         return report, RouteDifferences(self._layers, differs, differs), None
 
     def _of(self, sample: Sample) -> np.ndarray:
-        assert sample.routing is not None
         return self._bits[: len(sample.tokens)] * sample.routing.present[:, None]

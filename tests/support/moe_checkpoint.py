@@ -11,6 +11,13 @@ from safetensors.numpy import save_file
 
 TOP_K = 2
 """Experts that a token takes."""
+CONSTANT = json.loads("""
+{"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts_per_tok": 2, "norm_topk_prob": true,
+ "decoder_sparse_step": 1, "mlp_only_layers": [], "hidden_act": "silu", "max_position_embeddings": 4096,
+ "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "attention_bias": false, "tie_word_embeddings": true,
+ "torch_dtype": "float32", "bos_token_id": 0, "eos_token_id": 0}
+""")
+"""What the ``config.json`` of every checkpoint contains."""
 
 
 def write_moe(
@@ -51,31 +58,9 @@ def write_moe(
     # Tied, and still written: SGLang's Qwen3-MoE does not tie its output layer to the embedding.
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].copy()
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-    config = {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "intermediate_size": inter,
-        "moe_intermediate_size": inter,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv,
-        "head_dim": head_dim,
-        "num_experts": experts,
-        "num_experts_per_tok": TOP_K,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "hidden_act": "silu",
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "attention_bias": False,
-        "tie_word_embeddings": True,
-        "torch_dtype": "float32",
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-    }
+    sizes = {"vocab_size": vocab, "hidden_size": hidden, "head_dim": head_dim, "num_experts": experts}
+    sizes |= {"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv}
+    sizes |= {"intermediate_size": inter, "moe_intermediate_size": inter}
+    config = CONSTANT | sizes
     (directory / "config.json").write_text(json.dumps(config))
     return directory

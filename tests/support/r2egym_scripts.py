@@ -2,9 +2,10 @@
 
     PYTHONPATH=.:tests python -m support.r2egym_scripts CHECKOUT
 
-has them answer the turns of ``tests/support/r2egym_turns.py`` in sandboxes of bubblewrap, and writes that to
-``tests/tools/r2egym-recorded.json.xz``. A checkout (github.com/R2E-Gym/R2E-Gym, Apache-2.0) is needed, and its
-``chardet`` (5.2.0, as of its time) beside this Python. None of its text is kept here but what a model reads.
+has them answer the turns in ``tests/tools/r2egym-recorded.json.xz`` again, in sandboxes of bubblewrap, and writes the
+answers there. The turns were drawn at random: calls, right and wrong, on a small repository. This needs a checkout
+(github.com/R2E-Gym/R2E-Gym, Apache-2.0), with ``chardet`` (5.2.0, as of its time) beside this Python. The file keeps
+nothing of the checkout's text but what a model reads.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from support import r2egym_turns
+from support.r2egym_files import FILES
 
 RECORDED = Path(__file__).parents[1] / "tools/r2egym-recorded.json.xz"
 CHECKOUT = "R2E_GYM"
@@ -41,8 +42,8 @@ _TOOLS = ("file_editor", "search", "execute_bash", "finish")
 
 
 class Scripts:
-    """What of a checkout answers: the parser and the observations are imported, two methods taken out of files that
-    import much more, and the scripts run by a Python in the sandbox."""
+    """The parts of a checkout that answer: its parser and observations are imported, two methods are taken out of files
+    that import much more, and a Python in the sandbox runs the scripts."""
 
     def __init__(self, checkout: Path) -> None:
         sys.path.insert(0, str(checkout / "src"))
@@ -51,13 +52,9 @@ class Scripts:
         self.parse: Callable[[Any, str], tuple[str, Any]] = _method(
             checkout / _AGENTHUB / "agent/agent.py", "Agent", "parse_response", re=re, Tuple=tuple, Action=self.action
         )
+        run_names = {"re": re, "concurrent": concurrent, "CMD_TIMEOUT": 120, "DOCKER_PATH": ""}
         self.run: Callable[..., tuple[str, str]] = _method(
-            checkout / _AGENTHUB / "runtime/docker.py",
-            *("DockerRuntime", "run"),
-            re=re,
-            concurrent=concurrent,
-            CMD_TIMEOUT=120,
-            DOCKER_PATH="",
+            checkout / _AGENTHUB / "runtime/docker.py", "DockerRuntime", "run", **run_names
         )
         self.tools = checkout / _AGENTHUB / "tools"
 
@@ -86,13 +83,17 @@ def digest(data: bytes) -> str:
 
 
 def repository() -> dict[str, bytes]:
-    return {path: text.encode() for path, text in r2egym_turns.FILES.items()}
+    return {path: text.encode() for path, text in FILES.items()}
 
 
 def recorded() -> list[dict[str, Any]]:
     """What the scripts answer to every sequence: asked now where ``R2E_GYM`` names a checkout, else as recorded."""
     if checkout := os.environ.get(CHECKOUT):
         return record(Path(checkout))
+    return recording()
+
+
+def recording() -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = json.loads(lzma.decompress(RECORDED.read_bytes()))["sequences"]
     return found
 
@@ -101,7 +102,7 @@ def record(checkout: Path) -> list[dict[str, Any]]:
     scripts, files = Scripts(checkout), repository()
     logging.getLogger("r2egym").disabled = True
     with ThreadPoolExecutor(4) as pool:
-        return list(pool.map(lambda turns: scripts.answers(turns, files), r2egym_turns.sequences()))
+        return list(pool.map(lambda sequence: scripts.answers(sequence["turns"], files), recording()))
 
 
 def _method(path: Path, owner: str, name: str, **names: Any) -> Callable[..., Any]:
@@ -138,7 +139,6 @@ def _sandbox(directory: Path, tools: Path, files: Mapping[str, bytes]) -> Iterat
         (directory / "bin" / name).write_bytes((tools / f"{name}.py").read_bytes())
         (directory / "bin" / name).chmod(0o755)
     chardet = importlib.import_module("chardet")
-    assert chardet.__file__ is not None
     python, base = os.path.realpath(sys.executable), sys.base_prefix
     (directory / "python/python").symlink_to(python)
     shared = ["--ro-bind", base, base, "--ro-bind", str(Path(chardet.__file__).parent.parent), "/opt/chardet"]
@@ -158,7 +158,7 @@ def main(checkout: Path) -> None:
     versions = {"python": platform.python_version(), "chardet": importlib.metadata.version("chardet")}
     whole = {"source": source, **versions, "sequences": record(checkout)}
     RECORDED.write_bytes(lzma.compress(json.dumps(whole, ensure_ascii=False).encode(), preset=9))
-    print(f"{RECORDED}: {r2egym_turns.COUNT} sequences, {RECORDED.stat().st_size} bytes")
+    print(f"{RECORDED}: {len(whole['sequences'])} sequences, {RECORDED.stat().st_size} bytes")
 
 
 if __name__ == "__main__":

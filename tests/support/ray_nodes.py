@@ -27,13 +27,8 @@ def ray_node(
     """
     import ray
 
-    command = [
-        str(Path(sys.executable).with_name("ray")),
-        "start",
-        "--block",
-        f"--node-name={name}",
-        f"--num-cpus={cpus}",
-    ]
+    ray_program = str(Path(sys.executable).with_name("ray"))
+    command = [ray_program, "start", "--block", f"--node-name={name}", f"--num-cpus={cpus}"]
     command += [f"--address={ray.get_runtime_context().gcs_address}", f"--object-store-memory={_STORE_BYTES}"]
     command += [f'--resources={{"sandboxes": {sandboxes}}}'] if sandboxes else []
     whole = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", _MARK: f"{os.getpid()}-{name}", **(environment or {})}

@@ -1,4 +1,4 @@
-"""A file system that is soon full."""
+"""A small disk of this machine, for tests of full disks."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ import pytest
 
 @contextmanager
 def small_disk(directory: Path, size: str) -> Iterator[Path]:
-    """Mounts a file system of ``size`` at ``directory``; skips the test without the right to mount one."""
+    """A file system of ``size`` (as ``64m``) in memory, mounted at ``directory``; skips the test where that is
+    refused."""
     directory.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", directory]
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size},mode=0700", "tmpfs", str(directory)]
     if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("no right to mount a file system")
     try:
         yield directory
     finally:
-        subprocess.run(["umount", directory], check=True)
+        subprocess.run(["umount", "--lazy", str(directory)], check=True)

@@ -70,20 +70,11 @@ def detail(seed: int, *, routes: bool = True) -> TokenDetail:
 def write_step(directory: Path, step: int, *, routes: bool = True, details: bool = True) -> None:
     """Three groups of two: one trained on, one uniform, one discarded."""
     groups = [Group(f"task-{at}", tuple(episode(2 * at + n, routes=routes) for n in (0, 1))) for at in range(GROUPS)]
-    fates = [
-        TrainingStatus.TRAINED,
-        TrainingStatus.TRAINED,
-        TrainingStatus.UNIFORM,
-        TrainingStatus.UNIFORM,
-        TrainingStatus.DISCARDED,
-        TrainingStatus.DISCARDED,
-    ]
-    decisions = [
-        TrainingDecision(training_status, 0.5 if training_status is TrainingStatus.TRAINED else None)
-        for training_status in fates
-    ]
+    statuses = [TrainingStatus.TRAINED, TrainingStatus.UNIFORM, TrainingStatus.DISCARDED]
+    advantages = [0.5, None, None]
+    decided = [TrainingDecision(status, value) for status, value in zip(statuses, advantages, strict=True)]
     kept = {(number, 0): detail(number, routes=routes) for number in (0, 1)} if details else None
-    write_trajectories(directory, step, groups, decisions=decisions, details=kept)
+    write_trajectories(directory, step, groups, decisions=[one for one in decided for _ in (0, 1)], details=kept)
 
 
 def write_run(directory: Path) -> Path:
@@ -106,7 +97,7 @@ def write_run(directory: Path) -> Path:
 
 
 def damage(path: Path) -> None:
-    """Cut a file off."""
+    """Truncate a file."""
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2 - 9])
 
 
@@ -114,7 +105,6 @@ def branched(directory: Path) -> Path:
     """``directory`` with a step 1 of one trajectory of two branches, as an agent program leaves one that rewrote
     what it had said. The second has the largest gap."""
     first, mask = episode(0), np.arange(14) // 7 == 1
-    assert first.routing is not None
     routing = replace(first.routing, experts=first.routing.experts[::-1].copy())
     logprobs, spans = np.where(mask, -1, 0).astype(np.float32), (VersionSpan(7, 14, "7"),)
     other = Branch(first.tokens + 1, mask, logprobs, routing, spans, 0, 5, BranchCause.REWRITE)
@@ -122,9 +112,8 @@ def branched(directory: Path) -> Path:
     group = Group("t", (replace(first, further=(other,), turns=turns),))
     details = {(0, 0): detail(0), (0, 1): detail(9)}
     shutil.copy(MODELS["tiny-moe"] / "tokenizer.json", directory)
-    write_trajectories(
-        directory, 1, [group], decisions=[TrainingDecision(TrainingStatus.TRAINED, 0.5)], details=details
-    )
+    trained = [TrainingDecision(TrainingStatus.TRAINED, 0.5)]
+    write_trajectories(directory, 1, [group], decisions=trained, details=details)
     return directory
 
 

@@ -1,10 +1,10 @@
-"""Runs that are made up, in the form of agent_rl.viewer.api: for tests of the page, as large as a bench asks."""
+"""Runs of made-up values in the form of agent_rl.viewer.api, of any size, for tests and benchmarks of the page."""
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -15,6 +15,26 @@ from agent_rl.viewer.server import Source, listen, web_server
 
 WORDS = ["the", "agent", "looks", "at", "def", "return", ";", ":", "=", "(", ")", "error", "0", "1", "2", "self"]
 LAYERS, EXPERTS, GROUP = 4, 32, 4
+RUN = json.loads("""
+{"model": "tiny-moe", "format": 3, "summary": null,
+ "guard": [{"step": 2, "event": "warn", "text": "the mismatch grew"}],
+ "facts": {"moe_layers": 4, "num_experts": 32, "top_k": 4, "group_size": 4}}
+""")
+EVALUATION = json.loads("""
+{"n": null, "decoding": "sampled", "graded": 256, "tasks": 256, "ungraded": 0, "infrastructure_failures": 0,
+ "seconds": 21.5, "stops": {"submitted": 256}}
+""")
+TRAJECTORY = json.loads("""
+{"env": "mini", "error": "", "training_status": "trained", "advantage": 0.5, "hacks": [], "notes": [],
+ "times": {"began": 1.7e9, "queue": 0.3, "start": 0.4, "grade_began": 3.2, "grade": 0.4, "total": 3.8}}
+""")
+TURN = json.loads("""
+{"branch": 0, "message": null, "observation_message": null, "tool": "execute_bash", "parse_failure": null,
+ "text": "I look.", "cached_tokens": 0, "retractions": 0, "weight_version": "6", "generate_seconds": 0.6,
+ "tool_seconds": 0.2}
+""")
+BRANCH = json.loads('{"parent": null, "shared": 0, "cause": "start"}')
+"""The constant values of resources."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +52,6 @@ class SampleRun:
         default_factory=lambda: {"name": "quickstart", "model": "tiny-moe", "train": {"lr": 1e-4}}
     )
     resumes: Sequence[int] = (3,)
-    live: Sequence[Mapping[str, Any]] = ()
 
     @property
     def trajectories(self) -> int:
@@ -73,56 +92,16 @@ class SampleRun:
     def length(self) -> int:
         return self.turn_tokens * (1 + 2 * self.turns)
 
-    def line(self, number: int) -> dict[str, Any]:
-        return {
-            "run": number,
-            "name": self.name,
-            "directory": f"runs/{self.name}",
-            "kind": "train",
-            "steps": self.steps,
-            "total": self.steps,
-            "state": "running" if self.live else "finished",
-            "pass_at_1": [0.79, 0.74, 0.84],
-            "guard": 1,
-        }
+    def summary(self) -> dict[str, Any]:
+        named = {"name": self.name, "directory": f"runs/{self.name}", "kind": "train", "state": "finished"}
+        return named | {"steps": self.steps, "total": self.steps}
 
     def run(self) -> dict[str, Any]:
-        evaluations = [
-            {
-                "key": f"step-{step}/sampled",
-                "n": None,
-                "step": step,
-                "decoding": "sampled",
-                "pass_at_1": rate,
-                "interval": [rate - 0.06, rate + 0.05],
-                "graded": 256,
-                "tasks": 256,
-                "ungraded": 0,
-                "infrastructure_failures": 0,
-                "seconds": 21.5,
-                "stops": {"submitted": 256},
-            }
-            for step, rate in ((0, 0.52), (self.steps, 0.79))
-        ]
-        return {
-            **{
-                key: value
-                for key, value in self.line(0).items()
-                if key in ("name", "directory", "kind", "state", "steps")
-            },
-            "total": self.steps,
-            "model": "tiny-moe",
-            "config": self.config,
-            "facts": {"moe_layers": LAYERS, "num_experts": EXPERTS, "top_k": 4, "group_size": GROUP},
-            "format": 3,
-            "filed": [str(step + 1) for step in range(self.steps)],
-            "detail": [str(step + 1) for step in range(self.steps)],
-            "evaluations": evaluations,
-            "guard": [{"step": 2, "event": "warn", "text": "the mismatch grew"}],
-            "resumes": list(self.resumes),
-            "summary": None,
-            "notes": [f"A note{self.hostile}."] if self.hostile else [],
-        }
+        steps = [str(step + 1) for step in range(self.steps)]
+        evaluations = [evaluation(0, 0.52), evaluation(self.steps, 0.79)]
+        notes = [f"A note{self.hostile}."] if self.hostile else []
+        changing = {"config": self.config, "evaluations": evaluations, "resumes": list(self.resumes), "notes": notes}
+        return self.summary() | RUN | changing | {"filed": steps, "detail": steps}
 
     def metrics_of(self) -> dict[str, Any]:
         rng = np.random.default_rng(hash_of(self.name))
@@ -144,23 +123,13 @@ class SampleRun:
     def step(self, n: str) -> dict[str, Any]:
         rows = [row for row, filed in enumerate(self.columns["n"]) if filed == n]
         columns = {name: [values[row] for row in rows] for name, values in self.columns.items()}
-        groups = [
-            {
-                "group": group,
-                "task": columns["task"][group * GROUP],
-                "infrastructure_failures": 0,
-                "members": columns["id"][group * GROUP : (group + 1) * GROUP],
-                "trained": True,
-            }
-            for group in range(self.groups)
-        ]
-        return {
-            "n": n,
-            "step": int(n),
-            "columns": columns,
-            "groups": groups,
-            "notes": [],
-        }
+        groups = []
+        for group in range(self.groups):
+            first = group * GROUP
+            members = columns["id"][first : first + GROUP]
+            one = {"group": group, "task": columns["task"][first], "members": members}
+            groups.append({**one, "infrastructure_failures": 0, "trained": True})
+        return {"n": n, "step": int(n), "columns": columns, "groups": groups, "notes": []}
 
     def loads(self, n: str) -> dict[str, Any]:
         loads = np.random.default_rng(int(n)).gamma(2.0, 50.0, (LAYERS, EXPERTS)).astype(int)
@@ -171,22 +140,16 @@ class SampleRun:
         value = {key: self.columns[key][row] for key in ("n", "step", "group", "task", "reward", "resolved", "stop")}
         first = row - row % GROUP
         return {
-            "id": name,
+            **TRAJECTORY,
             **value,
+            "id": name,
             "siblings": self.columns["id"][first : first + GROUP],
-            "env": "mini",
-            "error": "",
-            "training_status": "trained",
-            "advantage": 0.5,
-            "hacks": [],
             "patch": f"diff --git a/a.py b/a.py\n--- a/a.py\n+++ b/a.py\n@@ -1 +1 @@\n-x = 1\n+x = 2{self.hostile}\n",
             "tests": {"test_one": "PASSED", f"test_two{self.hostile}": "FAILED"},
             "test_log": f"1 failed, 1 passed{self.hostile}",
-            "times": {"began": 1.7e9, "queue": 0.3, "start": 0.4, "grade_began": 3.2, "grade": 0.4, "total": 3.8},
             "messages": [{"role": "system", "content": f"You repair code.{self.hostile}"}],
             "turns": [self._turn(turn) for turn in range(self.turns)],
             "branches": [self._branch(name)],
-            "notes": [],
         }
 
     def _span(self, turn: int) -> list[int]:
@@ -194,26 +157,10 @@ class SampleRun:
         return [start, start + self.turn_tokens]
 
     def _turn(self, turn: int) -> dict[str, Any]:
-        return {
-            "branch": 0,
-            "message": None,
-            "observation_message": None,
-            "tool": "execute_bash",
-            "arguments": {"command": f"ls{self.hostile}"},
-            "parse_failure": None,
-            "text": "I look.",
-            "observation": f"a.py{self.hostile}",
-            "span": self._span(turn),
-            "prompt_tokens": self._span(turn)[0],
-            "completion_tokens": self.turn_tokens,
-            "observation_tokens": self.turn_tokens,
-            "cached_tokens": 0,
-            "retractions": 0,
-            "weight_version": "6",
-            "began": 0.4 + 0.9 * turn,
-            "generate_seconds": 0.6,
-            "tool_seconds": 0.2,
-        }
+        span, tokens = self._span(turn), self.turn_tokens
+        said = {"arguments": {"command": f"ls{self.hostile}"}, "observation": f"a.py{self.hostile}", "span": span}
+        counts = {"prompt_tokens": span[0], "completion_tokens": tokens, "observation_tokens": tokens}
+        return TURN | said | counts | {"began": 0.4 + 0.9 * turn}
 
     def _branch(self, name: str) -> dict[str, Any]:
         rng = np.random.default_rng(abs(hash_of(name)))
@@ -226,9 +173,7 @@ class SampleRun:
         native[n // 2] = 0.75
         rows = self.mismatch(name)
         return {
-            "parent": None,
-            "shared": 0,
-            "cause": "start",
+            **BRANCH,
             "tokens": rng.integers(0, 1000, count).tolist(),
             "pieces": pieces,
             "sampled": spans,
@@ -257,6 +202,11 @@ class SampleRun:
         return sorted(map(list, pairs | {(self.worst_token() - 1, 2)}))
 
 
+def evaluation(step: int, rate: float) -> dict[str, Any]:
+    interval = [rate - 0.06, rate + 0.05]
+    return EVALUATION | {"key": f"step-{step}/sampled", "step": step, "pass_at_1": rate, "interval": interval}
+
+
 def hash_of(name: str) -> int:
     return int.from_bytes(name.encode(), "little") % 2**31
 
@@ -270,29 +220,21 @@ class SampleSource:
 
     def read(self, path: str, query: Mapping[str, str] = {}) -> dict[str, Any]:
         if path == "runs":
-            return {"runs": [run.line(number) for number, run in enumerate(self.runs)], "notes": []}
+            shown = {"pass_at_1": [0.79, 0.74, 0.84], "guard": 1}
+            return {"runs": [{"run": n, **run.summary(), **shown} for n, run in enumerate(self.runs)], "notes": []}
         number, _, rest = path.partition("/")
         run = self.runs[int(number)]
         kind, _, name = rest.partition("/")
-        found = {
+        total = run.trajectories
+        found: Callable[[], dict[str, Any]] | None = {
             "run": run.run,
             "metrics": run.metrics_of,
-            "trajectories": lambda: {
-                "total": run.trajectories,
-                "found": run.trajectories,
-                "columns": run.columns,
-                "notes": [],
-            },
+            "trajectories": lambda: {"total": total, "found": total, "columns": run.columns, "notes": []},
             "steps": lambda: run.step(name),
             "loads": lambda: run.loads(name),
             "t": lambda: run.trajectory(name),
             "routes": lambda: self._routes(run, name),
-            "live": lambda: {
-                "step": run.steps + 1 if run.live else None,
-                "episodes": list(run.live),
-                "expected": 8,
-                "notes": [],
-            },
+            "live": lambda: {"step": None, "episodes": [], "expected": 8, "notes": []},
         }.get(kind)
         if found is None:
             return {"error": {"kind": "unknown", "text": f"{path}: no such page"}, "notes": []}
@@ -303,14 +245,8 @@ class SampleSource:
             experts = [[[1, 5, 9, 30]] * LAYERS]
             return {"from": 0, "to": 1, "rows": run.length, "layers": LAYERS, "experts": experts, "notes": []}
         pairs = run.mismatch(name.removesuffix("/map"))
-        return {
-            "id": name,
-            "layers": LAYERS,
-            "rows": run.length,
-            "differs": [],
-            "differs_without_replay": pairs,
-            "notes": [],
-        }
+        shape = {"id": name, "layers": LAYERS, "rows": run.length}
+        return {**shape, "differs": [], "differs_without_replay": pairs, "notes": []}
 
     def body(self, path: str, query: Mapping[str, str] = {}) -> bytes:
         return json.dumps(self.read(path, query)).encode()  # not orjson: it refuses lone surrogates

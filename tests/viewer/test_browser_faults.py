@@ -1,4 +1,4 @@
-"""The viewer's page on runs that lack something, are damaged or change: a line says so, and the rest is shown."""
+"""The viewer's page on incomplete, damaged and changing runs: a line says so, and the rest is shown."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def half_a_step(run: Path) -> None:
     rows_path(step_stem(run, 3)).unlink()
 
 
-def rewritten(*, routes: bool, details: bool) -> Make:
+def rewritten(*, routes: bool = True, details: bool = True) -> Make:
     def make(run: Path) -> None:
         write_run(run)
         write_step(run, 1, routes=routes, details=details)
@@ -56,7 +56,7 @@ def rewritten(*, routes: bool, details: bool) -> Make:
 
 
 def cut_off(name: str) -> Make:
-    return lambda run: damage(write_run(run) / name)
+    return lambda run: damage(next(write_run(run).rglob(name)))
 
 
 def not_a_number(run: Path) -> None:
@@ -71,9 +71,8 @@ def holding(one: Trajectory) -> Make:
     def make(run: Path) -> None:
         run.mkdir()
         shutil.copy(MODELS["tiny-moe"] / "tokenizer.json", run)
-        write_trajectories(
-            run, 1, [Group("t", (one,), 4)], decisions=[TrainingDecision(TrainingStatus.TRAINED, 0.5)], details={}
-        )
+        decisions = [TrainingDecision(TrainingStatus.TRAINED, 0.5)]
+        write_trajectories(run, 1, [Group("t", (one,), 4)], decisions=decisions, details={})
 
     return make
 
@@ -92,86 +91,66 @@ def split_characters() -> Trajectory:
     assert len(ids) > 2
     mask = np.arange(3 + len(ids)) >= 3
     tokens = np.concatenate([[1, 2, 3], ids]).astype(np.int32)
-    spans = (VersionSpan(3, len(tokens), "0"),)
     turn = replace(episode(0).turns[0], prompt_tokens=3, completion_tokens=len(ids))
-    return replace(
-        trajectory(1.0), tokens=tokens, loss_mask=mask, logprobs=-mask.astype(np.float32), versions=spans, turns=(turn,)
-    )
+    arrays = {"tokens": tokens, "loss_mask": mask, "logprobs": -mask.astype(np.float32)}
+    return replace(trajectory(1.0), **arrays, versions=(VersionSpan(3, len(tokens), "0"),), turns=(turn,))
 
 
 NO_TURN = replace(trajectory(0.0), loss_mask=np.zeros(5, bool), logprobs=np.zeros(5, np.float32), versions=())
 BROKEN = replace(trajectory(0.0, stop=StopReason.SANDBOX_FAILURE), reward=None)
 LONG = replace(episode(0), turns=(replace(episode(0).turns[0], observation="x" * LARGE), *episode(0).turns[1:]))
 TWO_VERSIONS = replace(episode(0), versions=(VersionSpan(5, 7, "6"), VersionSpan(7, 9, "7"), VersionSpan(11, 14, "7")))
-DIRECTORIES: dict[str, Make] = {
-    "half-a-step": half_a_step,
-    "without-routes": rewritten(routes=False, details=True),
-    "without-detail": rewritten(routes=True, details=False),
-    "rows-cut-off": cut_off("trajectories/step-000001.jsonl.zst"),
-    "arrays-cut-off": cut_off("trajectories/step-000001.safetensors"),
-    "detail-cut-off": cut_off("trajectories/step-000001.train.safetensors"),
-    "metrics-cut-off": cut_off("metrics.jsonl"),
-    "not-a-number": not_a_number,
-    "infrastructure-only": holding(BROKEN),
-    "evaluation": evaluation,
-    "empty": Path.mkdir,
-    "no-turn": holding(NO_TURN),
-    "long": holding(LONG),
-    "long-without-texts": without_texts(holding(LONG)),
-    "two-versions": holding(TWO_VERSIONS),
-    "split-characters": holding(split_characters()),
-    "branches": lambda run: branched(write_run(run)),
+TRAIN = "step-000001.train.safetensors"
+FAULTS: dict[str, tuple[Make, dict[str, str]]] = {
+    "half-a-step": (half_a_step, {"trajectories": "13 of 13", "trajectories/": "Step 3 was under way: 1 episode of 6"}),
+    "without-routes": (rewritten(routes=False), {"step": "no expert loads", "t": "Largest gap without replay"}),
+    "without-detail": (rewritten(details=False), {"t": "token_detail was off", "t?by=gap": "Not kept"}),
+    "rows-cut-off": (cut_off("step-000001.jsonl.zst"), {"trajectories": "1: cannot be read", "t": "1: cannot be read"}),
+    "arrays-cut-off": (cut_off("step-000001.safetensors"), {"t": "tokens cannot be read", "trajectories": "13 of 13"}),
+    "detail-cut-off": (cut_off(TRAIN), {"t": f"{TRAIN}: damaged", "step": f"{TRAIN}: damaged"}),
+    "metrics-cut-off": (cut_off("metrics.jsonl"), {"": "metrics.jsonl, line 1: damaged; shown up to there"}),
+    "not-a-number": (not_a_number, {"": "reward/mean: not a number in step 3"}),
+    "infrastructure-only": (holding(BROKEN), {"": "infrastructure failures only", "t": "sandbox_failure"}),
+    "evaluation": (evaluation, {"t/eval-0": "an evaluation has no tokens", "eval/eval": "it is running or was"}),
+    "empty": (Path.mkdir, {"": "no step has finished yet", "trajectories": "0 of 0 trajectories"}),
+    "no-turn": (holding(NO_TURN), {"t": "Prompt", "group": "Group 0 of 1"}),
+    "long": (holding(LONG), {"t": "Turn 2: calls submit", "group": "x" * 500 + " …"}),
+    "long-without-texts": (without_texts(holding(LONG)), {"t": "Show all 10,000,000 characters"}),
+    "two-versions": (holding(TWO_VERSIONS), {}),
+    "split-characters": (holding(split_characters()), {"t?token=5": "漢€"}),
+    "branches": (lambda run: branched(write_run(run)), {}),
 }
-SHOWN = {
-    "half-a-step": {"trajectories": "13 of 13 trajectories", "trajectories/": "Step 3 was under way: 1 episode of 6"},
-    "without-routes": {"step": "no expert loads were recorded", "t": "Largest gap without replay"},
-    "without-detail": {"t": "monitoring.token_detail was off", "t?by=gap": "Not kept for this trajectory."},
-    "rows-cut-off": {"trajectories": "1: cannot be read", "t": "1: cannot be read"},
-    "arrays-cut-off": {"t": "tokens cannot be read", "trajectories": "13 of 13 trajectories"},
-    "detail-cut-off": {"t": "step-000001.train.safetensors: damaged", "step": "train.safetensors: damaged"},
-    "metrics-cut-off": {"": "metrics.jsonl, line 1: damaged; shown up to there"},
-    "not-a-number": {"": "reward/mean: not a number in step 3"},
-    "infrastructure-only": {"": "infrastructure failures only", "t": "sandbox_failure"},
-    "evaluation": {
-        "t/eval-0": "the directory of an evaluation has no tokens",
-        "eval/eval": "it is running or was",
-    },
-    "empty": {"": "no step has finished yet", "trajectories": "0 of 0 trajectories"},
-    "no-turn": {"t": "Prompt", "group": "Group 0 of 1"},
-    "long": {"t": "Turn 2: calls submit", "group": "x" * 500 + " …"},
-    "long-without-texts": {"t": "Show all 10,000,000 characters"},
-    "split-characters": {"t?token=5": "漢€"},
-}
-"""Of each directory, by the page: what it must show."""
+"""How each run is made, and by page a text that it must show."""
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of all the directories, in their order."""
+    """The address of all runs, in their order."""
     root = tmp_path_factory.mktemp("faults")
-    for name, make in DIRECTORIES.items():
+    for name, (make, _) in FAULTS.items():
         make(root / name)
-    with Served(Resources([root / name for name in DIRECTORIES])) as server:
+    with Served(Resources([root / name for name in FAULTS])) as server:
         yield server.address
 
 
-def fragment(number: int, place: str) -> str:
-    """The address of a page of run ``number``; of a trajectory, a group or a step, the first."""
+def fragment(name: str, place: str) -> str:
+    """The address of a page of a run; of a trajectory, a group or a step, the first."""
+    number = list(FAULTS).index(name)
     page, mark, query = place.partition("?")
     first = {"t": "1-0", "group": "1/0", "step": "1"}.get(page)
     kind, _, rest = page.partition("/")
     return f"#/{kind}/{number}/{first or rest}{mark}{query}" if page else "#/"
 
 
-@pytest.mark.parametrize("name", SHOWN)
+@pytest.mark.parametrize("name", [name for name, (_, shown) in FAULTS.items() if shown])
 def test_what_a_directory_lacks_is_a_line(page: Page, served: str, name: str) -> None:
-    for place, text in SHOWN[name].items():
-        opened(page, served, fragment(list(DIRECTORIES).index(name), place))
+    for place, text in FAULTS[name][1].items():
+        opened(page, served, fragment(name, place))
         expect(page.get_by_text(text).first).to_be_visible()
 
 
 def test_two_versions_within_a_turn_have_two_colours(page: Page, served: str) -> None:
-    opened(page, served, fragment(list(DIRECTORIES).index("two-versions"), "t?by=version"))
+    opened(page, served, fragment("two-versions", "t?by=version"))
     eventually(page, "CSS.highlights.get('bin-0')?.size === 1 && CSS.highlights.get('bin-1').size === 2")
 
 
@@ -179,23 +158,20 @@ def test_two_versions_within_a_turn_have_two_colours(page: Page, served: str) ->
 def test_each_branch_has_its_own_tokens_and_layers(page: Page, served: str, tmp_path: Path, exported: bool) -> None:
     """The largest gap is the second branch's, and is found from the first."""
     whole = detail(9)
-    assert whole.gap_without_replay is not None
-    assert whole.differs_without_replay is not None
     token = 7 + int(np.abs(whole.gap_without_replay).argmax())
     layers = np.unpackbits(whole.differs_without_replay[token - 1]).nonzero()[0]
-    number = list(DIRECTORIES).index("branches")
+    place = fragment("branches", "t")
     if exported:
         export(Resources([branched(tmp_path)]), tmp_path / "run.html", 1)
-        served, number = (tmp_path / "run.html").as_uri(), 0
-    opened(page, served, fragment(number, "t"))
+        served, place = (tmp_path / "run.html").as_uri(), "#/t/0/1-0"
+    opened(page, served, place)
     expect(page.get_by_label("Branch")).to_have_value("0")
     page.get_by_role("button", name="Largest gap without replay").click()
     expect(page.get_by_label("Branch")).to_have_value("1")
     expect(page.locator("aside h2")).to_contain_text(f"Token {token} ")
     expect(page.locator("[data-value=layers_without_replay]")).to_contain_text(", ".join(map(str, layers)) or "none")
-    expect(page.locator("[data-value=gap_without_replay]")).to_have_text(
-        str(np.float16(whole.gap_without_replay[token - 7]))
-    )
+    gap = str(np.float16(whole.gap_without_replay[token - 7]))
+    expect(page.locator("[data-value=gap_without_replay]")).to_have_text(gap)
     expect(page.get_by_text("Turn 3: calls bash")).to_be_visible()
     expect(page.get_by_text("Turn 2:")).to_have_count(0)
 
@@ -218,7 +194,7 @@ def test_an_episode_of_the_running_step_shows_within_five_seconds(context: Brows
 
 @pytest.fixture
 def window(browser: Browser) -> Iterator[Page]:
-    """A window of which the browser may complain: of what is gone, and of a server that is."""
+    """A window in which the browser may report missing resources and a missing server."""
     with closing(browser.new_context()) as opened:
         yield opened.new_page()
 

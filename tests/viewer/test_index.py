@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ STEPS, A_STEP = 200, 500
 SECONDS = 0.1
 
 
-def sidecar(step: int) -> bytes:
-    """The columns of a step's trajectories, made up."""
+def step_index(step: int) -> bytes:
+    """Random columns for the trajectories of a step."""
     random = np.random.default_rng(step)
     wins = random.random(A_STEP) < 0.4
     columns: dict[str, Any] = {
@@ -47,7 +48,7 @@ def file_step(directory: Path, step: int) -> None:
     (directory / "trajectories").mkdir(exist_ok=True)
     stem = directory / "trajectories" / f"step-{step:06d}"
     Path(f"{stem}.jsonl.zst").touch()
-    step_index_path(stem).write_bytes(sidecar(step))
+    step_index_path(stem).write_bytes(step_index(step))
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +83,7 @@ def test_a_hundred_thousand_trajectories_are_filtered_at_once(index: Index, quer
     assert len(rows) <= found
 
 
-def test_what_has_no_value_is_never_within_a_range_and_sorts_last(index: Index) -> None:
+def test_missing_values_are_in_no_range_and_sort_last(index: Index) -> None:
     rows, found = select(index.table, {"worst_gap_without_replay": "..9", "sort": "worst_gap_without_replay"})
     values = index.table["worst_gap_without_replay"][rows]
     assert found == int(np.isfinite(index.table["worst_gap_without_replay"]).sum())
@@ -105,14 +106,10 @@ def test_a_step_that_ends_while_the_table_is_made_is_in_the_next(
         return column(*arguments)
 
     monkeypatch.setattr(module, "_column", held)
-    maker = threading.Thread(target=lambda: found.table)
-    maker.start()
-    assert making.wait(10)
-    file_step(tmp_path, 2)
-    refresher = threading.Thread(target=found.refresh)
-    refresher.start()
-    refresher.join(0.2)  # without a lock it is through by now
-    go_on.set()
-    for thread in (maker, refresher):
-        thread.join(10)
+    with ThreadPoolExecutor() as threads:
+        threads.submit(lambda: found.table)
+        assert making.wait(10)
+        file_step(tmp_path, 2)
+        wait([threads.submit(found.refresh)], timeout=0.2)  # without a lock it is done by now
+        go_on.set()
     assert {name: len(values) for name, values in found.table.items()} == dict.fromkeys(module.SHOWN, 2 * A_STEP)

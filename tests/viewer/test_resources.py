@@ -1,11 +1,11 @@
-"""What the viewer's page reads: right to the token, and one clear line for whatever a run's directory lacks."""
+"""The resources of the viewer's page: exact to the token, and one clear line for whatever a run's directory lacks."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-from collections.abc import Callable
+import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,25 +18,14 @@ from safetensors.numpy import load_file, save_file
 from support.trajectories import trajectory
 from support.viewer_runs import EXPERTS, GROUPS, LAYERS, branched, damage, episode, evaluation, write_run, write_step
 
+from agent_rl.config.builtin import MODELS
 from agent_rl.errors import UserError
 from agent_rl.monitoring.metrics_log import MetricsLog
 from agent_rl.rollout.framed_log import encode_frame
 from agent_rl.rollout.jsonl_zst import encode_rows, read_rows
-from agent_rl.rollout.records import (
-    encode_trajectory,
-    read_trajectories,
-    rows_path,
-    step_stem,
-    write_trajectories,
-)
-from agent_rl.rollout.token_details import details_path, read_detail
-from agent_rl.types import (
-    BranchCause,
-    Group,
-    StopReason,
-    TrainingDecision,
-    TrainingStatus,
-)
+from agent_rl.rollout.records import encode_trajectory, read_trajectories, rows_path, step_stem, write_trajectories
+from agent_rl.rollout.token_details import read_detail
+from agent_rl.types import BranchCause, Group, StopReason, TrainingDecision, TrainingStatus
 from agent_rl.viewer.api import Resources
 from agent_rl.viewer.index import Index
 
@@ -59,17 +48,21 @@ def error(directory: Path, path: str, **query: str) -> str:
     return f"{found['kind']}: {found['text']}"
 
 
-def test_a_run_is_told_as_a_whole(run: Path) -> None:
+def detail_of(directory: Path, step: int, number: int, branch: int = 0) -> Any:
+    return read_detail(step_stem(directory, step), number, branch)
+
+
+def test_a_run_is_summarized(run: Path) -> None:
     found = read(run, "run")
     assert (found["kind"], found["state"], found["steps"], found["total"]) == ("train", "stopped", 2, 4)
     assert found["filed"] == ["1", "2", "eval-2-sampled"]
     assert (found["detail"], found["resumes"], found["format"]) == (["1", "2"], [1], 3)
     assert found["facts"] == {"group_size": 2, "moe_layers": LAYERS, "num_experts": EXPERTS, "top_k": 2}
-    (line,) = json.loads(Resources([run]).body("runs"))["runs"]
+    (line,) = Resources([run]).read("runs")["runs"]
     assert (line["name"], line["pass_at_1"], line["guard"]) == ("demo", [0.5, 0.1, 0.9], 0)
 
 
-def test_metrics_are_read_without_a_look_at_the_trajectories(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_are_read_without_the_trajectories(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A look takes 10 ms for 1,000 steps, and the curves wait for it."""
     looks = list[Path]()
     monkeypatch.setattr(Index, "refresh", lambda index: looks.append(index.directory))
@@ -99,7 +92,7 @@ def test_events_of_the_guard_are_shown_up_to_a_damaged_line(run: Path) -> None:
     assert "guard.jsonl, line 2: damaged; shown up to there" in found["notes"]
 
 
-def test_a_trajectory_is_right_to_the_token(run: Path) -> None:
+def test_a_trajectory_is_exact_to_the_token(run: Path) -> None:
     for number in range(2 * GROUPS):
         found = read(run, f"t/1-{number}")
         whole = read_trajectories(run, 1)[number // 2].trajectories[number % 2]
@@ -110,28 +103,20 @@ def test_a_trajectory_is_right_to_the_token(run: Path) -> None:
         assert np.array_equal(np.array(branch["logprobs"], np.float32), whole.logprobs[whole.loss_mask])
         assert (branch["detail"] is None) == (number > 1)
         if number < 2:
-            kept = read_detail(step_stem(run, 1), number)
-            assert kept is not None
-            assert kept.differs_without_replay is not None
-            for name, values in (
-                ("gap", kept.gap),
-                ("gap_without_replay", kept.gap_without_replay),
-                ("entropy", kept.entropy),
-            ):
-                assert np.array_equal(np.array(branch["detail"][name], np.float16), values)  # type: ignore[arg-type]
+            kept = detail_of(run, 1, number)
+            for name in ("gap", "gap_without_replay", "entropy"):
+                assert np.array_equal(np.array(branch["detail"][name], np.float16), getattr(kept, name))
             assert branch["detail"]["differs_without_replay"] == kept.differs_without_replay.numbers.tolist()
             assert branch["detail"]["differs"] == [0] * 14
             assert branch["detail"]["flags"] == kept.flags.tolist()
 
 
-def test_a_trajectory_tells_its_story(run: Path) -> None:
+def test_a_trajectory_has_turns_times_and_tests(run: Path) -> None:
     found = read(run, "t/1-3")
     assert (found["training_status"], found["siblings"], found["task"]) == ("uniform", ["1-2", "1-3"], "task-1")
     assert found["messages"][2]["content"] == "a.py\n[1 turn left]"
-    assert [(turn["message"], turn["observation_message"], turn["span"]) for turn in found["turns"]] == [
-        (1, 2, [5, 9]),
-        (3, None, [11, 14]),
-    ]
+    turns = [(turn["message"], turn["observation_message"], turn["span"]) for turn in found["turns"]]
+    assert turns == [(1, 2, [5, 9]), (3, None, [11, 14])]
     times = {"began": 1.8e9, "queue": 0.0, "start": 0.5, "grade_began": 1.5, "grade": 0.5, "total": 2.0}
     assert (found["times"], found["tests"], found["test_log"]) == (times, {"t": "PASSED"}, "log\n")
     assert any("all rewards of its group are equal" in note for note in found["notes"])
@@ -139,19 +124,13 @@ def test_a_trajectory_tells_its_story(run: Path) -> None:
 
 def test_routes_are_those_of_the_records(run: Path) -> None:
     routing = read_trajectories(run, 2)[0].trajectories[1].routing
-    assert routing is not None
     found = read(run, "routes/2-1", **{"from": "3", "to": "9"})
     assert found["experts"] == routing.experts[3:9].tolist()
-    kept = read_detail(step_stem(run, 2), 1)
-    assert kept is not None
-    assert kept.differs_without_replay is not None
-    assert kept.differs_without_replay.layers is not None
-    assert found["differs_without_replay"] == [
-        np.flatnonzero(row).tolist() for row in kept.differs_without_replay.layers[3:9]
-    ]
+    layers = detail_of(run, 2, 1).differs_without_replay.layers
+    assert found["differs_without_replay"] == [np.flatnonzero(row).tolist() for row in layers[3:9]]
     assert (found["spans"][0]["start"], found["spans"][0]["stop"], found["rows"]) == (3, 9, 14)
     mapped = read(run, "routes/2-1/map")
-    assert mapped["differs_without_replay"] == np.argwhere(kept.differs_without_replay.layers).tolist()
+    assert mapped["differs_without_replay"] == np.argwhere(layers).tolist()
     assert (mapped["differs"], mapped["layers"], mapped["rows"]) == ([], LAYERS, 14)
     loads = np.array(read(run, "loads/2")["loads"])
     assert (loads.shape, loads.sum()) == ((LAYERS, EXPERTS), 6 * 13 * LAYERS * 2)
@@ -182,9 +161,8 @@ def test_trajectories_are_sorted_and_cut(run: Path) -> None:
 
 
 def test_a_step_has_its_groups(run: Path) -> None:
-    found = read(run, "steps/1")
-    assert [group["trained"] for group in found["groups"]] == [True, False, False]
-    assert found["groups"][1]["members"] == ["1-2", "1-3"]
+    groups = [(group["trained"], group["members"]) for group in read(run, "steps/1")["groups"]]
+    assert groups == [(True, ["1-0", "1-1"]), (False, ["1-2", "1-3"]), (False, ["1-4", "1-5"])]
 
 
 def test_an_evaluation_leads_to_its_trajectories(run: Path) -> None:
@@ -241,7 +219,7 @@ def test_a_journal_is_read_on_from_where_it_was_read_to(run: Path) -> None:
     assert tasks() == ["task-1"]
 
 
-# What a directory may lack, or hold in a state that nobody wished for.
+# Incomplete and damaged directories
 
 
 def test_a_run_killed_in_the_middle_shows_what_it_has(run: Path) -> None:
@@ -250,16 +228,6 @@ def test_a_run_killed_in_the_middle_shows_what_it_has(run: Path) -> None:
     (run / "trajectories" / "step-000003.jsonl.zst").unlink()
     assert read(run, "run")["filed"] == ["1", "2", "eval-2-sampled"]
     assert error(run, "steps/3") == f"absent: {run}: no trajectories of 3"
-
-
-def test_a_resumed_run_forgets_and_finds_again(run: Path) -> None:
-    resources = Resources([run])
-    assert resources.read("0/t/2-0")["error"] == ""
-    for path in (run / "trajectories").glob("step-000002.*"):
-        path.unlink()
-    assert resources.read("0/t/2-0")["error"]["kind"] == "absent"
-    write_step(run, 2)
-    assert resources.read("0/t/2-0")["error"] == ""
 
 
 def test_a_run_without_routes_says_so(run: Path) -> None:
@@ -284,34 +252,34 @@ def test_a_run_without_detail_says_so(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "path"),
+    ("name", "paths"),
     [
-        ("trajectories/step-000001.jsonl.zst", "t/1-0"),
-        ("trajectories/step-000001.safetensors", "t/1-0"),
-        ("trajectories/step-000001.safetensors", "routes/1-0"),
-        ("trajectories/step-000001.train.safetensors", "t/1-0"),
-        ("trajectories/step-000001.train.safetensors", "loads/1"),
-        ("trajectories/step-000001.index.json.zst", "trajectories"),
-        ("metrics.jsonl", "metrics"),
-        ("state.json", "run"),
-        ("config.yaml", "run"),
+        ("trajectories/step-000001.jsonl.zst", ["t/1-0"]),
+        ("trajectories/step-000001.safetensors", ["t/1-0", "routes/1-0"]),
+        ("trajectories/step-000001.train.safetensors", ["t/1-0", "loads/1"]),
+        ("metrics.jsonl", ["metrics"]),
+        ("state.json", ["run"]),
+        ("config.yaml", ["run"]),
     ],
 )
-def test_a_file_that_was_cut_off_is_one_line(run: Path, name: str, path: str) -> None:
+def test_a_truncated_file_is_one_line(run: Path, name: str, paths: list[str]) -> None:
     damage(run / name)
     if name == "config.yaml":
         (run / name).write_text("a: [")
-    found = read(run, path)
-    lines = [found["error"]["text"]] if isinstance(found.get("error"), dict) else found["notes"]
-    if "index" in name:
-        assert (found["total"], lines) == (13, [])  # it is made again of the rows
-        return
-    assert any(Path(name).name.split(".")[0] in line and "\n" not in line for line in lines), lines
+    for found in (read(run, path) for path in paths):
+        lines = [found["error"]["text"]] if isinstance(found.get("error"), dict) else found["notes"]
+        assert any(Path(name).name.split(".")[0] in line and "\n" not in line for line in lines), lines
     everything = Resources([run])
     assert all("Traceback" not in json.dumps(everything.read(page), default=str) for page in everything.pages())
 
 
-def test_routes_that_were_damaged_are_one_line(run: Path) -> None:
+def test_a_truncated_index_is_made_again_from_the_rows(run: Path) -> None:
+    damage(run / "trajectories/step-000001.index.json.zst")
+    found = read(run, "trajectories")
+    assert (found["total"], found["notes"]) == (13, [])
+
+
+def test_damaged_routes_are_one_line(run: Path) -> None:
     path = run / "trajectories" / "step-000001.safetensors"
     tensors = load_file(path)
     tensors["00000/routes"][40] ^= 1
@@ -319,24 +287,20 @@ def test_routes_that_were_damaged_are_one_line(run: Path) -> None:
     assert "checksum" in error(run, "routes/1-0")
 
 
-def test_a_run_without_a_tokenizer_shows_numbers(run: Path) -> None:
-    found = read(run, "t/1-0")
-    assert found["branches"][0]["pieces"] is None
-    assert any("no tokenizer.json" in note for note in found["notes"])
-    (run / "tokenizer.json").write_text("{}")
-    assert any("tokens are shown as numbers" in note for note in read(run, "t/1-0")["notes"])
-
-
-def test_tokens_have_their_texts(run: Path) -> None:
-    from agent_rl.config.builtin import MODELS
-
+def test_tokens_have_texts_if_there_is_a_tokenizer(run: Path) -> None:
+    for text, note in ((None, "no tokenizer.json"), ("{}", "tokens are shown as numbers")):
+        if text:
+            (run / "tokenizer.json").write_text(text)
+        found = read(run, "t/1-0")
+        assert found["branches"][0]["pieces"] is None
+        assert any(note in line for line in found["notes"])
     shutil.copy(MODELS["tiny-moe"] / "tokenizer.json", run)
     pieces = read(run, "t/1-0")["branches"][0]["pieces"]
     assert len(pieces) == 14
     assert "".join(pieces)
 
 
-def test_metrics_that_are_no_numbers_are_gaps(run: Path) -> None:
+def test_metrics_that_are_not_finite_are_gaps(run: Path) -> None:
     log = MetricsLog(run)
     log.append(3, {"reward/mean": float("nan"), "train/loss": float("inf")})
     log.close()
@@ -402,7 +366,7 @@ def test_an_empty_directory_is_a_run_without_anything(tmp_path: Path) -> None:
     "path",
     ["", "x", "9/run", "0", "0/", "0/foo", "0/t/1", "0/t/1-x", "0/t/..-1", "0/steps/../1", "0/routes/1-0/x", "0/t"],
 )
-def test_a_path_that_leads_nowhere_is_one_line(run: Path, path: str) -> None:
+def test_an_unknown_path_is_one_line(run: Path, path: str) -> None:
     assert Resources([run]).read(path)["error"]["kind"] in ("unknown", "absent")
 
 
@@ -412,8 +376,7 @@ def test_hostile_text_is_json(tmp_path: Path) -> None:
     odd = replace(episode(0), turns=(turn,), task_id=hostile, patch=hostile)
     write_trajectories(tmp_path, 1, [Group(hostile, (odd,))])
     found = read(tmp_path, "t/1-0")
-    assert found["turns"][0]["arguments"]["n"] == str(10**30)
-    assert found["patch"].endswith("?")
+    assert (found["turns"][0]["arguments"]["n"], found["patch"][-1]) == (str(10**30), "?")
     assert "error" not in read(tmp_path, "trajectories")
 
 
@@ -429,43 +392,27 @@ def test_each_branch_has_its_own_turns_detail_and_routes(tmp_path: Path) -> None
     assert read(directory, "trajectories", branches="2..")["columns"]["tokens"] == [28]
     (whole,) = read_trajectories(directory, 1)[0].trajectories
     for number, name in enumerate(("1-0", "1-0.1")):
-        kept, routing = read_detail(step_stem(directory, 1), 0, number), whole.branches[number].routing
-        assert kept is not None
-        assert kept.differs_without_replay is not None
-        assert kept.differs_without_replay.layers is not None
-        assert routing is not None
-        assert np.array_equal(
-            np.array(found["branches"][number]["detail"]["gap_without_replay"], np.float16), kept.gap_without_replay
-        )  # type: ignore[arg-type]
-        assert (
-            read(directory, f"routes/{name}/map")["differs_without_replay"]
-            == np.argwhere(kept.differs_without_replay.layers).tolist()
-        )
-        assert read(directory, f"routes/{name}")["experts"] == routing.experts.tolist()
+        kept, shown = detail_of(directory, 1, 0, number), found["branches"][number]["detail"]
+        assert np.array_equal(np.array(shown["gap_without_replay"], np.float16), kept.gap_without_replay)
+        layers = np.argwhere(kept.differs_without_replay.layers).tolist()
+        assert read(directory, f"routes/{name}/map")["differs_without_replay"] == layers
+        assert read(directory, f"routes/{name}")["experts"] == whole.branches[number].routing.experts.tolist()
     for name in ("1-0.2", "1-0.x"):
         assert error(directory, f"routes/{name}/map") == f"absent: {name}: 1-0 has 2 branches, numbered from 0"
 
 
 def test_a_trajectory_of_no_turn(tmp_path: Path) -> None:
     strip = replace(trajectory(0.0), loss_mask=np.zeros(5, bool), logprobs=np.zeros(5, np.float32), versions=())
-    write_trajectories(
-        tmp_path, 1, [Group("t", (strip,))], decisions=[TrainingDecision(TrainingStatus.EMPTY, 0.0)], details={}
-    )
+    empty = [TrainingDecision(TrainingStatus.EMPTY, 0.0)]
+    write_trajectories(tmp_path, 1, [Group("t", (strip,))], decisions=empty, details={})
     (branch,) = read(tmp_path, "t/1-0")["branches"]
     assert (branch["sampled"], branch["versions"], branch["logprobs"], branch["detail"]) == ([], [], [], None)
 
 
-def test_a_running_run_is_known_by_its_process(run: Path) -> None:
-    import socket
-
-    lock: Callable[[int], object] = lambda pid: (run / ".lock").write_text(  # noqa: E731
-        json.dumps({"pid": pid, "host": socket.gethostname()})
-    )
-    lock(os.getpid())
-    assert read(run, "run")["state"] == "running"
-    (run / ".lock").write_text(json.dumps({"pid": os.getpid(), "host": "elsewhere"}))
-    assert read(run, "run")["state"] == "stopped"
-    assert details_path(step_stem(run, 1)).is_file()
+def test_a_run_whose_process_lives_on_this_host_is_running(run: Path) -> None:
+    for host, state in ((socket.gethostname(), "running"), ("elsewhere", "stopped")):
+        (run / ".lock").write_text(json.dumps({"pid": os.getpid(), "host": host}))
+        assert read(run, "run")["state"] == state
 
 
 JSON = st.recursive(

@@ -1,4 +1,4 @@
-"""The viewer's server: what it serves, whom it refuses, and what it says of changes."""
+"""The viewer's server: resources, refused requests, and events of changes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_page_and_its_resources(served: Served) -> None:
 
 
 def test_an_answer_is_sent_at_once(served: Served) -> None:
-    """Its body waited 40 ms for the client to acknowledge its head."""
+    """Without TCP_NODELAY, its body waits 40 ms for the client to acknowledge its head."""
     with httpx.Client(base_url=served.address) as client:
         seconds = sorted(client.get("/api/runs").elapsed.total_seconds() for _ in range(20))
     assert seconds[5] < 0.03  # a connection's first answers are acknowledged at once
@@ -53,7 +53,7 @@ def test_a_request_that_names_another_host_is_refused(served: Served, path: str)
     assert httpx.get(f"{served.address}{path}", headers={"host": "evil.example"}).status_code == 400
 
 
-def test_nothing_but_reading(served: Served) -> None:
+def test_only_reading_is_possible(served: Served) -> None:
     assert httpx.post(f"{served.address}/api/runs").status_code == 405
     assert httpx.get(f"{served.address}/../pyproject.toml").status_code == 404
 
@@ -96,7 +96,7 @@ def test_a_listener_that_leaves_is_forgotten() -> None:
     assert asyncio.run(listen_and_leave()) == 0
 
 
-async def test_the_disk_is_looked_at_for_those_who_listen_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_disk_is_read_only_while_somebody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "POLL_SECONDS", 0.001)
     looks, source = list[Mapping[str, str]](), SampleSource()
     loop, looked = asyncio.get_running_loop(), asyncio.Event()
@@ -120,14 +120,9 @@ async def test_the_disk_is_looked_at_for_those_who_listen_alone(monkeypatch: pyt
 
 
 def test_a_step_changes_the_lists_that_it_is_in() -> None:
-    """That of the runs too: an evaluation's directory has its Pass@1 there, which each sample changes."""
-    assert affected({"0/steps/1": "a"}, {"0/steps/1": "a", "0/steps/2": "b"}) == [
-        "0/loads/2",
-        "0/run",
-        "0/steps/2",
-        "0/trajectories",
-        "runs",
-    ]
+    """Among them the list of runs: each sample of an evaluation changes its Pass@1 there."""
+    changed = ["0/loads/2", "0/run", "0/steps/2", "0/trajectories", "runs"]
+    assert affected({"0/steps/1": "a"}, {"0/steps/1": "a", "0/steps/2": "b"}) == changed
     assert affected({"1/run": "a"}, {"1/run": "b"}) == ["1/run", "runs"]
     assert affected({"0/metrics": "a"}, {"0/metrics": "b"}) == ["0/metrics", "0/run", "runs"]
     assert affected({"0/live": "a"}, {}) == ["0/live"]
