@@ -274,14 +274,15 @@ def reason_in_log(log: str) -> str:
 def refuse_unservable(model_spec: ModelSpec, model: Path, device: str) -> None:
     """Raises ConfigError for a checkpoint that SGLang 0.5.23 would serve wrongly on ``device``.
 
-    SGLang treats every layer of a qwen2_moe or qwen3_moe model as an MoE layer: it drops a dense layer's weights
-    without an error and routes with uninitialized memory. (Models of dense families are served correctly.) It adds a
-    shared expert with a Triton kernel also on a CPU, and crashes on the first request.
+    In most MoE families SGLang treats every layer as an MoE layer: it drops a dense layer's weights without an error
+    and routes with uninitialized memory. It adds a gated shared expert with a Triton kernel also on a CPU, and crashes
+    on the first request. The families' entries name those that it serves correctly.
     """
     dense = [layer for layer, moe in enumerate(model_spec.moe) if not moe]
-    if dense and model_spec.family.experts:
+    family = model_spec.family
+    if dense and family.experts and not family.serves_dense_layers:
         raise ConfigError(f"model: {model} has dense layers {dense}, which SGLang would not load")
-    if device == "cpu" and model_spec.family.shared_expert:
+    if device == "cpu" and model_spec.shared_inner and not family.serves_shared_on_cpu:
         raise ConfigError(
             f"model: {model} has a shared expert, which SGLang serves on GPUs only (engine.device is cpu)"
         )
