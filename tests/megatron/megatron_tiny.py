@@ -34,11 +34,14 @@ def make(directory: Path, *, kind: str = "qwen3_moe", tied: bool = True, seed: i
         "moe_intermediate_size": 24,
         "norm_topk_prob": True,
     }
-    sizes = common | (experts if kind.endswith("_moe") else {}) | changes
+    sizes = {k: v for k, v in (common | (experts if "moe" in kind else {}) | changes).items() if v is not None}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)).float().eval()
     for name, parameter in model.named_parameters():
         if "norm" in name or name.endswith("bias"):  # ones and zeros would hide one that is not applied
             parameter.data += 0.2 * torch.randn_like(parameter)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer += 0.2 * torch.randn_like(buffer)
     model.save_pretrained(directory)
     (directory / "tokenizer.json").write_text("{}")
     return model

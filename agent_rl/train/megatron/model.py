@@ -13,7 +13,11 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -29,6 +33,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.distributed.nn.functional import all_reduce
 
 from agent_rl.config import LoraConfig, ParallelConfig, Recompute
 from agent_rl.models.spec import ModelSpec, read_model_spec
@@ -74,14 +79,23 @@ class RMSNorm(torch.nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
 
-class AllHeadsNorm(RMSNorm):
-    """Root-mean-square norm over all heads of a token, for ``x [..., heads, D]``. For tensor parallel size 1."""
+class AllHeadsNorm(torch.nn.Module):
+    """Root-mean-square norm over all heads of a token, in float32, for ``x [..., heads of this tensor rank, D]``."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, *, heads: int) -> None:
-        super().__init__(config, heads * hidden_size, eps)
+        super().__init__()
+        self.eps, self.width, self.ranks = eps, heads * hidden_size, config.tensor_model_parallel_size
+        weight = torch.ones(self.width // self.ranks, dtype=config.params_dtype, device=torch.cuda.current_device())
+        self.weight = torch.nn.Parameter(weight)
+        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.flatten(-2)).view(x.shape)
+        wide = x.flatten(-2).float()
+        squares = wide.square().sum(-1, keepdim=True)
+        if self.ranks > 1:
+            squares = all_reduce(squares, group=parallel_state.get_tensor_model_parallel_group())
+        normed = wide * (squares / self.width + self.eps).rsqrt()
+        return (normed.to(x.dtype) * self.weight).view(x.shape)
 
 
 def block_spec(

@@ -40,7 +40,7 @@ def transformer_config(
         num_query_groups=model_spec.kv_heads,
         kv_channels=model_spec.head_dim,
         ffn_hidden_size=model_spec.inner,
-        qk_layernorm=bool(model_spec.qk_norm),
+        qk_layernorm=model_spec.qk_norm == "head",  # Megatron then sums these norms' gradients over tensor ranks
         add_qkv_bias=model_spec.qkv_bias,
         normalization="RMSNorm",
         layernorm_epsilon=model_spec.norm_eps,
