@@ -202,7 +202,12 @@ def read_config(directory: Path) -> dict[str, Any]:
     unsupported architecture, and unknown keys or values that may change what the model computes.
     """
     path = directory / "config.json"
-    raw = _read(path)
+    return parse_config(_read(path), path)
+
+
+def parse_config(raw: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """As :func:`read_config`, from the content of a ``config.json``; ``path`` is its name in errors."""
+    raw = _without_alias(raw)
     family, keys = _family_of(raw, path), ConfigKeys(raw, path)
     own = family.read(keys) if family.read else {}
     _check_keys(raw, family, keys.known, path)
@@ -233,6 +238,13 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} contains a {type(raw).__name__}, expected an object")
+    return raw
+
+
+def _without_alias(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """transformers 5 writes a Qwen3-MoE's ``num_experts`` as ``num_local_experts``."""
+    if raw.get("model_type") == "qwen3_moe" and "num_local_experts" in raw and "num_experts" not in raw:
+        return {"num_experts" if key == "num_local_experts" else key: value for key, value in raw.items()}
     return raw
 
 
