@@ -37,6 +37,11 @@ class ConfigKeys:
             raise ConfigError(f"{self._path}: {key} is missing; {self._raw['model_type']} requires it")
         return value
 
+    def expect(self, key: str, *allowed: Any) -> None:
+        """Raises ConfigError where ``key`` is present with another value than the ``allowed`` ones."""
+        if (value := self.get(key, allowed[0])) not in allowed:
+            raise ConfigError(f"{self._path}: {key}={value!r} is not supported, only {allowed[0]!r} is")
+
     def rotary_dim(self) -> int:
         """The number of rotated dimensions of each head, from ``partial_rotary_factor``; 0 for all."""
         parameters = self._raw.get("rope_parameters") or {}
@@ -59,8 +64,8 @@ class Family:
 
     ``router``, ``expert``, ``expert_parts`` (gate, up, down), ``shared`` (expert) and ``correction`` (bias that is
     added to the router's scores only to choose experts; "" without one): Hugging Face names of an MoE layer's tensors.
-    ``shared_gate``: the shared expert has a sigmoid gate. ``serves_dense_layers``, ``serves_shared_on_cpu``: SGLang
-    loads dense layers beside MoE layers, and adds the shared expert on a CPU.
+    ``shared_gate``: the shared expert has a sigmoid gate. ``serves_dense_layers``: SGLang loads
+    dense layers beside MoE layers.
     """
 
     qk_norm: QkNorm = ""
@@ -79,7 +84,6 @@ class Family:
     shared: str = "mlp.shared_expert"
     shared_gate: bool = True
     serves_dense_layers: bool = False
-    serves_shared_on_cpu: bool = False
 
     def key(self, name: str) -> str:
         """The family's config key for Qwen3-MoE's key ``name``."""
@@ -104,7 +108,29 @@ def _glm4_moe(keys: ConfigKeys) -> dict[str, Any]:
     }
 
 
+def _minimax_m2(keys: ConfigKeys) -> dict[str, Any]:
+    keys.expect("scoring_func", "sigmoid")
+    keys.expect("use_routing_bias", True)
+    keys.expect("qk_norm_type", "per_layer")
+    keys.expect("shared_intermediate_size", 0)
+    for part in ("full_attention", "linear_attention", "mlp"):
+        for factor in ("alpha", "beta"):
+            keys.expect(f"layernorm_{part}_{factor}", 1.0)
+    if any(kind != 1 for kind in keys.get("attn_type_list", ())):
+        keys.expect("attn_type_list", [1])
+    return {
+        "qk_norm": "all" if keys.get("use_qk_norm", True) else "",
+        "rotary_dim": keys.get("rotary_dim", 0),
+        "scoring": "sigmoid",
+    }
+
+
 _MIXED = {"decoder_sparse_step": 1, "mlp_only_layers": ()}
+_BLOCK_SPARSE: Mapping[str, Any] = {
+    "router": "block_sparse_moe.gate.weight",
+    "expert": "block_sparse_moe.experts.{}",
+    "expert_parts": ("w1", "w3", "w2"),
+}
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
@@ -122,7 +148,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             shared="mlp.shared_experts",
             shared_gate=False,
             serves_dense_layers=True,
-            serves_shared_on_cpu=True,
         ),
         "olmoe": Family(
             qk_norm="all",
@@ -131,14 +156,24 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             defaults={"norm_topk_prob": False},
             fixed=_MIXED,
         ),
+        "minimax_m2": Family(
+            experts=True,
+            read=_minimax_m2,
+            keys={"num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"},
+            fixed={**_MIXED, "norm_topk_prob": True},
+            unused=frozenset(
+                {"auto_map", "mlp_intermediate_size", "mtp_transformer_layers", "num_mtp_modules", "shared_moe_mode"}
+                | {"use_mtp"}
+            ),
+            correction="block_sparse_moe.e_score_correction_bias",
+            **_BLOCK_SPARSE,
+        ),
         "mixtral": Family(
             experts=True,
             windowed=True,
             keys={"num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"},
             fixed={**_MIXED, "norm_topk_prob": True},
-            router="block_sparse_moe.gate.weight",
-            expert="block_sparse_moe.experts.{}",
-            expert_parts=("w1", "w3", "w2"),
+            **_BLOCK_SPARSE,
         ),
     }
 )

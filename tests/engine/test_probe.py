@@ -171,9 +171,7 @@ async def test_facts_of_another_model_and_none_at_all(server: str, model: Path) 
     with pytest.raises(EngineRejected, match=r"not a response of SGLang's /generate \(KeyError\('meta_info'\)\)"):
         async with proxy(server, Blank()) as url:
             await probe(url)
-    with pytest.raises(
-        ConfigError, match=r"serves /elsewhere, which is not a directory of this machine: .*--model"
-    ):
+    with pytest.raises(ConfigError, match=r"serves /elsewhere, which is not a directory of this machine: .*--model"):
         async with proxy(server, Moved()) as url:
             await probe(url)
 

@@ -122,7 +122,8 @@ def logprobs(model: Any, sequences: list[Tensor]) -> Tensor:
 
 
 def test_every_family_has_a_case() -> None:
-    assert {case.kind for case in CASES.values()} == set(FAMILIES)
+    """transformers 4.57 has no MiniMax-M2; tests/engine/test_families.py compares it with SGLang."""
+    assert {case.kind for case in CASES.values()} == set(FAMILIES) - {"minimax_m2"}
 
 
 def test_logprobs_gradients_and_export_equal_transformers(member: tuple[Case, Any, Any], tmp_path: Path) -> None:
@@ -241,7 +242,7 @@ def config(tmp_path: Path, kind: str, **changes: Any) -> Path:
         (
             "qwen3",
             {"model_type": "llama"},
-            "model_type 'llama' is not supported; supported: glm4_moe, mixtral, olmoe, qwen2",
+            "model_type 'llama' is not supported; supported: glm4_moe, minimax_m2, mixtral, qwen2",
         ),
         ("qwen3", {"use_sliding_window": True}, "use_sliding_window=True is not supported"),
         ("mixtral", {"sliding_window": 4096}, "sliding_window=4096 is not supported"),
