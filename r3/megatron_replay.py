@@ -343,22 +343,17 @@ def check_supported(config: Any) -> None:
     """Refuse a router that would ignore replay or not compute Eq. 8 with it. Raises ReplayError with the reason.
 
     A softmax before the top-k (``moe_router_pre_softmax``, models whose gates are not normalized over the chosen
-    experts) passes: replay gives such a model its own gates, Eq. 8 with the sum taken over all experts.
+    experts) passes: replay gives such a model its own gates, Eq. 8 with the sum taken over all experts. So do sigmoid
+    scores, scaled gates and expert biases: Megatron takes the gates from the unbiased scores of the replayed experts.
     Read of Megatron-core 0.16.1's ``TransformerConfig``. Only the ways of balancing that are known to replay pass:
     sinkhorn and quantile routing (a later Megatron's) choose experts elsewhere.
     """
     balancing = [
         kind for kind in _as_list(config.moe_router_load_balancing_type) if kind not in _BALANCING_THAT_REPLAYS
     ]
-    scaling = config.moe_router_topk_scaling_factor
     reasons = {
         "the fused router ignores replay (moe_router_fusion)": config.moe_router_fusion,
         f"{', '.join(balancing)} routing ignores replay (moe_router_load_balancing_type)": bool(balancing),
-        f"{config.moe_router_score_function} scores are not Eq. 8 (moe_router_score_function)": (
-            config.moe_router_score_function != "softmax"
-        ),
-        "scaled gates are not Eq. 8 (moe_router_topk_scaling_factor)": scaling is not None and scaling != 1.0,
-        "an expert bias chooses by other scores (moe_router_enable_expert_bias)": config.moe_router_enable_expert_bias,
         "random logits are not the model's (moe_router_force_load_balancing)": config.moe_router_force_load_balancing,
         "jittered inputs give other logits in every pass (moe_input_jitter_eps)": (
             config.moe_input_jitter_eps is not None

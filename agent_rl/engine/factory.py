@@ -48,13 +48,15 @@ async def open_engine(
     """
     if routes:
         refuse_dense(model_spec, model)
+    if config.launched:
+        refuse_unservable(model_spec, model)
     fleet = Fleet(config.restarts)
     fleet.listeners.append(lambda before, after: _note_change(note, before, after))
     servers: Mapping[str, Server] = {}
     if config.launched and config.placement == "ray":
         servers = _ray_servers(config, model, model_spec, run_dir, reservations, note, routes=routes)
     elif config.launched:
-        servers = _local_servers(config, model, model_spec, run_dir, routes=routes)
+        servers = _local_servers(config, model, run_dir, routes=routes)
     names = tuple(servers) or config.external_urls
     await check_engines(() if servers else names, headers=config.headers)
     for name in names:
@@ -76,16 +78,12 @@ async def open_engine(
         yield engine
 
 
-def _local_servers(
-    config: EngineConfig, model: Path, model_spec: ModelSpec, run_dir: Path, *, routes: bool
-) -> dict[str, EngineServer]:
+def _local_servers(config: EngineConfig, model: Path, run_dir: Path, *, routes: bool) -> dict[str, EngineServer]:
     logs = [run_dir / f"engine-{number}.log" for number in range(config.count)]
-    servers = {
+    return {
         log.stem: EngineServer(config, model, log, number=number, capture_routes=routes)
         for number, log in enumerate(logs)
     }
-    refuse_unservable(model_spec, model, servers["engine-0"].device)
-    return servers
 
 
 def _ray_servers(
@@ -98,8 +96,6 @@ def _ray_servers(
     *,
     routes: bool,
 ) -> dict[str, RayEngineServer]:
-    for reservation in reservations[:1]:
-        refuse_unservable(model_spec, model, reservation.device)
     return {
         f"engine-{number}": RayEngineServer(
             config,

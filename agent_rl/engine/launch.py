@@ -271,20 +271,12 @@ def reason_in_log(log: str) -> str:
     return detail or (lines[-1].strip() if lines else "its log is empty")
 
 
-def refuse_unservable(model_spec: ModelSpec, model: Path, device: str) -> None:
-    """Raises ConfigError for a checkpoint that SGLang 0.5.23 would serve wrongly on ``device``.
-
-    SGLang treats every layer of a qwen2_moe or qwen3_moe model as an MoE layer: it drops a dense layer's weights
-    without an error and routes with uninitialized memory. (Models of dense families are served correctly.) It adds a
-    shared expert with a Triton kernel also on a CPU, and crashes on the first request.
-    """
+def refuse_unservable(model_spec: ModelSpec, model: Path) -> None:
+    """Raises ConfigError for a checkpoint with dense layers of a family where SGLang 0.5.23 treats every layer as an
+    MoE layer: it would drop these layers' weights without an error and route with uninitialized memory."""
     dense = [layer for layer, moe in enumerate(model_spec.moe) if not moe]
-    if dense and model_spec.family.experts:
+    if dense and model_spec.family.experts and not model_spec.family.serves_dense_layers:
         raise ConfigError(f"model: {model} has dense layers {dense}, which SGLang would not load")
-    if device == "cpu" and model_spec.family.shared_expert:
-        raise ConfigError(
-            f"model: {model} has a shared expert, which SGLang serves on GPUs only (engine.device is cpu)"
-        )
 
 
 def sglang_version(python: str) -> str:

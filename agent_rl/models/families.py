@@ -7,13 +7,48 @@ tables below may change what the model computes, so they are errors.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from agent_rl.errors import ConfigError
+
+QkNorm = Literal["", "head", "all"]
+
+
+class ConfigKeys:
+    """The keys of a ``config.json``; records those that were read, so that others can be refused."""
+
+    def __init__(self, raw: Mapping[str, Any], path: Path) -> None:
+        self._raw, self._path = raw, path
+        self.known: set[str] = set()
+
+    def get(self, key: str, default: Any) -> Any:
+        """The value of ``key``; ``default`` where it is missing or null."""
+        self.known.add(key)
+        value = self._raw.get(key)
+        return default if value is None else value
+
+    def require(self, key: str) -> Any:
+        """The value of ``key``. Raises ConfigError where it is missing."""
+        if (value := self.get(key, None)) is None:
+            raise ConfigError(f"{self._path}: {key} is missing; {self._raw['model_type']} requires it")
+        return value
+
+    def expect(self, key: str, *allowed: Any) -> None:
+        """Raises ConfigError where ``key`` is present with another value than the ``allowed`` ones."""
+        if (value := self.get(key, allowed[0])) not in allowed:
+            raise ConfigError(f"{self._path}: {key}={value!r} is not supported, only {allowed[0]!r} is")
+
+    def rotary_dim(self) -> int:
+        """The number of rotated dimensions of each head, from ``partial_rotary_factor``; 0 for all."""
+        parameters = self._raw.get("rope_parameters") or {}
+        factor = parameters.get("partial_rotary_factor", self.get("partial_rotary_factor", 1.0))
+        heads = self._raw.get("num_attention_heads") or 1
+        head_dim = self._raw.get("head_dim") or self._raw.get("hidden_size", 0) // heads
+        return 0 if factor == 1 else int(head_dim * factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,48 +57,135 @@ class Family:
 
     ``keys``: the family's config keys that differ from Qwen3-MoE's, by Qwen3-MoE's name. ``defaults``: values of
     missing keys; other missing keys are errors. ``fixed``: values that the family's configs cannot change. ``qk_norm``:
-    queries and keys are normalized per head. ``qkv_bias``: the q, k and v projections have a bias. ``experts``: layers
-    may be MoE layers. ``shared_expert``: MoE layers have a shared expert with a sigmoid gate. ``windowed``: a
-    ``sliding_window`` in the config is active, because the family has no ``use_sliding_window``. ``router``,
-    ``expert``, ``expert_parts`` (gate, up, down): Hugging Face names of an MoE layer's tensors.
+    queries and keys are normalized over each ``head`` or over ``all`` heads. ``qkv_bias``: the q, k and v projections
+    have a bias. ``experts``: layers may be MoE layers. ``windowed``: a ``sliding_window`` in the config is active,
+    because the family has no ``use_sliding_window``. ``read``: reads the family's own keys; it returns values by the
+    names of :func:`read_config`. ``unused``: keys of the family that do not change the logits.
+
+    ``router``, ``expert``, ``expert_parts`` (gate, up, down), ``shared`` (expert) and ``correction`` (bias that is
+    added to the router's scores only to choose experts; "" without one): Hugging Face names of an MoE layer's tensors.
+    ``shared_gate``: the shared expert has a sigmoid gate. ``serves_dense_layers``: SGLang loads
+    dense layers beside MoE layers.
     """
 
-    qk_norm: bool = False
+    qk_norm: QkNorm = ""
     qkv_bias: bool = False
     experts: bool = False
-    shared_expert: bool = False
     windowed: bool = False
     keys: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    read: Callable[[ConfigKeys], Mapping[str, Any]] | None = None
+    unused: frozenset[str] = frozenset()
     router: str = "mlp.gate.weight"
+    correction: str = ""
     expert: str = "mlp.experts.{}"
     expert_parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    shared: str = "mlp.shared_expert"
+    shared_gate: bool = True
+    serves_dense_layers: bool = False
 
     def key(self, name: str) -> str:
         """The family's config key for Qwen3-MoE's key ``name``."""
         return self.keys.get(name, name)
 
 
+def _qwen2_moe(keys: ConfigKeys) -> dict[str, Any]:
+    return {"shared_expert_intermediate_size": keys.require("shared_expert_intermediate_size")}
+
+
+def _glm4_moe(keys: ConfigKeys) -> dict[str, Any]:
+    return {
+        "qk_norm": "head" if keys.get("use_qk_norm", False) else "",
+        "qkv_bias": keys.get("attention_bias", False),
+        "rotary_dim": keys.rotary_dim(),
+        "mlp_only_layers": tuple(range(keys.get("first_k_dense_replace", 0))),
+        "shared_expert_intermediate_size": keys.get("n_shared_experts", 0) * keys.require("moe_intermediate_size"),
+        "scoring": "sigmoid",
+        "routed_scaling_factor": float(keys.get("routed_scaling_factor", 1.0)),
+        "expert_groups": keys.get("n_group", 1),
+        "top_groups": keys.get("topk_group", 1),
+    }
+
+
+def _minimax_m2(keys: ConfigKeys) -> dict[str, Any]:
+    keys.expect("scoring_func", "sigmoid")
+    keys.expect("use_routing_bias", True)
+    keys.expect("qk_norm_type", "per_layer")
+    keys.expect("shared_intermediate_size", 0)
+    for part in ("full_attention", "linear_attention", "mlp"):
+        for factor in ("alpha", "beta"):
+            keys.expect(f"layernorm_{part}_{factor}", 1.0)
+    if any(kind != 1 for kind in keys.get("attn_type_list", ())):
+        keys.expect("attn_type_list", [1])
+    return {
+        "qk_norm": "all" if keys.get("use_qk_norm", True) else "",
+        "rotary_dim": keys.get("rotary_dim", 0),
+        "scoring": "sigmoid",
+    }
+
+
 _MIXED = {"decoder_sparse_step": 1, "mlp_only_layers": ()}
+_BLOCK_SPARSE: Mapping[str, Any] = {
+    "router": "block_sparse_moe.gate.weight",
+    "expert": "block_sparse_moe.experts.{}",
+    "expert_parts": ("w1", "w3", "w2"),
+}
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "qwen2": Family(qkv_bias=True),
-        "qwen3": Family(qk_norm=True),
-        "qwen2_moe": Family(qkv_bias=True, experts=True, shared_expert=True, defaults=_MIXED),
-        "qwen3_moe": Family(qk_norm=True, experts=True, defaults=_MIXED),
+        "qwen3": Family(qk_norm="head"),
+        "qwen2_moe": Family(qkv_bias=True, experts=True, read=_qwen2_moe, defaults=_MIXED),
+        "qwen3_moe": Family(qk_norm="head", experts=True, defaults=_MIXED),
+        "glm4_moe": Family(
+            experts=True,
+            read=_glm4_moe,
+            keys={"num_experts": "n_routed_experts"},
+            fixed={"decoder_sparse_step": 1, "mlp_only_layers": ()},
+            unused=frozenset({"num_nextn_predict_layers"}),
+            correction="mlp.gate.e_score_correction_bias",
+            shared="mlp.shared_experts",
+            shared_gate=False,
+            serves_dense_layers=True,
+        ),
+        "olmoe": Family(
+            qk_norm="all",
+            experts=True,
+            keys={"moe_intermediate_size": "intermediate_size"},
+            defaults={"norm_topk_prob": False},
+            fixed=_MIXED,
+        ),
+        "minimax_m2": Family(
+            experts=True,
+            read=_minimax_m2,
+            keys={"num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"},
+            fixed={**_MIXED, "norm_topk_prob": True},
+            unused=frozenset(
+                {"auto_map", "mlp_intermediate_size", "mtp_transformer_layers", "num_mtp_modules", "shared_moe_mode"}
+                | {"use_mtp"}
+            ),
+            correction="block_sparse_moe.e_score_correction_bias",
+            **_BLOCK_SPARSE,
+        ),
         "mixtral": Family(
             experts=True,
             windowed=True,
             keys={"num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"},
             fixed={**_MIXED, "norm_topk_prob": True},
-            router="block_sparse_moe.gate.weight",
-            expert="block_sparse_moe.experts.{}",
-            expert_parts=("w1", "w3", "w2"),
+            **_BLOCK_SPARSE,
         ),
     }
 )
+
+_FLOAT32_TENSORS = (".e_score_correction_bias",)
+
+
+def keeps_float32(name: str) -> bool:
+    """Whether engines and checkpoints have the tensor ``name`` in float32 whatever the model's dtype is. A correction
+    bias rounded to bfloat16 changes up to 3 % of the chosen expert sets."""
+    return name.endswith(_FLOAT32_TENSORS)
+
 
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _REQUIRED = (*_SIZES, "num_key_value_heads", "max_position_embeddings", "rms_norm_eps")
@@ -79,6 +201,7 @@ _SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "use_sliding_window": (False, None),
     "attention_dropout": (0, None),
     "router_jitter_noise": (0, None),
+    "clip_qkv": (None,),
     "partial_rotary_factor": (1, None),
     "quantization_config": (None,),
 }
@@ -114,17 +237,21 @@ def read_config(directory: Path) -> dict[str, Any]:
     unsupported architecture, and unknown keys or values that may change what the model computes.
     """
     path = directory / "config.json"
-    raw = _read(path)
-    family = _family_of(raw, path)
-    _check_keys(raw, family, path)
-    _check_values(raw, family, path)
+    return parse_config(_read(path), path)
+
+
+def parse_config(raw: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """As :func:`read_config`, from the content of a ``config.json``; ``path`` is its name in errors."""
+    raw = _without_alias(raw)
+    family, keys = _family_of(raw, path), ConfigKeys(raw, path)
+    own = family.read(keys) if family.read else {}
+    _check_keys(raw, family, keys.known, path)
+    _check_values(raw, family, keys.known, path)
     required = _REQUIRED + (_EXPERTS if family.experts else ())
     config = {"model_type": raw["model_type"], **{name: _value(raw, family, name, path) for name in required}}
     config |= {name: raw.get(name, default) for name, default in _OPTIONAL.items()}
-    if family.shared_expert:
-        config["shared_expert_intermediate_size"] = _value(raw, family, "shared_expert_intermediate_size", path)
+    config |= {"qkv_bias": raw.get("qkv_bias", family.qkv_bias), "qk_norm": family.qk_norm, **own}
     _check_sizes(config, family, path)
-    config["qkv_bias"] = raw.get("qkv_bias", family.qkv_bias)
     config["rope_theta"], config["rope_scaling"] = _rope(raw, path)
     return config
 
@@ -149,6 +276,13 @@ def _read(path: Path) -> dict[str, Any]:
     return raw
 
 
+def _without_alias(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """transformers 5 writes a Qwen3-MoE's ``num_experts`` as ``num_local_experts``."""
+    if raw.get("model_type") == "qwen3_moe" and "num_local_experts" in raw and "num_experts" not in raw:
+        return {"num_experts" if key == "num_local_experts" else key: value for key, value in raw.items()}
+    return raw
+
+
 def _family_of(config: Mapping[str, Any], path: Path) -> Family:
     """The family of a config's ``model_type``. Raises ConfigError with the supported values."""
     kind = config.get("model_type")
@@ -169,13 +303,13 @@ def _value(raw: Mapping[str, Any], family: Family, name: str, path: Path) -> Any
     return value
 
 
-def _check_keys(raw: Mapping[str, Any], family: Family, path: Path) -> None:
+def _check_keys(raw: Mapping[str, Any], family: Family, read: set[str], path: Path) -> None:
     specific = {family.key(name) for name in _EXPERTS if name not in family.fixed} if family.experts else set()
-    if family.shared_expert:
-        specific.add("shared_expert_intermediate_size")
     if family.qkv_bias:
         specific.add("qkv_bias")
-    known = specific | {*_REQUIRED, *_OPTIONAL, *_ROPE, *_SUPPORTED_VALUES, *_IGNORED, "layer_types"}
+    known = (
+        specific | read | family.unused | {*_REQUIRED, *_OPTIONAL, *_ROPE, *_SUPPORTED_VALUES, *_IGNORED, "layer_types"}
+    )
     unknown = sorted(key for key in raw if key not in known and not key.startswith("_") and raw[key] is not None)
     if unknown:
         raise ConfigError(
@@ -184,9 +318,9 @@ def _check_keys(raw: Mapping[str, Any], family: Family, path: Path) -> None:
         )
 
 
-def _check_values(raw: Mapping[str, Any], family: Family, path: Path) -> None:
+def _check_values(raw: Mapping[str, Any], family: Family, read: set[str], path: Path) -> None:
     for key, allowed in _SUPPORTED_VALUES.items():
-        if key in raw and raw[key] not in allowed:
+        if key in raw and key not in read and raw[key] not in allowed:
             raise ConfigError(f"{path}: {key}={raw[key]!r} is not supported, only {allowed[0]!r} is")
     if any(kind != "full_attention" for kind in raw.get("layer_types") or ()):
         raise ConfigError(
@@ -216,6 +350,7 @@ def _rope(raw: Mapping[str, Any], path: Path) -> tuple[float, dict[str, float] |
     if not theta:
         raise ConfigError(f"{path}: rope_theta is missing; {raw['model_type']} requires it")
     kinds = {scaling.pop(key) for key in ("rope_type", "type") if key in scaling} or {"default"}
+    scaling.pop("partial_rotary_factor", None)  # of the family's reader
     if kinds == {"default"} and not scaling:
         return float(theta), None
     if kinds != {"yarn"}:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from agent_rl.errors import ConfigError
-from agent_rl.models.families import FAMILIES, Family, is_moe, read_config
+from agent_rl.models.families import FAMILIES, Family, QkNorm, is_moe, read_config
 from r3.payload import RouteLayout
 
 
@@ -19,7 +19,12 @@ class ModelSpec:
     ``moe[i]``: layer i is a mixture of experts. ``hidden`` is the width of the residual stream, ``inner`` that of a
     dense layer's MLP, ``expert_inner`` that of an expert and ``shared_inner`` that of the shared expert (0: none).
     ``max_positions`` is the context length in tokens. ``rope_scaling`` is None or YaRN's settings, checked by
-    :func:`agent_rl.models.families.read_config`.
+    :func:`agent_rl.models.families.read_config`. ``qk_norm``: queries and keys are normalized over each ``head`` or
+    over ``all`` heads. ``rotary_dim``: the first dimensions of each head that are rotated (0: all).
+
+    The router scores experts by ``scoring`` of its logits. It chooses by score, plus the correction bias where the
+    family has one, among the experts of the best ``top_groups`` of ``expert_groups``. Gates are the scores of the
+    chosen experts without the bias, normalized to sum 1 where ``norm_topk_prob``, times ``gate_scale``.
     """
 
     kind: str
@@ -36,7 +41,13 @@ class ModelSpec:
     expert_inner: int = 0
     shared_inner: int = 0
     tied: bool = False
+    qk_norm: QkNorm = ""
     qkv_bias: bool = False
+    rotary_dim: int = 0
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    gate_scale: float = 1.0
+    expert_groups: int = 1
+    top_groups: int = 1
     norm_topk_prob: bool = True
     norm_eps: float = 1e-6
     init_std: float = 0.02
@@ -50,6 +61,7 @@ class ModelSpec:
         moe = tuple(experts and is_moe(config, layer) for layer in range(config["num_hidden_layers"]))
         values = {name: config[key] for name, key in _KEYS.items() if config.get(key) is not None}
         values |= {name: config[key] for name, key in _EXPERT_KEYS.items() if any(moe)}
+        values.setdefault("qk_norm", FAMILIES[config["model_type"]].qk_norm)
         values.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
         return cls(moe=moe, **values)
 
@@ -93,7 +105,13 @@ _KEYS = {
     "max_positions": "max_position_embeddings",
     "shared_inner": "shared_expert_intermediate_size",
     "tied": "tie_word_embeddings",
+    "qk_norm": "qk_norm",
     "qkv_bias": "qkv_bias",
+    "rotary_dim": "rotary_dim",
+    "scoring": "scoring",
+    "gate_scale": "routed_scaling_factor",
+    "expert_groups": "expert_groups",
+    "top_groups": "top_groups",
     "norm_topk_prob": "norm_topk_prob",
     "norm_eps": "rms_norm_eps",
     "init_std": "initializer_range",

@@ -86,9 +86,9 @@ def _layer(model_spec: ModelSpec, moe: bool) -> Iterator[tuple[str, tuple[int, .
         if model_spec.qkv_bias:
             yield f"self_attn.{part}_proj.bias", (width,)
     yield "self_attn.o_proj.weight", (hidden, model_spec.q_width)
-    if model_spec.family.qk_norm:
-        yield "self_attn.q_norm.weight", (model_spec.head_dim,)
-        yield "self_attn.k_norm.weight", (model_spec.head_dim,)
+    if model_spec.qk_norm:
+        yield "self_attn.q_norm.weight", (model_spec.head_dim if model_spec.qk_norm == "head" else model_spec.q_width,)
+        yield "self_attn.k_norm.weight", (model_spec.head_dim if model_spec.qk_norm == "head" else model_spec.kv_width,)
     yield "input_layernorm.weight", (hidden,)
     yield "post_attention_layernorm.weight", (hidden,)
     if not moe:
@@ -96,11 +96,14 @@ def _layer(model_spec: ModelSpec, moe: bool) -> Iterator[tuple[str, tuple[int, .
         return
     family = model_spec.family
     yield family.router, (model_spec.num_experts, hidden)
+    if family.correction:
+        yield family.correction, (model_spec.num_experts,)
     for expert in range(model_spec.num_experts):
         yield from _mlp(family.expert.format(expert), family.expert_parts, hidden, model_spec.expert_inner)
     if model_spec.shared_inner:
-        yield from _mlp("mlp.shared_expert", ("gate_proj", "up_proj", "down_proj"), hidden, model_spec.shared_inner)
-        yield "mlp.shared_expert_gate.weight", (1, hidden)
+        yield from _mlp(family.shared, ("gate_proj", "up_proj", "down_proj"), hidden, model_spec.shared_inner)
+        if family.shared_gate:
+            yield f"{family.shared}_gate.weight", (1, hidden)
 
 
 def _mlp(name: str, parts: tuple[str, ...], hidden: int, inner: int) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from agent_rl.engine.server.lora_merge import SUFFIX, BaseWeights, merge, pack
+from agent_rl.models.families import keeps_float32
 from agent_rl.weight_sync.digests import Digests
 from agent_rl.weight_sync.served import engine_order
 
@@ -22,5 +23,6 @@ def add_merged(digests: Digests, base: BaseWeights, changes: Mapping[str, Tensor
         change = changes.get(name + SUFFIX)
         sent = (name, base[name]) if change is None else (name + SUFFIX, change.cpu())
         ((_, weight),) = base.merged([sent])
-        data = weight.to(dtype).contiguous().view(-1).view(torch.uint8).numpy()
-        digests.add([name], [tuple(weight.shape)], dtype.itemsize, data)
+        loaded = weight.to(torch.float32 if keeps_float32(name) else dtype)
+        data = loaded.contiguous().view(-1).view(torch.uint8).numpy()
+        digests.add([name], [tuple(weight.shape)], loaded.dtype.itemsize, data)

@@ -40,8 +40,8 @@ _FUSED = (
 _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 _VOCABULARY_MULTIPLE = 64  # SGLang pads the vocabulary with rows of zeros
 _INNER_MULTIPLE = 32  # and each rank's part of an MLP's inner dimension (on a CPU)
-_BY_ROWS = re.compile(r"\.(q|k|v|gate|up)_proj\.")
-_BY_COLUMNS = re.compile(r"\.(o|down)_proj\.")
+_BY_ROWS = re.compile(r"\.(q|k|v|gate|up)_proj\.|\.w[13]\.")
+_BY_COLUMNS = re.compile(r"\.(o|down)_proj\.|\.w2\.")
 _OF_HEADS = re.compile(r"\.[kv]_proj\.")
 
 _HASHES: Mapping[str, Callable[[], Any]] = {"xxh3:": xxhash.xxh3_64, "": hashlib.sha256}

@@ -14,6 +14,7 @@ one time limit applies to every wait.
 
 from __future__ import annotations
 
+import math
 import socket
 import threading
 import time
@@ -32,6 +33,7 @@ from torch import Tensor
 from agent_rl.config import EngineConfig
 from agent_rl.engine.server.lora_merge import BaseWeights
 from agent_rl.errors import WeightSyncError
+from agent_rl.models.families import keeps_float32
 from agent_rl.weight_sync.adapters import add_merged
 from agent_rl.weight_sync.digests import (
     DigestKind,
@@ -50,22 +52,23 @@ _LEAVE_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bucket:
-    """Tensors of one dtype sent together: ``data`` uint8 is the concatenation of their bytes, in the order of
-    ``names``."""
+    """Tensors sent together: ``data`` uint8 is the concatenation of their bytes, in the order of ``names``. Those of
+    wider dtypes come first, so that every offset is a multiple of its tensor's element size."""
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
-    dtype: str
+    dtypes: tuple[torch.dtype, ...]
     data: Tensor
     last: bool
 
 
 def buckets(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, *, limit: int) -> Iterator[Bucket]:
-    """Group ``weights`` into buckets of about ``limit`` bytes, converted to ``dtype``. The last bucket is marked."""
+    """Group ``weights`` into buckets of about ``limit`` bytes, converted to ``dtype`` except those that stay float32
+    (:func:`agent_rl.models.families.keeps_float32`). The last bucket is marked."""
     pending: list[tuple[str, Tensor]] = []
     size = 0
     for name, tensor in weights:
-        added = tensor.numel() * dtype.itemsize
+        added = tensor.numel() * _sent_dtype(name, dtype).itemsize
         if pending and size + added > limit:
             yield _bucket(pending, dtype, last=False)
             pending, size = [], 0
@@ -78,17 +81,23 @@ def buckets(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, *, limit:
 
 def _bucket(tensors: Sequence[tuple[str, Tensor]], dtype: torch.dtype, *, last: bool) -> Bucket:
     """Concatenate ``tensors``; each is converted while it is copied."""
-    sizes = [tensor.numel() for _, tensor in tensors]
-    data = torch.empty(sum(sizes), dtype=dtype, device=tensors[0][1].device)
-    for (_, tensor), target in zip(tensors, data.split(sizes), strict=True):
-        target.view(tensor.shape).copy_(tensor)
+    tensors = sorted(tensors, key=lambda item: -_sent_dtype(item[0], dtype).itemsize)
+    dtypes = tuple(_sent_dtype(name, dtype) for name, _ in tensors)
+    sizes = [tensor.numel() * kind.itemsize for (_, tensor), kind in zip(tensors, dtypes, strict=True)]
+    data = torch.empty(sum(sizes), dtype=torch.uint8, device=tensors[0][1].device)
+    for (_, tensor), kind, target in zip(tensors, dtypes, data.split(sizes), strict=True):
+        target.view(kind).view(tensor.shape).copy_(tensor)
     return Bucket(
         names=tuple(name for name, _ in tensors),
         shapes=tuple(tuple(tensor.shape) for _, tensor in tensors),
-        dtype=str(dtype).removeprefix("torch."),
-        data=data.view(torch.uint8),
+        dtypes=dtypes,
+        data=data,
         last=last,
     )
+
+
+def _sent_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if keeps_float32(name) else dtype
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -263,7 +272,11 @@ class WeightPublisher:
             yield bucket
 
     def _hash(self, bucket: Bucket, digests: Digests) -> None:
-        digests.add(bucket.names, bucket.shapes, self._dtype.itemsize, bucket.data.cpu().numpy())
+        data, start = bucket.data.cpu().numpy(), 0
+        for name, shape, dtype in zip(bucket.names, bucket.shapes, bucket.dtypes, strict=True):
+            stop = start + math.prod(shape) * dtype.itemsize
+            digests.add([name], [shape], dtype.itemsize, data[start:stop])
+            start = stop
 
     def _check(self, version: str, sent: UpdateProgress, digests: Digests) -> dict[str, str]:
         """Compare the engines' checksums. Returns reasons by URL."""
@@ -328,7 +341,7 @@ class WeightPublisher:
         data = bucket.data.to(self._device)
         replies = self._receivers.receive(
             bucket.names,
-            [bucket.dtype] * len(bucket.names),
+            [str(dtype).removeprefix("torch.") for dtype in bucket.dtypes],
             bucket.shapes,
             # An engine with a part of the weights must not report the version.
             weight_version=version if bucket.last else f"{version}-partial",

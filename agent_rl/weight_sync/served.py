@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from agent_rl.config import EngineConfig
 from agent_rl.errors import UserError, WeightSyncError
+from agent_rl.models.families import keeps_float32
 from agent_rl.models.spec import ModelSpec
 from agent_rl.weight_sync.digests import DigestKind, Digests, RankDigests, engine_difference, engine_name, predictable
 from agent_rl.weight_sync.receivers import Checksums, WeightReceivers
@@ -110,7 +111,8 @@ def _digests(tensors: Mapping[str, StoredTensor], kv_heads: int, kind: DigestKin
     """The checksums of an engine of ``kind`` that has loaded ``tensors`` in ``dtype``."""
     digests = Digests(kv_heads, [kind])
     for name in sorted(tensors, key=engine_order):
-        digests.add([name], [tensors[name].shape], _BYTES[dtype], tensors[name].bytes_as(dtype))
+        loaded = "F32" if keeps_float32(name) else dtype
+        digests.add([name], [tensors[name].shape], _BYTES[loaded], tensors[name].bytes_as(loaded))
     return digests.expected()[kind]
 
 

@@ -144,23 +144,13 @@ def test_group_members_are_running_processes() -> None:
     child.wait(5)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"mlp_only_layers": [1]}, r"has dense layers \[1\], which SGLang would not load"),
-        (
-            {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 8},
-            "has a shared expert, which SGLang serves on",
-        ),
-    ],
-)
 async def test_a_model_that_sglang_serves_wrongly_is_refused(
-    engine_config: EngineConfig, model: Path, tmp_path: Path, change: dict[str, object], message: str
+    engine_config: EngineConfig, model: Path, tmp_path: Path
 ) -> None:
     other = tmp_path / "other"
     shutil.copytree(model, other)
     config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps(config | change))
-    with pytest.raises(ConfigError, match=message):
+    (other / "config.json").write_text(json.dumps(config | {"mlp_only_layers": [1]}))
+    with pytest.raises(ConfigError, match=r"has dense layers \[1\], which SGLang would not load"):
         async with open_engine(engine_config, other, read_model_spec(other), tmp_path):
             pass

@@ -52,6 +52,20 @@ class Run:
 _DENSE_FIRST = {"mlp_only_layers": [0]}
 _DENSE = {"kind": "qwen3", "tied": False}
 _SHARED_EXPERT = {"kind": "qwen2_moe", "head_dim": 8, "tied": False, "shared_expert_intermediate_size": 40}
+_GLM4_MOE = {
+    "kind": "glm4_moe",
+    "tied": False,
+    "num_experts": None,
+    "n_routed_experts": tiny.EXPERTS,
+    "partial_rotary_factor": 0.5,
+    "use_qk_norm": True,
+    "attention_bias": True,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+}
+_OLMOE = {"kind": "olmoe", "tied": False, "head_dim": None, "moe_intermediate_size": None, "num_key_value_heads": 4}
 RUNS: dict[str, Run] = {
     "none": Run(updates=2),
     "full": Run(options={"recompute": "full"}),
@@ -61,10 +75,12 @@ RUNS: dict[str, Run] = {
     "dense": Run(_DENSE, updates=2),
     "dense-full": Run(_DENSE, {"recompute": "full"}),
     "shared-expert": Run(_SHARED_EXPERT, {"recompute": "full"}),
+    "glm4-moe": Run(_GLM4_MOE, {"recompute": "full"}),
+    "olmoe": Run(_OLMOE, {"recompute": "full"}),
     # One update only: a weight that is rounded differently changes all later ones.
     "bfloat16": Run(options={"dtype": "bfloat16"}),
 }
-ROUTERS_RERUN = ("full", "moe", "dense-first", "shared-expert")
+ROUTERS_RERUN = ("full", "moe", "dense-first", "shared-expert", "glm4-moe", "olmoe")
 FORWARD = ("none", "dense")
 """The runs with passes without gradients, which also save their model."""
 
@@ -75,10 +91,11 @@ def two_rank_cases() -> list[tuple[str, str]]:
         "data": "dense",
         "data-optimizer": "bfloat16",
         "pipeline": "dense dense-full",
+        "expert": "glm4-moe olmoe",
         "expert-allgather": "shared-expert",
-        "virtual": "moe dense-first shared-expert dense dense-full",
-        "context": "dense-first dense",
-        "tensor": "moe without-routers shared-expert",
+        "virtual": "glm4-moe moe dense-first shared-expert dense dense-full",
+        "context": "glm4-moe dense-first dense",
+        "tensor": "glm4-moe olmoe moe without-routers shared-expert",
         "tensor-alone": "dense dense-full",
     }
     return [

@@ -22,19 +22,23 @@ LENGTHS = (17, 1, 30, 9)
 def make(directory: Path, *, kind: str = "qwen3_moe", tied: bool = True, seed: int = 0, **changes: Any) -> Any:
     """A tiny model of ``kind`` (a model_type) with a tokenizer file."""
     common = DENSE_SIZES | {"head_dim": 16, "tie_word_embeddings": tied, "initializer_range": 0.3}
-    experts = EXPERT_SIZES | {"norm_topk_prob": True} if kind.endswith("_moe") else {}
+    experts = EXPERT_SIZES | {"norm_topk_prob": True} if "moe" in kind else {}
     model = write_model(directory, kind, common | experts | changes, seed)
     (directory / "tokenizer.json").write_text("{}")
     return model
 
 
 def write_model(directory: Path, kind: str, sizes: dict[str, Any], seed: int = 0) -> Any:
-    """Save a random model in ``directory`` and return it (float32, evaluation mode)."""
+    """Save a random model in ``directory`` and return it (float32, evaluation mode). A size of None is left out."""
     torch.manual_seed(seed)
+    sizes = {name: size for name, size in sizes.items() if size is not None}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)).float().eval()
     for name, parameter in model.named_parameters():
         if "norm" in name or name.endswith("bias"):  # ones and zeros would hide one that is not applied
             parameter.data += 0.2 * torch.randn_like(parameter)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer += 0.2 * torch.randn_like(buffer)
     model.save_pretrained(directory)
     return model
 

@@ -28,10 +28,10 @@ ORDINARY = {
     "data-optimizer": ("none", "bfloat16"),
     "expert-optimizer": ("none",),
     "expert-allgather": ("shared-expert",),
-    "virtual": ("none", "full", "dense-first", "dense"),
+    "virtual": ("none", "full", "dense-first", "dense", "glm4-moe"),
     "context-optimizer": ("none",),
     "context-expert": ("none",),
-    "tensor": ("full", "moe", "without-routers", "shared-expert"),
+    "tensor": ("full", "moe", "without-routers", "shared-expert", "glm4-moe", "olmoe"),
     "tensor-optimizer": ("none",),
 }
 """The cases of an ordinary run; ``pytest -m exhaustive`` runs the others and these."""

@@ -100,7 +100,9 @@ def modules_of(model_spec: ModelSpec, ranks: ParallelState) -> list[Any]:
         shapes["output_layer.weight"] = (model_spec.vocab_size // tensor, hidden)
     parameters = {name: torch.full(shape, torch.nan) for name, shape in shapes.items()}
     layers = [SimpleNamespace(layer_number=first + local + 1) for local in range(each)]
-    return [SimpleNamespace(named_parameters=parameters.items, decoder=SimpleNamespace(layers=layers))]
+    return [
+        SimpleNamespace(named_parameters=parameters.items, named_buffers=dict, decoder=SimpleNamespace(layers=layers))
+    ]
 
 
 def wanted(

@@ -4,9 +4,12 @@ sglang."""
 from __future__ import annotations
 
 import importlib
+import itertools
+import json
 import multiprocessing
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -18,7 +21,7 @@ _LIBRARIES: list[torch.library.Library] = []  # an operator exists as long as it
 
 def install() -> None:
     """Apply all patches: torchvision's operators, no page locking of host buffers, fast hashes, forked workers,
-    batched small experts, batched attention, and 8-bit keys and values if requested."""
+    batched small experts, batched attention, 8-bit keys and values if requested, and what the model's family needs."""
     torch.zeros(1).cos()  # as agent_rl/train/megatron/cpu.py does, where the reason is
     _define_torchvision_operators()
     _skip_page_locking()
@@ -28,6 +31,16 @@ def install() -> None:
     _batch_attention()
     if any(argument.endswith("fp8_e4m3") for argument in sys.argv):
         _allow_short_keys()
+    if (patch := _BY_MODEL_TYPE.get(_model_type())) is not None:
+        patch()
+
+
+def _model_type() -> str:
+    """The ``model_type`` of the checkpoint on the command line."""
+    for argument, value in itertools.pairwise(sys.argv):
+        if argument == "--model-path":
+            return str(json.loads((Path(value) / "config.json").read_text()).get("model_type"))
+    return ""
 
 
 def _define_torchvision_operators() -> None:
@@ -131,8 +144,41 @@ def _batch_attention() -> None:
     backend._run_sdpa_forward_extend, backend._run_sdpa_forward_decode = extend_batched, decode_batched
 
 
+def _norm_all_heads() -> None:
+    # SGLang norms the queries and keys of MiniMax-M2 over all heads with Triton kernels.
+    module: Any = importlib.import_module("sglang.srt.models.minimax_m2")
+
+    def sum_squares(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        return torch.cat([part.float().square().sum(-1) for part in (queries, keys)])
+
+    def normed(
+        queries: torch.Tensor, keys: torch.Tensor, query_weight: torch.Tensor, key_weight: torch.Tensor,
+        squares: torch.Tensor, ranks: int = 1, eps: float = 1e-5,
+    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+        parts = zip((queries, keys), (query_weight, key_weight), squares[: 2 * len(queries)].chunk(2), strict=True)
+        return tuple(
+            (x.float() * torch.rsqrt(total / x.shape[1] / ranks + eps)[:, None] * weight.float()).to(x.dtype)
+            for x, weight, total in parts
+        )
+
+    module.rms_sumsq_serial, module.rms_apply_serial = sum_squares, normed
+
+
+def _add_shared_expert() -> None:
+    # SGLang adds the gated shared expert of Qwen2-MoE with a Triton kernel.
+    module: Any = importlib.import_module("sglang.kernels.ops.elementwise.elementwise")
+
+    def add(hidden: torch.Tensor, gate: torch.Tensor, shared: torch.Tensor, output: torch.Tensor) -> None:
+        output += torch.sigmoid(hidden @ gate.to(hidden.dtype)).unsqueeze(-1) * shared
+
+    module.fused_gate_sigmoid_mul_add = add
+
+
 def _allow_short_keys() -> None:
     # SGLang refuses --kv-cache-dtype fp8_e4m3 without AMX attention, although torch_native also widens it on read.
     configurator: Any = importlib.import_module("sglang.srt.mem_cache.kv_cache_configurator")
     configurator.cpu_has_amx_support = lambda: True
     configurator.attention_backends = lambda: ("intel_amx",)
+
+
+_BY_MODEL_TYPE = {"minimax_m2": _norm_all_heads, "qwen2_moe": _add_shared_expert}

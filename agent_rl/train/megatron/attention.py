@@ -16,7 +16,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from agent_rl.train.megatron.kernels import Rotary, rotary_tables, rotate
+from agent_rl.train.megatron.kernels import Rotary, rotary_tables, rotate_part
 from agent_rl.train.megatron.token_sharding import Layout
 from agent_rl.train.megatron.varlen import AttentionKernel, Segments
 
@@ -70,7 +70,7 @@ class CoreAttention(torch.nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, *, packed_seq_params: Any, **_: Any
     ) -> Tensor:
         packed: PackedAttention = packed_seq_params
-        query, key = rotate(query, packed.cos, packed.sin), rotate(key, packed.cos, packed.sin)
+        query, key = rotate_part(query, packed.cos, packed.sin), rotate_part(key, packed.cos, packed.sin)
         return self._attend(query, packed.gather(key), packed.gather(value), packed.segments, self.scale)
 
 

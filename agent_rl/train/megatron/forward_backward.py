@@ -78,7 +78,10 @@ class ForwardBackward:
         self.balancer, self._pass_balancer = balancer, balancer or _NoBalancer()
         self.chunks, self.model_spec, self.ranks = list(chunks), model_spec, ranks
         self.device, self.replayer = device, replayer
-        self.shard, self.rotary = shard, rotary(model_spec.head_dim, model_spec.rope_theta, model_spec.rope_scaling)
+        self.shard, self.rotary = (
+            shard,
+            rotary(model_spec.rotary_dim or model_spec.head_dim, model_spec.rope_theta, model_spec.rope_scaling),
+        )
         self.trace: PassTrace | None = None
         # The schedule would divide by token counts, which the loss function has already done.
         chunks[0].config.finalize_model_grads_func = _finalize

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from agent_rl.config import LoraConfig
 from agent_rl.errors import ConfigError
+from agent_rl.models.families import keeps_float32
 from agent_rl.models.spec import ModelSpec
 from agent_rl.train.hf_index import LoadProgress
 from agent_rl.train.megatron.parallel import ParallelState
@@ -73,7 +74,7 @@ order."""
 
 def param_mappings(models: Sequence[Any], model_spec: ModelSpec, expert_order: ExpertOrder) -> Iterator[ParamMapping]:
     """The mappings of this rank's GPT model chunks (not DDP-wrapped). A tied output copy has the embedding's name."""
-    for model, name, parameter in ((m, *named) for m in models for named in m.named_parameters()):
+    for model, name, parameter in ((m, *named) for m in models for named in _named_weights(m)):
         if name.startswith("decoder.layers."):
             _, _, local, rest = name.split(".", 3)
             layer = model.decoder.layers[int(local)].layer_number - 1
@@ -91,6 +92,12 @@ def param_mappings(models: Sequence[Any], model_spec: ModelSpec, expert_order: E
             raise ConfigError(f"parameter {name} has no Hugging Face name")
 
 
+def _named_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """The parameters, and the correction biases of routers, which are buffers: no gradient reaches them."""
+    yield from model.named_parameters()
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(".router.expert_bias"))
+
+
 _LAYER_TENSORS: dict[str, tuple[tuple[str, ...], Sharding]] = {
     "input_layernorm.weight": (("input_layernorm.weight",), Sharding.REPLICATED),
     "pre_mlp_layernorm.weight": (("post_attention_layernorm.weight",), Sharding.REPLICATED),
@@ -101,13 +108,10 @@ _LAYER_TENSORS: dict[str, tuple[tuple[str, ...], Sharding]] = {
     "self_attention.linear_proj.weight": (("self_attn.o_proj.weight",), Sharding.COLUMNS),
     "mlp.linear_fc1.weight": (("mlp.gate_proj.weight", "mlp.up_proj.weight"), Sharding.GATE_UP),
     "mlp.linear_fc2.weight": (("mlp.down_proj.weight",), Sharding.COLUMNS),
-    "mlp.shared_experts.linear_fc1.weight": (
-        ("mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"),
-        Sharding.GATE_UP,
-    ),
-    "mlp.shared_experts.linear_fc2.weight": (("mlp.shared_expert.down_proj.weight",), Sharding.COLUMNS),
-    "mlp.shared_experts.gate_weight": (("mlp.shared_expert_gate.weight",), Sharding.REPLICATED),
 }
+
+
+_QK_NORMS = ("self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight")
 
 
 def _layer_tensors(name: str, model_spec: ModelSpec) -> tuple[tuple[str, ...], Sharding]:
@@ -116,8 +120,20 @@ def _layer_tensors(name: str, model_spec: ModelSpec) -> tuple[tuple[str, ...], S
         return _adapter_tensors(half.endswith(".a"), *_layer_tensors(f"{module}.{half[:-2]}", model_spec))
     family, experts = model_spec.family, range(model_spec.num_experts)
     gate, up, down = family.expert_parts
-    if name == "mlp.router.weight":
-        return (family.router,), Sharding.REPLICATED
+    of_family = {
+        "mlp.router.weight": ((family.router,), Sharding.REPLICATED),
+        "mlp.router.expert_bias": ((family.correction,), Sharding.REPLICATED),
+        "mlp.shared_experts.linear_fc1.weight": (
+            (f"{family.shared}.gate_proj.weight", f"{family.shared}.up_proj.weight"),
+            Sharding.GATE_UP,
+        ),
+        "mlp.shared_experts.linear_fc2.weight": ((f"{family.shared}.down_proj.weight",), Sharding.COLUMNS),
+        "mlp.shared_experts.gate_weight": ((f"{family.shared}_gate.weight",), Sharding.REPLICATED),
+    }
+    if name in of_family:
+        return of_family[name]
+    if model_spec.qk_norm == "all" and name in _QK_NORMS:
+        return _LAYER_TENSORS[name][0], Sharding.ROWS
     if name == "mlp.experts.weight1":
         names = tuple(f"{family.expert.format(e)}.{part}.weight" for e in experts for part in (gate, up))
         return names, Sharding.EXPERTS_GATE_UP
@@ -373,7 +389,8 @@ def _write_shards(weights: Iterable[tuple[str, Tensor]], directory: Path, dtype:
         pending.clear()
 
     for name, tensor in weights:
-        pending[name] = tensor.to(device="cpu", dtype=dtype, copy=True).contiguous()
+        kept = torch.float32 if keeps_float32(name) else dtype
+        pending[name] = tensor.to(device="cpu", dtype=kept, copy=True).contiguous()
         size += pending[name].nbytes
         total += pending[name].nbytes
         if size >= _SHARD_BYTES:

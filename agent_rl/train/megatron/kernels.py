@@ -64,6 +64,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotated
 
 
+def rotate_part(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """As :func:`rotate`, of the first dimensions of each head, as many as the tables have; the others stay."""
+    width = cos.shape[-1]
+    if width == x.shape[-1]:
+        return rotate(x, cos, sin)
+    return torch.cat((rotate(x[..., :width], cos, sin), x[..., width:]), dim=-1)
+
+
 def rotary_tables(positions: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
     """Cosines and signed sines ``[T, 1, D]`` of the angle of every position (int64 ``[T]``) in every pair of D."""
     angles = torch.outer(positions.float(), rotary.frequencies.to(positions.device))[:, None, :]

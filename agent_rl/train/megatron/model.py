@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,11 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -28,6 +33,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.distributed.nn.functional import all_reduce
 
 from agent_rl.config import LoraConfig, ParallelConfig, Recompute
 from agent_rl.models.spec import ModelSpec, read_model_spec
@@ -38,6 +44,7 @@ from agent_rl.train.hf_index import LoadProgress
 from agent_rl.train.megatron import hf_weights as hf
 from agent_rl.train.megatron.attention import CoreAttention
 from agent_rl.train.megatron.forward_backward import ForwardBackward
+from agent_rl.train.megatron.gate import Gate
 from agent_rl.train.megatron.kernel_choice import Kernels, choose_kernels
 from agent_rl.train.megatron.kernels import rms_norm
 from agent_rl.train.megatron.lora import (
@@ -72,9 +79,28 @@ class RMSNorm(torch.nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
 
+class AllHeadsNorm(torch.nn.Module):
+    """Root-mean-square norm over all heads of a token, in float32, for ``x [..., heads of this tensor rank, D]``."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, *, heads: int) -> None:
+        super().__init__()
+        self.eps, self.width, self.ranks = eps, heads * hidden_size, config.tensor_model_parallel_size
+        weight = torch.ones(self.width // self.ranks, dtype=config.params_dtype, device=torch.cuda.current_device())
+        self.weight = torch.nn.Parameter(weight)
+        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.flatten(-2).float()
+        squares = wide.square().sum(-1, keepdim=True)
+        if self.ranks > 1:
+            squares = all_reduce(squares, group=parallel_state.get_tensor_model_parallel_group())
+        normed = wide * (squares / self.width + self.eps).rsqrt()
+        return (normed.to(x.dtype) * self.weight).view(x.shape)
+
+
 def block_spec(
     config: TransformerConfig,
-    moe: list[bool],
+    model_spec: ModelSpec,
     virtual_stage: int | None,
     *,
     kernels: Kernels,
@@ -83,24 +109,29 @@ def block_spec(
 ) -> TransformerBlockSubmodules:
     """The layers of a model chunk of this pipeline stage (``virtual_stage`` None where a stage is one chunk).
 
-    ``moe[i]``: layer i of the full model is a mixture of experts. ``balanced``: ranks can borrow experts.
-    ``lora``: attention and experts have adapters.
+    ``balanced``: ranks can borrow experts. ``lora``: attention and experts have adapters.
     """
     chunks = config.pipeline_model_parallel_size * (config.virtual_pipeline_model_parallel_size or 1)
     offset, count = get_transformer_layer_offset(config, virtual_stage), config.num_layers // chunks
-    layers = [_layer_spec(config, moe[index], kernels, balanced, lora) for index in range(offset, offset + count)]
+    layers = [_layer_spec(config, model_spec, i, kernels, balanced, lora) for i in range(offset, offset + count)]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 
 def _layer_spec(
-    config: TransformerConfig, moe: bool, kernels: Kernels, balanced: bool, lora: LoraConfig | None
+    config: TransformerConfig,
+    model_spec: ModelSpec,
+    layer: int,
+    kernels: Kernels,
+    balanced: bool,
+    lora: LoraConfig | None,
 ) -> ModuleSpec:
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     shared = ModuleSpec(module=SharedExpertMLP, submodules=linears)
     adapted = {} if lora is None else {"lora": lora}
     kind = BalancedExperts if balanced else Experts if lora is None else LoraExperts
     own = ModuleSpec(module=kind, params={"product": kernels.product, **adapted})
-    submodules = MoESubmodules(experts=own, shared_experts=shared)
+    gate = partial(Gate, model_spec=model_spec)
+    submodules = MoESubmodules(router=gate, experts=own, shared_experts=shared)
     experts = ModuleSpec(module=_moe_layer(config, balanced), submodules=submodules)
     attention = ModuleSpec(
         module=SelfAttention,
@@ -109,8 +140,8 @@ def _layer_spec(
             linear_qkv=ModuleSpec(module=LoraColumnParallelLinear if lora else ColumnParallelLinear, params=adapted),
             core_attention=ModuleSpec(module=CoreAttention, params={"attend": kernels.attend}),
             linear_proj=ModuleSpec(module=LoraRowParallelLinear if lora else RowParallelLinear, params=adapted),
-            q_layernorm=RMSNorm if config.qk_layernorm else None,
-            k_layernorm=RMSNorm if config.qk_layernorm else None,
+            q_layernorm=_head_norm(model_spec, model_spec.heads),
+            k_layernorm=_head_norm(model_spec, model_spec.kv_heads),
         ),
     )
     return ModuleSpec(
@@ -120,10 +151,17 @@ def _layer_spec(
             self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
-            mlp=experts if moe else ModuleSpec(module=MLP, submodules=linears),
+            mlp=experts if model_spec.moe[layer] else ModuleSpec(module=MLP, submodules=linears),
             mlp_bda=get_bias_dropout_add,
         ),
     )
+
+
+def _head_norm(model_spec: ModelSpec, heads: int) -> type[RMSNorm] | ModuleSpec | None:
+    """The norm of queries or keys of ``heads`` heads."""
+    if model_spec.qk_norm == "all":
+        return ModuleSpec(module=AllHeadsNorm, params={"heads": heads})
+    return RMSNorm if model_spec.qk_norm else None
 
 
 def _moe_layer(config: TransformerConfig, balanced: bool) -> type[ReleasingMoELayer]:
@@ -216,7 +254,7 @@ class PolicyModel(ForwardBackward):
                     config=config,
                     transformer_layer_spec=block_spec(
                         config,
-                        list(model_spec.moe),
+                        model_spec,
                         stage if count > 1 else None,
                         kernels=kernels,
                         balanced=balance is not None,

@@ -40,7 +40,7 @@ def transformer_config(
         num_query_groups=model_spec.kv_heads,
         kv_channels=model_spec.head_dim,
         ffn_hidden_size=model_spec.inner,
-        qk_layernorm=model_spec.family.qk_norm,
+        qk_layernorm=model_spec.qk_norm == "head",  # Megatron then sums these norms' gradients over tensor ranks
         add_qkv_bias=model_spec.qkv_bias,
         normalization="RMSNorm",
         layernorm_epsilon=model_spec.norm_eps,
@@ -89,7 +89,7 @@ def transformer_config(
 def _moe_options(model_spec: ModelSpec) -> dict[str, Any]:
     if not any(model_spec.moe):
         return {}
-    shared = model_spec.shared_inner or None
+    shared, corrected = model_spec.shared_inner or None, bool(model_spec.family.correction)
     return {
         "num_moe_experts": model_spec.num_experts,
         "moe_ffn_hidden_size": model_spec.expert_inner,
@@ -97,10 +97,14 @@ def _moe_options(model_spec: ModelSpec) -> dict[str, Any]:
         "moe_layer_freq": [int(moe) for moe in model_spec.moe],
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        # Gates without normalization over the top k are the softmax over all experts.
-        "moe_router_pre_softmax": not model_spec.norm_topk_prob,
         "moe_shared_expert_intermediate_size": shared,
-        "moe_shared_expert_gate": shared is not None,
+        "moe_shared_expert_gate": shared is not None and model_spec.family.shared_gate,
+        # The gate computes scores itself; Megatron accepts a bias only with sigmoid scores. Its default rate would move
+        # the bias in every pass, without the optimizer.
+        "moe_router_pre_softmax": not model_spec.norm_topk_prob and not corrected,  # Megatron requires it for top-1
+        "moe_router_score_function": "sigmoid" if corrected else "softmax",
+        "moe_router_enable_expert_bias": corrected,
+        "moe_router_bias_update_rate": 0.0,
         "moe_router_dtype": "fp32",
         "moe_grouped_gemm": False,
         "moe_permute_fusion": False,
