@@ -85,7 +85,7 @@ async def _check_model(model: Path) -> str:
 async def check_engines_of(config: RunConfig) -> list[Check]:
     """Check SGLang on this machine, or the running engines, or on a cluster its resources and every node that engines
     may run on."""
-    cluster, engine = ClusterRequest.of(config), config.engine
+    cluster, engine = ClusterRequest(config.engine, config.train, config.sandbox, config.hardware), config.engine
     if not cluster.engines:
         check = (lambda: _check_local_engine(engine.python)) if engine.launched else (lambda: _check_running(config))
         return [await _check("engine", check)]
@@ -126,7 +126,8 @@ async def check_sandboxes(config: RunConfig) -> list[Check]:
     try:
         if not needs_sandbox(env):
             return [Check("sandbox", True, f"environment {env} starts no sandbox")]
-        async with open_sandboxes(sandbox, env, ClusterRequest.of(config), lambda line: None) as backend:
+        cluster = ClusterRequest(config.engine, config.train, sandbox, config.hardware)
+        async with open_sandboxes(sandbox, env, cluster, lambda line: None) as backend:
             if not isinstance(backend, ClusterBackend):
                 return [await _check("sandbox", lambda: _use_sandbox(sandbox, backend))]
             checks = [

@@ -104,7 +104,7 @@ async def open_task_runtime(
     """Open the sandbox backend and the environment, and remove sandboxes that dead runs left behind. ``agent_binds``:
     what the agents' sandboxes see of the host (:class:`envs.context.EnvContext`)."""
     quarantined = frozenset(read_quarantine(config.env.quarantine) if config.env.quarantine else ())
-    cluster = ClusterRequest.of(config)
+    cluster = ClusterRequest(config.engine, config.train, config.sandbox, config.hardware)
     async with open_sandboxes(config.sandbox, config.env.name, cluster, display.note) as backend:
         if reaped := await backend.reap():
             display.note(f"removed {reaped} sandbox(es) that a killed run had left behind")

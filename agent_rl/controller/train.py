@@ -50,7 +50,7 @@ from agent_rl.monitoring.metrics_log import MetricsLog
 from agent_rl.monitoring.sinks import SinkRun, sink_factories
 from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.filters import length_report, masked_stops
-from agent_rl.rollout.group import RolloutEvent
+from agent_rl.rollout.group import GroupSettings, RolloutEvent
 from agent_rl.rollout.limiter import Limiter
 from agent_rl.rollout.records import write_trajectories
 from agent_rl.rollout.rescore import Rescorer
@@ -175,9 +175,20 @@ class TrainingRun:
         self.masked = masked_stops(config.train.filter)
         self.rescorer = _open_rescorer(config.train, runtime.engine)
         self.loop_lag = LoopLag()
-        self.lane = "rollout" if config.async_rollout.depth else ""
-        on_event = partial(self._on_event, lane="evaluation" if config.async_rollout.depth else "")
-        self.evaluations = Evaluations(config, state, display, runtime, self.admission, self.quarantine, on_event)
+        ahead = config.async_rollout.depth > 0
+        self.lane = "rollout" if ahead else ""
+        self.evaluations = Evaluations(
+            config.eval,
+            self.rules,
+            state,
+            display,
+            runtime,
+            self.admission,
+            self.quarantine,
+            partial(self._on_event, lane="evaluation" if ahead else ""),
+            steps=config.train.steps,
+            concurrent=ahead,
+        )
 
     async def run(self) -> dict[str, object]:
         """Run all remaining steps, with the evaluations before, between and after them. Returns the summary."""
@@ -238,13 +249,16 @@ class TrainingRun:
         )
 
     def _make_producer(self, buffer: RolloutBuffer, tasks: Sequence[Task]) -> RolloutProducer:
+        rollout, uniform = self.config.rollout, self.config.train.baseline == "batch"
         return RolloutProducer(
-            self.config,
+            GroupSettings(rollout.group_size, retries=rollout.sandbox_retries, rescore_uniform=uniform),
             tasks,
             buffer,
             self.journal,
             self.runtime.runner(self.rules),
+            seed=self.config.seed,
             limiter=self.runtime.limiter,
+            masked=self.masked,
             left_out=self.quarantine,
             rescore=self.rescorer,
             on_event=partial(self._on_event, lane=self.lane),

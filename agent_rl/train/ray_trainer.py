@@ -31,8 +31,9 @@ from agent_rl.train.checkpoint.directory import Manifest
 from agent_rl.train.checkpoint.driver import CheckpointDriver, absolute
 from agent_rl.train.expert_balancing.report import BalanceReport, balance_metrics, write_balance
 from agent_rl.train.parallel_checks import check_layout
+from agent_rl.train.ray_launch import threads_per_rank
 from agent_rl.train.reports import ForwardResult, RankReport, RouteDifferences
-from agent_rl.train.requests import OptimizerSpec, StepRequest
+from agent_rl.train.requests import OptimizerSpec, StepRequest, WorkerRequest
 from agent_rl.train.route_sharding import (
     MicroBatches,
     by_sample,
@@ -97,7 +98,17 @@ class RayTrainer:
         try:
             model_spec = self._model_spec or read_model_spec(self.config.model)
             self._cost = sequence_cost(model_spec)
-            await self.workers.start(self.config, model_spec, self._optimizer, self._note)
+            config, reference = self.config, self.config.reference_dir
+            device = await self.workers.launch(config.train, config.hardware.gpu_memory_gb)
+            request = WorkerRequest(
+                config,
+                model_spec,
+                model=config.model.absolute(),
+                reference=None if reference is None else reference.absolute(),
+                device=device,
+                threads=threads_per_rank(config.train.parallel.world_size),
+            )
+            await self.workers.start(request, self._optimizer, self._note)
         except BaseException:
             await self.close()
             raise

@@ -74,4 +74,4 @@ def test_engines_that_cannot_be_placed_are_refused(engine: dict[str, object], pr
 def test_a_local_ray_has_the_cpus_of_all_ranks_and_engines(engine: dict[str, object], cpus: int) -> None:
     train = {"parallel": {"world_size": 2}}
     config = RunConfig.model_validate({"name": "local", "model": "m", "engine": engine, "train": train})
-    assert ClusterRequest.of(config).local_cpus == cpus
+    assert ClusterRequest(config.engine, config.train, config.sandbox, config.hardware).local_cpus == cpus

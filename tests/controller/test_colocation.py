@@ -144,7 +144,11 @@ async def test_the_engines_sleep_before_the_trainer_starts(
     monkeypatch.setattr(train, "cancel_on_signals", lambda: None)
     display, checked = (
         Display("run", life.notes),
-        Checked(config, life.runtime.engine.model_spec, ClusterRequest.of(config)),
+        Checked(
+            config,
+            life.runtime.engine.model_spec,
+            ClusterRequest(config.engine, config.train, config.sandbox, config.hardware),
+        ),
     )
     async with train._open_parts(checked, RunState(config), display, Reservations()):
         assert sleep.events == (["engines", "sleep", "trainer"] if colocate else ["trainer", "engines"])

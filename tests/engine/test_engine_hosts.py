@@ -85,7 +85,9 @@ def config_of(directory: Path, model: Path, **engine: Any) -> RunConfig:
 @asynccontextmanager
 async def opened(config: RunConfig, directory: Path, notes: list[str]) -> AsyncIterator[SGLangEngine]:
     async with (
-        open_reservations(ClusterRequest.of(config), ranks=False) as reserved,
+        open_reservations(
+            ClusterRequest(config.engine, config.train, config.sandbox, config.hardware), ranks=False
+        ) as reserved,
         open_engine(
             config.engine, config.model, FACTS, directory / "logs", notes.append, reservations=reserved.engines
         ) as engine,
@@ -198,7 +200,12 @@ async def test_a_log_that_cannot_be_kept_does_not_keep_the_room(
     cluster: None, checkpoint: Path, tmp_path: Path
 ) -> None:
     config = config_of(tmp_path, checkpoint)
-    async with open_reservations(ClusterRequest.of(config), ranks=False) as reserved, asyncio.timeout(60):
+    async with (
+        open_reservations(
+            ClusterRequest(config.engine, config.train, config.sandbox, config.hardware), ranks=False
+        ) as reserved,
+        asyncio.timeout(60),
+    ):
         log, (room,) = tmp_path / "logs/engine-0.log", reserved.engines
         server = hosts.RayEngineServer(
             config.engine, checkpoint, log, room, number=0, capture_routes=True, notify=lambda line: None
@@ -255,7 +262,9 @@ async def test_ranks_that_follow_each_other_are_on_one_machine(
     parallel = {"world_size": 4, "tensor": tensor}
     train = {"ray_address": ray.get_runtime_context().gcs_address, "parallel": parallel}
     config = RunConfig.model_validate({"name": "ranks", "model": str(checkpoint), "train": train})
-    async with open_reservations(ClusterRequest.of(config), ranks=True) as reserved:
+    async with open_reservations(
+        ClusterRequest(config.engine, config.train, config.sandbox, config.hardware), ranks=True
+    ) as reserved:
         assert reserved.engines == ()
         assert reserved.ranks is not None
         assert reserved.ranks.bundle_count == bundles
@@ -288,7 +297,9 @@ async def test_a_real_engine_is_killed_with_its_actor_and_serves_again(
     engine = engine_config.model_copy(update=changes)
     config, notes = RunConfig(name="hosted", model=model, engine=engine), list[str]()
     async with (
-        open_reservations(ClusterRequest.of(config), ranks=False) as reserved,
+        open_reservations(
+            ClusterRequest(config.engine, config.train, config.sandbox, config.hardware), ranks=False
+        ) as reserved,
         open_engine(
             engine, model, read_model_spec(model), tmp_path, notes.append, reservations=reserved.engines
         ) as client,
