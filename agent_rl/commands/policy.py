@@ -140,8 +140,7 @@ def _open_solver(choice: PolicyChoice, task_runtime: TaskRuntime, rules: Episode
 def _chat_runner(env: Environment, engine: ChatEngine, endpoint: ChatEndpoint, rules: EpisodeRules) -> EpisodeRunner:
     """Runs episodes over a chat endpoint. Limits in tokens become limits in bytes, :data:`BYTES_A_TOKEN` each."""
     scaled = rules.override(
-        max_tokens=rules.rollout.max_tokens * BYTES_A_TOKEN,
-        max_new_tokens=rules.rollout.max_new_tokens * BYTES_A_TOKEN,
+        max_tokens=rules.rollout.max_tokens * BYTES_A_TOKEN, max_new_tokens=rules.rollout.max_new_tokens * BYTES_A_TOKEN
     )
     fmt = NativeToolCalls() if endpoint.native_tools else tool_format(rules.rollout.tool_format)
     renderer = ChatTextRenderer(native_tools=endpoint.native_tools)

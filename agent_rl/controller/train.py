@@ -322,9 +322,7 @@ class TrainingRun:
             drop_missing=self.config.captures_routes and self.config.r3.missing == "drop_sample",
             masked=self.masked,
             penalty=partial(
-                overlong_penalty,
-                limit=self.config.rollout.max_tokens,
-                overlong=self.config.train.overlong,
+                overlong_penalty, limit=self.config.rollout.max_tokens, overlong=self.config.train.overlong
             ),
             normalized=not self.config.train.normalizes_after_penalty,
             by_sequence=self.config.train.loss_aggregation == "sequence",

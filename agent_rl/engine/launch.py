@@ -17,7 +17,6 @@ import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from agent_rl.config import EngineConfig
 from agent_rl.engine.shared_memory import remove_stale
@@ -108,9 +107,7 @@ class EngineServer:
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.stop()
 
     async def start(self) -> str:

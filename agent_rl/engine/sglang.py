@@ -16,7 +16,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any
 
 from agent_rl.config import EngineConfig
@@ -84,9 +84,7 @@ class SGLangEngine:
             raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
     async def close(self) -> None:

@@ -42,14 +42,7 @@ from envs import (
     UndecidableError,
     load_scaffold,
 )
-from sandbox import (
-    ImageMissingError,
-    SandboxError,
-    SandboxNodeLostError,
-    SandboxUnavailableError,
-    bounded,
-    printable,
-)
+from sandbox import ImageMissingError, SandboxError, SandboxNodeLostError, SandboxUnavailableError, bounded, printable
 from sandbox.timeouts import PausableTimeout
 from tools import ParseFailure, ToolCallFormat, ToolDefinitionError, ToolResult, ToolSet
 
@@ -66,13 +59,7 @@ MAX_ABORTS = 3
 """How often a turn is requested again after the engine aborted it on its own."""
 
 
-_STOPS_THE_RUN = (
-    RoutesMissingError,
-    ImageMissingError,
-    SandboxUnavailableError,
-    TaskRecordError,
-    ToolDefinitionError,
-)
+_STOPS_THE_RUN = (RoutesMissingError, ImageMissingError, SandboxUnavailableError, TaskRecordError, ToolDefinitionError)
 _ENDINGS: Sequence[tuple[type[Exception], StopReason | None]] = (
     *((kind, None) for kind in _STOPS_THE_RUN),
     (EngineError, StopReason.ENGINE_FAILURE),

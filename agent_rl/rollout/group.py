@@ -219,9 +219,6 @@ class GroupCollector:
             state.failures.append(f"rescoring: {type(error).__name__}: {error}")
 
     def _emit(
-        self,
-        trajectory: Trajectory | None = None,
-        group: Group | None = None,
-        dropped: DroppedGroup | None = None,
+        self, trajectory: Trajectory | None = None, group: Group | None = None, dropped: DroppedGroup | None = None
     ) -> None:
         self.on_event(RolloutEvent(trajectory, group, dropped, self.limiter.in_flight, self.limiter.waiting))

@@ -131,15 +131,7 @@ class TrainerWorker:
             self._measure_placement(step_batches(samples, shares), routes)
         with rank_trace(request.trace, self._ranks.rank, self._ranks.data_rank, self._model.shard) as tracer:
             report, differences = grpo_step(
-                self._model,
-                self._optimizer,
-                samples,
-                shares,
-                routes,
-                request,
-                tracer,
-                self._reference,
-                self._balancer,
+                self._model, self._optimizer, samples, shares, routes, request, tracer, self._reference, self._balancer
             )
         self._updates += sum(item.update.taken for item in report.updates)
         self._release_gpu_cache()
@@ -178,10 +170,7 @@ class TrainerWorker:
         return logprobs if self._lead else {}, [experts.astype(dtype, copy=False) for experts in used]
 
     def supervise(
-        self,
-        sequences: WeightedSequences,
-        shares: Sequence[Sequence[Sequence[int]]],
-        batch_weight: float,
+        self, sequences: WeightedSequences, shares: Sequence[Sequence[Sequence[int]]], batch_weight: float
     ) -> tuple[float, Update]:
         """Run one supervised update over ``shares[data_rank][micro_batch]``. Returns this rank's part of the loss and
         the update. Collective. Raises TrainerError where loss or gradient norm is not finite."""

@@ -382,9 +382,6 @@ def _dispatcher(
     config.moe_permute_fusion, config.moe_token_dispatcher_type = fused, kind
     groups = get_default_pg_collection()
     each = model_spec.num_experts // parallel.expert
-    known = {
-        "flex": token_dispatcher.MoEFlexTokenDispatcher,
-        "alltoall": token_dispatcher.MoEAlltoAllTokenDispatcher,
-    }
+    known = {"flex": token_dispatcher.MoEFlexTokenDispatcher, "alltoall": token_dispatcher.MoEAlltoAllTokenDispatcher}
     own = range(groups.ep.rank() * each, (groups.ep.rank() + 1) * each)
     return known[kind](each, list(own), config=config, pg_collection=groups)
