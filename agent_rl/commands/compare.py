@@ -314,23 +314,21 @@ def _settings(config: RunConfig, trajectories: Sequence[Trajectory]) -> dict[str
 
 def _json(comparison: Comparison) -> dict[str, Any]:
     return {
-        "without_over_with_replay": {
-            name: asdict(ratio) for name, ratio in comparison.without_over_with_replay.items()
-        },
-        **{name: report.to_json() for name, report in comparison.reports.items()},
+        "without_over_with_replay": {key: asdict(ratio) for key, ratio in comparison.without_over_with_replay.items()},
+        **{key: report.to_json() for key, report in comparison.reports.items()},
     }
 
 
 def _draw(
     out: Path,
-    trajectories: Sequence[Trajectory],
+    sampled: Sequence[Trajectory],
     replay: TrainerPass,
     without_replay: TrainerPass,
     comparison: Comparison,
 ) -> None:
-    engine = np.concatenate([t.logprobs[1:][t.loss_mask[1:]] for t in trajectories])
+    engine = np.concatenate([t.logprobs[1:][t.loss_mask[1:]] for t in sampled])
     scatter = {"without replay": without_replay, "with replay": replay}
-    panels = {name: (_sampled(trajectories, passed), engine) for name, passed in scatter.items()}
+    panels = {name: (_sampled(sampled, passed), engine) for name, passed in scatter.items()}
     logprobs = {name: report.total.logprobs for name, report in comparison.reports.items()}
     curves = {name.replace("_", " "): values.f_tau for name, values in logprobs.items() if values is not None}
     write_atomic(out / "probabilities.png", probability_scatter(panels))

@@ -113,22 +113,22 @@ def _unreadable_tasks(env: Environment, tasks: Sequence[Task]) -> dict[str, Task
 
 async def _run_policy(
     config: RunConfig,
-    task_runtime: TaskRuntime,
+    runtime: TaskRuntime,
     policy: str,
     tasks: Sequence[Task],
-    repeats: int,
+    runs: int,
     directory: Path,
     out: Display,
 ) -> dict[str, list[EpisodeResult]]:
-    """Results of ``repeats`` runs of ``policy`` per task. Tasks without a reference fix are skipped for policy gold."""
-    runnable = [_unverified(task) for task in tasks if policy != "gold" or has_gold(task_runtime.env, task)]
+    """Results of ``runs`` runs of ``policy`` per task. Tasks without a reference fix are skipped for policy gold."""
+    runnable = [_unverified(task) for task in tasks if policy != "gold" or has_gold(runtime.env, task)]
     evaluation = EvaluationDirectory(
         directory / policy, {"policy": policy, "env": config.env.name, "options": _env_options(config)}
     )
     known = {task.id for task in runnable}
-    results = [r for r in evaluation.results() if r.task_id in known and r.sample < repeats]
+    results = [r for r in evaluation.results() if r.task_id in known and r.sample < runs]
     graded = sum(result.resolved is not None for result in results)
-    out.stage(f"{policy}, {repeats} run(s) per task", total=len(runnable) * repeats - graded)
+    out.stage(f"{policy}, {runs} run(s) per task", total=len(runnable) * runs - graded)
     fresh: list[EpisodeResult] = []
 
     def record(result: EpisodeResult, trajectory: Trajectory | None) -> None:
@@ -137,10 +137,10 @@ async def _run_policy(
 
     await evaluate(
         runnable,
-        solver_runner(task_runtime.env, policy, EpisodeRules.from_config(config)),
+        solver_runner(runtime.env, policy, EpisodeRules.from_config(config)),
         policy=policy,
         limiter=Limiter(config.rollout.concurrency),
-        samples=repeats,
+        samples=runs,
         retries=config.rollout.sandbox_retries,
         done=results,
         on_result=record,

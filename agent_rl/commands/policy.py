@@ -109,13 +109,11 @@ def with_harness(config: RunConfig, command: str | None, choice: PolicyChoice) -
 
 
 @asynccontextmanager
-async def open_policy(
-    config: RunConfig, choice: PolicyChoice, log_dir: Path, display: Display
-) -> AsyncIterator[Policy]:
-    """Open the policy and its task runtime; launched engines log to ``log_dir``."""
+async def open_policy(config: RunConfig, choice: PolicyChoice, logs: Path, display: Display) -> AsyncIterator[Policy]:
+    """Open the policy and its task runtime; launched engines log to ``logs``."""
     rules = choice.rules(config)
     if choice.name == "engine":
-        async with open_rollout_runtime(preflight.run(config), log_dir, display, routes=False) as runtime:
+        async with open_rollout_runtime(preflight.run(config), logs, display, routes=False) as runtime:
             yield Policy(runtime.task_runtime, runtime.runner(rules))
     elif (endpoint := choice.endpoint) is not None:
         engine = ChatEngine(endpoint, timeout=config.engine.request_timeout, retries=config.engine.retries)

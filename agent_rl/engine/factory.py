@@ -98,19 +98,19 @@ def _ray_servers(
     *,
     routes: bool,
 ) -> dict[str, RayEngineServer]:
-    for reservation in reservations[:1]:
-        refuse_unservable(model_spec, model, reservation.device)
+    for reserved in reservations[:1]:
+        refuse_unservable(model_spec, model, reserved.device)
     return {
         f"engine-{number}": RayEngineServer(
             config,
             model,
             run_dir / f"engine-{number}.log",
-            reservation,
+            reserved,
             number=number,
             capture_routes=routes,
             notify=note,
         )
-        for number, reservation in enumerate(reservations)
+        for number, reserved in enumerate(reservations)
     }
 
 

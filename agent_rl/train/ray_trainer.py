@@ -251,14 +251,14 @@ class RayTrainer:
         if replay and not have_routes(samples, self.workers.infos[0].moe_layers):
             raise TrainerError("the samples have no routes to replay")
         partition = self.partition_sequences([len(sample.tokens) for sample in samples])
-        dispatched = await asyncio.to_thread(dispatch, self.workers, samples, partition, routes=replay)
+        stored = await asyncio.to_thread(dispatch, self.workers, samples, partition, routes=replay)
         results = await self.workers.call_each(
             lambda actor, info: actor.logprobs.remote(
-                dispatched[info.rank].samples,
+                stored[info.rank].samples,
                 partition[info.data_rank],
                 temperature,
                 record,
-                dispatched[info.rank].routes,
+                stored[info.rank].routes,
             )
         )
         return results, partition

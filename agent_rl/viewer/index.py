@@ -101,9 +101,7 @@ class Index:
             stamps = {n: files.stamp for n, files in on_disk.items()}
             if stamps == self._stamps:
                 return
-            kept = {
-                n: step_index for n, step_index in self.step_indexes.items() if stamps.get(n) == self._stamps.get(n)
-            }
+            kept = {n: index for n, index in self.step_indexes.items() if stamps.get(n) == self._stamps.get(n)}
             self.step_indexes = {
                 n: kept[n] if n in kept else _read_step_index(n, files.step, files.stem) for n, files in on_disk.items()
             }

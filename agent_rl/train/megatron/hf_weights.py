@@ -164,39 +164,37 @@ def load_weights(
 
 def pieces_of(mapping: ParamMapping, model_spec: ModelSpec, ranks: ParallelState) -> Iterator[TensorSlice]:
     """The slices of Hugging Face tensors that this rank reads, each with its target view of the parameter."""
-    parameter, names, shard = mapping.parameter.detach(), mapping.names, (ranks.tensor_rank, ranks.tensor_size)
+    param, names, shard = mapping.parameter.detach(), mapping.names, (ranks.tensor_rank, ranks.tensor_size)
     match mapping.sharding:
         case Sharding.REPLICATED:
-            yield TensorSlice.share(names[0], parameter)
+            yield TensorSlice.share(names[0], param)
         case Sharding.ROWS:
-            yield TensorSlice.share(names[0], parameter, 0, *shard)
+            yield TensorSlice.share(names[0], param, 0, *shard)
         case Sharding.COLUMNS:
-            yield TensorSlice.share(names[0], parameter, 1, *shard)
+            yield TensorSlice.share(names[0], param, 1, *shard)
         case Sharding.GATE_UP:
             yield from (
-                TensorSlice.share(name, half, 0, *shard) for name, half in zip(names, parameter.chunk(2), strict=True)
+                TensorSlice.share(name, half, 0, *shard) for name, half in zip(names, param.chunk(2), strict=True)
             )
         case Sharding.QKV:
-            yield from _qkv_pieces(names, parameter, model_spec, ranks)
+            yield from _qkv_pieces(names, param, model_spec, ranks)
         case Sharding.EXPERTS_GATE_UP:
-            for expert, weight in zip(own_experts(mapping, ranks), parameter, strict=True):
+            for expert, weight in zip(own_experts(mapping, ranks), param, strict=True):
                 gate, up = weight.chunk(2)
                 yield TensorSlice.share(names[2 * expert], gate)
                 yield TensorSlice.share(names[2 * expert + 1], up)
         case Sharding.EXPERTS_DOWN:
-            for expert, weight in zip(own_experts(mapping, ranks), parameter, strict=True):
+            for expert, weight in zip(own_experts(mapping, ranks), param, strict=True):
                 yield TensorSlice.share(names[expert], weight)
 
 
-def _qkv_pieces(
-    names: tuple[str, ...], parameter: Tensor, model_spec: ModelSpec, ranks: ParallelState
-) -> Iterator[TensorSlice]:
+def _qkv_pieces(names: tuple[str, ...], param: Tensor, model: ModelSpec, ranks: ParallelState) -> Iterator[TensorSlice]:
     """The queries, the key and the value of each of this rank's key-value groups."""
-    groups = model_spec.kv_heads // ranks.tensor_size
-    widths = _group_widths(model_spec)
-    for number, group in enumerate(parameter.unflatten(0, (groups, -1)), ranks.tensor_rank * groups):
+    groups = model.kv_heads // ranks.tensor_size
+    widths = _group_widths(model)
+    for number, group in enumerate(param.unflatten(0, (groups, -1)), ranks.tensor_rank * groups):
         for name, part, width in zip(names, group.split(widths), widths, strict=True):
-            yield TensorSlice(name, part, 0, number * width, model_spec.kv_heads * width)
+            yield TensorSlice(name, part, 0, number * width, model.kv_heads * width)
 
 
 def _group_widths(model_spec: ModelSpec) -> list[int]:
@@ -232,9 +230,7 @@ def export_adapters(
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """The Hugging Face name of every adapted weight, its A ``[r, in]`` and its B ``[out, r]``. Collective; only rank 0
     yields."""
-    halves = _full_tensors(
-        [mapping for mapping in param_mappings(models, model_spec, expert_order) if mapping.adapter], ranks
-    )
+    halves = _full_tensors([m for m in param_mappings(models, model_spec, expert_order) if m.adapter], ranks)
     for (_, a), (names, b) in zip(halves, halves, strict=True):
         parts = _split(names, b, model_spec)
         stacked = a if a.ndim == 3 else a[None]
