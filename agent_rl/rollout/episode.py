@@ -163,9 +163,8 @@ class EpisodeRun:
         self.began, self.started = round(time.time(), 3), time.perf_counter()
         self.transcript = Transcript((), max_tokens=self.limits.max_tokens, routes=None)
         self.messages: list[Mapping[str, str]] = []
-        self.turns: list[
-            dict[str, Any]
-        ] = []  # the fields of Turn: frozen at the end, because a turn may be interrupted
+        # The fields of Turn: frozen at the end, because a turn may be interrupted.
+        self.turns: list[dict[str, Any]] = []
         self.parse_failures_in_a_row = 0
         self.start_seconds = self.grade_began = self.grade_seconds = 0.0
 

@@ -20,20 +20,8 @@ FORMAT = 1
 _LEVEL = 6
 SUFFIX = ".index.json.zst"
 COLUMNS = (
-    *(
-        "group",
-        "task",
-        "reward",
-        "resolved",
-        "stop",
-        "turns",
-        "tokens",
-        "sampled",
-        "hacks",
-        "training_status",
-        "advantage",
-    ),
-    *("branches", "versions", "seconds", "began", "failures", "format"),
+    *("group", "task", "reward", "resolved", "stop", "turns", "tokens", "sampled", "hacks", "training_status"),
+    *("advantage", "branches", "versions", "seconds", "began", "failures", "format"),
     *("worst_gap", "worst_gap_without_replay"),
 )
 

@@ -218,7 +218,7 @@ class TrainerWorker:
 
     def publish(self, request: PublishRequest) -> PublishReport | None:
         """Send the weights to the engines. Rank 0 sends and returns the report. Collective."""
-        base = self._lora_base(request)
+        base = BaseWeights(self._request.model) if self._model.lora and request.config.merges_adapters else None
         weights, report = self._model.export_weights() if base is None else self._model.export_changes(), None
         try:
             if self._ranks.rank == 0:
@@ -231,10 +231,6 @@ class TrainerWorker:
                 pass
             self._release_gpu_cache()
         return report
-
-    def _lora_base(self, request: PublishRequest) -> BaseWeights | None:
-        """The checkpoint that engines merge the adapters into; None where full weights are sent."""
-        return BaseWeights(self._request.model) if self._model.lora and request.config.merges_adapters else None
 
     def _release_gpu_cache(self) -> None:
         """Return torch's cached GPU memory, which an engine on the same GPU needs (``engine.colocate``)."""

@@ -34,22 +34,17 @@ EVAL = "eval"
 RESULTS, REPORT = "results.jsonl", "report.json"
 """Files of an ``agent-rl eval`` directory."""
 SHOWN = (
+    *("id", "n", "step", "group", "task", "reward", "resolved", "stop", "turns", "tokens", "sampled", "hacks"),
     *(
-        "id",
-        "n",
-        "step",
-        "group",
-        "task",
-        "reward",
-        "resolved",
-        "stop",
-        "turns",
-        "tokens",
-        "sampled",
-        "hacks",
         "training_status",
+        "advantage",
+        "branches",
+        "versions",
+        "seconds",
+        "began",
+        "worst_gap",
+        "worst_gap_without_replay",
     ),
-    *("advantage", "branches", "versions", "seconds", "began", "worst_gap", "worst_gap_without_replay"),
 )
 """The columns of the API."""
 RANGES = (
@@ -217,14 +212,10 @@ def _read_step_index(n: str, step: int, stem: Path) -> StepIndex:
 
 
 def _from_rows(n: str, step: int, stem: Path) -> StepIndex:
-    path = rows_path(stem)
+    path, file = rows_path(stem), step_index_path(stem)
     rows_stamp = path.stat().st_mtime_ns
-    index_file = step_index_path(stem)
-    if (
-        index_file.is_file()
-        and index_file.stat().st_mtime_ns >= rows_stamp
-        and (found := read_step_index(stem)) is not None
-    ):
+    fresh = file.is_file() and file.stat().st_mtime_ns >= rows_stamp
+    if fresh and (found := read_step_index(stem)) is not None:
         columns_of, positions = found
         columns_of |= {
             name: [_intern(value) for value in columns_of[name]] for name in ("task", "stop", "training_status")
