@@ -51,8 +51,7 @@ def view(
 @app.command()
 def show(
     path: Annotated[
-        Path,
-        typer.Argument(metavar="RUN|FILE", help="Directory of a run or an evaluation, or a trajectories file."),
+        Path, typer.Argument(metavar="RUN|FILE", help="Directory of a run or an evaluation, or a trajectories file.")
     ],
     step: Annotated[int | None, typer.Option(min=0, help="Step of the run. Default: the last step.")] = None,
     task: Annotated[str | None, typer.Option(help="Show only this task.")] = None,

@@ -44,9 +44,7 @@ def build_options(
 
 def build_command(open_source: Callable[..., Any]) -> Callable[..., None]:
     """A command from a function that returns a candidate source: its arguments followed by the shared options."""
-    specific, shared = (
-        inspect.signature(function, eval_str=True).parameters for function in (open_source, build_options)
-    )
+    specific, shared = (inspect.signature(each, eval_str=True).parameters for each in (open_source, build_options))
 
     @wraps(open_source)
     def command(**values: Any) -> None:

@@ -320,11 +320,7 @@ def _json(comparison: Comparison) -> dict[str, Any]:
 
 
 def _draw(
-    out: Path,
-    sampled: Sequence[Trajectory],
-    replay: TrainerPass,
-    without_replay: TrainerPass,
-    comparison: Comparison,
+    out: Path, sampled: Sequence[Trajectory], replay: TrainerPass, without_replay: TrainerPass, comparison: Comparison
 ) -> None:
     engine = np.concatenate([t.logprobs[1:][t.loss_mask[1:]] for t in sampled])
     scatter = {"without replay": without_replay, "with replay": replay}

@@ -259,19 +259,17 @@ def diagnose(
     )
 
 
-def _write_report(
-    display: Display, directory: Path, checks: Sequence[Check], diagnoses: Sequence[TaskDiagnosis]
-) -> bool:
+def _write_report(display: Display, directory: Path, checks: Sequence[Check], found: Sequence[TaskDiagnosis]) -> bool:
     """Write doctor.json and the quarantine file and print a summary. Returns True if every check passed."""
-    invalid = {item.task_id: item.reasons for item in diagnoses if item.reasons}
-    undecided = [item for item in diagnoses if item.undecided and not item.reasons]
+    invalid = {item.task_id: item.reasons for item in found if item.reasons}
+    undecided = [item for item in found if item.undecided and not item.reasons]
     write_json(
         directory / "doctor.json",
-        {"checks": [asdict(check) for check in checks], "tasks": [asdict(item) for item in diagnoses]},
+        {"checks": [asdict(check) for check in checks], "tasks": [asdict(item) for item in found]},
     )
     write_quarantine(directory / "quarantine.json", invalid)
-    valid = len(diagnoses) - len(invalid) - len(undecided)
-    display.note(f"{valid} of {len(diagnoses)} tasks valid, {len(invalid)} invalid, {len(undecided)} undecided")
+    valid = len(found) - len(invalid) - len(undecided)
+    display.note(f"{valid} of {len(found)} tasks valid, {len(invalid)} invalid, {len(undecided)} undecided")
     if invalid or undecided:
         display.table(tasks_table(invalid, undecided))
     display.note(f"report: {directory / 'doctor.json'}")

@@ -69,10 +69,7 @@ class EngineConfig(Section):
     )
     dtype: Precision = Field("bfloat16", description="Data type of the engine's weights.")
     port: int = Field(
-        0,
-        ge=0,
-        le=65535,
-        description="First launched server's port; others take the next ones. 0: free ports.",
+        0, ge=0, le=65535, description="First launched server's port; others take the next ones. 0: free ports."
     )
     threads: int = Field(0, ge=0, description="CPU threads per launched server. 0: all cores.")
     max_total_tokens: int = Field(65536, gt=0, description="KV cache capacity of a launched server, in tokens.")

@@ -193,12 +193,7 @@ def _trained_tokens(trajectory: Trajectory) -> int:
 
 
 def _branch_samples(
-    number: int,
-    trajectory: Trajectory,
-    advantage: float,
-    shape: Routing | None,
-    by_sequence: bool,
-    version: int | None,
+    number: int, trajectory: Trajectory, advantage: float, shape: Routing | None, by_sequence: bool, version: int | None
 ) -> list[tuple[int, Sample]]:
     """The trained branches of a trajectory with their numbers. ``shape`` is another trajectory's routing, whose
     shape is used for a trajectory without routes."""

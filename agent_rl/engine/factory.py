@@ -102,13 +102,7 @@ def _ray_servers(
         refuse_unservable(model_spec, model, reserved.device)
     return {
         f"engine-{number}": RayEngineServer(
-            config,
-            model,
-            run_dir / f"engine-{number}.log",
-            reserved,
-            number=number,
-            capture_routes=routes,
-            notify=note,
+            config, model, run_dir / f"engine-{number}.log", reserved, number=number, capture_routes=routes, notify=note
         )
         for number, reserved in enumerate(reservations)
     }

@@ -156,9 +156,7 @@ class Display:
         if self._steps is not None:
             self._progress.update(self._steps, completed=step)
         if self._live is None:
-            text = "  ".join(
-                f"{label} {form.format(values[key])}" for label, key, form in PANEL_METRICS if key in values
-            )
+            text = "  ".join(f"{name} {form.format(values[key])}" for name, key, form in PANEL_METRICS if key in values)
             self.note(f"[{self._name}] step {step}: {text}  ({values.get('time/step', 0.0):.1f} s)")
         self._refresh()
 

@@ -106,11 +106,7 @@ METRICS: tuple[Metric, ...] = (
         ("rollout/trajectories", "count", "Trajectories collected in the step."),
         ("rollout/groups_dropped", "count", "Tasks dropped after their retry budget."),
         ("rollout/infrastructure_failures", "count", "Episodes run again after an infrastructure failure."),
-        (
-            "rollout/suspected_hacks",
-            "count",
-            "Trajectories that modified the test infrastructure; grading restored it.",
-        ),
+        ("rollout/suspected_hacks", "count", "Trajectories that changed the test infrastructure; grading restored it."),
         ("rollout/parse_failures", "count", "Turns without a well-formed tool call."),
         ("rollout/retractions", "count", "Times that engines requeued a running request and recomputed its tokens."),
         ("rollout/turns_mean", "turns", "Mean turns per trajectory."),
@@ -216,11 +212,7 @@ METRICS: tuple[Metric, ...] = (
     *_rows(
         "agent_rl/engine/utilization.py",
         ("engine/empty_fraction", "share", "Share of time since the last step without a running request; engine mean."),
-        (
-            "engine/busy_fraction",
-            "share",
-            "Occupied share of `engine.max_running_requests`; mean over time and engines.",
-        ),
+        ("engine/busy_fraction", "share", "Occupied share of `engine.max_running_requests`; mean of time and engines."),
     ),
     *_rows(
         "agent_rl/controller/journal.py",

@@ -254,11 +254,7 @@ class RayTrainer:
         stored = await asyncio.to_thread(dispatch, self.workers, samples, partition, routes=replay)
         results = await self.workers.call_each(
             lambda actor, info: actor.logprobs.remote(
-                stored[info.rank].samples,
-                partition[info.data_rank],
-                temperature,
-                record,
-                stored[info.rank].routes,
+                stored[info.rank].samples, partition[info.data_rank], temperature, record, stored[info.rank].routes
             )
         )
         return results, partition

@@ -214,13 +214,7 @@ def _step(index: StepIndex) -> Json:
         }
         for group, numbers in members.items()
     ]
-    return {
-        "n": index.n,
-        "step": index.step,
-        "columns": columns,
-        "groups": groups,
-        "notes": list(index.notes),
-    }
+    return {"n": index.n, "step": index.step, "columns": columns, "groups": groups, "notes": list(index.notes)}
 
 
 def _evaluation(index: Index, key: str) -> Json:

@@ -216,11 +216,9 @@ def _from_rows(n: str, step: int, stem: Path) -> StepIndex:
     rows_stamp = path.stat().st_mtime_ns
     fresh = file.is_file() and file.stat().st_mtime_ns >= rows_stamp
     if fresh and (found := read_step_index(stem)) is not None:
-        columns_of, positions = found
-        columns_of |= {
-            name: [_intern(value) for value in columns_of[name]] for name in ("task", "stop", "training_status")
-        }
-        return StepIndex(n, step, stem, columns_of, tuple(positions))
+        stored, positions = found
+        stored |= {name: [_intern(value) for value in stored[name]] for name in ("task", "stop", "training_status")}
+        return StepIndex(n, step, stem, stored, tuple(positions))
     rows = list(read_rows(path))
     return StepIndex(n, step, stem, columns(rows), None)
 

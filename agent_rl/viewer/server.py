@@ -122,7 +122,7 @@ def application(source: Source) -> Starlette:
     async def events(request: Request) -> Response:
         return StreamingResponse(changes.events(), media_type="text/event-stream")
 
-    async def resource(request: Request) -> Response:
+    async def fetch(request: Request) -> Response:
         query = dict(request.query_params)
         body = await run_in_threadpool(source.body, request.path_params["path"], query)
         return Response(body, status_code=_status(body), media_type="application/json")
@@ -136,11 +136,7 @@ def application(source: Source) -> Starlette:
         yield
         task.cancel()
 
-    routes = [
-        *(Route(path, file) for path in FILES),
-        Route("/api/changes", events),
-        Route("/api/{path:path}", resource),
-    ]
+    routes = [*(Route(path, file) for path in FILES), Route("/api/changes", events), Route("/api/{path:path}", fetch)]
     hosts = Middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"], www_redirect=False)
     return Starlette(routes=routes, lifespan=watching, middleware=[Middleware(SecurityHeaders), hosts])
 

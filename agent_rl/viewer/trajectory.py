@@ -45,12 +45,7 @@ class Reader:
         branches = [self._branch(index, (number, branch), row, notes) for branch in range(count)]
         conversation = _conversation(row)
         _assign_branches(conversation["turns"], [branch["sampled"] for branch in branches])
-        return {
-            **_head(index, number, row),
-            **conversation,
-            "branches": branches,
-            "notes": list(dict.fromkeys(notes)),
-        }
+        return {**_head(index, number, row), **conversation, "branches": branches, "notes": list(dict.fromkeys(notes))}
 
     def routes(self, index: StepIndex, branch_id: BranchId, start: int, stop: int | None) -> Json | None:
         """Rows of a branch's routes; None without routes. Raises AgentRlError if they are damaged."""

@@ -69,14 +69,9 @@ class Responses:
         )
 
     def response(self, reply: ChatResponse) -> dict[str, Any]:
-        truncated = {"reason": "max_output_tokens"} if reply.finish == "length" else None
-        status = "incomplete" if truncated else "completed"
-        return {
-            **_head(reply, status),
-            "incomplete_details": truncated,
-            "output": _output(reply),
-            "usage": _usage(reply),
-        }
+        details = {"reason": "max_output_tokens"} if reply.finish == "length" else None
+        status = "incomplete" if details else "completed"
+        return {**_head(reply, status), "incomplete_details": details, "output": _output(reply), "usage": _usage(reply)}
 
     def events(self, reply: ChatResponse, request: ChatRequest) -> Iterator[bytes]:
         started = {**_head(reply, "in_progress"), "incomplete_details": None, "output": [], "usage": None}

@@ -88,13 +88,7 @@ def is_batched_attention_faster(lengths: Tensor, new_tokens: Tensor, heads: int)
 
 
 def attend(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    entries: Tensor,
-    lengths: Tensor,
-    added: Tensor,
-    scale: float | None,
+    queries: Tensor, keys: Tensor, values: Tensor, entries: Tensor, lengths: Tensor, added: Tensor, scale: float | None
 ) -> Tensor:
     """Causal attention of the last ``added`` ``[B]`` tokens of each sequence, ``[T, H, Dv]``.
 

@@ -330,12 +330,10 @@ def write_checkpoint(weights: Iterable[tuple[str, Tensor]], source: Path, direct
         os.rename(partial, directory)
 
 
-def write_adapter(
-    adapters: Sequence[tuple[str, Tensor, Tensor]], base: Path, directory: Path, lora: LoraConfig
-) -> None:
+def write_adapter(deltas: Sequence[tuple[str, Tensor, Tensor]], base: Path, directory: Path, lora: LoraConfig) -> None:
     """Write the result of :func:`export_adapters` in PEFT's format, with ``base`` as the base model."""
     tensors: dict[str, Tensor] = {}
-    for name, a, b in adapters:
+    for name, a, b in deltas:
         module = f"base_model.model.{name.removesuffix('.weight')}"
         tensors |= {f"{module}.lora_A.weight": _stored(a), f"{module}.lora_B.weight": _stored(b)}
     config = {
@@ -344,7 +342,7 @@ def write_adapter(
         "base_model_name_or_path": str(base),
         "r": lora.rank,
         "lora_alpha": lora.alpha,
-        "target_modules": sorted({name.rsplit(".", 2)[1] for name, _, _ in adapters}),
+        "target_modules": sorted({name.rsplit(".", 2)[1] for name, _, _ in deltas}),
         "lora_dropout": 0.0,
         "bias": "none",
         "inference_mode": True,

@@ -365,19 +365,17 @@ def _factors(experts: int) -> Tensor:
     return 1 + torch.arange(experts) / experts
 
 
-def _dispatcher(
-    model: ModelSpec, parallel: ParallelConfig, dtype: torch.dtype, kind: Dispatcher, *, fused: bool
-) -> Any:
+def _dispatcher(model: ModelSpec, layout: ParallelConfig, dtype: torch.dtype, kind: Dispatcher, *, fused: bool) -> Any:
     """Megatron's dispatcher of a layer."""
     from megatron.core.transformer.moe import token_dispatcher
     from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 
     from agent_rl.train.megatron.transformer import transformer_config
 
-    config = transformer_config(model, parallel, dtype, "none", ())
+    config = transformer_config(model, layout, dtype, "none", ())
     config.moe_permute_fusion, config.moe_token_dispatcher_type = fused, kind
     groups = get_default_pg_collection()
-    each = model.num_experts // parallel.expert
+    each = model.num_experts // layout.expert
     known = {"flex": token_dispatcher.MoEFlexTokenDispatcher, "alltoall": token_dispatcher.MoEAlltoAllTokenDispatcher}
     own = range(groups.ep.rank() * each, (groups.ep.rank() + 1) * each)
     return known[kind](each, list(own), config=config, pg_collection=groups)
