@@ -41,7 +41,7 @@ from agent_rl.controller.rollout_runtime import RolloutRuntime, open_rollout_run
 from agent_rl.controller.route_checks import check_missing_budget, probe_engines
 from agent_rl.controller.state import RunState, keep_tokenizer
 from agent_rl.controller.summary import summarize, summary_table, why_idle
-from agent_rl.engine.types import Scorer
+from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.errors import TrainerDied
 from agent_rl.evaluation.quarantine import Quarantine
 from agent_rl.monitoring.console import Display
@@ -389,7 +389,7 @@ class TrainingRun:
             await self.checkpoints.finish()
 
 
-def _open_rescorer(train: TrainConfig, engine: Scorer) -> Rescorer | None:
+def _open_rescorer(train: TrainConfig, engine: SGLangEngine) -> Rescorer | None:
     old = train.old_logprob
     if old.source != "rescore":
         return None
