@@ -112,18 +112,12 @@ def _unreadable_tasks(env: Environment, tasks: Sequence[Task]) -> dict[str, Task
 
 
 async def _run_policy(
-    config: RunConfig,
-    runtime: TaskRuntime,
-    policy: str,
-    tasks: Sequence[Task],
-    runs: int,
-    directory: Path,
-    out: Display,
+    config: RunConfig, runtime: TaskRuntime, policy: str, tasks: Sequence[Task], runs: int, target: Path, out: Display
 ) -> dict[str, list[EpisodeResult]]:
     """Results of ``runs`` runs of ``policy`` per task. Tasks without a reference fix are skipped for policy gold."""
     runnable = [_unverified(task) for task in tasks if policy != "gold" or has_gold(runtime.env, task)]
     evaluation = EvaluationDirectory(
-        directory / policy, {"policy": policy, "env": config.env.name, "options": _env_options(config)}
+        target / policy, {"policy": policy, "env": config.env.name, "options": _env_options(config)}
     )
     known = {task.id for task in runnable}
     results = [r for r in evaluation.results() if r.task_id in known and r.sample < runs]

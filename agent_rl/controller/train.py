@@ -315,17 +315,16 @@ class TrainingRun:
         self._report_filters(step)
 
     def _samples(self, step: int, batch: Batch) -> GroupSamples:
+        train, max_tokens = self.config.train, self.config.rollout.max_tokens
         return build_samples(
             batch.groups,
-            baseline=self.config.train.baseline,
-            scale=self.config.train.advantage_scale,
+            baseline=train.baseline,
+            scale=train.advantage_scale,
             drop_missing=self.config.captures_routes and self.config.r3.missing == "drop_sample",
             masked=self.masked,
-            penalty=partial(
-                overlong_penalty, limit=self.config.rollout.max_tokens, overlong=self.config.train.overlong
-            ),
-            normalized=not self.config.train.normalizes_after_penalty,
-            by_sequence=self.config.train.loss_aggregation == "sequence",
+            penalty=partial(overlong_penalty, limit=max_tokens, overlong=train.overlong),
+            normalized=not train.normalizes_after_penalty,
+            by_sequence=train.loss_aggregation == "sequence",
             published=step - 1,
         )
 

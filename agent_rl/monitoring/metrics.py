@@ -295,12 +295,7 @@ METRICS: tuple[Metric, ...] = (
     *_LOGPROBS,
     *_without_replay((*_LOGPROBS, *_ROUTES)),
     *_ROUTES,
-    Metric(
-        "r3/missing_token_fraction",
-        "share",
-        "Tokens without routes from the engine; limited by `r3.missing_budget`.",
-        _ROLLOUT,
-    ),
+    Metric("r3/missing_token_fraction", "share", "Tokens without routes; limited by `r3.missing_budget`.", _ROLLOUT),
     Metric(
         "r3/recomputed_token_fraction",
         "share",

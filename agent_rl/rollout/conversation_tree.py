@@ -426,14 +426,11 @@ def _routing(path: Sequence[tuple[Node, int]], tokens: int) -> Routing | None:
     """The rows of routes of a path; None if none were kept or received. Raises RoutesMissingError if they do not
     align."""
     route_rows = list(_needed_rows(path))
-    first_routing = next((rows.routing for rows in route_rows if rows.routing is not None), None)
-    if first_routing is None:
+    first = next((rows.routing for rows in route_rows if rows.routing is not None), None)
+    if first is None:
         return None
     stitcher = RouteStitcher(
-        moe_layers=first_routing.moe_layers,
-        top_k=first_routing.top_k,
-        num_experts=first_routing.num_experts,
-        capacity=tokens,
+        moe_layers=first.moe_layers, top_k=first.top_k, num_experts=first.num_experts, capacity=tokens
     )
     try:
         for rows in route_rows:

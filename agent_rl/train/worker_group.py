@@ -104,9 +104,7 @@ class WorkerGroup:
         """As :meth:`call`, with different arguments for each worker."""
         self.check_running()
         try:
-            return await gather_results(
-                [call(*worker) for worker in zip(self._actors, self.infos, strict=True)], timeout
-            )
+            return await gather_results([call(*each) for each in zip(self._actors, self.infos, strict=True)], timeout)
         except AgentRlError as error:
             if not isinstance(error, WeightSyncError):
                 self._end(error)

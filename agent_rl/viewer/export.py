@@ -34,12 +34,10 @@ def export(source: Resources, out: Path, trajectories: int) -> int:
 
     Returns the number of bytes written. Raises UserError for a directory that is not empty.
     """
-    selected = {
-        run["run"]: select_trajectories(source, run["run"], trajectories) for run in source.read("runs")["runs"]
-    }
-    singles = (path for run, ids in selected.items() for path in _singles(source, run, ids))
+    chosen = {run["run"]: select_trajectories(source, run["run"], trajectories) for run in source.read("runs")["runs"]}
+    singles = (path for run, ids in chosen.items() for path in _singles(source, run, ids))
     bodies = ((path, source.body(path)) for path in chain(source.pages(), singles))
-    listed = ("exported", orjson.dumps({"notes": [], "trajectories": selected}, option=orjson.OPT_NON_STR_KEYS))
+    listed = ("exported", orjson.dumps({"notes": [], "trajectories": chosen}, option=orjson.OPT_NON_STR_KEYS))
     write = _write_file if out.suffix == ".html" else _write_dir
     return write(out, chain([listed], bodies))
 

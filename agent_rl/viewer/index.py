@@ -35,16 +35,8 @@ RESULTS, REPORT = "results.jsonl", "report.json"
 """Files of an ``agent-rl eval`` directory."""
 SHOWN = (
     *("id", "n", "step", "group", "task", "reward", "resolved", "stop", "turns", "tokens", "sampled", "hacks"),
-    *(
-        "training_status",
-        "advantage",
-        "branches",
-        "versions",
-        "seconds",
-        "began",
-        "worst_gap",
-        "worst_gap_without_replay",
-    ),
+    *("training_status", "advantage", "branches", "versions", "seconds", "began"),
+    *("worst_gap", "worst_gap_without_replay"),
 )
 """The columns of the API."""
 RANGES = (

@@ -7,7 +7,6 @@ the trainer computes its next step. Only the publish of that step waits.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from contextlib import nullcontext
 
 from agent_rl.config import EvalConfig
@@ -19,7 +18,7 @@ from agent_rl.evaluation.quarantine import Quarantine
 from agent_rl.evaluation.report import EvalReport
 from agent_rl.monitoring.console import Display
 from agent_rl.rollout.episode import EpisodeRules
-from agent_rl.rollout.group import RolloutEvent
+from agent_rl.rollout.group import OnEvent, RolloutEvent
 from agent_rl.rollout.records import evaluation_stem, write_records
 from agent_rl.types import Group
 
@@ -37,7 +36,7 @@ class Evaluations:
         runtime: RolloutRuntime,
         admission: EngineAdmission,
         left_out: Quarantine,
-        on_event: Callable[[RolloutEvent], None],
+        on_event: OnEvent,
         *,
         steps: int,
         concurrent: bool,

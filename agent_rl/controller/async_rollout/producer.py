@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Container, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 
@@ -30,6 +30,7 @@ from agent_rl.rollout.group import (
     EpisodeRunner,
     GroupCollector,
     GroupSettings,
+    OnEvent,
     Rescore,
     RolloutEvent,
     check_dropped,
@@ -62,7 +63,7 @@ class RolloutProducer:
         masked: Collection[StopReason] = (),
         left_out: Container[str] = (),
         rescore: Rescore | None = None,
-        on_event: Callable[[RolloutEvent], None] = lambda event: None,
+        on_event: OnEvent = lambda event: None,
     ) -> None:
         self._tasks, self._buffer, self._journal, self._run = tasks, buffer, journal, run
         self._seed, self._masked, self._left_out, self._on_event = seed, masked, left_out, on_event

@@ -59,11 +59,7 @@ class Responses:
         items = [{"role": "user", "content": request.input}] if isinstance(request.input, str) else request.input
         system = [ChatMessage("system", request.instructions)] if request.instructions else []
         messages = system + _messages(items)
-        tools = [
-            tool_schema(tool.name, tool.description, tool.parameters)
-            for tool in request.tools or ()
-            if tool.type == "function"
-        ]
+        tools = [tool_schema(t.name, t.description, t.parameters) for t in request.tools or () if t.type == "function"]
         return ChatRequest(
             messages, tools, check_max_tokens(request.max_output_tokens), bool(request.stream), request.model
         )

@@ -152,9 +152,7 @@ class _Questions:
     async def _siblings(self) -> tuple[tuple[RawResponse, ...], tuple[RawResponse, ...]]:
         prompt = self._tokens(self._length)
         siblings = await asyncio.gather(*(self._ask(prompt, temperature=1.0) for _ in range(2)))
-        repeats = [
-            await self._ask([*prompt, *sibling.tokens], start=len(prompt) - 1, new_tokens=1) for sibling in siblings
-        ]
+        repeats = [await self._ask([*prompt, *each.tokens], start=len(prompt) - 1, new_tokens=1) for each in siblings]
         return tuple(siblings), tuple(repeats)
 
     async def _retract(self, busy: int | None) -> tuple[RawResponse | None, str]:

@@ -213,13 +213,7 @@ class ForwardBackward:
                 yield self._prepare(index, PackedBatch.from_sequences([[0, 0]]), None, batch_plans, real=real)
 
     def _prepare(
-        self,
-        index: int,
-        batch: PackedBatch,
-        routes: Routes | None,
-        plans: Mapping[int, LayerPlan] | None,
-        *,
-        real: bool,
+        self, index: int, batch: PackedBatch, routes: Routes | None, plans: Mapping[int, LayerPlan] | None, real: bool
     ) -> PreparedBatch:
         layout = Layout(batch, self.shard)
         experts = present = None

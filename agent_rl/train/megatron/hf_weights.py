@@ -216,10 +216,8 @@ def export_weights(
     A tied output projection is exported as ``lm_head.weight``, because SGLang's Qwen3-MoE never ties and would sample
     from uniform probabilities without it.
     """
-    local = [
-        s for s in param_mappings(models, model_spec, expert_order) if not s.adapter and not _is_tied_copy(s, ranks)
-    ]
-    for names, full in _full_tensors(local, ranks):
+    own = [s for s in param_mappings(models, model_spec, expert_order) if not s.adapter and not _is_tied_copy(s, ranks)]
+    for names, full in _full_tensors(own, ranks):
         yield from zip(names, _split(names, full, model_spec), strict=True)
         if model_spec.tied and names == (EMBEDDING,):
             yield "lm_head.weight", full.clone()

@@ -111,11 +111,7 @@ def choose_kernels(
         matmul = choose(f"the matmuls of {purpose}", known, expert_matmul_check(model, dtype), device, notes)
         factories = PERMUTATIONS if device.type == "cuda" and not balanced else PERMUTATIONS[-1:]
         permutation = choose(
-            "the experts' permutation",
-            [factory() for factory in factories],
-            permutation_check(model, dtype),
-            device,
-            notes,
+            "the experts' permutation", [make() for make in factories], permutation_check(model, dtype), device, notes
         )
         product, fused = matmul.kernel, permutation.kernel
         names += [matmul.name, permutation.name]
@@ -138,11 +134,7 @@ class KernelCheck(Generic[T]):
 
 
 def choose(
-    purpose: str,
-    candidates: Sequence[KernelCandidate[T]],
-    check: KernelCheck[T],
-    device: torch.device,
-    notes: list[str],
+    target: str, candidates: Sequence[KernelCandidate[T]], check: KernelCheck[T], device: torch.device, notes: list[str]
 ) -> KernelCandidate[T]:
     """The first candidate that is correct on all ranks; ``notes`` gets a line for each installed one before it.
 
@@ -155,7 +147,7 @@ def choose(
         if candidate.installed:
             others = [other.name for other in candidates[number + 1 :] if other.installed]
             instead = f"next is {others[0]}" if others else "no other kernel is installed"
-            notes.append(f"kernels: {candidate.name} is not used for {purpose}: {fault}; {instead}")
+            notes.append(f"kernels: {candidate.name} is not used for {target}: {fault}; {instead}")
     raise TrainerError(notes[-1])
 
 
@@ -301,20 +293,11 @@ ALL_TO_ALL: KernelCandidate[Dispatcher] = KernelCandidate("Megatron's all-to-all
 
 
 def choose_exchange(
-    model: ModelSpec,
-    parallel: ParallelConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    notes: list[str],
-    *,
-    fused: bool,
+    model: ModelSpec, parallel: ParallelConfig, dtype: torch.dtype, device: torch.device, notes: list[str], fused: bool
 ) -> KernelCandidate[Dispatcher]:
     """DeepEP where it is installed and correct on every rank, otherwise Megatron's all-to-all and a note.
     Collective."""
-    purpose, check = (
-        "the exchange of tokens between expert ranks",
-        exchange_check(model, parallel, dtype, fused=fused),
-    )
+    purpose, check = "the exchange of tokens between expert ranks", exchange_check(model, parallel, dtype, fused=fused)
     if _worst(float(not installed("deep_ep")), device):  # a rank with DeepEP would wait for one without
         notes.append(
             f"kernels: {DEEP_EP.name} is not used for {purpose}: deep_ep is not installed on every rank; next is "
@@ -365,7 +348,7 @@ def _factors(experts: int) -> Tensor:
     return 1 + torch.arange(experts) / experts
 
 
-def _dispatcher(model: ModelSpec, layout: ParallelConfig, dtype: torch.dtype, kind: Dispatcher, *, fused: bool) -> Any:
+def _dispatcher(model: ModelSpec, layout: ParallelConfig, dtype: torch.dtype, kind: Dispatcher, fused: bool) -> Any:
     """Megatron's dispatcher of a layer."""
     from megatron.core.transformer.moe import token_dispatcher
     from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
