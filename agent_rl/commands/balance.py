@@ -165,11 +165,9 @@ def _counts(samples: Sequence[Sample], layout: ExpertLayout, tokens: int, cost: 
     routing = samples[0].routing
     assert routing is not None
     spec, ranks = ShardSpec(tuple(range(routing.moe_layers))), layout.ranks
-    shares = split_step(
-        samples, mini_steps=1, budget=tokens, ranks=ranks, cost=cost, lockstep=ranks, expert_ranks=ranks
-    )
+    split = split_step(samples, mini_steps=1, budget=tokens, ranks=ranks, cost=cost, lockstep=ranks, expert_ranks=ranks)
     by_id, parts = dict(enumerate(samples)), []
-    for ((share,),) in zip(shares, strict=True):
+    for ((share,),) in zip(split, strict=True):
         batches = [pack(by_id, ids) for ids in share.micro_batches]
         shards = [shard_routes(samples, ids, spec) for ids in share.micro_batches]
         parts.append(count_foreseen(batches, shards, spec, layout.experts))

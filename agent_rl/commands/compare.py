@@ -195,16 +195,14 @@ async def _run_passes(
 
     async def run(name: str, budget: int, *, replay: bool) -> TrainerPass:
         display.stage(name, total=len(samples))
-        outputs: list[tuple[NDArray[np.float32], NDArray[np.unsignedinteger]]] = []
+        pairs: list[tuple[NDArray[np.float32], NDArray[np.unsignedinteger]]] = []
         for chunk in token_chunks([len(sample.tokens) for sample in samples], budget):
             # Greedy rollouts record log-probs at temperature 1.
-            outputs += await trainer.routes(
-                samples[chunk], replay=replay, temperature=config.rollout.logprob_temperature
-            )
+            pairs += await trainer.routes(samples[chunk], replay=replay, temperature=config.rollout.logprob_temperature)
             display.advance(chunk.stop - chunk.start)
         return TrainerPass(
-            [logprobs for logprobs, _ in outputs],
-            [_routing_of_pass(sample, experts) for sample, (_, experts) in zip(samples, outputs, strict=True)],
+            [logprobs for logprobs, _ in pairs],
+            [_routing_of_pass(sample, experts) for sample, (_, experts) in zip(samples, pairs, strict=True)],
         )
 
     half = max(1, min(PASS_TOKENS, sum(len(sample.tokens) for sample in samples)) // 2)

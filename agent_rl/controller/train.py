@@ -159,13 +159,11 @@ class TrainingRun:
         self, config: RunConfig, state: RunState, display: Display, runtime: RolloutRuntime, trainer: RayTrainer
     ) -> None:
         self.config, self.state, self.display = config, state, display
-        self.runtime, self.trainer = runtime, trainer
+        self.runtime, self.trainer, engine = runtime, trainer, runtime.engine
         self.rules = EpisodeRules.from_config(config)
         self.metrics = MetricsLog(state.dir, sink_factories(SinkRun(state.dir, state.run_id, config)), display.note)
-        self.sync = WeightSync(
-            config.engine, config.model, runtime.engine, trainer, state.dir / "weights", display.note
-        )
-        self.admission = EngineAdmission(config.routes_config, runtime.engine, self.sync, config.engine.headers)
+        self.sync = WeightSync(config.engine, config.model, engine, trainer, state.dir / "weights", display.note)
+        self.admission = EngineAdmission(config.routes_config, engine, self.sync, config.engine.headers)
         self.guard = Guard(config.guard, state.dir, display.note)
         self.journal = Journal(state.dir / "journal", state.run_id, turns=config.rollout.recover == "turns")
         self.history = LedgerFile(state.dir)
@@ -173,7 +171,7 @@ class TrainingRun:
         self.progress = Progress(state.run_id)
         self.quarantine = Quarantine(state.dir / "quarantine.json")
         self.masked = masked_stops(config.train.filter)
-        self.rescorer = _open_rescorer(config.train, runtime.engine)
+        self.rescorer = _open_rescorer(config.train, engine)
         self.loop_lag = LoopLag()
         ahead = config.async_rollout.depth > 0
         self.lane = "rollout" if ahead else ""
