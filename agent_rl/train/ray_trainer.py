@@ -85,7 +85,7 @@ class RayTrainer:
     ) -> None:
         check_layout(config, model_spec)
         check_trace(config.r3.trace, config.train.replay)
-        self.config, self._model_spec = config, model_spec
+        self.config, self._model_spec, self._reference = config, model_spec, config.reference_dir
         self._optimizer = optimizer or OptimizerSpec.of(config.train)
         self._ray, self._placement_group = ExitStack(), placement_group
         self._note = note or _silent
@@ -97,7 +97,7 @@ class RayTrainer:
         try:
             model_spec = self._model_spec or read_model_spec(self.config.model)
             self._cost = sequence_cost(model_spec)
-            config, reference = self.config, self.config.reference_dir
+            config, reference = self.config, self._reference
             device = await self.workers.launch(config.train, config.hardware.gpu_memory_gb)
             request = WorkerRequest(
                 config,
