@@ -21,19 +21,17 @@ import json
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import checkout  # noqa: F401
 import numpy as np
 from support.trajectories import trajectory
 
-from agent_rl.config import RunConfig
 from agent_rl.controller.async_rollout.buffer import BufferRules, RolloutBuffer
 from agent_rl.controller.async_rollout.producer import RolloutProducer
 from agent_rl.controller.async_rollout.task_ledger import TaskLedger
 from agent_rl.engine.generation_gate import GenerationGate
-from agent_rl.rollout.group import EpisodeRunner
+from agent_rl.rollout.group import EpisodeRunner, GroupSettings
 from agent_rl.rollout.limiter import Limiter
 from agent_rl.rollout.turn_log import TurnLog
 from agent_rl.types import Group, Trajectory, VersionSpan
@@ -135,17 +133,10 @@ def _setter(cut: asyncio.Event) -> Any:
 async def run(depth: int, staleness: int, train_seconds: float, seed: int = 0) -> dict[str, float]:
     """Seconds a step, the trainer's share of idle time, and the ages of what it trained on."""
     loop, publish = asyncio.get_running_loop(), PUBLISH * max(IDEAL, train_seconds)
-    config = RunConfig.model_validate(
-        {
-            "name": "bench", "model": Path("m"), "train": {"old_logprob": {"source": "rollout"}},
-            "rollout": {"tasks_per_step": GROUPS, "group_size": SIZE},
-            "async_rollout": {"depth": depth, "max_staleness": staleness},
-        }
-    )  # fmt: skip
     buffer = RolloutBuffer(BufferRules(GROUPS, depth, staleness, 4 * GROUPS, STEPS), TaskLedger())
     episodes = Episodes(GenerationGate(), durations(seed))
     journal: Any = NoJournal()
-    pump = RolloutProducer(config, TASKS, buffer, journal, episodes, limiter=Limiter(SLOTS))
+    pump = RolloutProducer(GroupSettings(SIZE), TASKS, buffer, journal, episodes, seed=0, limiter=Limiter(SLOTS))
     idle, ends, lags = list[float](), list[float](), list[int]()
     async with pump.running():
         for step in range(1, STEPS + 1):

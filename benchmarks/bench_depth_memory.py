@@ -29,7 +29,7 @@ from bench_async import GROUPS, SIZE, SLOTS, durations
 from bench_loop import LAYOUT, SlowEnvironment, tensor_bytes
 from resident_memory import resident
 
-from agent_rl.config import R3Config, RolloutConfig, RunConfig
+from agent_rl.config import R3Config, RolloutConfig
 from agent_rl.controller.advantages import build_samples
 from agent_rl.controller.async_rollout.buffer import BufferRules, RolloutBuffer
 from agent_rl.controller.async_rollout.producer import RolloutProducer
@@ -37,6 +37,7 @@ from agent_rl.controller.async_rollout.task_ledger import Outcome, TaskLedger
 from agent_rl.controller.journal import Journal
 from agent_rl.engine.scripted import ScriptedEngine
 from agent_rl.rollout.episode import EpisodeRules, run_episode
+from agent_rl.rollout.group import GroupSettings
 from agent_rl.rollout.limiter import Limiter
 from agent_rl.rollout.records import write_trajectories
 from agent_rl.rollout.scripted_policies import ByteRenderer
@@ -102,17 +103,12 @@ def runner() -> LoggedRunner:
 
 async def steps(depth: int, directory: Path, train_seconds: float) -> dict[str, float]:
     """The steps of a run; its figures."""
-    config = RunConfig.model_validate(
-        {
-            "name": "bench", "model": Path("m"), "train": {"old_logprob": {"source": "rollout"}},
-            "rollout": {"tasks_per_step": GROUPS, "group_size": SIZE}, "async_rollout": {"depth": depth},
-        }
-    )  # fmt: skip
     buffer = RolloutBuffer(BufferRules(GROUPS, depth, depth, 4 * GROUPS, STEPS), TaskLedger())
     journal, gathered, size = Journal(directory / "journal", "run"), 0, 0
     journal.recover(0, {0: "start"}, lambda position: True)
     await journal.begin(1, "start")
-    pump = RolloutProducer(config, SlowEnvironment(0).tasks("train"), buffer, journal, runner(), limiter=Limiter(SLOTS))
+    tasks, limiter = SlowEnvironment(0).tasks("train"), Limiter(SLOTS)
+    pump = RolloutProducer(GroupSettings(SIZE), tasks, buffer, journal, runner(), seed=0, limiter=limiter)
     async with pump.running():
         for step in range(1, STEPS + 1):
             taken = await pump.hand_over(await buffer.take())

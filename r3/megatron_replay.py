@@ -48,13 +48,7 @@ class ReplayObserver(Protocol):
         """A router was switched to ``action`` for a micro-batch; backward only if a backward pass follows."""
 
     def forwarded(
-        self,
-        layer_number: int,
-        microbatch: int,
-        action: str,
-        used: Tensor,
-        expected: Tensor | None,
-        fallback_rows: int,
+        self, layer_number: int, microbatch: int, action: str, used: Tensor, expected: Tensor | None, fallback_rows: int
     ) -> None:
         """A router ran (``replay_backward``: again, under the backward pass).
 

@@ -235,11 +235,7 @@ def _identities(rows: Rows, samples: Sequence[int], tokens: NDArray[np.integer])
 
 
 def cut_routes(
-    routings: Sequence[Routing],
-    samples: Sequence[int],
-    tokens: NDArray[np.integer],
-    packing: Packing,
-    spec: ShardSpec,
+    routings: Sequence[Routing], samples: Sequence[int], tokens: NDArray[np.integer], packing: Packing, spec: ShardSpec
 ) -> RouteShard:
     """Returns a rank's shard of the routes of the sequences in ``packing``, without copying other rows.
 
@@ -264,11 +260,7 @@ def cut_routes(
 
 
 def own_routes(
-    experts: NDArray[np.integer],
-    samples: Sequence[int],
-    tokens: NDArray[np.integer],
-    packing: Packing,
-    spec: ShardSpec,
+    experts: NDArray[np.integer], samples: Sequence[int], tokens: NDArray[np.integer], packing: Packing, spec: ShardSpec
 ) -> RouteShard:
     """Returns the experts that a rank's routers used, ``[R, C, K]``, as routes for replay; all but padding is
     present."""

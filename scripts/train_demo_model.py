@@ -208,7 +208,7 @@ async def _train(
     checkpoints: Path,
 ) -> None:
     from agent_rl.train.ray_trainer import RayTrainer
-    from agent_rl.train.sft import SftConfig, SftProgress, sft
+    from scripts.sft import SftConfig, SftProgress, sft
 
     def report(state: SftProgress) -> None:
         if state.step % 50 == 0:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 ConfigPath = Annotated[
-    Path, typer.Argument(metavar="CONFIG", help="A YAML file, or a name listed by `agent-rl config list`.")
+    Path, typer.Argument(metavar="CONFIG", help="A YAML file or a name from `agent-rl config list`.")
 ]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[section.key=value]...", help="Config overrides; values are YAML.")

@@ -44,9 +44,7 @@ def install(components: Annotated[list[Component], typer.Argument(help="Componen
 
 
 @app.command()
-def init(
-    directory: Annotated[Path, typer.Argument(help="Directory of the project; created if missing.")] = Path("."),
-) -> None:
+def init(directory: Annotated[Path, typer.Argument(help="Project directory; created if missing.")] = Path(".")) -> None:
     """Create a project with an environment, its test and a training config."""
     from envs.new_project import FIRST, write_template
 

@@ -14,21 +14,17 @@ app = typer.Typer(no_args_is_help=True, help="Probe, compare, check and balance 
 
 @app.command()
 def compare(
-    source: Annotated[
-        Path, typer.Argument(metavar="CONFIG|RUN", help="A YAML config, or the directory of a finished run.")
-    ],
+    source: Annotated[Path, typer.Argument(metavar="CONFIG|RUN", help="A YAML config or the directory of a run.")],
     overrides: Overrides = None,
     tasks: Annotated[int, typer.Option(min=1, help="Tasks to roll out; each gets group_size episodes.")] = 16,
     split: Annotated[str, typer.Option(help="Split of the tasks.")] = "train",
     out: Annotated[Path | None, typer.Option(help="Output directory. Default: compare in the run's directory.")] = None,
     trajectories: Annotated[
-        Path | None, typer.Option(help="Directory with trajectories to reuse: an earlier --out, or a run.")
+        Path | None, typer.Option(help="Trajectories to reuse: an earlier --out, or a run.")
     ] = None,
     rescore: Annotated[
         bool,
-        typer.Option(
-            "--rescore", help="Let the engine evaluate the trajectories again and compare with these log-probs."
-        ),
+        typer.Option("--rescore", help="Let the engine evaluate the trajectories again and compare these log-probs."),
     ] = False,
 ) -> None:
     """Measure the mismatch between trainer and engine with and without routing replay."""
@@ -48,9 +44,7 @@ def check(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of a trace (config section r3.trace).")],
     require_forward_verify: Annotated[
         bool,
-        typer.Option(
-            "--require-forward-verify", help="Fail if the trace does not record the experts that every router used."
-        ),
+        typer.Option("--require-forward-verify", help="Fail if the trace lacks the experts that every router used."),
     ] = False,
     require_shard_identity: Annotated[
         bool, typer.Option("--require-shard-identity", help="Fail if not all rows were compared with the input tokens.")
@@ -75,18 +69,12 @@ def check(
 
 @app.command()
 def balance(
-    run: Annotated[
-        Path, typer.Argument(metavar="RUN", help="Directory of a run, or the output of `agent-rl rollout`.")
-    ],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run or the output of `agent-rl rollout`.")],
     expert_ranks: Annotated[
         str, typer.Option(metavar="R,...", help="Expert-parallel sizes to simulate (train.parallel.expert).")
     ] = "2,4,8",
-    slots: Annotated[
-        int, typer.Option(min=1, help="Experts that a rank may borrow per layer (train.balance.slots).")
-    ] = 4,
-    ranks_per_node: Annotated[
-        int | None, typer.Option(min=1, help="Expert ranks per node. Default: all on one node.")
-    ] = None,
+    slots: Annotated[int, typer.Option(min=1, help="Experts that a rank may borrow per layer (balance.slots).")] = 4,
+    ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Expert ranks per node. Default: all.")] = None,
     tokens: Annotated[int | None, typer.Option(min=2, help="Tokens per micro-batch. Default: the run's value.")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Number of most recent steps to use.")] = 4,
     json: Annotated[Path | None, typer.Option(help="Write the table as JSON to this file.")] = None,

@@ -27,15 +27,11 @@ def runs_list(
 
 @app.command()
 def view(
-    runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Directories of runs or evaluations to show side by side.")
-    ],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Directories of runs or evaluations to show.")],
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port on this machine; 0: a free port.")] = 8642,
     export: Annotated[
         Path | None,
-        typer.Option(
-            help="Export the page instead of serving it: OUT.html for a single file, or a directory for a web server."
-        ),
+        typer.Option(help="Export the page instead of serving it: OUT.html (one file) or a directory (web server)."),
     ] = None,
     trajectories: Annotated[
         int,
@@ -55,14 +51,11 @@ def view(
 @app.command()
 def show(
     path: Annotated[
-        Path,
-        typer.Argument(metavar="RUN|FILE", help="Directory of a run or an evaluation, or a file with trajectories."),
+        Path, typer.Argument(metavar="RUN|FILE", help="Directory of a run or an evaluation, or a trajectories file.")
     ],
     step: Annotated[int | None, typer.Option(min=0, help="Step of the run. Default: the last step.")] = None,
     task: Annotated[str | None, typer.Option(help="Show only this task.")] = None,
-    sample: Annotated[
-        int | None, typer.Option(min=0, help="Show only this sample of each task, counted from 0.")
-    ] = None,
+    sample: Annotated[int | None, typer.Option(min=0, help="Show only this sample of each task, from 0.")] = None,
     as_list: Annotated[bool, typer.Option("--list", help="Print a list even for a single episode.")] = False,
 ) -> None:
     """Print an episode turn by turn: model output, tool calls, observations, outcome. Several episodes are listed."""

@@ -22,22 +22,16 @@ app = typer.Typer(
 
 
 def build_options(
-    out: Annotated[Path, typer.Option("--out", help="Output directory; an existing build in it is resumed.")] = Path(
-        "tasks"
-    ),
-    tasks: Annotated[
-        int | None, typer.Option("--tasks", min=1, help="Stop after this many healthy tasks of this source.")
-    ] = None,
-    candidates: Annotated[
-        int | None, typer.Option("--candidates", min=1, help="Largest number of candidates to try.")
-    ] = None,
+    out: Annotated[Path, typer.Option("--out", help="Output directory; a build in it is resumed.")] = Path("tasks"),
+    tasks: Annotated[int | None, typer.Option("--tasks", min=1, help="Stop after this many healthy tasks.")] = None,
+    candidates: Annotated[int | None, typer.Option("--candidates", min=1, help="Maximum candidates to try.")] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Candidates validated in parallel.")] = 2,
     timeout: Annotated[float, typer.Option("--timeout", min=1.0, help="Timeout of one test run in seconds.")] = 120.0,
     disk_mb: Annotated[int, typer.Option(min=64, help="Largest size of OUT in MiB, with installed packages.")] = 16384,
     memory_mb: Annotated[int, typer.Option(min=128, help="Memory limit of a sandbox in MiB.")] = 2048,
     backend: Annotated[str, typer.Option(help="Sandbox backend for the tests.")] = "bubblewrap",
     writer: Annotated[
-        str | None, typer.Option(help="OpenAI-compatible endpoint that writes the issues, http(s)://HOST/v1.")
+        str | None, typer.Option(help="OpenAI-compatible endpoint to write issues, http(s)://HOST/v1.")
     ] = None,
     writer_model: Annotated[str | None, typer.Option(help="Name of the model at --writer.")] = None,
 ) -> Any:
@@ -50,9 +44,7 @@ def build_options(
 
 def build_command(open_source: Callable[..., Any]) -> Callable[..., None]:
     """A command from a function that returns a candidate source: its arguments followed by the shared options."""
-    specific, shared = (
-        inspect.signature(function, eval_str=True).parameters for function in (open_source, build_options)
-    )
+    specific, shared = (inspect.signature(each, eval_str=True).parameters for each in (open_source, build_options))
 
     @wraps(open_source)
     def command(**values: Any) -> None:

@@ -54,20 +54,16 @@ def evaluate(
     tasks: Annotated[int | None, typer.Option(min=1, help="Number of tasks. Default: eval.tasks.")] = None,
     samples: Annotated[int, typer.Option(min=1, help="Episodes per task; more than one gives Pass@k.")] = 1,
     split: Annotated[
-        str | None, typer.Option(help="Split to evaluate on. Default: eval.split; train with replay:.")
+        str | None, typer.Option(help="Split to evaluate on. Default: eval.split, or train with replay:.")
     ] = None,
     greedy: Annotated[bool, typer.Option("--greedy", help="Use greedy decoding.")] = False,
     out: Annotated[
         Path | None,
-        typer.Option(
-            help="Output directory. Default: in the run's directory. An unfinished evaluation in it is resumed."
-        ),
+        typer.Option(help="Output directory. Default: in the run's. An unfinished evaluation in it is resumed."),
     ] = None,
     tool_calls: Annotated[
         ToolCalls,
-        typer.Option(
-            help="Tool calls at an endpoint. text: in the message text. native: the API's tools and tool_calls."
-        ),
+        typer.Option(help="Tool calls at an endpoint. text: in the message. native: the API's tools and tool_calls."),
     ] = ToolCalls.TEXT,
     request: Annotated[
         list[str] | None,
@@ -103,12 +99,12 @@ def eval_compare(
     first: Annotated[
         str,
         typer.Argument(
-            metavar="A", help="Directory, results.jsonl or report.json of an evaluation; or RUN:step-N/sampled."
+            metavar="A", help="Directory, results.jsonl or report.json of an evaluation, or RUN:step-N/sampled."
         ),
     ],
     second: Annotated[str, typer.Argument(metavar="B", help="Second evaluation, on the same tasks.")],
     points: Annotated[
-        float, typer.Option(min=0.1, max=100.0, help="Difference in percentage points for the power calculation.")
+        float, typer.Option(min=0.1, max=100.0, help="Percentage points for the power calculation.")
     ] = 3.0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the bootstrap.")] = 0,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -129,14 +125,10 @@ def doctor(
         typer.Argument(metavar="[CONFIG]", help="Config, as for train. Default: check the installation only."),
     ] = None,
     overrides: Overrides = None,
-    tasks: Annotated[
-        int | None, typer.Option(min=1, help="Number of tasks to check. Default: all tasks of the split.")
-    ] = None,
+    tasks: Annotated[int | None, typer.Option(min=1, help="Number of tasks to check. Default: all.")] = None,
     split: Annotated[str, typer.Option(help="Split to check.")] = "train",
     repeats: Annotated[int, typer.Option(min=1, help="Runs per task, to detect flaky tests.")] = 3,
-    audit: Annotated[
-        bool, typer.Option(help="Check for leaked solutions and reward hacks, if the environment supports it.")
-    ] = True,
+    audit: Annotated[bool, typer.Option(help="Check for leaked solutions and reward hacks, where supported.")] = True,
     out: Annotated[
         Path | None,
         typer.Option(help="Output directory. Default: in the run's directory. An unfinished check in it is resumed."),

@@ -84,14 +84,12 @@ def run_balance(run: Path, expert_ranks: Sequence[int], options: SimulationOptio
     """
     steps = [_samples(run, step) for step in _last_steps(run, options.steps)]
     tokens, cost = _batching(run, options.tokens)
-    results = [
-        result for ranks in expert_ranks for result in _simulate(steps, ranks, replace(options, tokens=tokens), cost)
-    ]
+    rows = [each for ranks in expert_ranks for each in _simulate(steps, ranks, replace(options, tokens=tokens), cost)]
     sequences = sum(map(len, steps))
     title = f"{run}: {sequences} trajectories of {len(steps)} step(s), micro-batches of {tokens} tokens"
-    Console().print(_table(title, results))
+    Console().print(_table(title, rows))
     if json is not None:
-        write_json(json, [asdict(result) for result in results])
+        write_json(json, [asdict(result) for result in rows])
 
 
 def _last_steps(run: Path, count: int) -> list[int]:
@@ -166,18 +164,10 @@ def _counts(samples: Sequence[Sample], layout: ExpertLayout, tokens: int, cost: 
     """Tokens per expert ``[M, L, R, E]``. Every expert rank is its own data-parallel rank."""
     routing = samples[0].routing
     assert routing is not None
-    spec = ShardSpec(tuple(range(routing.moe_layers)))
-    shares = split_step(
-        samples,
-        mini_steps=1,
-        budget=tokens,
-        ranks=layout.ranks,
-        cost=cost,
-        lockstep=layout.ranks,
-        expert_ranks=layout.ranks,
-    )
+    spec, ranks = ShardSpec(tuple(range(routing.moe_layers))), layout.ranks
+    split = split_step(samples, mini_steps=1, budget=tokens, ranks=ranks, cost=cost, lockstep=ranks, expert_ranks=ranks)
     by_id, parts = dict(enumerate(samples)), []
-    for ((share,),) in zip(shares, strict=True):
+    for ((share,),) in zip(split, strict=True):
         batches = [pack(by_id, ids) for ids in share.micro_batches]
         shards = [shard_routes(samples, ids, spec) for ids in share.micro_batches]
         parts.append(count_foreseen(batches, shards, spec, layout.experts))

@@ -195,16 +195,14 @@ async def _run_passes(
 
     async def run(name: str, budget: int, *, replay: bool) -> TrainerPass:
         display.stage(name, total=len(samples))
-        outputs: list[tuple[NDArray[np.float32], NDArray[np.unsignedinteger]]] = []
+        pairs: list[tuple[NDArray[np.float32], NDArray[np.unsignedinteger]]] = []
         for chunk in token_chunks([len(sample.tokens) for sample in samples], budget):
             # Greedy rollouts record log-probs at temperature 1.
-            outputs += await trainer.routes(
-                samples[chunk], replay=replay, temperature=config.rollout.logprob_temperature
-            )
+            pairs += await trainer.routes(samples[chunk], replay=replay, temperature=config.rollout.logprob_temperature)
             display.advance(chunk.stop - chunk.start)
         return TrainerPass(
-            [logprobs for logprobs, _ in outputs],
-            [_routing_of_pass(sample, experts) for sample, (_, experts) in zip(samples, outputs, strict=True)],
+            [logprobs for logprobs, _ in pairs],
+            [_routing_of_pass(sample, experts) for sample, (_, experts) in zip(samples, pairs, strict=True)],
         )
 
     half = max(1, min(PASS_TOKENS, sum(len(sample.tokens) for sample in samples)) // 2)
@@ -314,23 +312,17 @@ def _settings(config: RunConfig, trajectories: Sequence[Trajectory]) -> dict[str
 
 def _json(comparison: Comparison) -> dict[str, Any]:
     return {
-        "without_over_with_replay": {
-            name: asdict(ratio) for name, ratio in comparison.without_over_with_replay.items()
-        },
-        **{name: report.to_json() for name, report in comparison.reports.items()},
+        "without_over_with_replay": {key: asdict(ratio) for key, ratio in comparison.without_over_with_replay.items()},
+        **{key: report.to_json() for key, report in comparison.reports.items()},
     }
 
 
 def _draw(
-    out: Path,
-    trajectories: Sequence[Trajectory],
-    replay: TrainerPass,
-    without_replay: TrainerPass,
-    comparison: Comparison,
+    out: Path, sampled: Sequence[Trajectory], replay: TrainerPass, without_replay: TrainerPass, comparison: Comparison
 ) -> None:
-    engine = np.concatenate([t.logprobs[1:][t.loss_mask[1:]] for t in trajectories])
+    engine = np.concatenate([t.logprobs[1:][t.loss_mask[1:]] for t in sampled])
     scatter = {"without replay": without_replay, "with replay": replay}
-    panels = {name: (_sampled(trajectories, passed), engine) for name, passed in scatter.items()}
+    panels = {name: (_sampled(sampled, passed), engine) for name, passed in scatter.items()}
     logprobs = {name: report.total.logprobs for name, report in comparison.reports.items()}
     curves = {name.replace("_", " "): values.f_tau for name, values in logprobs.items() if values is not None}
     write_atomic(out / "probabilities.png", probability_scatter(panels))

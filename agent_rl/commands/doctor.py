@@ -112,23 +112,17 @@ def _unreadable_tasks(env: Environment, tasks: Sequence[Task]) -> dict[str, Task
 
 
 async def _run_policy(
-    config: RunConfig,
-    task_runtime: TaskRuntime,
-    policy: str,
-    tasks: Sequence[Task],
-    repeats: int,
-    directory: Path,
-    out: Display,
+    config: RunConfig, runtime: TaskRuntime, policy: str, tasks: Sequence[Task], runs: int, target: Path, out: Display
 ) -> dict[str, list[EpisodeResult]]:
-    """Results of ``repeats`` runs of ``policy`` per task. Tasks without a reference fix are skipped for policy gold."""
-    runnable = [_unverified(task) for task in tasks if policy != "gold" or has_gold(task_runtime.env, task)]
+    """Results of ``runs`` runs of ``policy`` per task. Tasks without a reference fix are skipped for policy gold."""
+    runnable = [_unverified(task) for task in tasks if policy != "gold" or has_gold(runtime.env, task)]
     evaluation = EvaluationDirectory(
-        directory / policy, {"policy": policy, "env": config.env.name, "options": _env_options(config)}
+        target / policy, {"policy": policy, "env": config.env.name, "options": _env_options(config)}
     )
     known = {task.id for task in runnable}
-    results = [r for r in evaluation.results() if r.task_id in known and r.sample < repeats]
+    results = [r for r in evaluation.results() if r.task_id in known and r.sample < runs]
     graded = sum(result.resolved is not None for result in results)
-    out.stage(f"{policy}, {repeats} run(s) per task", total=len(runnable) * repeats - graded)
+    out.stage(f"{policy}, {runs} run(s) per task", total=len(runnable) * runs - graded)
     fresh: list[EpisodeResult] = []
 
     def record(result: EpisodeResult, trajectory: Trajectory | None) -> None:
@@ -137,10 +131,10 @@ async def _run_policy(
 
     await evaluate(
         runnable,
-        solver_runner(task_runtime.env, policy, EpisodeRules.from_config(config)),
+        solver_runner(runtime.env, policy, EpisodeRules.from_config(config)),
         policy=policy,
         limiter=Limiter(config.rollout.concurrency),
-        samples=repeats,
+        samples=runs,
         retries=config.rollout.sandbox_retries,
         done=results,
         on_result=record,
@@ -259,19 +253,17 @@ def diagnose(
     )
 
 
-def _write_report(
-    display: Display, directory: Path, checks: Sequence[Check], diagnoses: Sequence[TaskDiagnosis]
-) -> bool:
+def _write_report(display: Display, directory: Path, checks: Sequence[Check], found: Sequence[TaskDiagnosis]) -> bool:
     """Write doctor.json and the quarantine file and print a summary. Returns True if every check passed."""
-    invalid = {item.task_id: item.reasons for item in diagnoses if item.reasons}
-    undecided = [item for item in diagnoses if item.undecided and not item.reasons]
+    invalid = {item.task_id: item.reasons for item in found if item.reasons}
+    undecided = [item for item in found if item.undecided and not item.reasons]
     write_json(
         directory / "doctor.json",
-        {"checks": [asdict(check) for check in checks], "tasks": [asdict(item) for item in diagnoses]},
+        {"checks": [asdict(check) for check in checks], "tasks": [asdict(item) for item in found]},
     )
     write_quarantine(directory / "quarantine.json", invalid)
-    valid = len(diagnoses) - len(invalid) - len(undecided)
-    display.note(f"{valid} of {len(diagnoses)} tasks valid, {len(invalid)} invalid, {len(undecided)} undecided")
+    valid = len(found) - len(invalid) - len(undecided)
+    display.note(f"{valid} of {len(found)} tasks valid, {len(invalid)} invalid, {len(undecided)} undecided")
     if invalid or undecided:
         display.table(tasks_table(invalid, undecided))
     display.note(f"report: {directory / 'doctor.json'}")

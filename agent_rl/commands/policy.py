@@ -109,13 +109,11 @@ def with_harness(config: RunConfig, command: str | None, choice: PolicyChoice) -
 
 
 @asynccontextmanager
-async def open_policy(
-    config: RunConfig, choice: PolicyChoice, log_dir: Path, display: Display
-) -> AsyncIterator[Policy]:
-    """Open the policy and its task runtime; launched engines log to ``log_dir``."""
+async def open_policy(config: RunConfig, choice: PolicyChoice, logs: Path, display: Display) -> AsyncIterator[Policy]:
+    """Open the policy and its task runtime; launched engines log to ``logs``."""
     rules = choice.rules(config)
     if choice.name == "engine":
-        async with open_rollout_runtime(preflight.run(config), log_dir, display, routes=False) as runtime:
+        async with open_rollout_runtime(preflight.run(config), logs, display, routes=False) as runtime:
             yield Policy(runtime.task_runtime, runtime.runner(rules))
     elif (endpoint := choice.endpoint) is not None:
         engine = ChatEngine(endpoint, timeout=config.engine.request_timeout, retries=config.engine.retries)
@@ -140,8 +138,7 @@ def _open_solver(choice: PolicyChoice, task_runtime: TaskRuntime, rules: Episode
 def _chat_runner(env: Environment, engine: ChatEngine, endpoint: ChatEndpoint, rules: EpisodeRules) -> EpisodeRunner:
     """Runs episodes over a chat endpoint. Limits in tokens become limits in bytes, :data:`BYTES_A_TOKEN` each."""
     scaled = rules.override(
-        max_tokens=rules.rollout.max_tokens * BYTES_A_TOKEN,
-        max_new_tokens=rules.rollout.max_new_tokens * BYTES_A_TOKEN,
+        max_tokens=rules.rollout.max_tokens * BYTES_A_TOKEN, max_new_tokens=rules.rollout.max_new_tokens * BYTES_A_TOKEN
     )
     fmt = NativeToolCalls() if endpoint.native_tools else tool_format(rules.rollout.tool_format)
     renderer = ChatTextRenderer(native_tools=endpoint.native_tools)

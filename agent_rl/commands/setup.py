@@ -23,10 +23,8 @@ async def prepare(config: RunConfig) -> None:
         async with open_task_runtime(config, display) as task_runtime:
             display.stage("tasks: making and verifying those that are not cached")
             await task_runtime.env.prepare("train", config.eval.split)
-            counts = ", ".join(
-                f"{len(task_runtime.env.tasks(split))} {split}" for split in ("train", config.eval.split)
-            )
-            display.fact("tasks", counts)
+            sizes = ", ".join(f"{len(task_runtime.env.tasks(split))} {split}" for split in ("train", config.eval.split))
+            display.fact("tasks", sizes)
 
 
 async def ensure_image(config: SandboxConfig, env: str, display: Display) -> None:

@@ -125,12 +125,9 @@ def _numbered(rows: Iterable[Mapping[str, Any]]) -> Iterator[EpisodeRecord]:
 
 def _episode_table(file: Path, episodes: Sequence[EpisodeRecord]) -> Table:
     table = Table("task", "sample", "outcome", "stop", "turns", "seconds", title=str(file), title_justify="left")
-    for episode in episodes[:MAX_LISTED]:
-        row = episode.row
-        turns = str(len(row["turns"]))
-        table.add_row(
-            Text(episode.task_id), str(episode.sample), episode.outcome, row["stop"], turns, f"{row['seconds']:.1f}"
-        )
+    for each in episodes[:MAX_LISTED]:
+        row, turns = each.row, str(len(each.row["turns"]))
+        table.add_row(Text(each.task_id), str(each.sample), each.outcome, row["stop"], turns, f"{row['seconds']:.1f}")
     return table
 
 

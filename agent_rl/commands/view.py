@@ -14,11 +14,9 @@ from agent_rl.viewer.export import export
 from agent_rl.viewer.server import HOST, listen, web_server
 
 
-def run_view(
-    directories: Sequence[Path], *, port: int, out: Path | None, trajectories: int, open_browser: bool
-) -> None:
+def run_view(paths: Sequence[Path], *, port: int, out: Path | None, trajectories: int, open_browser: bool) -> None:
     """Serve the page until Ctrl-C, or export it to ``out``. Raises UserError for an invalid directory or used port."""
-    resources = Resources(directories)
+    resources = Resources(paths)
     if out is not None:
         print(f"{out}: {export(resources, out, trajectories) / 1e6:.1f} MB")
         return

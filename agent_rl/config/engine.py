@@ -30,7 +30,7 @@ class EngineConfig(Section):
     )
     count: int = Field(1, gt=0, description="Number of servers to launch. Ignored if urls or urls_file is set.")
     gpus: int = Field(
-        1, gt=0, description="GPUs per server, launched or external; equals its tensor parallel size. Ignored on CPUs."
+        1, gt=0, description="GPUs (tensor parallel size) per server, launched or external. Unused on CPUs."
     )
     placement: Literal["local", "ray"] = Field(
         "local",
@@ -69,10 +69,7 @@ class EngineConfig(Section):
     )
     dtype: Precision = Field("bfloat16", description="Data type of the engine's weights.")
     port: int = Field(
-        0,
-        ge=0,
-        le=65535,
-        description="Port of the first launched server; the others take the next ports. 0: free ports.",
+        0, ge=0, le=65535, description="First launched server's port; others take the next ones. 0: free ports."
     )
     threads: int = Field(0, ge=0, description="CPU threads per launched server. 0: all cores.")
     max_total_tokens: int = Field(65536, gt=0, description="KV cache capacity of a launched server, in tokens.")
@@ -87,9 +84,7 @@ class EngineConfig(Section):
         "request with the new weights. retract: requeue them and recompute their KV cache with the new weights. "
         "in_place: continue them with the old KV cache.",
     )
-    weight_sync_timeout: float = Field(
-        120.0, gt=0, description="Timeout of one call or broadcast of a weight update, in seconds."
-    )
+    weight_sync_timeout: float = Field(120.0, gt=0, description="Seconds for one call or broadcast of a weight update.")
     weight_bucket_mb: float = Field(
         30,
         gt=0,

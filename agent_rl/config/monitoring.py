@@ -47,7 +47,7 @@ class GuardConfig(Section):
     audit: LimitConfig = Field(LimitConfig(above=0.2), description="Limits on `r3/audit_mismatch`.")
     audit_cached: LimitConfig = Field(LimitConfig(above=0.1), description="Limits on `r3/audit_cached_mismatch`.")
     max_skipped: int = Field(
-        3, ge=0, description="Skipped updates allowed within window. One more ends the run, whatever action is."
+        3, ge=0, description="Skipped updates allowed within window. One more ends the run, always."
     )
     spike_factor: float | None = Field(
         20.0,

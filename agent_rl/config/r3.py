@@ -22,12 +22,8 @@ class TraceConfig(Section):
     samples: int = Field(4, gt=0, description="Samples to trace per data-parallel rank.")
     microbatches: int = Field(2, gt=0, description="Micro-batches to trace per pass and data-parallel rank.")
     previews: int = Field(8, ge=0, description="Values of each tensor to write next to its hash.")
-    verify_forward: bool = Field(
-        True, description="Also compare the experts that every router used with the replayed routes."
-    )
-    dir: Path | None = Field(
-        None, description="Directory of the trace. null: the directory r3_trace in the run's directory."
-    )
+    verify_forward: bool = Field(True, description="Also compare the experts used by every router with the routes.")
+    dir: Path | None = Field(None, description="Directory of the trace. null: r3_trace in the run's directory.")
 
 
 class R3Config(Section):
@@ -44,7 +40,7 @@ class R3Config(Section):
         "drop_sample: drop the trajectory. error: stop the run.",
     )
     missing_budget: float = Field(
-        0.01, ge=0, le=1, description="Share of a step's tokens that may lack routes; above it the run stops."
+        0.01, ge=0, le=1, description="Share of a step's tokens that may lack routes. More ends the run."
     )
     probe: bool = Field(True, description="Test the engine's route capture before training starts.")
     audit: float = Field(

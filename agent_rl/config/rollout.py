@@ -29,9 +29,7 @@ class DynamicSamplingConfig(Section):
 class HarnessConfig(Section):
     """An agent program that drives the episodes through agent-rl's HTTP endpoint; see docs/how-to/agent-programs.md."""
 
-    command: str = Field(
-        ..., description="Shell command run for each episode. Its standard input is the task's text.", min_length=1
-    )
+    command: str = Field(..., description="Shell command of each episode. Its stdin is the task's text.", min_length=1)
     location: Literal["sandbox", "host"] = Field(
         "sandbox",
         description="Where the program runs. sandbox: in the task's sandbox. host: on this node; its tool calls run in "
@@ -62,9 +60,7 @@ class RolloutConfig(Section):
     tasks_per_step: int = Field(8, gt=0, description="Tasks per global step.")
     concurrency: int = Field(64, gt=0, description="Maximum number of concurrent episodes.")
     max_turns: int = Field(50, gt=0, description="Maximum turns per episode.")
-    max_tokens: int = Field(
-        65536, gt=0, description="Maximum tokens per trajectory, prompts and observations included."
-    )
+    max_tokens: int = Field(65536, gt=0, description="Maximum tokens per trajectory, with prompts and observations.")
     max_new_tokens: int = Field(4096, gt=0, description="Maximum sampled tokens per turn.")
     temperature: float = Field(1.0, ge=0, description="Sampling temperature. 0: greedy decoding.")
     top_p: float = Field(
@@ -98,9 +94,7 @@ class RolloutConfig(Section):
     dynamic_sampling: DynamicSamplingConfig = Field(
         DynamicSamplingConfig(), description="Discard groups whose rewards are all equal (DAPO)."
     )
-    harness: HarnessConfig | None = Field(
-        None, description="Agent program that drives the episodes. null: the built-in agent loop."
-    )
+    harness: HarnessConfig | None = Field(None, description="Agent program of the episodes. null: built-in agent loop.")
 
     @property
     def logprob_temperature(self) -> float:

@@ -26,13 +26,9 @@ class HardwareConfig(Section):
         None, gt=0, description="Memory of one GPU, in GiB. null: plan for CPU ranks, or for this node's GPU."
     )
     gpus_per_node: int = Field(8, gt=0, description="GPUs per node.")
-    trainer_nodes: int | None = Field(
-        None, gt=0, description="Nodes for trainer ranks. null: as many as the ranks need."
-    )
+    trainer_nodes: int | None = Field(None, gt=0, description="Nodes for trainer ranks. null: as many as needed.")
     host_memory_gb: float | None = Field(None, gt=0, description="Host memory per node, in GiB. null: this node's.")
-    disk_gb: float | None = Field(
-        None, gt=0, description="Disk space for runs_dir, in GiB. null: the free space on its file system."
-    )
+    disk_gb: float | None = Field(None, gt=0, description="Disk space for runs_dir, in GiB. null: what is free there.")
 
 
 class RunConfig(Section):
@@ -193,9 +189,7 @@ class RunConfig(Section):
             "conflicts with r3.trace, which verifies complete routes: remove r3.trace.steps": bool(self.r3.trace.steps),
             "requires train.parallel.tensor 1 and context 1": parallel.tensor * parallel.context > 1,
         }
-        if self.r3.ablation != "none" and (
-            messages := [message for message, conflict in conflicts.items() if conflict]
-        ):
+        if self.r3.ablation != "none" and (messages := [text for text, conflict in conflicts.items() if conflict]):
             raise ValueError(f"r3.ablation {self.r3.ablation} {messages[0]}")
         return self
 

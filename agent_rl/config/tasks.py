@@ -48,9 +48,7 @@ class SandboxConfig(Section):
         None,
         description="OCI runtime of the container engine, for example runsc for gVisor. null: the engine's default.",
     )
-    image: str | None = Field(
-        None, description="Container image for tasks that name none. null: the backend's default image."
-    )
+    image: str | None = Field(None, description="Image for tasks that name none. null: the backend's default image.")
     image_root: Path | None = Field(
         None,
         description="Directory that contains the image directories of tasks; bubblewrap only. null: bubblewrap rejects "
@@ -60,7 +58,7 @@ class SandboxConfig(Section):
     pids: int = Field(128, gt=0, description="Process limit of one sandbox.")
     cpus: float = Field(1.0, gt=0, description="CPU limit of one sandbox, in cores.")
     disk_mb: int = Field(
-        4096, gt=0, description="Disk limit of one sandbox, in MiB written. A sandbox above it is ended."
+        4096, gt=0, description="Disk limit of one sandbox, in MiB written. Exceeding it ends the sandbox."
     )
     inodes: int = Field(200_000, gt=0, description="Limit of files, directories and links that one sandbox may create.")
     placement: Literal["local", "ray"] = Field(
@@ -81,7 +79,7 @@ class SandboxConfig(Section):
         "disables the limit.",
     )
     prewarmed: int = Field(
-        0, ge=0, description="Idle sandboxes that each node keeps ready, with the most recently requested settings."
+        0, ge=0, description="Idle sandboxes ready on each node, with the newest requested settings."
     )
 
 
@@ -110,7 +108,7 @@ class EnvConfig(Section):
     )
     grade_timeout: float = Field(300.0, gt=0, description="Timeout of one run of the hidden tests, in seconds.")
     quarantine: Path | None = Field(
-        None, description="File with tasks to skip, written by `agent-rl doctor`. null: skip no task."
+        None, description="File with tasks to skip, from `agent-rl doctor`. null: skip none."
     )
 
     @property

@@ -76,9 +76,7 @@ class BalanceConfig(Section):
         ge=0,
         description="Slots that the planner may use to keep tokens within a node. null: the planner chooses.",
     )
-    min_rows: int = Field(
-        16, gt=0, description="Minimum rows of a shared expert's matrix product; smaller ones are padded."
-    )
+    min_rows: int = Field(16, gt=0, description="Minimum rows of a shared expert's matrix product, padded if fewer.")
     transfer: BalanceTransferConfig = Field(BalanceTransferConfig(), description="Transfer of borrowed experts.")
     within_node: bool = Field(True, description="In updates, borrow only from ranks on the same node.")
     ranks_per_node: int | None = Field(
@@ -136,7 +134,7 @@ class CorrectionConfig(Section):
     mask_low: float = Field(0.5, ge=0, description="Smallest ratio that the mask keeps.")
     mask_high: float = Field(2.0, gt=0, description="Largest ratio that the mask keeps.")
     veto: float | None = Field(
-        None, gt=0, description="Mask sequences that contain a token with a ratio below this. null: no veto."
+        None, gt=0, description="Mask sequences with a token of a ratio below this. null: no veto."
     )
 
     @model_validator(mode="after")
@@ -210,7 +208,7 @@ class LoraConfig(Section):
     """LoRA: train low-rank adapters on attention and experts and freeze all other weights; see docs/how-to/lora.md."""
 
     rank: int = Field(
-        8, gt=0, multiple_of=8, description="Rank r of the adapters; must be a multiple of 8 for expert layers."
+        8, gt=0, multiple_of=8, description="Rank r of the adapters, a multiple of 8 (for expert layers)."
     )
     alpha: float = Field(16.0, gt=0, description="An adapter's output is multiplied by alpha / rank.")
 
@@ -254,9 +252,7 @@ class TrainConfig(Section):
         description="Trajectories masked from the loss. overlong: those truncated at the context limit. compact: also "
         "those that hit the turn or time limit. Their rewards still count in group statistics.",
     )
-    correction: CorrectionConfig = Field(
-        CorrectionConfig(), description="Corrections for mismatch between trainer and engine."
-    )
+    correction: CorrectionConfig = Field(CorrectionConfig(), description="Corrections for trainer-engine mismatch.")
     dual_clip: float | None = Field(None, gt=1, description="Constant of dual-clip PPO. null disables dual clip.")
     eps_low: float | None = Field(
         None,
@@ -270,16 +266,14 @@ class TrainConfig(Section):
         "(docs/reference/objectives.md).",
     )
     tau_positive: float | None = Field(
-        None, gt=0, description="Temperature of sapo's gate for positive advantages. null: 1."
+        None, gt=0, description="Temperature of sapo's gate, advantage above 0. null: 1."
     )
     tau_negative: float | None = Field(
-        None, gt=0, description="Temperature of sapo's gate for other advantages. null: 1.05."
+        None, gt=0, description="Temperature of sapo's gate, other advantages. null: 1.05."
     )
     kl: KlConfig = Field(KlConfig(), description="KL penalty against a reference model.")
     entropy_coefficient: float = Field(0.0, ge=0, description="Weight of the entropy bonus in the loss. 0: no bonus.")
-    mini_steps: int = Field(
-        1, gt=0, description="Mini-batches per global step and epoch. Each makes one optimizer update."
-    )
+    mini_steps: int = Field(1, gt=0, description="Mini-batches per global step and epoch; one optimizer update each.")
     epochs: int = Field(1, gt=0, description="Passes over the samples of a global step.")
     microbatch_tokens: int = Field(
         8192,
@@ -301,7 +295,7 @@ class TrainConfig(Section):
         description="Modules that selective recomputation runs again; mlp means the MLP of dense layers.",
     )
     offload_optimizer: bool = Field(
-        False, description="Keep the optimizer state in host memory between updates. Results are unchanged."
+        False, description="Keep optimizer state in host memory between updates. Results are equal."
     )
     optimizer_moments: Precision = Field(
         "float32", description="Data type of Adam's moments between updates. bfloat16 is rounded without bias."
@@ -313,9 +307,7 @@ class TrainConfig(Section):
     )
     parallel: ParallelConfig = Field(ParallelConfig(), description="Parallel layout.")
     balance: BalanceConfig = Field(BalanceConfig(), description="Expert load balancing.")
-    ray_address: str | None = Field(
-        None, description="Address of the Ray cluster, HOST:PORT. null: start Ray on this node."
-    )
+    ray_address: str | None = Field(None, description="HOST:PORT of the Ray cluster. null: start Ray on this node.")
     restarts: int = Field(
         3,
         ge=0,
@@ -327,9 +319,7 @@ class TrainConfig(Section):
     )
     checkpoint_every: int = Field(5, ge=0, description="Steps between checkpoints. 0: only the last step.")
     keep_checkpoints: int = Field(2, gt=0, description="Number of newest checkpoints to keep.")
-    keep_every: int = Field(
-        0, ge=0, description="Also keep every checkpoint whose step is a multiple of this. 0: keep only the newest."
-    )
+    keep_every: int = Field(0, ge=0, description="Also keep checkpoints at multiples of this step. 0: only the newest.")
 
     @model_validator(mode="after")
     def _check_objective(self) -> TrainConfig:

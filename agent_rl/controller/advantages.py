@@ -193,12 +193,7 @@ def _trained_tokens(trajectory: Trajectory) -> int:
 
 
 def _branch_samples(
-    number: int,
-    trajectory: Trajectory,
-    advantage: float,
-    shape: Routing | None,
-    by_sequence: bool,
-    published: int | None,
+    number: int, trajectory: Trajectory, advantage: float, shape: Routing | None, by_sequence: bool, version: int | None
 ) -> list[tuple[int, Sample]]:
     """The trained branches of a trajectory with their numbers. ``shape`` is another trajectory's routing, whose
     shape is used for a trajectory without routes."""
@@ -217,7 +212,7 @@ def _branch_samples(
                 weight=int(branch.loss_mask[1:].sum()) / total if by_sequence and len(branches) > 1 else 1.0,
                 old_logprobs=old_logprobs,
                 trajectory=number if len(branches) > 1 else None,
-                lag=None if published is None else _lag(branch, published),
+                lag=None if version is None else _lag(branch, version),
             ),
         )
         for index, branch, old_logprobs in branches

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from agent_rl.config import EngineConfig, RunConfig, TrainConfig
+from agent_rl.config import EngineConfig, RunConfig, SandboxConfig, TrainConfig
+from agent_rl.config.run import HardwareConfig
 
 Resources = Mapping[str, float]
 """Amounts by Ray's resource names: GPU, CPU."""
@@ -48,17 +49,16 @@ class ResourceRequest:
 
 @dataclass(frozen=True, slots=True)
 class ClusterRequest:
-    """What a run needs of Ray. ``sandboxes``: whether they are placed on its nodes. ``planned_gpu_gb``: the config's
-    ``hardware.gpu_memory_gb``."""
+    """What a run needs of Ray, by the sections of its config."""
 
     engine: EngineConfig
     train: TrainConfig
-    sandboxes: bool
-    planned_gpu_gb: float | None
+    sandbox: SandboxConfig
+    hardware: HardwareConfig
 
     @classmethod
     def of(cls, config: RunConfig) -> ClusterRequest:
-        return cls(config.engine, config.train, config.sandbox.placement == "ray", config.hardware.gpu_memory_gb)
+        return cls(config.engine, config.train, config.sandbox, config.hardware)
 
     @property
     def engines(self) -> bool:
@@ -68,7 +68,7 @@ class ClusterRequest:
     @property
     def connects_first(self) -> bool:
         """Whether a training run connects to Ray before its parts are opened."""
-        return self.engines or self.sandboxes or self.train.ray_address is not None
+        return self.engines or self.sandbox.placement == "ray" or self.train.ray_address is not None
 
     @property
     def local_cpus(self) -> int:

@@ -238,10 +238,8 @@ class Guard:
         the newest checkpoint up to a step."""
         if self._reason is None:
             return
-        before = None if self.good_step is None else newest(self.good_step)
-        back = (
-            "" if before is None else f", or remove everything after {before.name}, the last checkpoint before it began"
-        )
+        last = None if self.good_step is None else newest(self.good_step)
+        back = "" if last is None else f", or remove everything after {last.name}, the last checkpoint before it began"
         raise GuardStop(f"{self._reason}; saved in {checkpoint}: restart to continue from there{back}")
 
     def _skipped(self, rows: Sequence[Row]) -> float:

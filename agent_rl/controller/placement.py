@@ -111,7 +111,7 @@ def _find_placement(cluster: ClusterRequest) -> tuple[str | None, list[EngineNod
 
 
 def _rank_request(cluster: ClusterRequest, gpus: float) -> ResourceRequest:
-    return rank_request(cluster.train, worker_device(cluster.train, cluster.planned_gpu_gb, gpus))
+    return rank_request(cluster.train, worker_device(cluster.train, cluster.hardware.gpu_memory_gb, gpus))
 
 
 def _reserve(cluster: ClusterRequest, groups: list[PlacementGroup], *, ranks: bool) -> Reservations:

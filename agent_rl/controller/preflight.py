@@ -53,15 +53,23 @@ def run(config: RunConfig, purpose: Purpose = "serve") -> Checked:
     if purpose == "train":
         check_trainer()
     config = fetch_models(config)
-    model_spec = _check_models(config)
+    reference = config.train.kl.reference
+    model_spec = _check_models(config.model, reference)
     if purpose != "model":
         _check_programs(config.engine, config.rollout)
         check_disk_space(config.runs_dir)
     if purpose in ("rollout", "train"):
         check_replay(config.train, config.model, model_spec)
     if purpose == "train":
-        _check_training(config, model_spec)
-    return Checked(config, model_spec, ClusterRequest.of(config))
+        check_checkpoint(config.model, model_spec)
+        if reference is not None:
+            check_checkpoint(reference, model_spec, "train.kl.reference")
+        check_lengths(config.rollout, config.train, config.model, model_spec)
+        check_layout(config, model_spec)
+        check_trace(config.r3.trace, config.train.replay)
+        check_sinks(config.monitoring)
+    cluster = ClusterRequest.of(config)
+    return Checked(config, model_spec, cluster)
 
 
 async def check_remote_services(engine: EngineConfig, ray_address: str | None) -> None:
@@ -85,14 +93,14 @@ def check_trainer() -> None:
         raise UserError(f"not installed: {', '.join(missing)}; `agent-rl install trainer` installs them")
 
 
-def _check_models(config: RunConfig) -> ModelSpec:
+def _check_models(model: Path, reference: Path | None) -> ModelSpec:
     """The architecture of the policy's model. Raises UserError or ConfigError for a model that is missing or not
     supported, and for a KL reference of another architecture."""
-    check_model(config.model)
-    model_spec = read_model_spec(config.model)
-    if (reference := config.train.kl.reference) is not None:
+    check_model(model)
+    model_spec = read_model_spec(model)
+    if reference is not None:
         check_model(reference, key="train.kl.reference")
-        check_same_architecture(model_spec, config.model, reference, "train.kl.reference")
+        check_same_architecture(model_spec, model, reference, "train.kl.reference")
     return model_spec
 
 
@@ -105,18 +113,6 @@ def _check_programs(engine: EngineConfig, rollout: RolloutConfig) -> None:
         raise UserError(
             f"rollout.harness.directory: {harness.directory}: no such directory; install the agent program there first"
         )
-
-
-def _check_training(config: RunConfig, model_spec: ModelSpec) -> None:
-    """Raises UserError or ConfigError for what the trainer would refuse later: a checkpoint that lacks a shard or a
-    tensor, a parallel layout, the lengths, a metrics sink. Reads only the headers of the safetensors files."""
-    check_checkpoint(config.model, model_spec)
-    if (reference := config.train.kl.reference) is not None:
-        check_checkpoint(reference, model_spec, "train.kl.reference")
-    check_lengths(config.rollout, config.train, config.model, model_spec)
-    check_layout(config, model_spec)
-    check_trace(config.r3.trace, config.train.replay)
-    check_sinks(config.monitoring)
 
 
 def check_replay(train: TrainConfig, model: Path, model_spec: ModelSpec) -> None:

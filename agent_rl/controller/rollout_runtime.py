@@ -128,11 +128,9 @@ async def open_task_runtime(
 async def _refuse_other_weights(checked: Checked, engine: SGLangEngine, display: Display) -> None:
     """Raise UserError where running engines serve other weights than the config's model; note what was not compared."""
     config = checked.config
-    not_compared = await asyncio.to_thread(
-        check_served_weights, engine.urls, config.model, checked.model_spec, config.engine
-    )
-    if not_compared is not None:
-        display.note(not_compared)
+    note = await asyncio.to_thread(check_served_weights, engine.urls, config.model, checked.model_spec, config.engine)
+    if note is not None:
+        display.note(note)
 
 
 @asynccontextmanager

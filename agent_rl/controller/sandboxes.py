@@ -53,11 +53,7 @@ async def _open_on_nodes(config: SandboxConfig, note: Callable[[str], None]) -> 
 def sandbox_limits(config: SandboxConfig) -> SandboxSpec:
     """The template of every sandbox: the config's image, memory, processes, CPUs and disk."""
     limits = SandboxSpec(
-        memory_mb=config.memory_mb,
-        pids=config.pids,
-        cpus=config.cpus,
-        disk_mb=config.disk_mb,
-        inodes=config.inodes,
+        memory_mb=config.memory_mb, pids=config.pids, cpus=config.cpus, disk_mb=config.disk_mb, inodes=config.inodes
     )
     return limits if config.image is None else replace(limits, image=config.image)
 

@@ -66,7 +66,10 @@ class RunState:
         self.checkpoints = self.dir / "checkpoints"
         self._evaluations: dict[str, dict[str, Any]] = {}
         self.dir.mkdir(parents=True, exist_ok=True)
-        self._store_config(config)
+        path, resolved = self.dir / "config.yaml", config.model_dump(mode="json")
+        if path.exists():
+            _check_same(yaml.safe_load(path.read_text()), resolved, self.dir)
+        write_atomic(path, yaml.safe_dump(resolved, sort_keys=False).encode())
         self._path = self.dir / "state.json"
         saved = read_json(self._path) if self._path.exists() else {}
         self._evaluations.update(saved.get("evaluations", {}))
@@ -107,13 +110,6 @@ class RunState:
     def _write(self) -> None:
         saved = {"run_id": self.run_id, "resumes": self._resumes, "evaluations": self._evaluations}
         write_json(self._path, saved)
-
-    def _store_config(self, config: RunConfig) -> None:
-        path = self.dir / "config.yaml"
-        resolved = config.model_dump(mode="json")
-        if path.exists():
-            _check_same(yaml.safe_load(path.read_text()), resolved, self.dir)
-        write_atomic(path, yaml.safe_dump(resolved, sort_keys=False).encode())
 
 
 def keep_tokenizer(model: Path, directory: Path) -> None:

@@ -41,7 +41,7 @@ from agent_rl.controller.rollout_runtime import RolloutRuntime, open_rollout_run
 from agent_rl.controller.route_checks import check_missing_budget, probe_engines
 from agent_rl.controller.state import RunState, keep_tokenizer
 from agent_rl.controller.summary import summarize, summary_table, why_idle
-from agent_rl.engine.types import Scorer
+from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.errors import TrainerDied
 from agent_rl.evaluation.quarantine import Quarantine
 from agent_rl.monitoring.console import Display
@@ -50,7 +50,7 @@ from agent_rl.monitoring.metrics_log import MetricsLog
 from agent_rl.monitoring.sinks import SinkRun, sink_factories
 from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.filters import length_report, masked_stops
-from agent_rl.rollout.group import RolloutEvent
+from agent_rl.rollout.group import GroupSettings, RolloutEvent
 from agent_rl.rollout.limiter import Limiter
 from agent_rl.rollout.records import write_trajectories
 from agent_rl.rollout.rescore import Rescorer
@@ -159,13 +159,11 @@ class TrainingRun:
         self, config: RunConfig, state: RunState, display: Display, runtime: RolloutRuntime, trainer: RayTrainer
     ) -> None:
         self.config, self.state, self.display = config, state, display
-        self.runtime, self.trainer = runtime, trainer
+        self.runtime, self.trainer, engine = runtime, trainer, runtime.engine
         self.rules = EpisodeRules.from_config(config)
         self.metrics = MetricsLog(state.dir, sink_factories(SinkRun(state.dir, state.run_id, config)), display.note)
-        self.sync = WeightSync(
-            config.engine, config.model, runtime.engine, trainer, state.dir / "weights", display.note
-        )
-        self.admission = EngineAdmission(config.routes_config, runtime.engine, self.sync, config.engine.headers)
+        self.sync = WeightSync(config.engine, config.model, engine, trainer, state.dir / "weights", display.note)
+        self.admission = EngineAdmission(config.routes_config, engine, self.sync, config.engine.headers)
         self.guard = Guard(config.guard, state.dir, display.note)
         self.journal = Journal(state.dir / "journal", state.run_id, turns=config.rollout.recover == "turns")
         self.history = LedgerFile(state.dir)
@@ -173,11 +171,22 @@ class TrainingRun:
         self.progress = Progress(state.run_id)
         self.quarantine = Quarantine(state.dir / "quarantine.json")
         self.masked = masked_stops(config.train.filter)
-        self.rescorer = _open_rescorer(config.train, runtime.engine)
+        self.rescorer = _open_rescorer(config.train, engine)
         self.loop_lag = LoopLag()
-        self.lane = "rollout" if config.async_rollout.depth else ""
-        on_event = partial(self._on_event, lane="evaluation" if config.async_rollout.depth else "")
-        self.evaluations = Evaluations(config, state, display, runtime, self.admission, self.quarantine, on_event)
+        ahead = config.async_rollout.depth > 0
+        self.lane = "rollout" if ahead else ""
+        self.evaluations = Evaluations(
+            config.eval,
+            self.rules,
+            state,
+            display,
+            runtime,
+            self.admission,
+            self.quarantine,
+            partial(self._on_event, lane="evaluation" if ahead else ""),
+            steps=config.train.steps,
+            concurrent=ahead,
+        )
 
     async def run(self) -> dict[str, object]:
         """Run all remaining steps, with the evaluations before, between and after them. Returns the summary."""
@@ -238,13 +247,16 @@ class TrainingRun:
         )
 
     def _make_producer(self, buffer: RolloutBuffer, tasks: Sequence[Task]) -> RolloutProducer:
+        rollout, uniform = self.config.rollout, self.config.train.baseline == "batch"
         return RolloutProducer(
-            self.config,
+            GroupSettings(rollout.group_size, retries=rollout.sandbox_retries, rescore_uniform=uniform),
             tasks,
             buffer,
             self.journal,
             self.runtime.runner(self.rules),
+            seed=self.config.seed,
             limiter=self.runtime.limiter,
+            masked=self.masked,
             left_out=self.quarantine,
             rescore=self.rescorer,
             on_event=partial(self._on_event, lane=self.lane),
@@ -301,19 +313,16 @@ class TrainingRun:
         self._report_filters(step)
 
     def _samples(self, step: int, batch: Batch) -> GroupSamples:
+        train, max_tokens = self.config.train, self.config.rollout.max_tokens
         return build_samples(
             batch.groups,
-            baseline=self.config.train.baseline,
-            scale=self.config.train.advantage_scale,
+            baseline=train.baseline,
+            scale=train.advantage_scale,
             drop_missing=self.config.captures_routes and self.config.r3.missing == "drop_sample",
             masked=self.masked,
-            penalty=partial(
-                overlong_penalty,
-                limit=self.config.rollout.max_tokens,
-                overlong=self.config.train.overlong,
-            ),
-            normalized=not self.config.train.normalizes_after_penalty,
-            by_sequence=self.config.train.loss_aggregation == "sequence",
+            penalty=partial(overlong_penalty, limit=max_tokens, overlong=train.overlong),
+            normalized=not train.normalizes_after_penalty,
+            by_sequence=train.loss_aggregation == "sequence",
             published=step - 1,
         )
 
@@ -377,7 +386,7 @@ class TrainingRun:
             await self.checkpoints.finish()
 
 
-def _open_rescorer(train: TrainConfig, engine: Scorer) -> Rescorer | None:
+def _open_rescorer(train: TrainConfig, engine: SGLangEngine) -> Rescorer | None:
     old = train.old_logprob
     if old.source != "rescore":
         return None

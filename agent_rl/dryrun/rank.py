@@ -100,14 +100,8 @@ def _run(job: RankJob, environment: RankEnvironment, progress: RankProgress) -> 
     train, usage, collectives = job.config.train, environment.usage, environment.collectives
     _load_shapes_only(job, usage)
     _map_pool_without_memory(job)
-    request = WorkerRequest(
-        job.config,
-        read_model_spec(job.model),
-        job.model,
-        job.model if train.kl.coefficient else None,
-        "cuda",
-        threads=1,
-    )
+    reference = job.model if train.kl.coefficient else None
+    request = WorkerRequest(job.config, read_model_spec(job.model), job.model, reference, "cuda", threads=1)
     with usage.phase("start"):
         rank = TrainerWorker(request, OptimizerSpec.of(train), job.rank, master_addr="", master_port=0)
     collectives.names = _group_names()

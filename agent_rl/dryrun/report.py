@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from operator import attrgetter
 from typing import get_args
 
 from rich.console import Console
@@ -131,10 +132,7 @@ def _lines(config: RunConfig, result: DryRunResult, plan: PlannedFigures) -> Ite
             f"{gib(beside)} beside the state; planned {gib(plan.publish.bytes)} in {plan.publish.buckets}, "
             f"{gib(plan.publish.memory)}"
         )
-    retained, pinned = (
-        result.extrapolate(lambda record: record.retained),
-        result.extrapolate(lambda record: record.pinned),
-    )
+    retained, pinned = (result.extrapolate(attrgetter(name)) for name in ("retained", "pinned"))
     yield f"retained after a step: {gib(retained)}; pinned host memory: {gib(pinned)}"
 
 

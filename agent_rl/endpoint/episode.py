@@ -160,16 +160,11 @@ class HarnessRun(EpisodeRun):
         return "\n\n".join(texts).encode(errors="replace")
 
     def _trajectory(self, stop: StopReason, grade: Grade | None, error: Exception | None = None) -> Trajectory:
-        endpoint_session = self.endpoint_session
+        session = self.endpoint_session
         self.endpoint.failures += stop in (StopReason.HARNESS_FAILURE, StopReason.PROGRAM_FAILED)
         plain = super()._trajectory(stop, grade, error or self.failed)
-        plain = replace(
-            plain,
-            turns=endpoint_session.turns(),
-            messages=endpoint_session.spoken_messages(),
-            harness=endpoint_session.counts(),
-        )
-        branches = endpoint_session.tree.branches()
+        plain = replace(plain, turns=session.turns(), messages=session.spoken_messages(), harness=session.counts())
+        branches = session.tree.branches()
         if not branches:
             return plain
         first, *further = branches

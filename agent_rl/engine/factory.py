@@ -98,15 +98,9 @@ def _ray_servers(
 ) -> dict[str, RayEngineServer]:
     return {
         f"engine-{number}": RayEngineServer(
-            config,
-            model,
-            run_dir / f"engine-{number}.log",
-            reservation,
-            number=number,
-            capture_routes=routes,
-            notify=note,
+            config, model, run_dir / f"engine-{number}.log", reserved, number=number, capture_routes=routes, notify=note
         )
-        for number, reservation in enumerate(reservations)
+        for number, reserved in enumerate(reservations)
     }
 
 

@@ -17,7 +17,6 @@ import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from agent_rl.config import EngineConfig
 from agent_rl.engine.shared_memory import remove_stale
@@ -48,15 +47,8 @@ class ServerNode:
     @property
     def arguments(self) -> list[str]:
         """SGLang's arguments for this node."""
-        multi_node = [
-            "--nnodes",
-            str(self.nodes),
-            "--node-rank",
-            str(self.rank),
-            "--dist-init-addr",
-            self.dist_init_addr,
-        ]
-        return ["--host", self.address, *(multi_node if self.nodes > 1 else ())]
+        nodes = ["--nnodes", str(self.nodes), "--node-rank", str(self.rank), "--dist-init-addr", self.dist_init_addr]
+        return ["--host", self.address, *(nodes if self.nodes > 1 else ())]
 
 
 class EngineServer:
@@ -78,12 +70,8 @@ class EngineServer:
         capture_routes: bool = True,
         node: ServerNode | None = None,
     ) -> None:
-        self._config = config
-        self._node = node or ServerNode()
-        self._number = number
-        self._model = model
-        self._log = log
-        self._capture = capture_routes
+        self._config, self._model, self._log, self._number = config, model, log, number
+        self._node, self._capture = node or ServerNode(), capture_routes
         self._process: subprocess.Popen[bytes] | None = None
         self._url: str | None = None
 
@@ -108,9 +96,7 @@ class EngineServer:
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.stop()
 
     async def start(self) -> str:

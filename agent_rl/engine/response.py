@@ -200,10 +200,5 @@ def provenance(
 
     add(routes_from, first_sampled, str(versions[0]["version"]), SpanKind.PREFILLED)
     for part in versions:
-        add(
-            first_sampled + int(part["start"]),
-            first_sampled + int(part["end"]),
-            str(part["version"]),
-            sampled_kind,
-        )
+        add(first_sampled + int(part["start"]), first_sampled + int(part["end"]), str(part["version"]), sampled_kind)
     return tuple(spans)

@@ -16,7 +16,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any
 
 from agent_rl.config import EngineConfig
@@ -84,9 +84,7 @@ class SGLangEngine:
             raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
     async def close(self) -> None:
@@ -116,8 +114,9 @@ class SGLangEngine:
         return await self._sample(body, tokens, routes_from, session)
 
     async def prefill(self, tokens: TokenIds, *, session: str, afresh: bool) -> Completion:
-        """Compute ``tokens``; see :class:`agent_rl.rollout.route_audit.Prefiller`. Raises EngineRejected for a sequence
-        that fills the model's context."""
+        """The routes of ``tokens`` (one token is sampled after them). ``afresh`` uses no cached prefix. Raises
+        EngineRejected for a sequence that fills the model's context, and other engine errors once the retry budget is
+        spent."""
         sampling = SamplingParams(temperature=0.0, max_new_tokens=1)
         body = generate_body(tokens, sampling, 0, max_positions=self.model_spec.max_positions)
         if afresh:
@@ -153,8 +152,8 @@ class SGLangEngine:
         return (await self._scores(url or self.urls[0], tokens, "score")).logprobs
 
     async def rescore(self, tokens: TokenIds, *, session: str, routes: bool = False) -> Scores:
-        """As :meth:`score`, on any engine, with retries; see :class:`agent_rl.engine.types.Scorer`. ``routes``: also
-        return the experts of that pass.
+        """As :meth:`score`, on any engine, with retries and without a cached prefix. ``session`` distributes
+        evaluations over engines. ``routes``: also return the experts of that pass.
 
         Raises EngineRejected for a sequence that fills the model's context: SGLang needs a free token after a prompt.
         """

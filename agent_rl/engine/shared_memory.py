@@ -16,14 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 SHARED_MEMORY = Path("/dev/shm")
-_NAMES = (
-    "sglang_loads_*.shm",
-    "sglang_host_pool_*.mmap",
-    "sgl_shm_*",
-    "multi_tokenizer_args_*",
-    "nccl-*",
-    "sem.mp-*",
-)
+_NAMES = ("sglang_loads_*.shm", "sglang_host_pool_*.mmap", "sgl_shm_*", "multi_tokenizer_args_*", "nccl-*", "sem.mp-*")
 _CREATOR = re.compile(r"(?:sgl_shm_.*_(\d+)_[^_]*|multi_tokenizer_args_(\d+))")
 
 

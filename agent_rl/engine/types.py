@@ -49,17 +49,6 @@ class Scores:
     routing: Routing | None = None
 
 
-class Scorer(Protocol):
-    """Evaluates a whole sequence."""
-
-    async def rescore(self, tokens: TokenIds, *, session: str) -> Scores:
-        """Evaluate all ``tokens`` without a cached prefix. ``session`` distributes evaluations over engines.
-
-        Raises one of :mod:`agent_rl.errors`' engine errors once the retry budget is spent.
-        """
-        ...
-
-
 class Server(Protocol):
     """A server that we start, on this machine or another."""
 

@@ -6,7 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 
 from agent_rl.evaluation.report import EpisodeResult, EvalReport, report
-from agent_rl.rollout.group import EpisodeRunner, GroupSettings, RolloutEvent, collect_groups
+from agent_rl.rollout.group import EpisodeRunner, GroupSettings, OnEvent, RolloutEvent, collect_groups
 from agent_rl.rollout.limiter import Limiter
 from agent_rl.types import StopReason, Trajectory
 from envs import Task
@@ -22,7 +22,7 @@ async def evaluate(
     retries: int = 3,
     done: Iterable[EpisodeResult] = (),
     on_result: Callable[[EpisodeResult, Trajectory | None], None] | None = None,
-    on_event: Callable[[RolloutEvent], None] | None = None,
+    on_event: OnEvent | None = None,
 ) -> EvalReport:
     """Run ``samples`` episodes of every task and report Pass@1.
 

@@ -118,11 +118,7 @@ _KEYS = {
     "rope_theta": "rope_theta",
     "rope_scaling": "rope_scaling",
 }
-_EXPERT_KEYS = {
-    "num_experts": "num_experts",
-    "top_k": "num_experts_per_tok",
-    "expert_inner": "moe_intermediate_size",
-}
+_EXPERT_KEYS = {"num_experts": "num_experts", "top_k": "num_experts_per_tok", "expert_inner": "moe_intermediate_size"}
 
 
 def read_model_spec(directory: Path) -> ModelSpec:

@@ -11,7 +11,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -101,7 +100,7 @@ class Display:
             self._live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -157,10 +156,8 @@ class Display:
         if self._steps is not None:
             self._progress.update(self._steps, completed=step)
         if self._live is None:
-            figures = "  ".join(
-                f"{label} {form.format(values[key])}" for label, key, form in PANEL_METRICS if key in values
-            )
-            self.note(f"[{self._name}] step {step}: {figures}  ({values.get('time/step', 0.0):.1f} s)")
+            text = "  ".join(f"{name} {form.format(values[key])}" for name, key, form in PANEL_METRICS if key in values)
+            self.note(f"[{self._name}] step {step}: {text}  ({values.get('time/step', 0.0):.1f} s)")
         self._refresh()
 
     def _end_stage(self, lane: str) -> None:

@@ -72,12 +72,8 @@ class RunPlan:
         for resource in self.resources:
             if not resource.fits and resource.capacity is not None:
                 misfit = f"{resource.name}: {gib(resource.total)} do not fit in {gib(resource.capacity)}"
-                changes = [
-                    f"{advice.change} ({gib(advice.total)})"
-                    for advice in self.advice
-                    if advice.resource == resource.name
-                ]
-                return f"{misfit}; what helps: {', or '.join(changes[:3])}" if changes else misfit
+                helps = [f"{each.change} ({gib(each.total)})" for each in self.advice if each.resource == resource.name]
+                return f"{misfit}; what helps: {', or '.join(helps[:3])}" if helps else misfit
         return None
 
 

@@ -198,11 +198,7 @@ class _Planner:
         yield PlannedResource("trainer rank", rank_items, count=world)
         engine_items: tuple[Item, ...] = ()
         if config.engine.launched:
-            engine_items = (
-                Item("process", ENGINE_PROCESS),
-                *self._engine_items(1),
-                self._route_slots(1),
-            )
+            engine_items = (Item("process", ENGINE_PROCESS), *self._engine_items(1), self._route_slots(1))
             yield PlannedResource("engine", engine_items)
         ranks = Item("trainer ranks", world * sum(item.size for item in rank_items), f"{world} x a rank")
         engine = (Item("engine", sum(item.size for item in engine_items)),) if engine_items else ()

@@ -384,7 +384,7 @@ class ConversationTree:
         tokens = self.tokens(leaf)
         loss_mask, logprobs = np.zeros(len(tokens), np.bool_), np.zeros(len(tokens), np.float32)
         first = next(node for node, _ in path if node not in claimed)
-        versions = list[VersionSpan]()
+        spans = list[VersionSpan]()
         for node, stop in path:
             if node in claimed or stop < node.end:
                 continue
@@ -392,12 +392,12 @@ class ConversationTree:
                 loss_mask[node.prompt : node.end] = True
                 logprobs[node.prompt : node.end] = node.logprobs
                 for span in node.versions:
-                    append_version(versions, span)
+                    append_version(spans, span)
         parent = None if first.parent is None else claimed.get(first.parent)
         claimed |= {node: number for node, stop in path if node not in claimed and stop == node.end}
         shared = 0 if parent is None else first.shared
         return Branch(
-            tokens, loss_mask, logprobs, _routing(path, len(tokens)), tuple(versions), parent, shared, first.cause
+            tokens, loss_mask, logprobs, _routing(path, len(tokens)), tuple(spans), parent, shared, first.cause
         )
 
 
@@ -426,14 +426,11 @@ def _routing(path: Sequence[tuple[Node, int]], tokens: int) -> Routing | None:
     """The rows of routes of a path; None if none were kept or received. Raises RoutesMissingError if they do not
     align."""
     route_rows = list(_needed_rows(path))
-    first_routing = next((rows.routing for rows in route_rows if rows.routing is not None), None)
-    if first_routing is None:
+    first = next((rows.routing for rows in route_rows if rows.routing is not None), None)
+    if first is None:
         return None
     stitcher = RouteStitcher(
-        moe_layers=first_routing.moe_layers,
-        top_k=first_routing.top_k,
-        num_experts=first_routing.num_experts,
-        capacity=tokens,
+        moe_layers=first.moe_layers, top_k=first.top_k, num_experts=first.num_experts, capacity=tokens
     )
     try:
         for rows in route_rows:

@@ -42,14 +42,7 @@ from envs import (
     UndecidableError,
     load_scaffold,
 )
-from sandbox import (
-    ImageMissingError,
-    SandboxError,
-    SandboxNodeLostError,
-    SandboxUnavailableError,
-    bounded,
-    printable,
-)
+from sandbox import ImageMissingError, SandboxError, SandboxNodeLostError, SandboxUnavailableError, bounded, printable
 from sandbox.timeouts import PausableTimeout
 from tools import ParseFailure, ToolCallFormat, ToolDefinitionError, ToolResult, ToolSet
 
@@ -66,13 +59,7 @@ MAX_ABORTS = 3
 """How often a turn is requested again after the engine aborted it on its own."""
 
 
-_STOPS_THE_RUN = (
-    RoutesMissingError,
-    ImageMissingError,
-    SandboxUnavailableError,
-    TaskRecordError,
-    ToolDefinitionError,
-)
+_STOPS_THE_RUN = (RoutesMissingError, ImageMissingError, SandboxUnavailableError, TaskRecordError, ToolDefinitionError)
 _ENDINGS: Sequence[tuple[type[Exception], StopReason | None]] = (
     *((kind, None) for kind in _STOPS_THE_RUN),
     (EngineError, StopReason.ENGINE_FAILURE),
@@ -176,9 +163,8 @@ class EpisodeRun:
         self.began, self.started = round(time.time(), 3), time.perf_counter()
         self.transcript = Transcript((), max_tokens=self.limits.max_tokens, routes=None)
         self.messages: list[Mapping[str, str]] = []
-        self.turns: list[
-            dict[str, Any]
-        ] = []  # the fields of Turn: frozen at the end, because a turn may be interrupted
+        # The fields of Turn: frozen at the end, because a turn may be interrupted.
+        self.turns: list[dict[str, Any]] = []
         self.parse_failures_in_a_row = 0
         self.start_seconds = self.grade_began = self.grade_seconds = 0.0
 

@@ -56,9 +56,7 @@ def filter_metrics(
     ``masked`` stop reason are not trained on either.
     """
     everything = [t for group in (*kept, *discarded) for t in group.trajectories]
-    trained = [
-        t for group in kept if has_contrast(group.trajectories) for t in group.trajectories if _trained(t, masked)
-    ]
+    trained = [t for g in kept if has_contrast(g.trajectories) for t in g.trajectories if _trained(t, masked)]
     dropped = [t for group in discarded for t in group.trajectories]
     masks = [t for group in kept for t in group.trajectories if t.stop in masked]
     lengths = _lengths(everything)

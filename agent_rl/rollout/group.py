@@ -62,6 +62,9 @@ class RolloutEvent:
     waiting: int = 0
 
 
+OnEvent = Callable[[RolloutEvent], None]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Rollout:
     """The result of :func:`collect_groups`: groups in the order they finished, and the wall time in seconds."""
@@ -95,7 +98,7 @@ async def collect_groups(
     settings: GroupSettings,
     *,
     limiter: Limiter,
-    on_event: Callable[[RolloutEvent], None] | None = None,
+    on_event: OnEvent | None = None,
     rescore: Rescore | None = None,
 ) -> Rollout:
     """Run ``settings.size`` episodes of every task. ``on_event`` is called as episodes and groups end.
@@ -155,11 +158,7 @@ class GroupCollector:
     """Collects groups, one after another or concurrently. ``on_event`` is called as episodes and groups end."""
 
     def __init__(
-        self,
-        settings: GroupSettings,
-        limiter: Limiter,
-        on_event: Callable[[RolloutEvent], None],
-        rescore: Rescore | None = None,
+        self, settings: GroupSettings, limiter: Limiter, on_event: OnEvent, rescore: Rescore | None = None
     ) -> None:
         self.settings, self.limiter, self.on_event, self.rescore = settings, limiter, on_event, rescore
 
@@ -219,9 +218,6 @@ class GroupCollector:
             state.failures.append(f"rescoring: {type(error).__name__}: {error}")
 
     def _emit(
-        self,
-        trajectory: Trajectory | None = None,
-        group: Group | None = None,
-        dropped: DroppedGroup | None = None,
+        self, trajectory: Trajectory | None = None, group: Group | None = None, dropped: DroppedGroup | None = None
     ) -> None:
         self.on_event(RolloutEvent(trajectory, group, dropped, self.limiter.in_flight, self.limiter.waiting))

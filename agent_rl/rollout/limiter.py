@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from types import TracebackType
 
 
 class Limiter:
@@ -40,8 +39,6 @@ class Limiter:
         self._in_flight += 1
         self._peak = max(self._peak, self._in_flight)
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         self._in_flight -= 1
         self._slots.release()

@@ -11,13 +11,13 @@ from agent_rl.types import Group, StopReason, Trajectory
 from r3.routing import SpanKind
 
 
-def rollout_metrics(rollout: Rollout) -> dict[str, float]:
+def rollout_metrics(result: Rollout) -> dict[str, float]:
     """The metrics of one step's groups. If every group was dropped, only the failure counts."""
-    trajectories = [trajectory for group in rollout.groups for trajectory in group.trajectories]
-    failures = sum(g.infrastructure_failures for g in rollout.groups) + sum(len(d.errors) for d in rollout.dropped)
+    trajectories = [trajectory for group in result.groups for trajectory in group.trajectories]
+    failures = sum(g.infrastructure_failures for g in result.groups) + sum(len(d.errors) for d in result.dropped)
     metrics: dict[str, float] = {
         "rollout/infrastructure_failures": failures,
-        "rollout/groups_dropped": len(rollout.dropped),
+        "rollout/groups_dropped": len(result.dropped),
     }
     if not trajectories:
         return metrics
@@ -25,7 +25,7 @@ def rollout_metrics(rollout: Rollout) -> dict[str, float]:
         metrics["r3/missing_token_fraction"] = missing_token_fraction(trajectories)
         metrics["r3/recomputed_token_fraction"] = recomputed_token_fraction(trajectories)
         metrics |= audit_metrics(trajectories)
-    metrics |= _reward_metrics(rollout.groups, trajectories) | _work_metrics(rollout, trajectories)
+    metrics |= _reward_metrics(result.groups, trajectories) | _work_metrics(result, trajectories)
     return metrics | harness_metrics([trajectory for trajectory in trajectories if trajectory.harness])
 
 
@@ -102,9 +102,7 @@ def _speeds(trajectories: Sequence[Trajectory], seconds: float) -> dict[str, flo
     recovered = {"time/rollout_recovered": 1 - len(fresh) / len(trajectories)} if len(fresh) < len(trajectories) else {}
     if not fresh:
         return recovered
-    sampled = sum(
-        turn.completion_tokens for trajectory in fresh for turn in trajectory.turns[trajectory.replayed_turns :]
-    )
+    sampled = sum(turn.completion_tokens for t in fresh for turn in t.turns[t.replayed_turns :])
     return recovered | {
         "rollout/tokens_per_second": sum(trajectory.total_tokens for trajectory in fresh) / seconds,
         "rollout/sampled_tokens_per_second": sampled / seconds,

@@ -219,9 +219,7 @@ def row_messages(row: Mapping[str, Any]) -> list[dict[str, str]]:
 def _worst(details: Sequence[TokenDetail]) -> dict[str, float | None]:
     """The largest gaps over a trajectory's branches."""
     return {
-        f"worst_{name}": max(
-            (gap for detail in details if (gap := worst(getattr(detail, name))) is not None), default=None
-        )
+        f"worst_{name}": max((gap for d in details if (gap := worst(getattr(d, name))) is not None), default=None)
         for name in ("gap", "gap_without_replay")
     }
 

@@ -20,7 +20,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from agent_rl.engine.types import Scorer
+from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.errors import EngineError, EngineRejected
 from agent_rl.rollout.limiter import Limiter
 from agent_rl.types import Branch, Rescored, StopReason, Trajectory
@@ -34,7 +34,7 @@ class Rescorer:
     trajectory's. ``failed`` counts these errors.
     """
 
-    def __init__(self, engine: Scorer, *, n: int, limiter: Limiter, skipped: Collection[StopReason] = ()) -> None:
+    def __init__(self, engine: SGLangEngine, *, n: int, limiter: Limiter, skipped: Collection[StopReason] = ()) -> None:
         self._engine, self._n, self._limiter = engine, n, limiter
         self._skipped = frozenset(skipped)
         self.failed = 0

@@ -19,27 +19,16 @@ import asyncio
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.errors import EngineError
-from agent_rl.types import Completion, RouteAudit, TokenIds, Trajectory
+from agent_rl.types import Completion, RouteAudit, Trajectory
 from r3.routing import Routing, SpanKind
 
 _COMPARED = (SpanKind.SAMPLED, SpanKind.PREFILLED)
-
-
-class Prefiller(Protocol):
-    """Computes a sequence of given tokens."""
-
-    async def prefill(self, tokens: TokenIds, *, session: str, afresh: bool) -> Completion:
-        """The routes of ``tokens`` (one token is sampled after them). ``afresh`` uses no cached prefix.
-
-        Raises one of :mod:`agent_rl.errors`' engine errors once the retry budget is spent.
-        """
-        ...
 
 
 class Auditor:
@@ -48,7 +37,7 @@ class Auditor:
     If the engine fails, the trajectory is returned without an audit. ``chance`` returns numbers in [0, 1).
     """
 
-    def __init__(self, engine: Prefiller, share: float, *, chance: Callable[[], float] = random.random) -> None:
+    def __init__(self, engine: SGLangEngine, share: float, *, chance: Callable[[], float] = random.random) -> None:
         self._engine, self._share, self._chance = engine, share, chance
 
     async def __call__(self, trajectory: Trajectory, session: str) -> Trajectory:

@@ -20,20 +20,8 @@ FORMAT = 1
 _LEVEL = 6
 SUFFIX = ".index.json.zst"
 COLUMNS = (
-    *(
-        "group",
-        "task",
-        "reward",
-        "resolved",
-        "stop",
-        "turns",
-        "tokens",
-        "sampled",
-        "hacks",
-        "training_status",
-        "advantage",
-    ),
-    *("branches", "versions", "seconds", "began", "failures", "format"),
+    *("group", "task", "reward", "resolved", "stop", "turns", "tokens", "sampled", "hacks", "training_status"),
+    *("advantage", "branches", "versions", "seconds", "began", "failures", "format"),
     *("worst_gap", "worst_gap_without_replay"),
 )
 
@@ -84,9 +72,7 @@ def read_step_index(stem: Path) -> tuple[dict[str, list[Any]], list[RowPosition]
         index = orjson.loads(zstandard.ZstdDecompressor().decompress(step_index_path(stem).read_bytes()))
         if index["format"] != FORMAT:
             return None
-        return {name: index["columns"][name] for name in COLUMNS}, [
-            (offset, number) for offset, number in index["places"]
-        ]
+        return {name: index["columns"][name] for name in COLUMNS}, [(start, row) for start, row in index["places"]]
     except (OSError, ValueError, KeyError, TypeError, zstandard.ZstdError):
         return None
 

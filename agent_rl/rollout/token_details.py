@@ -116,18 +116,16 @@ def _layers(parts: Sequence[TokenDetail]) -> dict[str, NDArray]:
     """The frames of both passes, concatenated, and which of the two forms each trajectory has."""
     if not parts or any(part.differs is None for part in parts):
         return {}
-    passes = [
-        name for name in ("differs", "differs_without_replay") if all(getattr(p, name) is not None for p in parts)
-    ]
-    frames: dict[str, list[bytes]] = {name: [] for name in passes}
+    names = [name for name in ("differs", "differs_without_replay") if all(getattr(p, name) is not None for p in parts)]
+    frames: dict[str, list[bytes]] = {name: [] for name in names}
     keep_bits = []
     for part in parts:
-        bits = [getattr(part, name) for name in passes]
+        bits = [getattr(part, name) for name in names]
         packed = [_compressed(values) for values in bits]
         tokens, sampled = len(bits[0]), len(part.gap)
         budget = (BYTES_A_SAMPLED_TOKEN - _FIXED_BYTES) * sampled + BYTES_A_TOKEN * tokens
         keep_bits.append(sum(map(len, packed)) <= budget)
-        for name, frame, values in zip(passes, packed, bits, strict=True):
+        for name, frame, values in zip(names, packed, bits, strict=True):
             frames[name].append(frame if keep_bits[-1] else _compressed(_numbers(values)))
     arrays: dict[str, NDArray] = {
         "layers": np.array([parts[0].layers], np.uint32),

@@ -128,10 +128,7 @@ class Transcript:
         """The stitcher, created from the shape of the first routes."""
         if self._stitcher is None:
             self._stitcher = RouteStitcher(
-                moe_layers=delta.moe_layers,
-                top_k=delta.top_k,
-                num_experts=delta.num_experts,
-                capacity=self._max_tokens,
+                moe_layers=delta.moe_layers, top_k=delta.top_k, num_experts=delta.num_experts, capacity=self._max_tokens
             )
             for missed in self._missing:
                 self._stitcher.append_missing(**missed)

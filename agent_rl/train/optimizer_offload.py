@@ -132,12 +132,10 @@ class StoredState:
         self._inner.state[shard.master].update({name: slots[name].view(shard.master.shape) for name in self._moments})
 
 
-def _blocks(
-    masters: Sequence[MasterShard], sizes: Sequence[int], dtype: torch.dtype, *, offload: bool
-) -> Iterator[Tensor]:
+def _blocks(shards: Sequence[MasterShard], sizes: Sequence[int], dtype: torch.dtype, offload: bool) -> Iterator[Tensor]:
     """Zero tensors of these sizes in one block: on the host, or on the device of the masters."""
-    device = masters[0].master.device if masters else torch.device("cpu")
-    if offload or not masters:
+    device = shards[0].master.device if shards else torch.device("cpu")
+    if offload or not shards:
         block = host_tensor(sum(sizes), dtype, pinned=device.type == "cuda").zero_()
     else:
         block = torch.zeros(sum(sizes), dtype=dtype, device=device)

@@ -6,10 +6,9 @@ import os
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from agent_rl.config import RunConfig, TrainConfig
+from agent_rl.config import TrainConfig
 from agent_rl.errors import TrainerError
-from agent_rl.models.spec import ModelSpec
-from agent_rl.train.requests import WorkerDevice, WorkerRequest
+from agent_rl.train.requests import WorkerDevice
 
 if TYPE_CHECKING:
     from ray.actor import ActorClass, ActorProxy
@@ -19,33 +18,29 @@ if TYPE_CHECKING:
 
 
 def start_actors(
-    config: RunConfig, model_spec: ModelSpec, stack: ExitStack, placement_group: PlacementGroup | None = None
-) -> tuple[list[ActorProxy[WorkerActor]], WorkerRequest]:
+    train: TrainConfig, planned_gpu_gb: float | None, stack: ExitStack, placement_group: PlacementGroup | None = None
+) -> tuple[list[ActorProxy[WorkerActor]], WorkerDevice]:
     """Connect to Ray, or start a local one that ``stack`` ends, and start one actor per rank. Returns the actors and
-    the request that builds each worker.
+    their device.
 
-    ``placement_group``: the reservation of the workers (:func:`placement_options`). Raises TrainerError where Ray
-    cannot be reached or has too few CPUs or GPUs.
+    ``placement_group``: the reservation of the workers (:func:`placement_options`). ``planned_gpu_gb``: as in
+    :func:`worker_device`. Raises TrainerError where Ray cannot be reached or has too few CPUs or GPUs.
     """
     import ray
 
     from agent_rl.train.actor import BACKGROUND_GROUP, WorkerActor
     from agent_rl.train.ray_session import ray_cluster
 
-    world = config.train.parallel.world_size
-    stack.enter_context(ray_cluster(config.train.ray_address, cpus=world))
+    world = train.parallel.world_size
+    stack.enter_context(ray_cluster(train.ray_address, cpus=world))
     if placement_group is None:
         _check_cpus(world)
-    device = (
-        _device(config.train, config.hardware.gpu_memory_gb) if placement_group is None else _device_of(placement_group)
-    )
+    device = _device(train, planned_gpu_gb) if placement_group is None else _device_of(placement_group)
     options: dict[str, Any] = {"num_cpus": 1, "num_gpus": int(device == "cuda"), "max_restarts": 0}
     options["concurrency_groups"] = {BACKGROUND_GROUP: 1}  # missing in Ray's types
     actor_class: ActorClass[WorkerActor] = ray.remote(**options)(WorkerActor)
     placements = [{}] * world if placement_group is None else placement_options(placement_group)
-    return [actor_class.options(**placement).remote() for placement in placements], _worker_request(
-        config, model_spec, device
-    )
+    return [actor_class.options(**placement).remote() for placement in placements], device
 
 
 def _check_cpus(world: int) -> None:
@@ -75,18 +70,6 @@ def worker_bundles(placement_group: PlacementGroup) -> list[tuple[int, str]]:
     nodes = placement_group_table(placement_group)["bundles_to_node_id"]
     order = sorted(range(placement_group.bundle_count), key=lambda index: (nodes[index], index))
     return [(index, nodes[index]) for index in order for _ in range(int(placement_group.bundle_specs[index]["CPU"]))]
-
-
-def _worker_request(config: RunConfig, model_spec: ModelSpec, device: WorkerDevice) -> WorkerRequest:
-    reference = config.reference_dir
-    return WorkerRequest(
-        config,
-        model_spec,
-        model=config.model.absolute(),
-        reference=None if reference is None else reference.absolute(),
-        device=device,
-        threads=_threads(config.train.parallel.world_size),
-    )
 
 
 def _device(train: TrainConfig, planned_gpu_gb: float | None) -> WorkerDevice:
@@ -119,7 +102,7 @@ def worker_device(train: TrainConfig, planned_gpu_gb: float | None, gpus: float)
     return "cpu"
 
 
-def _threads(ranks: int) -> int:
+def threads_per_rank(ranks: int) -> int:
     """CPU threads per rank: OMP_NUM_THREADS where it is set, otherwise an equal share of this node."""
     setting = os.environ.get("OMP_NUM_THREADS", "")
     return int(setting) if setting.isdigit() else max(1, len(os.sched_getaffinity(0)) // ranks)

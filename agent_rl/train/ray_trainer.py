@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,8 +30,9 @@ from agent_rl.train.checkpoint.directory import Manifest
 from agent_rl.train.checkpoint.driver import CheckpointDriver, absolute
 from agent_rl.train.expert_balancing.report import BalanceReport, balance_metrics, write_balance
 from agent_rl.train.parallel_checks import check_layout
+from agent_rl.train.ray_launch import threads_per_rank
 from agent_rl.train.reports import ForwardResult, RankReport, RouteDifferences
-from agent_rl.train.requests import OptimizerSpec, StepRequest
+from agent_rl.train.requests import OptimizerSpec, StepRequest, WorkerRequest
 from agent_rl.train.route_sharding import (
     MicroBatches,
     by_sample,
@@ -85,7 +85,7 @@ class RayTrainer:
     ) -> None:
         check_layout(config, model_spec)
         check_trace(config.r3.trace, config.train.replay)
-        self.config, self._model_spec = config, model_spec
+        self.config, self._model_spec, self._reference = config, model_spec, config.reference_dir
         self._optimizer = optimizer or OptimizerSpec.of(config.train)
         self._ray, self._placement_group = ExitStack(), placement_group
         self._note = note or _silent
@@ -97,7 +97,17 @@ class RayTrainer:
         try:
             model_spec = self._model_spec or read_model_spec(self.config.model)
             self._cost = sequence_cost(model_spec)
-            await self.workers.start(self.config, model_spec, self._optimizer, self._note)
+            config, reference = self.config, self._reference
+            device = await self.workers.launch(config.train, config.hardware.gpu_memory_gb)
+            request = WorkerRequest(
+                config,
+                model_spec,
+                model=config.model.absolute(),
+                reference=None if reference is None else reference.absolute(),
+                device=device,
+                threads=threads_per_rank(config.train.parallel.world_size),
+            )
+            await self.workers.start(request, self._optimizer, self._note)
         except BaseException:
             await self.close()
             raise
@@ -241,14 +251,10 @@ class RayTrainer:
         if replay and not have_routes(samples, self.workers.infos[0].moe_layers):
             raise TrainerError("the samples have no routes to replay")
         partition = self.partition_sequences([len(sample.tokens) for sample in samples])
-        dispatched = await asyncio.to_thread(dispatch, self.workers, samples, partition, routes=replay)
+        stored = await asyncio.to_thread(dispatch, self.workers, samples, partition, routes=replay)
         results = await self.workers.call_each(
             lambda actor, info: actor.logprobs.remote(
-                dispatched[info.rank].samples,
-                partition[info.data_rank],
-                temperature,
-                record,
-                dispatched[info.rank].routes,
+                stored[info.rank].samples, partition[info.data_rank], temperature, record, stored[info.rank].routes
             )
         )
         return results, partition
@@ -304,9 +310,7 @@ class RayTrainer:
     async def __aenter__(self) -> RayTrainer:
         return await self.start()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
 

@@ -16,6 +16,8 @@ from agent_rl.train.route_sharding import MicroBatches, by_sample
 from agent_rl.types import Sample, TokenDetail
 from r3.mismatch.report import log_ratios, mismatch_metrics
 
+Bits = NDArray[np.uint8]
+
 
 def step_metrics(
     reports: Sequence[RankReport], routes: RouteCounts | None, routes_without_replay: RouteCounts | None, clip: Clip
@@ -32,9 +34,7 @@ def step_metrics(
     values = _train(reports) | _staleness(lag) | _off_policy(rollout, trainer, lag, clip)
     if (fresh := lag == 0).any():
         values |= _mismatch("mismatch", rollout[fresh], trainer[fresh])
-        unreplayed = [
-            report.logprobs_without_replay for report in reports if report.logprobs_without_replay is not None
-        ]
+        unreplayed = [each.logprobs_without_replay for each in reports if each.logprobs_without_replay is not None]
         if len(unreplayed) == len(reports):
             values |= _mismatch("mismatch_without_replay", rollout[fresh], np.concatenate(unreplayed)[fresh])
     if routes is not None:
@@ -140,7 +140,7 @@ class RouteDifferenceBits:
 
     def __init__(self, samples: Sequence[Sample]) -> None:
         self._samples = samples
-        self.of: dict[int, NDArray[np.uint8]] = {}
+        self.of: dict[int, Bits] = {}
 
     def take(self, ids: Sequence[int], differs_TL: NDArray[np.bool_]) -> None:
         """Add the differences of a micro-batch."""
@@ -173,11 +173,7 @@ def _parts(samples: Sequence[Sample], ids: Sequence[int]) -> Iterator[slice]:
 
 
 def _detail(
-    report: RankReport,
-    part: slice,
-    sample: Sample,
-    replayed: NDArray[np.uint8] | None,
-    without_replay: NDArray[np.uint8] | None,
+    report: RankReport, part: slice, sample: Sample, replayed: Bits | None, without_replay: Bits | None
 ) -> TokenDetail:
     engine, sampled = report.rollout_logprobs[part], report.sampled
     return TokenDetail(

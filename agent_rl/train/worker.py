@@ -131,15 +131,7 @@ class TrainerWorker:
             self._measure_placement(step_batches(samples, shares), routes)
         with rank_trace(request.trace, self._ranks.rank, self._ranks.data_rank, self._model.shard) as tracer:
             report, differences = grpo_step(
-                self._model,
-                self._optimizer,
-                samples,
-                shares,
-                routes,
-                request,
-                tracer,
-                self._reference,
-                self._balancer,
+                self._model, self._optimizer, samples, shares, routes, request, tracer, self._reference, self._balancer
             )
         self._updates += sum(item.update.taken for item in report.updates)
         self._release_gpu_cache()
@@ -178,10 +170,7 @@ class TrainerWorker:
         return logprobs if self._lead else {}, [experts.astype(dtype, copy=False) for experts in used]
 
     def supervise(
-        self,
-        sequences: WeightedSequences,
-        shares: Sequence[Sequence[Sequence[int]]],
-        batch_weight: float,
+        self, sequences: WeightedSequences, shares: Sequence[Sequence[Sequence[int]]], batch_weight: float
     ) -> tuple[float, Update]:
         """Run one supervised update over ``shares[data_rank][micro_batch]``. Returns this rank's part of the loss and
         the update. Collective. Raises TrainerError where loss or gradient norm is not finite."""
@@ -229,7 +218,7 @@ class TrainerWorker:
 
     def publish(self, request: PublishRequest) -> PublishReport | None:
         """Send the weights to the engines. Rank 0 sends and returns the report. Collective."""
-        base = self._lora_base(request)
+        base = BaseWeights(self._request.model) if self._model.lora and request.config.merges_adapters else None
         weights, report = self._model.export_weights() if base is None else self._model.export_changes(), None
         try:
             if self._ranks.rank == 0:
@@ -242,10 +231,6 @@ class TrainerWorker:
                 pass
             self._release_gpu_cache()
         return report
-
-    def _lora_base(self, request: PublishRequest) -> BaseWeights | None:
-        """The checkpoint that engines merge the adapters into; None where full weights are sent."""
-        return BaseWeights(self._request.model) if self._model.lora and request.config.merges_adapters else None
 
     def _release_gpu_cache(self) -> None:
         """Return torch's cached GPU memory, which an engine on the same GPU needs (``engine.colocate``)."""

@@ -13,12 +13,11 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from agent_rl.config import RunConfig
+from agent_rl.config import TrainConfig
 from agent_rl.errors import AgentRlError, TrainerDied, TrainerError, UserError, WeightSyncError
-from agent_rl.models.spec import ModelSpec
 from agent_rl.train.ray_launch import start_actors
 from agent_rl.train.ray_session import check_ray
-from agent_rl.train.requests import OptimizerSpec, WorkerRequest
+from agent_rl.train.requests import OptimizerSpec, WorkerDevice, WorkerRequest
 from agent_rl.train.route_sharding import WorkerInfo
 from agent_rl.utils.concurrency import run_alongside, shielded
 
@@ -52,15 +51,21 @@ class WorkerGroup:
         self._ray, self._placement_group = ray, placement_group
         self._ended: TrainerError | None = None
 
-    async def start(
-        self, config: RunConfig, model_spec: ModelSpec, optimizer: OptimizerSpec, note: Callable[[str], None]
-    ) -> None:
-        """Start Ray and the actors, and build the model in each. ``note`` receives lines about the progress and the
-        kernels. Raises TrainerError or UserError."""
-        if config.train.ray_address is not None:
-            await check_ray(config.train.ray_address)
+    async def launch(self, train: TrainConfig, planned_gpu_gb: float | None) -> WorkerDevice:
+        """Start Ray and the actors, on the device that is returned. Raises TrainerError or UserError."""
+        if train.ray_address is not None:
+            await check_ray(train.ray_address)
+
+        def start() -> WorkerDevice:
+            self._actors, device = start_actors(train, planned_gpu_gb, self._ray, self._placement_group)
+            return device
+
         # Shielded: after a cancelled start a thread would go on to start processes without an owner.
-        request = await shielded(asyncio.to_thread(self._launch, config, model_spec))
+        return await shielded(asyncio.to_thread(start))
+
+    async def start(self, request: WorkerRequest, optimizer: OptimizerSpec, note: Callable[[str], None]) -> None:
+        """Build the model in each actor. ``note`` receives lines about the progress and the kernels. Raises
+        TrainerError or UserError."""
         meeting, *_ = await gather_results([actor.rendezvous.remote() for actor in self._actors], START_SECONDS)
         calls = [actor.start.remote(request, optimizer, rank, meeting) for rank, actor in enumerate(self._actors)]
         self.infos = await self._started(calls, note)
@@ -87,10 +92,6 @@ class WorkerGroup:
                 note(loading_message(read, needed, (read - before) / LOADING_SECONDS))
             before = read
 
-    def _launch(self, config: RunConfig, model_spec: ModelSpec) -> WorkerRequest:
-        self._actors, request = start_actors(config, model_spec, self._ray, self._placement_group)
-        return request
-
     async def call(
         self, call: Callable[[ActorProxy[WorkerActor]], ObjectRef[T]], *, timeout: float = CALL_SECONDS
     ) -> list[T]:
@@ -103,9 +104,7 @@ class WorkerGroup:
         """As :meth:`call`, with different arguments for each worker."""
         self.check_running()
         try:
-            return await gather_results(
-                [call(*worker) for worker in zip(self._actors, self.infos, strict=True)], timeout
-            )
+            return await gather_results([call(*each) for each in zip(self._actors, self.infos, strict=True)], timeout)
         except AgentRlError as error:
             if not isinstance(error, WeightSyncError):
                 self._end(error)

@@ -13,17 +13,7 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
-from sandbox.shielded import shielded
-
-__all__ = [
-    "Notifier",
-    "cancel_on_signals",
-    "first_error",
-    "raise_open_file_limit",
-    "reduce_gc_pauses",
-    "run_alongside",
-    "shielded",
-]
+from sandbox.shielded import shielded as shielded
 
 STOP_SECONDS = 30.0
 MAX_OPEN_FILES = 65536

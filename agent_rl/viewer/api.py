@@ -199,8 +199,8 @@ def _column_json(name: str, values: NDArray) -> NDArray | list[Any]:
     return values.tolist() if values.dtype == object else values
 
 
-def _step(step_index: StepIndex) -> Json:
-    columns = output_columns(step_index)
+def _step(index: StepIndex) -> Json:
+    columns = output_columns(index)
     members: dict[int, list[int]] = {}
     for number, group in enumerate(columns["group"]):
         members.setdefault(group, []).append(number)
@@ -208,19 +208,13 @@ def _step(step_index: StepIndex) -> Json:
         {
             "group": group,
             "task": columns["task"][numbers[0]],
-            "infrastructure_failures": step_index.columns["failures"][numbers[0]],
+            "infrastructure_failures": index.columns["failures"][numbers[0]],
             "members": [columns["id"][number] for number in numbers],
             "trained": any(columns["training_status"][number] == "trained" for number in numbers),
         }
         for group, numbers in members.items()
     ]
-    return {
-        "n": step_index.n,
-        "step": step_index.step,
-        "columns": columns,
-        "groups": groups,
-        "notes": list(step_index.notes),
-    }
+    return {"n": index.n, "step": index.step, "columns": columns, "groups": groups, "notes": list(index.notes)}
 
 
 def _evaluation(index: Index, key: str) -> Json:

@@ -11,16 +11,16 @@ import gzip
 import hashlib
 import html
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
 
 import numpy as np
 import orjson
 
 from agent_rl.errors import UserError
 from agent_rl.utils.run_files import replacing, write_atomic
+from agent_rl.viewer.api import Resources
 
 STATIC = Path(__file__).parent / "static"
 _SERVED = b'<meta name="agent-rl-source" content="api">'
@@ -28,39 +28,21 @@ _STYLE = b'<link rel="stylesheet" href="app.css">\n'
 _SCRIPT = b'<script src="app.js" defer></script>\n'
 
 
-class Source(Protocol):
-    """The exported resources: :class:`agent_rl.viewer.api.Resources`."""
-
-    def read(self, path: str) -> Mapping[str, Any]:
-        """A resource."""
-        ...
-
-    def body(self, path: str) -> bytes:
-        """A resource as JSON text."""
-        ...
-
-    def pages(self) -> Iterator[str]:
-        """All paths except those of single trajectories and the running step."""
-        ...
-
-
-def export(source: Source, out: Path, trajectories: int) -> int:
+def export(source: Resources, out: Path, trajectories: int) -> int:
     """Write the page with at least ``trajectories`` trajectories of each run to ``out``: one file if it ends in
     ``.html``.
 
     Returns the number of bytes written. Raises UserError for a directory that is not empty.
     """
-    selected = {
-        run["run"]: select_trajectories(source, run["run"], trajectories) for run in source.read("runs")["runs"]
-    }
-    singles = (path for run, ids in selected.items() for path in _singles(source, run, ids))
+    chosen = {run["run"]: select_trajectories(source, run["run"], trajectories) for run in source.read("runs")["runs"]}
+    singles = (path for run, ids in chosen.items() for path in _singles(source, run, ids))
     bodies = ((path, source.body(path)) for path in chain(source.pages(), singles))
-    listed = ("exported", orjson.dumps({"notes": [], "trajectories": selected}, option=orjson.OPT_NON_STR_KEYS))
+    listed = ("exported", orjson.dumps({"notes": [], "trajectories": chosen}, option=orjson.OPT_NON_STR_KEYS))
     write = _write_file if out.suffix == ".html" else _write_dir
     return write(out, chain([listed], bodies))
 
 
-def select_trajectories(source: Source, run: int, count: int) -> list[str]:
+def select_trajectories(source: Resources, run: int, count: int) -> list[str]:
     """At least ``count`` trajectories of a run, if it has as many: whole groups, first those with the largest
     difference between trainer and engine log-probs, then the newest."""
     columns = source.read(f"{run}/trajectories")["columns"]
@@ -76,7 +58,7 @@ def select_trajectories(source: Source, run: int, count: int) -> list[str]:
     return chosen
 
 
-def _singles(source: Source, run: int, ids: Sequence[str]) -> Iterator[str]:
+def _singles(source: Resources, run: int, ids: Sequence[str]) -> Iterator[str]:
     """The paths of trajectories, and of the layers of each of their branches."""
     columns = source.read(f"{run}/trajectories")["columns"]
     branches = dict(zip(columns["id"], columns["branches"], strict=True))

@@ -34,22 +34,9 @@ EVAL = "eval"
 RESULTS, REPORT = "results.jsonl", "report.json"
 """Files of an ``agent-rl eval`` directory."""
 SHOWN = (
-    *(
-        "id",
-        "n",
-        "step",
-        "group",
-        "task",
-        "reward",
-        "resolved",
-        "stop",
-        "turns",
-        "tokens",
-        "sampled",
-        "hacks",
-        "training_status",
-    ),
-    *("advantage", "branches", "versions", "seconds", "began", "worst_gap", "worst_gap_without_replay"),
+    *("id", "n", "step", "group", "task", "reward", "resolved", "stop", "turns", "tokens", "sampled", "hacks"),
+    *("training_status", "advantage", "branches", "versions", "seconds", "began"),
+    *("worst_gap", "worst_gap_without_replay"),
 )
 """The columns of the API."""
 RANGES = (
@@ -101,9 +88,7 @@ class Index:
             stamps = {n: files.stamp for n, files in on_disk.items()}
             if stamps == self._stamps:
                 return
-            kept = {
-                n: step_index for n, step_index in self.step_indexes.items() if stamps.get(n) == self._stamps.get(n)
-            }
+            kept = {n: index for n, index in self.step_indexes.items() if stamps.get(n) == self._stamps.get(n)}
             self.step_indexes = {
                 n: kept[n] if n in kept else _read_step_index(n, files.step, files.stem) for n, files in on_disk.items()
             }
@@ -219,19 +204,13 @@ def _read_step_index(n: str, step: int, stem: Path) -> StepIndex:
 
 
 def _from_rows(n: str, step: int, stem: Path) -> StepIndex:
-    path = rows_path(stem)
+    path, file = rows_path(stem), step_index_path(stem)
     rows_stamp = path.stat().st_mtime_ns
-    index_file = step_index_path(stem)
-    if (
-        index_file.is_file()
-        and index_file.stat().st_mtime_ns >= rows_stamp
-        and (found := read_step_index(stem)) is not None
-    ):
-        columns_of, positions = found
-        columns_of |= {
-            name: [_intern(value) for value in columns_of[name]] for name in ("task", "stop", "training_status")
-        }
-        return StepIndex(n, step, stem, columns_of, tuple(positions))
+    fresh = file.is_file() and file.stat().st_mtime_ns >= rows_stamp
+    if fresh and (found := read_step_index(stem)) is not None:
+        stored, positions = found
+        stored |= {name: [_intern(value) for value in stored[name]] for name in ("task", "stop", "training_status")}
+        return StepIndex(n, step, stem, stored, tuple(positions))
     rows = list(read_rows(path))
     return StepIndex(n, step, stem, columns(rows), None)
 

@@ -57,12 +57,12 @@ def run(index: Index) -> Json:
     config, state = _config(directory, notes), _json(directory / "state.json", notes)
     summary, formats = _json(directory / "summary.json", notes), _formats(index)
     evaluations, guard = _evaluations(index, notes), _events(directory, notes)
-    step_indexes = index.step_indexes.values()
+    steps = index.step_indexes.values()
     if not (directory / "tokenizer.json").is_file() and formats:
         notes.append("the run's directory has no tokenizer.json: tokens are shown as numbers")
-    if step_indexes and all(stop in _UNGRADED for step_index in step_indexes for stop in step_index.columns["stop"]):
+    if steps and all(stop in _UNGRADED for step in steps for stop in step.columns["stop"]):
         notes.append("infrastructure failures only: no trajectory was graded")
-    notes += [note for step_index in step_indexes for note in step_index.notes]
+    notes += [note for step in steps for note in step.notes]
     return {
         **_summary(index, config, evaluations, guard),
         "model": str(config["model"]) if "model" in config else None,
@@ -70,9 +70,7 @@ def run(index: Index) -> Json:
         "facts": {"group_size": _mapping(config.get("rollout")).get("group_size"), **model_layout(index)},
         "format": min(formats, default=None),
         "filed": list(index.step_indexes),
-        "detail": [
-            step_index.n for step_index in step_indexes if step_index.columns["worst_gap"].count(None) < len(step_index)
-        ],
+        "detail": [step.n for step in steps if step.columns["worst_gap"].count(None) < len(step)],
         "evaluations": evaluations,
         "guard": [{name: event.get(name) for name in ("step", "event", "text")} for event in guard],
         "resumes": state.get("resumes", []),

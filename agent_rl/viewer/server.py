@@ -14,7 +14,6 @@ import contextlib
 import socket
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
-from typing import Protocol
 
 import orjson
 import uvicorn
@@ -29,6 +28,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agent_rl.errors import UserError
+from agent_rl.viewer.api import Resources
 
 HOST = "127.0.0.1"
 STATIC = Path(__file__).parent / "static"
@@ -44,22 +44,10 @@ HEADERS = {
 }
 
 
-class Source(Protocol):
-    """The resources of the page: :class:`agent_rl.viewer.api.Resources`. Its methods block on the disk."""
-
-    def body(self, path: str, query: Mapping[str, str]) -> bytes:
-        """A resource as JSON; an object with ``error`` if it is not available."""
-        ...
-
-    def stamps(self) -> Mapping[str, str]:
-        """A stamp for each resource; it changes with the resource's files."""
-        ...
-
-
 class Changes:
     """Polls the stamps of a source and sends the paths of changed resources to all listeners."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Resources) -> None:
         self._source = source
         self._listeners: set[asyncio.Queue[list[str]]] = set()
 
@@ -115,14 +103,14 @@ class SecurityHeaders:
         await self._app(scope, receive, with_headers)
 
 
-def application(source: Source) -> Starlette:
+def application(source: Resources) -> Starlette:
     """The ASGI application. It rejects requests for other host names, so that no other site can read a run."""
     changes = Changes(source)
 
     async def events(request: Request) -> Response:
         return StreamingResponse(changes.events(), media_type="text/event-stream")
 
-    async def resource(request: Request) -> Response:
+    async def fetch(request: Request) -> Response:
         query = dict(request.query_params)
         body = await run_in_threadpool(source.body, request.path_params["path"], query)
         return Response(body, status_code=_status(body), media_type="application/json")
@@ -136,11 +124,7 @@ def application(source: Source) -> Starlette:
         yield
         task.cancel()
 
-    routes = [
-        *(Route(path, file) for path in FILES),
-        Route("/api/changes", events),
-        Route("/api/{path:path}", resource),
-    ]
+    routes = [*(Route(path, file) for path in FILES), Route("/api/changes", events), Route("/api/{path:path}", fetch)]
     hosts = Middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"], www_redirect=False)
     return Starlette(routes=routes, lifespan=watching, middleware=[Middleware(SecurityHeaders), hosts])
 
@@ -166,7 +150,7 @@ def listen(port: int) -> socket.socket:
     return opened
 
 
-def web_server(source: Source) -> uvicorn.Server:
+def web_server(source: Resources) -> uvicorn.Server:
     """The server; ``run(sockets=[...])`` serves until Ctrl-C or until ``should_exit`` is set."""
     # Responses are stopped at once: those of /api/changes never end.
     return uvicorn.Server(uvicorn.Config(application(source), log_level="critical", timeout_graceful_shutdown=0))

@@ -36,35 +36,28 @@ class Reader:
         self._index = index
         self._token_texts: tuple[str, TokenTexts | None, list[str]] = ("", None, [])
 
-    def trajectory(self, step_index: StepIndex, number: int) -> Json:
+    def trajectory(self, index: StepIndex, number: int) -> Json:
         """A trajectory without its routes. Raises AgentRlError if its row is damaged."""
-        if step_index.n == EVAL:
-            return self._from_log(step_index, number)
-        row, notes = _row(step_index, number), list(step_index.notes)
-        count = step_index.columns["branches"][number]
-        branches = [self._branch(step_index, (number, branch), row, notes) for branch in range(count)]
+        if index.n == EVAL:
+            return self._from_log(index, number)
+        row, notes = _row(index, number), list(index.notes)
+        count = index.columns["branches"][number]
+        branches = [self._branch(index, (number, branch), row, notes) for branch in range(count)]
         conversation = _conversation(row)
         _assign_branches(conversation["turns"], [branch["sampled"] for branch in branches])
-        return {
-            **_head(step_index, number, row),
-            **conversation,
-            "branches": branches,
-            "notes": list(dict.fromkeys(notes)),
-        }
+        return {**_head(index, number, row), **conversation, "branches": branches, "notes": list(dict.fromkeys(notes))}
 
-    def routes(self, step_index: StepIndex, branch_id: BranchId, start: int, stop: int | None) -> Json | None:
+    def routes(self, index: StepIndex, branch_id: BranchId, start: int, stop: int | None) -> Json | None:
         """Rows of a branch's routes; None without routes. Raises AgentRlError if they are damaged."""
         number, _ = branch_id
-        routing = (
-            None if step_index.n == EVAL else _branch_of(step_index, _row(step_index, number), branch_id[1]).routing
-        )
+        routing = None if index.n == EVAL else _branch_of(index, _row(index, number), branch_id[1]).routing
         if routing is None:
             return None
         start = min(start, routing.tokens)
         stop = min(start + MAX_ROWS, routing.tokens, routing.tokens if stop is None else max(stop, start))
-        detail = _detail(step_index, branch_id, [])
+        detail = _detail(index, branch_id, [])
         return {
-            "id": f"{step_index.n}-{number}",
+            "id": f"{index.n}-{number}",
             "from": start,
             "to": stop,
             "rows": routing.tokens,
@@ -88,34 +81,34 @@ class Reader:
             "notes": [],
         }
 
-    def layer_map(self, step_index: StepIndex, branch_id: BranchId) -> Json:
+    def layer_map(self, index: StepIndex, branch_id: BranchId) -> Json:
         """The ``[row, layer]`` pairs in which the experts of engine and trainer differ."""
         notes: list[str] = []
-        detail = _detail(step_index, branch_id, notes)
+        detail = _detail(index, branch_id, notes)
         found = _map_both(detail, _pairs)
         layers = next((d.layers for d in _both(detail).values() if d is not None and d.layers is not None), None)
         if detail is not None and layers is None:
             notes.append("only the number of differing layers was recorded, because there are too many")
         return {
-            "id": f"{step_index.n}-{branch_id[0]}",
+            "id": f"{index.n}-{branch_id[0]}",
             "layers": 0 if layers is None else layers.shape[1],
             "rows": 0 if layers is None else layers.shape[0],
             **found,
             "notes": notes,
         }
 
-    def _branch(self, step_index: StepIndex, branch_id: BranchId, row: Mapping[str, Any], notes: list[str]) -> Json:
+    def _branch(self, index: StepIndex, branch_id: BranchId, row: Mapping[str, Any], notes: list[str]) -> Json:
         described = row.get("branches", [{}] * (branch_id[1] + 1))[branch_id[1]]
         found = {key: described.get(key, value) for key, value in (("parent", None), ("shared", 0), ("cause", "start"))}
         try:
-            return {**found, **self._tokens(step_index, branch_id, row, notes)}
+            return {**found, **self._tokens(index, branch_id, row, notes)}
         except (AgentRlError, OSError) as error:
             notes.append(f"tokens cannot be read: {error}")
             return {**found, **_NO_TOKENS}
 
-    def _tokens(self, step_index: StepIndex, branch_id: BranchId, row: Mapping[str, Any], notes: list[str]) -> Json:
-        branch = _branch_of(step_index, row, branch_id[1], routes=False)
-        mask, detail = branch.loss_mask, _detail(step_index, branch_id, notes)
+    def _tokens(self, index: StepIndex, branch_id: BranchId, row: Mapping[str, Any], notes: list[str]) -> Json:
+        branch = _branch_of(index, row, branch_id[1], routes=False)
+        mask, detail = branch.loss_mask, _detail(index, branch_id, notes)
         if detail is not None and len(detail.gap) != int(mask.sum()):
             notes.append(f"its detail has {len(detail.gap)} sampled tokens, the trajectory {int(mask.sum())}")
             detail = None
@@ -139,10 +132,10 @@ class Reader:
         texts = self._token_texts[1]
         return None if texts is None else texts.texts(ids)
 
-    def _from_log(self, step_index: StepIndex, number: int) -> Json:
+    def _from_log(self, index: StepIndex, number: int) -> Json:
         """A sample of an evaluation's directory, which has no tokens."""
-        path, notes = log_of(step_index, number), ["the directory of an evaluation has no tokens"]
-        result = step_index.results[number]
+        path, notes = log_of(index, number), ["the directory of an evaluation has no tokens"]
+        result = index.results[number]
         row: dict[str, Any] = {"messages": [], "turns": [], "error": result.error, "patch": result.patch}
         if path.is_file():
             row |= json.loads(path.read_bytes())
@@ -152,19 +145,19 @@ class Reader:
         row["test_log"] = log.read_text(errors="replace") if log.is_file() else ""
         row["seconds"], row["stop"] = result.seconds, result.stop
         row["suspected_hack"] = list(result.suspected_hack)
-        return {**_head(step_index, number, row), **_conversation(row), "branches": [], "notes": notes}
+        return {**_head(index, number, row), **_conversation(row), "branches": [], "notes": notes}
 
 
-def loads(step_index: StepIndex) -> Json:
+def loads(index: StepIndex) -> Json:
     """The number of tokens of each expert in a step, by layer."""
-    found = read_loads(step_index.stem)
+    found = read_loads(index.stem)
     notes = (
         []
         if found is not None
         else ["no expert loads were recorded: monitoring.token_detail was off, or there were no routes"]
     )
     return {
-        "n": step_index.n,
+        "n": index.n,
         "layers": 0 if found is None else found.shape[0],
         "num_experts": 0 if found is None else found.shape[1],
         "loads": None if found is None else found.tolist(),
@@ -174,15 +167,15 @@ def loads(step_index: StepIndex) -> Json:
 
 def model_layout(index: Index) -> Json:
     """The model's MoE layers, experts and top_k, from the newest readable step; None values without routes."""
-    for step_index in reversed(index.step_indexes.values()):
-        if step_index.n.isdecimal() and len(step_index):
+    for step in reversed(index.step_indexes.values()):
+        if step.n.isdecimal() and len(step):
             with contextlib.suppress(AgentRlError, RoutingError, OSError, KeyError, TypeError):
-                return _layout(step_index)
+                return _layout(step)
     return dict.fromkeys(_LAYOUT)
 
 
-def _layout(step_index: StepIndex) -> Json:
-    path = rows_path(step_index.stem)
+def _layout(index: StepIndex) -> Json:
+    path = rows_path(index.stem)
     key = next((row["arrays"]["key"] for row in read_rows(path) if row["arrays"]["routes"]), None)
     if key is None:
         return dict.fromkeys(_LAYOUT)
@@ -191,45 +184,45 @@ def _layout(step_index: StepIndex) -> Json:
     return {name: getattr(header, name) for name in _LAYOUT}
 
 
-def _row(step_index: StepIndex, number: int) -> dict[str, Any]:
-    path = rows_path(step_index.stem)
-    if step_index.positions is not None:
-        return read_row(path, step_index.positions[number])
+def _row(index: StepIndex, number: int) -> dict[str, Any]:
+    path = rows_path(index.stem)
+    if index.positions is not None:
+        return read_row(path, index.positions[number])
     found = next((row for index, row in enumerate(read_rows(path)) if index == number), None)
     if found is None:
         raise AgentRlError(f"{path}: row {number} no longer exists")
     return found
 
 
-def _branch_of(step_index: StepIndex, row: Mapping[str, Any], branch: int, *, routes: bool = True) -> Branch:
-    path = arrays_path(rows_path(step_index.stem))
+def _branch_of(index: StepIndex, row: Mapping[str, Any], branch: int, *, routes: bool = True) -> Branch:
+    path = arrays_path(rows_path(index.stem))
     return read_branch(row, branch, lambda name: read_arrays(path, [name])[name], routes=routes)
 
 
-def _detail(step_index: StepIndex, branch_id: BranchId, notes: list[str]) -> StoredDetail | None:
+def _detail(index: StepIndex, branch_id: BranchId, notes: list[str]) -> StoredDetail | None:
     try:
-        found = read_detail(step_index.stem, *branch_id)
+        found = read_detail(index.stem, *branch_id)
     except AgentRlError as error:
         notes.append(str(error))
         return None
     if (
         found is None
-        and step_index.columns["training_status"][branch_id[0]] == "trained"
-        and not details_path(step_index.stem).is_file()
+        and index.columns["training_status"][branch_id[0]] == "trained"
+        and not details_path(index.stem).is_file()
     ):
         notes.append("the trainer's token values were not recorded: monitoring.token_detail was off")
     return found
 
 
-def _head(step_index: StepIndex, number: int, row: Mapping[str, Any]) -> Json:
-    columns = step_index.columns
+def _head(index: StepIndex, number: int, row: Mapping[str, Any]) -> Json:
+    columns = index.columns
     siblings = [index for index, group in enumerate(columns["group"]) if group == columns["group"][number]]
     return {
-        "id": f"{step_index.n}-{number}",
-        "n": step_index.n,
-        "step": step_index.step,
+        "id": f"{index.n}-{number}",
+        "n": index.n,
+        "step": index.step,
         "group": columns["group"][number],
-        "siblings": [f"{step_index.n}-{index}" for index in siblings],
+        "siblings": [f"{index.n}-{sibling}" for sibling in siblings],
         "task": columns["task"][number],
         "env": row.get("env", ""),
         "reward": columns["reward"][number],

@@ -82,18 +82,16 @@ class Digests:
         self._kv_heads = kv_heads
         self._hashes: dict[DigestKind, list[dict[str, Any]]] = {kind: [{} for _ in range(kind.ranks)] for kind in kinds}
 
-    def add(
-        self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], itemsize: int, data: NDArray[np.uint8]
-    ) -> None:
+    def add(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], size: int, data: NDArray[np.uint8]) -> None:
         """Add a bucket. ``data`` ``[bytes]``: the bytes of its tensors, concatenated."""
         start = 0
         for name, shape in zip(names, shapes, strict=True):
-            stop = start + itemsize * math.prod(shape)
+            stop = start + size * math.prod(shape)
             rows = data[start:stop].reshape(shape[0], -1)
             for kind, ranks in self._hashes.items():
                 for rank, hashes in enumerate(ranks):
                     digest = hashes.setdefault(engine_name(name), _HASHES[kind.prefix]())
-                    digest.update(np.ascontiguousarray(self._share(name, rows, itemsize, rank, kind.ranks)).data)
+                    digest.update(np.ascontiguousarray(self._share(name, rows, size, rank, kind.ranks)).data)
             start = stop
 
     def _share(self, name: str, rows: NDArray[np.uint8], itemsize: int, rank: int, size: int) -> NDArray[np.uint8]:
@@ -113,9 +111,7 @@ class Digests:
     def expected(self) -> dict[DigestKind, RankDigests]:
         """The expected checksums of each tensor rank, by engine kind."""
         return {
-            kind: tuple(
-                {name: kind.prefix + digest.digest()[:8].hex() for name, digest in hashes.items()} for hashes in ranks
-            )
+            kind: tuple({name: kind.prefix + d.digest()[:8].hex() for name, d in hashes.items()} for hashes in ranks)
             for kind, ranks in self._hashes.items()
         }
 

@@ -22,7 +22,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import orjson
@@ -96,9 +95,7 @@ class WeightReceivers:
     def __enter__(self) -> WeightReceivers:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -256,13 +253,11 @@ class WeightReceivers:
         return self._post(endpoint, [body] * len(self.urls)).wait()
 
     def _post(
-        self, endpoint: str, bodies: Sequence[Mapping[str, Any]], urls: Sequence[str] | None = None
+        self, path: str, bodies: Sequence[Mapping[str, Any]], urls: Sequence[str] | None = None
     ) -> PendingReplies:
         targets = self.urls if urls is None else urls
-        futures = [
-            self._threads.submit(self._call, url, endpoint, body) for url, body in zip(targets, bodies, strict=True)
-        ]
-        return PendingReplies(futures, self._timeout, endpoint)
+        futures = [self._threads.submit(self._call, url, path, body) for url, body in zip(targets, bodies, strict=True)]
+        return PendingReplies(futures, self._timeout, path)
 
     def _each(self, call: Callable[[str], bytes], operation: str) -> PendingReplies:
         """Run ``call`` with every engine's URL in parallel."""

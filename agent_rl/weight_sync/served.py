@@ -49,10 +49,8 @@ class StoredTensor:
         return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2").view(np.uint8)
 
 
-def check_served_weights(
-    urls: Sequence[str], directory: Path, model_spec: ModelSpec, config: EngineConfig
-) -> str | None:
-    """Compare the engines at ``urls`` with the checkpoint in ``directory`` (architecture ``model_spec``). Blocks.
+def check_served_weights(urls: Sequence[str], model: Path, model_spec: ModelSpec, config: EngineConfig) -> str | None:
+    """Compare the engines at ``urls`` with the checkpoint in ``model`` (architecture ``model_spec``). Blocks.
 
     Returns a line about engines whose weights were not compared, or None. Raises UserError for an engine with other
     weights.
@@ -61,8 +59,8 @@ def check_served_weights(
         with WeightReceivers(urls, timeout=config.weight_sync_timeout, headers=config.headers) as receivers:
             engines = list(zip(urls, receivers.query_info(), receivers.checksums(), strict=True))
     except WeightSyncError as error:
-        return f"the engines' weights were not compared with those of {directory}: {error}"
-    tensors = stored_tensors(directory)
+        return f"the engines' weights were not compared with those of {model}: {error}"
+    tensors = stored_tensors(model)
     expected: dict[tuple[DigestKind, str], RankDigests] = {}
     uncompared: dict[str, Checksums] = {}
     for url, info, checksums in engines:
@@ -76,13 +74,13 @@ def check_served_weights(
             wrong = engine_difference(expected[key], checksums.ranks) is not None
         if wrong:
             raise UserError(
-                f"the engine at {url} has other weights than model: {directory} (it was started with "
+                f"the engine at {url} has other weights than model: {model} (it was started with "
                 f"{info.get('model_path')}, and may have received others since): start it with that directory, or set "
                 "model to the one that it serves"
             )
     _check_equal(uncompared)
     return (
-        f"{', '.join(uncompared)}: the weights were not compared with those of {directory}, only the layers"
+        f"{', '.join(uncompared)}: the weights were not compared with those of {model}, only the layers"
         if uncompared
         else None
     )

@@ -24,12 +24,9 @@ from typing import Protocol
 import numpy as np
 
 from agent_rl.config import EngineConfig
-from agent_rl.engine.fleet import Fleet
-from agent_rl.engine.sleep import EngineSleep
-from agent_rl.engine.types import EngineInfo
+from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.errors import EngineError, WeightSyncError
-from agent_rl.models.spec import ModelSpec
-from agent_rl.types import Sample, TokenIds
+from agent_rl.types import Sample
 from agent_rl.weight_sync.digests import DigestKind, RankDigests, engine_difference
 from agent_rl.weight_sync.receivers import WeightReceivers
 from agent_rl.weight_sync.requests import PublishReport
@@ -63,26 +60,6 @@ class Trainer(Protocol):
         ...
 
 
-class Engines(Protocol):
-    """The part of the engine client that a weight update uses."""
-
-    fleet: Fleet
-    model_spec: ModelSpec
-    sleep: EngineSleep
-
-    async def info(self, url: str) -> EngineInfo:
-        """The server information of the engine at ``url``. Raises EngineError."""
-        ...
-
-    async def score(self, tokens: TokenIds, *, url: str) -> Sequence[float]:
-        """As :meth:`Trainer.logprobs`, for one sequence on the engine at ``url``. Raises EngineError."""
-        ...
-
-    async def lives(self, url: str) -> bool:
-        """Whether the server at ``url`` responds."""
-        ...
-
-
 @dataclass
 class WeightUpdate:
     """One version being published: the trainer's log-probs of the fixed sequence, and the results so far."""
@@ -111,7 +88,7 @@ class WeightSync:
         self,
         config: EngineConfig,
         model: Path,
-        engine: Engines,
+        engine: SGLangEngine,
         trainer: Trainer,
         directory: Path,
         note: Callable[[str], None],

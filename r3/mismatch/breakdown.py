@@ -107,9 +107,7 @@ def mismatch_report(pairs: Sequence[Pair], taus: Sequence[float] = TAUS) -> Mism
     versions = sorted({*log_r.version.tolist(), *differ.version.tolist()}, key=lambda name: (len(name), name))
     return MismatchReport(
         total=mismatch(log_r, differ),
-        by_turn={
-            turn: mismatch(log_r.select(log_r.turn == turn), differ.select(differ.turn == turn)) for turn in turns
-        },
+        by_turn={n: mismatch(log_r.select(log_r.turn == n), differ.select(differ.turn == n)) for n in turns},
         by_weight_version={
             name: mismatch(log_r.select(log_r.version == name), differ.select(differ.version == name))
             for name in versions

@@ -146,13 +146,11 @@ def resampled_sums(table: NDArray[np.float64], *, draws: int = DRAWS, seed: int 
     return sums
 
 
-def estimate_ratios(
-    numerators: Mapping[str, NDArray[np.float64]], denominator: NDArray[np.float64]
-) -> dict[str, Estimate]:
+def estimate_ratios(numerators: Mapping[str, NDArray[np.float64]], base: NDArray[np.float64]) -> dict[str, Estimate]:
     """Returns the ratio of sums of columns ``[sequences]``, by name. NaN or infinite if the denominator is 0."""
-    table = np.stack([*numerators.values(), denominator], axis=1)
+    table = np.stack([*numerators.values(), base], axis=1)
     with np.errstate(divide="ignore", invalid="ignore"):
-        values = table[:, :-1].sum(axis=0) / denominator.sum()
+        values = table[:, :-1].sum(axis=0) / base.sum()
         if len(table) < 2:
             intervals = np.full((2, len(numerators)), np.nan)
         else:

@@ -27,7 +27,7 @@ from agent_rl.engine.types import Scores
 from agent_rl.errors import RolloutFailed
 from agent_rl.evaluation.quarantine import Quarantine, read_quarantine
 from agent_rl.rollout.filters import masked_stops
-from agent_rl.rollout.group import DroppedGroup, RolloutEvent
+from agent_rl.rollout.group import DroppedGroup, GroupSettings, RolloutEvent
 from agent_rl.rollout.limiter import Limiter
 from agent_rl.rollout.rescore import Rescorer
 from agent_rl.rollout.turn_log import TurnLog
@@ -73,7 +73,10 @@ async def collect(chosen: RunConfig, ends: Ends, position: int = 0, **parts: Any
         journal = Journal(Path(directory), "run")
         journal.recover(0, {0: "start"}, lambda position: True)
         await journal.begin(1, "start")
-        pump = RolloutProducer(chosen, TASKS, buffer, journal, ends, **{"limiter": Limiter(64), **parts})
+        uniform, masked = chosen.train.baseline == "batch", masked_stops(chosen.train.filter)
+        groups = GroupSettings(rollout.group_size, retries=rollout.sandbox_retries, rescore_uniform=uniform)
+        parts = {"seed": chosen.seed, "masked": masked, "limiter": Limiter(64), **parts}
+        pump = RolloutProducer(groups, TASKS, buffer, journal, ends, **parts)
         async with pump.running():
             outcomes = await buffer.take()
         journal.close()

@@ -334,7 +334,11 @@ def test_slots_that_do_not_fit_are_refused_before_a_run_starts(monkeypatch: pyte
         check(*many)
 
     def passed(config: RunConfig, purpose: str) -> Checked:
-        return Checked(config, planned_model(config.model), ClusterRequest.of(config))
+        return Checked(
+            config,
+            planned_model(config.model),
+            ClusterRequest.of(config),
+        )
 
     monkeypatch.setattr("agent_rl.controller.preflight.run", passed)  # the model is not on this machine
     started = CliRunner().invoke(app, ["train", str(ROOT / "configs/paper-swe.yaml"), *many])

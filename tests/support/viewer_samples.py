@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from agent_rl.viewer.server import Source, listen, web_server
+from agent_rl.viewer.api import Resources
+from agent_rl.viewer.server import listen, web_server
 
 WORDS = ["the", "agent", "looks", "at", "def", "return", ";", ":", "=", "(", ")", "error", "0", "1", "2", "self"]
 LAYERS, EXPERTS, GROUP = 4, 32, 4
@@ -264,7 +265,7 @@ class SampleSource:
 class Served:
     """A server of ``source`` in a thread."""
 
-    def __init__(self, source: Source, port: int = 0) -> None:
+    def __init__(self, source: Resources | SampleSource, port: int = 0) -> None:
         self._socket = listen(port)
         self._server = web_server(source)
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]}, daemon=True)

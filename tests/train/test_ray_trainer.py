@@ -20,8 +20,8 @@ from agent_rl.config import RunConfig
 from agent_rl.errors import TrainerError, UserError
 from agent_rl.train.ray_trainer import RayTrainer
 from agent_rl.train.requests import OptimizerSpec
-from agent_rl.train.sft import SftConfig, SftProgress, sft
 from agent_rl.types import Sample
+from scripts.sft import SftConfig, SftProgress, sft
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 

@@ -36,10 +36,10 @@ class OpenHandsFormat:
         return ToolCall(name_tag[1], {key: value.strip() for key, value in parameters})
 
     def render(self, call: ToolCall) -> str:
-        parameters = "".join(
+        fields = "".join(
             f"<parameter={key}>{_render_value(value)}</parameter>\n" for key, value in call.arguments.items()
         )
-        return f"<function={call.name}>\n{parameters}</function>"
+        return f"<function={call.name}>\n{fields}</function>"
 
     def describe(self, schemas: Sequence[Mapping[str, Any]]) -> str:
         """Empty: the scaffold's system prompt describes the tools."""

@@ -125,9 +125,7 @@ class FileEditor:
             )
         return None
 
-    async def _view(
-        self, path: PurePosixPath, file: _Text | None, view_range: Sequence[int] | None, concise: bool
-    ) -> str:
+    async def _view(self, path: PurePosixPath, file: _Text | None, span: Sequence[int] | None, brief: bool) -> str:
         if file is None:
             return await self._list(path)
         if path.suffix != ".py":
@@ -136,14 +134,14 @@ class FileEditor:
                 "file.",
                 newline=True,
             )
-        concise = concise or (view_range is None and len(file.text.splitlines()) > _MAX_LINES)
-        lines = _condense(path, file.text) if concise else list(enumerate(file.text.splitlines()))
-        shown = [f"{index + 1:6d} {line}" for index, line in _in_range(lines, view_range)]
+        brief = brief or (span is None and len(file.text.splitlines()) > _MAX_LINES)
+        lines = _condense(path, file.text) if brief else list(enumerate(file.text.splitlines()))
+        shown = [f"{index + 1:6d} {line}" for index, line in _in_range(lines, span)]
         head = (
             f"Here is a condensed view for file: {path}; [Note: Useful for understanding file structure in a concise "
             "manner. Please use specific view_range without concise cmd if you want to explore further into the "
             "relevant parts.]\n"
-            if concise
+            if brief
             else f"Here's the result of running `cat -n` on the file: {path}:\n"
         )
         return clip_head(head + "\n".join(shown), _MAX_CHARS)

@@ -153,20 +153,17 @@ class Search:
             return Output(f"Directory '{path}' not found or not a directory.\n", 1)
         return Output(f"Error executing search:\n{result.text}\n", result.exit_code or 1)
 
-    def _in_directory(self, term: str, directory: str, counts: list[str]) -> Output:
+    def _in_directory(self, term: str, path: str, counts: list[str]) -> Output:
         if not counts or "\n" in term or "\r" in term:  # no line contains a line end
-            return Output(f'No matches found for "{term}" in {directory}\n')
+            return Output(f'No matches found for "{term}" in {path}\n')
         if len(counts) > _MAX_FILES:
-            text = f'More than {len(counts)} files matched for "{term}" in {directory}. Please narrow your search.\n'
+            text = f'More than {len(counts)} files matched for "{term}" in {path}. Please narrow your search.\n'
             return Output(text)
         parts = [line.rpartition(":") for line in counts]
         matches = [(name, int(count)) for name, _, count in parts if count.isdecimal()]
-        lines = [f"{self._relative(posixpath.join(directory, name))} ({count} matches)\n" for name, count in matches]
+        lines = [f"{self._relative(posixpath.join(path, name))} ({count} matches)\n" for name, count in matches]
         total = sum(count for _, count in matches)
-        head, foot = (
-            f'Found {total} matches for "{term}" in {directory}:\n',
-            f'End of matches for "{term}" in {directory}\n',
-        )
+        head, foot = (f'Found {total} matches for "{term}" in {path}:\n', f'End of matches for "{term}" in {path}\n')
         return Output(f"{head}{''.join(lines)}{foot}")
 
     def _relative(self, path: str) -> str:

@@ -97,7 +97,7 @@ class RolloutBuffer:
 
     def __init__(self, rules: BufferRules, ledger: TaskLedger, done: int = 0) -> None:
         self.ledger = ledger
-        self._rules, self._taken, self._released = rules, done, done
+        self.rules, self._taken, self._released = rules, done, done
         self._recorded: Collection[int] = ()
         self._changed = Notifier()
 
@@ -112,19 +112,19 @@ class RolloutBuffer:
         """Whether another position may be admitted."""
         if self.ledger.next <= max(self._recorded, default=-1):
             return True
-        ahead = self._taken + batches_ahead(self.ledger, self._rules)
-        return ahead < min(self._released + self._rules.depth + 1, self._rules.steps)
+        ahead = self._taken + batches_ahead(self.ledger, self.rules)
+        return ahead < min(self._released + self.rules.depth + 1, self.rules.steps)
 
     def oldest(self, position: int) -> int:
         """The oldest weight version allowed for tokens of the open ``position``, whichever batch takes it. Matters
         for positions whose sampling an earlier start of the run began."""
-        return max(0, self._taken + batches_ahead(self.ledger, self._rules, position) - self._rules.depth)
+        return max(0, self._taken + batches_ahead(self.ledger, self.rules, position) - self.rules.depth)
 
     @property
     def ready(self) -> Sequence[int]:
         """The positions of the next batch; empty while it is incomplete."""
         if not self._recorded:
-            return next_batch(self.ledger, self._rules)
+            return next_batch(self.ledger, self.rules)
         outcomes = [self.ledger.open.get(position, Outcome.RUNNING) for position in self._recorded]
         return () if Outcome.RUNNING in outcomes else sorted(self._recorded)
 

@@ -7,10 +7,9 @@ the trainer computes its next step. Only the publish of that step waits.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from contextlib import nullcontext
 
-from agent_rl.config import RunConfig
+from agent_rl.config import EvalConfig
 from agent_rl.controller.engine_admission import EngineAdmission
 from agent_rl.controller.rollout_runtime import RolloutRuntime
 from agent_rl.controller.state import RunState
@@ -19,34 +18,37 @@ from agent_rl.evaluation.quarantine import Quarantine
 from agent_rl.evaluation.report import EvalReport
 from agent_rl.monitoring.console import Display
 from agent_rl.rollout.episode import EpisodeRules
-from agent_rl.rollout.group import RolloutEvent
+from agent_rl.rollout.group import OnEvent, RolloutEvent
 from agent_rl.rollout.records import evaluation_stem, write_records
 from agent_rl.types import Group
 
 
 class Evaluations:
-    """Runs the evaluations that are due and not recorded yet: before, after, and every ``eval.every`` steps.
-    ``on_event`` is called as episodes end."""
+    """Runs the evaluations that are due and not recorded yet: before, after, and every ``eval.every`` steps
+    of ``steps``. ``on_event`` is called as episodes end. ``concurrent``: rollout and training go on meanwhile."""
 
     def __init__(
         self,
-        config: RunConfig,
+        settings: EvalConfig,
+        rules: EpisodeRules,
         state: RunState,
         display: Display,
         runtime: RolloutRuntime,
         admission: EngineAdmission,
         left_out: Quarantine,
-        on_event: Callable[[RolloutEvent], None],
+        on_event: OnEvent,
+        *,
+        steps: int,
+        concurrent: bool,
     ) -> None:
-        self._config, self._state, self._display, self._runtime = config, state, display, runtime
-        self._admission, self._left_out, self._on_event = admission, left_out, on_event
-        self._concurrent = config.async_rollout.depth > 0
-        self._lane = "evaluation" if self._concurrent else ""
+        self._settings, self._rules, self._state, self._display = settings, rules, state, display
+        self._runtime, self._admission, self._left_out, self._on_event = runtime, admission, left_out, on_event
+        self._steps, self._concurrent, self._lane = steps, concurrent, "evaluation" if concurrent else ""
         self._running: asyncio.Task[None] | None = None
 
     async def begin(self, step: int) -> None:
         """Start to evaluate the weights of ``step`` if that is due. At depth 0, wait for the result."""
-        settings, ends = self._config.eval, step in (0, self._config.train.steps)
+        settings, ends = self._settings, step in (0, self._steps)
         if not settings.tasks or not (ends or (settings.every and step % settings.every == 0)):
             return
         kinds = ("sampled", "greedy") if settings.greedy and ends else ("sampled",)
@@ -75,7 +77,7 @@ class Evaluations:
             self._display.end(self._lane)
 
     async def _run_kind(self, key: str, title: str, *, greedy: bool) -> EvalReport:
-        chosen = self._runtime.task_runtime.tasks(self._config.eval.split)[: self._config.eval.tasks]
+        chosen = self._runtime.task_runtime.tasks(self._settings.split)[: self._settings.tasks]
         tasks = [task for task in chosen if task.id not in self._left_out]
         self._display.stage(title, total=len(tasks), lane=self._lane)
         ended: dict[str, Group] = {}
@@ -89,7 +91,7 @@ class Evaluations:
         async with nullcontext() if self._concurrent else self._admission.admit():
             report = await evaluate(
                 tasks,
-                self._runtime.runner(EpisodeRules.from_config(self._config).for_evaluation(greedy=greedy)),
+                self._runtime.runner(self._rules.for_evaluation(greedy=greedy)),
                 policy="engine",
                 limiter=self._runtime.limiter,
                 on_event=on_event,

@@ -14,30 +14,30 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Container, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 
 import numpy as np
 
-from agent_rl.config import RunConfig
 from agent_rl.controller.async_rollout.buffer import RolloutBuffer
 from agent_rl.controller.async_rollout.task_ledger import Outcome
 from agent_rl.controller.journal import Journal
 from agent_rl.errors import ConfigError, RolloutFailed
-from agent_rl.rollout.filters import masked_stops, teaches
+from agent_rl.rollout.filters import teaches
 from agent_rl.rollout.group import (
     DroppedGroup,
     EpisodeRunner,
     GroupCollector,
     GroupSettings,
+    OnEvent,
     Rescore,
     RolloutEvent,
     check_dropped,
 )
 from agent_rl.rollout.limiter import Limiter
 from agent_rl.rollout.turn_log import LoggedRunner
-from agent_rl.types import Group, Trajectory
+from agent_rl.types import Group, StopReason, Trajectory
 from agent_rl.utils.concurrency import first_error
 from envs import Task
 
@@ -47,39 +47,40 @@ DROP_WINDOW_BATCHES = 4
 
 class RolloutProducer:
     """Fills ``buffer`` with the groups of ``tasks`` in data order, without tasks whose id is in ``left_out`` at that
-    time. ``last_episode``: when the last episode ended."""
+    time. ``seed`` determines that order, and trajectories that stopped for a reason in ``masked`` teach nothing.
+    ``last_episode``: when the last episode ended."""
 
     def __init__(
         self,
-        config: RunConfig,
+        settings: GroupSettings,
         tasks: Sequence[Task],
         buffer: RolloutBuffer,
         journal: Journal,
         run: LoggedRunner,
         *,
+        seed: int,
         limiter: Limiter,
+        masked: Collection[StopReason] = (),
         left_out: Container[str] = (),
         rescore: Rescore | None = None,
-        on_event: Callable[[RolloutEvent], None] = lambda event: None,
+        on_event: OnEvent = lambda event: None,
     ) -> None:
-        self._config, self._tasks, self._buffer, self._journal, self._run = config, tasks, buffer, journal, run
-        self._left_out, self._on_event = left_out, on_event
-        rollout = config.rollout
-        uniform = config.train.baseline == "batch"
-        settings = GroupSettings(rollout.group_size, retries=rollout.sandbox_retries, rescore_uniform=uniform)
+        self._tasks, self._buffer, self._journal, self._run = tasks, buffer, journal, run
+        self._seed, self._masked, self._left_out, self._on_event = seed, masked, left_out, on_event
+        self._rules = buffer.rules
         self._collector = GroupCollector(settings, limiter, self._on_episode_event, rescore)
         self._ended: dict[int, Group | DroppedGroup] = {}
-        self._recent: deque[DroppedGroup | None] = deque(maxlen=DROP_WINDOW_BATCHES * rollout.tasks_per_step)
+        self._recent: deque[DroppedGroup | None] = deque(maxlen=DROP_WINDOW_BATCHES * self._rules.width)
         self._groups: set[asyncio.Task[None]] = set()
         self._running = 0
         self._busy_since = self._busy = 0.0
-        self._last_report = time.perf_counter() if config.async_rollout.depth else 0.0
+        self._last_report = time.perf_counter() if self._rules.depth else 0.0
         self.last_episode = time.perf_counter()
 
     def seconds(self) -> float:
         """Sampling time since the last call: all of it with asynchronous training, else the time in which any group
         ran."""
-        spent = time.perf_counter() if self._config.async_rollout.depth else self._busy_seconds
+        spent = time.perf_counter() if self._rules.depth else self._busy_seconds
         before, self._last_report = self._last_report, spent
         return spent - before
 
@@ -111,14 +112,14 @@ class RolloutProducer:
 
     async def _restore_group(self, position: int, ended: Group | DroppedGroup) -> Group | DroppedGroup:
         journaled = self._journal.finished(position)
-        if not self._config.async_rollout.depth or isinstance(ended, DroppedGroup):
+        if not self._rules.depth or isinstance(ended, DroppedGroup):
             return ended
         return await asyncio.to_thread(restore, ended, journaled)
 
     async def _feed(self, scope: asyncio.TaskGroup) -> None:
         while True:
             position = await self._buffer.admit()
-            task = task_at(self._tasks, position, self._config.seed)
+            task = task_at(self._tasks, position, self._seed)
             if task.id in self._left_out:
                 if all(task.id in self._left_out for task in self._tasks):
                     raise RolloutFailed("no task can be graded: see the run's quarantine.json")
@@ -132,7 +133,7 @@ class RolloutProducer:
         await self._journal.wait_usable(position)
         with self._timed():
             run = self._journal.runner(position, self._run, self._buffer.oldest(position))
-            ended = await self._collector.collect(task, spill(run) if self._config.async_rollout.depth else run)
+            ended = await self._collector.collect(task, spill(run) if self._rules.depth else run)
         self._end(position, ended)
 
     @contextmanager
@@ -154,16 +155,14 @@ class RolloutProducer:
         self._buffer.end(position, self._outcome(ended))
 
     def _check_drops(self, *, undecidable: bool) -> None:
-        width = self._config.rollout.tasks_per_step
+        width = self._rules.width
         recent = list(self._recent)[-width if undecidable else 0 :]
         check_dropped([each for each in recent if each is not None], max(len(recent), width) // 4)
 
     def _outcome(self, ended: Group | DroppedGroup) -> Outcome:
         if isinstance(ended, DroppedGroup):
             return Outcome.LEFT_OUT if ended.undecidable else Outcome.DROPPED
-        dynamic = self._config.rollout.dynamic_sampling.enabled
-        masked = masked_stops(self._config.train.filter)
-        return Outcome.DISCARDED if dynamic and not teaches(ended, masked) else Outcome.KEPT
+        return Outcome.DISCARDED if self._rules.dynamic and not teaches(ended, self._masked) else Outcome.KEPT
 
     def _on_episode_event(self, event: RolloutEvent) -> None:
         if event.trajectory is not None:

@@ -138,12 +138,10 @@ def _resolve_references(content: Any, deferred: Mapping[str, Any]) -> Any:
     """The content of a tool result, with references to tools replaced by their schemas."""
     if not isinstance(content, list):
         return content
-    referred = [
-        b.get("tool_name") if isinstance(b, dict) and b.get("type") == "tool_reference" else None for b in content
-    ]
+    names = [b.get("tool_name") if isinstance(b, dict) and b.get("type") == "tool_reference" else None for b in content]
     return [
         block if name is None else {"type": "text", "text": orjson.dumps(deferred.get(str(name), name)).decode()}
-        for block, name in zip(content, referred, strict=True)
+        for block, name in zip(content, names, strict=True)
     ]
 
 

@@ -59,24 +59,15 @@ class Responses:
         items = [{"role": "user", "content": request.input}] if isinstance(request.input, str) else request.input
         system = [ChatMessage("system", request.instructions)] if request.instructions else []
         messages = system + _messages(items)
-        tools = [
-            tool_schema(tool.name, tool.description, tool.parameters)
-            for tool in request.tools or ()
-            if tool.type == "function"
-        ]
+        tools = [tool_schema(t.name, t.description, t.parameters) for t in request.tools or () if t.type == "function"]
         return ChatRequest(
             messages, tools, check_max_tokens(request.max_output_tokens), bool(request.stream), request.model
         )
 
     def response(self, reply: ChatResponse) -> dict[str, Any]:
-        truncated = {"reason": "max_output_tokens"} if reply.finish == "length" else None
-        status = "incomplete" if truncated else "completed"
-        return {
-            **_head(reply, status),
-            "incomplete_details": truncated,
-            "output": _output(reply),
-            "usage": _usage(reply),
-        }
+        details = {"reason": "max_output_tokens"} if reply.finish == "length" else None
+        status = "incomplete" if details else "completed"
+        return {**_head(reply, status), "incomplete_details": details, "output": _output(reply), "usage": _usage(reply)}
 
     def events(self, reply: ChatResponse, request: ChatRequest) -> Iterator[bytes]:
         started = {**_head(reply, "in_progress"), "incomplete_details": None, "output": [], "usage": None}

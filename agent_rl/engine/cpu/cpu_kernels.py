@@ -88,31 +88,25 @@ def is_batched_attention_faster(lengths: Tensor, new_tokens: Tensor, heads: int)
 
 
 def attend(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    entries: Tensor,
-    lengths: Tensor,
-    new_tokens: Tensor,
-    scale: float | None,
+    queries: Tensor, keys: Tensor, values: Tensor, entries: Tensor, lengths: Tensor, added: Tensor, scale: float | None
 ) -> Tensor:
-    """Causal attention of the last ``new_tokens`` ``[B]`` tokens of each sequence, ``[T, H, Dv]``.
+    """Causal attention of the last ``added`` ``[B]`` tokens of each sequence, ``[T, H, Dv]``.
 
     ``queries`` ``[T, H, D]`` are those tokens', sequence after sequence. ``keys`` ``[N, G, D]`` and ``values`` ``[N, G,
     Dv]`` are the cache; ``entries`` ``[B, longest]`` holds the cache entries of a sequence of ``lengths`` ``[B]``
     tokens (entries after its end are ignored). Heads that share keys become queries of one head.
     """
-    (batch, longest), max_new = entries.shape, int(new_tokens.max())
+    (batch, longest), max_new = entries.shape, int(added.max())
     heads, groups = queries.shape[1], keys.shape[1]
-    row = torch.arange(batch).repeat_interleave(new_tokens)
-    position = torch.arange(len(queries)) - (new_tokens.cumsum(0) - new_tokens)[row]
+    row = torch.arange(batch).repeat_interleave(added)
+    position = torch.arange(len(queries)) - (added.cumsum(0) - added)[row]
     padded = queries.new_zeros(batch, max_new, heads, queries.shape[2])
     padded[row, position] = queries
     q = padded.view(batch, max_new, groups, heads // groups, -1).permute(0, 2, 3, 1, 4).flatten(2, 3)
     column = torch.arange(longest)
     inside = column < lengths[:, None]
     valid_entries = torch.where(inside, entries, entries[:, :1])
-    visible = inside[:, None] & (column <= ((lengths - new_tokens)[:, None] + torch.arange(max_new))[..., None])
+    visible = inside[:, None] & (column <= ((lengths - added)[:, None] + torch.arange(max_new))[..., None])
     mask = visible[:, None, None].expand(-1, 1, heads // groups, -1, -1).flatten(2, 3)
     k, v = (_widen(_gather(cache, valid_entries), q.dtype).transpose(1, 2) for cache in (keys, values))
     attention = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)

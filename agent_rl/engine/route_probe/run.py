@@ -82,11 +82,7 @@ def table(report: ProbeReport) -> Table:
 
 
 async def probe(
-    url: str,
-    model_spec: ModelSpec | None = None,
-    *,
-    retract: bool = False,
-    headers: Mapping[str, str] | None = None,
+    url: str, model_spec: ModelSpec | None = None, *, retract: bool = False, headers: Mapping[str, str] | None = None
 ) -> ProbeReport:
     """Probe the server at ``url``, which serves the model of ``model_spec`` (default: read from the server's model
     directory).

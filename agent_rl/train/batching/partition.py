@@ -119,24 +119,22 @@ def differencing(costs: Sequence[float], parts: int) -> list[Bin]:
     return [sorted(members) for _, members in heap[0][2]]
 
 
-def _bins(
-    members: Sequence[int], lengths: Sequence[int], costs: Sequence[float], budget: int, lockstep: int
-) -> list[Bin]:
-    """As few micro-batches (a multiple of ``lockstep``) as possible for ``members``, even in cost; some may be
+def _bins(ids: Sequence[int], lengths: Sequence[int], costs: Sequence[float], budget: int, lockstep: int) -> list[Bin]:
+    """As few micro-batches (a multiple of ``lockstep``) as possible for ``ids``, even in cost; some may be
     empty."""
-    count = max(1, -(-sum(lengths[i] for i in members) // (budget * lockstep)))
-    while (bins := _fill(members, lengths, costs, budget, count * lockstep)) is None:
+    count = max(1, -(-sum(lengths[i] for i in ids) // (budget * lockstep)))
+    while (bins := _fill(ids, lengths, costs, budget, count * lockstep)) is None:
         count += 1
     return bins
 
 
 def _fill(
-    members: Sequence[int], lengths: Sequence[int], costs: Sequence[float], budget: int, count: int
+    ids: Sequence[int], lengths: Sequence[int], costs: Sequence[float], budget: int, count: int
 ) -> list[Bin] | None:
     """Place the longest first, each in the cheapest micro-batch with capacity; None where one does not fit."""
     bins: list[Bin] = [[] for _ in range(count)]
     spent, capacity = [0.0] * count, [budget] * count
-    for index in sorted(members, key=lambda i: (-lengths[i], i)):
+    for index in sorted(ids, key=lambda i: (-lengths[i], i)):
         open_bins = [b for b in range(count) if capacity[b] >= lengths[index]]
         if not open_bins:
             return None

@@ -86,7 +86,7 @@ def commit(directory: Path, manifest: Manifest) -> None:
     except OSError as error:
         abandon(directory)
         raise disk_error(path, error) from error
-    old = _old_dir(directory)
+    old = directory.with_name(f".{directory.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if directory.exists():
         directory.rename(old)
@@ -168,10 +168,6 @@ def checkpoint_step(directory: Path) -> int:
     if not (match := _STEP.fullmatch(directory.name)):
         raise ConfigError(f"{directory}: a checkpoint directory is named step-NNNNNN")
     return int(match[1])
-
-
-def _old_dir(directory: Path) -> Path:
-    return directory.with_name(f".{directory.name}.old")
 
 
 def _sync(path: Path) -> None:

@@ -34,13 +34,11 @@ class CheckpointDriver:
         self._saving = asyncio.create_task(self._finish(directory, updates, counts, run))
         return self._saving
 
-    async def _finish(
-        self, directory: Path, updates: int, counts: Mapping[str, int], run: Mapping[str, object]
-    ) -> None:
+    async def _finish(self, target: Path, updates: int, counts: Mapping[str, int], run: Mapping[str, object]) -> None:
         try:
             checksums = await self._workers.written()
         except BaseException:
-            checkpoint.abandon(directory)
+            checkpoint.abandon(target)
             raise
         manifest = checkpoint.Manifest(
             format=checkpoint.FORMAT,
@@ -52,7 +50,7 @@ class CheckpointDriver:
             run=dict(run),
         )
         # Shielded: a thread cannot be cancelled, and needs its files.
-        await shielded(asyncio.to_thread(checkpoint.commit, directory, manifest))
+        await shielded(asyncio.to_thread(checkpoint.commit, target, manifest))
 
     async def load(self, directory: Path) -> checkpoint.Manifest:
         """See :meth:`agent_rl.train.ray_trainer.RayTrainer.load`."""

@@ -69,15 +69,11 @@ def write_pieces(file: IO[bytes], pieces: Sequence[tuple[FlatRange, str]], value
     """
     header: dict[str, Any] = {}
     ranges: dict[str, Any] = {}
-    offset, keys = 0, _keys([flat_range for flat_range, _ in pieces])
-    for flat_range, slot in pieces:
-        end = offset + 4 * flat_range.size
-        header[f"{keys[flat_range]}.{slot}"] = {
-            "dtype": "F32",
-            "shape": [flat_range.size],
-            "data_offsets": [offset, end],
-        }
-        ranges[keys[flat_range]] = asdict(flat_range)
+    offset, keys = 0, _keys([span for span, _ in pieces])
+    for span, slot in pieces:
+        end = offset + 4 * span.size
+        header[f"{keys[span]}.{slot}"] = {"dtype": "F32", "shape": [span.size], "data_offsets": [offset, end]}
+        ranges[keys[span]] = asdict(span)
         offset = end
     if values.nbytes != offset or len(header) != len(pieces):
         raise TrainerError(f"checkpoint: {values.nbytes} bytes for pieces of {offset}, or a piece named twice")

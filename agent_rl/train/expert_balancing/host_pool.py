@@ -242,15 +242,15 @@ def _pool_writes(layout: ExpertLayout, infos: Sequence[_RankInfo], stage: Sequen
 
 
 def _shared(
-    layers: Mapping[int, ExpertWeights], experts: int, creator: int, group: Any
+    layers: Mapping[int, ExpertWeights], experts: int, owner: int, group: Any
 ) -> dict[int, tuple[Tensor, Tensor]]:
-    """Returns the pool of the layers, ``[E, 2 I, H]`` and ``[E, H, I]`` each, in memory that global rank ``creator``
+    """Returns the pool of the layers, ``[E, 2 I, H]`` and ``[E, H, I]`` each, in memory that global rank ``owner``
     creates and all ranks of its node map. The ranks of ``group`` call it together."""
-    creates = creator == dist.get_rank()
+    creates = owner == dist.get_rank()
     own_files = [os.memfd_create(f"experts-{layer}") for layer in layers for _ in range(2)] if creates else []
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, (dist.get_rank(), os.getpid(), own_files), group)
-    process, descriptors = next((process, files) for rank, process, files in gathered if rank == creator)
+    process, descriptors = next((process, files) for rank, process, files in gathered if rank == owner)
     files = iter(descriptors)
     pool = {
         layer: (

@@ -86,19 +86,17 @@ class ExpertBalancer:
         yield
         self._microbatches[chunk] += 1
 
-    def _layer_borrowings(
-        self, borrowing: Sequence[tuple[int, LayerPlan]], transfer: Transfer
-    ) -> dict[int, LayerBorrowing]:
-        if not borrowing:
+    def _layer_borrowings(self, plans: Sequence[tuple[int, LayerPlan]], source: Transfer) -> dict[int, LayerBorrowing]:
+        if not plans:
             return {}
-        transfer.prefetch(*borrowing[0])
-        tables = np.stack([slot_assignment_table(plan, self._rank) for _, plan in borrowing])
+        source.prefetch(*plans[0])
+        tables = np.stack([slot_assignment_table(plan, self._rank) for _, plan in plans])
         assignments = torch.from_numpy(tables).to(torch.cuda.current_device())
         by_layer = {}
-        for index, (number, plan) in enumerate(borrowing):
+        for index, (number, plan) in enumerate(plans):
             occupied, min_rows = local_slots(plan, self._rank, self._spec.min_rows)
             assignment = SlotAssignment(*assignments[index])
-            by_layer[number] = LayerBorrowing(borrowing, index, transfer, assignment, occupied, min_rows)
+            by_layer[number] = LayerBorrowing(plans, index, source, assignment, occupied, min_rows)
         return by_layer
 
     def finish(self, microbatches: int) -> None:

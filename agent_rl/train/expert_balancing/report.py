@@ -69,10 +69,8 @@ def balance_metrics(reports: Sequence[BalanceReport]) -> dict[str, float]:
     values = {f"balance/{name}": float(_values(passes, name).mean()) for name in ("link_before", "link_after")}
     for name in ("imbalance_before", "imbalance_after"):
         ratios = _values(passes, name)
-        values |= {
-            f"balance/{name}_mean": float(ratios.mean()),
-            f"balance/{name}_p95": float(np.quantile(ratios, 0.95)),
-        }
+        values[f"balance/{name}_mean"] = float(ratios.mean())
+        values[f"balance/{name}_p95"] = float(np.quantile(ratios, 0.95))
     rows, unforeseen = (sum(getattr(report, name) for report in reports) for name in ("rows", "unforeseen"))
     values["balance/unforeseen_fraction"] = unforeseen / max(1, rows)
     for field in (field.name for field in fields(BalanceReport)):

@@ -147,9 +147,9 @@ class Prefetcher:
     ``enabled`` False every fetch starts when it is needed."""
 
     def __init__(
-        self, start: Callable[[int, LayerPlan], PendingFetch], counters: TransferCounters, *, enabled: bool
+        self, start: Callable[[int, LayerPlan], PendingFetch], counts: TransferCounters, *, enabled: bool
     ) -> None:
-        self._start, self._counters, self._enabled = start, counters, enabled
+        self._start, self._counters, self._enabled = start, counts, enabled
         self._pending: dict[tuple[int, bytes], PendingFetch] = {}
 
     def prefetch(self, layer: int, plan: LayerPlan) -> None:

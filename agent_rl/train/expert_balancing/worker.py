@@ -241,13 +241,13 @@ class RankBalancer:
 
     @classmethod
     def for_model(
-        cls, config: BalanceConfig, group: ExpertGroup, layout: ExpertLayout, model: PolicyModel
+        cls, balance: BalanceConfig, group: ExpertGroup, layout: ExpertLayout, model: PolicyModel
     ) -> RankBalancer:
         """The balancer of a model that was built with :func:`balancing_spec`."""
         assert model.balancer is not None
         transfers = (model.balancer.recompute, model.balancer.update)
         layers = [model.layer_numbers[column] for column in model.shard.columns]
-        return cls(group, layout, config, transfers, model.shard, layers)
+        return cls(group, layout, balance, transfers, model.shard, layers)
 
     def _clear(self) -> None:
         self._passes: list[PassBalance] = []

@@ -54,13 +54,7 @@ class CoreAttention(torch.nn.Module):
     ``attend``."""
 
     def __init__(
-        self,
-        config: Any,
-        layer_number: int,
-        *,
-        attend: AttentionKernel,
-        softmax_scale: float | None = None,
-        **_unused: Any,
+        self, config: Any, layer_number: int, *, attend: AttentionKernel, softmax_scale: float | None = None, **_: Any
     ) -> None:
         super().__init__()
         self._attend = attend

@@ -216,13 +216,7 @@ class ForwardBackward:
                 yield self._prepare(index, PackedBatch.from_sequences([[0, 0]]), None, batch_plans, real=real)
 
     def _prepare(
-        self,
-        index: int,
-        batch: PackedBatch,
-        routes: Routes | None,
-        plans: Mapping[int, LayerPlan] | None,
-        *,
-        real: bool,
+        self, index: int, batch: PackedBatch, routes: Routes | None, plans: Mapping[int, LayerPlan] | None, real: bool
     ) -> PreparedBatch:
         layout = Layout(batch, self.shard)
         experts = present = None
@@ -235,7 +229,7 @@ class ForwardBackward:
             experts = torch.tensor(share.experts.astype(np.int32) if share.experts.itemsize > 1 else share.experts)
             present_rows = torch.tensor(share.present)
             self._validate(experts, present_rows, layers=len(self.shard.columns))
-            # Padding rows keep their own experts, which are token_entropy evenly; the router would send all to the
+            # Padding rows keep their own experts, which are spread evenly; the router would send all to the
             # same experts.
             padding = layout.router_padding
             pinned = present_rows | (padding if present_rows.ndim == 1 else padding[:, None])

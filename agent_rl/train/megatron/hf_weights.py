@@ -180,39 +180,37 @@ def load_weights(
 
 def pieces_of(mapping: ParamMapping, model_spec: ModelSpec, ranks: ParallelState) -> Iterator[TensorSlice]:
     """The slices of Hugging Face tensors that this rank reads, each with its target view of the parameter."""
-    parameter, names, shard = mapping.parameter.detach(), mapping.names, (ranks.tensor_rank, ranks.tensor_size)
+    param, names, shard = mapping.parameter.detach(), mapping.names, (ranks.tensor_rank, ranks.tensor_size)
     match mapping.sharding:
         case Sharding.REPLICATED:
-            yield TensorSlice.share(names[0], parameter)
+            yield TensorSlice.share(names[0], param)
         case Sharding.ROWS:
-            yield TensorSlice.share(names[0], parameter, 0, *shard)
+            yield TensorSlice.share(names[0], param, 0, *shard)
         case Sharding.COLUMNS:
-            yield TensorSlice.share(names[0], parameter, 1, *shard)
+            yield TensorSlice.share(names[0], param, 1, *shard)
         case Sharding.GATE_UP:
             yield from (
-                TensorSlice.share(name, half, 0, *shard) for name, half in zip(names, parameter.chunk(2), strict=True)
+                TensorSlice.share(name, half, 0, *shard) for name, half in zip(names, param.chunk(2), strict=True)
             )
         case Sharding.QKV:
-            yield from _qkv_pieces(names, parameter, model_spec, ranks)
+            yield from _qkv_pieces(names, param, model_spec, ranks)
         case Sharding.EXPERTS_GATE_UP:
-            for expert, weight in zip(own_experts(mapping, ranks), parameter, strict=True):
+            for expert, weight in zip(own_experts(mapping, ranks), param, strict=True):
                 gate, up = weight.chunk(2)
                 yield TensorSlice.share(names[2 * expert], gate)
                 yield TensorSlice.share(names[2 * expert + 1], up)
         case Sharding.EXPERTS_DOWN:
-            for expert, weight in zip(own_experts(mapping, ranks), parameter, strict=True):
+            for expert, weight in zip(own_experts(mapping, ranks), param, strict=True):
                 yield TensorSlice.share(names[expert], weight)
 
 
-def _qkv_pieces(
-    names: tuple[str, ...], parameter: Tensor, model_spec: ModelSpec, ranks: ParallelState
-) -> Iterator[TensorSlice]:
+def _qkv_pieces(names: tuple[str, ...], param: Tensor, model: ModelSpec, ranks: ParallelState) -> Iterator[TensorSlice]:
     """The queries, the key and the value of each of this rank's key-value groups."""
-    groups = model_spec.kv_heads // ranks.tensor_size
-    widths = _group_widths(model_spec)
-    for number, group in enumerate(parameter.unflatten(0, (groups, -1)), ranks.tensor_rank * groups):
+    groups = model.kv_heads // ranks.tensor_size
+    widths = _group_widths(model)
+    for number, group in enumerate(param.unflatten(0, (groups, -1)), ranks.tensor_rank * groups):
         for name, part, width in zip(names, group.split(widths), widths, strict=True):
-            yield TensorSlice(name, part, 0, number * width, model_spec.kv_heads * width)
+            yield TensorSlice(name, part, 0, number * width, model.kv_heads * width)
 
 
 def _group_widths(model_spec: ModelSpec) -> list[int]:
@@ -234,10 +232,8 @@ def export_weights(
     A tied output projection is exported as ``lm_head.weight``, because SGLang's Qwen3-MoE never ties and would sample
     from uniform probabilities without it.
     """
-    local = [
-        s for s in param_mappings(models, model_spec, expert_order) if not s.adapter and not _is_tied_copy(s, ranks)
-    ]
-    for names, full in _full_tensors(local, ranks):
+    own = [s for s in param_mappings(models, model_spec, expert_order) if not s.adapter and not _is_tied_copy(s, ranks)]
+    for names, full in _full_tensors(own, ranks):
         yield from zip(names, _split(names, full, model_spec), strict=True)
         if model_spec.tied and names == (EMBEDDING,):
             yield "lm_head.weight", full.clone()
@@ -248,9 +244,7 @@ def export_adapters(
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """The Hugging Face name of every adapted weight, its A ``[r, in]`` and its B ``[out, r]``. Collective; only rank 0
     yields."""
-    halves = _full_tensors(
-        [mapping for mapping in param_mappings(models, model_spec, expert_order) if mapping.adapter], ranks
-    )
+    halves = _full_tensors([m for m in param_mappings(models, model_spec, expert_order) if m.adapter], ranks)
     for (_, a), (names, b) in zip(halves, halves, strict=True):
         parts = _split(names, b, model_spec)
         stacked = a if a.ndim == 3 else a[None]
@@ -350,12 +344,10 @@ def write_checkpoint(weights: Iterable[tuple[str, Tensor]], source: Path, direct
         os.rename(partial, directory)
 
 
-def write_adapter(
-    adapters: Sequence[tuple[str, Tensor, Tensor]], base: Path, directory: Path, lora: LoraConfig
-) -> None:
+def write_adapter(deltas: Sequence[tuple[str, Tensor, Tensor]], base: Path, directory: Path, lora: LoraConfig) -> None:
     """Write the result of :func:`export_adapters` in PEFT's format, with ``base`` as the base model."""
     tensors: dict[str, Tensor] = {}
-    for name, a, b in adapters:
+    for name, a, b in deltas:
         module = f"base_model.model.{name.removesuffix('.weight')}"
         tensors |= {f"{module}.lora_A.weight": _stored(a), f"{module}.lora_B.weight": _stored(b)}
     config = {
@@ -364,7 +356,7 @@ def write_adapter(
         "base_model_name_or_path": str(base),
         "r": lora.rank,
         "lora_alpha": lora.alpha,
-        "target_modules": sorted({name.rsplit(".", 2)[1] for name, _, _ in adapters}),
+        "target_modules": sorted({name.rsplit(".", 2)[1] for name, _, _ in deltas}),
         "lora_dropout": 0.0,
         "bias": "none",
         "inference_mode": True,

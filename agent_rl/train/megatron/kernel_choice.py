@@ -93,7 +93,7 @@ class KernelCase:
 
 
 def choose_kernels(
-    model_spec: ModelSpec, parallel: ParallelConfig, dtype: torch.dtype, device: torch.device, *, balanced: bool
+    model: ModelSpec, parallel: ParallelConfig, dtype: torch.dtype, device: torch.device, *, balanced: bool
 ) -> Kernels:
     """The kernels for a model on this rank. Collective.
 
@@ -101,28 +101,22 @@ def choose_kernels(
     Raises TrainerError where no kernel is correct.
     """
     notes: list[str] = []
-    attention = choose(
-        "attention", attentions(dtype, device), attention_check(model_spec, parallel, dtype), device, notes
-    )
+    attention = choose("attention", attentions(dtype, device), attention_check(model, parallel, dtype), device, notes)
     product: ExpertMatmul = grouped_matmul
     fused, dispatcher, names = False, parallel.dispatcher, [attention.name]
-    if any(model_spec.moe):
+    if any(model.moe):
         purpose, known = (
             ("borrowed experts (train.balance)", EXPERT_MATMULS[:1]) if balanced else ("experts", EXPERT_MATMULS)
         )
-        matmul = choose(f"the matmuls of {purpose}", known, expert_matmul_check(model_spec, dtype), device, notes)
+        matmul = choose(f"the matmuls of {purpose}", known, expert_matmul_check(model, dtype), device, notes)
         factories = PERMUTATIONS if device.type == "cuda" and not balanced else PERMUTATIONS[-1:]
         permutation = choose(
-            "the experts' permutation",
-            [factory() for factory in factories],
-            permutation_check(model_spec, dtype),
-            device,
-            notes,
+            "the experts' permutation", [make() for make in factories], permutation_check(model, dtype), device, notes
         )
         product, fused = matmul.kernel, permutation.kernel
         names += [matmul.name, permutation.name]
         if dispatcher == "flex":
-            exchange = choose_exchange(model_spec, parallel, dtype, device, notes, fused=fused)
+            exchange = choose_exchange(model, parallel, dtype, device, notes, fused=fused)
             dispatcher = exchange.kernel
             names.append(exchange.name)
     if device.type == "cuda":
@@ -140,11 +134,7 @@ class KernelCheck(Generic[T]):
 
 
 def choose(
-    purpose: str,
-    candidates: Sequence[KernelCandidate[T]],
-    check: KernelCheck[T],
-    device: torch.device,
-    notes: list[str],
+    target: str, candidates: Sequence[KernelCandidate[T]], check: KernelCheck[T], device: torch.device, notes: list[str]
 ) -> KernelCandidate[T]:
     """The first candidate that is correct on all ranks; ``notes`` gets a line for each installed one before it.
 
@@ -157,7 +147,7 @@ def choose(
         if candidate.installed:
             others = [other.name for other in candidates[number + 1 :] if other.installed]
             instead = f"next is {others[0]}" if others else "no other kernel is installed"
-            notes.append(f"kernels: {candidate.name} is not used for {purpose}: {fault}; {instead}")
+            notes.append(f"kernels: {candidate.name} is not used for {target}: {fault}; {instead}")
     raise TrainerError(notes[-1])
 
 
@@ -207,13 +197,11 @@ def attentions(dtype: torch.dtype, device: torch.device) -> list[KernelCandidate
     return [*known, last] if device.type == "cuda" and dtype != torch.float32 else [last]
 
 
-def attention_check(
-    model_spec: ModelSpec, parallel: ParallelConfig, dtype: torch.dtype
-) -> KernelCheck[AttentionKernel]:
+def attention_check(model: ModelSpec, parallel: ParallelConfig, dtype: torch.dtype) -> KernelCheck[AttentionKernel]:
     """A check with this rank's numbers of heads."""
-    keys, scale = _MORE_KEYS if parallel.context > 1 else _QUERIES, model_spec.head_dim**-0.5
-    heads, shared = model_spec.heads // parallel.tensor, model_spec.kv_heads // parallel.tensor
-    shapes = [(sum(_QUERIES), heads, model_spec.head_dim), *[(sum(keys), shared, model_spec.head_dim)] * 2]
+    keys, scale = _MORE_KEYS if parallel.context > 1 else _QUERIES, model.head_dim**-0.5
+    heads, shared = model.heads // parallel.tensor, model.kv_heads // parallel.tensor
+    shapes = [(sum(_QUERIES), heads, model.head_dim), *[(sum(keys), shared, model.head_dim)] * 2]
 
     def run(attend: AttentionKernel, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return attend(query, key, value, Segments.build(_QUERIES, keys, query.device), scale)
@@ -237,9 +225,9 @@ _WIDEST = 256
 """The limit for the inner and hidden width of a small case."""
 
 
-def expert_matmul_check(model_spec: ModelSpec, dtype: torch.dtype) -> KernelCheck[ExpertMatmul]:
+def expert_matmul_check(model: ModelSpec, dtype: torch.dtype) -> KernelCheck[ExpertMatmul]:
     """A check of the first expert matmul."""
-    hidden, inner = min(model_spec.hidden, _WIDEST), min(2 * model_spec.expert_inner, _WIDEST)
+    hidden, inner = min(model.hidden, _WIDEST), min(2 * model.expert_inner, _WIDEST)
 
     def run(product: ExpertMatmul, tokens: Tensor, weight: Tensor) -> Tensor:
         return product(tokens, weight, torch.tensor(_COUNTS).cumsum(0).to(tokens.device, torch.int32))
@@ -263,9 +251,9 @@ def _own_permutation() -> KernelCandidate[bool]:
 PERMUTATIONS = (_fused_permutation, _own_permutation)
 
 
-def permutation_check(model_spec: ModelSpec, dtype: torch.dtype) -> KernelCheck[bool]:
+def permutation_check(model: ModelSpec, dtype: torch.dtype) -> KernelCheck[bool]:
     """A check with 33 tokens and 2 of 5 experts per token; no token chooses the last expert."""
-    shapes = [(33, min(model_spec.hidden, _WIDEST)), (33, 5)]
+    shapes = [(33, min(model.hidden, _WIDEST)), (33, 5)]
     return KernelCheck(
         lambda: KernelCase.of(partial(_permute_and_combine, False), shapes, dtype), _permute_and_combine, dtype
     )
@@ -305,20 +293,11 @@ ALL_TO_ALL: KernelCandidate[Dispatcher] = KernelCandidate("Megatron's all-to-all
 
 
 def choose_exchange(
-    model_spec: ModelSpec,
-    parallel: ParallelConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    notes: list[str],
-    *,
-    fused: bool,
+    model: ModelSpec, parallel: ParallelConfig, dtype: torch.dtype, device: torch.device, notes: list[str], fused: bool
 ) -> KernelCandidate[Dispatcher]:
     """DeepEP where it is installed and correct on every rank, otherwise Megatron's all-to-all and a note.
     Collective."""
-    purpose, check = (
-        "the exchange of tokens between expert ranks",
-        exchange_check(model_spec, parallel, dtype, fused=fused),
-    )
+    purpose, check = "the exchange of tokens between expert ranks", exchange_check(model, parallel, dtype, fused=fused)
     if _worst(float(not installed("deep_ep")), device):  # a rank with DeepEP would wait for one without
         notes.append(
             f"kernels: {DEEP_EP.name} is not used for {purpose}: deep_ep is not installed on every rank; next is "
@@ -329,25 +308,25 @@ def choose_exchange(
 
 
 def exchange_check(
-    model_spec: ModelSpec, parallel: ParallelConfig, dtype: torch.dtype, *, fused: bool
+    model: ModelSpec, parallel: ParallelConfig, dtype: torch.dtype, *, fused: bool
 ) -> KernelCheck[Dispatcher]:
     """A check with a few tokens of the model's width, different on each rank, and experts that multiply by a
     constant."""
     from megatron.core import parallel_state
 
     rank, size = parallel_state.get_expert_model_parallel_rank(), parallel.expert
-    local_experts, tokens = model_spec.num_experts // size, 33 + rank
-    chosen = torch.zeros(tokens, model_spec.num_experts, dtype=torch.bool)
-    choices = torch.arange(tokens)[:, None] * 3 + torch.arange(model_spec.top_k) + rank
-    chosen.scatter_(1, choices % model_spec.num_experts, value=True)
+    local_experts, tokens = model.num_experts // size, 33 + rank
+    chosen = torch.zeros(tokens, model.num_experts, dtype=torch.bool)
+    choices = torch.arange(tokens)[:, None] * 3 + torch.arange(model.top_k) + rank
+    chosen.scatter_(1, choices % model.num_experts, value=True)
 
     def exact(rows: Tensor, scores: Tensor) -> Tensor:
-        return rows * (_gates(scores, chosen) * _factors(model_spec.num_experts)).sum(-1, keepdim=True)
+        return rows * (_gates(scores, chosen) * _factors(model.num_experts)).sum(-1, keepdim=True)
 
     def run(dispatcher: Dispatcher, rows: Tensor, scores: Tensor) -> Tensor:
-        dispatch = _dispatcher(model_spec, parallel, dtype, dispatcher, fused=fused)
+        dispatch = _dispatcher(model, parallel, dtype, dispatcher, fused=fused)
         local = slice(rank * local_experts, (rank + 1) * local_experts)
-        own, routing_map = _factors(model_spec.num_experts)[local], chosen.to(rows.device)
+        own, routing_map = _factors(model.num_experts)[local], chosen.to(rows.device)
         sent, gates = dispatch.dispatch_preprocess(rows[:, None], routing_map, _gates(scores, routing_map))
         received, counts, gates = dispatch.dispatch_postprocess(*dispatch.token_dispatch(sent, gates))
         factors = own.repeat_interleave(counts.cpu().long()).to(gates)
@@ -355,7 +334,7 @@ def exchange_check(
         combined: Tensor = dispatch.combine_postprocess(dispatch.token_combine(received))
         return combined[:, 0]
 
-    shapes = [(tokens, model_spec.hidden), (tokens, model_spec.num_experts)]
+    shapes = [(tokens, model.hidden), (tokens, model.num_experts)]
     return KernelCheck(lambda: KernelCase.of(exact, shapes, dtype, seed=rank), run, dtype)
 
 
@@ -369,22 +348,17 @@ def _factors(experts: int) -> Tensor:
     return 1 + torch.arange(experts) / experts
 
 
-def _dispatcher(
-    model_spec: ModelSpec, parallel: ParallelConfig, dtype: torch.dtype, kind: Dispatcher, *, fused: bool
-) -> Any:
+def _dispatcher(model: ModelSpec, layout: ParallelConfig, dtype: torch.dtype, kind: Dispatcher, fused: bool) -> Any:
     """Megatron's dispatcher of a layer."""
     from megatron.core.transformer.moe import token_dispatcher
     from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 
     from agent_rl.train.megatron.transformer import transformer_config
 
-    config = transformer_config(model_spec, parallel, dtype, "none", ())
+    config = transformer_config(model, layout, dtype, "none", ())
     config.moe_permute_fusion, config.moe_token_dispatcher_type = fused, kind
     groups = get_default_pg_collection()
-    each = model_spec.num_experts // parallel.expert
-    known = {
-        "flex": token_dispatcher.MoEFlexTokenDispatcher,
-        "alltoall": token_dispatcher.MoEAlltoAllTokenDispatcher,
-    }
+    each = model.num_experts // layout.expert
+    known = {"flex": token_dispatcher.MoEFlexTokenDispatcher, "alltoall": token_dispatcher.MoEAlltoAllTokenDispatcher}
     own = range(groups.ep.rank() * each, (groups.ep.rank() + 1) * each)
     return known[kind](each, list(own), config=config, pg_collection=groups)

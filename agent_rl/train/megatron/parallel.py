@@ -72,16 +72,11 @@ def init_parallel(
     else:
         torch.cuda.set_device(device)
     limit = timedelta(seconds=timeout)
+    world, backend = parallel.world_size, "gloo" if device.type == "cpu" else "nccl"
     store = torch.distributed.TCPStore(
-        master_addr, master_port, parallel.world_size, rank == 0, timeout=limit, master_listen_fd=listener
+        master_addr, master_port, world, rank == 0, timeout=limit, master_listen_fd=listener
     )
-    torch.distributed.init_process_group(
-        "gloo" if device.type == "cpu" else "nccl",
-        store=store,
-        rank=rank,
-        world_size=parallel.world_size,
-        timeout=limit,
-    )
+    torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
     _init_megatron(parallel, seed, timeout)
     return current_parallel_state()
 

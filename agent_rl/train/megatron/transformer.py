@@ -15,41 +15,37 @@ from agent_rl.train.parallel_checks import expert_problems, model_problems, reco
 
 
 def transformer_config(
-    model_spec: ModelSpec,
-    parallel: ParallelConfig,
-    dtype: torch.dtype,
-    recompute: Recompute,
-    recompute_modules: Sequence[str],
+    model: ModelSpec, parallel: ParallelConfig, dtype: torch.dtype, recompute: Recompute, modules: Sequence[str]
 ) -> TransformerConfig:
     """Megatron's configuration, without options that need Transformer Engine or Apex.
 
     Raises ConfigError where the layout does not fit the model (:mod:`agent_rl.train.parallel_checks`).
     """
     full = recompute == "full"
-    modules = tuple(recompute_modules) if recompute == "selective" else ()
+    modules = tuple(modules) if recompute == "selective" else ()
     refuse(
-        model_problems(parallel, model_spec)
-        + recompute_problems(modules, model_spec)
-        + expert_problems(str(dtype).removeprefix("torch."), model_spec)
+        model_problems(parallel, model)
+        + recompute_problems(modules, model)
+        + expert_problems(str(dtype).removeprefix("torch."), model)
     )
     virtual = parallel.virtual_pipeline > 1
     return TransformerConfig(
-        num_layers=model_spec.num_layers,
-        hidden_size=model_spec.hidden,
-        num_attention_heads=model_spec.heads,
-        num_query_groups=model_spec.kv_heads,
-        kv_channels=model_spec.head_dim,
-        ffn_hidden_size=model_spec.inner,
-        qk_layernorm=model_spec.qk_norm == "head",  # Megatron then sums these norms' gradients over tensor ranks
-        add_qkv_bias=model_spec.qkv_bias,
+        num_layers=model.num_layers,
+        hidden_size=model.hidden,
+        num_attention_heads=model.heads,
+        num_query_groups=model.kv_heads,
+        kv_channels=model.head_dim,
+        ffn_hidden_size=model.inner,
+        qk_layernorm=model.qk_norm == "head",  # Megatron then sums these norms' gradients over tensor ranks
+        add_qkv_bias=model.qkv_bias,
         normalization="RMSNorm",
-        layernorm_epsilon=model_spec.norm_eps,
+        layernorm_epsilon=model.norm_eps,
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
         attention_dropout=0.0,
         hidden_dropout=0.0,
-        init_method_std=model_spec.init_std,
+        init_method_std=model.init_std,
         # Without initialization Megatron does not mark parameters as sharded over tensor ranks, and the gradient norm
         # misses those of other ranks.
         perform_initialization=True,
@@ -82,7 +78,7 @@ def transformer_config(
         recompute_modules=list(modules) if recompute == "selective" else None,
         recompute_method="uniform" if full else None,
         recompute_num_layers=1 if full else None,
-        **_moe_options(model_spec),
+        **_moe_options(model),
     )
 
 
