@@ -81,7 +81,7 @@ def _local_servers(
 ) -> dict[str, EngineServer]:
     logs = [run_dir / f"engine-{number}.log" for number in range(config.count)]
     servers = {
-        log.stem: EngineServer(config, model, log, number=number, capture_routes=routes)
+        log.stem: EngineServer(config, model, log, number=number, capture_routes=routes, key=config.api_key)
         for number, log in enumerate(logs)
     }
     refuse_unservable(model_spec, model, servers["engine-0"].device)

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 from standin_sglang import make_interpreter
-from support.ray_nodes import kill_node, ray_node
+from support.ray_nodes import driver_environment, kill_node, ray_node
 from test_keeper import FACTS as DENSE_BELOW
 from test_keeper import SAMPLE
 
@@ -343,7 +343,8 @@ async def test_servers_end_with_a_run_that_is_killed(cluster: None, checkpoint: 
     paths = [str(Path(__file__).parent), str(Path(__file__).parents[1]), *sys.path]
     run = await asyncio.create_subprocess_exec(
         sys.executable, "-c", textwrap.dedent(_RUN), config.model_dump_json(), str(tmp_path),
-        stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        stdout=subprocess.PIPE,
+        env={**os.environ, **driver_environment(), "PYTHONPATH": os.pathsep.join(paths)},
     )  # fmt: skip
     assert run.stdout is not None
     assert await run.stdout.readline() == b"up\n"

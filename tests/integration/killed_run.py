@@ -20,6 +20,7 @@ from marked import processes
 
 from agent_rl.monitoring.metrics_log import read_metrics
 from agent_rl.train.checkpoint import directory as checkpoint
+from agent_rl.train.ray_leftovers import is_stale
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -103,8 +104,8 @@ class Life:
 
     def left(self) -> list[str]:
         """What of it still lives, or lies about in the directory of temporary files."""
-        directories = Path(tempfile.gettempdir()).glob(f"agent-rl-ray-{self.process.pid}-*")
-        return [*processes(self.mark).values(), *map(str, directories)]
+        directories = Path(tempfile.gettempdir()).glob("agent-rl-ray-*")
+        return [*processes(self.mark).values(), *map(str, filter(is_stale, directories))]
 
 
 def step_reached(run: Path) -> int:

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.ray_nodes import kill_node, ray_node
+from support.ray_nodes import driver_environment, kill_node, ray_node
 
 from agent_rl.commands.health import check_sandboxes
 from agent_rl.config import RolloutConfig, RunConfig
@@ -362,7 +362,8 @@ async def test_sandboxes_of_a_killed_run_are_removed_on_every_node(two_nodes: No
     import ray
 
     command = [sys.executable, "-c", _RUN, ray.get_runtime_context().gcs_address, marker]
-    run = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
+    environment = {**os.environ, **driver_environment()}
+    run = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, env=environment)
     assert run.stdout is not None
     ids = json.loads(await run.stdout.readline())
     await until(lambda: host.processes(marker) >= 4)
