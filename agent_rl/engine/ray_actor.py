@@ -33,8 +33,8 @@ class ActorLocation:
 class ServerRequest:
     """The server to start: ``config`` (with ``device`` resolved) and the checkpoint ``model``.
 
-    ``number``, ``capture_routes``, ``node``, ``key``: see :class:`agent_rl.engine.launch.EngineServer`. ``log``: the final path
-    of its log, for messages.
+    ``number``, ``capture_routes``, ``node``, ``key``: see :class:`agent_rl.engine.launch.EngineServer`. ``log``: the
+    final path of its log, for messages.
     """
 
     config: EngineConfig

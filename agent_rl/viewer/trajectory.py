@@ -16,7 +16,8 @@ from agent_rl.rollout.jsonl_zst import read_row, read_rows
 from agent_rl.rollout.records import arrays_path, fold_messages, read_arrays, read_branch, row_messages, rows_path
 from agent_rl.rollout.token_details import Differing, StoredDetail, details_path, read_detail, read_loads
 from agent_rl.types import Branch
-from agent_rl.viewer.index import EVAL, Index, StepIndex, file_stamp, log_of
+from agent_rl.viewer import foreign
+from agent_rl.viewer.index import EVAL, Index, StepIndex, file_stamp, log_of, require_regular_files
 from agent_rl.viewer.token_text import TokenTexts
 from r3 import archive
 from r3.routing import RoutingError
@@ -142,14 +143,17 @@ class Reader:
     def _from_log(self, step_index: StepIndex, number: int) -> Json:
         """A sample of an evaluation's directory, which has no tokens."""
         path, notes = log_of(step_index, number), ["the directory of an evaluation has no tokens"]
+        root, name = self._index.directory, str(path.relative_to(self._index.directory))
         result = step_index.results[number]
         row: dict[str, Any] = {"messages": [], "turns": [], "error": result.error, "patch": result.patch}
-        if path.is_file():
-            row |= json.loads(path.read_bytes())
-        else:
+        try:
+            row |= json.loads(foreign.read(root, name))
+        except FileNotFoundError:
             notes.append("no log: it was not graded")
-        log = path.with_suffix(".log")
-        row["test_log"] = log.read_text(errors="replace") if log.is_file() else ""
+        try:
+            row["test_log"] = foreign.read(root, f"{name.removesuffix('.json')}.log").decode(errors="replace")
+        except FileNotFoundError:
+            row["test_log"] = ""
         row["seconds"], row["stop"] = result.seconds, result.stop
         row["suspected_hack"] = list(result.suspected_hack)
         return {**_head(step_index, number, row), **_conversation(row), "branches": [], "notes": notes}
@@ -157,6 +161,7 @@ class Reader:
 
 def loads(step_index: StepIndex) -> Json:
     """The number of tokens of each expert in a step, by layer."""
+    require_regular_files(step_index.stem)
     found = read_loads(step_index.stem)
     notes = (
         []
@@ -345,6 +350,6 @@ def _open_tokenizer(path: Path, stamp: str) -> tuple[TokenTexts | None, list[str
     if not stamp:
         return None, ["the run's directory has no tokenizer.json: tokens are shown as numbers"]
     try:
-        return TokenTexts(path), []
+        return TokenTexts(foreign.read(path.parent, path.name), str(path)), []
     except AgentRlError as error:
         return None, [f"tokens are shown as numbers: {error}"]

@@ -136,10 +136,9 @@ def test_no_socket_of_a_run_is_open_to_the_network_or_serves_without_its_key(qui
     unknown = {each.command for each in run.seen if kind_of(each) is None}
     assert not unknown, f"listeners without an entry in PROTECTION: {unknown}"
     for kind in sorted(kinds & PROTECTION.keys()):
-        addresses = sorted({each.address for each in run.seen if kind_of(each) == kind})
-        print(
-            f"{kind}: {len([each for each in run.seen if kind_of(each) == kind])} sockets on {addresses}; {PROTECTION[kind]}"
-        )
+        sockets = [each for each in run.seen if kind_of(each) == kind]
+        addresses = sorted({each.address for each in sockets})
+        print(f"{kind}: {len(sockets)} sockets on {addresses}; {PROTECTION[kind]}")
 
 
 def refuse_ray_without_token(run: Running, now: set[Listener]) -> None:

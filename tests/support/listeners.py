@@ -65,7 +65,7 @@ def _bound(table: Path) -> dict[str, tuple[str, int]]:
 
 
 def _address(text: str) -> tuple[str, int]:
-    """``0100007F:1F90`` as an address and a port. The kernel prints words of four bytes in the order of this machine."""
+    """``0100007F:1F90`` as an address and a port. The kernel prints words of four bytes, least significant first."""
     digits, _, port = text.partition(":")
     data = bytes.fromhex(digits)
     packed = b"".join(data[start : start + 4][::-1] for start in range(0, len(data), 4))
