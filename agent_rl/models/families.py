@@ -6,7 +6,6 @@ tables below may change what the model computes, so they are errors.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from agent_rl.errors import ConfigError
+from agent_rl.models.files import read_object
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +107,28 @@ _IGNORED = frozenset(
 )
 
 
+_MAX_SIZE = (1 << 31) - 1
+_MAX_PARTS = 1 << 18
+"""Limit of layers x experts: each has tensors of its own."""
+
+
 def read_config(directory: Path) -> dict[str, Any]:
-    """The config of the checkpoint in ``directory`` with Qwen3-MoE's key names and its ``model_type``.
+    """The config of the checkpoint in ``directory`` with Qwen3-MoE's key names and its ``model_type``, as
+    :func:`_checked` returns it."""
+    path = directory / "config.json"
+    raw = _read(path)
+    try:
+        return _checked(raw, path)
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise ConfigError(f"{path}: not a model's config: {error}") from None
+
+
+def _checked(raw: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """``raw`` with Qwen3-MoE's key names and its ``model_type``.
 
     ``rope_scaling`` is None or a checked mapping (see :func:`_rope`). Raises ConfigError for a missing file or key, an
     unsupported architecture, and unknown keys or values that may change what the model computes.
     """
-    path = directory / "config.json"
-    raw = _read(path)
     family = _family_of(raw, path)
     _check_keys(raw, family, path)
     _check_values(raw, family, path)
@@ -138,15 +152,14 @@ def is_moe(config: Mapping[str, Any], layer: int) -> bool:
 def _read(path: Path) -> dict[str, Any]:
     if not path.parent.is_dir():
         raise ConfigError(f"{path.parent} is not a directory; expected a Hugging Face checkpoint with config.json")
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{path} is not a file")
     try:
-        raw = json.loads(path.read_text())
+        return read_object(path)
     except FileNotFoundError:
         raise ConfigError(f"{path.parent} has no config.json; expected a Hugging Face checkpoint") from None
     except ValueError as error:
         raise ConfigError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path} contains a {type(raw).__name__}, expected an object")
-    return raw
 
 
 def _family_of(config: Mapping[str, Any], path: Path) -> Family:
@@ -202,6 +215,10 @@ def _check_sizes(config: Mapping[str, Any], family: Family, path: Path) -> None:
         value = config[name]
         if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
             raise ConfigError(f"{path}: {family.key(name)} must be a positive integer, got {value!r}")
+        if value > _MAX_SIZE:
+            raise ConfigError(f"{path}: {family.key(name)} must be at most {_MAX_SIZE}")
+    if (parts := config["num_hidden_layers"] * (config["num_experts"] if experts else 1)) > _MAX_PARTS:
+        raise ConfigError(f"{path}: {parts} layers and experts, more than the {_MAX_PARTS} allowed")
     if experts and config["num_experts_per_tok"] > config["num_experts"]:
         raise ConfigError(
             f"{path}: num_experts_per_tok is {config['num_experts_per_tok']}; it must be at most num_experts "

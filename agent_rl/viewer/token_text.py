@@ -11,10 +11,12 @@ import json
 import re
 from collections.abc import Sequence
 from functools import cached_property
+from pathlib import Path
 
 from tokenizers import Tokenizer
 
 from agent_rl.errors import AgentRlError
+from agent_rl.viewer import foreign
 
 _BYTE = re.compile("<0x([0-9A-F]{2})>")
 """A byte token of a character vocabulary."""
@@ -23,14 +25,14 @@ _SPACE = "▁"
 
 
 class TokenTexts:
-    """The texts of the tokens of ``tokenizer_json``. Raises AgentRlError, which names ``where``, if it is not a
-    tokenizer."""
+    """The texts of a tokenizer's tokens. Raises AgentRlError if the file is not a tokenizer."""
 
-    def __init__(self, tokenizer_json: bytes, where: str) -> None:
+    def __init__(self, tokenizer_json: Path) -> None:
+        data = foreign.read(tokenizer_json.parent, tokenizer_json.name)
         try:
-            self._tokenizer = Tokenizer.from_buffer(tokenizer_json)
+            self._tokenizer = Tokenizer.from_buffer(data)
         except Exception as error:  # the library raises only Exception
-            raise AgentRlError(f"{where}: not a tokenizer: {error}") from None
+            raise AgentRlError(f"{tokenizer_json}: not a tokenizer: {error}") from None
 
     def texts(self, ids: Sequence[int]) -> list[str]:
         """One text for each token; "" if its bytes end in a later one. Bytes that are not UTF-8 become U+FFFD."""

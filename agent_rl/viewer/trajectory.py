@@ -350,6 +350,6 @@ def _open_tokenizer(path: Path, stamp: str) -> tuple[TokenTexts | None, list[str
     if not stamp:
         return None, ["the run's directory has no tokenizer.json: tokens are shown as numbers"]
     try:
-        return TokenTexts(foreign.read(path.parent, path.name), str(path)), []
+        return TokenTexts(path), []
     except AgentRlError as error:
         return None, [f"tokens are shown as numbers: {error}"]
