@@ -6,6 +6,7 @@ token of its own environment (``RAY_AUTH_MODE``, ``RAY_AUTH_TOKEN`` or ``RAY_AUT
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,11 @@ def new_token() -> dict[str, str]:
     """The environment variables of a local Ray with a new token. Its processes inherit them; no command line has
     them."""
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+
+
+def requires_token() -> bool:
+    """Whether this process's environment has Ray's token mode. A cluster without it accepts every client."""
+    return os.environ.get("RAY_AUTH_MODE", "").lower() == "token"
 
 
 def read_token() -> None:

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from agent_rl.errors import TrainerError, UserError
 from agent_rl.train import ray_leftovers as leftovers
-from agent_rl.train.ray_access import new_token, on_loopback, read_token
+from agent_rl.train.ray_access import new_token, on_loopback, read_token, requires_token
 from agent_rl.utils.concurrency import shielded
 
 MIN_STORE_BYTES = 256 << 20
@@ -184,7 +184,8 @@ def _init(address: str | None, directory: Path | None, *, cpus: int) -> None:
             )
     except Exception as error:  # Ray raises Exception itself if the start takes over 30 s
         where = f"the Ray cluster at {address}" if address else "a local Ray"
-        raise TrainerError(f"{where} could not be reached: {str(error).splitlines()[0]}") from error
+        hint = "" if address is None or requires_token() else "; does it require a token (RAY_AUTH_MODE=token)?"
+        raise TrainerError(f"{where} could not be reached: {str(error).splitlines()[0]}{hint}") from error
 
 
 @contextmanager
