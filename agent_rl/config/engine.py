@@ -8,14 +8,12 @@ import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
-from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
 from agent_rl.bootstrap import engine_python
 from agent_rl.config.base import Precision, Section
 from agent_rl.errors import ConfigError, UserError
-from agent_rl.utils.sockets import is_loopback
 
 
 class EngineConfig(Section):
@@ -107,11 +105,6 @@ class EngineConfig(Section):
     def launched(self) -> bool:
         """Whether agent-rl launches the servers."""
         return not self.urls and self.urls_file is None
-
-    @property
-    def local(self) -> bool:
-        """Whether all servers run on this node or, with a local Ray, on its only one. A file may add others later."""
-        return self.urls_file is None and all(is_loopback(urlsplit(url).hostname or "") for url in self.urls)
 
     @property
     def merges_adapters(self) -> bool:

@@ -60,6 +60,8 @@ def check_limits(source: str, special: Mapping[str, str], options: Mapping[str, 
 @functools.lru_cache(maxsize=64)
 def _check(template: str) -> None:
     environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"}
+    if libraries := os.environ.get("LD_LIBRARY_PATH"):  # some builds of Python need it
+        environment["LD_LIBRARY_PATH"] = libraries
     try:
         ended = subprocess.run(
             [sys.executable, "-c", _PROGRAM],

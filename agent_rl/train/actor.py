@@ -23,7 +23,7 @@ from agent_rl.train.reports import ForwardResult, RankReport, RouteDifferences, 
 from agent_rl.train.requests import OptimizerSpec, StepRequest, WorkerRequest
 from agent_rl.train.route_sharding import WorkerInfo
 from agent_rl.types import Sample
-from agent_rl.utils.sockets import LOOPBACK_INTERFACE, is_loopback, listen_at
+from agent_rl.utils.sockets import LOOPBACK_INTERFACE, is_loopback, listen_at, on_loopback
 from agent_rl.weight_sync.requests import PublishReport, PublishRequest
 from r3.shard import RouteShard
 
@@ -69,7 +69,9 @@ class WorkerActor:
         """Build the worker. Collective: all workers start at once."""
         from agent_rl.train.worker import TrainerWorker
 
-        if is_loopback(self._host) and request.config.engine.local:
+        engine = request.config.engine
+        # A file of URLs may name engines on other nodes later.
+        if is_loopback(self._host) and engine.urls_file is None and on_loopback(engine.urls):
             for name, interface in LOOPBACK_INTERFACE.items():
                 os.environ.setdefault(name, interface)
         # Rank 0 hands its listening socket to the rendezvous; the other workers close theirs.

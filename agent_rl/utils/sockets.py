@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from urllib.parse import urlsplit
 
 LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE: Mapping[str, str] = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
@@ -18,6 +19,11 @@ def is_loopback(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:  # another name
         return False
+
+
+def on_loopback(urls: Iterable[str]) -> bool:
+    """Whether only this machine reaches any of ``urls``."""
+    return all(is_loopback(urlsplit(url).hostname or "") for url in urls)
 
 
 def family_of(host: str) -> socket.AddressFamily:

@@ -26,6 +26,8 @@ CONFIG_BYTES = 128 << 10
 def read(root: Path, name: str, max_bytes: int = MAX_BYTES) -> bytes:
     """The content of the file ``name`` below ``root``. Raises FileNotFoundError, and AgentRlError for anything but a
     regular file of at most ``max_bytes`` without a link on its way."""
+    if ".." in name.split("/"):
+        raise AgentRlError(f"{name}: leads out of its directory")
     if not os.path.lexists(root / name):
         raise FileNotFoundError(2, "no such file", str(root / name))
     try:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -127,6 +128,7 @@ def test_no_socket_of_a_run_is_open_to_the_network_or_serves_without_its_key(qui
     refuse_endpoint_without_session(run, now)
     refuse_ray_without_token(run, now)
     assert not visible_secrets(run)
+    assert not open_directories(run)
     run.look()
     assert run.process.poll() is None, run.output.read_text()
     opened = sorted({f"{kind_of(each) or each.command}: {each.address}" for each in run.seen if not each.on_loopback})
@@ -177,6 +179,17 @@ def refuse_endpoint_without_session(run: Running, now: set[Listener]) -> None:
         except httpx.HTTPError:
             continue
     assert statuses == [401], statuses
+
+
+def open_directories(run: Running) -> list[Path]:
+    """Directories of the local Ray that other users may enter; its sockets and Python packages are below them."""
+    mark, directories = b"AGENT_RL_RAY_DIR=", set()
+    for pid in run.pids:
+        with suppress(OSError):
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            directories |= {Path(os.fsdecode(each.removeprefix(mark))) for each in variables if each.startswith(mark)}
+    assert len(directories) == 1
+    return [directory for directory in directories if directory.stat().st_mode & 0o077]
 
 
 def visible_secrets(run: Running) -> list[str]:
