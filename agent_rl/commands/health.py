@@ -65,7 +65,7 @@ async def check_parts(config: RunConfig) -> list[Check]:
         await _check("model", lambda: _check_model(config.model)),
         *await check_engines_of(config),
         await _check("trainer", _check_trainer),
-        *([await _check("ray", lambda: _check_cluster(address))] if (address := config.train.ray_address) else ()),
+        *([await _check("ray", partial(_check_cluster, address))] if (address := config.train.ray_address) else ()),
         *await check_sandboxes(config),
         await _check("disk", lambda: _check_disk(config.runs_dir)),
     ]
