@@ -185,7 +185,7 @@ class EngineConfig(Section):
 @functools.cache
 def _process_key() -> str:
     """The key of all servers that this process launches."""
-    return secrets.token_urlsafe(32)
+    return secrets.token_hex(32)
 
 
 def parse_addresses(text: str) -> Sequence[str]:

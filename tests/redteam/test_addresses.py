@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -74,7 +75,7 @@ def test_a_server_on_loopback_keeps_gloo_and_nccl_there(tmp_path: Path, monkeypa
 def test_each_process_has_a_key_of_its_own_for_its_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     key = EngineConfig().api_key
     assert key is not None
-    assert len(key) >= 43  # 32 random bytes
+    assert re.fullmatch("[0-9a-f]{64}", key)
     assert EngineConfig().headers == {"authorization": f"Bearer {key}"}
     assert EngineConfig(urls=("http://127.0.0.1:1",)).headers == {}, "it is sent to no other server"
     monkeypatch.setenv("MY_KEY", "mine")
@@ -89,6 +90,18 @@ def test_a_key_is_in_no_command_line_and_no_message(tmp_path: Path) -> None:
     assert "the-key" not in repr(request)
     assert config.api_key not in config.model_dump_json()
     assert config.api_key not in repr(config)
+
+
+async def test_a_key_may_begin_with_a_dash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server would take it for an option."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "engine"))
+    from standin_sglang import make_interpreter
+
+    config = EngineConfig(device="cpu", python=str(make_interpreter(tmp_path)))
+    server = EngineServer(config, tmp_path, tmp_path / "log", key="-key")
+    await server.start()
+    await server.stop()
+    assert "--api-key=-key" in (tmp_path / "starts").read_text().split()
 
 
 GLOO = """

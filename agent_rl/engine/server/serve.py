@@ -65,7 +65,7 @@ def main() -> None:
     from sglang.launch_server import load_plugins, prepare_server_args, run_server
 
     load_plugins()
-    run_server(prepare_server_args([*sys.argv[1:], *(("--api-key", KEY) if KEY else ())]))
+    run_server(prepare_server_args([*sys.argv[1:], *([f"--api-key={KEY}"] if KEY else [])]))
 
 
 if __name__ == "__main__":
