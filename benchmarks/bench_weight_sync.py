@@ -32,9 +32,9 @@ from timing import time_call
 from torch import Tensor
 
 from agent_rl.config import EngineConfig
-from agent_rl.engine.launch import EngineServer
+from agent_rl.engine.launch import EngineServer, free_port
 from agent_rl.utils.http import BlockingHttp
-from agent_rl.weight_sync.publisher import WeightPublisher, free_port, join_group
+from agent_rl.weight_sync.publisher import WeightPublisher, join_group
 
 ROOT = Path(__file__).resolve().parents[1]
 KV_HEADS = 2

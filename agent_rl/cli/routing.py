@@ -122,7 +122,7 @@ def probe(
     from agent_rl.utils.run_files import write_json
 
     model_spec = read_moe_spec(model) if model else None
-    headers = EngineConfig(api_key_env=api_key_env).headers
+    headers = EngineConfig(urls=(url,), api_key_env=api_key_env).headers
     report = run_async(probe_server(url, model_spec, retract=retract, headers=headers))
     Console().print(table(report))
     typer.echo(report.line())

@@ -26,6 +26,8 @@ from agent_rl.engine.ray_servers import check_nodes
 from agent_rl.errors import AgentRlError
 from agent_rl.models.spec import read_model_spec
 from agent_rl.monitoring.console import cell
+from agent_rl.train.ray_access import requires_token
+from agent_rl.train.ray_session import check_ray
 from envs import EnvsError, needs_sandbox
 from sandbox import SandboxBackend, SandboxError
 from sandbox.ray.backend import ClusterBackend, SandboxNode
@@ -63,6 +65,7 @@ async def check_parts(config: RunConfig) -> list[Check]:
         await _check("model", lambda: _check_model(config.model)),
         *await check_engines_of(config),
         await _check("trainer", _check_trainer),
+        *([await _check("ray", partial(_check_cluster, address))] if (address := config.train.ray_address) else ()),
         *await check_sandboxes(config),
         await _check("disk", lambda: _check_disk(config.runs_dir)),
     ]
@@ -97,6 +100,13 @@ async def check_engines_of(config: RunConfig) -> list[Check]:
         return [Check("engine", False, str(error))]
     placement = Check("engine", shortage is None, shortage or f"enough for {engine.count} on {len(nodes)} nodes")
     return [placement, *(_engine_node(node, answer) for node, answer in zip(nodes, answers, strict=True))]
+
+
+async def _check_cluster(address: str) -> str:
+    await check_ray(address)
+    if requires_token():
+        return f"{address}, with a token"
+    return f"{address}, without a token: whoever reaches it runs code on every node; set RAY_AUTH_MODE=token everywhere"
 
 
 def _engine_node(node: EngineNode, answer: CallResult) -> Check:

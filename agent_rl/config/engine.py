@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -62,7 +64,9 @@ class EngineConfig(Section):
         "`agent-rl install engine`.",
     )
     api_key_env: str | None = Field(
-        None, description="Environment variable that holds the API key for engine.urls. null: no key is sent."
+        None,
+        description="Environment variable that holds the API key of the servers. null: no key for engine.urls, and a "
+        "random key for launched servers.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="Device of launched servers. auto: cuda if a GPU is available, else cpu."
@@ -127,16 +131,22 @@ class EngineConfig(Section):
         return tuple(dict.fromkeys(urls))
 
     @property
-    def headers(self) -> dict[str, str]:
-        """HTTP headers of every request to the engines. Raises ConfigError if the key's variable is not set."""
+    def api_key(self) -> str | None:
+        """The servers' API key; None without one. Raises ConfigError if its variable is not set."""
         if self.api_key_env is None:
-            return {}
+            return _process_key() if self.launched else None
         key = os.environ.get(self.api_key_env, "").strip()
         if not key:
             raise ConfigError(
                 f"engine.api_key_env: the environment variable {self.api_key_env} is not set; store the key in it"
             )
-        return {"authorization": f"Bearer {key}"}
+        return key
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """HTTP headers of every request to the engines. Raises ConfigError as :attr:`api_key`."""
+        key = self.api_key
+        return {} if key is None else {"authorization": f"Bearer {key}"}
 
     @model_validator(mode="after")
     def _check_colocation(self) -> EngineConfig:
@@ -165,6 +175,12 @@ class EngineConfig(Section):
                 f"engine.port is {self.port}; {self.count} servers need a port each: use at most {65536 - self.count}"
             )
         return self
+
+
+@functools.cache
+def _process_key() -> str:
+    """The key of all servers that this process launches."""
+    return secrets.token_hex(32)
 
 
 def parse_addresses(text: str) -> Sequence[str]:

@@ -81,7 +81,7 @@ async def open_engine(
 def _local_servers(config: EngineConfig, model: Path, run_dir: Path, *, routes: bool) -> dict[str, EngineServer]:
     logs = [run_dir / f"engine-{number}.log" for number in range(config.count)]
     return {
-        log.stem: EngineServer(config, model, log, number=number, capture_routes=routes)
+        log.stem: EngineServer(config, model, log, number=number, capture_routes=routes, key=config.api_key)
         for number, log in enumerate(logs)
     }
 

@@ -24,6 +24,7 @@ from agent_rl.errors import ConfigError, EngineError, EngineStartError
 from agent_rl.models.spec import ModelSpec
 from agent_rl.utils.concurrency import shielded
 from agent_rl.utils.http import AsyncHttp
+from agent_rl.utils.sockets import LOOPBACK, LOOPBACK_INTERFACE, family_of, is_loopback
 
 _SERVE = Path(__file__).resolve().parent / "server" / "serve.py"
 _DEVICES = Path("/dev")
@@ -39,7 +40,7 @@ class ServerNode:
     """The node of a server: its address, and for an engine over ``nodes`` nodes its ``rank`` and the address
     HOST:PORT at which the nodes meet (SGLang's ``--dist-init-addr``)."""
 
-    address: str = "127.0.0.1"
+    address: str = LOOPBACK
     rank: int = 0
     nodes: int = 1
     dist_init_addr: str = ""
@@ -54,7 +55,8 @@ class ServerNode:
 class EngineServer:
     """One SGLang server as an async context manager; it can be stopped and started again.
 
-    ``model`` is a checkpoint's directory. ``log`` receives the server's output; the log of the start before is kept
+    ``model`` is a checkpoint's directory. ``key``: required of every client; None: the server is open to all that reach
+    it. ``log`` receives the server's output; the log of the start before is kept
     beside it. ``number``: index among ``engine.count`` servers. ``node``: where it listens, by default on loopback.
     Entering raises ConfigError for an invalid config, and EngineStartError with the reason from the log if the server
     dies or is not healthy in time.
@@ -69,9 +71,10 @@ class EngineServer:
         number: int = 0,
         capture_routes: bool = True,
         node: ServerNode | None = None,
+        key: str | None = None,
     ) -> None:
         self._config, self._model, self._log, self._number = config, model, log, number
-        self._node, self._capture = node or ServerNode(), capture_routes
+        self._node, self._capture, self._key = node or ServerNode(), capture_routes, key
         self._process: subprocess.Popen[bytes] | None = None
         self._url: str | None = None
 
@@ -178,6 +181,10 @@ class EngineServer:
         environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
         environment["PYTHONUNBUFFERED"] = "1"
         environment["HF_HUB_OFFLINE"] = "1"
+        if self._key is not None:
+            environment["AGENT_RL_ENGINE_KEY"] = self._key  # a command line is visible to other users
+        if is_loopback(self._node.address):
+            environment = {**LOOPBACK_INTERFACE, **environment}
         if self.device == "cpu":
             environment["SGLANG_USE_CPU_ENGINE"] = "1"
             environment["OMP_NUM_THREADS"] = str(self._config.threads or len(os.sched_getaffinity(0)))
@@ -284,19 +291,15 @@ def host_port(address: str, port: int) -> str:
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
-def free_port(address: str = "127.0.0.1") -> int:
-    with socket.socket(_family(address)) as probe:
+def free_port(address: str = LOOPBACK) -> int:
+    with socket.socket(family_of(address)) as probe:
         probe.bind((address, 0))
         return int(probe.getsockname()[1])
 
 
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
-
-
 def _refuse_taken(port: int, address: str) -> int:
     """``port`` if it is free. Raises EngineStartError otherwise."""
-    with socket.socket(_family(address)) as probe:
+    with socket.socket(family_of(address)) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((address, port))

@@ -7,7 +7,7 @@ run.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from agent_rl.config import EngineConfig
@@ -33,8 +33,8 @@ class ActorLocation:
 class ServerRequest:
     """The server to start: ``config`` (with ``device`` resolved) and the checkpoint ``model``.
 
-    ``number``, ``capture_routes``, ``node``: see :class:`agent_rl.engine.launch.EngineServer`. ``log``: the final path
-    of its log, for messages.
+    ``number``, ``capture_routes``, ``node``, ``key``: see :class:`agent_rl.engine.launch.EngineServer`. ``log``: the
+    final path of its log, for messages.
     """
 
     config: EngineConfig
@@ -43,6 +43,7 @@ class ServerRequest:
     capture_routes: bool
     node: ServerNode
     log: Path
+    key: str | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +105,7 @@ class EngineActor:
             number=request.number,
             capture_routes=request.capture_routes,
             node=request.node,
+            key=request.key,
         )
         try:
             await asyncio.to_thread(_require_checkpoint, request.model)

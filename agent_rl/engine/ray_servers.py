@@ -70,6 +70,7 @@ class RayEngineServer:
         notify: Callable[[str], None],
     ) -> None:
         self._config = config.model_copy(update={"device": reservation.device, "count": 1})
+        self._key = config.api_key
         self._model, self._log, self._reservation, self._number = model.absolute(), log.absolute(), reservation, number
         self._capture, self._notify = capture_routes, notify
         self._nodes: list[_EngineNode] = []
@@ -130,7 +131,9 @@ class RayEngineServer:
         return starts[0].result()
 
     async def _start_on_node(self, node: _EngineNode, server_node: ServerNode) -> str:
-        request = ServerRequest(self._config, self._model, self._number, self._capture, server_node, node.log)
+        request = ServerRequest(
+            self._config, self._model, self._number, self._capture, server_node, node.log, self._key
+        )
         result: CallResult = await _unless_lost(node.actor.start.remote(request), f"node {node.location.node}")
         if result.error:
             raise EngineStartError(f"{node.location.node}: {result.error}")

@@ -6,7 +6,6 @@ tables below may change what the model computes, so they are errors.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +13,9 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from agent_rl.errors import ConfigError
+from agent_rl.models.files import read_object
 
+_MAX_COUNT = 1 << 16
 QkNorm = Literal["", "head", "all"]
 
 
@@ -35,6 +36,13 @@ class ConfigKeys:
         """The value of ``key``. Raises ConfigError where it is missing."""
         if (value := self.get(key, None)) is None:
             raise ConfigError(f"{self._path}: {key} is missing; {self._raw['model_type']} requires it")
+        return value
+
+    def count(self, key: str, default: int) -> int:
+        """A number of layers, experts or dimensions. Raises ConfigError for anything else."""
+        value = self.get(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MAX_COUNT:
+            raise ConfigError(f"{self._path}: {key} must be an integer from 0 to {_MAX_COUNT}, got {value!r}")
         return value
 
     def expect(self, key: str, *allowed: Any) -> None:
@@ -99,12 +107,12 @@ def _glm4_moe(keys: ConfigKeys) -> dict[str, Any]:
         "qk_norm": "head" if keys.get("use_qk_norm", False) else "",
         "qkv_bias": keys.get("attention_bias", False),
         "rotary_dim": keys.rotary_dim(),
-        "mlp_only_layers": tuple(range(keys.get("first_k_dense_replace", 0))),
-        "shared_expert_intermediate_size": keys.get("n_shared_experts", 0) * keys.require("moe_intermediate_size"),
+        "mlp_only_layers": tuple(range(keys.count("first_k_dense_replace", 0))),
+        "shared_expert_intermediate_size": keys.count("n_shared_experts", 0) * keys.require("moe_intermediate_size"),
         "scoring": "sigmoid",
         "routed_scaling_factor": float(keys.get("routed_scaling_factor", 1.0)),
-        "expert_groups": keys.get("n_group", 1),
-        "top_groups": keys.get("topk_group", 1),
+        "expert_groups": keys.count("n_group", 1),
+        "top_groups": keys.count("topk_group", 1),
     }
 
 
@@ -120,7 +128,7 @@ def _minimax_m2(keys: ConfigKeys) -> dict[str, Any]:
         keys.expect("attn_type_list", [1])
     return {
         "qk_norm": "all" if keys.get("use_qk_norm", True) else "",
-        "rotary_dim": keys.get("rotary_dim", 0),
+        "rotary_dim": keys.count("rotary_dim", 0),
         "scoring": "sigmoid",
     }
 
@@ -230,6 +238,11 @@ _IGNORED = frozenset(
 )
 
 
+_MAX_SIZE = (1 << 31) - 1
+_MAX_PARTS = 1 << 18
+"""Limit of layers x experts: each has tensors of its own."""
+
+
 def read_config(directory: Path) -> dict[str, Any]:
     """The config of the checkpoint in ``directory`` with Qwen3-MoE's key names and its ``model_type``.
 
@@ -242,7 +255,13 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 def parse_config(raw: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """As :func:`read_config`, from the content of a ``config.json``; ``path`` is its name in errors."""
-    raw = _without_alias(raw)
+    try:
+        return _checked(_without_alias(raw), path)
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise ConfigError(f"{path}: not a model's config: {error}") from None
+
+
+def _checked(raw: Mapping[str, Any], path: Path) -> dict[str, Any]:
     family, keys = _family_of(raw, path), ConfigKeys(raw, path)
     own = family.read(keys) if family.read else {}
     _check_keys(raw, family, keys.known, path)
@@ -265,15 +284,14 @@ def is_moe(config: Mapping[str, Any], layer: int) -> bool:
 def _read(path: Path) -> dict[str, Any]:
     if not path.parent.is_dir():
         raise ConfigError(f"{path.parent} is not a directory; expected a Hugging Face checkpoint with config.json")
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{path} is not a file")
     try:
-        raw = json.loads(path.read_text())
+        return read_object(path)
     except FileNotFoundError:
         raise ConfigError(f"{path.parent} has no config.json; expected a Hugging Face checkpoint") from None
     except ValueError as error:
         raise ConfigError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path} contains a {type(raw).__name__}, expected an object")
-    return raw
 
 
 def _without_alias(raw: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -336,6 +354,10 @@ def _check_sizes(config: Mapping[str, Any], family: Family, path: Path) -> None:
         value = config[name]
         if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
             raise ConfigError(f"{path}: {family.key(name)} must be a positive integer, got {value!r}")
+        if value > _MAX_SIZE:
+            raise ConfigError(f"{path}: {family.key(name)} must be at most {_MAX_SIZE}")
+    if (parts := config["num_hidden_layers"] * (config["num_experts"] if experts else 1)) > _MAX_PARTS:
+        raise ConfigError(f"{path}: {parts} layers and experts, more than the {_MAX_PARTS} allowed")
     if experts and config["num_experts_per_tok"] > config["num_experts"]:
         raise ConfigError(
             f"{path}: num_experts_per_tok is {config['num_experts_per_tok']}; it must be at most num_experts "

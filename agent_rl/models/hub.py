@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from agent_rl.config import RunConfig
 from agent_rl.errors import UserError
+from agent_rl.models.files import read_object
 
 _ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w./-]+)?")
 _FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja", "*.model")
@@ -82,5 +82,8 @@ def _snapshot(repository: str, revision: str | None, error: Callable[[str], User
 def _missing(directory: Path) -> str | None:
     """The first file that the checkpoint in ``directory`` lacks, as after an interrupted download; None: complete."""
     index = directory / "model.safetensors.index.json"
-    weights = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {"model.safetensors"}
+    try:
+        weights = set(read_object(index)["weight_map"].values()) if index.exists() else {"model.safetensors"}
+    except (ValueError, LookupError, AttributeError, TypeError):
+        return f"a valid {index.name}"
     return next((name for name in ("config.json", *sorted(weights)) if not (directory / name).exists()), None)

@@ -123,7 +123,11 @@ _EXPERT_KEYS = {"num_experts": "num_experts", "top_k": "num_experts_per_tok", "e
 
 def read_model_spec(directory: Path) -> ModelSpec:
     """The architecture of the checkpoint in ``directory``. Raises ConfigError, one line, for an unsupported one."""
-    return ModelSpec.of(read_config(directory))
+    config = read_config(directory)
+    try:
+        return ModelSpec.of(config)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(f"{directory / 'config.json'}: not a model's config: {error}") from None
 
 
 def read_moe_spec(directory: Path) -> ModelSpec:

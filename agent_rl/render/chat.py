@@ -11,6 +11,7 @@ from agent_rl.errors import TemplateError
 from agent_rl.render.encoder import Encoder
 from agent_rl.render.prefix_check import TAILS, Delta, Probed, Role, after_turn, check_tail, probe
 from agent_rl.render.template import ChatModel, ChatTemplate, Messages, Tools
+from agent_rl.render.template_limits import check_limits
 
 _NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
@@ -37,6 +38,7 @@ class ChatRenderer:
         source = model if isinstance(model, ChatModel) else ChatModel.from_dir(model)
         try:
             self._encoder = Encoder(source.tokenizer)
+            check_limits(source.template, source.special, options)
             self._template = ChatTemplate(source.template, source.special, options)
             self._deltas = self._probe_roles(thinking, (observation_role,) if observation_role else ("tool", "user"))
             self.observation_role: Role = next(iter(self._deltas))

@@ -17,6 +17,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from agent_rl.errors import TemplateError
+from agent_rl.models.files import TEMPLATE_BYTES, TOKENIZER_BYTES, read_object, read_text
 
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
@@ -39,7 +40,7 @@ class ChatModel:
         if not path.is_file():
             raise TemplateError(f"{path}: file not found; a fast tokenizer is required")
         try:
-            tokenizer = Tokenizer.from_file(str(path))
+            tokenizer = Tokenizer.from_str(read_text(path, TOKENIZER_BYTES))
         except Exception as error:  # tokenizers raises bare Exception
             raise TemplateError(f"{path}: not a tokenizer: {error}") from error
         config = _read_json(directory / "tokenizer_config.json")
@@ -90,12 +91,18 @@ class _GenerationTag(Extension):
 def _template_source(directory: Path, config: Mapping[str, Any]) -> str:
     file = directory / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        try:
+            return read_text(file, TEMPLATE_BYTES)
+        except ValueError as error:
+            raise TemplateError(f"{file}: {error}") from None
     source = config.get("chat_template")
     if isinstance(source, list):
-        source = {entry["name"]: entry["template"] for entry in source}.get("default")
+        entries = [entry for entry in source if isinstance(entry, dict) and entry.get("name") == "default"]
+        source = entries[-1].get("template") if entries else None
     if not isinstance(source, str):
         raise TemplateError(f"{directory}: no chat template in chat_template.jinja or tokenizer_config.json")
+    if len(source) > TEMPLATE_BYTES:
+        raise TemplateError(f"{directory}: its chat template has more than {TEMPLATE_BYTES} characters")
     return source
 
 
@@ -104,7 +111,10 @@ def _eos_token_ids(directory: Path) -> tuple[int, ...]:
     for name in ("generation_config.json", "config.json"):
         ids = _read_json(directory / name).get("eos_token_id")
         if ids is not None:
-            return tuple(ids) if isinstance(ids, list) else (int(ids),)
+            listed = ids if isinstance(ids, list) else [ids]
+            if not all(type(id) is int for id in listed):
+                raise TemplateError(f"{directory / name}: eos_token_id is {str(ids)[:80]}; expected integers")
+            return tuple(listed)
     return ()
 
 
@@ -112,14 +122,13 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return read_object(path)
     except ValueError as error:
         raise TemplateError(f"{path}: not valid JSON: {error}") from None
-    return data
 
 
 def _token_text(value: Any) -> str:
-    return str(value["content"]) if isinstance(value, dict) else str(value)
+    return str(value.get("content")) if isinstance(value, dict) else str(value)
 
 
 def _to_json(value: Any, **options: Any) -> str:

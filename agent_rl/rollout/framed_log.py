@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import IO
 
 _HEAD = struct.Struct("<II")
+_MAX_BYTES = 2 << 30
 
 
 def encode_frame(payload: bytes) -> bytes:
@@ -20,6 +21,8 @@ def read_frames(file: IO[bytes]) -> Iterator[tuple[bytes, int]]:
     """``(payload, offset of the frame's end)`` for every complete frame, up to the first damaged one."""
     while len(head := file.read(_HEAD.size)) == _HEAD.size:
         length, checksum = _HEAD.unpack(head)
+        if length > _MAX_BYTES:
+            return
         payload = file.read(length)
         if len(payload) < length or zlib.crc32(payload) != checksum:
             return

@@ -15,7 +15,9 @@ from agent_rl.errors import AgentRlError
 
 SUFFIX = ".jsonl.zst"
 _FRAME_BYTES = 1 << 20
-_CHUNK_BYTES = 1 << 16
+_CHUNK_BYTES = 1 << 12  # zstandard may return 32,768 bytes for each byte of it
+_MAX_FRAME_BYTES = 512 << 20
+_MAX_FILE_BYTES = 16 << 30
 _LEVEL = 6  # level 12 saves 5 % of the bytes and takes five times as long
 
 RowPosition = tuple[int, int]
@@ -70,20 +72,30 @@ def _lines(file: BinaryIO, path: Path) -> Iterator[bytes]:
 
 def _frames(file: BinaryIO, path: Path) -> Iterator[bytes]:
     """The decompressed frames from the current offset of ``file``. Raises AgentRlError for a truncated frame, which
-    zstandard's stream reader would not report."""
-    remainder = b""
+    zstandard's stream reader would not report, and for more bytes than a run writes."""
+    remainder, total = b"", 0
     while chunk := remainder or file.read(_CHUNK_BYTES):
-        decoder, parts = zstandard.ZstdDecompressor().decompressobj(), list[bytes]()
+        decoder, parts, size = zstandard.ZstdDecompressor().decompressobj(), list[bytes](), 0
         try:
             while chunk:
                 parts.append(decoder.decompress(chunk))
+                size += len(parts[-1])
+                if size > _MAX_FRAME_BYTES or total + size > _MAX_FILE_BYTES:
+                    raise AgentRlError(f"{path}: damaged (a frame of more than {size} bytes)")
                 chunk = b"" if decoder.eof else file.read(_CHUNK_BYTES)
         except zstandard.ZstdError as error:
             raise AgentRlError(f"{path}: damaged ({error})") from None
         if not decoder.eof:
             raise AgentRlError(f"{path}: damaged (truncated)")
-        remainder = decoder.unused_data
+        remainder, total = decoder.unused_data, total + size
         yield b"".join(parts)
+
+
+def decompress(data: bytes, max_bytes: int) -> bytes:
+    """One zstandard frame. Raises ZstdError if it is damaged or has more than ``max_bytes``."""
+    if zstandard.frame_content_size(data) > max_bytes:
+        raise zstandard.ZstdError(f"a frame of more than {max_bytes} bytes")
+    return zstandard.ZstdDecompressor().decompress(data, max_output_size=max_bytes)
 
 
 def _row(line: bytes, where: str) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from safetensors.numpy import load, save, save_file
 from agent_rl.errors import AgentRlError
 from agent_rl.rollout.jsonl_zst import SUFFIX, encode_rows, read_rows
 from agent_rl.rollout.step_index import step_index_path, write_step_index
-from agent_rl.rollout.token_details import Details, details_path, worst, write_details
+from agent_rl.rollout.token_details import Details, bounded_tensor, details_path, worst, write_details
 from agent_rl.types import (
     Branch,
     BranchCause,
@@ -200,8 +200,8 @@ def read_arrays(path: Path, names: Sequence[str]) -> dict[str, NDArray]:
     """Arrays of the file ``path`` by name. Raises AgentRlError if the file is damaged or an array is missing."""
     try:
         with safe_open(path, framework="numpy") as tensors:
-            return {name: tensors.get_tensor(name) for name in names}
-    except (SafetensorError, OSError) as error:
+            return {name: bounded_tensor(tensors, name) for name in names}
+    except (SafetensorError, OSError, ValueError) as error:
         raise AgentRlError(f"{path}: damaged ({error})") from None
 
 

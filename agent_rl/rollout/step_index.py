@@ -13,11 +13,12 @@ from typing import Any
 import orjson
 import zstandard
 
-from agent_rl.rollout.jsonl_zst import RowPosition
+from agent_rl.rollout.jsonl_zst import RowPosition, decompress
 from agent_rl.utils.run_files import write_atomic
 
 FORMAT = 1
 _LEVEL = 6
+_MAX_BYTES = 1 << 30
 SUFFIX = ".index.json.zst"
 COLUMNS = (
     *("group", "task", "reward", "resolved", "stop", "turns", "tokens", "sampled", "hacks", "training_status"),
@@ -69,7 +70,7 @@ def sizes(row: Mapping[str, Any]) -> dict[str, int]:
 def read_step_index(stem: Path) -> tuple[dict[str, list[Any]], list[RowPosition]] | None:
     """The columns and row positions under ``stem``; None if there is no index in this format."""
     try:
-        index = orjson.loads(zstandard.ZstdDecompressor().decompress(step_index_path(stem).read_bytes()))
+        index = orjson.loads(decompress(step_index_path(stem).read_bytes(), _MAX_BYTES))
         if index["format"] != FORMAT:
             return None
         return {name: index["columns"][name] for name in COLUMNS}, [(start, row) for start, row in index["places"]]

@@ -13,6 +13,7 @@ bytes per token for all details together, only the number of layers is stored, o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from agent_rl.errors import AgentRlError
+from agent_rl.rollout.jsonl_zst import decompress
 from agent_rl.types import Group, TokenDetail
 from agent_rl.utils.run_files import replacing
 from r3.routing import Routing
@@ -36,6 +38,9 @@ _LEVEL = 1  # higher levels save nothing on these bits (measured)
 _ROWS = 4096
 """Rows of routes counted per call: 4 ms for 48 layers of top-8."""
 
+
+_MAX_TENSOR = 2 << 30
+_MAX_LAYER_BYTES = 128 << 20
 
 Details = Mapping[tuple[int, int], TokenDetail]
 """By number of trajectory and of branch."""
@@ -161,7 +166,8 @@ def read_detail(stem: Path, number: int, branch: int = 0) -> StoredDetail | None
         return None
     try:
         with safe_open(path, framework="numpy") as tensors:
-            matches = (tensors.get_tensor("numbers") == number) & (tensors.get_tensor("branches") == branch)
+            numbers, branches = bounded_tensor(tensors, "numbers"), bounded_tensor(tensors, "branches")
+            matches = (numbers == number) & (branches == branch)
             indices = np.flatnonzero(matches)
             return _read_stored(tensors, int(indices[0])) if len(indices) else None
     except (SafetensorError, OSError, ValueError, zstandard.ZstdError) as error:
@@ -175,9 +181,17 @@ def read_loads(stem: Path) -> NDArray[np.uint32] | None:
         return None
     try:
         with safe_open(path, framework="numpy") as tensors:
-            return tensors.get_tensor("loads") if "loads" in tensors.keys() else None  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
+            return bounded_tensor(tensors, "loads") if "loads" in tensors.keys() else None  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError) as error:
         raise AgentRlError(f"{path}: damaged ({error})") from None
+
+
+def bounded_tensor(tensors: safe_open, name: str) -> NDArray:
+    """A tensor of a file. Raises ValueError if it is larger than a run's: a sparse file may claim any size."""
+    if math.prod(tensors.get_slice(name).get_shape()) > _MAX_TENSOR:
+        raise ValueError(f"{name} has more than {_MAX_TENSOR} elements")
+    array: NDArray = tensors.get_tensor(name)
+    return array
 
 
 def _read_stored(tensors: safe_open, index: int) -> StoredDetail:
@@ -200,7 +214,7 @@ def _read_stored(tensors: safe_open, index: int) -> StoredDetail:
 def _read_differing(tensors: safe_open, name: str, index: int) -> Differing:
     start, stop = map(int, tensors.get_slice(f"{name}_at")[index : index + 2])
     frame = tensors.get_slice(name)[start:stop].tobytes()
-    values = np.frombuffer(zstandard.ZstdDecompressor().decompress(frame), np.uint8)
+    values = np.frombuffer(decompress(frame, _MAX_LAYER_BYTES), np.uint8)
     if not tensors.get_slice("whole_layers")[index : index + 1][0]:
         return Differing(values, None)
     layers = int(tensors.get_tensor("layers")[0])

@@ -7,7 +7,6 @@ its object store; the methods here resolve references inside a list.
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from agent_rl.train.reports import ForwardResult, RankReport, RouteDifferences, 
 from agent_rl.train.requests import OptimizerSpec, StepRequest, WorkerRequest
 from agent_rl.train.route_sharding import WorkerInfo
 from agent_rl.types import Sample
+from agent_rl.utils.sockets import LOOPBACK_INTERFACE, is_loopback, listen_at, on_loopback
 from agent_rl.weight_sync.requests import PublishReport, PublishRequest
 from r3.shard import RouteShard
 
@@ -50,7 +50,8 @@ class WorkerActor:
     def __init__(self) -> None:
         self._started: TrainerWorker | None = None
         self._progress = LoadProgress()
-        self._listener = socket.create_server(("", 0))
+        self._host = str(ray.util.get_node_ip_address())
+        self._listener = listen_at(self._host)
 
     @property
     def _worker(self) -> TrainerWorker:
@@ -61,13 +62,18 @@ class WorkerActor:
     @ray.method
     def rendezvous(self) -> Rendezvous:
         """The address where other workers can meet this one."""
-        return Rendezvous(ray.util.get_node_ip_address(), int(self._listener.getsockname()[1]))
+        return Rendezvous(self._host, int(self._listener.getsockname()[1]))
 
     @ray.method
     def start(self, request: WorkerRequest, optimizer: OptimizerSpec, rank: int, rendezvous: Rendezvous) -> WorkerInfo:
         """Build the worker. Collective: all workers start at once."""
         from agent_rl.train.worker import TrainerWorker
 
+        engine = request.config.engine
+        # A file of URLs may name engines on other nodes later.
+        if is_loopback(self._host) and engine.urls_file is None and on_loopback(engine.urls):
+            for name, interface in LOOPBACK_INTERFACE.items():
+                os.environ.setdefault(name, interface)
         # Rank 0 hands its listening socket to the rendezvous; the other workers close theirs.
         listener = self._listener.detach()
         if rank != 0:

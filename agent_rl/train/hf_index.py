@@ -11,12 +11,17 @@ from types import MappingProxyType
 from typing import Any
 
 from agent_rl.errors import ConfigError
+from agent_rl.models.files import read_object
 from agent_rl.models.spec import ModelSpec
 
 Shapes = dict[str, tuple[int, ...]]
 
 DTYPES: Mapping[str, str] = MappingProxyType({"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"})
 """The supported dtypes: safetensors' name to torch's."""
+
+
+_MAX_HEADER_BYTES = 100_000_000
+"""The limit of the safetensors library."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +136,7 @@ def read_headers(directory: Path, key: str = "model") -> dict[str, Entry]:
 
 def _named_files(index: Path) -> set[str]:
     try:
-        return set(json.loads(index.read_text())["weight_map"].values())
+        return set(read_object(index)["weight_map"].values())
     except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
         raise ConfigError(f"{index}: not a checkpoint index: {error}") from None
 
@@ -147,13 +152,22 @@ def _header(file: Path) -> tuple[dict[str, Any], int]:
     try:
         with file.open("rb") as opened:
             size, length = int.from_bytes(opened.read(8), "little"), file.stat().st_size
-            if size > length:
-                raise ValueError("its header is longer than the file")
+            if size > min(length, _MAX_HEADER_BYTES):
+                raise ValueError("its header is longer than the file, or than safetensors allows")
             header = json.loads(opened.read(size))
-    except (OSError, ValueError) as error:
+            header.pop("__metadata__", None)
+            end = 8 + size + max((_checked_end(entry) for entry in header.values()), default=0)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{file}: not a safetensors file: {error}") from None
-    header.pop("__metadata__", None)
-    end = 8 + size + max((entry["data_offsets"][1] for entry in header.values()), default=0)
     if length < end:
         raise ConfigError(f"{file}: truncated: {length} bytes, and its header describes {end}")
     return header, 8 + size
+
+
+def _checked_end(entry: Mapping[str, Any]) -> int:
+    """Where the data of a header's entry end. Raises ValueError, LookupError or TypeError for an invalid entry."""
+    begin, end = entry["data_offsets"]
+    numbers = (begin, end, *entry["shape"])
+    if not all(type(number) is int and number >= 0 for number in numbers) or not isinstance(entry["dtype"], str):
+        raise ValueError(f"an entry {str(entry)[:80]}")
+    return int(end)

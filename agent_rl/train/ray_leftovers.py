@@ -27,8 +27,9 @@ _LOCK = "owner.lock"
 
 
 def make_dir() -> Path:
-    """A new directory for a local Ray of this process."""
-    return Path(tempfile.mkdtemp(prefix=f"{_DIRECTORY}{os.getpid()}-"))
+    """A new directory for a local Ray of this process, open to this user only. (Its name is short: Ray adds 70
+    characters for a socket, whose path may have 107.)"""
+    return Path(tempfile.mkdtemp(prefix=_DIRECTORY))
 
 
 def lock_dir(directory: Path) -> IO[bytes]:
@@ -80,12 +81,12 @@ def remove(directory: Path) -> None:
 
 def remove_stale() -> None:
     """Call :func:`remove` for every local Ray whose owner and guard were both killed."""
-    for directory in Path(tempfile.gettempdir()).glob(f"{_DIRECTORY}*-*"):
-        if _is_stale(directory):
+    for directory in Path(tempfile.gettempdir()).glob(f"{_DIRECTORY}*"):
+        if is_stale(directory):
             remove(directory)
 
 
-def _is_stale(directory: Path) -> bool:
+def is_stale(directory: Path) -> bool:
     """Whether the owner of ``directory`` is dead."""
     try:
         with (directory / _LOCK).open("rb") as lock:

@@ -12,13 +12,14 @@ import shutil
 import sys
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from agent_rl.errors import TrainerError, UserError
 from agent_rl.train import ray_leftovers as leftovers
+from agent_rl.train.ray_access import new_token, on_loopback, read_token, requires_token
 from agent_rl.utils.concurrency import shielded
 
 MIN_STORE_BYTES = 256 << 20
@@ -116,8 +117,8 @@ def object_store_bytes() -> int:
 def ray_cluster(address: str | None, *, cpus: int) -> Iterator[None]:
     """Connect to ``address``, or start a local Ray that ends with the block. Raises TrainerError.
 
-    The local Ray has no dashboard and its own directory, and its processes die with this one. An existing connection is
-    used and left open.
+    The local Ray has no dashboard and its own directory, and its processes die with this one. It is closed to other
+    machines and users (:mod:`agent_rl.train.ray_access`). An existing connection is used and left open.
     """
     if is_connected():
         yield
@@ -164,14 +165,17 @@ def _init(address: str | None, directory: Path | None, *, cpus: int) -> None:
         "num_cpus": cpus,
         "include_dashboard": False,
         "object_store_memory": object_store_bytes(),
-        "_temp_dir": str(directory),
+        # Ray makes its directory writable for everyone; the one around it is this user's.
+        "_temp_dir": f"{directory}/r",
     }
     try:
         # Ray's processes rename themselves; SPT_NOENV keeps the renaming from overwriting their environment.
-        marks = {leftovers.MARK: str(directory), "SPT_NOENV": "1"} if directory else {}
+        marks = {leftovers.MARK: str(directory), "SPT_NOENV": "1", **new_token()} if directory else {}
         # Ray's default niceness of 15 would slow sandbox commands and workers beside any other process.
         marks["RAY_worker_niceness"] = str(os.nice(0))
-        with _environment(RAY_USAGE_STATS_ENABLED="0", RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0", **variables, **marks):
+        marks |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+        with _environment(**variables, **marks), on_loopback() if directory else nullcontext():
+            read_token()
             ray.init(
                 address=address or "local",
                 log_to_driver=False,
@@ -180,7 +184,8 @@ def _init(address: str | None, directory: Path | None, *, cpus: int) -> None:
             )
     except Exception as error:  # Ray raises Exception itself if the start takes over 30 s
         where = f"the Ray cluster at {address}" if address else "a local Ray"
-        raise TrainerError(f"{where} could not be reached: {str(error).splitlines()[0]}") from error
+        hint = "" if address is None or requires_token() else "; does it require a token (RAY_AUTH_MODE=token)?"
+        raise TrainerError(f"{where} could not be reached: {str(error).splitlines()[0]}{hint}") from error
 
 
 @contextmanager

@@ -77,7 +77,10 @@ class Resources:
 
     def body(self, path: str, query: Mapping[str, str] | None = None) -> bytes:
         """:meth:`read` as JSON. NaN becomes null, a lone surrogate a question mark."""
-        return as_json(self.read(path, query))
+        try:
+            return as_json(self.read(path, query))
+        except (TypeError, ValueError, RecursionError) as error:  # values that no JSON has
+            return as_json(_error("damaged", f"{path}: {error}"))
 
     def stamps(self) -> dict[str, str]:
         """A stamp for each resource, which changes with its files. Cheap enough to call each second."""

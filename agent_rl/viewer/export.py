@@ -10,10 +10,12 @@ import base64
 import gzip
 import hashlib
 import html
+import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import orjson
@@ -23,6 +25,11 @@ from agent_rl.utils.run_files import replacing, write_atomic
 from agent_rl.viewer.api import Resources
 
 STATIC = Path(__file__).parent / "static"
+_PATH = re.compile(
+    r"runs|exported|\d+/(run|metrics|trajectories|(steps|loads|t)/[\w-]+|eval/[\w-]+(/\w+)?|routes/[\w.-]+/map)",
+    re.ASCII,
+)
+"""The exported resources, which name the files. No part of them is text from a run's directory."""
 _SERVED = b'<meta name="agent-rl-source" content="api">'
 _STYLE = b'<link rel="stylesheet" href="app.css">\n'
 _SCRIPT = b'<script src="app.js" defer></script>\n'
@@ -45,7 +52,7 @@ def export(source: Resources, out: Path, trajectories: int) -> int:
 def select_trajectories(source: Resources, run: int, count: int) -> list[str]:
     """At least ``count`` trajectories of a run, if it has as many: whole groups, first those with the largest
     difference between trainer and engine log-probs, then the newest."""
-    columns = source.read(f"{run}/trajectories")["columns"]
+    columns = _columns(source, run)
     gaps = np.nan_to_num(np.array(columns["worst_gap_without_replay"], np.float64))
     groups: dict[tuple[str, int], list[int]] = {}
     for row, group in enumerate(zip(columns["n"], columns["group"], strict=True)):
@@ -58,9 +65,18 @@ def select_trajectories(source: Resources, run: int, count: int) -> list[str]:
     return chosen
 
 
+def _columns(source: Resources, run: int) -> Mapping[str, Any]:
+    """The columns of a run's trajectories. Raises UserError if they are damaged."""
+    found: Mapping[str, Any] = source.read(f"{run}/trajectories")
+    if "error" in found:
+        raise UserError(f"--export: {found['error']['text']}")
+    columns: Mapping[str, Any] = found["columns"]
+    return columns
+
+
 def _singles(source: Resources, run: int, ids: Sequence[str]) -> Iterator[str]:
     """The paths of trajectories, and of the layers of each of their branches."""
-    columns = source.read(f"{run}/trajectories")["columns"]
+    columns = _columns(source, run)
     branches = dict(zip(columns["id"], columns["branches"], strict=True))
     for id in ids:
         yield f"{run}/t/{id}"
@@ -72,6 +88,8 @@ def _write_dir(out: Path, bodies: Iterator[tuple[str, bytes]]) -> int:
         raise UserError(f"--export {out}: exists already; choose a new directory, or a file name ending in .html")
     size = 0
     for path, body in bodies:
+        if not _PATH.fullmatch(path):
+            raise UserError(f"--export: {path!r} is no resource of a run")
         file = out / "data" / f"{path}.json"
         file.parent.mkdir(parents=True, exist_ok=True)
         size += file.write_bytes(body)

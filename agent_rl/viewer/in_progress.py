@@ -9,12 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from agent_rl.errors import AgentRlError
 from agent_rl.rollout.framed_log import read_frames
 from agent_rl.rollout.records import row_of_encoded
 from agent_rl.rollout.step_index import sizes
+from agent_rl.viewer import foreign
 from agent_rl.viewer.index import file_stamp
 
 
@@ -65,6 +64,7 @@ class RunningStep:
         return {"step": step, "episodes": episodes, "expected": _expected(self._directory), "notes": notes}
 
     def _read_new_frames(self, path: Path) -> None:
+        foreign.require_regular(path)
         with path.open("rb") as file:
             frames = read_frames(file)
             header, end = next(frames, (b"", 0))
@@ -99,7 +99,7 @@ def _episode(row: Mapping[str, Any]) -> dict[str, Any]:
 def _expected(directory: Path) -> int | None:
     """The number of episodes of a step without additional draws."""
     try:
-        rollout = yaml.safe_load((directory / "config.yaml").read_text())["rollout"]
+        rollout = foreign.read_config(directory)["rollout"]
         return int(rollout["tasks_per_step"]) * int(rollout["group_size"])
-    except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError):
+    except (OSError, AgentRlError, KeyError, TypeError, ValueError):
         return None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -26,9 +27,12 @@ from agent_rl.errors import AgentRlError, UserError
 from agent_rl.evaluation.directory import log_path, read_results
 from agent_rl.evaluation.report import EpisodeResult
 from agent_rl.rollout.jsonl_zst import RowPosition, read_rows
-from agent_rl.rollout.records import DIRECTORY, EVALUATIONS, rows_path
+from agent_rl.rollout.records import DIRECTORY, EVALUATIONS, arrays_path, rows_path
 from agent_rl.rollout.step_index import COLUMNS, columns, read_step_index, step_index_path
+from agent_rl.rollout.token_details import details_path
+from agent_rl.viewer import foreign
 
+_EVALUATION = re.compile(r"step-(\d{1,9})[/-](sampled|greedy)", re.ASCII)
 EVAL = "eval"
 """The name of the trajectories of an ``agent-rl eval`` directory."""
 RESULTS, REPORT = "results.jsonl", "report.json"
@@ -138,6 +142,13 @@ def evaluation_key(n: str) -> str | None:
     return None if kind != EVAL else f"step-{step}/{decoding}" if step else EVAL
 
 
+def evaluation_of(key: str) -> tuple[int, str] | None:
+    """Step and decoding of an evaluation's key or of the name of its files; None for any other text. What is exported
+    is named after them."""
+    found = _EVALUATION.fullmatch(key)
+    return None if found is None else (int(found[1]), found[2])
+
+
 @dataclass(frozen=True, slots=True)
 class _Files:
     """The files of a step or evaluation: its step, their directory and common name prefix, and their stamp."""
@@ -159,9 +170,9 @@ def _list_files(directory: Path) -> dict[str, _Files]:
     steps = sorted((step, name) for name in stamps if (step := _number(name)) is not None)
     found = {str(step): _Files(step, trajectories, name, stamps[name]) for step, name in steps}
     for name, stamp in sorted(_stamps(directory / EVALUATIONS).items()):
-        _, digits, decoding = (*name.split("-", 2), "", "")[:3]
-        if digits.isdecimal() and decoding:
-            found[f"eval-{int(digits)}-{decoding}"] = _Files(int(digits), directory / EVALUATIONS, name, stamp)
+        if (known := evaluation_of(name)) is not None:
+            step, decoding = known
+            found[f"eval-{step}-{decoding}"] = _Files(step, directory / EVALUATIONS, name, stamp)
     if file_stamp(directory / RESULTS):
         found[EVAL] = _Files(0, directory, EVAL, "-".join(file_stamp(directory / name) for name in (RESULTS, REPORT)))
     return found
@@ -195,8 +206,16 @@ def _number(name: str) -> int | None:
     return int(digits) if digits.isdecimal() else None
 
 
+def require_regular_files(stem: Path) -> None:
+    """Raise AgentRlError if a file of a step or evaluation is a link or too large."""
+    foreign.require_regular(step_index_path(stem), foreign.MAX_BYTES)
+    for path in (rows_path(stem), arrays_path(rows_path(stem)), details_path(stem)):
+        foreign.require_regular(path)
+
+
 def _read_step_index(n: str, step: int, stem: Path) -> StepIndex:
     try:
+        require_regular_files(stem)
         return _evaluation(stem) if n == EVAL else _from_rows(n, step, stem)
     except _BROKEN as error:
         note = f"{n}: cannot be read ({error or type(error).__name__})"
@@ -211,8 +230,7 @@ def _from_rows(n: str, step: int, stem: Path) -> StepIndex:
         stored, positions = found
         stored |= {name: [_intern(value) for value in stored[name]] for name in ("task", "stop", "training_status")}
         return StepIndex(n, step, stem, stored, tuple(positions))
-    rows = list(read_rows(path))
-    return StepIndex(n, step, stem, columns(rows), None)
+    return StepIndex(n, step, stem, columns(read_rows(path)), None)
 
 
 def _intern(value: Any) -> Any:
@@ -222,6 +240,7 @@ def _intern(value: Any) -> Any:
 
 def _evaluation(stem: Path) -> StepIndex:
     """The samples of an ``agent-rl eval`` directory with their last results, without an incomplete last line."""
+    foreign.require_regular(stem.with_name(RESULTS), foreign.MAX_BYTES)
     ended = {(result.task_id, result.sample): result for result in read_results(stem.with_name(RESULTS))}
     results = tuple(ended.values())
     groups = {task: number for number, task in enumerate(dict.fromkeys(task for task, _ in ended))}

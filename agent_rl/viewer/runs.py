@@ -11,17 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-import yaml
 
+from agent_rl.errors import AgentRlError
 from agent_rl.evaluation.report import Z95, wilson_interval
 from agent_rl.evaluation.saved import report_path
 from agent_rl.monitoring.metrics import METRICS
 from agent_rl.types import StopReason
 from agent_rl.utils.directory_lock import LOCK
-from agent_rl.viewer.index import EVAL, REPORT, Index
+from agent_rl.viewer import foreign
+from agent_rl.viewer.index import EVAL, REPORT, Index, evaluation_of
 from agent_rl.viewer.trajectory import model_layout
 
 Json = dict[str, Any]
+_LOCK_BYTES = 1 << 16
 _METRICS = {name: metric for metric in METRICS for name in metric.names}
 _UNGRADED = ("", *(stop for stop in StopReason if stop.infrastructure))
 """Endings without a reward; "" is a sample of an evaluation that never ran."""
@@ -54,8 +56,8 @@ def _summary(index: Index, config: Mapping[str, Any], evaluations: Sequence[Json
 def run(index: Index) -> Json:
     """The state, config and evaluations of a run, without trajectories and metrics."""
     directory, notes = index.directory, list[str]()
-    config, state = _config(directory, notes), _json(directory / "state.json", notes)
-    summary, formats = _json(directory / "summary.json", notes), _formats(index)
+    config, state = _config(directory, notes), _json(directory, "state.json", notes)
+    summary, formats = _json(directory, "summary.json", notes), _formats(index)
     evaluations, guard = _evaluations(index, notes), _events(directory, notes)
     steps = index.step_indexes.values()
     if not (directory / "tokenizer.json").is_file() and formats:
@@ -82,7 +84,7 @@ def run(index: Index) -> Json:
 def metrics(directory: Path) -> Json:
     """The metrics of all steps, by column."""
     notes: list[str] = []
-    rows = _by_step(directory / "metrics.jsonl", notes)
+    rows = _by_step(directory, "metrics.jsonl", notes)
     if not rows and not notes:
         notes = ["no step has finished yet"]
     names = [name for name in dict.fromkeys(chain.from_iterable(rows)) if name not in ("step", "time/ended")]
@@ -108,8 +110,10 @@ def evaluation(index: Index, key: str) -> Json | None:
     if found is None:
         return None
     directory = index.directory
-    whole = directory / REPORT if key == EVAL else report_path(directory, key)
-    report = _json(whole, notes) or _mapping(_json(directory / "state.json", notes).get("evaluations")).get(key, {})
+    whole = REPORT if key == EVAL else str(report_path(directory, key).relative_to(directory))
+    report = _json(directory, whole, notes) or _mapping(_json(directory, "state.json", notes).get("evaluations")).get(
+        key, {}
+    )
     outcomes = report.get("outcomes") or _unreported(index, key)
     ids: dict[str, str] = {}
     if (step_index := index.step_indexes.get(found["n"] or "")) is not None:
@@ -160,13 +164,13 @@ def _is_locked(directory: Path) -> bool:
     """Whether the process in the directory's lock file runs on this machine. Does not try to lock, which could stop a
     starting run."""
     try:
-        holder = orjson.loads((directory / LOCK).read_bytes())
+        holder = orjson.loads(foreign.read(directory, LOCK, _LOCK_BYTES))
         if holder["host"] != socket.gethostname():
             return False
         os.kill(int(holder["pid"]), 0)
     except PermissionError:
         return True
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AgentRlError):
         return False
     return True
 
@@ -175,18 +179,21 @@ def _evaluations(index: Index, notes: list[str]) -> list[Json]:
     directory = index.directory
     if EVAL in index.step_indexes or (not (directory / "state.json").is_file() and (directory / REPORT).is_file()):
         return [_from_eval_directory(index, notes)]
-    reports = _mapping(_json(directory / "state.json", notes).get("evaluations"))
+    reports = _mapping(_json(directory, "state.json", notes).get("evaluations"))
     evaluations = []
     for key, report in reports.items():
-        step, _, decoding = key.removeprefix("step-").partition("/")
+        if (known := evaluation_of(key)) is None:
+            notes.append(f"state.json: {key[:80]!r} is no evaluation; expected step-N/sampled or step-N/greedy")
+            continue
+        step, decoding = known
         n = f"eval-{step}-{decoding}"
         evaluations.append(
             {
                 "key": key,
                 "n": n if n in index.step_indexes else None,
-                "step": int(step) if step.isdecimal() else 0,
+                "step": step,
                 "decoding": decoding,
-                **{name: report.get(name) for name in _REPORTED},
+                **{name: _mapping(report).get(name) for name in _REPORTED},
             }
         )
     return sorted(evaluations, key=lambda item: (item["step"], item["decoding"]))
@@ -194,7 +201,7 @@ def _evaluations(index: Index, notes: list[str]) -> list[Json]:
 
 def _from_eval_directory(index: Index, notes: list[str]) -> Json:
     """The evaluation of an ``agent-rl eval`` directory: its report, or the results so far."""
-    report = _json(index.directory / REPORT, notes)
+    report = _json(index.directory, REPORT, notes)
     n = EVAL if EVAL in index.step_indexes else None
     if not report:
         notes.append("the evaluation has no report yet: it is running or was stopped")
@@ -239,27 +246,29 @@ def _cumulative_tokens(rows: list[dict[str, Any]]) -> list[float]:
 
 def _last_step(directory: Path) -> int:
     """The step of the last valid row of metrics; 0 without one. Does not parse other rows."""
-    with contextlib.suppress(OSError):
-        for line in reversed((directory / "metrics.jsonl").read_bytes().splitlines()):
+    with contextlib.suppress(OSError, AgentRlError):
+        for line in reversed(foreign.read(directory, "metrics.jsonl").splitlines()):
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 return int(orjson.loads(line)["step"])
     return 0
 
 
 def _events(directory: Path, notes: list[str]) -> list[Json]:
-    return _by_step(directory / "guard.jsonl", notes)
+    return _by_step(directory, "guard.jsonl", notes)
 
 
-def _by_step(path: Path, notes: list[str]) -> list[Json]:
+def _by_step(directory: Path, name: str, notes: list[str]) -> list[Json]:
     """The rows of a JSON lines file up to the first damaged one, which becomes a note."""
     rows: list[Json] = []
     try:
-        for line in path.read_bytes().splitlines():
+        for line in foreign.read(directory, name).splitlines():
             row = orjson.loads(line)
             row["step"] = int(row["step"])
             rows.append(row)
     except (ValueError, KeyError, TypeError):
-        notes.append(f"{path.name}, line {len(rows) + 1}: damaged; shown up to there")
+        notes.append(f"{name}, line {len(rows) + 1}: damaged; shown up to there")
+    except AgentRlError as error:
+        notes.append(str(error))
     except OSError:
         pass
     return rows
@@ -267,20 +276,22 @@ def _by_step(path: Path, notes: list[str]) -> list[Json]:
 
 def _config(directory: Path, notes: list[str]) -> dict[str, Any]:
     try:
-        return dict(_mapping(yaml.safe_load((directory / "config.yaml").read_text())))
-    except (yaml.YAMLError, UnicodeDecodeError):
-        notes.append("config.yaml: damaged")
+        return foreign.read_config(directory)
+    except AgentRlError as error:
+        notes.append(str(error))
     except OSError:
         pass
     return {}
 
 
-def _json(path: Path, notes: list[str]) -> dict[str, Any]:
-    """The object in the file ``path``; empty if it is missing or damaged. Damage becomes a note."""
+def _json(directory: Path, name: str, notes: list[str]) -> dict[str, Any]:
+    """The object in the file ``name``; empty if it is missing or damaged. Damage becomes a note."""
     try:
-        return dict(_mapping(orjson.loads(path.read_bytes())))
+        return dict(_mapping(orjson.loads(foreign.read(directory, name))))
     except ValueError as error:
-        notes.append(f"{path.name}: damaged ({error})")
+        notes.append(f"{name}: damaged ({error})")
+    except AgentRlError as error:
+        notes.append(str(error))
     except OSError:
         pass
     return {}

@@ -16,6 +16,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from agent_rl.errors import AgentRlError
+from agent_rl.viewer import foreign
 
 _BYTE = re.compile("<0x([0-9A-F]{2})>")
 """A byte token of a character vocabulary."""
@@ -27,8 +28,9 @@ class TokenTexts:
     """The texts of a tokenizer's tokens. Raises AgentRlError if the file is not a tokenizer."""
 
     def __init__(self, tokenizer_json: Path) -> None:
+        data = foreign.read(tokenizer_json.parent, tokenizer_json.name)
         try:
-            self._tokenizer = Tokenizer.from_file(str(tokenizer_json))
+            self._tokenizer = Tokenizer.from_buffer(data)
         except Exception as error:  # the library raises only Exception
             raise AgentRlError(f"{tokenizer_json}: not a tokenizer: {error}") from None
 

@@ -16,7 +16,8 @@ from agent_rl.rollout.jsonl_zst import read_row, read_rows
 from agent_rl.rollout.records import arrays_path, fold_messages, read_arrays, read_branch, row_messages, rows_path
 from agent_rl.rollout.token_details import Differing, StoredDetail, details_path, read_detail, read_loads
 from agent_rl.types import Branch
-from agent_rl.viewer.index import EVAL, Index, StepIndex, file_stamp, log_of
+from agent_rl.viewer import foreign
+from agent_rl.viewer.index import EVAL, Index, StepIndex, file_stamp, log_of, require_regular_files
 from agent_rl.viewer.token_text import TokenTexts
 from r3 import archive
 from r3.routing import RoutingError
@@ -135,14 +136,17 @@ class Reader:
     def _from_log(self, index: StepIndex, number: int) -> Json:
         """A sample of an evaluation's directory, which has no tokens."""
         path, notes = log_of(index, number), ["the directory of an evaluation has no tokens"]
+        root, name = self._index.directory, str(path.relative_to(self._index.directory))
         result = index.results[number]
         row: dict[str, Any] = {"messages": [], "turns": [], "error": result.error, "patch": result.patch}
-        if path.is_file():
-            row |= json.loads(path.read_bytes())
-        else:
+        try:
+            row |= json.loads(foreign.read(root, name))
+        except FileNotFoundError:
             notes.append("no log: it was not graded")
-        log = path.with_suffix(".log")
-        row["test_log"] = log.read_text(errors="replace") if log.is_file() else ""
+        try:
+            row["test_log"] = foreign.read(root, f"{name.removesuffix('.json')}.log").decode(errors="replace")
+        except FileNotFoundError:
+            row["test_log"] = ""
         row["seconds"], row["stop"] = result.seconds, result.stop
         row["suspected_hack"] = list(result.suspected_hack)
         return {**_head(index, number, row), **_conversation(row), "branches": [], "notes": notes}
@@ -150,6 +154,7 @@ class Reader:
 
 def loads(index: StepIndex) -> Json:
     """The number of tokens of each expert in a step, by layer."""
+    require_regular_files(index.stem)
     found = read_loads(index.stem)
     notes = (
         []

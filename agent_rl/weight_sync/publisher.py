@@ -15,13 +15,12 @@ one time limit applies to every wait.
 from __future__ import annotations
 
 import math
-import socket
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -31,9 +30,11 @@ import torch
 from torch import Tensor
 
 from agent_rl.config import EngineConfig
+from agent_rl.engine.launch import free_port
 from agent_rl.engine.server.lora_merge import BaseWeights
 from agent_rl.errors import WeightSyncError
 from agent_rl.models.families import keeps_float32
+from agent_rl.utils.sockets import LOOPBACK, address_towards, is_loopback, listen_at
 from agent_rl.weight_sync.adapters import add_merged
 from agent_rl.weight_sync.digests import (
     DigestKind,
@@ -328,7 +329,7 @@ class WeightPublisher:
 
     def _join(self) -> None:
         host = _rendezvous_host(self.urls)
-        port = free_port()
+        port = free_port(host)
         with self._receivers.joining(host, port, backend=self._backend, group=self._name) as joining:
             join = _BackgroundCall(
                 lambda: join_group(host, port, 0, self._receivers.world_size, self._name, self._backend, self._timeout)
@@ -398,21 +399,17 @@ class _BackgroundCall:
         return self._result
 
 
-def free_port() -> int:
-    """A free port."""
-    with closing(socket.socket()) as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
-
-
 def join_group(host: str, port: int, rank: int, world_size: int, name: str, backend: str, timeout: float) -> Any:
-    """A process group beside the default one, with its rendezvous at ``host:port``. Matches SGLang's
-    ``sglang.srt.utils.init_custom_process_group``. Blocks until all ``world_size`` ranks have joined."""
+    """A process group beside the default one, with its rendezvous at ``host:port``, where rank 0 listens. Matches
+    SGLang's ``sglang.srt.utils.init_custom_process_group``. Blocks until all ``world_size`` ranks have joined."""
     from torch.distributed import distributed_c10d as c10d
 
     limit = timedelta(seconds=timeout)
-    store, rank, world_size = next(c10d.rendezvous(f"tcp://{host}:{port}", rank, world_size, timeout=limit))
-    store.set_timeout(limit)
+    # Without a listener of ours, torch would listen on all interfaces.
+    listener = listen_at(host, port).detach() if rank == 0 else None
+    store = torch.distributed.TCPStore(
+        host, port, world_size, rank == 0, timeout=limit, multi_tenant=True, master_listen_fd=listener
+    )
     group, _ = c10d._new_process_group_helper(
         world_size,
         rank,
@@ -428,9 +425,10 @@ def join_group(host: str, port: int, rank: int, world_size: int, name: str, back
 
 
 def _rendezvous_host(urls: Sequence[str]) -> str:
-    """The host where engines reach this process: loopback if all are local, otherwise this node's address."""
-    if all(urlsplit(url).hostname in ("127.0.0.1", "localhost") for url in urls):
-        return "127.0.0.1"
-    import ray
-
-    return str(ray.util.get_node_ip_address())
+    """The address at which engines reach this process: loopback if all are local, otherwise this node's address in
+    their network. Raises WeightSyncError."""
+    remote = [host for url in urls if not is_loopback(host := urlsplit(url).hostname or "")]
+    try:
+        return address_towards(remote[0]) if remote else LOOPBACK
+    except OSError as error:
+        raise WeightSyncError(f"no way to the engine {remote[0]}: {error.strerror or error}") from None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import resource
 import select
 import signal
@@ -28,12 +29,16 @@ LATE = "late"
 MEMORY_BYTES = 1 << 30
 _CHUNK = 1 << 16
 _MAX_TEXT = 200
+_PERCENT = re.compile(r"(?:\s|~|\\[ ,;:!]){0,4}(?:\\?%|(?<![A-Za-z])(?:[Pp]ercent(?:age)?|[Pp]ct)(?![A-Za-z]))")
 _BOXED = (LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False),)
 
 
 def parse_expression(text: str) -> list[Any]:
-    """The library's result: a sympy object if it can parse the text, and the parsed text."""
-    parsed: list[Any] = parse(rf"\boxed{{{text}}}", extraction_config=_BOXED, parsing_timeout=None)
+    """The library's result: a sympy object if it can parse the text, and the parsed text.
+
+    Percent signs are left out, as in the graders of MATH and PRM800K: ``50\\%`` is 50. To the library it is 50 and 0.5.
+    """
+    parsed: list[Any] = parse(rf"\boxed{{{_PERCENT.sub('', text)}}}", extraction_config=_BOXED, parsing_timeout=None)
     return parsed
 
 

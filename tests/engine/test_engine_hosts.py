@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 from fake_interpreter import make_interpreter
 from support.fake_sglang import SPEC as DENSE_BELOW
-from support.ray_nodes import kill_node, ray_node
+from support.ray_nodes import driver_environment, kill_node, ray_node
 
 from agent_rl.commands.health import check_engines_of
 from agent_rl.config import EngineConfig, RolloutConfig, RunConfig
@@ -322,7 +322,7 @@ async def test_servers_end_with_a_run_that_is_killed(configure: Configure, tmp_p
     paths = [str(Path(__file__).parent), str(Path(__file__).parents[1]), *sys.path]
     run = await asyncio.create_subprocess_exec(
         sys.executable, "-c", textwrap.dedent(_RUN), config.model_dump_json(),
-        stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        stdout=subprocess.PIPE, env={**os.environ, **driver_environment(), "PYTHONPATH": os.pathsep.join(paths)},
     )  # fmt: skip
     assert run.stdout is not None
     assert await run.stdout.readline() == b"up\n"

@@ -17,6 +17,7 @@ from marked import HERE, ROOT, MarkedProcess
 
 from agent_rl.monitoring.metrics_log import read_metrics
 from agent_rl.train.checkpoint import directory as checkpoint
+from agent_rl.train.ray_leftovers import is_stale
 
 # Figures of the clock, which no two runs share.
 CLOCK = re.compile(r"^time/|seconds|per_second|^async_rollout/|^loop/|^engine/")
@@ -82,8 +83,8 @@ class Life(MarkedProcess):
 
     def left(self) -> list[str]:
         """Its processes that still live, and its temporary directories."""
-        directories = Path(tempfile.gettempdir()).glob(f"agent-rl-ray-{self.process.pid}-*")
-        return [*self.alive(), *map(str, directories)]
+        directories = Path(tempfile.gettempdir()).glob("agent-rl-ray-*")
+        return [*self.alive(), *map(str, filter(is_stale, directories))]
 
 
 def step_reached(run: Path) -> int:

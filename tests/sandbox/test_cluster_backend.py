@@ -19,7 +19,7 @@ from typing import Any
 from unittest.mock import AsyncMock
 
 import pytest
-from support.ray_nodes import kill_node, ray_node
+from support.ray_nodes import driver_environment, kill_node, ray_node
 
 from agent_rl.commands.health import check_sandboxes
 from agent_rl.config import RolloutConfig, RunConfig
@@ -360,7 +360,8 @@ async def test_sandboxes_of_a_killed_run_are_removed_on_every_node(two_nodes: No
     import ray
 
     command = [sys.executable, "-c", _RUN, ray.get_runtime_context().gcs_address, marker]
-    run = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
+    environment = {**os.environ, **driver_environment()}
+    run = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, env=environment)
     ids = json.loads(await run.stdout.readline())
     await until(lambda: host.processes(marker) >= 4)
     owners = {Owner.from_json((dir_of(sandbox) / "owner.json").read_text()) for sandbox in ids}

@@ -14,6 +14,19 @@ from pathlib import Path
 START_SECONDS = 120.0
 _STORE_BYTES = 100 << 20
 _MARK = "AGENT_RL_TEST_NODE"
+# A local Ray is on loopback; `ray start` would replace 127.0.0.1 by an address that other machines reach.
+_START = (
+    "from ray._private import services; services.resolve_ip_for_localhost = str; "
+    "from ray.scripts.scripts import main; main()"
+)
+
+
+def driver_environment() -> dict[str, str]:
+    """The variables with which another process may connect to the Ray of this process."""
+    from ray._raylet import AuthenticationTokenLoader
+
+    token = AuthenticationTokenLoader.instance().get_raw_token()
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
 
 @contextmanager
@@ -27,11 +40,12 @@ def ray_node(
     """
     import ray
 
-    ray_program = str(Path(sys.executable).with_name("ray"))
-    command = [ray_program, "start", "--block", f"--node-name={name}", f"--num-cpus={cpus}"]
+    command = [sys.executable, "-c", _START, "start", "--block", "--node-ip-address=127.0.0.1"]
+    command += [f"--node-name={name}", f"--num-cpus={cpus}"]
     command += [f"--address={ray.get_runtime_context().gcs_address}", f"--object-store-memory={_STORE_BYTES}"]
     command += [f'--resources={{"sandboxes": {sandboxes}}}'] if sandboxes else []
-    whole = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", _MARK: f"{os.getpid()}-{name}", **(environment or {})}
+    whole = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", _MARK: f"{os.getpid()}-{name}", **driver_environment()}
+    whole |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1", **(environment or {})}
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=whole)
     try:
         deadline = time.monotonic() + START_SECONDS

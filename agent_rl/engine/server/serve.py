@@ -9,11 +9,13 @@ also by SIGKILL; then the whole process group is killed.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "cpu"))
@@ -22,8 +24,31 @@ if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
     cpu_shims.install()
 
 import lora_merge  # beside this file
+import store_address
 
 lora_merge.install(Path(sys.argv[sys.argv.index("--model-path") + 1]))
+store_address.install()
+
+KEY = os.environ.get("AGENT_RL_ENGINE_KEY", "")
+"""Required of every client. Command lines are visible to other users, so it comes through the environment."""
+
+
+def _hide_key() -> None:
+    """Keep the key out of the log, where SGLang prints its arguments."""
+    make_record = logging.getLogRecordFactory()
+
+    def without_key(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = make_record(*args, **kwargs)
+        text = record.getMessage()
+        if KEY in text:
+            record.msg, record.args = text.replace(KEY, "(hidden)"), ()
+        return record
+
+    logging.setLogRecordFactory(without_key)
+
+
+if KEY:
+    _hide_key()
 
 
 def _die_with_owner() -> None:
@@ -40,7 +65,7 @@ def main() -> None:
     from sglang.launch_server import load_plugins, prepare_server_args, run_server
 
     load_plugins()
-    run_server(prepare_server_args(sys.argv[1:]))
+    run_server(prepare_server_args([*sys.argv[1:], *([f"--api-key={KEY}"] if KEY else [])]))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,268 @@
+"""A run's directory from someone else: what its files say is shown, and nothing else of the machine is read or
+written, however the directory was made."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import orjson
+import pytest
+import zstandard
+
+from agent_rl.commands.view import run_view
+from agent_rl.evaluation.report import EpisodeResult
+from agent_rl.viewer.api import Resources
+
+pytestmark = pytest.mark.redteam
+
+CAPTURED = Path(__file__).parent.parent / "captured" / "quickstart"
+SECRET = "the-secret-of-this-host"
+ROWS = "trajectories/step-000001"
+
+
+@pytest.fixture
+def foreign(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(CAPTURED, tmp_path / "foreign" / "run"))
+
+
+def exported(run: Path) -> dict[str, bytes]:
+    """Every file that an export of ``run`` writes, by its path; it writes below its own directory only."""
+    out = run.parents[1] / "out"
+    before = everything(out.parent)
+    run_view([run], port=0, out=out, trajectories=4, open_browser=False)
+    files = {path.relative_to(out).as_posix(): path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    outside = everything(out.parent) - before - {out} - set(out.rglob("*"))
+    assert not outside, f"written outside of the export: {outside}"
+    shutil.rmtree(out)
+    return files
+
+
+def everything(directory: Path) -> set[Path]:
+    return set(directory.rglob("*"))
+
+
+def edit(path: Path, change: Callable[[dict], None]) -> None:
+    content = orjson.loads(path.read_bytes())
+    change(content)
+    path.write_bytes(orjson.dumps(content))
+
+
+# Names from data
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "../../../../X",
+        "step-6/../../../../X",
+        "step-6/sampled/../../../../../X",
+        "/etc/X",
+        "step-6/..",
+        "..",
+        "",
+        "step-6/sampled\0",
+        "step-6/sampled\n",
+        "step-\u0666/sampled",
+        "step-" + "9" * 5000 + "/sampled",
+        "eval/../../X",
+    ],
+    ids=lambda key: repr(key[:30]),
+)
+def test_a_key_of_the_state_names_no_file(foreign: Path, key: str) -> None:
+    edit(foreign / "state.json", lambda state: state["evaluations"].update({key: {"pass_at_1": 1.0}}))
+    files = exported(foreign)
+    assert {name for name in files if "/eval/" in name} == {f"data/0/eval/step-{n}/sampled.json" for n in (0, 3, 6)}
+    assert "is no evaluation" in files["data/0/run.json"].decode()
+    print(f"{key[:40]!r}: a note, no file")
+
+
+def test_a_file_whose_name_is_no_step_is_not_shown(foreign: Path) -> None:
+    for name in ("step-6-..", "step-000006-x y", "step-\u0666-sampled", "..-sampled"):
+        shutil.copyfile(foreign / f"{ROWS}.jsonl.zst", foreign / "evaluations" / f"{name}.jsonl.zst")
+    names = [name for name in exported(foreign) if name.startswith("data/0/steps/eval")]
+    assert names == ["data/0/steps/eval-6-sampled.json"]
+
+
+# Links, pipes
+
+
+def secret(tmp_path: Path) -> Path:
+    path = tmp_path / "secret.yaml"
+    path.write_text(f"password: {SECRET}\n")
+    return path
+
+
+LINKED = (
+    "config.yaml", "state.json", "summary.json", "metrics.jsonl", "guard.jsonl", "tokenizer.json",
+    f"{ROWS}.jsonl.zst", f"{ROWS}.index.json.zst", f"{ROWS}.safetensors", f"{ROWS}.train.safetensors",
+    "evaluations/step-000006-sampled.report.json",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_a_link_to_a_file_of_the_host_is_not_followed(foreign: Path, tmp_path: Path, name: str) -> None:
+    """Neither to a file of another form, nor to one of the same."""
+    path = foreign / name
+    twin = tmp_path / "twin"
+    if path.exists():
+        shutil.copyfile(path, twin)
+        path.unlink()
+    for target in (secret(tmp_path), twin):
+        path.unlink(missing_ok=True)
+        path.symlink_to(target)
+        files = exported(foreign)
+        assert not any(SECRET.encode() in body for body in files.values())
+        if target.exists():
+            said = b"".join(files[name] for name in files if name.startswith("data/"))
+            assert b"a link; links in a run" in said, name
+    print(f"{name}: a note that it is a link")
+
+
+def test_a_directory_that_is_a_link_is_not_followed(foreign: Path, tmp_path: Path) -> None:
+    for name in ("trajectories", "evaluations"):
+        shutil.move(foreign / name, tmp_path / name)
+        (foreign / name).symlink_to(tmp_path / name)
+    columns = Resources([foreign]).read("0/trajectories")
+    assert columns["total"] == 0
+    assert "a link" in str(columns["notes"])
+
+
+def test_the_log_of_an_evaluation_is_read_through_no_link(tmp_path: Path) -> None:
+    run = tmp_path / "foreign" / "run"
+    logs = run / "logs" / "task"
+    logs.mkdir(parents=True)
+    result = EpisodeResult("task", 0, True, "submitted", 1, 1.0)
+    (run / "results.jsonl").write_bytes(orjson.dumps(result) + b"\n")
+    (tmp_path / "0.json").write_text(f'{{"messages": [{{"role": "user", "content": "{SECRET}"}}], "turns": []}}')
+    (logs / "0.json").symlink_to(tmp_path / "0.json")
+    (logs / "0.log").symlink_to(secret(tmp_path))
+    resources = Resources([run])
+    assert SECRET not in resources.body("0/t/eval-0").decode()
+    logs.rename(tmp_path / "task")
+    logs.symlink_to(tmp_path / "task")
+    assert SECRET not in resources.body("0/t/eval-0").decode()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", [*LINKED, "results.jsonl", "journal/step-000099.journal"])
+def test_a_pipe_stops_nobody(foreign: Path, name: str) -> None:
+    path = foreign / name
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    resources = Resources([foreign])
+    for page in (*resources.pages(), "0/live", "0/t/1-0"):
+        resources.body(page)
+
+
+# Sizes
+
+
+def bounded(run: Path, seconds: float = 60.0, memory_mb: int = 3000) -> str:
+    """What an export of ``run`` in a process of bounded memory printed; it must end by itself."""
+    program = (
+        f"import resource; resource.setrlimit(resource.RLIMIT_DATA, ({memory_mb << 20},) * 2)\n"
+        "import sys\nfrom pathlib import Path\nfrom agent_rl.viewer.api import Resources\n"
+        "resources = Resources([Path(sys.argv[1])])\n"
+        "for page in (*resources.pages(), '0/t/1-0', '0/routes/1-0', '0/live'): print(resources.body(page)[:500])\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program, str(run)], capture_output=True, text=True, timeout=seconds)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    return ended.stdout
+
+
+def aliases(depth: int) -> str:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, depth)]
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [aliases(10), "a: &a [*a]", "[" * 50_000, "a: !!binary aGVsbG8=", "a: !!python/object/apply:os.system [id]",
+     "a: " + "1" * 10_000, "x: " + "y" * 1_000_000],
+    ids=["aliases", "itself", "nested", "bytes", "python", "digits", "long"],
+)  # fmt: skip
+def test_a_config_expands_to_nothing_large(foreign: Path, text: str) -> None:
+    (foreign / "config.yaml").write_text(text)
+    started = time.monotonic()
+    exported(foreign)
+    assert time.monotonic() - started < 30
+
+
+def frame_claiming(size: int) -> bytes:
+    """A frame whose header claims ``size`` bytes and whose body has none."""
+    return b"\x28\xb5\x2f\xfd" + b"\xe0" + size.to_bytes(8, "little") + b"\x01\x00\x00"
+
+
+def bomb(size: int) -> bytes:
+    """``size`` zero bytes, in a frame that claims nothing."""
+    compressor = zstandard.ZstdCompressor(level=1, write_content_size=False).compressobj()
+    parts = [compressor.compress(bytes(1 << 24)) for _ in range(size >> 24)]
+    return b"".join([*parts, compressor.flush()])
+
+
+@pytest.mark.parametrize("name", [f"{ROWS}.jsonl.zst", f"{ROWS}.index.json.zst"])
+@pytest.mark.parametrize("content", [frame_claiming(1 << 60), bomb(6 << 30)], ids=["claimed", "expanding"])
+def test_a_frame_takes_bounded_memory(foreign: Path, name: str, content: bytes) -> None:
+    (foreign / f"{ROWS}.index.json.zst").unlink()
+    (foreign / name).write_bytes(content)
+    bounded(foreign)
+
+
+@pytest.mark.parametrize("name", [*LINKED[:4], "tokenizer.json", f"{ROWS}.safetensors"])
+def test_a_sparse_file_takes_no_memory(foreign: Path, name: str) -> None:
+    os.truncate(foreign / name, 1 << 40)
+    bounded(foreign)
+
+
+def test_a_tensor_of_a_sparse_file_takes_no_memory(foreign: Path) -> None:
+    path = foreign / f"{ROWS}.train.safetensors"
+    size = 60 << 30
+    header = orjson.dumps({"loads": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}})
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    os.truncate(path, 8 + len(header) + size)
+    assert "elements" in bounded(foreign)
+
+
+@pytest.mark.parametrize("name", ["state.json", "summary.json", "metrics.jsonl"])
+def test_a_value_that_no_json_has_is_damage(foreign: Path, name: str) -> None:
+    deep = "[" * 900 + "]" * 900
+    rows = {"state.json": f'{{"resumes": {deep}}}', "summary.json": f'{{"a": {deep}}}'}
+    (foreign / name).write_text(rows.get(name, f'{{"step": 1, "a": {deep}}}'))
+    exported(foreign)
+
+
+UNPICKLED = """
+import sys
+from pathlib import Path
+from agent_rl.viewer.api import Resources
+
+def report(event, arguments):
+    if armed and event.startswith("pickle."):
+        print("LOADED", arguments)
+
+def read():
+    resources = Resources([Path(sys.argv[1])])
+    for page in (*resources.pages(), "0/t/1-0", "0/routes/1-0", "0/live"):
+        resources.body(page)
+
+armed = False
+sys.addaudithook(report)
+read()  # imports
+armed = True
+read()
+print("done")
+"""
+
+
+def test_nothing_is_unpickled(foreign: Path) -> None:
+    """Python reports every name that a pickle loads."""
+    ended = subprocess.run([sys.executable, "-c", UNPICKLED, str(foreign)], capture_output=True, text=True, timeout=120)
+    assert ended.stdout == "done\n", ended.stderr
