@@ -23,6 +23,7 @@ from sandbox.cgroup import CgroupParents, find_parents
 from sandbox.disk import check_free_space
 from sandbox.errors import SandboxError, SandboxLostError, SandboxStartError
 from sandbox.lease import Heartbeat, Owner
+from sandbox.removal import Remover
 from sandbox.shielded import shielded
 from sandbox.types import ImagePolicy, SandboxSpec
 
@@ -52,6 +53,7 @@ class BubblewrapBackend:
             SandboxStartError,
         )
         self._launcher = Launcher.make(program, flags, self._directory.path / "filter")
+        self._remover = Remover(self._directory.trash)
         self._heartbeat = Heartbeat(self._directory.beat)
         self._sandboxes: dict[str, BubblewrapSandbox] = {}
         self._roots: dict[str, RootFs] = {}
@@ -94,7 +96,7 @@ class BubblewrapBackend:
         self._count += 1
         id = f"{self._directory.path.name}-{self._count}"
         directory = self._directory.path / "sandboxes" / id
-        sandbox = BubblewrapSandbox(id, spec, root, directory, self._launcher, self._forget)
+        sandbox = BubblewrapSandbox(id, spec, root, directory, self._launcher, self._remover, self._forget)
         self._sandboxes[sandbox.id] = sandbox
         try:
             await shielded(asyncio.to_thread(self._prepare, sandbox))
@@ -118,6 +120,7 @@ class BubblewrapBackend:
         async with self._roots_lock, asyncio.TaskGroup() as group:
             for sandbox in list(self._sandboxes.values()):
                 group.create_task(sandbox.close())
+        await asyncio.to_thread(self._remover.close)
         await asyncio.to_thread(self._heartbeat.stop)
         await asyncio.to_thread(on_disk, self._directory.remove, f"{self._base}", SandboxLostError)
 
@@ -135,6 +138,7 @@ class BubblewrapBackend:
 
     def _prepare(self, sandbox: BubblewrapSandbox) -> None:
         """Create the directories and the control group of ``sandbox``. Blocking."""
+        self._remover.wait_for_space()
         check_free_space(self._base)
         for source in sandbox.spec.ro_binds:
             if not Path(source).exists():

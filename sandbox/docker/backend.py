@@ -130,10 +130,9 @@ class DockerBackend:
         """Pull ``image``. Raises ``ImageMissingError`` or ``ImagePullError``."""
         await self._images.fetch(image)
 
-    def check_free_space(self) -> None:
-        """Raise ``SandboxDiskFullError`` if the engine's disk is on this machine and full."""
-        if self._disk.is_dir():
-            check_free_space(self._disk)
+    def local_disk(self) -> Path | None:
+        """Return the engine's data directory if it is on this machine."""
+        return self._disk if self._disk.is_dir() else None
 
     def forget(self, sandbox: DockerSandbox) -> None:
         """Remove a closed sandbox from the open ones."""
@@ -163,7 +162,8 @@ class DockerBackend:
         self._api.close()
 
     def _start(self, spec: SandboxSpec) -> DockerSandbox:
-        self.check_free_space()
+        if disk := self.local_disk():
+            check_free_space(disk)
         for source in spec.ro_binds:
             if not Path(source).exists():
                 raise SandboxStartError(f"ro_binds: {source}: no such file or directory on the host")

@@ -7,7 +7,7 @@ import contextlib
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Protocol, TypeVar
 
 from sandbox.base import BaseSandbox
@@ -48,7 +48,7 @@ class ParentBackend(Protocol):
 
     async def call(self, work: Callable[[], T], error: type[SandboxError]) -> T: ...
 
-    def check_free_space(self) -> None: ...
+    def local_disk(self) -> Path | None: ...
 
     def forget(self, sandbox: DockerSandbox) -> None: ...
 
@@ -244,8 +244,8 @@ class DockerSandbox(BaseSandbox):
     def _is_running(self) -> bool:
         return bool(self._api.inspect_container(self._container)["State"]["Running"])
 
-    def _check_free_space(self) -> None:
-        self._backend.check_free_space()
+    def _disk_directory(self) -> Path | None:
+        return self._backend.local_disk()
 
     async def _measure_disk(self) -> Usage | None:
         """Return the usage of the layer and the volumes, or None if the container is gone.
