@@ -76,7 +76,8 @@ class ImagePolicy:
 
     ``root`` and ``configured`` apply to bubblewrap, where images are directories of the host and a dataset row could
     name any of them. An image must be below ``root`` (None: no such images), or be ``configured``, the image of the
-    user's config.
+    user's config. ``private`` are directories and files of the host that no sandbox of bubblewrap may see, for example
+    those of runs.
     """
 
     pull: bool = False
@@ -87,6 +88,7 @@ class ImagePolicy:
     """Seconds before the second attempt; doubles with jitter up to 60 s."""
     root: Path | None = None
     configured: str | None = None
+    private: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,7 +126,7 @@ async def check_sandboxes(config: RunConfig) -> list[Check]:
     try:
         if not needs_sandbox(env):
             return [Check("sandbox", True, f"environment {env} starts no sandbox")]
-        async with open_sandboxes(sandbox, env, ClusterRequest.of(config), lambda line: None) as backend:
+        async with open_sandboxes(config, ClusterRequest.of(config), lambda line: None) as backend:
             if not isinstance(backend, ClusterBackend):
                 return [await _check("sandbox", lambda: _use_sandbox(sandbox, backend))]
             checks = [

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from sandbox.bubblewrap.launch import OVERHEAD_PROCESSES, Launcher, find_bwrap
+from sandbox.bubblewrap.private import private_paths
 from sandbox.bubblewrap.rootfs import HOST_IMAGE, RootFs, dir_root, host_root, resolve_image_directory
 from sandbox.bubblewrap.run_dir import RunDirectory, dir_leases, remove_lease
 from sandbox.bubblewrap.sandbox import BubblewrapSandbox, on_disk
@@ -46,6 +47,7 @@ class BubblewrapBackend:
         program, flags = find_bwrap()
         self._policy = images or ImagePolicy()
         self._base = base or default_base()
+        self._private = private_paths(self._policy.private)
         self._parents: CgroupParents | None = find_parents() if control_groups else None
         self._directory = on_disk(
             partial(RunDirectory.make, self._base, Owner.current(run_id), self._parents),
@@ -96,7 +98,9 @@ class BubblewrapBackend:
         self._count += 1
         id = f"{self._directory.path.name}-{self._count}"
         directory = self._directory.path / "sandboxes" / id
-        sandbox = BubblewrapSandbox(id, spec, root, directory, self._launcher, self._remover, self._forget)
+        sandbox = BubblewrapSandbox(
+            id, spec, root, directory, self._launcher, self._remover, self._private, self._forget
+        )
         self._sandboxes[sandbox.id] = sandbox
         try:
             await shielded(asyncio.to_thread(self._prepare, sandbox))
@@ -133,8 +137,10 @@ class BubblewrapBackend:
 
     def _make_root(self, image: str) -> RootFs:
         if image != HOST_IMAGE:
-            return dir_root(resolve_image_directory(image, self._policy))
-        return on_disk(partial(host_root, self._base), "the sandboxes' root file system", SandboxStartError)
+            return dir_root(resolve_image_directory(image, self._policy), self._private)
+        return on_disk(
+            partial(host_root, self._base, self._private), "the sandboxes' root file system", SandboxStartError
+        )
 
     def _prepare(self, sandbox: BubblewrapSandbox) -> None:
         """Create the directories and the control group of ``sandbox``. Blocking."""

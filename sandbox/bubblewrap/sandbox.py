@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from sandbox.base import BaseSandbox
 from sandbox.bubblewrap.launch import Launcher
+from sandbox.bubblewrap.private import Bind, covers
 from sandbox.bubblewrap.rootfs import RootFs, copy_regular, path_in_image
 from sandbox.cgroup import Cgroup
 from sandbox.disk import Usage, usage
@@ -54,13 +55,14 @@ class BubblewrapSandbox(BaseSandbox):
         directory: Path,
         launcher: Launcher,
         remover: Remover,
+        private: Collection[Path],
         forget: Callable[[BubblewrapSandbox], None],
     ) -> None:
         super().__init__(id, spec)
         self._root, self._directory = root, directory
         self._launcher, self._remover, self._forget = launcher, remover, forget
         self._areas = _areas(spec.workdir, root.home)
-        self._mounts = self._all_mounts()
+        self._mounts = self._all_mounts(private)
         self._running: set[asyncio.Task[tuple[ProcessResult, bool]]] = set()
         self.cgroup: Cgroup | None = None
 
@@ -121,7 +123,7 @@ class BubblewrapSandbox(BaseSandbox):
             if source.is_dir():
                 shutil.copytree(source, work, symlinks=True, dirs_exist_ok=True, copy_function=copy_regular)
 
-    def _all_mounts(self) -> list[str]:
+    def _all_mounts(self, private: Collection[Path]) -> list[str]:
         # /proc is remounted read-only: if this process is root, the sandbox's root could set kernel parameters in
         # /proc/sys even without capabilities.
         mounts = [*self._root.arguments, "--proc", "/proc", *_hidden(), "--remount-ro", "/proc", "--dev", "/dev"]
@@ -135,7 +137,7 @@ class BubblewrapSandbox(BaseSandbox):
                 )
             if self._root.seed is not None:
                 path_in_image(self._root.seed, target)
-            mounts += ["--ro-bind", source, target]
+            mounts += ["--ro-bind", source, target, *covers([Bind(Path(source), Path(target))], private)]
         return [*mounts, "--remount-ro", "/"]
 
     async def _run(

@@ -23,7 +23,7 @@ def nest(directory: Path, depth: int) -> None:
 
 
 def test_directories_nested_deeper_than_a_path_is_long_are_removed(tmp_path: Path) -> None:
-    nest(tmp_path / "deep", 3000)
+    nest(tmp_path / "deep", 1500)
     remove_tree(tmp_path / "deep")
     assert not list(tmp_path.iterdir())
 
@@ -76,7 +76,7 @@ def test_discarding_moves_at_once_and_removes_until_the_remover_is_closed(tmp_pa
 async def test_closing_a_sandbox_does_not_wait_for_its_files(tmp_path: Path) -> None:
     backend = BubblewrapBackend(run_id="removal", base=tmp_path / "base")
     sandbox = await backend.start(SandboxSpec())
-    assert (await sandbox.exec(["python3", "-c", NEST.format(depth=3000)], timeout=60)).ok
+    assert (await sandbox.exec(["python3", "-c", NEST.format(depth=1500)], timeout=60)).ok
     began = time.monotonic()
     await sandbox.close()
     assert time.monotonic() - began < 2.0
