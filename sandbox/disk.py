@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,6 +62,11 @@ def check_free_space(directory: Path) -> None:
     if lacking.inodes:
         free = _MIN_FREE_INODES - lacking.inodes
         raise SandboxDiskFullError(f"{directory}: {free} inodes free on its disk, sandboxes need {_MIN_FREE_INODES}")
+
+
+def free_bytes(directory: Path | None) -> int | None:
+    """Return the free bytes on the directory's disk, or None if the directory is on another machine."""
+    return shutil.disk_usage(directory).free if directory is not None and directory.is_dir() else None
 
 
 async def usage(*directories: Path) -> Usage | None:
