@@ -173,7 +173,7 @@ async def _check_node(config: RunConfig, cluster: ClusterBackend, node: SandboxN
 
 
 def check_sandbox_space(config: RunConfig, sandboxes: int, free: int | None) -> None:
-    """Raise ``SandboxError`` if ``sandboxes`` that use all of their ``sandbox.disk_mb`` need more than ``free`` bytes."""
+    """Raise ``SandboxError`` if ``sandboxes`` that fill their ``sandbox.disk_mb`` need more than ``free`` bytes."""
     needed = sandboxes * config.sandbox.disk_mb << 20
     if free is not None and free < needed:
         raise SandboxError(

@@ -53,10 +53,10 @@ paste -d ' ' <(git hash-object --no-filters --stdin-paths < /tmp/.agent-rl-found
 ls -d {directories} 2>/dev/null
 rm -f /tmp/.agent-rl-found
 """
-# Files of an image that name a hidden test as pytest does (``::test_name``), without names that the repository shows.
+# Files of an image that name a hidden test as pytest does (``::test_name``), without names in its sources and texts.
 _NAMED = """
 sort -u > /tmp/.agent-rl-names
-git grep -ohF -f /tmp/.agent-rl-names | sort -u > /tmp/.agent-rl-shown
+git grep -ohF -f /tmp/.agent-rl-names -- '*.py' '*.md' '*.rst' '*.txt' | sort -u > /tmp/.agent-rl-shown
 grep -vxF -f /tmp/.agent-rl-shown /tmp/.agent-rl-names > /tmp/.agent-rl-left
 find "$PWD" /tmp /var/tmp /root "$HOME" /home /opt -xdev \\( -name site-packages -o -name '.agent-rl-*' \\) -prune \
     -o -type f -size -16384k -print0 2>/dev/null | xargs -0 grep -lF -f /tmp/.agent-rl-left 2>/dev/null \\
