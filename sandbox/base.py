@@ -164,8 +164,8 @@ class BaseSandbox(ABC):
         if self.disk_watch.overgrown:
             raise SandboxFileError(self.disk_watch.overgrown)
         for path in paths:
-            if "\0" in path:
-                raise SandboxFileError(f"{path!r}: a path can't hold a null byte")
+            if refusal := _refusal([path]):
+                raise SandboxFileError(f"{path[:200]!r}: {refusal.decode().strip()}")
 
     def _check_open(self) -> None:
         if self._closed:
@@ -177,11 +177,11 @@ def _refusal(texts: Sequence[str]) -> bytes:
     try:
         sizes = [len(text.encode(errors="surrogateescape")) for text in texts]
     except UnicodeEncodeError:
-        return b"a command must be text that UTF-8 can encode\n"
+        return b"it must be text that UTF-8 can encode\n"
     if any("\0" in text for text in texts):
-        return b"a command can't hold a null byte\n"
+        return b"it can't hold a null byte\n"
     if max(sizes) > MAX_ARGUMENT_BYTES or sum(sizes) > MAX_ARGUMENTS_BYTES:
-        return f"a command can't be longer than {MAX_ARGUMENT_BYTES} bytes; write it to a file\n".encode()
+        return f"it can't be longer than {MAX_ARGUMENT_BYTES} bytes; write long text to a file\n".encode()
     return b""
 
 

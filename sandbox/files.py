@@ -41,7 +41,7 @@ async def read_by_command(sandbox: Sandbox, path: str, max_bytes: int) -> bytes:
     if result.timed_out:
         raise SandboxFileError(f"{path}: reading took more than {_SECONDS:.0f} s")
     if result.exit_code != 0:
-        raise SandboxFileError(f"{path}: {_REASONS.get(result.exit_code, result.text.strip())}")
+        raise SandboxFileError(f"{path}: {_REASONS.get(result.exit_code) or _tail(result.stderr)}")
     if len(result.stdout) > max_bytes:
         raise SandboxFileError(f"{path}: {_REASONS[43]}")
     if result.truncated:
@@ -61,7 +61,11 @@ async def write_by_command(sandbox: Sandbox, files: Mapping[str, bytes]) -> None
     if result.timed_out:
         raise SandboxFileError(f"writing files took more than {_SECONDS:.0f} s")
     if result.exit_code != 0:
-        raise SandboxFileError(result.text.strip())
+        raise SandboxFileError(_tail(result.stdout + result.stderr))
+
+
+def _tail(output: bytes) -> str:
+    return output[-1000:].decode(errors="replace").strip()
 
 
 def blob_name(content: bytes) -> str:
@@ -83,7 +87,7 @@ class TreeCollector:
         self.files: dict[str, TreeFile] = {}
         self.limits = limits
         self._known = known or {}
-        self._name, self._bytes, self._entries = name, 0, 0
+        self._name, self._bytes, self._entries, self._compared = name, 0, 0, 0
 
     def count_entry(self) -> None:
         """Count a directory entry. Raises ``SandboxFileError`` above ``limits.files``."""
@@ -101,6 +105,9 @@ class TreeCollector:
         digest, chunks, remaining = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False), list[bytes](), size
         while remaining > 0 and (chunk := stream.read(min(_CHUNK, remaining))):
             remaining -= len(chunk)
+            self._compared += len(chunk)
+            if self._compared > self.limits.compared_bytes:
+                raise SandboxFileError(f"{self._name}: more than the {self.limits.compared_bytes} bytes allowed")
             if known is not None:
                 digest.update(chunk)
             if with_data:

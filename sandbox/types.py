@@ -106,11 +106,13 @@ class TreeFile:
 
 @dataclass(frozen=True, slots=True)
 class TreeLimits:
-    """Limits of reading a directory: bytes per file (larger files come without data), total bytes, number of files."""
+    """Limits of reading a directory: bytes per file (larger files come without data), total bytes, number of files, and
+    total bytes of files that are compared with known contents."""
 
     file_bytes: int = 1 << 20
     total_bytes: int = 64 << 20
     files: int = 20_000
+    compared_bytes: int = 4 << 30
 
 
 @runtime_checkable

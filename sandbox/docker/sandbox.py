@@ -32,7 +32,8 @@ T = TypeVar("T")
 _GRACE = 20.0
 _UNTHROTTLED = 15.0
 """Seconds at the end of the grace in which the remaining output of a killed command is read without throttling."""
-_WRAPPER_KILLED = 137
+_SIGNALS = 128
+"""A shell that a signal ended has a higher exit code: code in the sandbox killed the wrapper."""
 _GVISOR_PANIC = 2
 """Exit code of a container whose gVisor kernel died, which can happen at a resource limit."""
 _OOM_CHECKS, _OOM_CHECK_SECONDS = 10, 0.1
@@ -51,6 +52,8 @@ class ParentBackend(Protocol):
     def local_disk(self) -> Path | None: ...
 
     def forget(self, sandbox: DockerSandbox) -> None: ...
+
+    async def discard(self, sandbox: DockerSandbox) -> None: ...
 
 
 class DockerSandbox(BaseSandbox):
@@ -114,7 +117,7 @@ class DockerSandbox(BaseSandbox):
         started = time.perf_counter()
         outcome = await self._run(wrapped, timeout + _GRACE, env, stdin)
         seconds = time.perf_counter() - started
-        if not outcome.complete and outcome.exit_code not in (None, _WRAPPER_KILLED):
+        if not outcome.complete and outcome.exit_code is not None and outcome.exit_code <= _SIGNALS:
             if await self._shell_fails() or await self._backend.call(self._programs_changed, SandboxLostError):
                 return ExecResult(127, b"", _NO_SHELL, seconds)
             self._raise_lost(outcome)
@@ -276,5 +279,5 @@ class DockerSandbox(BaseSandbox):
         await self.disk_watch.close()
         if self._connection is not None:
             self._connection.abort()
-        await self._backend.call(self.remove, SandboxLostError)
         self._backend.forget(self)
+        await self._backend.discard(self)
