@@ -60,7 +60,7 @@ def remove_tree(path: Path) -> None:
 
     It runs ``rm``, which does not recurse, without a time limit: 190,000 nested directories take minutes on some disks.
     """
-    remove = ["rm", "-rf", "--", path]
+    remove = ["rm", "-rf", "--", str(path)]
     if subprocess.run(remove, stderr=subprocess.DEVNULL).returncode == 0:
         return
     subprocess.run(["chmod", "-R", "u+rwX", "--", path], stderr=subprocess.DEVNULL)

@@ -21,7 +21,7 @@ import docker.errors
 from docker.types import LogConfig, Ulimit
 
 from sandbox.disk import check_free_space
-from sandbox.docker.engine import (
+from sandbox.docker.client import (
     THREADS,
     EngineClient,
     connect,
@@ -306,8 +306,9 @@ class DockerBackend:
         return {} if self._etc is None else {str(self._etc.path / Path(file).name): file for file in files}
 
     def _end_lease(self) -> None:
-        if self._etc is not None:
-            self._etc.remove()
+        etc, self._etc = self._etc, None
+        if etc is not None:
+            etc.remove()
         self._heartbeat.stop()
         self._lease.end()
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import docker.errors
 
-from sandbox.docker.engine import is_missing_container
+from sandbox.docker.client import is_missing_container
 from sandbox.errors import SandboxFileError
 from sandbox.files import TreeCollector
 from sandbox.nofollow_io import gather_tree_nofollow

@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 from sandbox.base import BaseSandbox
 from sandbox.cgroup import cgroup_directories, oom_kills, ran_out_of_memory
 from sandbox.disk import Usage, usage
-from sandbox.docker.engine import (
+from sandbox.docker.client import (
     EngineClient,
     WritableDirectories,
     find_writable_directories,

@@ -23,7 +23,7 @@ from sandbox import (
 from sandbox.base import BaseSandbox
 from sandbox.bubblewrap.backend import BubblewrapBackend
 from sandbox.docker.backend import DEFAULT_IMAGE
-from sandbox.docker.engine import WritableDirectories, connect
+from sandbox.docker.client import WritableDirectories, connect
 from sandbox.docker.sandbox import DockerSandbox
 from sandbox.types import EXIT_DISK_LIMIT
 from tests.envs.images import SYSTEM, directory_image

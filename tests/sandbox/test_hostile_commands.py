@@ -35,7 +35,7 @@ PIECES = (
     *("python3 -c 'x = bytearray(1 << 30)'", "head -c 1G /dev/zero | tail -c 1", "head -c 200M /dev/zero > /dev/shm/x"),
     *("for i in $(seq 300); do : > $RANDOM; done", "for i in $(seq 200); do mkdir -p d && cd d; done", "cd; rm -rf *"),
     *("chmod -R 000 . /tmp", "chmod 700 .", "rm -rf .git *", "mkfifo p .git/x calc.py", "ln -sf / l; ln -sf l l2"),
-    *("kill -{signal} -1", "kill -{signal} $PPID", "for p in /proc/[0-9]*; do kill -{signal} ${{p#/proc/}}; done"),
+    *("kill -SIGNAL -1", "kill -SIGNAL $PPID", "for p in /proc/[0-9]*; do kill -SIGNAL ${p#/proc/}; done"),
     *(
         "head -c 400000 /dev/urandom",
         "head -c 400000 /dev/urandom >&2",
@@ -44,7 +44,7 @@ PIECES = (
         "ulimit -f 0 -n 4",
     ),
     *(
-        "exit {code}",
+        "exit CODE",
         "exec 3>x; rm x; head -c 9M /dev/zero >&3",
         "while read x; do :; done",
         "sleep 3 & disown",
@@ -125,7 +125,11 @@ def commands(seed: int) -> list[str]:
     for _ in range(pick.randint(1, 3)):
         pieces = pick.choices(PIECES, k=pick.randint(1, 4))
         separator = pick.choice(("; ", " & ", " && ", " || ", " | ", "\n"))
-        lines.append(separator.join(p.format(signal=pick.choice(SIGNALS), code=pick.randint(0, 255)) for p in pieces))
+        lines.append(
+            separator.join(
+                p.replace("SIGNAL", pick.choice(SIGNALS)).replace("CODE", str(pick.randint(0, 255))) for p in pieces
+            )
+        )
     return lines
 
 

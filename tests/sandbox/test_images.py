@@ -20,7 +20,7 @@ from support.loop_clock import LoopClock
 
 from sandbox import ImageMissingError, ImagePolicy, ImagePullError, SandboxError, SandboxPool, SandboxSpec, bounded
 from sandbox.docker.backend import DockerBackend
-from sandbox.docker.engine import EngineClient, connect, translate_errors
+from sandbox.docker.client import EngineClient, connect, translate_errors
 from sandbox.docker.images import ImageStore
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(120)]
