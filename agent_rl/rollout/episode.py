@@ -197,12 +197,12 @@ class EpisodeRun:
                 graded = self._trajectory(stop, await self._grade(episode))
             return graded
         except Exception as error:
-            if graded is not None:  # a grade is final before the clean-up
-                _log.warning("task %s: a graded episode could not be cleaned up: %s", self.task.id, error)
-                return graded
             ending = stop_reason_for(error)
             if ending is None:
                 raise
+            if graded is not None:  # a grade is final before the clean-up
+                _log.warning("task %s: a graded episode could not be cleaned up: %r", self.task.id, error)
+                return graded
             failed = self._trajectory(ending, None, error)
             if ending is StopReason.ENVIRONMENT_ERROR:
                 _log.warning("task %s: an episode ended with an unexpected error: %s", self.task.id, failed.error)

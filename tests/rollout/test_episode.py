@@ -189,7 +189,7 @@ async def test_the_time_limit_ends_it_with_what_was_sampled(task: Task, kit: Sim
     check_aligned(trajectory, kit.row_of)
 
 
-@pytest.mark.parametrize("where", ["on_start", "on_call", "on_grade", "on_close"])
+@pytest.mark.parametrize("where", ["on_start", "on_call", "on_grade"])
 @pytest.mark.parametrize("error", [SandboxLostError("gone"), GradingError("no log")])
 async def test_a_broken_sandbox_is_no_reward(task: Task, kit: SimpleNamespace, where: str, error: Exception) -> None:
     async def breaks() -> None:
@@ -201,6 +201,18 @@ async def test_a_broken_sandbox_is_no_reward(task: Task, kit: SimpleNamespace, w
     assert trajectory.error == f"{type(error).__name__}: {error}"
     assert env.open == 0
     check_aligned(trajectory, kit.row_of)
+
+
+@pytest.mark.parametrize("error", [SandboxLostError("gone"), OSError(28, "no room"), KeyError("status")])
+async def test_a_grade_is_final_before_the_clean_up(
+    task: Task, kit: SimpleNamespace, error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def breaks() -> None:
+        raise error
+
+    trajectory = await drive(kit.MemoryEnvironment(on_close=breaks), task, kit.ToldEngine([kit.FIX, kit.SUBMIT]))
+    assert (trajectory.stop, trajectory.reward) == (StopReason.SUBMITTED, 1.0)
+    assert repr(error) in caplog.text
 
 
 async def test_a_task_that_can_never_be_graded_is_no_reward(task: Task, kit: SimpleNamespace) -> None:
@@ -406,7 +418,7 @@ async def test_what_no_other_episode_would_escape_is_raised(task: Task, kit: Sim
         await drive(kit.MemoryEnvironment(on_start=breaks), task, kit.ToldEngine([kit.FIX]))
 
 
-@pytest.mark.parametrize("where", ["on_start", "on_call", "on_grade", "on_close"])
+@pytest.mark.parametrize("where", ["on_start", "on_call", "on_grade"])
 @pytest.mark.parametrize(
     "error", [KeyError("status"), MemoryError(), RecursionError(), OSError(28, "no room"), EOFError()]
 )
