@@ -27,14 +27,8 @@ _GENERATION = "1"  # increase it with every change of the generated files
 _PYTHON_SECONDS = 30.0
 _SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin"
 _TOP_DIRS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
-_TOOL_DIRS = (*_TOP_DIRS, "libexec", "include")
-"""The parts of /usr, /usr/local and a Python's own directory that programs need, besides ``_SHARED``."""
-_SHARED = (
-    *("aclocal*", "autoconf*", "automake*", "bison", "ca-certificates", "cmake*", "file", "gcc*", "gettext*"),
-    *("git-core", "i18n", "java", "libtool", "locale", "maven*", "mime", "misc", "node*", "perl*", "pkgconfig"),
-    *("python3", "python-wheels", "ruby*", "tcltk", "terminfo", "zoneinfo"),
-)
-"""The parts of a directory ``share`` that programs need."""
+_TOOL_DIRS = (*_TOP_DIRS, "libexec", "include", "share")
+"""The parts of /usr, /usr/local and a Python's own directory that programs need."""
 _ETC_COPIES = ("alternatives", "ld.so.cache", "ld.so.conf", "localtime", "mime.types", "debian_version", "os-release")
 _ETC = {
     "passwd": f"root:x:0:0:root:{HOST_HOME}:/bin/bash\nnobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n",
@@ -68,8 +62,7 @@ def host_root(cache: Path, private: Collection[Path]) -> RootFs:
     arguments, binds = [*_bind(generated / "etc", "/etc")], list[Bind]()
     for directory in (Path("/"), Path("/usr"), Path("/usr/local"), prefix):
         names = _TOP_DIRS if directory == Path("/") else _TOOL_DIRS
-        shared = [path.relative_to(directory) for name in _SHARED for path in sorted(directory.glob(f"share/{name}"))]
-        for name in (*names, *(["ssl"] if directory == prefix else []), *map(str, shared)):
+        for name in (*names, *(["ssl"] if directory == prefix else [])):
             arguments += _bind_directory(directory / name, binds)
     site_dirs = _site_dirs()
     arguments += covers(binds, [path for path in private if not any(path.is_relative_to(site) for site in site_dirs)])
