@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sandbox import Sandbox, SandboxSpec, SandboxUnavailableError, open_backend
-from sandbox.docker.engine import address
+from sandbox.docker.client import address
 
 CPUS = 0.5
 FLOODS = {

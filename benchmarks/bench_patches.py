@@ -34,7 +34,7 @@ from envs.swe import SweRecord, diff_files, read_jsonl, start_episode
 from envs.swe.diff.git_diff import patched_paths
 from envs.swe.grading import grade_patch
 from sandbox import ImagePolicy, Sandbox, SandboxSpec, open_backend
-from sandbox.docker.engine import connect
+from sandbox.docker.client import connect
 from tests.envs.images import BUILT, GIT_WITH_A_FUTURE, SYSTEM, directory_image
 
 LINES = 350

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -10,8 +11,10 @@ from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt,
 
 from envs.scaffold import Scaffold
 from envs.scaffolds.default import AGENT_RL
-from sandbox import Sandbox, SandboxBackend, SandboxSpec, SandboxStartError
+from sandbox import Sandbox, SandboxBackend, SandboxError, SandboxSpec, SandboxStartError
 from tools import Style as ToolStyle
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,10 @@ class EnvContext:
         try:
             yield sandbox
         finally:
-            await sandbox.close()
+            try:
+                await sandbox.close()
+            except SandboxError as error:  # what the block did is final; the reaper removes what is left
+                _log.warning("sandbox %s could not be closed: %s", sandbox.id, error)
 
     async def _start(self, spec: SandboxSpec) -> Sandbox:
         attempts = AsyncRetrying(

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
-from pathlib import PurePosixPath
-from typing import Any
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
 
-from sandbox.disk import Usage
+from sandbox.disk import Usage, check_free_space, shortage
 from sandbox.disk_watch import DiskWatch
 from sandbox.errors import SandboxDiskFullError, SandboxFileError, SandboxLostError
 from sandbox.files import TreeCollector
 from sandbox.process import OutputThrottle
 from sandbox.shielded import shielded
 from sandbox.types import EXIT_DISK_LIMIT, ExecResult, SandboxSpec, TreeFile, TreeLimits
+
+T = TypeVar("T")
+
+MAX_ARGUMENT_BYTES = 120 << 10
+"""Limit of one argument of a command. Linux allows 128 KiB, with what the backends put before it."""
+MAX_ARGUMENTS_BYTES = 1 << 20
 
 
 class BaseSandbox(ABC):
@@ -48,14 +55,13 @@ class BaseSandbox(ABC):
         argv = ["bash", "-c", command] if isinstance(command, str) else list(command)
         directory = str(PurePosixPath(self._spec.workdir) / (cwd or ""))
         env = env or {}
-        if any("\0" in text for text in (*argv, directory, *env.values())):
-            return ExecResult(126, b"", b"a command can't hold a null byte\n", seconds=0.0)
+        if refusal := _refusal((*argv, directory, *env.values())):
+            return ExecResult(126, b"", refusal, seconds=0.0)
         return await self._exec(argv, timeout, directory, env, stdin)
 
     async def read_file(self, path: str, *, max_bytes: int = 1 << 20) -> bytes:
         """Return the content of the file; see :class:`sandbox.types.Sandbox`."""
-        self._check_files(path)
-        return await self._read_file(path, max_bytes)
+        return await self._file_access(partial(self._read_file, path, max_bytes), path)
 
     async def read_tree(
         self,
@@ -66,15 +72,13 @@ class BaseSandbox(ABC):
         known: Mapping[str, str] | None = None,
     ) -> Mapping[str, TreeFile]:
         """Return the files and links below the directory; see :class:`sandbox.types.Sandbox`."""
-        self._check_files(path)
         tree = TreeCollector(path, limits or TreeLimits(), known)
-        await self._read_tree(path, tree, skip)
+        await self._file_access(partial(self._read_tree, path, tree, skip), path)
         return tree.files
 
     async def write_files(self, files: Mapping[str, bytes]) -> None:
         """Write ``files``; see :class:`sandbox.types.Sandbox`."""
-        self._check_files(*files)
-        await self._write_files(files)
+        await self._file_access(partial(self._write_files, files), *files)
 
     async def close(self) -> None:
         """Kill all processes and remove the sandbox."""
@@ -117,19 +121,32 @@ class BaseSandbox(ABC):
         """
 
     @abstractmethod
-    def _check_free_space(self) -> None:
-        """Raise ``SandboxDiskFullError`` if the disk of the sandbox is full."""
+    def _disk_directory(self) -> Path | None:
+        """Return a directory on the disk of the sandbox, or None if the disk is on another machine."""
 
     async def _check_disk(self) -> None:
-        """After a failed command, raise ``SandboxDiskFullError`` if the disk is full for another reason than this
-        sandbox's own growth beyond its limit."""
+        """If the disk is full, end this sandbox if it grew by more than what the disk lacks: then its code filled
+        the disk. Otherwise others did: raise ``SandboxDiskFullError``."""
         self._check_open()
-        try:
-            self._check_free_space()
-        except SandboxDiskFullError:
-            await self.disk_watch.check()
+        directory = self._disk_directory()
+        if directory is not None and (lacking := shortage(directory)):
+            await self.disk_watch.check(lacking)
             if not self.disk_watch.overgrown:
+                check_free_space(directory)
+
+    async def _file_access(self, access: Callable[[], Awaitable[T]], *paths: str) -> T:
+        """Return ``access()`` to the files ``paths``. A full disk that this sandbox filled is a ``SandboxFileError``,
+        and so is a message about one while the disk is not full, because a message may quote the name of a file."""
+        self._check_files(*paths)
+        await self._check_disk()
+        self._check_files()
+        try:
+            return await access()
+        except SandboxDiskFullError as error:
+            await self._check_disk()
+            if self._disk_directory() is None and not self.disk_watch.overgrown:
                 raise
+            raise SandboxFileError(self.disk_watch.overgrown or str(error)) from None
 
     async def _disk_limit_result(self, stdout: bytes, seconds: float) -> ExecResult:
         """Wait until the files are removed, then return the result of every command after the disk limit.
@@ -147,12 +164,25 @@ class BaseSandbox(ABC):
         if self.disk_watch.overgrown:
             raise SandboxFileError(self.disk_watch.overgrown)
         for path in paths:
-            if "\0" in path:
-                raise SandboxFileError(f"{path!r}: a path can't hold a null byte")
+            if refusal := _refusal([path]):
+                raise SandboxFileError(f"{path[:200]!r}: {refusal.decode().strip()}")
 
     def _check_open(self) -> None:
         if self._closed:
             raise SandboxLostError(f"sandbox {self._id} is closed")
+
+
+def _refusal(texts: Sequence[str]) -> bytes:
+    """Why no process can get ``texts`` as arguments and environment: one line, empty if one can."""
+    try:
+        sizes = [len(text.encode(errors="surrogateescape")) for text in texts]
+    except UnicodeEncodeError:
+        return b"it must be text that UTF-8 can encode\n"
+    if any("\0" in text for text in texts):
+        return b"it can't hold a null byte\n"
+    if max(sizes) > MAX_ARGUMENT_BYTES or sum(sizes) > MAX_ARGUMENTS_BYTES:
+        return f"it can't be longer than {MAX_ARGUMENT_BYTES} bytes; write long text to a file\n".encode()
+    return b""
 
 
 class ForwardingSandbox(ABC):

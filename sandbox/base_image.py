@@ -71,7 +71,7 @@ def build_image(
     engine: str = "docker",
 ) -> None:
     """Build the container image ``name`` unless ``engine`` has it; podman copies docker's. Raises ``SandboxError``."""
-    from sandbox.docker.engine import connect
+    from sandbox.docker.client import connect
 
     api = connect(engine)
     if not force and api.images(name):
@@ -150,7 +150,7 @@ def _add_python_packages(directory: Path, requirements: Sequence[str]) -> None:
 
 def _copy_from_docker(api: Any, name: str) -> bool:
     """Load docker's image ``name``; return False if docker does not have it."""
-    from sandbox.docker.engine import connect
+    from sandbox.docker.client import connect
 
     try:
         docker = connect("docker")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,25 +27,46 @@ class Usage:
     def __add__(self, other: Usage) -> Usage:
         return Usage(self.bytes + other.bytes, self.inodes + other.inodes)
 
+    def __sub__(self, other: Usage) -> Usage:
+        return Usage(self.bytes - other.bytes, self.inodes - other.inodes)
+
+    def __bool__(self) -> bool:
+        return bool(self.bytes or self.inodes)
+
     def within(self, limit: Usage) -> bool:
         return self.bytes <= limit.bytes and self.inodes <= limit.inodes
+
+    def explains(self, lacking: Usage) -> bool:
+        """Whether growth by this usage is larger than what the disk lacks."""
+        return 0 < lacking.bytes < self.bytes or 0 < lacking.inodes < self.inodes
 
     def __str__(self) -> str:
         return f"{self.bytes >> 20} MiB in {self.inodes} files"
 
 
-def check_free_space(directory: Path) -> None:
-    """Raise ``SandboxDiskFullError`` if the disk of ``directory`` has less than 16 MiB or 1000 inodes free."""
+def shortage(directory: Path) -> Usage:
+    """Return what the disk of ``directory`` lacks of 16 MiB and 1,000 inodes that are free; zeros if nothing."""
     disk = os.statvfs(directory)
-    free = disk.f_bavail * disk.f_frsize
-    if free < _MIN_FREE_BYTES:
+    inodes = _MIN_FREE_INODES - disk.f_favail if disk.f_files else 0  # f_files is 0 without a fixed number
+    return Usage(max(0, _MIN_FREE_BYTES - disk.f_bavail * disk.f_frsize), max(0, inodes))
+
+
+def check_free_space(directory: Path) -> None:
+    """Raise ``SandboxDiskFullError`` if the disk of ``directory`` has less than 16 MiB or 1,000 inodes free."""
+    lacking = shortage(directory)
+    if lacking.bytes:
+        free = (_MIN_FREE_BYTES - lacking.bytes) >> 10
         raise SandboxDiskFullError(
-            f"{directory}: {free >> 10} KiB free on its disk, sandboxes need {_MIN_FREE_BYTES >> 20} MiB"
+            f"{directory}: {free} KiB free on its disk, sandboxes need {_MIN_FREE_BYTES >> 20} MiB"
         )
-    if disk.f_files and disk.f_favail < _MIN_FREE_INODES:  # f_files is 0 on file systems without a fixed number
-        raise SandboxDiskFullError(
-            f"{directory}: {disk.f_favail} inodes free on its disk, sandboxes need {_MIN_FREE_INODES}"
-        )
+    if lacking.inodes:
+        free = _MIN_FREE_INODES - lacking.inodes
+        raise SandboxDiskFullError(f"{directory}: {free} inodes free on its disk, sandboxes need {_MIN_FREE_INODES}")
+
+
+def free_bytes(directory: Path | None) -> int | None:
+    """Return the free bytes on the directory's disk, or None if the directory is on another machine."""
+    return shutil.disk_usage(directory).free if directory is not None and directory.is_dir() else None
 
 
 async def usage(*directories: Path) -> Usage | None:

@@ -22,6 +22,7 @@ _SHARE = 10.0
 """The pause after a measurement is at least this multiple of its duration."""
 _MAX_FAILURES = 5
 """Consecutive failed measurements after which the sandbox is ended, because its limit is not enforced."""
+_NOTHING = Usage()
 
 
 class DiskWatch:
@@ -38,6 +39,7 @@ class DiskWatch:
         empty: Callable[[], Coroutine[object, object, None]],
     ) -> None:
         self._sandbox, self._limit, self._measure, self._empty = sandbox, limit, measure, empty
+        self._baseline = Usage()
         self._timer: asyncio.Task[None] | None = None
         self._emptying: asyncio.Task[None] | None = None
         self._commands = self._failures = 0
@@ -47,8 +49,8 @@ class DiskWatch:
         """Whether it was ended because measurements failed: a failure of the sandbox, not of the agent."""
 
     async def set_baseline(self) -> None:
-        """Add the current usage (the files of the image) to the limit."""
-        self._limit += await self._measure() or Usage()
+        """Take the current usage (the files of the image) as the start of the sandbox's growth."""
+        self._baseline = await self._measure() or Usage()
 
     def command_begins(self) -> None:
         """Start measuring, if not started yet."""
@@ -60,14 +62,20 @@ class DiskWatch:
         """Stop after one more measurement, unless another command runs."""
         self._commands -= 1
 
-    async def check(self) -> None:
-        """Measure now, and end the sandbox if it exceeds its limit."""
+    async def check(self, lacking: Usage = _NOTHING) -> None:
+        """Measure now. End the sandbox if it grew beyond its limit, or by more than the ``lacking`` space of a full
+        disk."""
         used = await self._measure()
-        if used is not None and not used.within(self._limit) and not self.overgrown:
+        if used is None or self.overgrown:
+            return
+        grown = used - self._baseline
+        if not grown.within(self._limit):
             self._end(
-                f"sandbox {self._sandbox}: it was ended, as its files grew to {used}; the limit is {self._limit} "
+                f"sandbox {self._sandbox}: it was ended, as its files grew to {grown}; the limit is {self._limit} "
                 "(sandbox.disk_mb, sandbox.inodes)"
             )
+        elif grown.explains(lacking):
+            self._end(f"sandbox {self._sandbox}: it was ended, as its files grew to {grown} and filled the disk")
 
     def raise_if_unmeasurable(self) -> None:
         """Raise ``SandboxLostError`` if the sandbox was ended because measurements failed."""

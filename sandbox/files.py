@@ -8,7 +8,7 @@ import tarfile
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
-from sandbox.errors import SandboxDiskFullError, SandboxFileError, SandboxLostError
+from sandbox.errors import SandboxFileError
 from sandbox.types import Sandbox, TreeFile, TreeLimits
 
 _SECONDS = 60.0
@@ -18,7 +18,7 @@ _READ = """
 [ -e "$1" ] || exit 41
 [ -f "$1" ] || exit 42
 [ "$(stat -L -c %s -- "$1")" -le "$2" ] || exit 43
-exec cat -- "$1"
+exec head -c "$(($2 + 1))" -- "$1"  # files of /proc have no size
 """
 # The type check comes first: writing to a pipe would wait for its other end.
 _WRITE = """
@@ -35,13 +35,15 @@ _REASONS = {41: "no such file", 42: "not a regular file", 43: "larger than allow
 async def read_by_command(sandbox: Sandbox, path: str, max_bytes: int) -> bytes:
     """Return the content of ``path``, read by a command in ``sandbox``; the sandbox's output limit applies.
 
-    Raises ``SandboxFileError`` and ``SandboxLostError``.
+    Raises ``SandboxFileError``.
     """
     result = await sandbox.exec(["sh", "-c", _READ, "sh", path, str(max_bytes)], timeout=_SECONDS)
     if result.timed_out:
-        raise SandboxLostError(f"sandbox {sandbox.id}: reading {path} took more than {_SECONDS:.0f} s")
+        raise SandboxFileError(f"{path}: reading took more than {_SECONDS:.0f} s")
     if result.exit_code != 0:
-        raise SandboxFileError(f"{path}: {_REASONS.get(result.exit_code, result.text.strip())}")
+        raise SandboxFileError(f"{path}: {_REASONS.get(result.exit_code) or _tail(result.stderr)}")
+    if len(result.stdout) > max_bytes:
+        raise SandboxFileError(f"{path}: {_REASONS[43]}")
     if result.truncated:
         raise SandboxFileError(
             f"{path}: larger than the sandbox's output cap of {sandbox.spec.output_limit_bytes} bytes"
@@ -52,17 +54,18 @@ async def read_by_command(sandbox: Sandbox, path: str, max_bytes: int) -> bytes:
 async def write_by_command(sandbox: Sandbox, files: Mapping[str, bytes]) -> None:
     """Write ``files`` by one command in ``sandbox``.
 
-    Raises ``SandboxFileError``, ``SandboxDiskFullError`` and ``SandboxLostError``.
+    Raises ``SandboxFileError``.
     """
     sizes = [part for path, data in files.items() for part in (path, str(len(data)))]
     result = await sandbox.exec(["sh", "-c", _WRITE, "sh", *sizes], timeout=_SECONDS, stdin=b"".join(files.values()))
     if result.timed_out:
-        raise SandboxLostError(f"sandbox {sandbox.id}: writing files took more than {_SECONDS:.0f} s")
+        raise SandboxFileError(f"writing files took more than {_SECONDS:.0f} s")
     if result.exit_code != 0:
-        text = result.text.strip()
-        if "No space left on device" in text:
-            raise SandboxDiskFullError(f"sandbox {sandbox.id}: {text}")
-        raise SandboxFileError(text)
+        raise SandboxFileError(_tail(result.stdout + result.stderr))
+
+
+def _tail(output: bytes) -> str:
+    return output[-1000:].decode(errors="replace").strip()
 
 
 def blob_name(content: bytes) -> str:
@@ -84,7 +87,7 @@ class TreeCollector:
         self.files: dict[str, TreeFile] = {}
         self.limits = limits
         self._known = known or {}
-        self._name, self._bytes, self._entries = name, 0, 0
+        self._name, self._bytes, self._entries, self._compared = name, 0, 0, 0
 
     def count_entry(self) -> None:
         """Count a directory entry. Raises ``SandboxFileError`` above ``limits.files``."""
@@ -102,6 +105,9 @@ class TreeCollector:
         digest, chunks, remaining = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False), list[bytes](), size
         while remaining > 0 and (chunk := stream.read(min(_CHUNK, remaining))):
             remaining -= len(chunk)
+            self._compared += len(chunk)
+            if self._compared > self.limits.compared_bytes:
+                raise SandboxFileError(f"{self._name}: more than the {self.limits.compared_bytes} bytes allowed")
             if known is not None:
                 digest.update(chunk)
             if with_data:

@@ -15,6 +15,7 @@ import logging
 from collections.abc import Coroutine, Mapping, Sequence
 from contextvars import Context
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from sandbox.base import ForwardingSandbox
@@ -46,6 +47,11 @@ class SandboxPool:
     @property
     def name(self) -> str:
         return self._backend.name
+
+    @property
+    def disk(self) -> Path | None:
+        """The directory of the sandboxes, if the backend names one."""
+        return getattr(self._backend, "disk", None)
 
     @property
     def idle(self) -> int:

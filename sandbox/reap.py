@@ -73,7 +73,7 @@ def open_lease_store(backend: str) -> LeaseStore:
         from sandbox.bubblewrap.run_dir import remove_lease as remove_dir
 
         return LeaseStore(partial(dir_leases, default_base()), remove_dir)
-    from sandbox.docker.engine import connect, translate_errors
+    from sandbox.docker.client import connect, translate_errors
     from sandbox.docker.lease import engine_leases, remove_lease
 
     api = connect(backend)

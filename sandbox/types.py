@@ -76,7 +76,8 @@ class ImagePolicy:
 
     ``root`` and ``configured`` apply to bubblewrap, where images are directories of the host and a dataset row could
     name any of them. An image must be below ``root`` (None: no such images), or be ``configured``, the image of the
-    user's config.
+    user's config. ``private`` are directories and files of the host that no sandbox of bubblewrap may see, for example
+    those of runs.
     """
 
     pull: bool = False
@@ -87,6 +88,7 @@ class ImagePolicy:
     """Seconds before the second attempt; doubles with jitter up to 60 s."""
     root: Path | None = None
     configured: str | None = None
+    private: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +106,13 @@ class TreeFile:
 
 @dataclass(frozen=True, slots=True)
 class TreeLimits:
-    """Limits of reading a directory: bytes per file (larger files come without data), total bytes, number of files."""
+    """Limits of reading a directory: bytes per file (larger files come without data), total bytes, number of files, and
+    total bytes of files that are compared with known contents."""
 
     file_bytes: int = 1 << 20
     total_bytes: int = 64 << 20
     files: int = 20_000
+    compared_bytes: int = 4 << 30
 
 
 @runtime_checkable

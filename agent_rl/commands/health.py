@@ -30,6 +30,7 @@ from agent_rl.train.ray_access import requires_token
 from agent_rl.train.ray_session import check_ray
 from envs import EnvsError, needs_sandbox
 from sandbox import SandboxBackend, SandboxError
+from sandbox.disk import free_bytes
 from sandbox.ray.backend import ClusterBackend, SandboxNode
 
 _SECONDS = 60.0
@@ -136,12 +137,11 @@ async def check_sandboxes(config: RunConfig) -> list[Check]:
     try:
         if not needs_sandbox(env):
             return [Check("sandbox", True, f"environment {env} starts no sandbox")]
-        cluster = ClusterRequest.of(config)
-        async with open_sandboxes(sandbox, env, cluster, lambda line: None) as backend:
+        async with open_sandboxes(config, ClusterRequest.of(config), lambda line: None) as backend:
             if not isinstance(backend, ClusterBackend):
-                return [await _check("sandbox", lambda: _use_sandbox(sandbox, backend))]
+                return [await _check("sandbox", lambda: _check_local_sandbox(config, backend))]
             checks = [
-                await _check(f"sandbox on {node.remote.node_name}", partial(_check_node, sandbox, backend, node))
+                await _check(f"sandbox on {node.remote.node_name}", partial(_check_node, config, backend, node))
                 for node in backend.nodes
             ]
             return [*checks, await _check("sandbox image", lambda: _check_image(sandbox, backend))]
@@ -165,18 +165,32 @@ async def _use_sandbox(config: SandboxConfig, backend: SandboxBackend) -> str:
     return f"{backend.name}{runtime}: {versions}; started, used and closed in {seconds:.2f} s"
 
 
-async def _check_node(config: SandboxConfig, cluster: ClusterBackend, node: SandboxNode) -> str:
+async def _check_local_sandbox(config: RunConfig, backend: SandboxBackend) -> str:
+    """Use a sandbox of this machine; check the space for all of them."""
+    used = await _use_sandbox(config.sandbox, backend)
+    free = free_bytes(getattr(backend, "disk", None))
+    check_sandbox_space(config, config.rollout.concurrency, free)
+    return used
+
+
+async def _check_node(config: RunConfig, cluster: ClusterBackend, node: SandboxNode) -> str:
     """Use a sandbox on one node; return its description and the node's resources."""
     report = await cluster.report(node)
-    used = await _use_sandbox(config, node.backend)
-    if report.free_bytes is None:
-        return f"{used}; {report.limits}, {report.cpus} CPUs"
-    if report.free_bytes < config.disk_mb << 20:
+    used = await _use_sandbox(config.sandbox, node.backend)
+    check_sandbox_space(config, min(config.sandbox.sandboxes_per_node, config.rollout.concurrency), report.free_bytes)
+    free = "" if report.free_bytes is None else f", {report.free_bytes >> 30} GiB free"
+    return f"{used}; {report.limits}, {report.cpus} CPUs{free}"
+
+
+def check_sandbox_space(config: RunConfig, sandboxes: int, free: int | None) -> None:
+    """Raise ``SandboxError`` if ``sandboxes`` that fill their ``sandbox.disk_mb`` need more than ``free`` bytes."""
+    needed = sandboxes * config.sandbox.disk_mb << 20
+    if free is not None and free < needed:
         raise SandboxError(
-            f"{report.free_bytes >> 20} MiB free on the disk of its sandboxes, of which each may take sandbox.disk_mb="
-            f"{config.disk_mb}: free some space, or lower it"
+            f"{sandboxes} sandboxes of sandbox.disk_mb={config.sandbox.disk_mb} may take {needed >> 20} MiB, and "
+            f"{free >> 20} MiB are free on their disk: lower sandbox.disk_mb or rollout.concurrency, or use a larger "
+            "disk (TMPDIR, or the container engine's directory)"
         )
-    return f"{used}; {report.limits}, {report.cpus} CPUs, {report.free_bytes >> 30} GiB free"
 
 
 async def _check_image(config: SandboxConfig, cluster: ClusterBackend) -> str:

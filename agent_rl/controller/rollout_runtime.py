@@ -105,7 +105,7 @@ async def open_task_runtime(
     what the agents' sandboxes see of the host (:class:`envs.context.EnvContext`)."""
     quarantined = frozenset(read_quarantine(config.env.quarantine) if config.env.quarantine else ())
     cluster = ClusterRequest.of(config)
-    async with open_sandboxes(config.sandbox, config.env.name, cluster, display.note) as backend:
+    async with open_sandboxes(config, cluster, display.note) as backend:
         if reaped := await backend.reap():
             display.note(f"removed {reaped} sandbox(es) that a killed run had left behind")
         nodes = f" on {len(backend.nodes)} nodes" if isinstance(backend, ClusterBackend) else ""

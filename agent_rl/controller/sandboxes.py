@@ -6,8 +6,9 @@ import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 
-from agent_rl.config import SandboxConfig
+from agent_rl.config import RunConfig, SandboxConfig
 from agent_rl.controller.cluster_resources import ClusterRequest
 from agent_rl.controller.placement import open_ray
 from envs import needs_sandbox
@@ -18,31 +19,32 @@ from sandbox.ray.open import open_cluster
 
 @asynccontextmanager
 async def open_sandboxes(
-    config: SandboxConfig, env: str, cluster: ClusterRequest, note: Callable[[str], None]
+    run: RunConfig, cluster: ClusterRequest, note: Callable[[str], None]
 ) -> AsyncIterator[SandboxBackend]:
-    """The sandbox backend; the null backend where environment ``env`` starts no sandboxes. ``note`` gets a line for
-    every node that is lost.
+    """The sandbox backend of ``run``; the null backend where its environment starts no sandboxes. ``note`` gets a line
+    for every node that is lost.
 
     Raises SandboxUnavailableError where this machine or a node lacks it, UserError where Ray does not respond.
     """
     async with AsyncExitStack() as stack:
         backend: SandboxBackend
-        if not needs_sandbox(env):
+        config, images = run.sandbox, _images(run)
+        if not needs_sandbox(run.env.name):
             backend = NullBackend()
         elif config.placement == "ray":
             await stack.enter_async_context(open_ray(cluster))
-            backend = await _open_on_nodes(config, note)
+            backend = await _open_on_nodes(config, images, note)
         else:
-            backend = _open_local(config)
+            backend = _open_local(config, images)
         stack.push_async_callback(backend.close)
         yield backend
 
 
-async def _open_on_nodes(config: SandboxConfig, note: Callable[[str], None]) -> ClusterBackend:
+async def _open_on_nodes(config: SandboxConfig, images: ImagePolicy, note: Callable[[str], None]) -> ClusterBackend:
     return await open_cluster(
         config.backend,
         run_id=_run_id(),
-        images=_images(config),
+        images=images,
         runtime=config.runtime,
         sandboxes_per_node=config.sandboxes_per_node,
         pool=lambda backend: _pool(backend, config),
@@ -58,8 +60,8 @@ def sandbox_limits(config: SandboxConfig) -> SandboxSpec:
     return limits if config.image is None else replace(limits, image=config.image)
 
 
-def _open_local(config: SandboxConfig) -> SandboxBackend:
-    backend = open_backend(config.backend, run_id=_run_id(), images=_images(config), runtime=config.runtime)
+def _open_local(config: SandboxConfig, images: ImagePolicy) -> SandboxBackend:
+    backend = open_backend(config.backend, run_id=_run_id(), images=images, runtime=config.runtime)
     return _pool(backend, config)
 
 
@@ -68,9 +70,18 @@ def _pool(backend: SandboxBackend, config: SandboxConfig) -> SandboxPool:
     return SandboxPool(backend, max_starts=config.max_starts, max_execs=config.max_execs, prewarmed=config.prewarmed)
 
 
-def _images(config: SandboxConfig) -> ImagePolicy:
+def _images(run: RunConfig) -> ImagePolicy:
+    """The policy of images. Private are the directory of runs, and what the environment's options name (its tasks)."""
+    config = run.sandbox
+    named = [Path(value) for value in run.env.options.values() if isinstance(value, str)]
     root = None if config.image_root is None else config.image_root.absolute()
-    return ImagePolicy(pull=config.pull, budget_gb=config.image_budget_gb, root=root, configured=config.image)
+    return ImagePolicy(
+        pull=config.pull,
+        budget_gb=config.image_budget_gb,
+        root=root,
+        configured=config.image,
+        private=tuple(path.absolute() for path in (run.runs_dir, *named)),
+    )
 
 
 def _run_id() -> str:

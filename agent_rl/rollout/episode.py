@@ -174,16 +174,21 @@ class EpisodeRun:
         return trajectory if audit is None else await audit(trajectory, self.session)
 
     async def _run(self) -> Trajectory:
+        graded: Trajectory | None = None
         try:
             async with self._started_episode() as episode:
                 tools = episode.tools
                 self._open(episode, tools)
                 stop = await self._act(episode if isinstance(episode, Dialogue) else tools)
-                return self._trajectory(stop, await self._grade(episode))
+                graded = self._trajectory(stop, await self._grade(episode))
+            return graded
         except Exception as error:
             ending = stop_reason_for(error)
             if ending is None:
                 raise
+            if graded is not None:  # a grade is final before the clean-up
+                _log.warning("task %s: a graded episode could not be cleaned up: %r", self.task.id, error)
+                return graded
             failed = self._trajectory(ending, None, error)
             if ending is StopReason.ENVIRONMENT_ERROR:
                 _log.warning("task %s: an episode ended with an unexpected error: %s", self.task.id, failed.error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import shlex
 from pathlib import Path
 
@@ -51,6 +52,16 @@ paste -d ' ' <(git hash-object --no-filters --stdin-paths < /tmp/.agent-rl-found
     | grep -F {hashes} | head -n 3
 ls -d {directories} 2>/dev/null
 rm -f /tmp/.agent-rl-found
+"""
+# Files of an image that name a hidden test as pytest does (``::test_name``), without names in its sources and texts.
+_NAMED = """
+sort -u > /tmp/.agent-rl-names
+git grep -ohF -f /tmp/.agent-rl-names -- '*.py' '*.md' '*.rst' '*.txt' | sort -u > /tmp/.agent-rl-shown
+grep -vxF -f /tmp/.agent-rl-shown /tmp/.agent-rl-names > /tmp/.agent-rl-left
+find "$PWD" /tmp /var/tmp /root "$HOME" /home /opt -xdev \\( -name site-packages -o -name '.agent-rl-*' \\) -prune \
+    -o -type f -size -16384k -print0 2>/dev/null | xargs -0 grep -lF -f /tmp/.agent-rl-left 2>/dev/null \\
+    | sort -u | head -n 3
+rm -f /tmp/.agent-rl-names /tmp/.agent-rl-shown /tmp/.agent-rl-left
 """
 
 
@@ -102,7 +113,14 @@ async def _check_copies(sandbox: Sandbox, record: SweRecord, hidden_sizes: dict[
     sizes = " -o ".join(f"-size {size}c" for size in sorted(set(hidden_sizes.values())))
     hashes = " ".join(f"-e {digest}" for digest in sorted(hidden_sizes))
     script = _COPIES.format(sizes=sizes, hashes=hashes, directories=shlex.join([*directories, "/r2e_tests"]))
-    leaked = ", ".join(line.split(" ", 1)[-1] for line in (await _run(sandbox, script)).splitlines())
+    found = [line.split(" ", 1)[-1] for line in (await _run(sandbox, script)).splitlines()]
+    if not record.is_local:
+        names = {re.split(r"::|\.", key.partition("[")[0])[-1].strip() for key in record.expected}
+        named = (
+            await _run(sandbox, _NAMED, stdin="".join(f"::{name}\n" for name in sorted(names) if name))
+        ).splitlines()
+        found += [f"{path} names hidden tests" for path in named]
+    leaked = ", ".join(found)
     clean = f"none of {len(hidden_sizes)} contents is in the agent's sandbox"
     return Finding("hidden tests", not leaked, leaked or clean)
 

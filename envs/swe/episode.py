@@ -19,7 +19,7 @@ from envs.swe.records import SweRecord
 from envs.swe.repositories import RepositoryCache
 from envs.swe.sandboxes import agent_sandbox, sandbox_spec, task_sandbox
 from envs.types import EnvsError, Grade, Message
-from sandbox import Sandbox, SandboxFileError, TreeFile
+from sandbox import Sandbox, SandboxDiskFullError, SandboxFileError, TreeFile
 from tools import ToolSet
 
 MAX_PATCH_BYTES = 1 << 20
@@ -52,12 +52,18 @@ class SweEpisode:
     async def grade(self) -> Grade:
         """Grade the agent's patch. The sandbox stays usable."""
         try:
-            changes = await self._changes()
+            return await self._grade(await self._changes())
         except PatchError as error:
             return Grade(reward=0.0, resolved=False, suspected_hack=(str(error),))
-        return await grade_changes(
-            self.context, self.record, changes, site_root=self.site_root, control_runs=self.control_runs
-        )
+
+    async def _grade(self, changes: Sequence[FilePatch]) -> Grade:
+        try:
+            return await grade_changes(
+                self.context, self.record, changes, site_root=self.site_root, control_runs=self.control_runs
+            )
+        except SandboxDiskFullError:
+            await self._changes()  # raises PatchError if the agent's sandbox filled the disk
+            raise
 
     async def _changes(self) -> Sequence[FilePatch]:
         """The file patches from the base to the sandbox's files, read without the sandbox's programs.

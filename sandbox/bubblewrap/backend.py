@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from sandbox.bubblewrap.launch import OVERHEAD_PROCESSES, Launcher, find_bwrap
+from sandbox.bubblewrap.private import private_paths
 from sandbox.bubblewrap.rootfs import HOST_IMAGE, RootFs, dir_root, host_root, resolve_image_directory
 from sandbox.bubblewrap.run_dir import RunDirectory, dir_leases, remove_lease
 from sandbox.bubblewrap.sandbox import BubblewrapSandbox, on_disk
@@ -23,6 +24,7 @@ from sandbox.cgroup import CgroupParents, find_parents
 from sandbox.disk import check_free_space
 from sandbox.errors import SandboxError, SandboxLostError, SandboxStartError
 from sandbox.lease import Heartbeat, Owner
+from sandbox.removal import Remover
 from sandbox.shielded import shielded
 from sandbox.types import ImagePolicy, SandboxSpec
 
@@ -45,6 +47,7 @@ class BubblewrapBackend:
         program, flags = find_bwrap()
         self._policy = images or ImagePolicy()
         self._base = base or default_base()
+        self._private = private_paths(self._policy.private)
         self._parents: CgroupParents | None = find_parents() if control_groups else None
         self._directory = on_disk(
             partial(RunDirectory.make, self._base, Owner.current(run_id), self._parents),
@@ -52,6 +55,7 @@ class BubblewrapBackend:
             SandboxStartError,
         )
         self._launcher = Launcher.make(program, flags, self._directory.path / "filter")
+        self._remover = Remover(self._directory.trash)
         self._heartbeat = Heartbeat(self._directory.beat)
         self._sandboxes: dict[str, BubblewrapSandbox] = {}
         self._roots: dict[str, RootFs] = {}
@@ -94,7 +98,9 @@ class BubblewrapBackend:
         self._count += 1
         id = f"{self._directory.path.name}-{self._count}"
         directory = self._directory.path / "sandboxes" / id
-        sandbox = BubblewrapSandbox(id, spec, root, directory, self._launcher, self._forget)
+        sandbox = BubblewrapSandbox(
+            id, spec, root, directory, self._launcher, self._remover, self._private, self._forget
+        )
         self._sandboxes[sandbox.id] = sandbox
         try:
             await shielded(asyncio.to_thread(self._prepare, sandbox))
@@ -118,6 +124,7 @@ class BubblewrapBackend:
         async with self._roots_lock, asyncio.TaskGroup() as group:
             for sandbox in list(self._sandboxes.values()):
                 group.create_task(sandbox.close())
+        await asyncio.to_thread(self._remover.close)
         await asyncio.to_thread(self._heartbeat.stop)
         await asyncio.to_thread(on_disk, self._directory.remove, f"{self._base}", SandboxLostError)
 
@@ -130,11 +137,14 @@ class BubblewrapBackend:
 
     def _make_root(self, image: str) -> RootFs:
         if image != HOST_IMAGE:
-            return dir_root(resolve_image_directory(image, self._policy))
-        return on_disk(partial(host_root, self._base), "the sandboxes' root file system", SandboxStartError)
+            return dir_root(resolve_image_directory(image, self._policy), self._private)
+        return on_disk(
+            partial(host_root, self._base, self._private), "the sandboxes' root file system", SandboxStartError
+        )
 
     def _prepare(self, sandbox: BubblewrapSandbox) -> None:
         """Create the directories and the control group of ``sandbox``. Blocking."""
+        self._remover.wait_for_space()
         check_free_space(self._base)
         for source in sandbox.spec.ro_binds:
             if not Path(source).exists():

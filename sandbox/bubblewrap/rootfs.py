@@ -10,11 +10,12 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path, PurePosixPath
 
+from sandbox.bubblewrap.private import Bind, covers
 from sandbox.errors import ImageMissingError
 from sandbox.types import ImagePolicy
 
@@ -26,6 +27,8 @@ _GENERATION = "1"  # increase it with every change of the generated files
 _PYTHON_SECONDS = 30.0
 _SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin"
 _TOP_DIRS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
+_TOOL_DIRS = (*_TOP_DIRS, "libexec", "include", "share")
+"""The parts of /usr, /usr/local and a Python's own directory that programs need."""
 _ETC_COPIES = ("alternatives", "ld.so.cache", "ld.so.conf", "localtime", "mime.types", "debian_version", "os-release")
 _ETC = {
     "passwd": f"root:x:0:0:root:{HOST_HOME}:/bin/bash\nnobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n",
@@ -48,18 +51,22 @@ class RootFs:
     """The image directory from which a sandbox copies its initial working directory."""
 
 
-def host_root(cache: Path) -> RootFs:
-    """Return the root of ``HOST_IMAGE``: the machine's system directories and the running Python.
+def host_root(cache: Path, private: Collection[Path]) -> RootFs:
+    """Return the root of ``HOST_IMAGE``: the machine's directories of programs and the running Python.
 
     Generated files are in ``cache``. A directory with ``PYTHON_PACKAGES`` covers the Python's site-packages, so that
     other packages of the host are not visible.
     """
     prefix = Path(sys.base_prefix)
     generated = _generate_files(cache, prefix)
-    arguments = [*_bind("/usr", "/usr"), *_top_dirs(Path("/")), *_bind(generated / "etc", "/etc")]
-    if not prefix.is_relative_to("/usr"):
-        arguments += _bind(prefix, prefix)
-    arguments += [part for directory in _site_dirs() for part in _bind(generated / "site", directory)]
+    arguments, binds = [*_bind(generated / "etc", "/etc")], list[Bind]()
+    for directory in (Path("/"), Path("/usr"), Path("/usr/local"), prefix):
+        names = _TOP_DIRS if directory == Path("/") else _TOOL_DIRS
+        for name in (*names, *(["ssl"] if directory == prefix else [])):
+            arguments += _bind_directory(directory / name, binds)
+    site_dirs = _site_dirs()
+    arguments += covers(binds, [path for path in private if not any(path.is_relative_to(site) for site in site_dirs)])
+    arguments += [part for directory in site_dirs for part in _bind(generated / "site", directory)]
     path = f"{prefix}/bin:{_SYSTEM_PATH}"
     if not (prefix / "bin" / "python").exists():
         arguments += _bind(generated / "bin", "/opt/agent-rl/bin")
@@ -116,7 +123,7 @@ def resolve_image_directory(image: str, policy: ImagePolicy) -> Path:
     return directory
 
 
-def dir_root(root: Path) -> RootFs:
+def dir_root(root: Path, private: Collection[Path]) -> RootFs:
     """Return the root file system of the image directory ``root``; links at its top level are not followed.
 
     Raises ``ImageMissingError``.
@@ -127,13 +134,15 @@ def dir_root(root: Path) -> RootFs:
             "(one "
             f"with the directory usr/ in it, not a link); make one with: python -m sandbox.base_image --rootfs DIR"
         )
-    arguments: list[str] = []
+    arguments, binds = list[str](), list[Bind]()
     # Each entry is bound onto a new root, where mount points can be created without changing the image directory.
     for entry in sorted(root.iterdir()):
         if entry.name in ("proc", "dev", "sys", "tmp", "root", "run", *_TOP_DIRS) or not _is_dir(entry):
             continue
-        arguments += _bind(entry, f"/{entry.name}")
-    arguments += _top_dirs(root)
+        arguments += _bind_directory(entry, binds, Path("/", entry.name))
+    for name in _TOP_DIRS:
+        arguments += _bind_directory(root / name, binds, Path("/", name))
+    arguments += covers(binds, private)
     return RootFs(tuple(arguments), ROOTFS_HOME, f"/usr/local/sbin:{_SYSTEM_PATH}:/usr/sbin:/sbin", seed=root)
 
 
@@ -207,16 +216,21 @@ def _fill_etc(etc: Path) -> None:
             shutil.copy2(source, etc / name)
 
 
-def _top_dirs(root: Path) -> list[str]:
-    """Return the arguments of /bin, /lib and similar: links into /usr on a merged system, else directories."""
-    arguments: list[str] = []
-    for name in _TOP_DIRS:
-        path = root / name
-        if path.is_symlink():
-            arguments += ["--symlink", os.readlink(path), f"/{name}"]
-        elif path.is_dir():
-            arguments += _bind(path, f"/{name}")
-    return arguments
+def _bind_directory(path: Path, binds: list[Bind], target: Path | None = None) -> list[str]:
+    """Return the arguments that bind ``path`` at ``target`` (default: the same path), and add the bind to ``binds``.
+
+    A link stays a link, as /bin is on a merged system: what it leads to is bound by itself. Nothing is bound if
+    ``path`` is absent or bound already.
+    """
+    target = target or path
+    if any(target.is_relative_to(bind.target) for bind in binds):
+        return []
+    if path.is_symlink():
+        return ["--symlink", os.readlink(path), str(target)]
+    if not path.is_dir():
+        return []
+    binds.append(Bind(path, target))
+    return _bind(path, target)
 
 
 def _site_dirs() -> list[Path]:

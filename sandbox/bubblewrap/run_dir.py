@@ -7,16 +7,15 @@
     └── <run>-<random>/
         ├── owner.json                  the owner process (:mod:`sandbox.lease`); touched at every heartbeat
         ├── groups.json                 the parents of its sandboxes' control groups, if it has any
-        └── sandboxes/<sandbox>/        work, home and tmp of a sandbox
+        ├── sandboxes/<sandbox>/        work, home and tmp of a sandbox
+        └── trash/                      closed sandboxes that are being removed (:mod:`sandbox.removal`)
 """
 
 from __future__ import annotations
 
 import os
 import re
-import shutil
 import stat
-import subprocess
 import tempfile
 import time
 from dataclasses import dataclass
@@ -25,10 +24,10 @@ from pathlib import Path
 from sandbox.cgroup import Cgroup, CgroupParents
 from sandbox.errors import SandboxStartError
 from sandbox.lease import Lease, Owner
+from sandbox.removal import remove_tree
 
 _OWNER = "owner.json"
 _GROUPS = "groups.json"
-_REMOVE_SECONDS = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +50,16 @@ class RunDirectory:
         name = re.sub(r"[^A-Za-z0-9_.]", "_", owner.run_id)[:40]
         hidden = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=base))
         (hidden / "sandboxes").mkdir()
+        (hidden / "trash").mkdir()
         if parents is not None:
             (hidden / _GROUPS).write_text(parents.to_json())
         (hidden / _OWNER).write_text(owner.to_json())
         return cls(hidden.rename(base / hidden.name.lstrip(".")))
+
+    @property
+    def trash(self) -> Path:
+        """The directory of closed sandboxes that are being removed."""
+        return self.path / "trash"
 
     def beat(self) -> None:
         """Renew the lease."""
@@ -63,6 +68,7 @@ class RunDirectory:
     def remove(self) -> None:
         # Sandboxes first: while owner.json exists, a reaper can finish an interrupted removal.
         remove_tree(self.path / "sandboxes")
+        remove_tree(self.trash)
         remove_tree(self.path)
 
 
@@ -96,15 +102,3 @@ def _leftover_groups(directory: Path) -> list[Cgroup]:
     except FileNotFoundError:
         return []
     return parents.leftovers(f"agent-rl-{directory.name}-")
-
-
-def remove_tree(path: Path) -> None:
-    """Remove a directory that hostile code wrote to: any depth, any permissions; links are not followed."""
-    try:
-        shutil.rmtree(path)
-    except FileNotFoundError:
-        return
-    except (OSError, RecursionError):
-        # A directory without permissions for its owner, or deeper than the recursion of rmtree.
-        subprocess.run(["chmod", "-R", "u+rwX", "--", path], stderr=subprocess.DEVNULL, timeout=_REMOVE_SECONDS)
-        subprocess.run(["rm", "-rf", "--", path], check=True, capture_output=True, timeout=_REMOVE_SECONDS)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
+import logging
 import shutil
 import subprocess
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -14,10 +14,10 @@ from typing import TypeVar
 
 from sandbox.base import BaseSandbox
 from sandbox.bubblewrap.launch import Launcher
+from sandbox.bubblewrap.private import Bind, covers
 from sandbox.bubblewrap.rootfs import RootFs, copy_regular, path_in_image
-from sandbox.bubblewrap.run_dir import remove_tree
 from sandbox.cgroup import Cgroup
-from sandbox.disk import Usage, check_free_space, usage
+from sandbox.disk import Usage, usage
 from sandbox.errors import (
     SandboxDiskFullError,
     SandboxError,
@@ -28,11 +28,16 @@ from sandbox.errors import (
 from sandbox.files import TreeCollector, read_by_command, write_by_command
 from sandbox.nofollow_io import SandboxRequired, gather_tree_nofollow, read_file_nofollow, write_file_nofollow
 from sandbox.process import ProcessResult
+from sandbox.removal import Remover
 from sandbox.types import EXIT_DISK_LIMIT, ExecResult, SandboxSpec
 
 T = TypeVar("T")
 
+_log = logging.getLogger(__name__)
+
 _AREAS = ("work", "home", "tmp")
+_EMPTY_SECONDS = 20.0
+"""How long the end of an overgrown sandbox waits until its files are removed."""
 _NOT_RUN = ProcessResult(EXIT_DISK_LIMIT, b"", b"", 0.0, timed_out=False, truncated=False), True
 
 _HIDDEN_IN_PROC = ("kcore", "key-users", "keys", "latency_stats", "sched_debug", "timer_list")
@@ -49,13 +54,15 @@ class BubblewrapSandbox(BaseSandbox):
         root: RootFs,
         directory: Path,
         launcher: Launcher,
+        remover: Remover,
+        private: Collection[Path],
         forget: Callable[[BubblewrapSandbox], None],
     ) -> None:
         super().__init__(id, spec)
         self._root, self._directory = root, directory
-        self._launcher, self._forget = launcher, forget
+        self._launcher, self._remover, self._forget = launcher, remover, forget
         self._areas = _areas(spec.workdir, root.home)
-        self._mounts = self._all_mounts()
+        self._mounts = self._all_mounts(private)
         self._running: set[asyncio.Task[tuple[ProcessResult, bool]]] = set()
         self.cgroup: Cgroup | None = None
 
@@ -83,7 +90,6 @@ class BubblewrapSandbox(BaseSandbox):
 
     async def _read_file(self, path: str, max_bytes: int) -> bytes:
         """A path with a symbolic link is read by a command in the sandbox."""
-        self._check_free_space()
         if location := self._locate(path):
             try:
                 return await _in_file_thread(partial(read_file_nofollow, *location, max_bytes=max_bytes, path=path))
@@ -93,7 +99,6 @@ class BubblewrapSandbox(BaseSandbox):
 
     async def _read_tree(self, path: str, tree: TreeCollector, skip: Collection[str]) -> None:
         """Reads on the host."""
-        self._check_free_space()
         location = self._locate(path, include_area=True)
         if location is None:
             raise SandboxFileError(f"{path}: not below a writable directory of the sandbox")
@@ -101,7 +106,6 @@ class BubblewrapSandbox(BaseSandbox):
 
     async def _write_files(self, files: Mapping[str, bytes]) -> None:
         """Paths with symbolic links are written by a command in the sandbox."""
-        self._check_free_space()
         remaining = await _in_file_thread(partial(self._write_direct, dict(files)))
         if remaining:
             await write_by_command(self, remaining)
@@ -119,7 +123,7 @@ class BubblewrapSandbox(BaseSandbox):
             if source.is_dir():
                 shutil.copytree(source, work, symlinks=True, dirs_exist_ok=True, copy_function=copy_regular)
 
-    def _all_mounts(self) -> list[str]:
+    def _all_mounts(self, private: Collection[Path]) -> list[str]:
         # /proc is remounted read-only: if this process is root, the sandbox's root could set kernel parameters in
         # /proc/sys even without capabilities.
         mounts = [*self._root.arguments, "--proc", "/proc", *_hidden(), "--remount-ro", "/proc", "--dev", "/dev"]
@@ -133,7 +137,7 @@ class BubblewrapSandbox(BaseSandbox):
                 )
             if self._root.seed is not None:
                 path_in_image(self._root.seed, target)
-            mounts += ["--ro-bind", source, target]
+            mounts += ["--ro-bind", source, target, *covers([Bind(Path(source), Path(target))], private)]
         return [*mounts, "--remount-ro", "/"]
 
     async def _run(
@@ -182,21 +186,18 @@ class BubblewrapSandbox(BaseSandbox):
         why = f"cd: {cwd}: no such directory\n"
         return ExecResult(exit_code=126, stdout=b"", stderr=why.encode(), seconds=finished.seconds)
 
-    def _check_free_space(self) -> None:
+    def _disk_directory(self) -> Path:
         if not self._directory.is_dir():
             raise SandboxLostError(f"sandbox {self._id}: its directory {self._directory} is gone")
-        check_free_space(self._directory)
+        return self._directory
 
     async def _measure_disk(self) -> Usage | None:
         return await usage(self._directory)
 
     async def _empty_disk(self) -> None:
         await self._kill()
-        with contextlib.suppress(SandboxError):
-            for area in _AREAS:
-                await asyncio.to_thread(
-                    on_disk, partial(remove_tree, self._directory / area), "the sandbox", SandboxError
-                )
+        removals = [asyncio.wrap_future(self._remover.discard(self._directory / area)) for area in _AREAS]
+        await asyncio.wait(removals, timeout=_EMPTY_SECONDS)
 
     async def _kill(self) -> None:
         for task in self._running:
@@ -236,13 +237,16 @@ class BubblewrapSandbox(BaseSandbox):
     async def _destroy(self) -> None:
         await self.disk_watch.close()
         await self._kill()
-        await asyncio.to_thread(on_disk, self._remove, f"sandbox {self._id}", SandboxLostError)
+        await asyncio.to_thread(self._discard)
         self._forget(self)
 
-    def _remove(self) -> None:
+    def _discard(self) -> None:
         if self.cgroup is not None:
-            self.cgroup.remove()
-        remove_tree(self._directory)
+            try:
+                self.cgroup.remove()
+            except OSError as error:
+                _log.warning("sandbox %s: its control group could not be removed: %s", self._id, error)
+        self._remover.discard(self._directory)
 
 
 def _hidden() -> list[str]:

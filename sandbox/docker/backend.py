@@ -8,9 +8,11 @@ Commands of one sandbox run one after another.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import Context
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
@@ -19,7 +21,7 @@ import docker.errors
 from docker.types import LogConfig, Ulimit
 
 from sandbox.disk import check_free_space
-from sandbox.docker.engine import (
+from sandbox.docker.client import (
     THREADS,
     EngineClient,
     connect,
@@ -40,9 +42,12 @@ from sandbox.errors import (
 from sandbox.files import archive
 from sandbox.lease import Heartbeat, Owner
 from sandbox.shielded import shielded
+from sandbox.temp_dir import TempDirectory
 from sandbox.types import ImagePolicy, SandboxSpec
 
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 DEFAULT_IMAGE = "agent-rl-base"
 """The image of ``SandboxSpec.image == "host"``, built by ``python -m sandbox.base_image``."""
@@ -53,6 +58,12 @@ _SHARED = "--file-access=shared"
 # Overhead of gVisor's kernel on top of the spec's limits: MiB, threads, and tasks per process in the sandbox (measured:
 # 73 Python processes take 300 MiB, mostly gVisor's own, and a fork bomb of 76 processes up to 1,400 tasks).
 _GVISOR_MB, _GVISOR_THREADS, _GVISOR_TASKS = 128, 256, 24
+_REMOVE_SECONDS, _REMOVE_ATTEMPTS = 10.0, 10
+_ETC = {
+    "/etc/hostname": "sandbox\n",
+    "/etc/hosts": "127.0.0.1 localhost sandbox\n::1 localhost\n",
+    "/run/.containerenv": "",
+}
 _NOBODY = "65534:65534"
 _OVERHEAD_PROCESSES = 12  # init, sleep, wrapper, head, timeout, and the threads of the engine's runtime
 _PODMAN_ULIMIT = 16384
@@ -72,6 +83,7 @@ class DockerBackend:
         if runtime is not None:
             self._check_runtime(runtime)
         self._disk = Path(info["DockerRootDir"])
+        self._etc = _write_etc() if self._disk.is_dir() else None
         self._quota = supports_quota(info)
         self._owner = Owner.current(run_id)
         self._lease = EngineLease(self._api, self._owner)
@@ -79,6 +91,7 @@ class DockerBackend:
         self._policy = images or ImagePolicy()
         self._images = ImageStore(self._api, self._policy, self.call, image_index_path(info))
         self._sandboxes: dict[str, DockerSandbox] = {}
+        self._removals: set[asyncio.Task[None]] = set()
         self._closed = False
         self._heartbeat = Heartbeat(self._lease.renew)
 
@@ -130,14 +143,29 @@ class DockerBackend:
         """Pull ``image``. Raises ``ImageMissingError`` or ``ImagePullError``."""
         await self._images.fetch(image)
 
-    def check_free_space(self) -> None:
-        """Raise ``SandboxDiskFullError`` if the engine's disk is on this machine and full."""
-        if self._disk.is_dir():
-            check_free_space(self._disk)
+    def local_disk(self) -> Path | None:
+        """Return the engine's data directory if it is on this machine."""
+        return self._disk if self._disk.is_dir() else None
 
     def forget(self, sandbox: DockerSandbox) -> None:
         """Remove a closed sandbox from the open ones."""
         self._sandboxes.pop(sandbox.id, None)
+
+    async def discard(self, sandbox: DockerSandbox) -> None:
+        """Remove the container of a closed sandbox, after 10 seconds in the background of the run."""
+        removal = asyncio.create_task(self._remove(sandbox), context=Context())
+        self._removals.add(removal)
+        removal.add_done_callback(self._removals.discard)
+        await asyncio.wait({removal}, timeout=_REMOVE_SECONDS)
+
+    async def _remove(self, sandbox: DockerSandbox) -> None:
+        """Remove a container. The engine continues after a call timed out, and the reaper removes what is left."""
+        for _ in range(_REMOVE_ATTEMPTS):
+            try:
+                return await self.call(sandbox.remove, SandboxError)
+            except SandboxError as error:
+                _log.warning("sandbox %s could not be removed yet: %s", sandbox.id, error)
+                await asyncio.sleep(1.0)
 
     async def _start_shielded(self, spec: SandboxSpec) -> DockerSandbox:
         starting = asyncio.ensure_future(self.call(partial(self._start, spec), SandboxStartError))
@@ -158,12 +186,15 @@ class DockerBackend:
         async with asyncio.TaskGroup() as group:
             for sandbox in list(self._sandboxes.values()):
                 group.create_task(sandbox.close())
+        if self._removals:
+            await asyncio.wait(set(self._removals))
         await asyncio.to_thread(self._end_lease)
         self._threads.shutdown(wait=False)
         self._api.close()
 
     def _start(self, spec: SandboxSpec) -> DockerSandbox:
-        self.check_free_space()
+        if disk := self.local_disk():
+            check_free_space(disk)
         for source in spec.ro_binds:
             if not Path(source).exists():
                 raise SandboxStartError(f"ro_binds: {source}: no such file or directory on the host")
@@ -263,12 +294,21 @@ class DockerBackend:
             init=True,
             ulimits=[Ulimit(name=name, soft=limit, hard=limit) for name, limit in self._ulimits(processes).items()],
             log_config=LogConfig(type=LogConfig.types.NONE),
-            binds=[f"{source}:{target}:ro" for source, target in spec.ro_binds.items()],
+            binds=[f"{source}:{target}:ro" for source, target in {**self._etc_binds(), **spec.ro_binds}.items()],
             runtime=self._runtime,
             storage_opt=quota_options(self._api, image, spec.disk_mb) if self._quota else None,
         )
 
+    def _etc_binds(self) -> dict[str, str]:
+        """Return read-only files in the places of those that the engine would mount writable from its own disk, where
+        neither the disk watch nor a quota counts them."""
+        files = [file for file in _ETC if self.name == "podman" or file.startswith("/etc/")]
+        return {} if self._etc is None else {str(self._etc.path / Path(file).name): file for file in files}
+
     def _end_lease(self) -> None:
+        etc, self._etc = self._etc, None
+        if etc is not None:
+            etc.remove()
         self._heartbeat.stop()
         self._lease.end()
 
@@ -303,6 +343,13 @@ class PodmanBackend(DockerBackend):
         # By default, podman as root sets higher values than a machine without CAP_SYS_RESOURCE allows. The control
         # group limits a sandbox's processes; this nproc is shared by the nobody processes of all sandboxes.
         return {"nofile": _PODMAN_ULIMIT, "nproc": _PODMAN_ULIMIT, **super()._ulimits(processes)}
+
+
+def _write_etc() -> TempDirectory:
+    directory = TempDirectory("agent-rl-etc-")
+    for file, text in _ETC.items():
+        (directory.path / Path(file).name).write_text(text)
+    return directory
 
 
 def _image_name(image: str) -> str:

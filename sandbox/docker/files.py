@@ -16,6 +16,7 @@ from typing import Any
 
 import docker.errors
 
+from sandbox.docker.client import is_missing_container
 from sandbox.errors import SandboxFileError
 from sandbox.files import TreeCollector
 from sandbox.nofollow_io import gather_tree_nofollow
@@ -127,7 +128,7 @@ def _get_archive(api: Any, container: str, path: str, shown: str) -> tuple[Any, 
     try:
         stream, stat = api.get_archive(container, path)
     except docker.errors.NotFound as error:
-        if "o such container" in str(error.explanation):
+        if is_missing_container(error):
             raise
         raise SandboxFileError(f"{shown}: no such file") from None
     return stream, stat

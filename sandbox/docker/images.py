@@ -24,7 +24,7 @@ from typing import Any
 import docker.errors
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
-from sandbox.docker.engine import EngineClient
+from sandbox.docker.client import EngineClient
 from sandbox.errors import ImageMissingError, ImagePullError, SandboxDiskFullError, SandboxError, SandboxLostError
 from sandbox.timeouts import uncharged
 from sandbox.types import ImagePolicy

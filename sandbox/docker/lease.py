@@ -14,7 +14,7 @@ from typing import Any
 
 import docker.errors
 
-from sandbox.docker.engine import EngineClient, remove_container, translate_errors
+from sandbox.docker.client import EngineClient, remove_container, translate_errors
 from sandbox.errors import SandboxLostError
 from sandbox.lease import Lease, Owner
 

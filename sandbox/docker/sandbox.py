@@ -7,13 +7,13 @@ import contextlib
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Protocol, TypeVar
 
 from sandbox.base import BaseSandbox
 from sandbox.cgroup import cgroup_directories, oom_kills, ran_out_of_memory
 from sandbox.disk import Usage, usage
-from sandbox.docker.engine import (
+from sandbox.docker.client import (
     EngineClient,
     WritableDirectories,
     find_writable_directories,
@@ -32,7 +32,8 @@ T = TypeVar("T")
 _GRACE = 20.0
 _UNTHROTTLED = 15.0
 """Seconds at the end of the grace in which the remaining output of a killed command is read without throttling."""
-_WRAPPER_KILLED = 137
+_SIGNALS = 128
+"""A shell that a signal ended has a higher exit code: code in the sandbox killed the wrapper."""
 _GVISOR_PANIC = 2
 """Exit code of a container whose gVisor kernel died, which can happen at a resource limit."""
 _OOM_CHECKS, _OOM_CHECK_SECONDS = 10, 0.1
@@ -48,9 +49,11 @@ class ParentBackend(Protocol):
 
     async def call(self, work: Callable[[], T], error: type[SandboxError]) -> T: ...
 
-    def check_free_space(self) -> None: ...
+    def local_disk(self) -> Path | None: ...
 
     def forget(self, sandbox: DockerSandbox) -> None: ...
+
+    async def discard(self, sandbox: DockerSandbox) -> None: ...
 
 
 class DockerSandbox(BaseSandbox):
@@ -114,7 +117,7 @@ class DockerSandbox(BaseSandbox):
         started = time.perf_counter()
         outcome = await self._run(wrapped, timeout + _GRACE, env, stdin)
         seconds = time.perf_counter() - started
-        if not outcome.complete and outcome.exit_code not in (None, _WRAPPER_KILLED):
+        if not outcome.complete and outcome.exit_code is not None and outcome.exit_code <= _SIGNALS:
             if await self._shell_fails() or await self._backend.call(self._programs_changed, SandboxLostError):
                 return ExecResult(127, b"", _NO_SHELL, seconds)
             self._raise_lost(outcome)
@@ -244,8 +247,8 @@ class DockerSandbox(BaseSandbox):
     def _is_running(self) -> bool:
         return bool(self._api.inspect_container(self._container)["State"]["Running"])
 
-    def _check_free_space(self) -> None:
-        self._backend.check_free_space()
+    def _disk_directory(self) -> Path | None:
+        return self._backend.local_disk()
 
     async def _measure_disk(self) -> Usage | None:
         """Return the usage of the layer and the volumes, or None if the container is gone.
@@ -276,5 +279,5 @@ class DockerSandbox(BaseSandbox):
         await self.disk_watch.close()
         if self._connection is not None:
             self._connection.abort()
-        await self._backend.call(self.remove, SandboxLostError)
         self._backend.forget(self)
+        await self._backend.discard(self)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sandbox.base import ForwardingSandbox
+from sandbox.disk import free_bytes
 from sandbox.errors import ImageMissingError, SandboxError, SandboxLostError, SandboxNodeLostError
 from sandbox.factory import open_backend
 from sandbox.shielded import shielded, wait_until_done
@@ -81,7 +81,7 @@ class SandboxNodeActor:
     async def report(self) -> NodeReport:
         """Return the node's resources for ``agent-rl doctor``."""
         limits, disk = (getattr(self._backend, name, None) for name in ("limits", "disk"))
-        return NodeReport(limits or "limits of its own", os.cpu_count() or 1, _free_bytes(disk))
+        return NodeReport(limits or "limits of its own", os.cpu_count() or 1, free_bytes(disk))
 
     async def probe(self, image: str, directories: Sequence[str]) -> NodeProbe:
         """Check for ``image`` and ``directories``; a backend without ``ImageProvider`` counts as having the image."""
@@ -124,11 +124,6 @@ class SandboxNodeActor:
 
 def _missing_directories(directories: Sequence[str]) -> tuple[str, ...]:
     return tuple(directory for directory in directories if not Path(directory).exists())
-
-
-def _free_bytes(directory: Path | None) -> int | None:
-    """Return the free bytes on the directory's disk, or None if the directory is on another machine."""
-    return shutil.disk_usage(directory).free if directory is not None and directory.is_dir() else None
 
 
 class RemoteNode:

@@ -23,11 +23,12 @@ from sandbox import (
 from sandbox.base import BaseSandbox
 from sandbox.bubblewrap.backend import BubblewrapBackend
 from sandbox.docker.backend import DEFAULT_IMAGE
-from sandbox.docker.engine import WritableDirectories, connect
+from sandbox.docker.client import WritableDirectories, connect
 from sandbox.docker.sandbox import DockerSandbox
 from sandbox.types import EXIT_DISK_LIMIT
 from tests.envs.images import SYSTEM, directory_image
 from tests.redteam.attack import report_stopped
+from tools import ToolCall
 
 pytestmark = [pytest.mark.redteam]
 
@@ -45,7 +46,19 @@ GROWTHS = {
     ),
     "in its home and /tmp": "head -c 15000000 /dev/zero > ~/a; head -c 15000000 /dev/zero > /tmp/b; sleep 60",
 }
+FAST_GROWTHS = ("head -c 100000000 /dev/zero > big", "for i in $(seq 5000); do : > $i || exit 1; done")
 HONEST = "head -c 5000000 /dev/zero > a; for i in $(seq 99); do ln a a$i; done; truncate -s 900M hole; sleep 2; echo on"
+
+OLD, NEW = {"calc.py": "a = 1\n"}, {"calc.py": "a = 2\n"}
+CALC = SweRecord(
+    repo_name="calc",
+    task_id="calc-a",
+    expected_output_json='{"t.py::test_a": "PASSED"}',
+    problem_statement="a is 1.",
+    files=OLD,
+    test_command="true",
+    gold_patch=diff_files(OLD, NEW),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -168,9 +181,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.bubblewrap
-@pytest.mark.parametrize(
-    "growth", ["head -c 100000000 /dev/zero > big", "for i in $(seq 5000); do : > $i || exit 1; done"]
-)
+@pytest.mark.parametrize("growth", FAST_GROWTHS)
 async def test_a_full_disk_is_charged_to_the_sandbox_that_filled_it(small_disk: Path, growth: str) -> None:
     """Faster than the timer: only its own command fails, and its neighbour continues."""
     backend = BubblewrapBackend(run_id="redteam-full", base=small_disk)
@@ -185,32 +196,46 @@ async def test_a_full_disk_is_charged_to_the_sandbox_that_filled_it(small_disk: 
 
 
 @pytest.mark.bubblewrap
-async def test_a_neighbour_on_a_disk_without_inodes_is_not_blamed(small_disk: Path) -> None:
-    backend = BubblewrapBackend(run_id="redteam-inodes", base=small_disk)
+@pytest.mark.parametrize("growth", FAST_GROWTHS)
+async def test_growth_within_the_limits_that_fills_the_disk_is_ended(small_disk: Path, growth: str) -> None:
+    """The limits are larger than the disk: the neighbour's failure is infrastructure, the greedy one's is not."""
+    backend = BubblewrapBackend(run_id="redteam-within", base=small_disk)
     try:
         greedy, neighbour = await backend.start(SandboxSpec()), await backend.start(SandboxSpec())
-        with pytest.raises(SandboxDiskFullError, match="inodes free"):
-            await greedy.exec("for i in $(seq 5000); do : > $i || exit 1; done", timeout=50)
-        with pytest.raises(SandboxDiskFullError, match="inodes free") as error:
-            await neighbour.exec(": > a", timeout=20)
+        assert (await greedy.exec(f"({growth}) || true", timeout=50)).ok
+        with pytest.raises(SandboxDiskFullError, match="free on its disk"):
+            await neighbour.exec("false", timeout=20)
+        with pytest.raises(SandboxDiskFullError, match="free on its disk"):
+            await neighbour.write_files({"a": b"1"})
+        result = await greedy.exec("false", timeout=20)
+        assert result.exit_code == EXIT_DISK_LIMIT
+        assert (await neighbour.exec("for i in $(seq 100); do : > $i || exit 1; done", timeout=20)).ok
     finally:
         await backend.close()
-    report_stopped("using up the inodes within a limit that is larger than the disk", error.value)
+    report_stopped(f"filling the disk within its limits: {growth}", result.text.strip())
+
+
+@pytest.mark.bubblewrap
+@pytest.mark.parametrize("growth", [*FAST_GROWTHS, "head -c 51M /dev/zero > big"])
+async def test_an_agent_that_fills_the_disk_within_its_limits_gets_no_reward_and_no_retry(
+    small_disk: Path, growth: str
+) -> None:
+    """The last growth leaves enough space for the agent's commands but not for the grading sandbox."""
+    backend = BubblewrapBackend(run_id="redteam-reward", base=small_disk)
+    try:
+        async with start_episode(EnvContext(backend), CALC) as episode:
+            await episode.tools.call(ToolCall("execute_bash", {"cmd": growth}))
+            await episode.tools.call(ToolCall("execute_bash", {"cmd": "false"}))
+            grade = await episode.grade()
+    finally:
+        await backend.close()
+    assert (grade.reward, grade.resolved) == (0.0, False)
+    report_stopped(f"turning a loss into infrastructure by a full disk: {growth}", grade.suspected_hack or grade.log)
 
 
 @pytest.mark.slow
 async def test_an_agent_that_fills_its_sandbox_gets_no_reward_and_no_retry(backend: SandboxBackend) -> None:
-    old, new = {"calc.py": "a = 1\n"}, {"calc.py": "a = 2\n"}
-    record = SweRecord(
-        repo_name="calc",
-        task_id="calc-a",
-        expected_output_json='{"t.py::test_a": "PASSED"}',
-        problem_statement="a is 1.",
-        files=old,
-        test_command="true",
-        gold_patch=diff_files(old, new),
-    )
-    async with start_episode(EnvContext(backend, limits=SMALL), record) as episode:
+    async with start_episode(EnvContext(backend, limits=SMALL), CALC) as episode:
         assert (await episode.sandbox.exec(GROWTHS["one large file"], timeout=50)).exit_code == EXIT_DISK_LIMIT
         grade = await episode.grade()
     assert (grade.reward, grade.resolved) == (0.0, False)

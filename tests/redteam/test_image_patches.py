@@ -16,7 +16,7 @@ from envs import EnvContext
 from envs.swe import SweRecord, diff_files, start_episode
 from envs.swe.diff.git_diff import patched_paths
 from sandbox import ImagePolicy, SandboxSpec, SandboxStartError, SandboxUnavailableError, open_backend
-from sandbox.docker.engine import connect
+from sandbox.docker.client import connect
 from tests.envs.images import GIT_WITH_A_FUTURE, SYSTEM, directory_image
 from tests.redteam.attack import report_stopped
 

@@ -28,7 +28,7 @@ from sandbox import ImageMissingError, SandboxLostError, SandboxUnavailableError
 from tools import FunctionToolSet, ToolDefinitionError, ToolResult
 
 ROUTES = R3Config()
-HOOKS = ["on_start", "on_call", "on_grade", "on_close"]
+HOOKS = ["on_start", "on_call", "on_grade"]
 ROLES = ["system", "user", "assistant", "tool", "assistant"]
 
 
@@ -203,6 +203,13 @@ async def test_a_broken_sandbox_or_grading_is_no_reward(error: Exception, where:
     trajectory = await drive(TurnsEngine([FIX, SUBMIT]), MemoryEnvironment(**{where: raising(error)}))
     assert (trajectory.stop, trajectory.reward) == (stop, None)
     assert trajectory.error == f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize("error", [SandboxLostError("gone"), OSError(28, "no room"), KeyError("status")])
+async def test_a_grade_is_final_before_the_clean_up(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    trajectory = await drive(TurnsEngine([FIX, SUBMIT]), MemoryEnvironment(on_close=raising(error)))
+    assert (trajectory.stop, trajectory.reward) == (StopReason.SUBMITTED, 1.0)
+    assert repr(error) in caplog.text
 
 
 async def test_a_broken_engine_is_no_reward() -> None:

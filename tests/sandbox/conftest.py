@@ -27,7 +27,7 @@ from sandbox import (
     SandboxUnavailableError,
     open_backend,
 )
-from sandbox.docker.engine import EngineClient, connect
+from sandbox.docker.client import EngineClient, connect
 from sandbox.docker.lease import RUN_LABEL
 from sandbox.ray.open import open_cluster
 

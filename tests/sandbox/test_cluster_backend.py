@@ -220,7 +220,7 @@ def test_sandbox_nodes_declare_the_resource_or_are_all_living_nodes() -> None:
 
 async def test_doctor_checks_every_node(two_nodes: None, tmp_path: Path) -> None:
     def config(**sandbox: Any) -> RunConfig:
-        settings = {"placement": "ray", "backend": "bubblewrap", **sandbox}
+        settings = {"placement": "ray", "backend": "bubblewrap", "disk_mb": 64, **sandbox}
         return RunConfig.model_validate({"name": "doctor", "model": str(tmp_path), "sandbox": settings})
 
     first, second, image = await check_sandboxes(config())

@@ -18,7 +18,7 @@ from sandbox import (
     SandboxUnavailableError,
     open_backend,
 )
-from sandbox.docker.engine import EngineClient
+from sandbox.docker.client import EngineClient
 from sandbox.docker.sandbox import DockerSandbox
 from sandbox.types import EXIT_DISK_LIMIT
 

@@ -19,7 +19,7 @@ from support.loop_clock import LoopClock
 
 from sandbox import ImageMissingError, ImagePolicy, ImagePullError, SandboxError, SandboxPool, SandboxSpec, bounded
 from sandbox.docker.backend import DockerBackend
-from sandbox.docker.engine import EngineClient, connect, translate_errors
+from sandbox.docker.client import EngineClient, connect, translate_errors
 from sandbox.docker.images import ImageStore
 from tests.sandbox.conftest import Host
 

@@ -17,7 +17,7 @@ from sandbox.bubblewrap.backend import BubblewrapBackend, reap_dirs
 from sandbox.bubblewrap.run_dir import RunDirectory, dir_leases
 from sandbox.docker import lease as dockerlease
 from sandbox.docker.backend import DockerBackend, reap_containers
-from sandbox.docker.engine import connect
+from sandbox.docker.client import connect
 from sandbox.lease import EXPIRY_SECONDS, Owner
 from tests.sandbox.conftest import RUN
 

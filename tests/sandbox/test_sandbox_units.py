@@ -22,7 +22,7 @@ from sandbox import SandboxFileError, SandboxLostError, SandboxSpec, SandboxUnav
 from sandbox.bubblewrap.seccomp import sandbox_filter
 from sandbox.cgroup import ran_out_of_memory
 from sandbox.docker.backend import check_limits
-from sandbox.docker.engine import is_quota_refusal, supports_quota
+from sandbox.docker.client import is_quota_refusal, supports_quota
 from sandbox.docker.exec import END, Demux, MarkedStream
 from sandbox.lease import EXPIRY_SECONDS, Heartbeat, Lease, Owner
 from sandbox.nofollow_io import SandboxRequired, read_file_nofollow, write_file_nofollow
@@ -249,7 +249,7 @@ def test_without_a_backend_one_line_says_what_to_install(monkeypatch: pytest.Mon
 
 
 def test_a_hanging_engine_is_reported_within_seconds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("sandbox.docker.engine._PROBE_SECONDS", 0.2)
+    monkeypatch.setattr("sandbox.docker.client._PROBE_SECONDS", 0.2)
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/hangs.sock")
     with socket.socket(socket.AF_UNIX) as silent:
         silent.bind(f"{tmp_path}/hangs.sock")

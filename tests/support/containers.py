@@ -19,7 +19,7 @@ import docker.errors
 import pytest
 
 from sandbox.docker.backend import DEFAULT_IMAGE
-from sandbox.docker.engine import EngineClient
+from sandbox.docker.client import EngineClient
 
 
 def build(api: EngineClient, tag: str, files: Mapping[str, bytes], set_up: str) -> None:

@@ -163,6 +163,12 @@ def remove_container(api: EngineClient, container: str) -> bool:
     return True
 
 
+def is_missing_container(error: docker.errors.APIError) -> bool:
+    """Whether the engine has no such container. The start of the message decides: the rest may quote a file's name."""
+    text = str(error.explanation or error).lstrip()
+    return error.status_code == requests.codes.not_found and text.startswith(("No such container", "no container with"))
+
+
 def translate_errors(work: Callable[[], T], error: type[SandboxError]) -> T:
     """Return ``work()``; raise the client's errors as ``error``, ``SandboxDiskFullError`` or ``SandboxLostError``.
 
@@ -175,7 +181,7 @@ def translate_errors(work: Callable[[], T], error: type[SandboxError]) -> T:
         text = str(problem.explanation or problem).strip()
         if "no space left on device" in text:
             raise SandboxDiskFullError(f"the container engine: {text}") from None
-        raise (gone if "o such container" in text else error)(f"the container engine: {text}") from None
+        raise (gone if is_missing_container(problem) else error)(f"the container engine: {text}") from None
     except (docker.errors.DockerException, requests.RequestException) as problem:
         raise gone(f"the container engine: {_short_reason(problem)}") from None
     except OSError as problem:
