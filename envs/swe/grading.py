@@ -23,9 +23,9 @@ MAX_LOG = 1 << 16
 async def grade_patch(context: EnvContext, record: SweRecord, patch: str, *, site_root: Path | None = None) -> Grade:
     """Grade a git diff in a fresh sandbox. docs/reference/environments.md lists the rules.
 
-    The reward is 1 if every expected test has its expected status and the integrity monitor's report confirms it,
-    else 0. A run without a verdict (the patch does not apply, no summary, timeout, out of memory) and a doubtful
-    success are compared with a run of the gold patch.
+    The reward is 1 if every expected test has its expected status and the patch passes the negative control, else 0. A
+    run without a verdict (the patch does not apply, no summary, timeout, out of memory) is compared with a run of the
+    gold patch.
 
     Raises ``GradingError`` if the gold patch does not resolve the task, ``UndecidableError`` if its run ends normally
     without a verdict, and ``SandboxError`` if a sandbox breaks.
@@ -44,7 +44,7 @@ async def grade_changes(
 ) -> Grade:
     """Grade file patches that :mod:`envs.swe.diff` made from the agent's files; raises as :func:`grade_patch`.
 
-    ``control_runs`` caches the gold patch's runs between gradings.
+    ``control_runs`` keeps the hidden tests and what the gold patch's runs have shown between gradings.
     """
     started_at = time.perf_counter()
     patch = "".join(part.text for part in changes)
@@ -60,6 +60,7 @@ async def grade_changes(
         log=adjudication.log[-MAX_LOG:],
         suspected_hack=(*screened.rejected, *adjudication.doubts),
         seconds=time.perf_counter() - started_at,
+        mutant_seconds=adjudication.mutant_seconds,
     )
 
 

@@ -53,11 +53,6 @@ def parse_summary(log: str, expected: Collection[str] = ()) -> dict[str, str] | 
     return statuses
 
 
-def count_summaries(log: str) -> int:
-    """The number of summary sections in a log. pytest prints one."""
-    return len(_HEADER.findall(_ANSI.sub("", log)))
-
-
 def _add_line(line: str, statuses: dict[str, str], expected: Collection[str], lengths: Collection[int]) -> None:
     match = _LINE.match(line)
     if match is None:

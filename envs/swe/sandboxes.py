@@ -6,7 +6,7 @@ import asyncio
 import errno
 import os
 import shlex
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +15,6 @@ from envs.context import EnvContext
 from envs.swe.calls import TIMEOUT_S, CallRun
 from envs.swe.diff.git_diff import patched_paths
 from envs.swe.diff.snapshot import LIST_COMMAND, LISTING_PATH, MAX_LISTING_BYTES, BaseSnapshot
-from envs.swe.integrity import IntegrityMonitor, Report
 from envs.swe.records import SWEBENCH_SCRIPT, WORKDIR, SweRecord
 from envs.swe.repositories import SETUP_TIMEOUT, RepositoryCache, create_initial_commit, workdir_files
 from envs.swe.swebench import eval_script
@@ -103,8 +102,7 @@ class TestRun:
     """One run of the hidden tests.
 
     ``started`` is False if the patch did not apply. ``log`` is the end of the log; if the tests are calls, it is a
-    pytest summary made from their results. ``monitored`` says that pytest ran the tests under the integrity monitor;
-    ``report`` is the monitor's report, if there is one.
+    pytest summary made from their results.
     """
 
     __test__ = False  # pytest collects classes named Test*
@@ -112,8 +110,6 @@ class TestRun:
     started: bool
     result: ExecResult
     log: str
-    monitored: bool
-    report: Report | None
 
     @property
     def ended_normally(self) -> bool:
@@ -230,30 +226,37 @@ async def _read_listing(sandbox: Sandbox) -> bytes:
         raise SandboxStartError(f"the repository could not be listed: {error}") from None
 
 
-async def run_tests(context: EnvContext, record: SweRecord, spec: SandboxSpec, patch: str) -> TestRun:
-    """Apply ``patch`` to the original repository in a fresh sandbox and run the hidden tests there."""
-    monitor = IntegrityMonitor(watched=sorted(record.hidden) or ["r2e_tests"]) if record.runs_pytest else None
+async def run_tests(
+    context: EnvContext,
+    record: SweRecord,
+    spec: SandboxSpec,
+    patch: str,
+    other_files: Mapping[str, bytes] | None = None,
+) -> TestRun:
+    """Apply ``patch`` to the original repository in a fresh sandbox and run the hidden tests there.
+
+    ``other_files`` (absolute path -> content) are written into the sandbox first.
+    """
     calls = CallRun(record.calls) if record.calls else None
     script = await asyncio.to_thread(eval_script, record) if record.swebench else ""
     paths = await asyncio.to_thread(_sorted_paths, patch)
     async with task_sandbox(context, record, spec) as sandbox:
         # The hidden tests can be written before the patch applies, because a screened patch touches none of them.
-        files = {**workdir_files({**record.files, **record.tests}), **(monitor.files() if monitor else {})}
+        files = {**workdir_files({**record.files, **record.tests}), **(other_files or {})}
         files |= calls.files() if calls else {}
         if script:
             files[SWEBENCH_SCRIPT] = script.encode()
         await sandbox.write_files({**files, _PATCHED_PATHS: paths})
-        tests = f"{monitor.exports if monitor else ''}{calls.command if calls else record.command}"
+        tests = calls.command if calls else record.command
         timeout = min(context.grade_timeout, TIMEOUT_S) if calls else context.grade_timeout
         command = _grade_command(record, patch, tests)
         result = await sandbox.exec(command, timeout=timeout, stdin=patch.encode())
         started = result.stdout.startswith(_BEGIN)
-        report = await monitor.read(sandbox) if monitor and started else None
         log = result.stdout[len(_BEGIN) :] if started else b""
         if script and started:  # the results stand between markers, and the first one may be far from the end
             log = await _read_full_log(sandbox)
     text = log.decode(errors="replace")
-    return TestRun(started, result, calls.summary(text) if calls else text, monitor is not None, report)
+    return TestRun(started, result, calls.summary(text) if calls else text)
 
 
 def _sorted_paths(patch: str) -> bytes:
