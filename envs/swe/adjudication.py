@@ -23,11 +23,12 @@ from envs.swe.pytest_log import TestVerdict, judge_pytest_log, parse_summary
 from envs.swe.records import SweRecord
 from envs.swe.sandboxes import TestRun, run_tests, sandbox_spec
 from envs.swe.swebench import judge_swebench_log, swebench_statuses
+from envs.swe.test_side import Trace
 from envs.types import GradingError, UndecidableError
 
 _log = logging.getLogger(__name__)
 _MAX_DOUBTS = 10
-_MAX_LINE_UPS = 3
+_MAX_LINE_UPS = 2
 """Line-ups per control: a test whose line-up fails with the gold patch is left out of the next one."""
 SILENT_EXIT = "the test run ended with exit code 0 and no results"
 MUTANTS_PASS = "mutants_pass"
@@ -51,13 +52,14 @@ class Control:
     """What the gradings of one task share: its hidden tests and what its gold patch's runs have shown.
 
     ``excluded`` are tests whose line-up fails with the gold patch. ``absent`` are expected tests that the log of the
-    gold patch's run lacks. ``seed`` chooses the tests of line-ups.
+    gold patch's run lacks. ``test_side`` are the files that only the tests use. ``seed`` chooses the tests of line-ups.
     """
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     hidden: HiddenTests | None = None
     excluded: set[str] = field(default_factory=set)
     absent: frozenset[str] | None = None
+    test_side: frozenset[str] | None = None
     seed: int = field(default_factory=lambda: secrets.randbits(32))
 
 
@@ -71,19 +73,16 @@ class ControlRuns:
         return self._controls.setdefault(record.id, Control())
 
 
-async def adjudicate(
-    context: EnvContext, record: SweRecord, patch: str, site_root: Path | None, control_runs: ControlRuns | None = None
-) -> Adjudication:
+async def adjudicate(case: Case, patch: str) -> Adjudication:
     """Run the hidden tests with ``patch`` and decide what their result is worth.
 
-    A failure is accepted as it is. A success must pass the negative control; ``control_runs`` keeps what later
-    gradings of the task use again. A run without a verdict gets a run with the gold patch, which must show that the
-    machine can run the tests now.
+    A run without a verdict gets a run with the gold patch, which must show that the machine can run the tests now.
+    :func:`verify_success` decides whether a success is one.
 
     Raises ``GradingError`` if the gold patch's run has no verdict either or the gold patch does not resolve the task,
     and ``UndecidableError`` if the row itself is the cause.
     """
-    case = Case(context, record, site_root, (control_runs or ControlRuns()).of(record))
+    record = case.record
     run, verdict = await case.run(patch)
     if verdict is None:
         if patch == record.gold:
@@ -91,13 +90,24 @@ async def adjudicate(
         await case.run_gold(f"no verdict ({run.outcome})", needs_success=False)
         is_silent = run.started and run.result.exit_code == 0 and not run.result.timed_out
         return Adjudication(TestVerdict(False, {}, run.outcome), (SILENT_EXIT,) * is_silent, run.log or run.outcome)
-    if not verdict.resolved or patch == record.gold:
-        return Adjudication(verdict, log=run.log)
+    return Adjudication(verdict, log=run.log)
+
+
+async def verify_success(case: Case, success: Adjudication, patch: str) -> Adjudication:
+    """Run the negative control of a success. Raises as :func:`adjudicate`."""
     started_at = time.perf_counter()
+    verdict = success.verdict
     doubts = [*await case.absent_tests(verdict), *await case.negative_control(patch)][:_MAX_DOUBTS]
     seconds = time.perf_counter() - started_at
     final = TestVerdict(False, verdict.tests, doubts[0]) if doubts else verdict
-    return Adjudication(final, doubts, run.log, seconds)
+    return Adjudication(final, doubts, success.log, seconds)
+
+
+def open_case(
+    context: EnvContext, record: SweRecord, site_root: Path | None, control_runs: ControlRuns | None = None
+) -> Case:
+    """The case of a record. ``control_runs`` keeps what later gradings of the task use again."""
+    return Case(context, record, site_root, (control_runs or ControlRuns()).of(record))
 
 
 def judge_run(record: SweRecord, run: TestRun) -> TestVerdict | None:
@@ -137,6 +147,19 @@ class Case:
         message = f"task {self.record.id}: {finding}; the control run {self.control_name} failed ({outcome})"
         raise GradingError(message) if needs_success or verdict else _no_verdict_error(run, message)
 
+    async def test_side(self) -> frozenset[str]:
+        """The files that only the tests use, as far as a run with the gold patch shows them."""
+        async with self.control.lock:
+            if self.record.calls:
+                return frozenset()
+            if self.control.test_side is None:
+                spec = sandbox_spec(self.context, self.record, self.site_root)
+                run = await run_tests(self.context, self.record, spec, self.record.gold, trace=Trace())
+                if run.result.timed_out or run.result.oom_killed:
+                    raise GradingError(f"task {self.record.id}: the traced run {self.control_name}: {run.outcome}")
+                self.control.test_side = run.test_side
+        return self.control.test_side
+
     async def absent_tests(self, verdict: TestVerdict) -> list[str]:
         """Doubts about expected tests that are missing in the log. Only SWE-smith's rules count them as passed."""
         absent = [test for test in self.record.expected if self.record.swebench and test not in verdict.tests]
@@ -155,12 +178,12 @@ class Case:
             if line_up is None:
                 break
             deviations = await self._deviations(line_up, patch)
-            if not deviations:
+            if not deviations and line_up.fixed:
                 return []
             gold = await self.gold_deviations(line_up, deviations)
             if own := [f"{MUTANTS_PASS}: {test}: {deviations[test]}" for test in deviations if test not in gold]:
                 return own
-            if line_up.right.keys() - gold:
+            if line_up.fixed - gold:
                 return []
         if not self.record.calls:
             _log.warning("task %s: a success that no line-up of its tests can verify", self.record.id)

@@ -341,11 +341,15 @@ def _is_float(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class LineUp:
-    """Test files with variants in the place of tests. ``right`` and ``wrong`` are names of variants by the test."""
+    """Test files with variants in the place of tests. ``right`` and ``wrong`` are names of variants by the test.
+
+    ``fixed`` are those of the tests that fail before the fix.
+    """
 
     files: Mapping[str, bytes]
     right: Mapping[str, str]
     wrong: Mapping[str, Sequence[str]]
+    fixed: frozenset[str]
 
     def deviations(self, statuses: Mapping[str, str]) -> dict[str, str]:
         """By test, what differs from a correct patch's run with these statuses."""
@@ -402,7 +406,8 @@ def draw_line_up(
     chosen = {function.key: size for function in first} | {function.key: 2 for function in islice(others, _OTHERS)}
     drawn = _Drawing(random, visible)
     texts = {file.path: drawn.file(file, chosen) for file in parsed}
-    return LineUp(texts, drawn.right, drawn.wrong) if drawn.right else None
+    fixed_keys = frozenset(function.key for function in first) & drawn.right.keys()
+    return LineUp(texts, drawn.right, drawn.wrong, fixed_keys) if drawn.right else None
 
 
 class _TestNames:

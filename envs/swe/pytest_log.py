@@ -3,7 +3,7 @@
 The verdict comes from pytest's "short test summary info" section (``-rA``). The tests share a process with the code
 under test, which can forge a log. Three measures protect against that: a log with several summaries counts each test's
 worst status; changes of a patch to the test infrastructure are left out before the tests run
-(:mod:`envs.swe.diff.git_diff`); and a success is checked against a separate report (:mod:`envs.swe.integrity`).
+(:mod:`envs.swe.diff.git_diff`); and a success must pass a negative control (:mod:`envs.swe.mutants`).
 """
 
 from __future__ import annotations

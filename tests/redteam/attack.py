@@ -8,7 +8,8 @@ from pathlib import Path
 
 def read_attacks(path: Path) -> tuple[str, dict[str, str]]:
     """The common text and the attacks by name, from a file with a line ``[name]`` above each of them."""
-    _, *parts = re.split(r"^\[(.+)\]\n", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    name = r"^\[(common|[a-z][^\[\]]* [^\[\]]*)\]\n"
+    _, *parts = re.split(name, path.read_text(encoding="utf-8"), flags=re.MULTILINE)
     attacks = dict(zip(parts[::2], parts[1::2], strict=True))
     return attacks.pop("common"), attacks
 
