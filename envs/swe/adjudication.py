@@ -18,7 +18,7 @@ from random import Random, SystemRandom
 
 from envs.context import EnvContext
 from envs.swe.hidden_tests import HiddenTests, read_hidden_tests
-from envs.swe.mutants import LineUp, draw_line_up
+from envs.swe.mutants import WRONG_PASSED, LineUp, Place, draw_line_up
 from envs.swe.pytest_log import TestVerdict, judge_pytest_log, parse_summary
 from envs.swe.records import SweRecord
 from envs.swe.sandboxes import TestRun, run_tests, sandbox_spec
@@ -51,13 +51,13 @@ class Adjudication:
 class Control:
     """What the gradings of one task share: its hidden tests and what its gold patch's runs have shown.
 
-    ``excluded`` are tests whose line-up fails with the gold patch. ``absent`` are expected tests that the log of the
+    ``excluded`` are places where a line-up fails with the gold patch. ``absent`` are expected tests that the log of the
     gold patch's run lacks. ``test_side`` are the files that only the tests use. ``seed`` chooses the tests of line-ups.
     """
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     hidden: HiddenTests | None = None
-    excluded: set[str] = field(default_factory=set)
+    excluded: set[Place] = field(default_factory=set)
     absent: frozenset[str] | None = None
     test_side: frozenset[str] | None = None
     seed: int = field(default_factory=lambda: secrets.randbits(32))
@@ -207,11 +207,11 @@ class Case:
         A record without a gold patch only shows a patch that passes wrong variants of every test.
         """
         if not self.record.gold:
-            every = all(deviations.get(test) == "a wrong variant passed" for test in line_up.right)
+            every = all(deviations.get(test) == WRONG_PASSED for test in line_up.right)
             return frozenset() if every else frozenset(line_up.right)
-        gold = frozenset(await self._deviations(line_up, self.record.gold))
-        self.control.excluded |= gold
-        return gold
+        gold = await self._deviations(line_up, self.record.gold)
+        self.control.excluded |= line_up.unusable(gold)
+        return frozenset(gold)
 
     async def _deviations(self, line_up: LineUp, patch: str) -> dict[str, str]:
         """Run a line-up with ``patch`` in a fresh sandbox and return what differs from a correct patch's run.

@@ -14,9 +14,9 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice, product
+from itertools import product
 from random import Random
 from typing import Any
 
@@ -27,6 +27,9 @@ _OTHERS = 12
 """The largest number of tests that pass before the fix in a line-up."""
 
 Literal = str | bytes | int | float | bool | None
+Place = tuple[str, int]
+"""A test's key and a byte of its file."""
+WRONG_PASSED = "a wrong variant passed"
 Statements = frozenset[tuple[str, str]]
 """Statements of tests by the test's name and the dump of their syntax tree."""
 
@@ -200,7 +203,7 @@ def _condition_sites(file: TestFile, test: ast.expr) -> Iterator[Site]:
             yield from _condition_sites(file, part)
     elif isinstance(test, ast.Compare) and len(test.ops) == 1:
         left, right, operator = test.left, test.comparators[0], test.ops[0]
-        if isinstance(operator, ast.Eq | ast.Is):
+        if isinstance(operator, ast.Eq):
             yield from _literal_sites(file, left, right)
         between = file.span(left)[1], file.span(right)[0]
         pattern, opposite = _OPPOSITE[type(operator)]
@@ -237,9 +240,6 @@ def _call_sites(file: TestFile, call: ast.AST) -> Iterator[Site]:
 
 
 def _exception_sites(file: TestFile, call: ast.Call) -> Iterator[Site]:
-    for keyword in call.keywords:
-        if keyword.arg == "match" and _is_literal(keyword.value):
-            yield from _leaves(file, keyword.value)
     if not call.args or not isinstance(call.args[0], ast.Name):
         return
     name = call.args[0].id
@@ -343,13 +343,22 @@ def _is_float(text: str) -> bool:
 class LineUp:
     """Test files with variants in the place of tests. ``right`` and ``wrong`` are names of variants by the test.
 
-    ``fixed`` are those of the tests that fail before the fix.
+    ``fixed`` are those of the tests that fail before the fix. ``places`` are where the variants of a test differ.
     """
 
     files: Mapping[str, bytes]
     right: Mapping[str, str]
     wrong: Mapping[str, Sequence[str]]
     fixed: frozenset[str]
+    places: Mapping[str, Collection[Place]]
+
+    def unusable(self, deviations: Mapping[str, str]) -> frozenset[Place]:
+        """The places to leave out of line-ups after a correct patch deviated: those of the variants, or the test.
+
+        A test that passes before the fix is left out as a whole, so that later line-ups need no run for it.
+        """
+        tests = {(test, -1) for test, what in deviations.items() if what != WRONG_PASSED or test not in self.fixed}
+        return frozenset(tests.union(*(self.places[test] for test in deviations)))
 
     def deviations(self, statuses: Mapping[str, str]) -> dict[str, str]:
         """By test, what differs from a correct patch's run with these statuses."""
@@ -364,7 +373,7 @@ class LineUp:
         deviating = {test: "its right variant failed" for test, name in self.right.items() if not passed(name)}
         for test, names in self.wrong.items():
             if any(passed(name) for name in names):
-                deviating[test] = "a wrong variant passed"
+                deviating[test] = WRONG_PASSED
         return deviating
 
 
@@ -380,7 +389,7 @@ def draw_line_up(
     failing: Collection[str],
     visible: Statements,
     random: Random,
-    excluded: Collection[str] = (),
+    excluded: Collection[Place] = (),
     seed: int = 0,
 ) -> LineUp | None:
     """A random line-up of hidden tests, or None if no test has a usable site.
@@ -388,26 +397,28 @@ def draw_line_up(
     ``failing`` are the expected tests that fail before the fix, empty if that is unknown. They come first, because an
     honest part of a patch passes the others, which ``seed`` chooses. Sites in ``visible`` statements come last: the
     agent knows their right text. Tests that are not in the line-up are removed from ``files``, so that the run is
-    short. ``excluded`` are keys of tests to leave out.
+    short. ``excluded`` are places to leave out, with -1 for a whole test.
     """
     parsed = [TestFile(path, content) for path, content in files.items() if path.endswith(".py")]
-    functions = {function.key: function for file in parsed for function in file.functions}
+    functions = {function.key: _without(function, excluded) for file in parsed for function in file.functions}
     passing = _TestNames(test for test, status in expected.items() if status == "PASSED")
     other, fixed = _TestNames(test for test in expected if test not in passing.tests), _TestNames(failing or expected)
-    usable = [
-        function
-        for function in functions.values()
-        if function.key not in excluded and function.sites and function in passing and function not in other
-    ]
+    usable = [function for function in functions.values() if function in passing and function not in other]
     Random(seed).shuffle(usable)
-    first = _hidden_ones([function for function in usable if function in fixed], visible)[:_BUDGET]
+    others = [function for function in usable if function not in fixed][:_OTHERS]
+    first = [function for function in usable if function in fixed and function.sites]
+    first = list(_hidden_ones(first, visible))[:_BUDGET]
     size = min(MAX_VARIANTS, max(2, _BUDGET // max(1, len(first))))
-    others = [function for function in usable if function not in first]
-    chosen = {function.key: size for function in first} | {function.key: 2 for function in islice(others, _OTHERS)}
+    chosen = {function.key: size for function in first} | {function.key: 2 for function in others if function.sites}
     drawn = _Drawing(random, visible)
-    texts = {file.path: drawn.file(file, chosen) for file in parsed}
+    texts = {file.path: drawn.file(file, functions, chosen) for file in parsed}
     fixed_keys = frozenset(function.key for function in first) & drawn.right.keys()
-    return LineUp(texts, drawn.right, drawn.wrong, fixed_keys) if drawn.right else None
+    return LineUp(texts, drawn.right, drawn.wrong, fixed_keys, drawn.places) if drawn.right else None
+
+
+def _without(function: TestFunction, excluded: Collection[Place]) -> TestFunction:
+    whole = (function.key, -1) in excluded
+    return replace(function, sites=[s for s in function.sites if not whole and (function.key, s.start) not in excluded])
 
 
 class _TestNames:
@@ -438,13 +449,16 @@ class _Drawing:
         self._visible = visible
         self.right: dict[str, str] = {}
         self.wrong: dict[str, list[str]] = {}
+        self.places: dict[str, frozenset[Place]] = {}
 
-    def file(self, file: TestFile, sizes: Mapping[str, int]) -> bytes:
+    def file(self, file: TestFile, functions: Mapping[str, TestFunction], sizes: Mapping[str, int]) -> bytes:
         """The content of ``file`` with variants of the tests in ``sizes``, and without its other tests."""
         parts, at = [], 0
         for function in file.functions:
             parts.append(file.content[at : function.start])
-            parts.append(self._variants(file, function, sizes.get(function.key, 0)))
+            chosen = functions[function.key]  # the last one of several with one name
+            size = sizes.get(function.key, 0) if chosen.start == function.start else 0
+            parts.append(self._variants(file, replace(chosen, start=function.start, end=function.end), size))
             at = function.end
         return b"".join([*parts, file.content[at:]])
 
@@ -457,6 +471,7 @@ class _Drawing:
         token = f"{self._random.getrandbits(32):08x}"
         names = [f"{function.own_name}_{token}_{number}" for number in range(len(edits))]
         self._random.shuffle(names)
+        self.places[function.key] = frozenset((function.key, site.start) for edit in edits for site, _ in edit)
         self.right[function.key], *self.wrong[function.key] = names
         variants = []
         for name, replaced in sorted(zip(names, edits, strict=True)):
