@@ -16,7 +16,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
+from itertools import permutations, product
 from random import Random
 from typing import Any
 
@@ -35,15 +35,11 @@ Statements = frozenset[tuple[str, str]]
 
 _EQUAL = re.compile(r"assert(Equals?|(List|Dict|Tuple|Set|Sequence|MultiLine|Count|Items)Equal|Is|_equals?)|eq_?")
 _HELPER = re.compile(r"_*(assert|check|verify|expect)\w*")
-_NEGATED = {
-    "assertTrue": "assertFalse",
-    "assertIsNone": "assertIsNotNone",
-    "assertIn": "assertNotIn",
-    "assertIsInstance": "assertNotIsInstance",
-    "assertGreater": "assertLessEqual",
-    "assertLess": "assertGreaterEqual",
-}
-_NEGATED |= {wrong: right for right, wrong in _NEGATED.items()}
+_NEGATIONS = (
+    "assertTrue/assertFalse assertIsNone/assertIsNotNone assertIn/assertNotIn assertIsInstance/assertNotIsInstance "
+    "assertGreater/assertLessEqual assertLess/assertGreaterEqual"
+)
+_NEGATED = {right: wrong for pair in _NEGATIONS.split() for right, wrong in permutations(pair.split("/"))}
 _OPPOSITE = {
     ast.In: ("in", "not in"),
     ast.NotIn: (r"not\s+in", "in"),
@@ -51,10 +47,6 @@ _OPPOSITE = {
     ast.IsNot: (r"is\s+not", "is"),
     ast.Eq: ("==", "!="),
     ast.NotEq: ("!=", "=="),
-    ast.Lt: ("<", ">="),
-    ast.Gt: (">", "<="),
-    ast.LtE: ("<=", ">"),
-    ast.GtE: (">=", "<"),
 }
 _RAISES = re.compile(r"raises|assertRaises(Regex(p)?)?|assert_raises|assertWarns(Regex)?|warns")
 _EXCEPTIONS = (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError, OSError, ZeroDivisionError)
@@ -206,14 +198,16 @@ def _condition_sites(file: TestFile, test: ast.expr) -> Iterator[Site]:
         if isinstance(operator, ast.Eq):
             yield from _literal_sites(file, left, right)
         between = file.span(left)[1], file.span(right)[0]
-        pattern, opposite = _OPPOSITE[type(operator)]
+        pattern, opposite = _OPPOSITE.get(type(operator), ("(?!)", ""))
         if match := re.search(rf"(?<![\w=<>!]){pattern}(?![\w=])", file.text(*between)):
             start, end = (between[0] + len(file.text(*between)[:at].encode()) for at in match.span())
             natural = isinstance(operator, ast.In | ast.NotIn | ast.Is | ast.IsNot)
             yield Site(start, end, match.group(), (opposite,), rank=int(natural))
     elif isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         start = file.span(test)[0]
-        yield Site(start, start + 3, "not", ("",), rank=1)
+        negation = re.match(r"not\s*", file.text(start, file.span(test.operand)[0]))
+        if negation:  # with its space, which would tell the wrong variant
+            yield Site(start, start + len(negation.group()), negation.group(), ("",), rank=1)
     elif isinstance(test, ast.Call | ast.Name | ast.Attribute | ast.Subscript):
         start = file.span(test)[0]
         yield Site(start, start, "", ("not ",), rank=1)
