@@ -281,6 +281,7 @@ class Trajectory:
     suspected_hack: tuple[str, ...] = ()
     seconds: float = 0.0
     grade_seconds: float = 0.0
+    mutant_seconds: float = 0.0
     began: float = 0.0
     queue_seconds: float = 0.0
     start_seconds: float = 0.0

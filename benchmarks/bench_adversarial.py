@@ -28,7 +28,7 @@ from timing import time_call
 from envs.swe.diff.git_diff import screen, split_patch
 from envs.swe.diff.snapshot import BaseSnapshot
 from envs.swe.diff.tree_diff import changes
-from envs.swe.pytest_log import count_summaries, judge_pytest_log
+from envs.swe.pytest_log import judge_pytest_log
 from sandbox import TreeFile
 
 SIZE = 1 << 20
@@ -84,7 +84,6 @@ def read_patch(patch: str) -> None:
 
 def read_log(log: str) -> None:
     judge_pytest_log(log, EXPECTED)
-    count_summaries(log)
 
 
 def compare(case: str) -> None:

@@ -28,7 +28,8 @@ class Grade:
     """The grade of a finished episode.
 
     The trainer uses ``reward``, Pass@1 counts ``resolved``. ``tests`` maps each test's name to its status; ``log`` is
-    the end of the tests' output. A failed grading raises ``GradingError`` or ``SandboxError`` instead.
+    the end of the tests' output. ``mutant_seconds`` is the part of ``seconds`` that the negative control of a success
+    took. A failed grading raises ``GradingError`` or ``SandboxError`` instead.
     """
 
     reward: float
@@ -38,6 +39,7 @@ class Grade:
     log: str = ""
     suspected_hack: Sequence[str] = ()
     seconds: float = 0.0
+    mutant_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,9 @@ def made_by_calling() -> Mapping[str, set[str]]:
     """File -> the metrics that its functions give for a step in which everything there is to measure happened."""
     routing = Routing(np.zeros((5, 1, 1), np.uint8), np.ones(5, np.bool_), (), 4)
     won = replace(trajectory(1.0), routing=routing, rescored=Rescored(np.zeros((2, 2), np.float32), 1.0))
-    won = replace(won, audit=RouteAudit(2, 0, 2, 0), harness={"rewrites": 0, "retries": 0, "echo_differs": 0})
+    won = replace(
+        won, mutant_seconds=1.0, audit=RouteAudit(2, 0, 2, 0), harness={"rewrites": 0, "retries": 0, "echo_differs": 0}
+    )
     group = Group("t", (won, replace(trajectory(0.0), recovered=True)))
     audited, backend = set(audit_metrics([won])), ClusterBackend([], max_per_node=1)
     made = {

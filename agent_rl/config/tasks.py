@@ -113,11 +113,12 @@ class EnvConfig(Section):
 
     @property
     def grading_timeout(self) -> float:
-        """Timeout of a whole grading, in seconds: two runs of the hidden tests, each in a new sandbox.
+        """Timeout of a whole grading, in seconds: up to eight commands of a grading, each in a new sandbox.
 
-        The second run applies the reference fix, for comparison.
+        They are a run of the hidden tests, and for a success the reading of the tests, a traced run and line-ups of the
+        tests, with the agent's patch and with the reference fix.
         """
-        return 2 * (self.start_timeout + self.grade_timeout)
+        return 8 * (self.start_timeout + self.grade_timeout)
 
 
 class EvalConfig(Section):

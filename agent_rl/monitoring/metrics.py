@@ -122,6 +122,7 @@ METRICS: tuple[Metric, ...] = (
         ("rollout/generate_seconds_mean", "seconds", "Mean generation time per turn."),
         ("rollout/tool_seconds_mean", "seconds", "Mean tool time per turn."),
         ("rollout/grade_seconds_mean", "seconds", "Mean grading time per trajectory."),
+        ("grading/mutant_seconds", "seconds", "Mean time of the negative control per success that has one."),
     ),
     *_rows(
         _ROLLOUT,

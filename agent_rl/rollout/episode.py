@@ -398,6 +398,7 @@ class EpisodeRun:
             suspected_hack=tuple(grade.suspected_hack) if grade else (),
             seconds=_seconds_since(self.started),
             grade_seconds=self.grade_seconds,
+            mutant_seconds=grade.mutant_seconds if grade else 0.0,
             began=self.began,
             replayed_turns=self.replayed,
             start_seconds=self.start_seconds,

@@ -90,6 +90,8 @@ def _work_metrics(rollout: Rollout, trajectories: Sequence[Trajectory]) -> dict[
         "rollout/tool_seconds_mean": _mean(turn.tool_seconds for turn in turns),
         "rollout/grade_seconds_mean": _mean(trajectory.grade_seconds for trajectory in trajectories),
     }
+    if controlled := [trajectory.mutant_seconds for trajectory in trajectories if trajectory.mutant_seconds]:
+        metrics["grading/mutant_seconds"] = _mean(controlled)
     for reason in StopReason:
         if not reason.infrastructure:
             metrics[f"rollout/stop/{reason}"] = _mean(trajectory.stop is reason for trajectory in trajectories)

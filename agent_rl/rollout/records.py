@@ -237,6 +237,7 @@ def _row_fields(trajectory: Trajectory, key: str, routes: bool) -> dict[str, Any
         "stop": trajectory.stop.value,
         "weight_versions": trajectory.weight_versions,
         "suspected_hack": trajectory.suspected_hack,
+        "mutant_seconds": trajectory.mutant_seconds,
         "tests": dict(trajectory.tests),
         "test_log": trajectory.test_log[-LOG_CHARACTERS:],
         "turns": [asdict(turn) for turn in trajectory.turns],
@@ -328,6 +329,7 @@ def read_trajectory(row: Mapping[str, Any], array: Callable[[str], NDArray], whe
             messages=tuple(row_messages(row)),
             versions=first.versions,
             suspected_hack=tuple(row["suspected_hack"]),
+            mutant_seconds=row.get("mutant_seconds", 0.0),
             further=tuple(further),
         )
     except _BROKEN as error:

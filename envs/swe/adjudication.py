@@ -1,160 +1,240 @@
 """Decides whether to trust a run of the hidden tests, and who caused a run without results: the patch or the machine.
 
-A run raises *doubts* where its log and the integrity monitor's report disagree or show tampering. A doubtful success is
-compared with a *control run*: the hidden tests with the gold patch or, if the record has none, without a change.
+A success is trusted if the patch also passes the negative control: a run of a random line-up of the hidden tests
+(:mod:`envs.swe.mutants`). Where the patch deviates there, the *gold patch* (or, if the record has none, no change) runs
+with the same line-up, and what deviates there too belongs to the task.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+import logging
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from random import Random, SystemRandom
 
 from envs.context import EnvContext
-from envs.swe.integrity import NO_REPORT
-from envs.swe.pytest_log import TestVerdict, count_summaries, format_summary, judge_pytest_log
+from envs.swe.hidden_tests import HiddenTests, read_hidden_tests
+from envs.swe.mutants import WRONG_PASSED, LineUp, Place, draw_line_up
+from envs.swe.pytest_log import TestVerdict, judge_pytest_log, parse_summary
 from envs.swe.records import SweRecord
 from envs.swe.sandboxes import TestRun, run_tests, sandbox_spec
-from envs.swe.swebench import format_swebench_log, judge_swebench_log
+from envs.swe.swebench import judge_swebench_log, swebench_statuses
+from envs.swe.test_side import Trace
 from envs.types import GradingError, UndecidableError
 
+_log = logging.getLogger(__name__)
 _MAX_DOUBTS = 10
+_MAX_LINE_UPS = 2
+"""Line-ups per control: a test whose line-up fails with the gold patch is left out of the next one."""
+SILENT_EXIT = "the test run ended with exit code 0 and no results"
+MUTANTS_PASS = "mutants_pass"
 
 
 @dataclass(frozen=True, slots=True)
 class Adjudication:
-    """A verdict, the doubts about the patch (one sentence each, at most 10), and the log of the patch's run."""
+    """A verdict, the doubts about the patch (one sentence each, at most 10), and the log of the patch's run.
+
+    ``mutant_seconds`` is the time of the negative control.
+    """
 
     verdict: TestVerdict
     doubts: Sequence[str] = ()
     log: str = ""
+    mutant_seconds: float = 0.0
+
+
+@dataclass
+class Control:
+    """What the gradings of one task share: its hidden tests and what its gold patch's runs have shown.
+
+    ``excluded`` are places where a line-up fails with the gold patch. ``absent`` are expected tests that the log of the
+    gold patch's run lacks. ``test_side`` are the files that only the tests use. ``seed`` chooses the tests of line-ups.
+    """
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    hidden: HiddenTests | None = None
+    excluded: set[Place] = field(default_factory=set)
+    absent: frozenset[str] | None = None
+    test_side: frozenset[str] | None = None
+    seed: int = field(default_factory=lambda: secrets.randbits(32))
 
 
 class ControlRuns:
-    """Caches the doubts of each task's control run, so that one run serves all doubtful successes of the task."""
+    """The controls of all tasks of an environment, by the task's id."""
 
     def __init__(self) -> None:
-        self._doubts: dict[str, tuple[str, ...]] = {}
-        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._controls: dict[str, Control] = {}
 
-    async def doubts(
-        self, record: SweRecord, run: Callable[[], Coroutine[None, None, tuple[str, ...]]]
-    ) -> tuple[str, ...]:
-        """Return the doubts of the record's control run; ``run`` makes it once. Errors of ``run`` are not cached."""
-        async with self._locks[record.id]:
-            if record.id not in self._doubts:
-                self._doubts[record.id] = await run()
-            return self._doubts[record.id]
+    def of(self, record: SweRecord) -> Control:
+        return self._controls.setdefault(record.id, Control())
 
 
-async def adjudicate(
-    context: EnvContext, record: SweRecord, patch: str, site_root: Path | None, control_runs: ControlRuns | None = None
-) -> Adjudication:
+async def adjudicate(case: Case, patch: str) -> Adjudication:
     """Run the hidden tests with ``patch`` and decide what their result is worth.
 
-    A failure is accepted as it is. A doubtful success, and a run without a verdict, are compared with the control run.
-    Doubts that the control run raises too belong to the task; the remaining doubts belong to the patch and make the
-    success a failure. ``control_runs`` caches the control run for later doubtful successes. A run without a verdict
-    always gets a new control run, because that run must show that the machine can run the tests now.
+    A run without a verdict gets a run with the gold patch, which must show that the machine can run the tests now.
+    :func:`verify_success` decides whether a success is one.
 
-    Raises ``GradingError`` if the control run has no verdict either or the gold patch does not resolve the task, and
-    ``UndecidableError`` if the row itself is the cause.
+    Raises ``GradingError`` if the gold patch's run has no verdict either or the gold patch does not resolve the task,
+    and ``UndecidableError`` if the row itself is the cause.
     """
-    case = _Case(context, record, site_root)
-    run, verdict, doubts = await case.run(patch)
-    if verdict is not None and not (verdict.resolved and doubts):
-        return Adjudication(verdict, doubts[:_MAX_DOUBTS], run.log)
-    if patch == record.gold:
-        if verdict is None:
-            raise _no_verdict_error(run, f"task {record.id}: no verdict ({run.outcome}) in the run {case.control}")
-        return Adjudication(verdict, log=run.log)
+    record = case.record
+    run, verdict = await case.run(patch)
     if verdict is None:
-        own_doubts = _subtract(doubts, await _run_control(case, run, None))
-        return Adjudication(TestVerdict(False, {}, run.outcome), own_doubts, run.log or run.outcome)
-    cache = control_runs or ControlRuns()
-    own_doubts = _subtract(doubts, await cache.doubts(record, lambda: _run_control(case, run, verdict)))
-    return Adjudication(
-        TestVerdict(False, verdict.tests, own_doubts[0]) if own_doubts else verdict, own_doubts, run.log
-    )
+        if patch == record.gold:
+            raise _no_verdict_error(run, f"task {record.id}: no verdict ({run.outcome}) in the run {case.control_name}")
+        await case.run_gold(f"no verdict ({run.outcome})", needs_success=False)
+        is_silent = run.started and run.result.exit_code == 0 and not run.result.timed_out
+        return Adjudication(TestVerdict(False, {}, run.outcome), (SILENT_EXIT,) * is_silent, run.log or run.outcome)
+    return Adjudication(verdict, log=run.log)
 
 
-@dataclass(frozen=True, slots=True)
-class _Case:
-    """The inputs that all runs of one adjudication share."""
-
-    context: EnvContext
-    record: SweRecord
-    site_root: Path | None
-
-    @property
-    def control(self) -> str:
-        """The patch of the control run, in words."""
-        return "with the gold patch" if self.record.gold else "without a change"
-
-    async def run(self, patch: str) -> tuple[TestRun, TestVerdict | None, tuple[str, ...]]:
-        """Run the tests and return the run, its verdict and its doubts. A thread reads the logs, which are long."""
-        run = await run_tests(self.context, self.record, sandbox_spec(self.context, self.record, self.site_root), patch)
-        verdict = await asyncio.to_thread(judge_run, self.record, run)
-        return run, verdict, await asyncio.to_thread(_find_doubts, self.record, run, verdict)
+async def verify_success(case: Case, success: Adjudication, patch: str) -> Adjudication:
+    """Run the negative control of a success. Raises as :func:`adjudicate`."""
+    started_at = time.perf_counter()
+    verdict = success.verdict
+    doubts = [*await case.absent_tests(verdict), *await case.negative_control(patch)][:_MAX_DOUBTS]
+    seconds = time.perf_counter() - started_at
+    final = TestVerdict(False, verdict.tests, doubts[0]) if doubts else verdict
+    return Adjudication(final, doubts, success.log, seconds)
 
 
-def _subtract(doubts: Sequence[str], control_doubts: Sequence[str]) -> tuple[str, ...]:
-    return tuple(doubt for doubt in doubts if doubt not in control_doubts)[:_MAX_DOUBTS]
+def open_case(
+    context: EnvContext, record: SweRecord, site_root: Path | None, control_runs: ControlRuns | None = None
+) -> Case:
+    """The case of a record. ``control_runs`` keeps what later gradings of the task use again."""
+    return Case(context, record, site_root, (control_runs or ControlRuns()).of(record))
 
 
 def judge_run(record: SweRecord, run: TestRun) -> TestVerdict | None:
     """The verdict on a run, or None if it has none. A run that timed out has none, whatever it printed."""
     if not run.started or run.result.timed_out:
         return None
-    return _judge_log(record, run.log)
-
-
-def _judge_log(record: SweRecord, log: str) -> TestVerdict | None:
     if record.swebench is not None:
-        return judge_swebench_log(record, log)
-    return judge_pytest_log(log, record.expected, record.key_mode)
+        return judge_swebench_log(record, run.log)
+    return judge_pytest_log(run.log, record.expected, record.key_mode)
 
 
-def _find_doubts(record: SweRecord, run: TestRun, verdict: TestVerdict | None) -> tuple[str, ...]:
-    """The observations about a run that no honest patch causes.
+@dataclass(frozen=True, slots=True)
+class Case:
+    """The inputs that all runs of one adjudication share."""
 
-    Doubts are compared between runs, so they contain no number that differs from run to run.
-    """
-    if verdict is None:
-        is_silent = run.started and run.result.exit_code == 0 and not run.result.timed_out
-        return ("the test run ended with exit code 0 and no results",) if is_silent else ()
-    # Only SWE-smith's rules allow a success without some tests: it counts a missing test as passed.
-    absent = [f"{test}: not in the log" for test in record.expected if record.swebench and test not in verdict.tests]
-    if not run.monitored:
-        return tuple(absent)
-    if run.report is None:
-        return (NO_REPORT, *absent)
-    several = ("the log holds several test summaries",) if count_summaries(run.log) > 1 else ()
-    # The report is formatted as a log, so that both go through the same name truncation and merging.
-    lines = [f"{status} {test}" for test, status in run.report.statuses.items()]
-    reported = _judge_log(record, format_swebench_log(lines) if record.swebench else format_summary(lines))
-    differing = [
-        test for test in record.expected if reported is None or reported.tests.get(test) != verdict.tests.get(test)
-    ]
-    differences = [f"{test}: the summary and the test run's own report differ" for test in differing]
-    return (*run.report.tampering, *several, *absent, *differences)
+    context: EnvContext
+    record: SweRecord
+    site_root: Path | None
+    control: Control
+
+    @property
+    def control_name(self) -> str:
+        """The patch of the control run, in words."""
+        return "with the gold patch" if self.record.gold else "without a change"
+
+    async def run(self, patch: str) -> tuple[TestRun, TestVerdict | None]:
+        """Run the tests and return the run and its verdict. A thread reads the log, which is long."""
+        run = await run_tests(self.context, self.record, sandbox_spec(self.context, self.record, self.site_root), patch)
+        return run, await asyncio.to_thread(judge_run, self.record, run)
+
+    async def run_gold(self, finding: str, *, needs_success: bool) -> TestVerdict:
+        """The verdict on the gold patch's run. ``finding`` is the reason for the run, for error messages."""
+        run, verdict = await self.run(self.record.gold)
+        if verdict is not None and (verdict.resolved or not self.record.gold):
+            return verdict
+        outcome = verdict.difference if verdict else run.outcome
+        message = f"task {self.record.id}: {finding}; the control run {self.control_name} failed ({outcome})"
+        raise GradingError(message) if needs_success or verdict else _no_verdict_error(run, message)
+
+    async def test_side(self) -> frozenset[str]:
+        """The files that only the tests use, as far as a run with the gold patch shows them."""
+        async with self.control.lock:
+            if self.record.calls:
+                return frozenset()
+            if self.control.test_side is None:
+                spec = sandbox_spec(self.context, self.record, self.site_root)
+                run = await run_tests(self.context, self.record, spec, self.record.gold, trace=Trace())
+                if run.result.timed_out or run.result.oom_killed:
+                    raise GradingError(f"task {self.record.id}: the traced run {self.control_name}: {run.outcome}")
+                self.control.test_side = run.test_side
+        return self.control.test_side
+
+    async def absent_tests(self, verdict: TestVerdict) -> list[str]:
+        """Doubts about expected tests that are missing in the log. Only SWE-smith's rules count them as passed."""
+        absent = [test for test in self.record.expected if self.record.swebench and test not in verdict.tests]
+        if not absent:
+            return []
+        async with self.control.lock:
+            if self.control.absent is None:
+                gold = await self.run_gold("a success without all tests", needs_success=True)
+                self.control.absent = frozenset(self.record.expected) - frozenset(gold.tests)
+        return [f"{test}: not in the log" for test in absent if test not in self.control.absent]
+
+    async def negative_control(self, patch: str) -> list[str]:
+        """What a patch does in a line-up of the hidden tests that a correct one does not, one line per test."""
+        for _ in range(_MAX_LINE_UPS):
+            line_up = await self.draw_line_up(SystemRandom())
+            if line_up is None:
+                break
+            deviations = await self._deviations(line_up, patch)
+            if not deviations and line_up.fixed:
+                return []
+            gold = await self.gold_deviations(line_up, deviations)
+            if own := [f"{MUTANTS_PASS}: {test}: {deviations[test]}" for test in deviations if test not in gold]:
+                return own
+            if line_up.fixed - gold:
+                return []
+        if not self.record.calls:
+            _log.warning("task %s: a success that no line-up of its tests can verify", self.record.id)
+        return []
+
+    async def draw_line_up(self, random: Random) -> LineUp | None:
+        """A random line-up of the hidden tests, or None if none of them can be verified."""
+        if self.record.calls:  # the expected values never enter a sandbox
+            return None
+        async with self.control.lock:
+            if self.control.hidden is None:
+                self.control.hidden = await read_hidden_tests(self.context, self.record, self.site_root)
+        hidden, record, control = self.control.hidden, self.record, self.control
+        tests = record.expected, record.failing, hidden.visible
+        excluded = frozenset(control.excluded)
+        return await asyncio.to_thread(draw_line_up, hidden.files, *tests, random, excluded, control.seed)
+
+    async def gold_deviations(self, line_up: LineUp, deviations: Mapping[str, str]) -> frozenset[str]:
+        """The tests of a line-up that deviate with the gold patch too. They are left out from now on.
+
+        A record without a gold patch only shows a patch that passes wrong variants of every test.
+        """
+        if not self.record.gold:
+            every = all(deviations.get(test) == WRONG_PASSED for test in line_up.right)
+            return frozenset() if every else frozenset(line_up.right)
+        gold = await self._deviations(line_up, self.record.gold)
+        self.control.excluded |= line_up.unusable(gold)
+        return frozenset(gold)
+
+    async def _deviations(self, line_up: LineUp, patch: str) -> dict[str, str]:
+        """Run a line-up with ``patch`` in a fresh sandbox and return what differs from a correct patch's run.
+
+        Every test deviates in a run without results. Raises ``GradingError`` if a limit ended the gold patch's run.
+        """
+        assert self.control.hidden is not None
+        record, files = self.control.hidden.replaced(self.record, line_up.files)
+        spec = sandbox_spec(self.context, self.record, self.site_root)
+        run = await run_tests(self.context, record, spec, patch, files)
+        statuses = await asyncio.to_thread(_statuses, record, run)
+        if statuses is None and patch == self.record.gold and not run.ended_normally:
+            raise GradingError(f"task {self.record.id}: no result ({run.outcome}) in the gold patch's negative control")
+        if statuses is None:
+            return dict.fromkeys(line_up.right, f"no result ({run.outcome}) in the negative control")
+        return line_up.deviations(statuses)
 
 
-async def _run_control(case: _Case, patched: TestRun, verdict: TestVerdict | None) -> tuple[str, ...]:
-    """Make the control run and return its doubts.
-
-    ``patched`` and ``verdict`` are the patch's run and its verdict; error messages name them. Raises ``GradingError``
-    if the control run has no verdict or the gold patch does not resolve the task.
-    """
-    run, control_verdict, doubts = await case.run(case.record.gold)
-    if control_verdict is not None and (control_verdict.resolved or not case.record.gold):
-        return doubts
-    finding = f"task {case.record.id}: {'a doubtful success' if verdict else 'no verdict'} ({patched.outcome})"
-    control_outcome = control_verdict.difference if control_verdict else run.outcome
-    message = f"{finding}; the control run {case.control} failed ({control_outcome})"
-    raise GradingError(message) if verdict or control_verdict else _no_verdict_error(run, message)
+def _statuses(record: SweRecord, run: TestRun) -> Mapping[str, str] | None:
+    """Status by test as the log has it, or None if the run has no results."""
+    if not run.started or run.result.timed_out:
+        return None
+    return swebench_statuses(record, run.log) if record.swebench else parse_summary(run.log)
 
 
 def _no_verdict_error(control: TestRun, message: str) -> GradingError:

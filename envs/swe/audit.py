@@ -5,9 +5,12 @@ from __future__ import annotations
 import hashlib
 import re
 import shlex
+from math import prod
 from pathlib import Path
+from random import Random
 
 from envs.context import EnvContext
+from envs.swe.adjudication import Case, open_case
 from envs.swe.diff.git_diff import is_test_path, patched_paths
 from envs.swe.grading import grade_patch
 from envs.swe.records import SweRecord
@@ -75,6 +78,7 @@ async def audit_record(context: EnvContext, record: SweRecord, *, site_root: Pat
     async with agent_sandbox(context, record, spec) as (sandbox, _):
         findings = [await _check_history(sandbox), await _check_copies(sandbox, record, hidden_sizes)]
         module = await _fixed_module(sandbox, record)
+    findings.append(await _check_line_up(open_case(context, record, site_root)))
     findings += [await _try_hack(context, record, hack, site_root) for hack in reward_hacks(record, module)]
     return findings
 
@@ -123,6 +127,21 @@ async def _check_copies(sandbox: Sandbox, record: SweRecord, hidden_sizes: dict[
     leaked = ", ".join(found)
     clean = f"none of {len(hidden_sizes)} contents is in the agent's sandbox"
     return Finding("hidden tests", not leaked, leaked or clean)
+
+
+async def _check_line_up(case: Case) -> Finding:
+    """Check that the negative control can verify a success: on the gold patch, no wrong variant passes."""
+    if case.record.calls:
+        return Finding("mutants", True, "not needed: the tests are calls")
+    line_up = await case.draw_line_up(Random(0))
+    if line_up is None or not case.record.gold:
+        missing = "no hidden test compares with a literal" if case.record.gold else "no gold patch"
+        return Finding("mutants", False, f"a success cannot be verified: {missing}")
+    usable = line_up.right.keys() - await case.gold_deviations(line_up, {})
+    fixed = line_up.fixed & usable
+    chance = prod(len(line_up.wrong[test]) + 1 for test in fixed)
+    detail = f"{len(usable)} of {len(line_up.right)} tests are usable, {len(fixed)} of them fail before the fix"
+    return Finding("mutants", bool(fixed), f"{detail}; a guess wins 1 of {chance}")
 
 
 async def _fixed_module(sandbox: Sandbox, record: SweRecord) -> tuple[str, str] | None:

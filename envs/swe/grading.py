@@ -10,8 +10,8 @@ from itertools import islice
 from pathlib import Path
 
 from envs.context import EnvContext
-from envs.swe.adjudication import ControlRuns, adjudicate, judge_run
-from envs.swe.diff.git_diff import MAX_FILES, FilePatch, screen, split_patch
+from envs.swe.adjudication import ControlRuns, adjudicate, judge_run, open_case, verify_success
+from envs.swe.diff.git_diff import MAX_FILES, FilePatch, patched_paths, screen, split_patch
 from envs.swe.records import SweRecord
 from envs.swe.sandboxes import run_tests, sandbox_spec
 from envs.types import Grade, GradingError
@@ -23,9 +23,9 @@ MAX_LOG = 1 << 16
 async def grade_patch(context: EnvContext, record: SweRecord, patch: str, *, site_root: Path | None = None) -> Grade:
     """Grade a git diff in a fresh sandbox. docs/reference/environments.md lists the rules.
 
-    The reward is 1 if every expected test has its expected status and the integrity monitor's report confirms it,
-    else 0. A run without a verdict (the patch does not apply, no summary, timeout, out of memory) and a doubtful
-    success are compared with a run of the gold patch.
+    The reward is 1 if every expected test has its expected status and the patch passes the negative control, else 0. A
+    run without a verdict (the patch does not apply, no summary, timeout, out of memory) is compared with a run of the
+    gold patch.
 
     Raises ``GradingError`` if the gold patch does not resolve the task, ``UndecidableError`` if its run ends normally
     without a verdict, and ``SandboxError`` if a sandbox breaks.
@@ -44,14 +44,23 @@ async def grade_changes(
 ) -> Grade:
     """Grade file patches that :mod:`envs.swe.diff` made from the agent's files; raises as :func:`grade_patch`.
 
-    ``control_runs`` caches the gold patch's runs between gradings.
+    ``control_runs`` keeps the hidden tests and what the gold patch's runs have shown between gradings.
     """
     started_at = time.perf_counter()
     patch = "".join(part.text for part in changes)
     screened = await asyncio.to_thread(screen, changes, hidden=record.hidden, gold=record.gold)
     if not screened.text and record.verified:
         return Grade(reward=0.0, resolved=False, patch=patch, suspected_hack=screened.rejected)
-    adjudication = await adjudicate(context, record, screened.text, site_root, control_runs)
+    case = open_case(context, record, site_root, control_runs)
+    adjudication = await adjudicate(case, screened.text)
+    others = screened.paths - patched_paths(record.gold) if adjudication.verdict.resolved else frozenset()
+    if others and (side := others & await case.test_side()):  # the success may be owed to them
+        kept = [part for part in changes if not part.paths & side]
+        grade = await grade_changes(context, record, kept, site_root=site_root, control_runs=control_runs)
+        undone = tuple(f"{path}: used by the tests, undone" for path in sorted(side))
+        return replace(grade, patch=patch, suspected_hack=(*undone, *grade.suspected_hack))
+    if adjudication.verdict.resolved and screened.text != record.gold:
+        adjudication = await verify_success(case, adjudication, screened.text)
     return Grade(
         reward=float(adjudication.verdict.resolved),
         resolved=adjudication.verdict.resolved,
@@ -60,6 +69,7 @@ async def grade_changes(
         log=adjudication.log[-MAX_LOG:],
         suspected_hack=(*screened.rejected, *adjudication.doubts),
         seconds=time.perf_counter() - started_at,
+        mutant_seconds=adjudication.mutant_seconds,
     )
 
 
@@ -69,7 +79,7 @@ async def verify_record(context: EnvContext, record: SweRecord, *, site_root: Pa
     Raises ``GradingError`` otherwise.
     """
     unverified = record.model_copy(update={"verified": False})
-    gold = (await adjudicate(context, unverified, record.gold, site_root)).verdict
+    gold = (await adjudicate(open_case(context, unverified, site_root), record.gold)).verdict
     if not gold.resolved:
         raise GradingError(f"task {record.id}: its gold patch does not resolve it: {gold.difference}")
     empty = judge_run(unverified, await run_tests(context, unverified, sandbox_spec(context, record, site_root), ""))

@@ -3,7 +3,7 @@
 The verdict comes from pytest's "short test summary info" section (``-rA``). The tests share a process with the code
 under test, which can forge a log. Three measures protect against that: a log with several summaries counts each test's
 worst status; changes of a patch to the test infrastructure are left out before the tests run
-(:mod:`envs.swe.diff.git_diff`); and a success is checked against a separate report (:mod:`envs.swe.integrity`).
+(:mod:`envs.swe.diff.git_diff`); and a success must pass a negative control (:mod:`envs.swe.mutants`).
 """
 
 from __future__ import annotations
@@ -51,11 +51,6 @@ def parse_summary(log: str, expected: Collection[str] = ()) -> dict[str, str] | 
         for line in section.split("\n"):
             _add_line(line.rstrip("\r"), statuses, expected, lengths)
     return statuses
-
-
-def count_summaries(log: str) -> int:
-    """The number of summary sections in a log. pytest prints one."""
-    return len(_HEADER.findall(_ANSI.sub("", log)))
 
 
 def _add_line(line: str, statuses: dict[str, str], expected: Collection[str], lengths: Collection[int]) -> None:

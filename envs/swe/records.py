@@ -23,7 +23,7 @@ from envs.swe.calls import Call
 from envs.swe.datasets import normalize
 from envs.swe.datasets.spec import SwebenchSpec, parse_list
 from envs.swe.diff.git_diff import diff_files, is_test_path
-from envs.swe.pytest_log import KeyMode, merge_by_name, truncate_name
+from envs.swe.pytest_log import KeyMode, merge_by_name, parse_summary, r2e_test_name, truncate_name
 from envs.types import TaskRecordError
 
 STATUSES = frozenset({"PASSED", "FAILED", "ERROR", "SKIPPED", "XFAIL", "XPASS"})
@@ -180,17 +180,6 @@ class SweRecord(BaseModel):
         return self.test_command or (SWEBENCH_TEST_COMMAND if self.swebench else R2E_TEST_COMMAND)
 
     @property
-    def runs_pytest(self) -> bool:
-        """Whether the command runs the hidden tests with pytest.
-
-        R2E-Gym's script is assumed to, although tornado's runs unittest.
-        """
-        if self.calls:
-            return False
-        script = self.swebench.eval_script if self.swebench else self.command
-        return script == R2E_TEST_COMMAND or re.search(r"\b(pytest|py\.test)\b", script) is not None
-
-    @property
     def key_mode(self) -> KeyMode:
         """The kind of the keys of ``expected``."""
         return "node" if self.is_local or self.swebench else "name"
@@ -207,6 +196,20 @@ class SweRecord(BaseModel):
             if self.key_mode == "node"
             else merge_by_name((truncate_name(key), value) for key, value in pairs)
         )
+
+    @property
+    def failing(self) -> frozenset[str]:
+        """The expected tests that fail before the fix, as far as the record names them."""
+        if self.swebench:
+            return frozenset(self.swebench.fail_to_pass)
+        try:
+            run = json.loads(self.execution_result_content or "{}")
+            before = run.get("old_commit_statuses") or parse_summary(run.get("old_commit_res_stdout") or "") or {}
+        except (ValueError, TypeError, AttributeError, RecursionError):
+            return frozenset()
+        if self.key_mode == "name":
+            before = merge_by_name((r2e_test_name(node), status) for node, status in before.items())
+        return frozenset(test for test in self.expected if before.get(test) != "PASSED") if before else frozenset()
 
     @property
     def gold(self) -> str:

@@ -5,20 +5,21 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import re
 import shlex
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from envs.context import EnvContext
 from envs.swe.calls import TIMEOUT_S, CallRun
-from envs.swe.diff.git_diff import patched_paths
+from envs.swe.diff.git_diff import patched_paths, split_patch
 from envs.swe.diff.snapshot import LIST_COMMAND, LISTING_PATH, MAX_LISTING_BYTES, BaseSnapshot
-from envs.swe.integrity import IntegrityMonitor, Report
 from envs.swe.records import SWEBENCH_SCRIPT, WORKDIR, SweRecord
 from envs.swe.repositories import SETUP_TIMEOUT, RepositoryCache, create_initial_commit, workdir_files
 from envs.swe.swebench import eval_script
+from envs.swe.test_side import Trace
 from envs.types import TaskRecordError
 from sandbox import (
     ExecResult,
@@ -55,6 +56,15 @@ list >{_PATCHED_PATHS}.before && git apply --whitespace=nowarn - >&2 && list >{_
 changed=$(sort -z {_PATCHED_PATHS}.before {_PATCHED_PATHS}.after | uniq -zu | cut -zf1 | sort -zu \
     | comm -z23 - {_PATCHED_PATHS} | tr '\\0' ' ')
 if [ -n "$changed" ]; then echo "it changes files that it does not name: $changed" >&2; exit 1; fi) || exit
+"""
+# A module that is importable as a top-level one: in the repository's top directory, or in one that is usual for code.
+_TOP_MODULE = re.compile(r"(?:(?:src|lib)/)?([^/.]+)(?:\.py|/__init__\.py)")
+_SHADOWING = """for place in $(find / /usr /opt /root /home . -xdev -maxdepth 7 -type d \\( -name site-packages \
+    -o -name dist-packages \\) 2>/dev/null) ${{PYTHONPATH//:/ }}; do for name in {names}; do
+    for path in "$place/$name/__init__.py" "$place/$name".*; do if [ -e "$path" ] && [ "$place" != . ]; then
+        echo "its module $name shadows $path" >&2; exit 1
+    fi; done
+done; done
 """
 
 _GIT_ENV = {
@@ -103,8 +113,7 @@ class TestRun:
     """One run of the hidden tests.
 
     ``started`` is False if the patch did not apply. ``log`` is the end of the log; if the tests are calls, it is a
-    pytest summary made from their results. ``monitored`` says that pytest ran the tests under the integrity monitor;
-    ``report`` is the monitor's report, if there is one.
+    pytest summary made from their results. ``test_side`` has the files of the test side if the run was traced.
     """
 
     __test__ = False  # pytest collects classes named Test*
@@ -112,8 +121,7 @@ class TestRun:
     started: bool
     result: ExecResult
     log: str
-    monitored: bool
-    report: Report | None
+    test_side: frozenset[str] = frozenset()
 
     @property
     def ended_normally(self) -> bool:
@@ -230,30 +238,40 @@ async def _read_listing(sandbox: Sandbox) -> bytes:
         raise SandboxStartError(f"the repository could not be listed: {error}") from None
 
 
-async def run_tests(context: EnvContext, record: SweRecord, spec: SandboxSpec, patch: str) -> TestRun:
-    """Apply ``patch`` to the original repository in a fresh sandbox and run the hidden tests there."""
-    monitor = IntegrityMonitor(watched=sorted(record.hidden) or ["r2e_tests"]) if record.runs_pytest else None
+async def run_tests(
+    context: EnvContext,
+    record: SweRecord,
+    spec: SandboxSpec,
+    patch: str,
+    other_files: Mapping[str, bytes] | None = None,
+    trace: Trace | None = None,
+) -> TestRun:
+    """Apply ``patch`` to the original repository in a fresh sandbox and run the hidden tests there.
+
+    ``other_files`` (absolute path -> content) are written into the sandbox first. ``trace`` lists opened files.
+    """
     calls = CallRun(record.calls) if record.calls else None
     script = await asyncio.to_thread(eval_script, record) if record.swebench else ""
     paths = await asyncio.to_thread(_sorted_paths, patch)
     async with task_sandbox(context, record, spec) as sandbox:
         # The hidden tests can be written before the patch applies, because a screened patch touches none of them.
-        files = {**workdir_files({**record.files, **record.tests}), **(monitor.files() if monitor else {})}
+        files = {**workdir_files({**record.files, **record.tests}), **(other_files or {})}
+        files |= trace.files() if trace else {}
         files |= calls.files() if calls else {}
         if script:
             files[SWEBENCH_SCRIPT] = script.encode()
         await sandbox.write_files({**files, _PATCHED_PATHS: paths})
-        tests = f"{monitor.exports if monitor else ''}{calls.command if calls else record.command}"
+        tests = (trace.exports if trace else "") + (calls.command if calls else record.command)
         timeout = min(context.grade_timeout, TIMEOUT_S) if calls else context.grade_timeout
         command = _grade_command(record, patch, tests)
         result = await sandbox.exec(command, timeout=timeout, stdin=patch.encode())
         started = result.stdout.startswith(_BEGIN)
-        report = await monitor.read(sandbox) if monitor and started else None
+        test_side = await trace.read(sandbox) if trace else frozenset()
         log = result.stdout[len(_BEGIN) :] if started else b""
         if script and started:  # the results stand between markers, and the first one may be far from the end
             log = await _read_full_log(sandbox)
     text = log.decode(errors="replace")
-    return TestRun(started, result, calls.summary(text) if calls else text, monitor is not None, report)
+    return TestRun(started, result, calls.summary(text) if calls else text, test_side)
 
 
 def _sorted_paths(patch: str) -> bytes:
@@ -269,6 +287,13 @@ async def _read_full_log(sandbox: Sandbox) -> bytes:
         return b""
 
 
+def _shadowing_check(record: SweRecord, patch: str) -> str:
+    """Bash that ends with a message if the patch adds a module with the name of an installed one."""
+    added = {part.path for part in split_patch(patch) if part.is_new} - patched_paths(record.gold)
+    names = {match[1] for path in added if (match := _TOP_MODULE.fullmatch(path))}
+    return _SHADOWING.format(names=shlex.join(sorted(names))) if names else ""
+
+
 def _grade_command(record: SweRecord, patch: str, tests: str) -> str:
     """Bash that applies the patch from standard input, prints ``_BEGIN``, runs ``tests`` and prints the log's end.
 
@@ -276,7 +301,7 @@ def _grade_command(record: SweRecord, patch: str, tests: str) -> str:
     a command's output. A daemon that a test leaves behind then holds no pipe open.
     """
     prepare = "" if record.is_local else _LINK_IMAGE_TESTS
-    apply = _APPLY if patch else ""
+    apply = _shadowing_check(record, patch) + _APPLY if patch else ""
     return (
         f"{prepare}{apply}echo '{_BEGIN.decode().strip()}'\n"
         f"( ulimit -f {_LOG_FILE_KIB}; eval {shlex.quote(tests)} ) >{_LOG} 2>&1 </dev/null; code=$?\n"

@@ -100,8 +100,7 @@ def judge_by_dataset_rules(spec: SwebenchSpec, log: str) -> TestVerdict | None:
     SWE-smith counts a test that is not in the log as not failed; the verdict then does not name it. The exception is a
     test whose file could not be collected: it failed. Raises ``LookupError`` for an unknown log parser.
     """
-    output = _marked_output(log)
-    statuses = _pytest_statuses(output) if spec.rules == "swe-smith" else _parse_statuses(spec.log_parser, output)
+    statuses = _raw_statuses(spec, log)
     if not statuses:
         return None
     tests = (*spec.fail_to_pass, *spec.pass_to_pass)
@@ -115,6 +114,20 @@ def judge_by_dataset_rules(spec: SwebenchSpec, log: str) -> TestVerdict | None:
         judged = {test: PASSED if status == PASSED else _FAILED for test, status in status_of.items()}
     failed = next((test for test, status in judged.items() if status == _FAILED), None)
     return TestVerdict(failed is None, judged, _difference(failed) if failed else "")
+
+
+def swebench_statuses(record: SweRecord, log: str) -> Mapping[str, str] | None:
+    """Status by test of all tests in the eval script's output, or None if it has none or the log parser fails on it."""
+    try:
+        return _raw_statuses(_swebench_spec(record), log) or None
+    except (LookupError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        _log.warning("task %s: the log parser failed on the tests' log: %r", record.id, error)
+        return None
+
+
+def _raw_statuses(spec: SwebenchSpec, log: str) -> Mapping[str, str]:
+    output = _marked_output(log)
+    return _pytest_statuses(output) if spec.rules == "swe-smith" else _parse_statuses(spec.log_parser, output)
 
 
 def _difference(test: str) -> str:
@@ -136,11 +149,6 @@ def _parse_statuses(parser: str, log: str) -> Mapping[str, str]:
     from swebench.harness.log_parsers import PARSER_REGISTRY
 
     return {without_duration(test): status for test, status in PARSER_REGISTRY[parser](log, None).items()}
-
-
-def format_swebench_log(lines: Sequence[str]) -> str:
-    """Summary lines between the markers that swebench looks for."""
-    return "\n".join([START, *lines, END])
 
 
 def _test_spec(record: SweRecord) -> TestSpec:

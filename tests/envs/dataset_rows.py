@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from envs.swe import diff_files
+from envs.swe.datasets.scripts import END, START
 from tests.envs.images import GIT_WITH_A_FUTURE, directory_image
 
 BROKEN = {
@@ -55,6 +56,11 @@ def conda_files(directory: str = "testbed") -> dict[str, str]:
         f"{CONDA}/bin/activate": f'conda() {{ export PATH="/{CONDA}/envs/$2/bin:$PATH"; }}\n',
         f"{CONDA}/envs/testbed/bin/pytest": _PYTEST.replace("testbed", directory),
     }
+
+
+def swebench_log(lines: Iterable[str]) -> str:
+    """Summary lines between the markers that swebench looks for."""
+    return "\n".join([START, *lines, END])
 
 
 def classic(**fields: Any) -> dict[str, Any]:

@@ -23,6 +23,7 @@ async def test_valid_task_has_only_good_findings(context: EnvContext, record: Sw
     assert [finding.check for finding in findings] == [
         "history",
         "hidden tests",
+        "mutants",
         "hack: conftest",
         "hack: patched pytest",
         "hack: forged summary",
@@ -36,7 +37,7 @@ async def test_a_generated_task_is_audited_too(context: EnvContext, tmp_path: Pa
     (task,) = environment.tasks("train")
     findings = await environment.audit(task)
     assert isinstance(environment, Auditable)
-    assert len(findings) == 5
+    assert len(findings) == 6
     assert all(finding.ok for finding in findings), findings
 
 

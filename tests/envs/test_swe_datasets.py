@@ -15,7 +15,7 @@ from envs import EnvContext, TaskRecordError
 from envs.swe import SweEnvironment, SweRecord, diff_files, grade_patch, read_records, start_episode, verify_record
 from envs.swe.audit import audit_record
 from envs.swe.records import parse_record
-from envs.swe.swebench import format_swebench_log, judge_by_dataset_rules
+from envs.swe.swebench import judge_by_dataset_rules
 from tests.envs.dataset_rows import (
     BROKEN,
     BUG,
@@ -32,6 +32,7 @@ from tests.envs.dataset_rows import (
     rebench,
     rebench_v2,
     smith,
+    swebench_log,
 )
 from tests.envs.images import BUILT, limits_with_pytest
 from tests.envs.test_swe_sources import NO_SANDBOXES, write
@@ -250,7 +251,7 @@ def test_dropped_images_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixt
 def verdict(row: Mapping[str, Any], *lines: str) -> tuple[bool, Mapping[str, str]] | None:
     spec = read(row).swebench
     assert spec is not None
-    found = judge_by_dataset_rules(spec, format_swebench_log(lines))
+    found = judge_by_dataset_rules(spec, swebench_log(lines))
     return found and (found.resolved, found.tests)
 
 

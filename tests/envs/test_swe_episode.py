@@ -98,26 +98,15 @@ async def test_a_grading_runs_the_tests_in_two_sandboxes_at_most(record: SweReco
     assert backend.started == 2
 
 
-async def test_one_control_run_serves_all_doubtful_successes(record: SweRecord, tmp_path: Path) -> None:
-    """The row's script names pytest and runs something else, as those of tornado do: no success has a report."""
-    record = record.model_copy(update={"test_command": f"{record.test_command} # not pytest"})
+async def test_a_success_costs_one_run_of_its_tests_more(record: SweRecord, tmp_path: Path) -> None:
     honest = list(split_patch(edit(record, calc__py="def add(a, b): return b + a\ndef double(a): return 2 * a\n")))
     backend, control_runs = Counting(run_id="once", base=tmp_path), ControlRuns()
     try:
-        context = EnvContext(backend)
-        grades = await asyncio.gather(
-            *(grade_changes(context, record, honest, control_runs=control_runs) for _ in range(2))
-        )
-        assert backend.started == 2 + 1
-        grades.append(await grade_changes(context, record, honest, control_runs=control_runs))
-        assert backend.started == 3 + 1
-        exits = list(split_patch(edit(record, calc__py="import os\nos._exit(0)\n")))
-        grades.append(await grade_changes(context, record, exits, control_runs=control_runs))
-        assert backend.started == 4 + 2, "whether the machine can still grade is tried anew"
+        grade = await grade_changes(EnvContext(backend), record, honest, control_runs=control_runs)
     finally:
         await backend.close()
-    assert [grade.reward for grade in grades] == [1.0, 1.0, 1.0, 0.0]
-    assert [grade.suspected_hack for grade in grades[:3]] == [()] * 3
+    assert (backend.started, grade.reward, grade.suspected_hack) == (2, 1.0, ())
+    assert 0.0 < grade.mutant_seconds < grade.seconds
 
 
 async def test_failing_control_run_raises_a_grading_error(context: EnvContext, record: SweRecord) -> None:

@@ -33,7 +33,7 @@ FILES = {
     "pkg/crlf.txt": "one\r\ntwo\r\nthree\r\n",
     "pkg/mixed.txt": "one\r\ntwo\nthree\r",
     "docs/añb c.md": "é\n",
-    "visible/test_calc.py": "def test_a(): pass\n",
+    "visible/calc_case.py": "def test_a(): pass\n",
     "bin/run": "#!/bin/sh\n",
     ".gitignore": "*.log\n/build/\n!keep.log\nout/*\n!out/kept/\n",
     "pkg/.gitignore": "*.tmp\n!*.log\n",

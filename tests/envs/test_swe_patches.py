@@ -85,18 +85,18 @@ def test_tampering_is_rejected_with_a_reason(path: str, reason: str) -> None:
     assert screened.rejected[0].startswith(f"{path}: {reason}")
 
 
-@pytest.mark.parametrize("path", ["src/json.py", "other/tests/test_x.py", "test/test_new.py", "src/types/__init__.py"])
+@pytest.mark.parametrize("path", ["src/json.py", "src/types/__init__.py"])
 def test_honest_changes_are_accepted(path: str) -> None:
     patch = change(path, new=True)
     assert screen(split_patch(patch), hidden=["tests/test_hidden.py"]).text == patch
 
 
-def test_the_agents_own_tests_beside_the_hidden_ones_are_left_out_without_suspicion() -> None:
-    patch = change("src/fix.py") + change("tests/test_other.py", new=True) + change("tests/deep/data.txt")
+def test_changes_to_other_tests_are_left_out_without_suspicion() -> None:
+    patch = change("src/fix.py") + change("tests/test_other.py", new=True) + change("other/tests/data.txt")
     screened = screen(split_patch(patch), hidden=["tests/test_hidden.py", "test_top.py"])
     assert screened.text == change("src/fix.py")
     assert screened.rejected == ()
-    assert screened.agent_tests == ("tests/test_other.py", "tests/deep/data.txt")
+    assert screened.agent_tests == ("tests/test_other.py", "other/tests/data.txt")
 
 
 def test_an_existing_module_named_like_a_standard_one_may_be_changed() -> None:

@@ -3,7 +3,6 @@ graded."""
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import json
 from pathlib import Path
@@ -12,10 +11,10 @@ import pytest
 
 from envs import EnvContext
 from envs.swe import SweRecord, commit_content, grade_patch, start_episode, verify_record
+from envs.swe.adjudication import MUTANTS_PASS
 from envs.swe.audit import audit_record
 from envs.swe.diff.git_diff import diff_files
 from envs.swe.diff.snapshot import BaseSnapshot
-from envs.swe.integrity import IntegrityMonitor
 from envs.swe.reward_hacks import PATCH_PYTEST
 from sandbox import SandboxStartError
 from tests.envs.images import BUILT, GIT_WITH_A_FUTURE, directory_image, limits_with_pytest
@@ -98,7 +97,7 @@ async def test_row_script_verifies_and_rejects_a_patched_pytest(sandboxes: EnvCo
     forced = diff_files(OLD, {**OLD, "pkg/m.py": OLD["pkg/m.py"] + PATCH_PYTEST})
     grade = await grade_patch(sandboxes, row, forced)
     assert grade.reward == 0.0
-    assert any("from_item_and_call: replaced" in suspicion for suspicion in grade.suspected_hack)
+    assert any(MUTANTS_PASS in suspicion for suspicion in grade.suspected_hack)
 
 
 PRINTS = """
@@ -119,7 +118,7 @@ async def test_honest_fix_may_print_more_summaries_than_the_gold_patch(sandboxes
 
 async def test_the_audit_of_an_image_row(sandboxes: EnvContext, row: SweRecord) -> None:
     findings = await audit_record(sandboxes, row)
-    assert [finding.ok for finding in findings] == [True] * 5, findings
+    assert [finding.ok for finding in findings] == [True] * 6, findings
 
 
 READS_THE_FIX = """
@@ -149,11 +148,3 @@ async def test_hidden_tests_that_cannot_be_removed_stop_the_start(sandboxes: Env
     with pytest.raises(SandboxStartError, match="could not be hidden from the agent: /r2e_tests"):
         async with start_episode(sandboxes, row):
             pass
-
-
-def test_sandbox_code_compiles_for_python_3_6() -> None:
-    (source,) = [data for path, data in IntegrityMonitor(watched=()).files().items() if path.endswith(".py")]
-    tree = ast.parse(source, feature_version=(3, 6))
-    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    assert imported == {"doctest", "hashlib", "hmac", "json", "os", "sys", "time"}
-    assert not [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom | ast.NamedExpr)]

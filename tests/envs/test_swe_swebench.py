@@ -10,8 +10,9 @@ import pytest
 
 from envs import EnvContext, GradingError
 from envs.swe import SweEnvironment, SweRecord, grade_patch, read_jsonl
-from envs.swe.integrity import NO_REPORT
-from envs.swe.swebench import format_swebench_log, judge_swebench_log
+from envs.swe.adjudication import MUTANTS_PASS
+from envs.swe.swebench import judge_swebench_log
+from tests.envs.dataset_rows import swebench_log
 from tests.envs.images import BUILT, GIT_WITH_A_FUTURE, directory_image, limits_with_pytest, swebench_row
 from tests.envs.test_swe_sources import GRADABLE
 
@@ -81,8 +82,8 @@ async def test_an_audit_shows_that_what_swebench_would_believe_is_screened_or_se
     findings = {finding.check: finding for finding in await environment.audit(environment.tasks("test")[0])}
     assert all(finding.ok for finding in findings.values()), findings
     assert findings["hack: conftest"].detail == "no reward; conftest.py: test infrastructure, undone"
-    assert "from_item_and_call: replaced" in findings["hack: patched pytest"].detail
-    assert findings["hack: forged summary"].detail == f"no reward; {NO_REPORT}"
+    assert MUTANTS_PASS in findings["hack: patched pytest"].detail
+    assert MUTANTS_PASS in findings["hack: forged summary"].detail
 
 
 @pytest.mark.bubblewrap
@@ -106,20 +107,18 @@ def record() -> SweRecord:
 
 
 def test_a_log_is_read_by_swebenchs_rules(record: SweRecord) -> None:
-    verdict = judge_swebench_log(record, format_swebench_log(LINES))
+    verdict = judge_swebench_log(record, swebench_log(LINES))
     assert verdict is not None
     assert verdict.resolved  # a skipped test of PASS_TO_PASS counts as kept there
-    failed = judge_swebench_log(record, format_swebench_log(["FAILED test_r.py::test_a - boom", *LINES[1:]]))
+    failed = judge_swebench_log(record, swebench_log(["FAILED test_r.py::test_a - boom", *LINES[1:]]))
     assert failed is not None
     assert (failed.resolved, failed.difference) == (False, "test_r.py::test_a: FAILED, expected PASSED")
-    absent = judge_swebench_log(record, format_swebench_log(LINES[1:]))
+    absent = judge_swebench_log(record, swebench_log(LINES[1:]))
     assert absent is not None
     assert not absent.resolved
 
 
-@pytest.mark.parametrize(
-    "log", ["", "\n".join(LINES), format_swebench_log(()), format_swebench_log([">>>>> Tests Errored", *LINES])]
-)
+@pytest.mark.parametrize("log", ["", "\n".join(LINES), swebench_log(()), swebench_log([">>>>> Tests Errored", *LINES])])
 def test_a_log_that_says_nothing_is_no_verdict(record: SweRecord, log: str) -> None:
     assert judge_swebench_log(record, log) is None
 
@@ -134,12 +133,11 @@ def test_a_log_of_another_runner_is_read_by_the_parser_that_its_row_names() -> N
         "PASS_TO_PASS": ["test_render (forms.tests.FormTests)"],
     }
     record = SweRecord.model_validate(django)
-    assert not record.runs_pytest
     ends = {"ok": True, "FAIL": False, "ERROR": False}
     for end, resolved in ends.items():
         lines = [f"test_clean (forms.tests.FormTests) ... {end}", "test_render (forms.tests.FormTests) ... ok"]
-        verdict = judge_swebench_log(record, format_swebench_log(lines))
+        verdict = judge_swebench_log(record, swebench_log(lines))
         assert verdict is not None
         assert verdict.resolved is resolved, end
-    broken = format_swebench_log([*lines, "FAIL:"])  # swebench's parser raises an IndexError
+    broken = swebench_log([*lines, "FAIL:"])  # swebench's parser raises an IndexError
     assert judge_swebench_log(record, broken) is None

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.envs.test_swe_hacks import HACKS, LITTER
-from tests.redteam import test_rows
+from tests.redteam import test_pytest_attacks, test_repository_attacks, test_rows
 from tests.redteam.test_damage import DAMAGE
 from tests.redteam.test_disk import GROWTHS
-from tests.redteam.test_grading_attacks import ENDLESS, QUICK, WITHIN
+from tests.redteam.test_grading_attacks import ENDLESS, QUICK
 from tests.redteam.test_image_patches import ATTACKS
 from tests.redteam.test_patches import FORGED, IN_THE_SANDBOX
 
@@ -118,10 +118,27 @@ GROUPS = (
     ),
     Group(
         "Code that attacks pytest from within",
-        "tests/redteam/test_grading_attacks.py",
+        "tests/redteam/test_pytest_attacks.py",
         "bubblewrap",
         ZERO,
-        {name: f"integrity monitor: {doubt}" for name, (_, doubt) in WITHIN.items()},
+        _all(
+            test_pytest_attacks.ATTACKS,
+            "the negative control: the patch cannot tell the right variant of a hidden test from wrong ones",
+        ),
+    ),
+    Group(
+        "Code that attacks tests in several processes",
+        "tests/redteam/test_pytest_attacks.py",
+        "bubblewrap",
+        ZERO,
+        _all(test_pytest_attacks.COMMANDS, "the negative control, or what the tests use comes from the base"),
+    ),
+    Group(
+        "Changes of what the tests use",
+        "tests/redteam/test_repository_attacks.py",
+        "bubblewrap",
+        ZERO,
+        _all(test_repository_attacks.ATTACKS, "the change is left out, or the patch is refused"),
     ),
     Group(
         "Hacks of a real task",

@@ -34,10 +34,8 @@ from agent_rl.types import Group
 from envs.mini import generate, to_record
 from envs.swe.calls import CallRun
 from envs.swe.diff.git_diff import diff_files, patched_paths, screen, split_patch
-from envs.swe.integrity import IntegrityMonitor
-from envs.swe.pytest_log import count_summaries, judge_pytest_log, parse_summary
+from envs.swe.pytest_log import judge_pytest_log, parse_summary
 from tests.envs.conftest import BROKEN, FIXED
-from tests.redteam.attack import report_stopped
 
 pytestmark = pytest.mark.redteam
 fuzz = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
@@ -89,7 +87,6 @@ EXPECTED = {"a.py::test_a": "PASSED", "a.py::test_a[x - y]": "FAILED", "test_a":
 @fuzz
 @given(LOGS)
 def test_any_log_is_judged(log: str) -> None:
-    timed(lambda: count_summaries(log))
     timed(lambda: parse_summary(log, EXPECTED))
     timed(lambda: judge_pytest_log(log, EXPECTED))
     timed(lambda: judge_pytest_log(log, EXPECTED, "name"))
@@ -113,28 +110,6 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=4),
     max_leaves=6,
 )
-MONITOR = IntegrityMonitor([], token="00" * 8, password="ab" * 16)
-REPORT = {"outcomes": [["a", "PASSED"]], **{key: [] for key in ("changed", "replaced", "shadowed", "plugins")}}
-
-
-@fuzz
-@given(st.dictionaries(st.sampled_from([*REPORT, "swapped", "x"]), JSON, max_size=5), st.binary(max_size=20))
-def test_any_report_is_read_or_is_none(changes: dict[str, object], noise: bytes) -> None:
-    sealed = MONITOR.seal(json.dumps({**REPORT, **changes}).encode())
-    report = MONITOR.unseal(sealed)
-    assert report is None or report.statuses is not None
-    assert MONITOR.unseal(noise + sealed + noise) is None or not noise
-    assert MONITOR.unseal(noise) is None
-
-
-def test_a_report_without_the_password_is_not_parsed() -> None:
-    forged = b"0" * 64 + b"\n" + b"[" * (4 << 20)
-    began = time.thread_time()
-    assert MONITOR.unseal(forged) is None
-    assert time.thread_time() - began < 0.05
-    report_stopped("a report of 4 MiB of brackets without the password", "its seal is compared first")
-
-
 RESULT = {"task_id": "a", "sample": 0, "resolved": True, "stop": "submitted", "turns": 1, "seconds": 1.0}
 ROWS = [
     {**RESULT, "suspected_hack": []},

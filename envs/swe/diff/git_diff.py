@@ -58,8 +58,7 @@ _QUOTED_HEADER = re.compile(rf"({_QUOTED}) ({_QUOTED})")
 _TWO_NAMES = ("rename from ", "rename to ", "rename old ", "rename new ", "copy from ", "copy to ")
 
 IMPORTED_BY_TESTS = (frozenset(sys.stdlib_module_names) | {"pytest", "_pytest", "pluggy", "iniconfig"}) - {"test"}
-"""Modules that a new file in the repository's top directory would shadow while the tests run. Other directories may be
-on the import path too; the integrity monitor reports modules shadowed from there (:mod:`envs.swe.integrity`)."""
+"""Modules that a new file in the repository's top directory would shadow while the tests run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +79,17 @@ class FilePatch:
 
 @dataclass(frozen=True, slots=True)
 class ScreenedPatch:
-    """A patch after screening: ``text`` is the part to grade, ``rejected`` has one line per omitted file.
+    """A patch after screening: ``text`` is the part to grade, which changes ``paths``; ``rejected`` has one line
+    per omitted file.
 
     ``agent_tests`` are test files of the agent, which are left out too. Writing tests is honest, but a broken test file
-    can prevent the collection of the hidden tests beside it.
+    can prevent the collection of the hidden tests beside it, and hidden tests may use others.
     """
 
     text: str
     rejected: tuple[str, ...]
     agent_tests: tuple[str, ...] = ()
+    paths: frozenset[str] = frozenset()
 
 
 def is_test_path(path: str) -> bool:
@@ -313,6 +314,7 @@ def screen(patch: Iterable[FilePatch], *, hidden: Collection[str], gold: str = "
     gold_parts = {part.text: part for part in split_patch(gold)}
     allowed = frozenset(path for part in gold_parts.values() for path in part.paths)
     accepted: list[str] = []
+    changed: set[str] = set()
     rejected: list[str] = []
     agent_tests: list[str] = []
     for part in parts:
@@ -321,11 +323,12 @@ def screen(patch: Iterable[FilePatch], *, hidden: Collection[str], gold: str = "
         reason = reason or next(filter(None, (_tampering_reason(path, part.is_new, tests) for path in paths)), "")
         if reason:
             rejected.append(f"{part.path}: {reason}, undone")
-        elif any(tests.is_test_beside(path) for path in paths):
+        elif any(is_test_path(path) for path in paths):
             agent_tests.append(part.path)
         else:
             accepted.append(part.text if part.text in gold_parts else part.rebuilt)
-    return ScreenedPatch("".join(accepted), tuple(rejected), tuple(agent_tests))
+            changed |= part.paths
+    return ScreenedPatch("".join(accepted), tuple(rejected), tuple(agent_tests), frozenset(changed))
 
 
 def _is_not_text(part: FilePatch) -> bool:
@@ -339,33 +342,23 @@ class _HiddenTests:
     paths: frozenset[str]
     above: frozenset[str]
     """All directories above a hidden test, without the top directory."""
-    directories: frozenset[str]
-    """The directories that contain a hidden test, without the top directory."""
     depths: frozenset[int]
-    """The numbers of path components of ``paths`` and ``directories``."""
+    """The numbers of path components of ``paths``."""
 
     @classmethod
     def from_paths(cls, hidden: Collection[str]) -> _HiddenTests:
         paths = [PurePosixPath(path) for path in hidden]
-        directories = {path.parent for path in paths if path.parent.parts}
         return cls(
             paths=frozenset(map(str, paths)),
             above=frozenset(str(directory) for path in paths for directory in path.parents if directory.parts),
-            directories=frozenset(map(str, directories)),
-            depths=frozenset(len(path.parts) for path in (*paths, *directories)),
+            depths=frozenset(len(path.parts) for path in paths),
         )
 
     def overlaps(self, path: str) -> bool:
         """Whether ``path`` is a hidden test, or a directory above or a path below one."""
-        return path in self.paths or path in self.above or self._is_below(path, self.paths)
-
-    def is_test_beside(self, path: str) -> bool:
-        """Whether ``path`` is a test file in or below a directory that contains a hidden test."""
-        return is_test_path(path) and self._is_below(path, self.directories)
-
-    def _is_below(self, path: str, parents: Collection[str]) -> bool:
         parts = path.split("/")
-        return any("/".join(parts[:depth]) in parents for depth in self.depths if depth < len(parts))
+        below = any("/".join(parts[:depth]) in self.paths for depth in self.depths if depth < len(parts))
+        return below or path in self.paths or path in self.above
 
 
 def _tampering_reason(name: str, is_new: bool, tests: _HiddenTests) -> str:
