@@ -95,7 +95,7 @@ def test_a_key_is_in_no_command_line_and_no_message(tmp_path: Path) -> None:
 async def test_a_key_may_begin_with_a_dash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server would take it for an option."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "engine"))
-    from standin_sglang import make_interpreter
+    from fake_interpreter import make_interpreter
 
     config = EngineConfig(device="cpu", python=str(make_interpreter(tmp_path)))
     server = EngineServer(config, tmp_path, tmp_path / "log", key="-key")

@@ -216,7 +216,7 @@ async def test_full_disk_is_one_line(tmp_path: Path) -> None:
         backend = BubblewrapBackend(run_id="full", base=disk)
         sandbox = await backend.start(SandboxSpec())
         assert (await sandbox.exec("head -c 10 /dev/zero > small", timeout=20)).ok
-        (small_disk / "of-others").write_bytes(bytes(shutil.disk_usage(small_disk).free - (8 << 20)))
+        (disk / "of-others").write_bytes(bytes(shutil.disk_usage(disk).free - (8 << 20)))
         with pytest.raises(SandboxDiskFullError, match=r"free on its disk") as error:
             await sandbox.exec("false", timeout=20)
         assert "\n" not in str(error.value)
