@@ -27,7 +27,7 @@ from timing import time_call
 
 from envs.swe.diff.git_diff import screen, split_patch
 from envs.swe.diff.snapshot import BaseSnapshot
-from envs.swe.diff.tree_diff import changes
+from envs.swe.diff.tree_diff import file_patches
 from envs.swe.pytest_log import judge_pytest_log
 from sandbox import TreeFile
 
@@ -89,7 +89,7 @@ def read_log(log: str) -> None:
 def compare(case: str) -> None:
     old, new = FILES[case]
     base = BaseSnapshot.from_files({"a.py": old})
-    list(changes(base, {"a.py": TreeFile(stat.S_IFREG | 0o644, new.encode())}, ["a.py"], base.contents))
+    list(file_patches(base, {"a.py": TreeFile(stat.S_IFREG | 0o644, new.encode())}, ["a.py"], base.contents))
 
 
 def plain_pass(text: str) -> float:
