@@ -28,7 +28,7 @@ def test_a_model_of_moe_layers_only(tmp_path: Path) -> None:
     model_spec = read_model_spec(directory(tmp_path))
     assert model_spec == ModelSpec(
         "qwen3_moe", moe=(True,) * 6, hidden=2048, heads=32, kv_heads=4, head_dim=64, inner=6144, vocab_size=151936,
-        max_positions=40960, num_experts=128, top_k=8, expert_inner=768,
+        max_positions=40960, qk_norm="head", num_experts=128, top_k=8, expert_inner=768,
     )  # fmt: skip
     assert (model_spec.num_layers, model_spec.moe_layer_ids) == (6, tuple(range(6)))
     assert (model_spec.q_width, model_spec.kv_width) == (2048, 256)
@@ -39,7 +39,7 @@ def test_values_of_the_config_override_the_defaults(tmp_path: Path) -> None:
     changes = {"head_dim": 128, "tie_word_embeddings": True, "rms_norm_eps": 1e-5, "rope_theta": 5e6}
     spec = read_model_spec(directory(tmp_path, **SHARED, **changes, initializer_range=1.0))
     assert (spec.head_dim, spec.tied, spec.norm_eps, spec.rope_theta, spec.init_std) == (128, True, 1e-5, 5e6, 1.0)
-    assert (spec.shared_inner, spec.qkv_bias, spec.family.shared_expert) == (1024, True, True)
+    assert (spec.shared_inner, spec.qkv_bias, spec.family.shared_gate) == (1024, True, True)
 
 
 def test_other_names_for_experts_are_read(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_dense_layers_are_told_apart(tmp_path: Path, changes: dict[str, Any], la
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "llama"}, "model_type 'llama' is not supported; supported: mixtral, qwen2"),
+        ({"model_type": "llama"}, "model_type 'llama' is not supported; supported: glm4_moe, minimax_m2"),
         ({"num_experts": 0}, "num_experts must be a positive integer, got 0"),
         ({"num_hidden_layers": "six"}, "num_hidden_layers must be a positive integer, got 'six'"),
         ({"mlp_only_layers": [0, 1, 2, 3, 4, 5]}, "has no MoE layer"),

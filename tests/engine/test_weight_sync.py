@@ -118,7 +118,7 @@ class DiesMidway(WeightPublisher):
 
     def _send(self, bucket: Bucket, version: str) -> Any:
         if getattr(self, "sent", False):
-            dtypes = [bucket.dtype] * len(bucket.names)
+            dtypes = [str(dtype).removeprefix("torch.") for dtype in bucket.dtypes]
             self._receivers.receive(bucket.names, dtypes, bucket.shapes, weight_version="x", group=self._name)
             raise WeightSyncError("the sender died")
         self.sent = True

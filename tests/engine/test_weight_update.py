@@ -63,7 +63,7 @@ async def test_an_update_left_open_by_a_dead_sender_is_closed(engine: SGLangEngi
 def test_an_engine_that_is_gone_is_reported() -> None:
     with (
         WeightReceivers(["http://127.0.0.1:9"], timeout=5) as receivers,
-        pytest.raises(WeightSyncError, match=r"no answer \(NewConnectionError"),
+        pytest.raises(WeightSyncError, match=r"no response \(NewConnectionError"),
     ):
         receivers.begin()
 

@@ -38,7 +38,8 @@ def main(rank: int, ranks: int, results: Path) -> Any:
 
 def kill(results: Path) -> dict[str, list[str]]:
     commands = [[sys.executable, "-W", "ignore", __file__, str(rank), "2", str(results)] for rank in range(2)]
-    world = [subprocess.Popen(command, stdout=subprocess.PIPE) for command in commands]
+    paths = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    world = [subprocess.Popen(command, stdout=subprocess.PIPE, env=paths) for command in commands]
     for rank in world:
         assert rank.stdout is not None
         assert rank.stdout.readline()

@@ -310,7 +310,7 @@ def test_limits_hold_and_interruptions_change_nothing(turns: list[Any], cuts: li
     assert [turn.text for turn in parts.turns] == [turn.text for turn in whole.turns]
 
 
-@pytest.mark.parametrize(("hook", "limit"), [("on_start", 0.05), ("on_grade", 0.2)])
+@pytest.mark.parametrize(("hook", "limit"), [("on_start", 0.05), ("on_grade", 0.8)])
 async def test_infrastructure_that_hangs_is_a_failure_with_a_reason(hook: str, limit: float) -> None:
     timeouts = EnvConfig(start_timeout=0.05, grade_timeout=0.05)
     trajectory = await drive(TurnsEngine([SUBMIT]), MemoryEnvironment(**{hook: hang}), timeouts=timeouts)
@@ -318,8 +318,8 @@ async def test_infrastructure_that_hangs_is_a_failure_with_a_reason(hook: str, l
     assert f"took longer than {limit} s" in trajectory.error
 
 
-@pytest.mark.parametrize(("seconds", "stop"), [(1200, StopReason.SUBMITTED), (4801, StopReason.SANDBOX_FAILURE)])
-async def test_grading_may_take_two_test_runs_and_two_sandbox_starts(seconds: float, stop: StopReason) -> None:
+@pytest.mark.parametrize(("seconds", "stop"), [(1200, StopReason.SUBMITTED), (19201, StopReason.SANDBOX_FAILURE)])
+async def test_grading_may_take_eight_test_runs_and_sandbox_starts(seconds: float, stop: StopReason) -> None:
     env = MemoryEnvironment(on_grade=partial(LoopClock().put_forward, seconds))
     timeouts = EnvConfig(grade_timeout=1800, start_timeout=600)
     trajectory = await drive(TurnsEngine([FIX, SUBMIT]), env, timeouts=timeouts)

@@ -123,7 +123,7 @@ async def test_unreachable_engine_is_reported_and_the_trainer_goes_on(trainer: R
         port = probe.getsockname()[1]
     report = await asyncio.wait_for(trainer.publish([f"http://127.0.0.1:{port}"], "1"), 60)
     (reason,) = report.failures.values()
-    assert re.search(f"127.0.0.1:{port}.*no answer", reason)
+    assert re.search(f"127.0.0.1:{port}.*no response", reason)
     assert await trainer.logprobs([sample_of(9, 1)], replay=True)
 
 
