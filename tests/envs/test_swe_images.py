@@ -202,7 +202,8 @@ async def test_empty_patch_does_not_resolve_and_nothing_leaks(sandboxes: EnvCont
     (record,) = read_jsonl(rows["swebench"])
     assert (await verify_record(sandboxes, record)).verified
     findings = await audit_record(sandboxes, record)
-    assert [finding.ok for finding in findings] == [True] * 5, findings
+    assert len(findings) > 5
+    assert all(finding.ok for finding in findings), findings
 
 
 @IN_DOCKER
