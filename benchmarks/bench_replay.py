@@ -56,7 +56,7 @@ def shares(call: Callable[[], None], steps: int = 5) -> str:
     cumulative = {name: row[3] for (_, _, name), row in rows}
     return ", ".join(
         f"{label} {cumulative[name] / total:.2%}"
-        for label, name in (("prepare", "_item"), ("choose", "get_replay_topk"))
+        for label, name in (("prepare", "_prepare"), ("choose", "get_replay_topk"))
     )
 
 
