@@ -46,6 +46,7 @@ def test_other_names_for_experts_are_read(tmp_path: Path) -> None:
     mixtral = {"model_type": "mixtral", "num_local_experts": 16, **dict.fromkeys(NOT_MIXTRALS)}
     model_spec = read_model_spec(directory(tmp_path, **mixtral))
     assert (model_spec.num_experts, model_spec.expert_inner) == (16, 6144)
+    assert read_model_spec(directory(tmp_path, num_experts=None, num_local_experts=16)).num_experts == 16
 
 
 @pytest.mark.parametrize(

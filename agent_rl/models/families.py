@@ -63,17 +63,18 @@ class ConfigKeys:
 class Family:
     """Differences from a plain decoder (pre-norm with RMSNorm, rotary embedding, gated SiLU MLPs).
 
-    ``keys``: the family's config keys that differ from Qwen3-MoE's, by Qwen3-MoE's name. ``defaults``: values of
-    missing keys; other missing keys are errors. ``fixed``: values that the family's configs cannot change. ``qk_norm``:
-    queries and keys are normalized over each ``head`` or over ``all`` heads. ``qkv_bias``: the q, k and v projections
-    have a bias. ``experts``: layers may be MoE layers. ``windowed``: a ``sliding_window`` in the config is active,
-    because the family has no ``use_sliding_window``. ``read``: reads the family's own keys; it returns values by the
-    names of :func:`read_config`. ``unused``: keys of the family that do not change the logits.
+    ``keys``: the family's config keys that differ from Qwen3-MoE's, by Qwen3-MoE's name. ``aliases``: names that
+    transformers 5 writes for the family's keys. ``defaults``: values of missing keys; other missing keys are errors.
+    ``fixed``: values that the family's configs cannot change. ``qk_norm``: queries and keys are normalized over each
+    ``head`` or over ``all`` heads. ``qkv_bias``: the q, k and v projections have a bias. ``experts``: layers may be MoE
+    layers. ``windowed``: a ``sliding_window`` in the config is active, because the family has no
+    ``use_sliding_window``. ``read``: reads the family's own keys; it returns values by the names of
+    :func:`read_config`. ``unused``: keys of the family that do not change the logits.
 
     ``router``, ``expert``, ``expert_parts`` (gate, up, down), ``shared`` (expert) and ``correction`` (bias that is
     added to the router's scores only to choose experts; "" without one): Hugging Face names of an MoE layer's tensors.
-    ``shared_gate``: the shared expert has a sigmoid gate. ``serves_dense_layers``: SGLang loads
-    dense layers beside MoE layers.
+    ``shared_gate``: the shared expert has a sigmoid gate. ``serves_dense_layers``: SGLang loads dense layers beside MoE
+    layers.
     """
 
     qk_norm: QkNorm = ""
@@ -81,6 +82,7 @@ class Family:
     experts: bool = False
     windowed: bool = False
     keys: Mapping[str, str] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
     read: Callable[[ConfigKeys], Mapping[str, Any]] | None = None
@@ -145,7 +147,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "qwen2": Family(qkv_bias=True),
         "qwen3": Family(qk_norm="head"),
         "qwen2_moe": Family(qkv_bias=True, experts=True, read=_qwen2_moe, defaults=_MIXED),
-        "qwen3_moe": Family(qk_norm="head", experts=True, defaults=_MIXED),
+        "qwen3_moe": Family(
+            qk_norm="head", experts=True, aliases={"num_local_experts": "num_experts"}, defaults=_MIXED
+        ),
         "glm4_moe": Family(
             experts=True,
             read=_glm4_moe,
@@ -256,7 +260,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 def parse_config(raw: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """As :func:`read_config`, from the content of a ``config.json``; ``path`` is its name in errors."""
     try:
-        return _checked(_without_alias(raw), path)
+        return _checked(_without_aliases(raw), path)
     except (TypeError, ValueError, AttributeError, OverflowError) as error:
         raise ConfigError(f"{path}: not a model's config: {error}") from None
 
@@ -294,11 +298,11 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not valid JSON: {error}") from None
 
 
-def _without_alias(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """transformers 5 writes a Qwen3-MoE's ``num_experts`` as ``num_local_experts``."""
-    if raw.get("model_type") == "qwen3_moe" and "num_local_experts" in raw and "num_experts" not in raw:
-        return {"num_experts" if key == "num_local_experts" else key: value for key, value in raw.items()}
-    return raw
+def _without_aliases(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``raw`` with the family's own key in the place of each other name for it."""
+    family = FAMILIES.get(str(raw.get("model_type")))
+    names = {} if family is None else {other: key for other, key in family.aliases.items() if raw.get(key) is None}
+    return {names.get(key, key): value for key, value in raw.items() if key not in names.values()}
 
 
 def _family_of(config: Mapping[str, Any], path: Path) -> Family:

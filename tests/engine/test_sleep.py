@@ -325,7 +325,7 @@ async def test_a_sleep_without_any_engine_ends_the_run(tmp_path: Path) -> None:
 
 
 async def test_a_sleeping_suspect_gets_no_health_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang's ``/health`` samples a token, on memory that is not there."""
+    """SGLang's ``/health`` samples a token, which needs the memory that the sleeping engine has released."""
     monkeypatch.setattr(supervisor, "_SUSPECT_SECONDS", 0.01)
     async with colocated(tmp_path) as run:
         await run.engine.sleep.begin()

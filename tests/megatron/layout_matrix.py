@@ -12,6 +12,7 @@ from typing import Any
 import megatron_tiny as tiny
 import pytest
 import torch
+from support.model_sizes import GLM4_MOE_SIZES
 from support.rank_processes import place_of, reserved_port, run_ranks
 from torch import Tensor
 
@@ -52,19 +53,7 @@ class Run:
 _DENSE_FIRST = {"mlp_only_layers": [0]}
 _DENSE = {"kind": "qwen3", "tied": False}
 _SHARED_EXPERT = {"kind": "qwen2_moe", "head_dim": 8, "tied": False, "shared_expert_intermediate_size": 40}
-_GLM4_MOE = {
-    "kind": "glm4_moe",
-    "tied": False,
-    "num_experts": None,
-    "n_routed_experts": tiny.EXPERTS,
-    "partial_rotary_factor": 0.5,
-    "use_qk_norm": True,
-    "attention_bias": True,
-    "first_k_dense_replace": 1,
-    "n_group": 4,
-    "topk_group": 2,
-    "routed_scaling_factor": 2.5,
-}
+_GLM4_MOE = GLM4_MOE_SIZES | {"kind": "glm4_moe", "tied": False}
 _OLMOE = {"kind": "olmoe", "tied": False, "head_dim": None, "moe_intermediate_size": None, "num_key_value_heads": 4}
 RUNS: dict[str, Run] = {
     "none": Run(updates=2),

@@ -10,7 +10,7 @@ from typing import Any
 
 import megatron_tiny as tiny
 import pytest
-from support.model_sizes import DENSE_SIZES, EXPERT_SIZES
+from support.model_sizes import DENSE_SIZES, EXPERT_SIZES, GLM4_MOE_SIZES
 
 from agent_rl.errors import ConfigError
 from agent_rl.models.families import FAMILIES, read_config
@@ -28,19 +28,7 @@ RANDOM = {"initializer_range": 0.3, "tie_word_embeddings": False, "rope_theta": 
 SIZES = DENSE_SIZES | RANDOM | {"num_hidden_layers": 3}
 QWEN3_MOE = EXPERT_SIZES | {"head_dim": 16, "norm_topk_prob": True}
 SHARED_EXPERT = EXPERT_SIZES | {"shared_expert_intermediate_size": 40}
-GLM = EXPERT_SIZES | {
-    "num_experts": None,
-    "n_routed_experts": EXPERT_SIZES["num_experts"],
-    "head_dim": 16,
-    "partial_rotary_factor": 0.5,
-    "use_qk_norm": True,
-    "attention_bias": True,
-    "first_k_dense_replace": 1,
-    "n_group": 4,
-    "topk_group": 2,
-    "routed_scaling_factor": 2.5,
-    "norm_topk_prob": True,
-}
+GLM = GLM4_MOE_SIZES | {"head_dim": 16, "norm_topk_prob": True}
 GLM_PLAIN = {"use_qk_norm": False, "attention_bias": False, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1}
 OLMOE = EXPERT_SIZES | {"moe_intermediate_size": None, "intermediate_size": 24}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}

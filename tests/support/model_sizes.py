@@ -14,3 +14,15 @@ DENSE_SIZES: dict[str, Any] = {
     "max_position_embeddings": 512,
 }
 EXPERT_SIZES: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+GLM4_MOE_SIZES: dict[str, Any] = EXPERT_SIZES | {
+    "num_experts": None,
+    "n_routed_experts": EXPERT_SIZES["num_experts"],
+    "partial_rotary_factor": 0.5,
+    "use_qk_norm": True,
+    "attention_bias": True,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+}
+"""With everything that distinguishes the family; a size of None is left out."""
