@@ -49,7 +49,8 @@ def private_paths(named: Iterable[Path] = ()) -> frozenset[Path]:
 
 
 def covers(binds: Iterable[Bind], private: Iterable[Path]) -> list[str]:
-    """Return the bwrap arguments that cover the ``private`` paths below ``binds``.
+    """Return the bwrap arguments that cover the ``private`` paths below ``binds``. Paths that are gone are left out:
+    bwrap could not make a place for them.
 
     Raises ``SandboxStartError`` if a bind itself is private.
     """
@@ -62,7 +63,8 @@ def covers(binds: Iterable[Bind], private: Iterable[Path]) -> list[str]:
                     f"{source}: sandboxes would see it at {bind.target}, but it holds private files (the checkout, "
                     "caches, runs or a home); move these to another directory, or set sandbox.backend to docker"
                 )
-            if path.is_relative_to(source) and not any(path.is_relative_to(each) for each in covered):
+            hidden_already = any(path.is_relative_to(each) for each in covered)
+            if path.is_relative_to(source) and not hidden_already and path.exists():
                 covered.append(path)
                 target = str(bind.target / path.relative_to(source))
                 hidden = ["--tmpfs", target, "--remount-ro", target]

@@ -295,7 +295,7 @@ async def test_two_dead_of_eight_cost_each_session_at_most_one_retry() -> None:
 
 
 async def test_an_engine_is_sent_no_more_than_it_runs_at_once() -> None:
-    """What waits for a slot waits here, and its time-out has not begun: ten requests of 0.1 s, two at once."""
+    """What waits for a slot waits here, and its time-out has not begun: ten requests of 0.5 s, two at once."""
     running, most = 0, 0
 
     async def handler(path: str, request: dict[str, Any]) -> tuple[int, bytes]:
@@ -306,11 +306,11 @@ async def test_an_engine_is_sent_no_more_than_it_runs_at_once() -> None:
             return 200, b"{}"
         running += 1
         most = max(most, running)
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.5)
         running -= 1
         return 200, generated(request)
 
-    config = EngineConfig(retries=0, request_timeout=0.4)
+    config = EngineConfig(retries=0, request_timeout=2)
     async with serving(handler) as url, client(url, config=config) as engine:
         sampled = [engine.generate([1, 2, 3], SAMPLE, routes_from=0, session=str(n)) for n in range(10)]
         assert len(await asyncio.gather(*sampled)) == 10

@@ -104,7 +104,8 @@ def selected(session: pytest.Session, file: str, *names: str) -> set[tuple[Any, 
 
 def directories(base: Path) -> dict[str, Path]:
     """The checkpoint of every run, made in ``base``."""
-    found = {name: base / json.dumps(run.model) for name, run in RUNS.items()}
+    first = {json.dumps(run.model): name for name, run in reversed(RUNS.items())}
+    found = {name: base / first[json.dumps(run.model)] for name, run in RUNS.items()}
     for name, directory in found.items():
         if not directory.exists():
             tiny.make(directory, **RUNS[name].model)
