@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from agent_rl.models.config_keys import ConfigKeys
 from agent_rl.models.parts import Indexer, Latent
-
-if TYPE_CHECKING:
-    from agent_rl.models.families import ConfigKeys
 
 UNUSED = frozenset(
     {"aux_loss_alpha", "auto_map", "ep_size", "head_dim", "num_mtp_layers", "num_nextn_predict_layers", "qk_head_dim"}
