@@ -124,8 +124,8 @@ async def test_a_download_resumes_after_a_broken_connection_and_is_found_offline
     assert (await fetched("acme/tiny", served.url, tmp_path))[:2] == (0, directory), "the hub is gone"
     (Path(directory) / "model.safetensors").unlink()
     code, _, error = await fetched("acme/tiny", served.url, tmp_path, HF_HUB_OFFLINE="1")
-    lacks = f"its copy in the cache lacks model.safetensors ({directory}): download it where there is a network"
-    assert (code, error) == (1, f"model: acme/tiny: {lacks}")
+    assert (code, error.count("\n"), error.split(":")[1]) == (1, 0, " acme/tiny")
+    assert "download it where there is a network" in error
 
 
 async def test_a_model_that_the_hub_does_not_return_is_one_line(tmp_path: Path) -> None:
