@@ -71,8 +71,9 @@ class Family:
     ``use_sliding_window``. ``read``: reads the family's own keys; it returns values by the names of
     :func:`read_config`. ``unused``: keys of the family that do not change the logits.
 
-    ``router``, ``expert``, ``expert_parts`` (gate, up, down), ``shared`` (expert) and ``correction`` (bias that is
-    added to the router's scores only to choose experts; "" without one): Hugging Face names of an MoE layer's tensors.
+    ``root``: the Hugging Face name of the module with the embedding, the layers and the last norm. ``router``,
+    ``expert``, ``expert_parts`` (gate, up, down), ``shared`` (expert) and ``correction`` (bias that is added to the
+    router's scores only to choose experts; "" without one): names of an MoE layer's tensors.
     ``shared_gate``: the shared expert has a sigmoid gate. ``serves_dense_layers``: SGLang loads dense layers beside MoE
     layers.
     """
@@ -87,6 +88,7 @@ class Family:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     read: Callable[[ConfigKeys], Mapping[str, Any]] | None = None
     unused: frozenset[str] = frozenset()
+    root: str = "model"
     router: str = "mlp.gate.weight"
     correction: str = ""
     expert: str = "mlp.experts.{}"
