@@ -46,7 +46,8 @@ def test_absent_rows_use_the_routers_own_experts(build: Build, batch: PackedBatc
     mixed = model.forward_logprobs([batch], [PackedRoutes(given, present)], record=True)[0]
     assert torch.equal(mixed.routes[present], given[present])
     assert torch.equal(mixed.routes[~present], native.routes[~present])
-    assert torch.equal(mixed.logprobs[~present], native.logprobs[~present])
+    # Experts multiply other numbers of rows at once, which may round otherwise.
+    torch.testing.assert_close(mixed.logprobs[~present], native.logprobs[~present], rtol=0, atol=1e-5)
     garbage = given.clone()
     garbage[~present] = 255  # no expert id; an absent row is never read
     again = model.forward_logprobs([batch], [PackedRoutes(garbage, present)])[0]
