@@ -34,8 +34,9 @@ class Family:
     engines read for the family only. ``together``: ends of the names of tensors of a layer that an engine takes only in
     the same request of a weight update.
 
-    ``router``, ``expert``, ``expert_parts`` (gate, up, down), ``shared`` (expert) and ``correction`` (bias that is
-    added to the router's scores only to choose experts; "" without one): Hugging Face names of an MoE layer's tensors.
+    ``root``: the Hugging Face name of the module with the embedding, the layers and the last norm. ``router``,
+    ``expert``, ``expert_parts`` (gate, up, down), ``shared`` (expert) and ``correction`` (bias that is added to the
+    router's scores only to choose experts; "" without one): names of an MoE layer's tensors.
     ``shared_gate``: the shared expert has a sigmoid gate. ``serves_dense_layers``: SGLang loads dense layers beside MoE
     layers.
     """
@@ -52,6 +53,7 @@ class Family:
     unused: frozenset[str] = frozenset()
     yarn_keys: frozenset[str] = frozenset()
     together: tuple[tuple[str, ...], ...] = ()
+    root: str = "model"
     router: str = "mlp.gate.weight"
     correction: str = ""
     expert: str = "mlp.experts.{}"
