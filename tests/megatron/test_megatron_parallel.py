@@ -30,9 +30,10 @@ ORDINARY = {
     "expert-optimizer": ("none",),
     "expert-allgather": ("shared-expert",),
     "virtual": ("none", "full", "dense-first", "dense", "glm4-moe"),
+    "context": ("glm-5",),
     "context-optimizer": ("none",),
     "context-expert": ("none",),
-    "tensor": ("full", "moe", "without-routers", "shared-expert", "glm4-moe", "olmoe"),
+    "tensor": ("full", "moe", "without-routers", "shared-expert", "glm4-moe", "glm-5", "olmoe"),
     "tensor-optimizer": ("none",),
 }
 """The cases of an ordinary run; ``pytest -m exhaustive`` runs the others and these."""

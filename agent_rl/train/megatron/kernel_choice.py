@@ -201,7 +201,11 @@ def attention_check(model: ModelSpec, parallel: ParallelConfig, dtype: torch.dty
     """A check with this rank's numbers of heads."""
     keys, scale = _MORE_KEYS if parallel.context > 1 else _QUERIES, model.head_dim**-0.5
     heads, shared = model.heads // parallel.tensor, model.kv_heads // parallel.tensor
-    shapes = [(sum(_QUERIES), heads, model.head_dim), *[(sum(keys), shared, model.head_dim)] * 2]
+    value = model.latent.value_dim if model.latent else model.head_dim
+    shapes = [
+        (sum(_QUERIES), heads, model.head_dim),
+        *((sum(keys), shared, width) for width in (model.head_dim, value)),
+    ]
 
     def run(attend: AttentionKernel, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return attend(query, key, value, Segments.build(_QUERIES, keys, query.device), scale)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
@@ -20,7 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from agent_rl.config import LoraConfig
-from agent_rl.train.megatron.lora import LoraColumnParallelLinear, LoraRowParallelLinear
+from agent_rl.train.megatron.lora import LoraColumnParallelLinear, LoraRowParallelLinear, adapter_of
 
 
 def column_linear(
@@ -44,6 +45,20 @@ def row_linear(
     if lora:
         return LoraRowParallelLinear(inner, outer, lora=lora, **options)
     return RowParallelLinear(inner, outer, **options)
+
+
+class ReplicatedLinear(torch.nn.Module):
+    """A projection that every tensor rank has, of this rank's tokens."""
+
+    def __init__(self, config: TransformerConfig, inner: int, outer: int, *, lora: LoraConfig | None = None) -> None:
+        super().__init__()
+        self.weight = replicated_weight(config, outer, inner)
+        self.lora = adapter_of(self.weight, lora) if lora else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[S, 1, outer]`` from ``[S, 1, inner]``."""
+        output = F.linear(x, self.weight)
+        return output if self.lora is None else output + self.lora["weight"](x)
 
 
 def replicated_weight(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
