@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from r3.stitch import RouteStitcher
 
 torch = pytest.importorskip("torch", reason="needs the trainer environment")
 from agent_rl.train.ray_trainer import RayTrainer  # noqa: E402
+from agent_rl.weight_sync.served import check_served_weights  # noqa: E402
 from agent_rl.weight_sync.sync import WeightSync  # noqa: E402
 
 pytestmark = [pytest.mark.megatron, pytest.mark.sglang, pytest.mark.slow]
@@ -61,6 +63,7 @@ async def test_engine_and_trainer_agree_before_and_after_an_update(
             {"name": "test", "model": model, "engine": engine_config.model_dump(), "train": train}
         )
         async with SGLangEngine(server.url, spec, engine_config) as engine, RayTrainer(config) as trainer:
+            assert await asyncio.to_thread(check_served_weights, [server.url], model, spec, engine_config) is None
             sync = WeightSync(config.engine, model, engine, trainer, tmp_path / "weights", pytest.fail)
             for version in (1, 2):
                 batch = [await two_turns(engine, spec, 10 * version + number) for number in range(4)]
