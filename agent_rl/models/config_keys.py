@@ -37,6 +37,11 @@ class ConfigKeys:
             raise ConfigError(f"{self._path}: {key} must be an integer from 0 to {_MAX_COUNT}, got {value!r}")
         return value
 
+    def given(self, *keys: str) -> None:
+        """Raises ConfigError where one of ``keys`` is missing; null is a value."""
+        if missing := [key for key in keys if key not in self._raw]:
+            raise ConfigError(f"{self._path}: {missing[0]} is missing; {self._raw['model_type']} requires it")
+
     def positive(self, key: str) -> int:
         """As :meth:`count`, of at least 1. Raises ConfigError where it is missing."""
         self.require(key)

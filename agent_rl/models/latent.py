@@ -12,6 +12,8 @@ UNUSED = frozenset(
     | {"seq_aux"}
 )
 """Keys that do not change the logits: losses of pretraining, layers for multi-token prediction, and sums of others."""
+_GIVEN = ("first_k_dense_replace", "n_group", "n_shared_experts", "q_lora_rank", "routed_scaling_factor", "topk_group")
+"""transformers and SGLang have defaults of DeepSeek-V3's sizes for missing keys; null says that there is none."""
 YARN_KEYS = frozenset({"mscale", "mscale_all_dim"})
 
 
@@ -20,6 +22,7 @@ def read_latent(keys: ConfigKeys) -> dict[str, Any]:
     keys.expect("scoring_func", "sigmoid")
     keys.expect("topk_method", "noaux_tc")
     keys.expect("moe_layer_freq", 1)
+    keys.given(*_GIVEN)
     heads, layers = keys.count("num_attention_heads", 0), keys.count("num_hidden_layers", 0)
     latent = Latent(
         q_rank=keys.count("q_lora_rank", 0),

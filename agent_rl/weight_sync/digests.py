@@ -127,9 +127,11 @@ def _block(rows: NDArray[np.uint8], index: int, parts: int, multiple: int) -> ND
 
 
 def _parameter(name: str, present: Collection[str]) -> str:
-    """As :func:`engine_name`; ``kv_a_proj_with_mqa`` joins ``q_a_proj`` where that is ``present``."""
+    """As :func:`engine_name`, with what depends on the parameters before it: ``kv_a_proj_with_mqa`` joins ``q_a_proj``
+    if there is one, and ``q_proj`` stays alone if keys and values come from ``kv_a_proj_with_mqa``."""
     fused = name.replace(".kv_a_proj_with_mqa.", ".fused_qkv_a_proj_with_mqa.")
-    return fused if fused in present else engine_name(name)
+    alone = ".q_proj." in name and name.replace(".q_proj.", ".kv_a_proj_with_mqa.") in present
+    return fused if fused in present else name if alone else engine_name(name)
 
 
 def engine_name(name: str) -> str:

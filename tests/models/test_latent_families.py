@@ -74,6 +74,14 @@ def test_other_families_as_published_are_read() -> None:
     assert (glm.latent, glm.head_dim, glm.rope_theta) == (Latent(2048, 512, 192, 64, 256), 256, 1e6)
 
 
+def test_null_is_a_value_and_a_missing_key_is_not() -> None:
+    latent = spec(DEEPSEEK_V3 | {"q_lora_rank": None}).latent
+    assert latent is not None
+    assert latent.q_rank == 0
+    with pytest.raises(ConfigError, match="q_lora_rank is missing; deepseek_v3 requires it"):
+        spec({key: value for key, value in DEEPSEEK_V3.items() if key != "q_lora_rank"})
+
+
 @pytest.mark.parametrize(
     ("config", "change", "message"),
     [
