@@ -162,8 +162,8 @@ def make_blank(
     tokenizer = train_tokenizer(_corpus(dialogues, tasks))
     save_tokenizer(tokenizer, directory)
     weights = initial_weights(settings.sizes, settings.seed)
-    eos, pad = tokenizer.token_to_id(EOS), tokenizer.token_to_id(PAD)
-    save_checkpoint(directory, weights, settings.sizes, eos=eos, pad=pad)
+    ids = tokenizer.get_vocab()
+    save_checkpoint(directory, weights, settings.sizes, eos=ids[EOS], pad=ids[PAD])
 
 
 def _corpus(dialogues: Sequence[Dialogue], tasks: Sequence[MiniTask]) -> Iterable[str]:

@@ -52,8 +52,8 @@ class ConfigKeys:
 
     def rotary_dim(self) -> int:
         """The number of rotated dimensions of each head, from ``partial_rotary_factor``; 0 for all."""
-        parameters = self._raw.get("rope_parameters") or {}
-        factor = parameters.get("partial_rotary_factor", self.get("partial_rotary_factor", 1.0))
+        own = self.get("partial_rotary_factor", 1.0)
+        factor = (self._raw.get("rope_parameters") or {}).get("partial_rotary_factor", own)
         heads = self._raw.get("num_attention_heads") or 1
         head_dim = self._raw.get("head_dim") or self._raw.get("hidden_size", 0) // heads
         return 0 if factor == 1 else int(head_dim * factor)
@@ -130,7 +130,7 @@ def _minimax_m2(keys: ConfigKeys) -> dict[str, Any]:
         keys.expect("attn_type_list", [1])
     return {
         "qk_norm": "all" if keys.get("use_qk_norm", True) else "",
-        "rotary_dim": keys.count("rotary_dim", 0),
+        "rotary_dim": keys.count("rotary_dim", keys.rotary_dim()),
         "scoring": "sigmoid",
     }
 

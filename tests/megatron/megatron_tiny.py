@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from support.model_sizes import DENSE_SIZES, EXPERT_SIZES
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
 
 from agent_rl.train.megatron.packed_batch import PackedBatch, PackedRoutes
 
@@ -41,6 +42,12 @@ def write_model(directory: Path, kind: str, sizes: dict[str, Any], seed: int = 0
             buffer += 0.2 * torch.randn_like(buffer)
     model.save_pretrained(directory)
     return model
+
+
+def checkpoint_tensors(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """``tensors`` of transformers' ``model``, which stacks experts, by the names of its checkpoint."""
+    found: dict[str, torch.Tensor] = revert_weight_conversion(model, tensors)
+    return found
 
 
 def reference(model: Any, sequences: list[torch.Tensor], temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:

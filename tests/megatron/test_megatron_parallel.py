@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("torch", reason="torch is not installed (the train extra)")
 import layout_matrix as matrix
+import megatron_tiny as tiny
 import numpy as np
 import torch
 from layout_matrix import RUNS, TWO_RANKS
@@ -159,6 +160,7 @@ def whole_state(directory: Path) -> dict[tuple[str, str], Any]:
 def test_a_saved_checkpoint_loads_in_transformers(layout: str, run: str, results: Path, alone: Alone) -> None:
     from transformers import AutoModelForCausalLM
 
-    loaded = AutoModelForCausalLM.from_pretrained(results / f"{layout}-{run}-hf", dtype=torch.float32).state_dict()
+    model = AutoModelForCausalLM.from_pretrained(results / f"{layout}-{run}-hf", dtype=torch.float32)
+    loaded = tiny.checkpoint_tensors(model, model.state_dict())
     for key, weight in alone[run]["weights"].items():
         torch.testing.assert_close(loaded[key], weight, rtol=0, atol=1e-5)
