@@ -18,7 +18,7 @@ from agent_rl.models.files import read_object
 _MAX_COUNT = 1 << 16
 QkNorm = Literal["", "head", "all"]
 ExpertForm = Literal["gated", "clamped"]
-"""An expert's inner layer from gate g and up u: ``gated`` is silu(g) u. ``clamped``, with biases on both projections, is
+"""An expert's inner layer from gate g and up u. ``gated``: silu(g) u. ``clamped``, with biases on both projections:
 g sigmoid(1.702 g) (u + 1), with g at most 7 and u within -7 and 7 (gpt-oss, arXiv 2508.10925)."""
 
 
