@@ -67,12 +67,18 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotated
 
 
-def rotate_part(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """As :func:`rotate`, of the first dimensions of each head, as many as the tables have; the others stay."""
+def rotate_part(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
+    """As :func:`rotate`, of the first dimensions of each head, as many as the tables have; the others stay.
+
+    ``interleaved``: neighbors form the rotated pairs. The result has first all first and then all second dimensions of
+    the pairs; products of queries and keys do not depend on that order.
+    """
     width = cos.shape[-1]
-    if width == x.shape[-1]:
-        return rotate(x, cos, sin)
-    return torch.cat((rotate(x[..., :width], cos, sin), x[..., width:]), dim=-1)
+    part = x[..., :width]
+    if interleaved:
+        part = part.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    part = rotate(part, cos, sin)
+    return part if width == x.shape[-1] else torch.cat((part, x[..., width:]), dim=-1)
 
 
 def rotary_tables(positions: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
