@@ -17,9 +17,6 @@ from agent_rl.models.files import read_object
 
 _MAX_COUNT = 1 << 16
 QkNorm = Literal["", "head", "all"]
-ExpertForm = Literal["gated", "clamped"]
-"""An expert's inner layer from gate g and up u. ``gated``: silu(g) u. ``clamped``, with biases on both projections:
-g sigmoid(1.702 g) (u + 1), with g at most 7 and u within -7 and 7 (gpt-oss, arXiv 2508.10925)."""
 
 
 class ConfigKeys:
@@ -85,10 +82,11 @@ class Family:
     ``use_sliding_window``. ``read``: reads the family's own keys; it returns values by the names of
     :func:`read_config`. ``unused``: keys of the family that do not change the logits.
 
-    ``router``, ``expert``, ``expert_parts`` (gate, up, down), ``shared`` (expert) and ``correction`` (bias that is
-    added to the router's scores only to choose experts; "" without one): Hugging Face names of an MoE layer's tensors.
-    ``shared_gate``: the shared expert has a sigmoid gate. ``serves_dense_layers``: SGLang loads dense layers beside MoE
-    layers.
+    ``root``: the Hugging Face name of the module with the embedding, the layers and the last norm. ``router``,
+    ``expert``, ``expert_parts`` (gate, up, down), ``shared`` (expert) and ``correction`` (bias that is added to the
+    router's scores only to choose experts; "" without one): names of an MoE layer's tensors.
+    ``correction_axes``: the sizes of the correction bias before its axis of experts. ``shared_gate``: the shared expert
+    has a sigmoid gate. ``serves_dense_layers``: SGLang loads dense layers beside MoE layers.
     """
 
     qk_norm: QkNorm = ""
@@ -101,8 +99,10 @@ class Family:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     read: Callable[[ConfigKeys], Mapping[str, Any]] | None = None
     unused: frozenset[str] = frozenset()
+    root: str = "model"
     router: str = "mlp.gate.weight"
     correction: str = ""
+    correction_axes: tuple[int, ...] = ()
     expert: str = "mlp.experts.{}"
     expert_parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     shared: str = "mlp.shared_expert"
@@ -222,6 +222,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             fixed={**_MIXED, "norm_topk_prob": True},
             unused=frozenset({"moe_capacity", "num_nextn_predict_layers"}),
             correction="mlp.moe_statics.e_score_correction_bias",
+            correction_axes=(1,),
             shared="mlp.shared_experts",
             shared_gate=False,
             serves_dense_layers=True,

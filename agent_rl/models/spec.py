@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from agent_rl.errors import ConfigError
-from agent_rl.models.families import FAMILIES, ExpertForm, Family, QkNorm, is_moe, read_config
+from agent_rl.models.families import FAMILIES, Family, QkNorm, is_moe, read_config
+from agent_rl.models.parts import ExpertForm, Mixer
 from r3.payload import RouteLayout
 
 
@@ -24,6 +25,7 @@ class ModelSpec:
     neighbors where ``rotary_interleaved``, otherwise in pairs from either half. ``windows``: by layer the number of
     keys that a query sees, its own included (0: all); empty: all layers see all. ``sinks``: each head has a score that
     takes a share of the softmax and has no value. ``out_bias``: the output projection has a bias.
+    ``mixers``: by layer; empty: all ``grouped``.
 
     The router scores experts by ``scoring`` of its logits. It chooses by score, plus the correction bias where the
     family has one, among the experts of the best ``top_groups`` of ``expert_groups``. Gates are the scores of the
@@ -63,6 +65,7 @@ class ModelSpec:
     init_std: float = 0.02
     rope_theta: float = 1e6
     rope_scaling: Mapping[str, float] | None = None
+    mixers: tuple[Mixer, ...] = ()
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> ModelSpec:
@@ -78,6 +81,10 @@ class ModelSpec:
     @property
     def family(self) -> Family:
         return FAMILIES[self.kind]
+
+    def mixer(self, layer: int) -> Mixer:
+        """The mixer of ``layer`` (from 0)."""
+        return self.mixers[layer] if self.mixers else "grouped"
 
     @property
     def num_layers(self) -> int:
@@ -133,6 +140,7 @@ _KEYS = {
     "init_std": "initializer_range",
     "rope_theta": "rope_theta",
     "rope_scaling": "rope_scaling",
+    "mixers": "mixers",
 }
 _EXPERT_KEYS = {"num_experts": "num_experts", "top_k": "num_experts_per_tok", "expert_inner": "moe_intermediate_size"}
 

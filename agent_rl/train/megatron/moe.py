@@ -13,7 +13,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from agent_rl.models.families import ExpertForm
+from agent_rl.models.parts import ExpertForm
 
 ExpertMatmul = Callable[[Tensor, Tensor, Tensor], Tensor]
 """``matmul(tokens [N, I], weight [E, O, I], ends int32 [E])``: each expert's tokens, which end at ``ends``, times its
