@@ -6,7 +6,7 @@ tables below may change what the model computes, so they are errors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -50,6 +50,17 @@ class ConfigKeys:
         if (value := self.get(key, allowed[0])) not in allowed:
             raise ConfigError(f"{self._path}: {key}={value!r} is not supported, only {allowed[0]!r} is")
 
+    def windows(self, layer_types: Sequence[str], window: int) -> tuple[int, ...]:
+        """By layer the number of keys that a query sees, 0 for all, from ``layer_types``."""
+        widths = {"full_attention": 0, "sliding_attention": window}
+        layers = self.require("num_hidden_layers")
+        if len(layer_types) != layers or not widths.keys() >= set(layer_types) or not window:
+            raise ConfigError(
+                f"{self._path}: layer_types must name one of {', '.join(widths)} for each of the {layers} layers, and "
+                "sliding_window be a number of tokens"
+            )
+        return tuple(widths[kind] for kind in layer_types)
+
     def rotary_dim(self) -> int:
         """The number of rotated dimensions of each head, from ``partial_rotary_factor``; 0 for all."""
         own = self.get("partial_rotary_factor", 1.0)
@@ -74,8 +85,8 @@ class Family:
     ``root``: the Hugging Face name of the module with the embedding, the layers and the last norm. ``router``,
     ``expert``, ``expert_parts`` (gate, up, down), ``shared`` (expert) and ``correction`` (bias that is added to the
     router's scores only to choose experts; "" without one): names of an MoE layer's tensors.
-    ``shared_gate``: the shared expert has a sigmoid gate. ``serves_dense_layers``: SGLang loads dense layers beside MoE
-    layers.
+    ``correction_axes``: the sizes of the correction bias before its axis of experts. ``shared_gate``: the shared expert
+    has a sigmoid gate. ``serves_dense_layers``: SGLang loads dense layers beside MoE layers.
     """
 
     qk_norm: QkNorm = ""
@@ -91,6 +102,7 @@ class Family:
     root: str = "model"
     router: str = "mlp.gate.weight"
     correction: str = ""
+    correction_axes: tuple[int, ...] = ()
     expert: str = "mlp.experts.{}"
     expert_parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     shared: str = "mlp.shared_expert"
@@ -137,6 +149,38 @@ def _minimax_m2(keys: ConfigKeys) -> dict[str, Any]:
     }
 
 
+def _gpt_oss(keys: ConfigKeys) -> dict[str, Any]:
+    # Each implementation has its own key for the factor of the experts' sigmoid, and the same value where it is absent.
+    for key in ("swiglu_alpha", "hidden_act_alpha"):
+        keys.expect(key, 1.702)
+    keys.expect("swiglu_limit", 7.0)
+    keys.expect("experts_per_token", keys.require("num_experts_per_tok"))
+    kinds, biased = keys.require("layer_types"), keys.get("attention_bias", True)
+    return {
+        "windows": keys.windows(kinds, keys.count("sliding_window", 0)),
+        "sinks": True,
+        "qkv_bias": biased,
+        "out_bias": biased,
+        "router_bias": True,
+        "expert_form": "clamped",
+    }
+
+
+def _ernie4_5_moe(keys: ConfigKeys) -> dict[str, Any]:
+    for key, value in (("use_rmsnorm", True), ("moe_gate", "topk"), ("moe_use_aux_free", True), ("use_bias", False)):
+        keys.expect(key, value)
+    keys.expect("moe_norm_min", 1e-12)
+    keys.expect("moe_layer_interval", 1)
+    keys.expect("moe_layer_end_index", keys.require("num_hidden_layers") - 1)
+    keys.require("tie_word_embeddings")
+    shared = keys.count("moe_num_shared_experts", 0)
+    return {
+        "rotary_interleaved": True,
+        "mlp_only_layers": tuple(range(keys.count("moe_layer_start_index", 0))),
+        "shared_expert_intermediate_size": shared * keys.require("moe_intermediate_size"),
+    }
+
+
 _MIXED = {"decoder_sparse_step": 1, "mlp_only_layers": ()}
 _BLOCK_SPARSE: Mapping[str, Any] = {
     "router": "block_sparse_moe.gate.weight",
@@ -159,6 +203,26 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             fixed={"decoder_sparse_step": 1, "mlp_only_layers": ()},
             unused=frozenset({"num_nextn_predict_layers"}),
             correction="mlp.gate.e_score_correction_bias",
+            shared="mlp.shared_experts",
+            shared_gate=False,
+            serves_dense_layers=True,
+        ),
+        "gpt_oss": Family(
+            experts=True,
+            read=_gpt_oss,
+            keys={"num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"},
+            fixed={**_MIXED, "norm_topk_prob": True},
+            unused=frozenset({"initial_context_length"}),
+            router="mlp.router.weight",
+        ),
+        "ernie4_5_moe": Family(
+            experts=True,
+            read=_ernie4_5_moe,
+            keys={"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
+            fixed={**_MIXED, "norm_topk_prob": True},
+            unused=frozenset({"moe_capacity", "num_nextn_predict_layers"}),
+            correction="mlp.moe_statics.e_score_correction_bias",
+            correction_axes=(1,),
             shared="mlp.shared_experts",
             shared_gate=False,
             serves_dense_layers=True,
@@ -346,7 +410,7 @@ def _check_values(raw: Mapping[str, Any], family: Family, read: set[str], path: 
     for key, allowed in _SUPPORTED_VALUES.items():
         if key in raw and key not in read and raw[key] not in allowed:
             raise ConfigError(f"{path}: {key}={raw[key]!r} is not supported, only {allowed[0]!r} is")
-    if any(kind != "full_attention" for kind in raw.get("layer_types") or ()):
+    if "layer_types" not in read and any(kind != "full_attention" for kind in raw.get("layer_types") or ()):
         raise ConfigError(
             f"{path}: layer_types={sorted(set(raw['layer_types']))} is not supported, only full_attention"
         )
@@ -389,13 +453,13 @@ def _rope(raw: Mapping[str, Any], path: Path) -> tuple[float, dict[str, float] |
 
 
 def _yarn(scaling: dict[str, Any], raw: Mapping[str, Any], path: Path) -> dict[str, float]:
-    values = {"beta_fast": 32.0, "beta_slow": 1.0}
+    values = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": 1.0}
     for key in ("factor", "original_max_position_embeddings", *values):
         if key in scaling:
             values[key] = float(scaling.pop(key))
         elif key not in values:
             raise ConfigError(f"{path}: rope_scaling requires {key} with yarn")
-    if scaling:  # engine and reference interpret attention_factor, mscale and truncate differently
+    if scaling:  # engine and reference interpret attention_factor and mscale differently
         raise ConfigError(f"{path}: rope_scaling.{min(scaling)} is not supported with yarn")
     # SGLang's fused CUDA kernel uses the ratio of the two lengths as the factor, its other kernels use the factor.
     length, reach = raw.get("max_position_embeddings"), values["factor"] * values["original_max_position_embeddings"]

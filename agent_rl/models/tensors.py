@@ -7,11 +7,11 @@ weight sync and the plan use it. Parameters and tensors are listed in the order 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from agent_rl.models.cuts import Columns, Cut, Experts, HfTensor, Replicated, Rows
-from agent_rl.models.parts import Mixer
+from agent_rl.models.parts import ExpertForm, Mixer
 from agent_rl.models.spec import ModelSpec
 
 OUTPUT = "lm_head.weight"
@@ -123,20 +123,21 @@ def _grouped(spec: ModelSpec, at: str) -> Iterator[Parameter]:
         for part in "qk":
             width, cut = (spec.head_dim, REPLICATED) if spec.qk_norm == "head" else (widths[part], Rows())
             yield _norm(f"{module}.{part}_layernorm.weight", f"{attention}.{part}_norm.weight", width, cut)
+    if spec.sinks:
+        yield Parameter(f"{module}.sinks", (HfTensor(f"{attention}.sinks", (spec.heads,)),), Rows())
     out = HfTensor(f"{attention}.o_proj.weight", (spec.hidden, spec.q_width))
     yield Parameter(f"{module}.linear_proj.weight", (out,), Columns(), adapted=True)
+    if spec.out_bias:
+        yield Parameter(f"{module}.linear_proj.bias", (HfTensor(f"{attention}.o_proj.bias", (spec.hidden,)),))
 
 
 _MIXERS: Mapping[Mixer, Callable[[ModelSpec, str], Iterator[Parameter]]] = MappingProxyType({"grouped": _grouped})
 """The parameters of each mixer, from the prefix of the layer's tensors."""
 
 
-def _experts(spec: ModelSpec, at: str) -> Iterator[Parameter]:
-    """The router, the experts and the shared expert of a layer."""
+def _gated_experts(spec: ModelSpec, at: str) -> Iterator[Parameter]:
+    """A tensor of each expert and projection."""
     family, count, hidden, inner = spec.family, spec.num_experts, spec.hidden, spec.expert_inner
-    yield Parameter("mlp.router.weight", (HfTensor(at + family.router, (count, hidden)),))
-    if family.correction:
-        yield Parameter("mlp.router.expert_bias", (HfTensor(at + family.correction, (count,)),), frozen=True)
     names = [at + family.expert.format(expert) for expert in range(count)]
     gate, up, down = family.expert_parts
     gate_up = tuple(HfTensor(f"{name}.{part}.weight", (inner, hidden)) for name in names for part in (gate, up))
@@ -147,6 +148,36 @@ def _experts(spec: ModelSpec, at: str) -> Iterator[Parameter]:
         Experts(count),
         adapted=True,
     )
+
+
+def _clamped_experts(spec: ModelSpec, at: str) -> Iterator[Parameter]:
+    """Two tensors of all experts with their biases. Inputs come before outputs, and gate and up alternate."""
+    name, count, hidden, inner = f"{at}mlp.experts", spec.num_experts, spec.hidden, spec.expert_inner
+    sizes = (("gate_up", hidden, 2 * inner), ("down", inner, hidden))
+    for number, (part, inputs, outputs) in enumerate(sizes, 1):
+        weight = HfTensor(f"{name}.{part}_proj", (count, inputs, outputs))
+        bias = HfTensor(f"{name}.{part}_proj_bias", (count, outputs))
+        cut = Experts(count, stacked=True, interleaved=part == "gate_up", transposed=True)
+        yield Parameter(f"mlp.experts.weight{number}", (weight,), cut)
+        yield Parameter(f"mlp.experts.bias{number}", (bias,), replace(cut, transposed=False))
+
+
+_EXPERT_FORMS: Mapping[ExpertForm, Callable[[ModelSpec, str], Iterator[Parameter]]] = MappingProxyType(
+    {"gated": _gated_experts, "clamped": _clamped_experts}
+)
+
+
+def _experts(spec: ModelSpec, at: str) -> Iterator[Parameter]:
+    """The router, the experts and the shared expert of a layer."""
+    family, count, hidden = spec.family, spec.num_experts, spec.hidden
+    yield Parameter("mlp.router.weight", (HfTensor(at + family.router, (count, hidden)),))
+    if spec.router_bias:
+        bias = family.router.removesuffix("weight") + "bias"
+        yield Parameter("mlp.router.bias", (HfTensor(at + bias, (count,)),))
+    if family.correction:
+        correction = HfTensor(at + family.correction, (*family.correction_axes, count))
+        yield Parameter("mlp.router.expert_bias", (correction,), frozen=True)
+    yield from _EXPERT_FORMS[spec.expert_form](spec, at)
     if spec.shared_inner:
         if family.shared_gate:
             shared_gate = HfTensor(f"{at}{family.shared}_gate.weight", (1, hidden))

@@ -12,7 +12,7 @@ from typing import Any
 import megatron_tiny as tiny
 import pytest
 import torch
-from support.model_sizes import GLM4_MOE_SIZES
+from support.model_sizes import ERNIE4_5_MOE_SIZES, GLM4_MOE_SIZES, GPT_OSS_SIZES
 from support.rank_processes import place_of, reserved_port, run_ranks
 from torch import Tensor
 
@@ -54,6 +54,8 @@ _DENSE_FIRST = {"mlp_only_layers": [0]}
 _DENSE = {"kind": "qwen3", "tied": False}
 _SHARED_EXPERT = {"kind": "qwen2_moe", "head_dim": 8, "tied": False, "shared_expert_intermediate_size": 40}
 _GLM4_MOE = GLM4_MOE_SIZES | {"kind": "glm4_moe", "tied": False}
+_GPT_OSS = GPT_OSS_SIZES | {"kind": "gpt_oss", "tied": False}
+_ERNIE4_5_MOE = ERNIE4_5_MOE_SIZES | {"kind": "ernie4_5_moe"}
 _OLMOE = {"kind": "olmoe", "tied": False, "head_dim": None, "moe_intermediate_size": None, "num_key_value_heads": 4}
 RUNS: dict[str, Run] = {
     "none": Run(updates=2),
@@ -66,11 +68,24 @@ RUNS: dict[str, Run] = {
     "dense-full": Run(_DENSE, {"recompute": "full"}),
     "shared-expert": Run(_SHARED_EXPERT, {"recompute": "full"}),
     "glm4-moe": Run(_GLM4_MOE, {"recompute": "full"}),
+    "gpt-oss": Run(_GPT_OSS, {"recompute": "full"}),
+    "gpt-oss-core": Run(_GPT_OSS, {"recompute": "selective", "recompute_modules": ["core_attn"]}),
+    "ernie4-5-moe": Run(_ERNIE4_5_MOE, {"recompute": "full"}),
     "olmoe": Run(_OLMOE, {"recompute": "full"}),
     # One update only: a weight that is rounded differently changes all later ones.
     "bfloat16": Run(options={"dtype": "bfloat16"}),
 }
-ROUTERS_RERUN = ("full", "moe", "three-layers", "dense-first", "shared-expert", "glm4-moe", "olmoe")
+ROUTERS_RERUN = (
+    "full",
+    "moe",
+    "three-layers",
+    "dense-first",
+    "shared-expert",
+    "glm4-moe",
+    "gpt-oss",
+    "ernie4-5-moe",
+    "olmoe",
+)
 FORWARD = ("none", "dense")
 """The runs with passes without gradients, which also save their model."""
 
@@ -80,12 +95,12 @@ def two_rank_cases() -> list[tuple[str, str]]:
     more = {
         "data": "dense",
         "data-optimizer": "bfloat16",
-        "pipeline": "dense dense-full three-layers",
-        "expert": "glm4-moe olmoe",
+        "pipeline": "dense dense-full three-layers gpt-oss",
+        "expert": "glm4-moe gpt-oss ernie4-5-moe olmoe",
         "expert-allgather": "shared-expert",
-        "virtual": "glm4-moe moe dense-first shared-expert dense dense-full",
-        "context": "glm4-moe dense-first dense",
-        "tensor": "glm4-moe olmoe moe without-routers shared-expert",
+        "virtual": "glm4-moe ernie4-5-moe moe dense-first shared-expert dense dense-full",
+        "context": "glm4-moe gpt-oss ernie4-5-moe dense-first dense",
+        "tensor": "glm4-moe gpt-oss gpt-oss-core ernie4-5-moe olmoe moe without-routers shared-expert",
         "tensor-alone": "dense dense-full",
     }
     return [

@@ -26,3 +26,23 @@ GLM4_MOE_SIZES: dict[str, Any] = EXPERT_SIZES | {
     "routed_scaling_factor": 2.5,
 }
 """With everything that distinguishes the family; a size of None is left out."""
+_OTHER_NAMES = dict.fromkeys((*EXPERT_SIZES, "norm_topk_prob"))
+GPT_OSS_SIZES: dict[str, Any] = _OTHER_NAMES | {
+    "num_local_experts": EXPERT_SIZES["num_experts"],
+    "num_experts_per_tok": EXPERT_SIZES["num_experts_per_tok"],
+    "intermediate_size": EXPERT_SIZES["moe_intermediate_size"],
+    "sliding_window": 8,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 128,
+        "truncate": False,
+    },
+}
+ERNIE4_5_MOE_SIZES: dict[str, Any] = _OTHER_NAMES | {
+    "moe_num_experts": EXPERT_SIZES["num_experts"],
+    "moe_k": EXPERT_SIZES["num_experts_per_tok"],
+    "moe_intermediate_size": EXPERT_SIZES["moe_intermediate_size"],
+    "moe_num_shared_experts": 2,
+    "moe_layer_start_index": 1,
+}

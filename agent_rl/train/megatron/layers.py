@@ -26,7 +26,7 @@ from agent_rl.train.megatron.gate import Gate
 from agent_rl.train.megatron.kernel_choice import Kernels
 from agent_rl.train.megatron.lora import LoraExperts
 from agent_rl.train.megatron.mixers import MIXERS
-from agent_rl.train.megatron.moe import Experts, PaddedMoELayer, ReleasingMoELayer
+from agent_rl.train.megatron.moe import EXPERTS, PaddedMoELayer, ReleasingMoELayer
 from agent_rl.train.megatron.norms import RMSNorm
 
 
@@ -59,7 +59,7 @@ def _layer_spec(
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     shared = ModuleSpec(module=SharedExpertMLP, submodules=linears)
     adapted = {} if lora is None else {"lora": lora}
-    kind = BalancedExperts if balanced else Experts if lora is None else LoraExperts
+    kind = BalancedExperts if balanced else EXPERTS[model_spec.expert_form] if lora is None else LoraExperts
     own = ModuleSpec(module=kind, params={"product": kernels.product, **adapted})
     gate = partial(Gate, model_spec=model_spec)
     submodules = MoESubmodules(router=gate, experts=own, shared_experts=shared)
