@@ -10,7 +10,8 @@ _FLOAT8 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The numbers of e2m1, by their four bits (OCP Microscaling Formats 1.0)."""
 _FP4_PAIRS = torch.tensor([(_FP4[byte & 15], _FP4[byte >> 4]) for byte in range(256)])
-_EXPONENT_BIAS = 127
+_POWERS = torch.ldexp(torch.ones(256), torch.arange(256) - 127)
+"""The scale of each byte: two to the power of the byte minus 127."""
 
 
 def from_blocks(weight: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
@@ -31,8 +32,7 @@ def from_rows(weight: Tensor, scales: Tensor) -> Tensor:
 def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     """mxfp4 ``[out, groups, 16]`` with scales ``[out, groups]`` as ``[in, out]``."""
     pairs = _FP4_PAIRS.index_select(0, blocks.int().flatten()).view(*scales.shape, -1)
-    exponents = scales.int()[:, :, None] - _EXPONENT_BIAS
-    return torch.ldexp(pairs, exponents).bfloat16().flatten(1).T.contiguous()
+    return pairs.mul_(_POWERS[scales.int()][:, :, None]).bfloat16().flatten(1).T.contiguous()
 
 
 def _float32(weight: Tensor) -> Tensor:
