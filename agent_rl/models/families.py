@@ -13,50 +13,11 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from agent_rl.errors import ConfigError
+from agent_rl.models import latent
+from agent_rl.models.config_keys import ConfigKeys
 from agent_rl.models.files import read_object
 
-_MAX_COUNT = 1 << 16
 QkNorm = Literal["", "head", "all"]
-
-
-class ConfigKeys:
-    """The keys of a ``config.json``; records those that were read, so that others can be refused."""
-
-    def __init__(self, raw: Mapping[str, Any], path: Path) -> None:
-        self._raw, self._path = raw, path
-        self.known: set[str] = set()
-
-    def get(self, key: str, default: Any) -> Any:
-        """The value of ``key``; ``default`` where it is missing or null."""
-        self.known.add(key)
-        value = self._raw.get(key)
-        return default if value is None else value
-
-    def require(self, key: str) -> Any:
-        """The value of ``key``. Raises ConfigError where it is missing."""
-        if (value := self.get(key, None)) is None:
-            raise ConfigError(f"{self._path}: {key} is missing; {self._raw['model_type']} requires it")
-        return value
-
-    def count(self, key: str, default: int) -> int:
-        """A number of layers, experts or dimensions. Raises ConfigError for anything else."""
-        value = self.get(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MAX_COUNT:
-            raise ConfigError(f"{self._path}: {key} must be an integer from 0 to {_MAX_COUNT}, got {value!r}")
-        return value
-
-    def expect(self, key: str, *allowed: Any) -> None:
-        """Raises ConfigError where ``key`` is present with another value than the ``allowed`` ones."""
-        if (value := self.get(key, allowed[0])) not in allowed:
-            raise ConfigError(f"{self._path}: {key}={value!r} is not supported, only {allowed[0]!r} is")
-
-    def rotary_dim(self) -> int:
-        """The number of rotated dimensions of each head, from ``partial_rotary_factor``; 0 for all."""
-        own = self.get("partial_rotary_factor", 1.0)
-        factor = (self._raw.get("rope_parameters") or {}).get("partial_rotary_factor", own)
-        heads = self._raw.get("num_attention_heads") or 1
-        head_dim = self._raw.get("head_dim") or self._raw.get("hidden_size", 0) // heads
-        return 0 if factor == 1 else int(head_dim * factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +30,9 @@ class Family:
     ``head`` or over ``all`` heads. ``qkv_bias``: the q, k and v projections have a bias. ``experts``: layers may be MoE
     layers. ``windowed``: a ``sliding_window`` in the config is active, because the family has no
     ``use_sliding_window``. ``read``: reads the family's own keys; it returns values by the names of
-    :func:`read_config`. ``unused``: keys of the family that do not change the logits.
+    :func:`read_config`. ``unused``: keys of the family that do not change the logits. ``yarn_keys``: keys of YaRN that
+    engines read for the family only. ``together``: ends of the names of tensors of a layer that an engine takes only in
+    the same request of a weight update.
 
     ``router``, ``expert``, ``expert_parts`` (gate, up, down), ``shared`` (expert) and ``correction`` (bias that is
     added to the router's scores only to choose experts; "" without one): Hugging Face names of an MoE layer's tensors.
@@ -87,6 +50,8 @@ class Family:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     read: Callable[[ConfigKeys], Mapping[str, Any]] | None = None
     unused: frozenset[str] = frozenset()
+    yarn_keys: frozenset[str] = frozenset()
+    together: tuple[tuple[str, ...], ...] = ()
     router: str = "mlp.gate.weight"
     correction: str = ""
     expert: str = "mlp.experts.{}"
@@ -135,6 +100,23 @@ def _minimax_m2(keys: ConfigKeys) -> dict[str, Any]:
     }
 
 
+def _latent(read: Callable[[ConfigKeys], Mapping[str, Any]]) -> Family:
+    """A family like DeepSeek-V3; ``read`` reads its keys."""
+    return Family(
+        experts=True,
+        read=read,
+        keys={"num_experts": "n_routed_experts"},
+        fixed={"decoder_sparse_step": 1, "mlp_only_layers": ()},
+        unused=latent.UNUSED,
+        yarn_keys=latent.YARN_KEYS,
+        together=(("self_attn.q_a_proj.weight", "self_attn.kv_a_proj_with_mqa.weight"),),
+        correction="mlp.gate.e_score_correction_bias",
+        shared="mlp.shared_experts",
+        shared_gate=False,
+        serves_dense_layers=True,
+    )
+
+
 _MIXED = {"decoder_sparse_step": 1, "mlp_only_layers": ()}
 _BLOCK_SPARSE: Mapping[str, Any] = {
     "router": "block_sparse_moe.gate.weight",
@@ -161,6 +143,10 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             shared_gate=False,
             serves_dense_layers=True,
         ),
+        "deepseek_v3": _latent(latent.read_latent),
+        "kimi_k2": _latent(latent.read_latent),
+        "deepseek_v32": _latent(latent.read_deepseek_v32),
+        "glm_moe_dsa": _latent(latent.read_glm_moe_dsa),
         "olmoe": Family(
             qk_norm="all",
             experts=True,
@@ -190,7 +176,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
     }
 )
 
-_FLOAT32_TENSORS = (".e_score_correction_bias",)
+_FLOAT32_TENSORS = (".e_score_correction_bias", ".indexer.k_norm.weight", ".indexer.k_norm.bias")
 
 
 def keeps_float32(name: str) -> bool:
@@ -215,7 +201,6 @@ _SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "router_jitter_noise": (0, None),
     "clip_qkv": (None,),
     "partial_rotary_factor": (1, None),
-    "quantization_config": (None,),
 }
 
 # Keys that do not change the logits: special tokens, generation, unused training losses, metadata. ``sliding_window``
@@ -226,12 +211,14 @@ _IGNORED = frozenset(
         "bos_token_id",
         "dtype",
         "eos_token_id",
+        "layer_types",
         "max_window_layers",
         "model_type",
         "name_or_path",
         "output_router_logits",
         "pad_token_id",
         "pretraining_tp",
+        "quantization_config",
         "router_aux_loss_coef",
         "sliding_window",
         "tokenizer_class",
@@ -275,7 +262,7 @@ def _checked(raw: Mapping[str, Any], path: Path) -> dict[str, Any]:
     config |= {name: raw.get(name, default) for name, default in _OPTIONAL.items()}
     config |= {"qkv_bias": raw.get("qkv_bias", family.qkv_bias), "qk_norm": family.qk_norm, **own}
     _check_sizes(config, family, path)
-    config["rope_theta"], config["rope_scaling"] = _rope(raw, path)
+    config["rope_theta"], config["rope_scaling"] = _rope(raw, family, path)
     return config
 
 
@@ -329,9 +316,7 @@ def _check_keys(raw: Mapping[str, Any], family: Family, read: set[str], path: Pa
     specific = {family.key(name) for name in _EXPERTS if name not in family.fixed} if family.experts else set()
     if family.qkv_bias:
         specific.add("qkv_bias")
-    known = (
-        specific | read | family.unused | {*_REQUIRED, *_OPTIONAL, *_ROPE, *_SUPPORTED_VALUES, *_IGNORED, "layer_types"}
-    )
+    known = specific | read | family.unused | {*_REQUIRED, *_OPTIONAL, *_ROPE, *_SUPPORTED_VALUES, *_IGNORED}
     unknown = sorted(key for key in raw if key not in known and not key.startswith("_") and raw[key] is not None)
     if unknown:
         raise ConfigError(
@@ -344,7 +329,13 @@ def _check_values(raw: Mapping[str, Any], family: Family, read: set[str], path: 
     for key, allowed in _SUPPORTED_VALUES.items():
         if key in raw and key not in read and raw[key] not in allowed:
             raise ConfigError(f"{path}: {key}={raw[key]!r} is not supported, only {allowed[0]!r} is")
-    if any(kind != "full_attention" for kind in raw.get("layer_types") or ()):
+    if (quantized := raw.get("quantization_config")) is not None:
+        kind = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
+        raise ConfigError(
+            f"{path}: quantization_config: the weights are quantized ({kind}), which is not trained; convert them to "
+            "bfloat16 with `agent-rl convert`"
+        )
+    if "layer_types" not in read and any(kind != "full_attention" for kind in raw.get("layer_types") or ()):
         raise ConfigError(
             f"{path}: layer_types={sorted(set(raw['layer_types']))} is not supported, only full_attention"
         )
@@ -369,7 +360,7 @@ def _check_sizes(config: Mapping[str, Any], family: Family, path: Path) -> None:
         )
 
 
-def _rope(raw: Mapping[str, Any], path: Path) -> tuple[float, dict[str, float] | None]:
+def _rope(raw: Mapping[str, Any], family: Family, path: Path) -> tuple[float, dict[str, float] | None]:
     """Theta and the YaRN scaling, from ``rope_theta`` and ``rope_scaling``, or ``rope_parameters`` in newer files."""
     scaling = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
     theta = scaling.pop("rope_theta", raw.get("rope_theta"))
@@ -383,16 +374,19 @@ def _rope(raw: Mapping[str, Any], path: Path) -> tuple[float, dict[str, float] |
         raise ConfigError(
             f"{path}: rope_scaling of type {'/'.join(sorted(kinds))} is not supported; yarn and default are"
         )
-    return float(theta), _yarn(scaling, raw, path)
+    return float(theta), _yarn(scaling, raw, family, path)
 
 
-def _yarn(scaling: dict[str, Any], raw: Mapping[str, Any], path: Path) -> dict[str, float]:
+def _yarn(scaling: dict[str, Any], raw: Mapping[str, Any], family: Family, path: Path) -> dict[str, float]:
     values = {"beta_fast": 32.0, "beta_slow": 1.0}
     for key in ("factor", "original_max_position_embeddings", *values):
         if key in scaling:
             values[key] = float(scaling.pop(key))
         elif key not in values:
             raise ConfigError(f"{path}: rope_scaling requires {key} with yarn")
+    own = {key: float(scaling.pop(key)) for key in family.yarn_keys if key in scaling}
+    if own and own.keys() != family.yarn_keys:
+        raise ConfigError(f"{path}: rope_scaling has {min(own)} and lacks {min(family.yarn_keys - own.keys())}")
     if scaling:  # engine and reference interpret attention_factor, mscale and truncate differently
         raise ConfigError(f"{path}: rope_scaling.{min(scaling)} is not supported with yarn")
     # SGLang's fused CUDA kernel uses the ratio of the two lengths as the factor, its other kernels use the factor.
@@ -402,4 +396,4 @@ def _yarn(scaling: dict[str, Any], raw: Mapping[str, Any], path: Path) -> dict[s
             f"{path}: max_position_embeddings={length} must equal rope_scaling's factor x "
             f"original_max_position_embeddings = {reach:g}, because engines use either value"
         )
-    return values
+    return values | own

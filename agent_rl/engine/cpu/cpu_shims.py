@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 import xxhash
 from cpu_kernels import are_small, attend, is_batched_attention_faster, mix_experts
+from shims_latent import serve_latent, serve_sparse
 
 _LIBRARIES: list[torch.library.Library] = []  # an operator exists as long as its library object
 
@@ -181,4 +182,11 @@ def _allow_short_keys() -> None:
     configurator.attention_backends = lambda: ("intel_amx",)
 
 
-_BY_MODEL_TYPE = {"minimax_m2": _norm_all_heads, "qwen2_moe": _add_shared_expert}
+_BY_MODEL_TYPE = {
+    "deepseek_v3": serve_latent,
+    "deepseek_v32": serve_sparse,
+    "glm_moe_dsa": serve_sparse,
+    "kimi_k2": serve_latent,
+    "minimax_m2": _norm_all_heads,
+    "qwen2_moe": _add_shared_expert,
+}
