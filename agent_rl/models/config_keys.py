@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,17 @@ class ConfigKeys:
         if kinds is not None and kinds != (["dense"] * first + ["sparse"] * layers)[:layers]:
             raise ConfigError(f"{self._path}: mlp_layer_types differs from first_k_dense_replace={first}")
         return first
+
+    def windows(self, layer_types: Sequence[str], window: int) -> tuple[int, ...]:
+        """By layer the number of keys that a query sees, 0 for all, from ``layer_types``."""
+        widths = {"full_attention": 0, "sliding_attention": window}
+        layers = self.require("num_hidden_layers")
+        if len(layer_types) != layers or not widths.keys() >= set(layer_types) or not window:
+            raise ConfigError(
+                f"{self._path}: layer_types must name one of {', '.join(widths)} for each of the {layers} layers, and "
+                "sliding_window be a number of tokens"
+            )
+        return tuple(widths[kind] for kind in layer_types)
 
     def rotary_dim(self) -> int:
         """The number of rotated dimensions of each head, from ``partial_rotary_factor``; 0 for all."""

@@ -18,6 +18,9 @@ from agent_rl.models.config_keys import ConfigKeys
 from agent_rl.models.files import read_object
 
 QkNorm = Literal["", "head", "all"]
+ExpertForm = Literal["gated", "clamped"]
+"""An expert's inner layer from gate g and up u. ``gated``: silu(g) u. ``clamped``, with biases on both projections:
+g sigmoid(1.702 g) (u + 1), with g at most 7 and u within -7 and 7 (gpt-oss, arXiv 2508.10925)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +120,38 @@ def _latent(read: Callable[[ConfigKeys], Mapping[str, Any]]) -> Family:
     )
 
 
+def _gpt_oss(keys: ConfigKeys) -> dict[str, Any]:
+    # Each implementation has its own key for the factor of the experts' sigmoid, and the same value where it is absent.
+    for key in ("swiglu_alpha", "hidden_act_alpha"):
+        keys.expect(key, 1.702)
+    keys.expect("swiglu_limit", 7.0)
+    keys.expect("experts_per_token", keys.require("num_experts_per_tok"))
+    kinds, biased = keys.require("layer_types"), keys.get("attention_bias", True)
+    return {
+        "windows": keys.windows(kinds, keys.count("sliding_window", 0)),
+        "sinks": True,
+        "qkv_bias": biased,
+        "out_bias": biased,
+        "router_bias": True,
+        "expert_form": "clamped",
+    }
+
+
+def _ernie4_5_moe(keys: ConfigKeys) -> dict[str, Any]:
+    for key, value in (("use_rmsnorm", True), ("moe_gate", "topk"), ("moe_use_aux_free", True), ("use_bias", False)):
+        keys.expect(key, value)
+    keys.expect("moe_norm_min", 1e-12)
+    keys.expect("moe_layer_interval", 1)
+    keys.expect("moe_layer_end_index", keys.require("num_hidden_layers") - 1)
+    keys.require("tie_word_embeddings")
+    shared = keys.count("moe_num_shared_experts", 0)
+    return {
+        "rotary_interleaved": True,
+        "mlp_only_layers": tuple(range(keys.count("moe_layer_start_index", 0))),
+        "shared_expert_intermediate_size": shared * keys.require("moe_intermediate_size"),
+    }
+
+
 _MIXED = {"decoder_sparse_step": 1, "mlp_only_layers": ()}
 _BLOCK_SPARSE: Mapping[str, Any] = {
     "router": "block_sparse_moe.gate.weight",
@@ -147,6 +182,25 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "kimi_k2": _latent(latent.read_latent),
         "deepseek_v32": _latent(latent.read_deepseek_v32),
         "glm_moe_dsa": _latent(latent.read_glm_moe_dsa),
+        "gpt_oss": Family(
+            experts=True,
+            read=_gpt_oss,
+            keys={"num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"},
+            fixed={**_MIXED, "norm_topk_prob": True},
+            unused=frozenset({"initial_context_length"}),
+            router="mlp.router.weight",
+        ),
+        "ernie4_5_moe": Family(
+            experts=True,
+            read=_ernie4_5_moe,
+            keys={"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
+            fixed={**_MIXED, "norm_topk_prob": True},
+            unused=frozenset({"moe_capacity", "num_nextn_predict_layers"}),
+            correction="mlp.moe_statics.e_score_correction_bias",
+            shared="mlp.shared_experts",
+            shared_gate=False,
+            serves_dense_layers=True,
+        ),
         "olmoe": Family(
             qk_norm="all",
             experts=True,
@@ -378,7 +432,7 @@ def _rope(raw: Mapping[str, Any], family: Family, path: Path) -> tuple[float, di
 
 
 def _yarn(scaling: dict[str, Any], raw: Mapping[str, Any], family: Family, path: Path) -> dict[str, float]:
-    values = {"beta_fast": 32.0, "beta_slow": 1.0}
+    values = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": 1.0}
     for key in ("factor", "original_max_position_embeddings", *values):
         if key in scaling:
             values[key] = float(scaling.pop(key))
@@ -387,7 +441,7 @@ def _yarn(scaling: dict[str, Any], raw: Mapping[str, Any], family: Family, path:
     own = {key: float(scaling.pop(key)) for key in family.yarn_keys if key in scaling}
     if own and own.keys() != family.yarn_keys:
         raise ConfigError(f"{path}: rope_scaling has {min(own)} and lacks {min(family.yarn_keys - own.keys())}")
-    if scaling:  # engine and reference interpret attention_factor, mscale and truncate differently
+    if scaling:  # engine and reference interpret attention_factor and mscale differently
         raise ConfigError(f"{path}: rope_scaling.{min(scaling)} is not supported with yarn")
     # SGLang's fused CUDA kernel uses the ratio of the two lengths as the factor, its other kernels use the factor.
     length, reach = raw.get("max_position_embeddings"), values["factor"] * values["original_max_position_embeddings"]

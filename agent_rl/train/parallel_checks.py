@@ -26,7 +26,7 @@ def layout_problems(config: RunConfig, model: ModelSpec | None = None) -> list[s
     if model is not None:
         modules = train.recompute_modules if train.recompute == "selective" else ()
         problems += model_problems(train.parallel, model) + recompute_problems(modules, model)
-        problems += expert_problems(train.dtype, model)
+        problems += expert_problems(train.dtype, model) + expert_form_problems(train, model)
     return problems
 
 
@@ -136,6 +136,16 @@ def expert_problems(dtype: str, model: ModelSpec) -> list[str]:
         "needs rows of a multiple of 16 bytes)"
         for key, size in (("hidden_size", model.hidden), ("moe_intermediate_size", model.expert_inner))
         if any(model.moe) and size % unit
+    ]
+
+
+def expert_form_problems(train: TrainConfig, model: ModelSpec) -> list[str]:
+    """Options that do not support the biases of clamped experts."""
+    options = {"train.balance": train.balance.enabled, "train.lora": bool(train.lora)}
+    return [
+        f"{option}: the experts of {model.kind} have biases, which it does not support: turn it off"
+        for option, enabled in options.items()
+        if enabled and model.expert_form == "clamped"
     ]
 
 

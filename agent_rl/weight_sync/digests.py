@@ -10,6 +10,8 @@ their checksums. Several Hugging Face tensors are concatenated in one parameter:
     experts.0.gate_proj, experts.0.up_proj,
     experts.1.gate_proj, ...                  experts.w13_weight
     experts.0.down_proj, ...                  experts.w2_weight
+    experts.gate_up_proj, of all experts      experts.w13_weight, each matrix transposed
+    experts.down_proj, of all experts         experts.w2_weight, each matrix transposed
 
 Tensors arrive in this order, so each hash is updated as they come. A tensor that is lost, changed or loaded under
 another name gives another checksum.
@@ -37,8 +39,12 @@ _FUSED = (
     (re.compile(r"\.self_attn\.q_a_proj\."), ".self_attn.fused_qkv_a_proj_with_mqa."),
     (re.compile(r"\.experts\.\d+\.(gate_proj|up_proj|w1|w3)\.weight$"), ".experts.w13_weight"),
     (re.compile(r"\.experts\.\d+\.(down_proj|w2)\.weight$"), ".experts.w2_weight"),
+    (re.compile(r"\.experts\.gate_up_proj(_bias)?$"), r".experts.w13_weight\1"),
+    (re.compile(r"\.experts\.down_proj(_bias)?$"), r".experts.w2_weight\1"),
     (re.compile(r"\.(gate|up)_proj\.weight$"), ".gate_up_proj.weight"),
+    (re.compile(r"\.moe_statics\.e_score_correction_bias$"), ".gate.e_score_correction_bias"),
 )
+_STACKED = re.compile(r"\.experts\.(?P<part>gate_up|down)_proj(?P<bias>_bias)?$")
 _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 _VOCABULARY_MULTIPLE = 64  # SGLang pads the vocabulary with rows of zeros
 _INNER_MULTIPLE = 32  # and each rank's part of an MLP's inner dimension (on a CPU)
@@ -94,7 +100,11 @@ class Digests:
             for kind, ranks in self._hashes.items():
                 for rank, hashes in enumerate(ranks):
                     digest = hashes.setdefault(_parameter(name, hashes), _HASHES[kind.prefix]())
-                    digest.update(np.ascontiguousarray(self._share(name, rows, size, rank, kind.ranks)).data)
+                    if stacked := _STACKED.search(name):
+                        share = _stacked_share(stacked, rows.reshape(*shape, size), rank, kind.ranks)
+                    else:
+                        share = self._share(name, rows, size, rank, kind.ranks)
+                    digest.update(np.ascontiguousarray(share).data)
             start = stop
 
     def _share(self, name: str, rows: NDArray[np.uint8], itemsize: int, rank: int, size: int) -> NDArray[np.uint8]:
@@ -123,7 +133,19 @@ def _block(rows: NDArray[np.uint8], index: int, parts: int, multiple: int) -> ND
     """Part ``index`` of ``parts`` equal blocks of the first axis, each padded with zeros to a ``multiple``."""
     height = -(-len(rows) // (parts * multiple)) * multiple
     block = rows[index * height : (index + 1) * height]
-    return np.pad(block, ((0, height - len(block)), (0, 0))) if len(block) < height else block
+    missing = ((0, height - len(block)), *((0, 0),) * (block.ndim - 1))
+    return np.pad(block, missing) if len(block) < height else block
+
+
+def _stacked_share(name: re.Match[str], whole: NDArray[np.uint8], rank: int, size: int) -> NDArray[np.uint8]:
+    """As :meth:`Digests._share`, of all experts' weights ``whole`` uint8 ``[E, in, out, bytes]`` or biases ``[E, out,
+    bytes]``, where gate and up alternate. Rank 0 alone adds the bias of down."""
+    down = name["part"] == "down"
+    if name["bias"] and down:
+        return whole if rank == 0 else np.zeros_like(whole)
+    whole = whole if name["bias"] else whole.swapaxes(1, 2)
+    axis, multiple = (2, _INNER_MULTIPLE) if down else (1, 2 * _INNER_MULTIPLE)
+    return np.moveaxis(_block(np.moveaxis(whole, axis, 0), rank, size, multiple), 0, axis)
 
 
 def _parameter(name: str, present: Collection[str]) -> str:

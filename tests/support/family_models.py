@@ -43,6 +43,34 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 2.5,
         "norm_topk_prob": True,
     },
+    "gpt_oss": {
+        "architectures": ["GptOssForCausalLM"],
+        "head_dim": 16,
+        "attention_bias": True,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "sliding_window": 16,
+        "num_local_experts": 8,
+        "swiglu_limit": 7.0,
+        "rope_theta": 150000.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "original_max_position_embeddings": 32,
+            "truncate": False,
+        },
+    },
+    "ernie4_5_moe": {
+        "architectures": ["Ernie4_5_MoeForCausalLM"],
+        "num_experts_per_tok": None,
+        "moe_num_experts": 8,
+        "moe_k": 2,
+        "moe_layer_start_index": 1,
+        "moe_layer_end_index": 2,
+        "moe_layer_interval": 1,
+        "moe_num_shared_experts": 2,
+        "moe_intermediate_size": 32,
+        "use_bias": False,
+    },
     "minimax_m2": {
         "architectures": ["MiniMaxM2ForCausalLM"],
         "head_dim": 32,
@@ -74,9 +102,10 @@ _WIDE = ("embed_tokens", "lm_head", "gate.weight")
 
 def write_model(directory: Path, kind: str, seed: int, **changes: Any) -> Path:
     """A checkpoint in ``directory`` of random weights, large enough that sampling and routing are not near-ties.
-    ``changes``: other values of its config."""
+    ``changes``: other values of its config. A value of None is left out."""
     directory.mkdir(exist_ok=True)
-    (directory / "config.json").write_text(json.dumps({"model_type": kind, **COMMON, **FAMILIES[kind], **changes}))
+    config = {"model_type": kind, **COMMON, **FAMILIES[kind], **changes}
+    (directory / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
     generator = np.random.default_rng(seed)
     weights = {}
     for name, shape in expected_shapes(read_model_spec(directory)).items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,14 @@ def test_unsupported_options_of_a_layout_are_refused(
     assert problem.startswith(line)
     without = {key: value for key, value in train.items() if key != option}
     assert layout_problems(config(parallel, **without), model_spec(MODEL)) == []
+
+
+@pytest.mark.parametrize("option", ["balance", "lora"])
+def test_options_without_expert_biases_are_refused(option: str) -> None:
+    train = {"balance": {"enabled": True}} if option == "balance" else {"lora": {}}
+    spec = replace(model_spec(MODEL), expert_form="clamped")
+    (problem,) = layout_problems(config({"world_size": 2, "expert": 2}, **train), spec)
+    assert problem == (f"train.{option}: the experts of qwen3_moe have biases, which it does not support: turn it off")
 
 
 def test_adapters_in_bfloat16_need_an_engine_in_bfloat16() -> None:

@@ -28,8 +28,9 @@ def rotary(head_dim: int, theta: float, yarn: Mapping[str, float] | None) -> Rot
 
     YaRN (arXiv 2309.00071): a pair that turns more than ``beta_fast`` times over the original context keeps its
     frequency. A pair that turns less than ``beta_slow`` times has its frequency divided by ``factor``. Pairs between
-    are interpolated linearly by index (Eq. 17-18, "NTK by parts"). Cosines and sines are scaled by
-    0.1 ln(factor) + 1 (Eq. 22); with ``mscale`` and ``mscale_all_dim`` by the ratio of :func:`yarn_scale` of both.
+    are interpolated linearly by index (Eq. 17-18, "NTK by parts"); ``truncate`` rounds the interval's ends to whole
+    indices. Cosines and sines are scaled by 0.1 ln(factor) + 1 (Eq. 22); with ``mscale`` and ``mscale_all_dim`` by the
+    ratio of :func:`yarn_scale` of both.
     """
     # A division, as in the engines: a negative power rounds differently, by 0.004 rad at position 65,536.
     frequencies = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
@@ -41,7 +42,10 @@ def rotary(head_dim: int, theta: float, yarn: Mapping[str, float] | None) -> Rot
         length = yarn["original_max_position_embeddings"]
         return head_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = max(math.floor(index(yarn["beta_fast"])), 0), min(math.ceil(index(yarn["beta_slow"])), head_dim - 1)
+    low, high = index(yarn["beta_fast"]), index(yarn["beta_slow"])
+    if yarn["truncate"]:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
     ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
     divided = ramp.clamp(0, 1)
     factor = yarn["factor"]
