@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from agent_rl.errors import ConfigError
 from agent_rl.models.families import FAMILIES, Family, QkNorm, is_moe, read_config
+from agent_rl.models.parts import Delta, Mixer
 from r3.payload import RouteLayout
 
 
@@ -20,7 +21,9 @@ class ModelSpec:
     dense layer's MLP, ``expert_inner`` that of an expert and ``shared_inner`` that of the shared expert (0: none).
     ``max_positions`` is the context length in tokens. ``rope_scaling`` is None or YaRN's settings, checked by
     :func:`agent_rl.models.families.read_config`. ``qk_norm``: queries and keys are normalized over each ``head`` or
-    over ``all`` heads. ``rotary_dim``: the first dimensions of each head that are rotated (0: all).
+    over ``all`` heads. ``rotary_dim``: the first dimensions of each head that are rotated (0: all). ``mixers``: by
+    layer; empty: all ``grouped``. ``output_gate``: grouped attention's output is multiplied by the sigmoid of a gate
+    that is projected beside the queries. ``zero_centered_norms``: norms multiply by 1 + weight.
 
     The router scores experts by ``scoring`` of its logits. It chooses by score, plus the correction bias where the
     family has one, among the experts of the best ``top_groups`` of ``expert_groups``. Gates are the scores of the
@@ -53,6 +56,10 @@ class ModelSpec:
     init_std: float = 0.02
     rope_theta: float = 1e6
     rope_scaling: Mapping[str, float] | None = None
+    mixers: tuple[Mixer, ...] = ()
+    output_gate: bool = False
+    zero_centered_norms: bool = False
+    delta: Delta | None = None
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> ModelSpec:
@@ -117,6 +124,10 @@ _KEYS = {
     "init_std": "initializer_range",
     "rope_theta": "rope_theta",
     "rope_scaling": "rope_scaling",
+    "mixers": "mixers",
+    "output_gate": "output_gate",
+    "zero_centered_norms": "zero_centered_norms",
+    "delta": "delta",
 }
 _EXPERT_KEYS = {"num_experts": "num_experts", "top_k": "num_experts_per_tok", "expert_inner": "moe_intermediate_size"}
 
