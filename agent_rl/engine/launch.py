@@ -21,6 +21,8 @@ from pathlib import Path
 from agent_rl.config import EngineConfig
 from agent_rl.engine.shared_memory import remove_stale
 from agent_rl.errors import ConfigError, EngineError, EngineStartError
+from agent_rl.models.families import FAMILIES
+from agent_rl.models.files import read_object
 from agent_rl.models.spec import ModelSpec
 from agent_rl.utils.concurrency import shielded
 from agent_rl.utils.http import AsyncHttp
@@ -181,6 +183,7 @@ class EngineServer:
         environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
         environment["PYTHONUNBUFFERED"] = "1"
         environment["HF_HUB_OFFLINE"] = "1"
+        environment |= _family_environment(self._model, self._config.dtype)
         if self._key is not None:
             environment["AGENT_RL_ENGINE_KEY"] = self._key  # a command line is visible to other users
         if is_loopback(self._node.address):
@@ -231,6 +234,15 @@ class EngineServer:
         process = self._process
         if process is not None:
             await shielded(asyncio.to_thread(_stop_group, process))
+
+
+def _family_environment(model: Path, dtype: str) -> dict[str, str]:
+    """What the model's family requires of the server's environment; nothing for an unreadable config."""
+    try:
+        family = FAMILIES.get(str(read_object(model / "config.json").get("model_type")))
+    except (OSError, ValueError):
+        return {}
+    return {key: value.format(dtype=dtype) for key, value in family.engine_environment.items()} if family else {}
 
 
 def _exit_text(code: int) -> str:

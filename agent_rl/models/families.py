@@ -83,7 +83,7 @@ class Family:
     ``router``, ``expert``, ``expert_parts`` (gate, up, down), ``shared`` (expert) and ``correction`` (bias that is
     added to the router's scores only to choose experts; "" without one): Hugging Face names of an MoE layer's tensors.
     ``shared_gate``: the shared expert has a sigmoid gate. ``serves_dense_layers``: SGLang loads dense layers beside MoE
-    layers.
+    layers. ``engine_environment``: SGLang's environment variables; ``{dtype}`` stands for the engine's.
     """
 
     qk_norm: QkNorm = ""
@@ -106,6 +106,7 @@ class Family:
     shared: str = "mlp.shared_expert"
     shared_gate: bool = True
     serves_dense_layers: bool = False
+    engine_environment: Mapping[str, str] = field(default_factory=dict)
 
     def key(self, name: str) -> str:
         """The family's config key for Qwen3-MoE's key ``name``."""
@@ -190,6 +191,8 @@ _BLOCK_SPARSE: Mapping[str, Any] = {
     "expert_parts": ("w1", "w3", "w2"),
 }
 
+# SGLang would keep the last inputs of convolutions in bfloat16: a cached prefix would continue with rounded ones.
+_DELTA_ENVIRONMENT = {"SGLANG_MAMBA_CONV_DTYPE": "{dtype}"}
 _QWEN3_5_MOE: Mapping[str, Any] = {
     "qk_norm": "head",
     "experts": True,
@@ -199,7 +202,7 @@ _QWEN3_5_MOE: Mapping[str, Any] = {
     "unused": frozenset({"mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"}),
     # Text has the same position on all three axes, so that sections of the axes do not matter.
     "unused_rope": frozenset({"mrope_section", "mrope_interleaved"}),
-    "serves_dense_layers": True,
+    "engine_environment": _DELTA_ENVIRONMENT,
 }
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -211,7 +214,11 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             qk_norm="head", experts=True, aliases={"num_local_experts": "num_experts"}, defaults=_MIXED
         ),
         "qwen3_next": Family(
-            qk_norm="head", experts=True, read=_qwen3_next, defaults=_MIXED, serves_dense_layers=True
+            qk_norm="head",
+            experts=True,
+            read=_qwen3_next,
+            defaults=_MIXED,
+            engine_environment=_DELTA_ENVIRONMENT,
         ),
         "qwen3_5_moe_text": Family(**_QWEN3_5_MOE),
         "qwen3_5_moe": Family(

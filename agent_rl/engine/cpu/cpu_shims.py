@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+import shims_delta
 import torch
 import xxhash
 from cpu_kernels import are_small, attend, is_batched_attention_faster, mix_experts
@@ -181,4 +182,15 @@ def _allow_short_keys() -> None:
     configurator.attention_backends = lambda: ("intel_amx",)
 
 
-_BY_MODEL_TYPE = {"minimax_m2": _norm_all_heads, "qwen2_moe": _add_shared_expert}
+def _serve_delta_hybrid() -> None:
+    shims_delta.install()
+    _add_shared_expert()
+
+
+_BY_MODEL_TYPE = {
+    "minimax_m2": _norm_all_heads,
+    "qwen2_moe": _add_shared_expert,
+    "qwen3_next": _serve_delta_hybrid,
+    "qwen3_5_moe": _serve_delta_hybrid,
+    "qwen3_5_moe_text": _serve_delta_hybrid,
+}
