@@ -21,7 +21,7 @@ from pathlib import Path
 from agent_rl.config import EngineConfig
 from agent_rl.engine.shared_memory import remove_stale
 from agent_rl.errors import ConfigError, EngineError, EngineStartError
-from agent_rl.models.families import FAMILIES
+from agent_rl.models.families import FAMILIES, Family
 from agent_rl.models.files import read_object
 from agent_rl.models.spec import ModelSpec
 from agent_rl.utils.concurrency import shielded
@@ -169,6 +169,8 @@ class EngineServer:
         if self.device == "cpu":
             # An idle scheduler would use a whole core for polling.
             command += ["--attention-backend", "torch_native", "--disable-overlap-schedule", "--sleep-on-idle"]
+        if (family := _family(self._model)) is not None:
+            command += family.engine_arguments
         return [*command, *config.extra_args]
 
     @property
@@ -183,7 +185,9 @@ class EngineServer:
         environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
         environment["PYTHONUNBUFFERED"] = "1"
         environment["HF_HUB_OFFLINE"] = "1"
-        environment |= _family_environment(self._model, self._config.dtype)
+        if (family := _family(self._model)) is not None:
+            values = family.engine_environment.items()
+            environment |= {key: value.format(dtype=self._config.dtype) for key, value in values}
         if self._key is not None:
             environment["AGENT_RL_ENGINE_KEY"] = self._key  # a command line is visible to other users
         if is_loopback(self._node.address):
@@ -236,13 +240,12 @@ class EngineServer:
             await shielded(asyncio.to_thread(_stop_group, process))
 
 
-def _family_environment(model: Path, dtype: str) -> dict[str, str]:
-    """What the model's family requires of the server's environment; nothing for an unreadable config."""
+def _family(model: Path) -> Family | None:
+    """The family of the checkpoint in ``model``; None where its config cannot be read, which SGLang reports."""
     try:
-        family = FAMILIES.get(str(read_object(model / "config.json").get("model_type")))
+        return FAMILIES.get(str(read_object(model / "config.json").get("model_type")))
     except (OSError, ValueError):
-        return {}
-    return {key: value.format(dtype=dtype) for key, value in family.engine_environment.items()} if family else {}
+        return None
 
 
 def _exit_text(code: int) -> str:

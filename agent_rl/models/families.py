@@ -83,7 +83,8 @@ class Family:
     ``router``, ``expert``, ``expert_parts`` (gate, up, down), ``shared`` (expert) and ``correction`` (bias that is
     added to the router's scores only to choose experts; "" without one): Hugging Face names of an MoE layer's tensors.
     ``shared_gate``: the shared expert has a sigmoid gate. ``serves_dense_layers``: SGLang loads dense layers beside MoE
-    layers. ``engine_environment``: SGLang's environment variables; ``{dtype}`` stands for the engine's.
+    layers. ``engine_arguments`` and ``engine_environment``: SGLang's arguments and environment variables, in which
+    ``{dtype}`` stands for the engine's.
     """
 
     qk_norm: QkNorm = ""
@@ -106,6 +107,7 @@ class Family:
     shared: str = "mlp.shared_expert"
     shared_gate: bool = True
     serves_dense_layers: bool = False
+    engine_arguments: tuple[str, ...] = ()
     engine_environment: Mapping[str, str] = field(default_factory=dict)
 
     def key(self, name: str) -> str:
@@ -224,6 +226,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "qwen3_5_moe": Family(
             **_QWEN3_5_MOE,
             root="model.language_model",
+            # Without the vision tower; SGLang 0.5.23 refuses its own --language-model-only for this family.
+            engine_arguments=("--json-model-override-args", '{"language_model_only": true}'),
             outer=frozenset(
                 {"architectures", "dtype", "image_token_id", "tie_word_embeddings", "torch_dtype"}
                 | {"transformers_version", "video_token_id", "vision_config", "vision_end_token_id"}
