@@ -1,0 +1,87 @@
+"""Tiny random checkpoints of the model families that SGLang serves on a CPU: one entry per ``model_type``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from agent_rl.models.spec import read_model_spec
+from agent_rl.train.hf_index import expected_shapes
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_act": "silu",
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "num_experts_per_tok": 2,
+    "torch_dtype": "float32",
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "glm4_moe": {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "head_dim": 16,
+        "partial_rotary_factor": 0.5,
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 32,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+    },
+    "minimax_m2": {
+        "architectures": ["MiniMaxM2ForCausalLM"],
+        "head_dim": 32,
+        "rotary_dim": 16,
+        "num_local_experts": 8,
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
+        "use_qk_norm": True,
+        "qk_norm_type": "per_layer",
+        "num_mtp_modules": 0,
+    },
+    "qwen2_moe": {
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "num_experts": 8,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+        "norm_topk_prob": False,
+    },
+    "olmoe": {
+        "architectures": ["OlmoeForCausalLM"],
+        "num_key_value_heads": 4,
+        "num_experts": 8,
+        "norm_topk_prob": False,
+    },
+}
+_WIDE = ("embed_tokens", "lm_head", "gate.weight")
+"""Parts of the names of tensors with larger weights."""
+
+
+def write_model(directory: Path, kind: str, seed: int, **changes: Any) -> Path:
+    """A checkpoint in ``directory`` of random weights, large enough that sampling and routing are not near-ties.
+    ``changes``: other values of its config."""
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps({"model_type": kind, **COMMON, **FAMILIES[kind], **changes}))
+    generator = np.random.default_rng(seed)
+    weights = {}
+    for name, shape in expected_shapes(read_model_spec(directory)).items():
+        scale = 0.3 if any(part in name for part in _WIDE) else 0.08
+        draw = generator.standard_normal(shape).astype(np.float32) * scale
+        weights[name] = draw + 1 if "norm" in name else draw
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
