@@ -1,4 +1,4 @@
-"""A tiny Qwen3-MoE as a Hugging Face checkpoint: structured initial weights, tokenizer and chat template.
+"""A tiny Qwen3-MoE or GLM-4-MoE as a Hugging Face checkpoint: structured initial weights, tokenizer and chat template.
 
 From random weights a model of this size learns to copy text only after very many updates, and an agent that cannot copy
 a line cannot edit it. Two attention heads therefore start as an induction circuit: a head of layer 0 attends to the
@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,7 +43,7 @@ TAGS = (
 
 @dataclass(frozen=True, slots=True)
 class TinyMoe:
-    """The sizes, under the names of Qwen3-MoE's config."""
+    """The sizes, under the names of Qwen3-MoE's config, and the family."""
 
     vocab_size: int = 1024
     hidden_size: int = 128
@@ -55,12 +55,13 @@ class TinyMoe:
     num_experts_per_tok: int = 2
     moe_intermediate_size: int = 128
     rope_theta: float = 1e6
+    model_type: Literal["qwen3_moe", "glm4_moe"] = "qwen3_moe"
 
     def config(self, eos: int, pad: int) -> dict[str, Any]:
         """The content of ``config.json``."""
         return {
-            "architectures": ["Qwen3MoeForCausalLM"],
-            "model_type": "qwen3_moe",
+            **(self._glm_router() if self.model_type == "glm4_moe" else self._qwen_router()),
+            "model_type": self.model_type,
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
             "intermediate_size": self.moe_intermediate_size * self.num_experts_per_tok,
@@ -68,14 +69,9 @@ class TinyMoe:
             "num_attention_heads": self.num_attention_heads,
             "num_key_value_heads": self.num_key_value_heads,
             "head_dim": self.head_dim,
-            "num_experts": self.num_experts,
             "num_experts_per_tok": self.num_experts_per_tok,
             "moe_intermediate_size": self.moe_intermediate_size,
             "norm_topk_prob": True,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-            "router_aux_loss_coef": 0.001,
-            "output_router_logits": False,
             "hidden_act": "silu",
             "rms_norm_eps": 1e-6,
             "rope_theta": self.rope_theta,
@@ -83,8 +79,6 @@ class TinyMoe:
             "max_position_embeddings": 4096,
             "attention_bias": False,
             "attention_dropout": 0.0,
-            "sliding_window": None,
-            "use_sliding_window": False,
             "tie_word_embeddings": True,
             "initializer_range": 0.02,
             "use_cache": True,
@@ -94,13 +88,45 @@ class TinyMoe:
             "bos_token_id": None,
         }
 
+    def _qwen_router(self) -> dict[str, Any]:
+        return {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "num_experts": self.num_experts,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "router_aux_loss_coef": 0.001,
+            "output_router_logits": False,
+            "sliding_window": None,
+            "use_sliding_window": False,
+        }
 
+    def _glm_router(self) -> dict[str, Any]:
+        """Sigmoid scores with a correction bias, and a shared expert of an expert's size in every layer."""
+        return {
+            "architectures": ["Glm4MoeForCausalLM"],
+            "n_routed_experts": self.num_experts,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 0,
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 1.0,
+            "use_qk_norm": True,
+            "partial_rotary_factor": 1.0,
+        }
+
+
+_PAPER = TinyMoe(num_hidden_layers=8, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=16)
 SHAPES: Mapping[str, TinyMoe] = {
     "tiny": TinyMoe(),
-    "paper": TinyMoe(num_hidden_layers=8, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=16),
+    "paper": _PAPER,
+    "glm": replace(_PAPER, model_type="glm4_moe"),
 }
 """``tiny``: the quickstart's model. ``paper``: the number of experts of Qwen3-30B-A3B, whose 8th and 9th of 128 router
-logits are often so close that bfloat16 swaps them."""
+logits are often so close that bfloat16 swaps them. ``glm``: ``paper`` with the router of GLM-4.5."""
+
+
+_CORRECTION = 0.05
+"""The standard deviation of correction biases. Training does not change them."""
 
 
 def initial_weights(sizes: TinyMoe, seed: int) -> Weights:
@@ -127,8 +153,12 @@ def initial_weights(sizes: TinyMoe, seed: int) -> Weights:
         for norm in ("input_layernorm", "post_attention_layernorm"):
             weights[f"{prefix}.{norm}.weight"] = np.ones(hidden, np.float32)
         weights[f"{prefix}.mlp.gate.weight"] = normal(0.05, sizes.num_experts, hidden)
-        for expert in range(sizes.num_experts):
-            mlp, inner = f"{prefix}.mlp.experts.{expert}", sizes.moe_intermediate_size
+        experts = [f"experts.{expert}" for expert in range(sizes.num_experts)]
+        if sizes.model_type == "glm4_moe":
+            weights[f"{prefix}.mlp.gate.e_score_correction_bias"] = normal(_CORRECTION, sizes.num_experts)
+            experts.append("shared_experts")
+        for expert in experts:
+            mlp, inner = f"{prefix}.mlp.{expert}", sizes.moe_intermediate_size
             weights[f"{mlp}.gate_proj.weight"] = normal(0.05, inner, hidden)
             weights[f"{mlp}.up_proj.weight"] = normal(0.05, inner, hidden)
             weights[f"{mlp}.down_proj.weight"] = normal(0.01, hidden, inner)

@@ -1,6 +1,6 @@
 """Train a demo model from scratch: tokenizer, structured weights, recorded demonstrations, supervised warm-up.
 
-    python -m scripts.train_demo_model OUT [--shape tiny|paper] [--seed 0]
+    python -m scripts.train_demo_model OUT [--shape tiny|paper|glm] [--seed 0]
 
 The demonstrations are scripted and run with the real tools in real sandboxes. The demonstrator knows the reference fix.
 It is imperfect on purpose: a fixed share of its demonstrations submits without an edit, and another share writes a
@@ -91,6 +91,7 @@ class WarmupSettings:
 WARMUPS: Mapping[str, WarmupSettings] = {
     "tiny": WarmupSettings(),
     "paper": WarmupSettings(sizes=SHAPES["paper"], demonstrations=6400, steps=800),
+    "glm": WarmupSettings(sizes=SHAPES["glm"], demonstrations=6400, steps=800),
 }
 """The warm-up of each shape. A step of the paper's shape takes three times as long."""
 

@@ -19,7 +19,7 @@ _FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja", "*.model")
 
 def fetch_models(config: RunConfig) -> RunConfig:
     """``config`` with the local directories of its models. Those named by a hub id are downloaded unless cached; an
-    interrupted download resumes. Blocks, and shows progress bars.
+    interrupted download resumes with the files that are missing. Blocks, and shows progress bars.
 
     Raises UserError, one line, for an id that the hub refuses, and for a download that fails.
     """
@@ -48,6 +48,7 @@ def fetch_model(name: Path, key: str) -> Path:
 
 
 def _snapshot(repository: str, revision: str | None, error: Callable[[str], UserError]) -> Path:
+    import httpx
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -73,8 +74,8 @@ def _snapshot(repository: str, revision: str | None, error: Callable[[str], User
         ) from None
     except HfHubHTTPError as problem:
         raise error(f"and {hub} refuses it: {str(problem).splitlines()[0]}") from None
-    except OSError as problem:  # the HTTP client's errors are among them
-        if problem.errno == errno.ENOSPC:
+    except (httpx.HTTPError, OSError) as problem:
+        if isinstance(problem, OSError) and problem.errno == errno.ENOSPC:
             raise
         raise error(f"and the connection to {hub} broke ({problem}): start again to resume the download") from None
 

@@ -65,7 +65,7 @@ def test_an_unfinished_directory_is_refused(tmp_path: Path) -> None:
         install_model(tmp_path)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", ["tiny", "paper"])
 def test_a_shipped_model_is_installed_once_and_has_its_sizes(tmp_path: Path, shape: str) -> None:
     out = tmp_path / "models" / shape
     assert install_model(out, f"{shape}-moe")
