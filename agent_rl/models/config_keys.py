@@ -79,9 +79,9 @@ class ConfigKeys:
             )
         return tuple(widths[kind] for kind in layer_types)
 
-    def rotary_dim(self) -> int:
+    def rotary_dim(self, default: float = 1.0) -> int:
         """The number of rotated dimensions of each head, from ``partial_rotary_factor``; 0 for all."""
-        own = self.get("partial_rotary_factor", 1.0)
+        own = self.get("partial_rotary_factor", default)
         factor = (self._raw.get("rope_parameters") or {}).get("partial_rotary_factor", own)
         heads = self._raw.get("num_attention_heads") or 1
         head_dim = self._raw.get("head_dim") or self._raw.get("hidden_size", 0) // heads
