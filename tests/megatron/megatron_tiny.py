@@ -32,9 +32,7 @@ def make(directory: Path, *, kind: str = "qwen3_moe", tied: bool = True, seed: i
     return model
 
 
-def write_model(
-    directory: Path, kind: str, sizes: dict[str, Any], seed: int = 0, published: Sequence[str] = ()
-) -> Any:
+def write_model(directory: Path, kind: str, sizes: dict[str, Any], seed: int = 0, published: Sequence[str] = ()) -> Any:
     """Save a random model in ``directory`` and return it (float32, evaluation mode). A size of None is left out.
     ``published``: sizes that transformers leaves out of its config.json and published models have there."""
     torch.manual_seed(seed)
