@@ -39,8 +39,9 @@ class Family:
     ``yarn_keys``: keys of YaRN that engines read for the family only. ``together``: ends of the names of tensors of a
     layer that an engine takes only in the same request of a weight update.
 
-    ``router``, ``expert``, ``expert_parts`` (gate, up, down), ``shared`` (expert) and ``correction`` (bias that is
-    added to the router's scores only to choose experts; "" without one): Hugging Face names of an MoE layer's tensors.
+    ``root``: the Hugging Face name of the module with the embedding, the layers and the last norm. ``router``,
+    ``expert``, ``expert_parts`` (gate, up, down), ``shared`` (expert) and ``correction`` (bias that is added to the
+    router's scores only to choose experts; "" without one): names of an MoE layer's tensors.
     ``shared_gate``: the shared expert has a sigmoid gate. ``serves_dense_layers``: SGLang loads dense layers beside MoE
     layers. ``engine_arguments`` and ``engine_environment``: SGLang's arguments and environment variables, in which
     ``{dtype}`` stands for the engine's.
