@@ -1,4 +1,4 @@
-"""What the token mixer of a layer costs: parameters, FLOPs, stored activations, an engine's cache. Imports no torch.
+"""What the token mixer of a layer costs: FLOPs, stored activations, an engine's cache. Imports no torch.
 
 Numbers are of the whole layer. Symbols: H hidden, Q and KV the widths of all query and all key or value heads, D and V a
 head's widths of query and value, K that of a key, C tokens of a chunk, w of a window.
@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from agent_rl.models.parts import Delta, Latent, Mixer
+from agent_rl.models.parts import Delta, Latent
 from agent_rl.models.spec import ModelSpec
 
 CHUNK = 64
@@ -34,7 +34,6 @@ CHUNK = 64
 class MixerCost:
     """The cost of one layer's mixer.
 
-    - ``parameters`` are divided among tensor ranks, ``replicated`` ones are on all of them.
     - FLOPs of a forward pass over n tokens: ``projections`` n + ``token`` n + ``pair`` n (n + 1).
     - Numbers that autograd stores of a token: ``projected`` by projections; ``core`` inside of attention and
       ``core_float32`` in float32, or ``core_inputs`` to compute both again; ``joined``, the input of the output
@@ -43,10 +42,8 @@ class MixerCost:
       among GPUs; ``state_float32`` and ``state`` numbers per sequence.
     """
 
-    parameters: int
-    projections: int
-    joined: int
-    replicated: int = 0
+    projections: int = 0
+    joined: int = 0
     pair: int = 0
     token: int = 0
     projected: int = 0
@@ -61,13 +58,9 @@ class MixerCost:
     state: int = 0
 
 
-def mixer_of(model: ModelSpec, layer: int) -> Mixer:
-    return model.mixers[layer] if model.mixers else "grouped"
-
-
 def mixer_cost(model: ModelSpec, layer: int) -> MixerCost:
     """The cost of the mixer of ``layer``. Raises ValueError for a mixer without formulas."""
-    match mixer_of(model, layer):
+    match model.mixer(layer):
         case "grouped":
             return _grouped(model, model.windows[layer] if model.windows else 0)
         case "latent" if model.latent is not None:
@@ -75,7 +68,7 @@ def mixer_cost(model: ModelSpec, layer: int) -> MixerCost:
         case "delta" if model.delta is not None:
             return _delta(model.hidden, model.delta)
         case "none":
-            return MixerCost(0, 0, 0)
+            return MixerCost()
         case other:
             raise ValueError(f"{model.kind}: no cost of the mixer {other} is known")
 
@@ -89,12 +82,9 @@ def shares_prompts_late(model: ModelSpec) -> bool:
 def _grouped(model: ModelSpec, window: int) -> MixerCost:
     query, key, hidden = model.q_width, model.kv_width, model.hidden
     matrices = hidden * (2 * query + 2 * key + query * model.output_gate)
-    biases = (query + 2 * key) * model.qkv_bias + hidden * model.out_bias + model.heads * model.sinks
     return MixerCost(
-        parameters=matrices + biases,
         projections=2 * matrices,
         joined=query + query * model.output_gate,
-        replicated=2 * model.head_dim if model.qk_norm == "head" else query + key if model.qk_norm else 0,
         pair=0 if window else 2 * query,
         token=4 * query * window,
         # Queries are stored twice: projected together with keys and values, and separately as input of their norm.
@@ -117,13 +107,11 @@ def _latent(model: ModelSpec, latent: Latent) -> MixerCost:
     index = index_pair = index_key = 0
     if (indexer := model.indexer) is not None:
         width = indexer.heads * indexer.head_dim
-        index = latent.q_rank * width + hidden * (indexer.head_dim + indexer.heads) + 2 * indexer.head_dim
+        index = latent.q_rank * width + hidden * (indexer.head_dim + indexer.heads)
         index_pair, index_key = width, indexer.head_dim
     return MixerCost(
-        parameters=up,
         projections=2 * (down + up + index),
         joined=value,
-        replicated=down + latent.q_rank + latent.kv_rank + index,
         pair=query + value + index_pair,
         projected=2 * (latent.q_rank + latent.cache_width) + query + expanded,
         core=2 * query + value,
@@ -139,10 +127,8 @@ def _delta(hidden: int, delta: Delta) -> MixerCost:
     matrices = hidden * (convolved + value + 2 * heads) + value * hidden
     spread = heads * delta.key_dim  # each key head serves several value heads
     return MixerCost(
-        parameters=matrices + convolved * delta.kernel + 2 * heads,
         projections=2 * (matrices + convolved * delta.kernel),
         joined=2 * value,
-        replicated=delta.value_dim,
         token=heads * CHUNK * (6 * delta.key_dim + 4 * delta.value_dim) + 6 * state,
         projected=2 * convolved + value + 2 * heads,
         # Queries, keys, values, both times beta, the outputs, three chunk x chunk matrices, two states of each chunk.

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from megatron.core import tensor_parallel
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -28,7 +28,7 @@ def column_linear(
 ) -> ColumnParallelLinear:
     """A projection from ``inner`` to ``outer``, whose outputs are cut over tensor ranks."""
     options: dict[str, Any] = {"config": config, "bias": bias, "init_method": config.init_method}
-    options |= {"gather_output": False, "skip_bias_add": False, "is_expert": False}
+    options |= {"gather_output": False, **_linear_options()}
     if lora:
         return LoraColumnParallelLinear(inner, outer, lora=lora, **options)
     return ColumnParallelLinear(inner, outer, **options)
@@ -40,10 +40,15 @@ def row_linear(
     """A projection from ``inner`` to ``outer``, whose inputs are cut over tensor ranks. A bias is added once, after the
     sum over ranks."""
     options: dict[str, Any] = {"config": config, "bias": bias, "init_method": config.output_layer_init_method}
-    options |= {"input_is_parallel": True, "skip_bias_add": False, "is_expert": False}
+    options |= {"input_is_parallel": True, **_linear_options()}
     if lora:
         return LoraRowParallelLinear(inner, outer, lora=lora, **options)
     return RowParallelLinear(inner, outer, **options)
+
+
+def _linear_options() -> dict[str, Any]:
+    group = parallel_state.get_tensor_model_parallel_group()
+    return {"skip_bias_add": False, "is_expert": False, "tp_group": group}
 
 
 def replicated_weight(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
