@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from agent_rl.errors import ConfigError
 from agent_rl.models.families import FAMILIES, Family, QkNorm, is_moe, read_config
-from agent_rl.models.parts import ExpertForm, Mixer
+from agent_rl.models.parts import Delta, ExpertForm, Indexer, Latent, Mixer
 from r3.payload import RouteLayout
 
 
@@ -25,7 +25,9 @@ class ModelSpec:
     neighbors where ``rotary_interleaved``, otherwise in pairs from either half. ``windows``: by layer the number of
     keys that a query sees, its own included (0: all); empty: all layers see all. ``sinks``: each head has a score that
     takes a share of the softmax and has no value. ``out_bias``: the output projection has a bias.
-    ``mixers``: by layer; empty: all ``grouped``.
+    ``output_gate``: grouped attention's output is multiplied by the sigmoid of a gate that is projected beside the
+    queries. ``zero_centered_norms``: norms multiply by 1 + weight. ``mixers``: by layer; empty: all ``grouped``.
+    ``latent``, ``indexer`` and ``delta``: sizes of these mixers.
 
     The router scores experts by ``scoring`` of its logits. It chooses by score, plus the correction bias where the
     family has one, among the experts of the best ``top_groups`` of ``expert_groups``. Gates are the scores of the
@@ -66,6 +68,11 @@ class ModelSpec:
     rope_theta: float = 1e6
     rope_scaling: Mapping[str, float] | None = None
     mixers: tuple[Mixer, ...] = ()
+    latent: Latent | None = None
+    indexer: Indexer | None = None
+    output_gate: bool = False
+    zero_centered_norms: bool = False
+    delta: Delta | None = None
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> ModelSpec:
@@ -141,6 +148,11 @@ _KEYS = {
     "rope_theta": "rope_theta",
     "rope_scaling": "rope_scaling",
     "mixers": "mixers",
+    "latent": "latent",
+    "indexer": "indexer",
+    "output_gate": "output_gate",
+    "zero_centered_norms": "zero_centered_norms",
+    "delta": "delta",
 }
 _EXPERT_KEYS = {"num_experts": "num_experts", "top_k": "num_experts_per_tok", "expert_inner": "moe_intermediate_size"}
 

@@ -5,6 +5,7 @@ parameter's bytes; servers that we launched use XXH3 (``engine/cpu/cpu_shims.py`
 their checksums. Several Hugging Face tensors are concatenated in one parameter::
 
     q_proj, k_proj, v_proj                    qkv_proj
+    q_a_proj, kv_a_proj_with_mqa              fused_qkv_a_proj_with_mqa
     gate_proj, up_proj                        gate_up_proj
     experts.0.gate_proj, experts.0.up_proj,
     experts.1.gate_proj, ...                  experts.w13_weight
@@ -35,6 +36,7 @@ from numpy.typing import NDArray
 
 _FUSED = (
     (re.compile(r"\.self_attn\.[qkv]_proj\."), ".self_attn.qkv_proj."),
+    (re.compile(r"\.self_attn\.q_a_proj\."), ".self_attn.fused_qkv_a_proj_with_mqa."),
     (re.compile(r"\.experts\.\d+\.(gate_proj|up_proj|w1|w3)\.weight$"), ".experts.w13_weight"),
     (re.compile(r"\.experts\.\d+\.(down_proj|w2)\.weight$"), ".experts.w2_weight"),
     (re.compile(r"\.experts\.gate_up_proj(_bias)?$"), r".experts.w13_weight\1"),
@@ -46,7 +48,8 @@ _STACKED = re.compile(r"\.experts\.(?P<part>gate_up|down)_proj(?P<bias>_bias)?$"
 _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 _VOCABULARY_MULTIPLE = 64  # SGLang pads the vocabulary with rows of zeros
 _INNER_MULTIPLE = 32  # and each rank's part of an MLP's inner dimension (on a CPU)
-_BY_ROWS = re.compile(r"\.(q|k|v|gate|up)_proj\.|\.w[13]\.")
+_BY_ROWS = re.compile(r"\.(q|k|v|q_b|kv_b|gate|up)_proj\.|\.w[13]\.")
+_NOT_PADDED = re.compile(r"\.(q|q_b|kv_b|o)_proj\.")
 _BY_COLUMNS = re.compile(r"\.(o|down)_proj\.|\.w2\.")
 _OF_HEADS = re.compile(r"\.[kv]_proj\.")
 
@@ -96,7 +99,7 @@ class Digests:
             rows = data[start:stop].reshape(shape[0], -1)
             for kind, ranks in self._hashes.items():
                 for rank, hashes in enumerate(ranks):
-                    digest = hashes.setdefault(engine_name(name), _HASHES[kind.prefix]())
+                    digest = hashes.setdefault(_parameter(name, hashes), _HASHES[kind.prefix]())
                     if stacked := _STACKED.search(name):
                         share = _stacked_share(stacked, rows.reshape(*shape, size), rank, kind.ranks)
                     else:
@@ -112,9 +115,9 @@ class Digests:
             parts = min(size, self._kv_heads)
             return _block(rows, rank * parts // size, parts, 1)
         if _BY_ROWS.search(name):
-            return _block(rows, rank, size, 1 if ".q_proj." in name else _INNER_MULTIPLE)
+            return _block(rows, rank, size, 1 if _NOT_PADDED.search(name) else _INNER_MULTIPLE)
         if _BY_COLUMNS.search(name):
-            multiple = 1 if ".o_proj." in name else _INNER_MULTIPLE
+            multiple = 1 if _NOT_PADDED.search(name) else _INNER_MULTIPLE
             return _block(rows.T, rank, size, multiple * itemsize).T
         return rows
 
@@ -143,6 +146,12 @@ def _stacked_share(name: re.Match[str], whole: NDArray[np.uint8], rank: int, siz
     whole = whole if name["bias"] else whole.swapaxes(1, 2)
     axis, multiple = (2, _INNER_MULTIPLE) if down else (1, 2 * _INNER_MULTIPLE)
     return np.moveaxis(_block(np.moveaxis(whole, axis, 0), rank, size, multiple), 0, axis)
+
+
+def _parameter(name: str, present: Collection[str]) -> str:
+    """As :func:`engine_name`; ``kv_a_proj_with_mqa`` joins ``q_a_proj`` where that is ``present``."""
+    fused = name.replace(".kv_a_proj_with_mqa.", ".fused_qkv_a_proj_with_mqa.")
+    return fused if fused in present else engine_name(name)
 
 
 def engine_name(name: str) -> str:

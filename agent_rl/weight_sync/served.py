@@ -60,7 +60,7 @@ def check_served_weights(urls: Sequence[str], model: Path, model_spec: ModelSpec
             engines = list(zip(urls, receivers.query_info(), receivers.checksums(), strict=True))
     except WeightSyncError as error:
         return f"the engines' weights were not compared with those of {model}: {error}"
-    tensors = stored_tensors(model)
+    tensors = _served(stored_tensors(model), model_spec.num_layers)
     expected: dict[tuple[DigestKind, str], RankDigests] = {}
     uncompared: dict[str, Checksums] = {}
     for url, info, checksums in engines:
@@ -98,6 +98,12 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
                 begin, end = entry["data_offsets"]
                 tensors[name] = StoredTensor(entry["dtype"], tuple(entry["shape"]), data[start + begin : start + end])
     return tensors
+
+
+def _served(tensors: Mapping[str, StoredTensor], layers: int) -> dict[str, StoredTensor]:
+    """``tensors`` without those of layers after the model's, which are for multi-token prediction."""
+    found = ((name, _LAYER.search(name)) for name in tensors)
+    return {name: tensors[name] for name, layer in found if layer is None or int(layer[1]) < layers}
 
 
 def _comparable(info: Mapping[str, Any], tensors: Iterable[StoredTensor]) -> bool:

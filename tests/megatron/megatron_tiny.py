@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+import json
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from agent_rl.train.megatron.packed_batch import PackedBatch, PackedRoutes
 VOCAB, LAYERS = DENSE_SIZES["vocab_size"], DENSE_SIZES["num_hidden_layers"]
 EXPERTS, TOP_K = EXPERT_SIZES["num_experts"], EXPERT_SIZES["num_experts_per_tok"]
 LENGTHS = (17, 1, 30, 9)
+DELTA_KEYS = ("full_attention_interval", "partial_rotary_factor")
+"""See :func:`write_model`."""
 
 
 def make(directory: Path, *, kind: str = "qwen3_moe", tied: bool = True, seed: int = 0, **changes: Any) -> Any:
@@ -29,8 +32,9 @@ def make(directory: Path, *, kind: str = "qwen3_moe", tied: bool = True, seed: i
     return model
 
 
-def write_model(directory: Path, kind: str, sizes: dict[str, Any], seed: int = 0) -> Any:
-    """Save a random model in ``directory`` and return it (float32, evaluation mode). A size of None is left out."""
+def write_model(directory: Path, kind: str, sizes: dict[str, Any], seed: int = 0, published: Sequence[str] = ()) -> Any:
+    """Save a random model in ``directory`` and return it (float32, evaluation mode). A size of None is left out.
+    ``published``: sizes that transformers leaves out of its config.json and published models have there."""
     torch.manual_seed(seed)
     sizes = {name: size for name, size in sizes.items() if size is not None}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)).float().eval()
@@ -42,6 +46,8 @@ def write_model(directory: Path, kind: str, sizes: dict[str, Any], seed: int = 0
         if name.endswith("e_score_correction_bias"):
             buffer += 0.2 * torch.randn_like(buffer)
     model.save_pretrained(directory)
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {name: sizes[name] for name in published}, indent=2))
     return model
 
 

@@ -46,3 +46,15 @@ ERNIE4_5_MOE_SIZES: dict[str, Any] = _OTHER_NAMES | {
     "moe_num_shared_experts": 2,
     "moe_layer_start_index": 1,
 }
+DELTA_SIZES: dict[str, Any] = EXPERT_SIZES | {
+    "head_dim": 16,
+    "shared_expert_intermediate_size": 40,
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "linear_conv_kernel_dim": 4,
+    "partial_rotary_factor": 0.5,
+}
+"""Of a hybrid of the gated delta rule and grouped-query attention."""

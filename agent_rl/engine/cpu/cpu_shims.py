@@ -12,10 +12,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+import shims_delta
 import shims_sinks
 import torch
 import xxhash
 from cpu_kernels import are_small, attend, is_batched_attention_faster, mix_experts
+from shims_latent import serve_latent, serve_sparse
 
 _LIBRARIES: list[torch.library.Library] = []  # an operator exists as long as its library object
 
@@ -194,9 +196,21 @@ def _allow_short_keys() -> None:
     configurator.attention_backends = lambda: ("intel_amx",)
 
 
+def _serve_delta_hybrid() -> None:
+    shims_delta.install()
+    _add_shared_expert()
+
+
 _BY_MODEL_TYPE = {
+    "deepseek_v3": serve_latent,
+    "deepseek_v32": serve_sparse,
     "ernie4_5_moe": _keep_float32_correction_bias,
+    "glm_moe_dsa": serve_sparse,
     "gpt_oss": shims_sinks.install,
+    "kimi_k2": serve_latent,
     "minimax_m2": _norm_all_heads,
     "qwen2_moe": _add_shared_expert,
+    "qwen3_5_moe": _serve_delta_hybrid,
+    "qwen3_5_moe_text": _serve_delta_hybrid,
+    "qwen3_next": _serve_delta_hybrid,
 }

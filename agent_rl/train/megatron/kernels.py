@@ -29,7 +29,8 @@ def rotary(head_dim: int, theta: float, yarn: Mapping[str, float] | None) -> Rot
     YaRN (arXiv 2309.00071): a pair that turns more than ``beta_fast`` times over the original context keeps its
     frequency. A pair that turns less than ``beta_slow`` times has its frequency divided by ``factor``. Pairs between
     are interpolated linearly by index (Eq. 17-18, "NTK by parts"); ``truncate`` rounds the interval's ends to whole
-    indices. Cosines and sines are scaled by 0.1 ln(factor) + 1 (Eq. 22).
+    indices. Cosines and sines are scaled by 0.1 ln(factor) + 1 (Eq. 22); with ``mscale`` and ``mscale_all_dim`` by the
+    ratio of :func:`yarn_scale` of both.
     """
     # A division, as in the engines: a negative power rounds differently, by 0.004 rad at position 65,536.
     frequencies = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
@@ -49,7 +50,14 @@ def rotary(head_dim: int, theta: float, yarn: Mapping[str, float] | None) -> Rot
     divided = ramp.clamp(0, 1)
     factor = yarn["factor"]
     mixed = frequencies / factor * divided + frequencies * (1 - divided)
-    return Rotary(mixed, 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0)
+    scale = yarn_scale(factor, yarn.get("mscale", 1.0)) / yarn_scale(factor, yarn.get("mscale_all_dim", 0.0))
+    return Rotary(mixed, scale)
+
+
+def yarn_scale(factor: float, weight: float) -> float:
+    """YaRN's factor of attention, ``0.1 weight ln(factor) + 1``. DeepSeek-V3 divides it between cosines and sines, and
+    the softmax scale."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
