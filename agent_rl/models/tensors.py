@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from agent_rl.models.cuts import Columns, Cut, Experts, HfTensor, Replicated, Rows
-from agent_rl.models.parts import ExpertForm, Mixer
+from agent_rl.models.parts import ExpertForm, Indexer, Latent, Mixer
 from agent_rl.models.spec import ModelSpec
 
 OUTPUT = "lm_head.weight"
 """The name of the output layer's tensor. A tied output layer is sent and saved under it too."""
 REPLICATED = Replicated()
+_REPLICATED = Replicated()
 _ADAPTER_ENDS = {"a": ".lora_A", "b": ".lora_B"}
 
 
@@ -131,7 +132,46 @@ def _grouped(spec: ModelSpec, at: str) -> Iterator[Parameter]:
         yield Parameter(f"{module}.linear_proj.bias", (HfTensor(f"{attention}.o_proj.bias", (spec.hidden,)),))
 
 
-_MIXERS: Mapping[Mixer, Callable[[ModelSpec, str], Iterator[Parameter]]] = MappingProxyType({"grouped": _grouped})
+def _latent(spec: ModelSpec, at: str) -> Iterator[Parameter]:
+    """Multi-head latent attention. The two projections to latents are neighbors: engines take them together."""
+    module, attention, latent = "self_attention", f"{at}self_attn", spec.latent
+    assert latent is not None
+
+    def weight(name: str, tensor: str, rows: int, columns: int, cut: Cut = _REPLICATED) -> Parameter:
+        tensors = (HfTensor(f"{attention}.{tensor}.weight", (rows, columns)),)
+        return Parameter(f"{module}.{name}.weight", tensors, cut, adapted=True)
+
+    if latent.q_rank:
+        yield weight("q_down", "q_a_proj", latent.q_rank, spec.hidden)
+    yield weight("kv_down", "kv_a_proj_with_mqa", latent.cache_width, spec.hidden)
+    if latent.q_rank:
+        yield _norm(f"{module}.q_norm.weight", f"{attention}.q_a_layernorm.weight", latent.q_rank)
+    yield _norm(f"{module}.kv_norm.weight", f"{attention}.kv_a_layernorm.weight", latent.kv_rank)
+    query = "q_b_proj" if latent.q_rank else "q_proj"
+    yield weight("q_up", query, spec.q_width, latent.q_rank or spec.hidden, Rows())
+    expanded = spec.heads * (latent.plain_dim + latent.value_dim)
+    yield weight("kv_up", "kv_b_proj", expanded, latent.kv_rank, Rows())
+    yield weight("linear_proj", "o_proj", spec.hidden, spec.heads * latent.value_dim, Columns())
+    if spec.indexer is not None:
+        yield from _indexer(f"{module}.indexer", f"{attention}.indexer", spec.hidden, latent, spec.indexer)
+
+
+def _indexer(module: str, at: str, hidden: int, latent: Latent, indexer: Indexer) -> Iterator[Parameter]:
+    width = indexer.head_dim
+    shapes = {
+        "query": ("wq_b.weight", (indexer.heads * width, latent.q_rank)),
+        "key": ("wk.weight", (width, hidden)),
+        "key_norm_weight": ("k_norm.weight", (width,)),
+        "key_norm_bias": ("k_norm.bias", (width,)),
+        "head_weight": ("weights_proj.weight", (indexer.heads, hidden)),
+    }
+    for name, (tensor, shape) in shapes.items():
+        yield Parameter(f"{module}.{name}", (HfTensor(f"{at}.{tensor}", shape),), frozen=True)
+
+
+_MIXERS: Mapping[Mixer, Callable[[ModelSpec, str], Iterator[Parameter]]] = MappingProxyType(
+    {"grouped": _grouped, "latent": _latent}
+)
 """The parameters of each mixer, from the prefix of the layer's tensors."""
 
 

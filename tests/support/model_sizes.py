@@ -58,3 +58,21 @@ DELTA_SIZES: dict[str, Any] = EXPERT_SIZES | {
     "partial_rotary_factor": 0.5,
 }
 """Of a hybrid of the gated delta rule and grouped-query attention."""
+DEEPSEEK_V3_SIZES: dict[str, Any] = EXPERT_SIZES | {
+    "num_experts": None,
+    "n_routed_experts": EXPERT_SIZES["num_experts"],
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+    "num_key_value_heads": DENSE_SIZES["num_attention_heads"],
+    "q_lora_rank": 24,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
+INDEXER_SIZES: dict[str, Any] = {"index_n_heads": 16, "index_head_dim": 16, "index_topk": 12}
+"""An indexer that leaves out most tokens of a sequence."""

@@ -221,7 +221,8 @@ def attention_check(model: ModelSpec, parallel: ParallelConfig, dtype: torch.dty
 def _attention_shapes(model: ModelSpec, parallel: ParallelConfig, keys: Sequence[int]) -> list[tuple[int, ...]]:
     """Of queries, keys and values."""
     heads, shared = model.heads // parallel.tensor, model.kv_heads // parallel.tensor
-    return [(sum(_QUERIES), heads, model.head_dim), *[(sum(keys), shared, model.head_dim)] * 2]
+    value = model.latent.value_dim if model.latent else model.head_dim
+    return [(sum(_QUERIES), heads, model.head_dim), *((sum(keys), shared, width) for width in (model.head_dim, value))]
 
 
 def sink_attentions(dtype: torch.dtype, device: torch.device) -> list[KernelCandidate[SinkAttention]]:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
@@ -20,7 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from agent_rl.config import LoraConfig
-from agent_rl.train.megatron.lora import LoraColumnParallelLinear, LoraRowParallelLinear
+from agent_rl.train.megatron.lora import LoraColumnParallelLinear, LoraRowParallelLinear, adapter_of
 
 
 def column_linear(
@@ -49,6 +50,18 @@ def row_linear(
 def _linear_options() -> dict[str, Any]:
     group = parallel_state.get_tensor_model_parallel_group()
     return {"skip_bias_add": False, "is_expert": False, "tp_group": group}
+class ReplicatedLinear(torch.nn.Module):
+    """A projection that every tensor rank has, of this rank's tokens."""
+
+    def __init__(self, config: TransformerConfig, inner: int, outer: int, *, lora: LoraConfig | None = None) -> None:
+        super().__init__()
+        self.weight = replicated_weight(config, outer, inner)
+        self.lora = adapter_of(self.weight, lora) if lora else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[S, 1, outer]`` from ``[S, 1, inner]``."""
+        output = F.linear(x, self.weight)
+        return output if self.lora is None else output + self.lora["weight"](x)
 
 
 def replicated_weight(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
