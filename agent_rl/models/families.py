@@ -80,8 +80,10 @@ class Family:
     :func:`read_config`. ``unused``: keys of the family that do not change the logits; ``unused_rope``: such keys of
     ``rope_parameters``. ``outer``: the config of the text model is nested under ``text_config``, beside these keys.
 
-    ``router``, ``expert``, ``expert_parts`` (gate, up, down), ``shared`` (expert) and ``correction`` (bias that is
-    added to the router's scores only to choose experts; "" without one): Hugging Face names of an MoE layer's tensors.
+    ``root``: the Hugging Face name of the module with the embedding, the layers and the last norm. ``router``,
+    ``expert``, ``expert_parts`` (gate, up, down), ``shared`` (expert) and ``correction`` (bias that is added to the
+    router's scores only to choose experts; "" without one): names of an MoE layer's tensors.
+    ``stacked_experts``: instead one tensor of all experts, ``gate_up_proj`` and ``down_proj``.
     ``shared_gate``: the shared expert has a sigmoid gate. ``serves_dense_layers``: SGLang loads dense layers beside MoE
     layers. ``engine_arguments`` and ``engine_environment``: SGLang's arguments and environment variables, in which
     ``{dtype}`` stands for the engine's.
@@ -105,6 +107,7 @@ class Family:
     expert: str = "mlp.experts.{}"
     expert_parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     shared: str = "mlp.shared_expert"
+    stacked_experts: bool = False
     shared_gate: bool = True
     serves_dense_layers: bool = False
     engine_arguments: tuple[str, ...] = ()
@@ -226,6 +229,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "qwen3_5_moe": Family(
             **_QWEN3_5_MOE,
             root="model.language_model",
+            stacked_experts=True,
             # Without the vision tower; SGLang 0.5.23 refuses its own --language-model-only for this family.
             engine_arguments=("--json-model-override-args", '{"language_model_only": true}'),
             outer=frozenset(
@@ -274,12 +278,12 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
     }
 )
 
-_FLOAT32_TENSORS = (".e_score_correction_bias",)
+_FLOAT32_TENSORS = (".e_score_correction_bias", ".A_log")
 
 
 def keeps_float32(name: str) -> bool:
     """Whether engines and checkpoints have the tensor ``name`` in float32 whatever the model's dtype is. A correction
-    bias rounded to bfloat16 changes up to 3 % of the chosen expert sets."""
+    bias rounded to bfloat16 changes up to 3 % of the chosen expert sets. ``A_log`` is the logarithm of a decay rate."""
     return name.endswith(_FLOAT32_TENSORS)
 
 

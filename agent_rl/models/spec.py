@@ -76,6 +76,10 @@ class ModelSpec:
     def family(self) -> Family:
         return FAMILIES[self.kind]
 
+    def mixer(self, layer: int) -> Mixer:
+        """The mixer of ``layer`` (from 0)."""
+        return self.mixers[layer] if self.mixers else "grouped"
+
     @property
     def num_layers(self) -> int:
         return len(self.moe)

@@ -13,6 +13,7 @@ from typing import Any
 from agent_rl.errors import ConfigError
 from agent_rl.models.files import read_object
 from agent_rl.models.spec import ModelSpec
+from agent_rl.models.tensors import model_parameters
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -64,58 +65,18 @@ def check_tensor(present: Mapping[str, Entry], name: str, shape: tuple[int, ...]
 
 def expected_shapes(model_spec: ModelSpec) -> Shapes:
     """The shape of every tensor by its Hugging Face name."""
-    shapes: Shapes = {"model.embed_tokens.weight": (model_spec.vocab_size, model_spec.hidden)}
-    for layer in range(model_spec.num_layers):
-        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in _layer(model_spec, model_spec.moe[layer])}
-    shapes["model.norm.weight"] = (model_spec.hidden,)
-    if not model_spec.tied:
-        shapes["lm_head.weight"] = (model_spec.vocab_size, model_spec.hidden)
-    return shapes
+    return {tensor.name: tensor.shape for _, parameter in model_parameters(model_spec) for tensor in parameter.tensors}
 
 
 def adapter_update_shapes(model_spec: ModelSpec, rank: int) -> Shapes:
     """The tensors of an adapter update by the weight that each changes, for adapters of ``rank``: A beside the
     transpose of B (:mod:`agent_rl.engine.server.lora_merge`)."""
-    adapted = (".q_proj.weight", ".k_proj.weight", ".v_proj.weight", ".o_proj.weight")
     return {
-        name: (rank, sum(shape))
-        for name, shape in expected_shapes(model_spec).items()
-        if name.endswith(adapted) or ".experts." in name
+        tensor.name: (rank, sum(tensor.shape))
+        for _, parameter in model_parameters(model_spec)
+        if parameter.adapted
+        for tensor in parameter.tensors
     }
-
-
-def _layer(model_spec: ModelSpec, moe: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
-    hidden, widths = model_spec.hidden, {"q": model_spec.q_width, "k": model_spec.kv_width, "v": model_spec.kv_width}
-    for part, width in widths.items():
-        yield f"self_attn.{part}_proj.weight", (width, hidden)
-        if model_spec.qkv_bias:
-            yield f"self_attn.{part}_proj.bias", (width,)
-    yield "self_attn.o_proj.weight", (hidden, model_spec.q_width)
-    if model_spec.qk_norm:
-        yield "self_attn.q_norm.weight", (model_spec.head_dim if model_spec.qk_norm == "head" else model_spec.q_width,)
-        yield "self_attn.k_norm.weight", (model_spec.head_dim if model_spec.qk_norm == "head" else model_spec.kv_width,)
-    yield "input_layernorm.weight", (hidden,)
-    yield "post_attention_layernorm.weight", (hidden,)
-    if not moe:
-        yield from _mlp("mlp", ("gate_proj", "up_proj", "down_proj"), hidden, model_spec.inner)
-        return
-    family = model_spec.family
-    yield family.router, (model_spec.num_experts, hidden)
-    if family.correction:
-        yield family.correction, (model_spec.num_experts,)
-    for expert in range(model_spec.num_experts):
-        yield from _mlp(family.expert.format(expert), family.expert_parts, hidden, model_spec.expert_inner)
-    if model_spec.shared_inner:
-        yield from _mlp(family.shared, ("gate_proj", "up_proj", "down_proj"), hidden, model_spec.shared_inner)
-        if family.shared_gate:
-            yield f"{family.shared}_gate.weight", (1, hidden)
-
-
-def _mlp(name: str, parts: tuple[str, ...], hidden: int, inner: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    gate, up, down = parts
-    yield f"{name}.{gate}.weight", (inner, hidden)
-    yield f"{name}.{up}.weight", (inner, hidden)
-    yield f"{name}.{down}.weight", (hidden, inner)
 
 
 def read_headers(directory: Path, key: str = "model") -> dict[str, Entry]:

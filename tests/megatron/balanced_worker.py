@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agent_rl.config import BalanceConfig, ParallelConfig
+from agent_rl.models.spec import read_model_spec
 from agent_rl.train.megatron.packed_batch import PackedBatch, PackedRoutes
 from agent_rl.train.megatron.parallel import ParallelState, destroy_parallel, init_parallel
 from r3.balance import ExpertLayout, LayerPlan
@@ -232,7 +233,7 @@ class World:
             model = build(case, self._parallel)
             self._plain[key] = results(model, items, given_routes(items, model, kind), None, {})
         plain = self._plain[key]
-        experts = json.loads((Path(case["directory"]) / "config.json").read_text())["num_experts"]
+        experts = read_model_spec(Path(case["directory"])).num_experts
         model = build(case, self._parallel, balance=balancing(case, experts, self._group))
         layout = ExpertLayout(experts, self._group.size(), SLOTS)
         counts = foreseen(plain["routes"], experts, self._group)

@@ -59,7 +59,7 @@ def gradients(model: Any) -> dict[str, Tensor]:
 def adapters(model: Any) -> dict[str, tuple[Tensor, Tensor]]:
     from agent_rl.train.megatron import hf_weights as hf
 
-    return {name: (a, b) for name, a, b in hf.export_adapters(model.modules, model.model_spec, model.ranks, {})}
+    return {name: (a, b) for name, a, b in hf.export_adapters(model.param_mappings(), model.ranks)}
 
 
 @pytest.mark.parametrize("changes", [{}, {"mlp_only_layers": [1]}], ids=["moe", "one-dense-layer"])

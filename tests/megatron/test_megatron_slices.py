@@ -149,11 +149,14 @@ def test_each_rank_reads_its_slices_once(checkpoint: Checkpoint, reads: Reads, l
     for ranks in ranks_of(layout):
         reads.clear()
         modules, progress = modules_of(model_spec, ranks), LoadProgress()
-        load_weights(modules, model_spec, checkpoint.directory, ranks, {}, progress)
+        mappings = list(param_mappings(modules, model_spec, {}))
+        load_weights(mappings, checkpoint.directory, ranks, progress)
         held = dict(modules[0].named_parameters())
-        for slot, name in zip(param_mappings(modules, model_spec, {}), held, strict=True):
-            parts = [checkpoint.tensors[part] for part in slot.names]
-            expected = wanted(name, parts, model_spec, ranks, own_experts(slot, ranks)).float()
+        names = {id(parameter): name for name, parameter in held.items()}
+        assert {id(mapping.parameter) for mapping in mappings} == names.keys()
+        for mapping in mappings:
+            name, parts = names[id(mapping.parameter)], [checkpoint.tensors[part] for part in mapping.names]
+            expected = wanted(name, parts, model_spec, ranks, own_experts(mapping, ranks)).float()
             assert torch.equal(held[name], expected), f"rank {ranks.rank}: {name}"
         own = {name: np.zeros(size, bool) for name, size in sizes.items()}
         for file, start, count in reads:
@@ -165,11 +168,12 @@ def test_each_rank_reads_its_slices_once(checkpoint: Checkpoint, reads: Reads, l
 
 
 def test_moved_experts_are_read_by_their_rank(checkpoint: Checkpoint) -> None:
-    from agent_rl.train.megatron.hf_weights import load_weights
+    from agent_rl.train.megatron.hf_weights import load_weights, param_mappings
 
     (_, ranks) = ranks_of(ParallelConfig(world_size=2, expert=2))
     modules, placement = modules_of(checkpoint.model_spec, ranks), {2: (0, 2, 4, 6, 7, 5, 3, 1)}
-    load_weights(modules, checkpoint.model_spec, checkpoint.directory, ranks, placement, LoadProgress())
+    mappings = param_mappings(modules, checkpoint.model_spec, placement)
+    load_weights(mappings, checkpoint.directory, ranks, LoadProgress())
     held = dict(modules[0].named_parameters())["decoder.layers.2.mlp.experts.weight2"]
     names = [f"model.layers.2.mlp.experts.{expert}.down_proj.weight" for expert in (7, 5, 3, 1)]
     assert torch.equal(held, torch.stack([checkpoint.tensors[name] for name in names]).float())
@@ -177,7 +181,7 @@ def test_moved_experts_are_read_by_their_rank(checkpoint: Checkpoint) -> None:
 
 def test_loading_needs_one_block_of_host_memory(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     from agent_rl.train.megatron import safetensors_slices as slices
-    from agent_rl.train.megatron.hf_weights import load_weights
+    from agent_rl.train.megatron.hf_weights import load_weights, param_mappings
 
     (ranks,) = ranks_of(ParallelConfig())
     monkeypatch.setattr(slices, "BLOCK_BYTES", 100)  # less than two rows of hidden 32
@@ -185,7 +189,8 @@ def test_loading_needs_one_block_of_host_memory(checkpoint: Checkpoint, monkeypa
     plain = slices.SliceReader._block_of
     monkeypatch.setattr(slices.SliceReader, "_block_of", lambda self, size: sizes.append(size) or plain(self, size))
     modules = modules_of(checkpoint.model_spec, ranks)
-    load_weights(modules, checkpoint.model_spec, checkpoint.directory, ranks, {}, LoadProgress())
+    mappings = param_mappings(modules, checkpoint.model_spec, {})
+    load_weights(mappings, checkpoint.directory, ranks, LoadProgress())
     assert max(sizes) == 2 * 128, "a block holds at least one row of the widest tensor"
     held = dict(modules[0].named_parameters())
     assert torch.equal(held["output_layer.weight"], checkpoint.tensors["lm_head.weight"].float())
@@ -194,14 +199,14 @@ def test_loading_needs_one_block_of_host_memory(checkpoint: Checkpoint, monkeypa
 def test_nothing_is_read_of_a_checkpoint_that_does_not_fit(
     checkpoint: Checkpoint, reads: Reads, tmp_path: Path
 ) -> None:
-    from agent_rl.train.megatron.hf_weights import load_weights
+    from agent_rl.train.megatron.hf_weights import load_weights, param_mappings
 
     (ranks,) = ranks_of(ParallelConfig())
     narrow = checkpoint.tensors | {"model.layers.3.mlp.gate.weight": torch.zeros(4, 32)}
     save_file(narrow, tmp_path / "model.safetensors")
     modules = modules_of(checkpoint.model_spec, ranks)
     with pytest.raises(ConfigError, match=r"3\.mlp\.gate\.weight is \[4, 32\] in .* and \[8, 32\] by config\.json$"):
-        load_weights(modules, checkpoint.model_spec, tmp_path, ranks, {}, LoadProgress())
+        load_weights(param_mappings(modules, checkpoint.model_spec, {}), tmp_path, ranks, LoadProgress())
     assert not reads
 
 

@@ -24,19 +24,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agent_rl.errors import TrainerError
+from agent_rl.models.cuts import ParamShard
 
 Floats = NDArray[np.float32]
-
-
-@dataclass(frozen=True, slots=True)
-class ParamShard:
-    """Part ``index`` of ``count`` equal ones of parameter ``name``, cut along ``axis``; ``shape`` is the part's own."""
-
-    name: str
-    shape: tuple[int, ...]
-    axis: int = 0
-    index: int = 0
-    count: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,19 +7,17 @@ training and determine them in bfloat16 training.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from agent_rl.train.checkpoint.pieces import FlatRange, ParamShard, PieceReader, Snapshot
+from agent_rl.train.checkpoint.pieces import FlatRange, PieceReader, Snapshot
 from agent_rl.train.host_memory import host_tensor
-from agent_rl.train.megatron import hf_weights as hf
-from agent_rl.train.megatron.hf_weights import ParamMapping, Sharding
+from agent_rl.train.megatron.hf_weights import ParamMapping
 from agent_rl.train.megatron.model import PolicyModel
-from agent_rl.train.megatron.parallel import ParallelState
 from agent_rl.train.optimizer import SLOTS, PolicyOptimizer, StateShard, named_parameters
 
 
@@ -54,56 +52,34 @@ class StatePieces:
         self._optimizer.load(lambda shard: self._read(reader, shard), counts)
 
     def _read(self, reader: PieceReader, shard: StateShard) -> dict[str, Tensor]:
-        stretches = self._ranges(shard)
+        ranges, none = self._ranges(shard), np.empty(0, np.float32)
         return {
-            slot: torch.from_numpy(np.concatenate([reader.read(flat_range, slot) for flat_range in stretches]))
+            slot: torch.from_numpy(np.concatenate([none, *(reader.read(flat_range, slot) for flat_range in ranges)]))
             for slot in SLOTS
         }
 
     def _ranges(self, shard: StateShard) -> list[FlatRange]:
-        """The flat ranges that make up a shard: one, or one per expert where experts are not in order."""
+        """The flat ranges that make up a shard of the optimizer: those of its parameter's shards that overlap it."""
         mapping = self._mappings[shard.name]
-        part = part_of(mapping, shard.shape, self._ranks)
-        if mapping.expert_order == tuple(range(len(mapping.expert_order))) or shard.start == shard.stop:
-            return [FlatRange(part, shard.start, shard.stop)]
-        size, each = math.prod(shard.shape[1:]), (1, *shard.shape[1:])
-        bounds = [
-            (expert, max(shard.start - position * size, 0), min(shard.stop - position * size, size))
-            for position, expert in enumerate(hf.own_experts(mapping, self._ranks))
-        ]
-        return [
-            FlatRange(ParamShard(part.name, each, 0, expert, len(mapping.expert_order)), start, stop)
-            for expert, start, stop in bounds
-            if start < stop
-        ]
+        described, ranges, offset = mapping.described, list[FlatRange](), 0
+        for part in described.cut.shards(described.tensors, tuple(shard.shape), mapping.place(self._ranks)):
+            size = math.prod(part.shape)
+            start, stop = max(shard.start - offset, 0), min(shard.stop - offset, size)
+            if start < stop:
+                ranges.append(FlatRange(part, start, stop))
+            offset += size
+        return ranges
 
     def _writes(self, mapping: ParamMapping) -> bool:
         """Whether this rank is the first of those with the same data."""
-        if mapping.sharding is Sharding.REPLICATED and self._ranks.tensor_rank > 0:
-            return False
-        if mapping.names == (hf.EMBEDDING,) and self._ranks.pipeline_rank > 0:  # a tied output's copy
+        kind = mapping.described.cut.ranks
+        if mapping.described.copied or (not kind and self._ranks.tensor_rank > 0):
             return False
         if self._optimizer.distributed:
             return True
-        if mapping.sharding in (Sharding.EXPERTS_GATE_UP, Sharding.EXPERTS_DOWN):
+        if kind == "expert":
             return bool(parallel_state.get_expert_data_parallel_rank() == 0)
         return bool(parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0)
-
-
-def part_of(mapping: ParamMapping, shape: Sequence[int], ranks: ParallelState) -> ParamShard:
-    """The shard of its parameter that this rank's weight of ``shape`` is, viewed so that one axis is sharded."""
-    name, sizes = mapping.names[0], tuple(shape)
-    match mapping.sharding:
-        case Sharding.REPLICATED:
-            return ParamShard(name, sizes)
-        case Sharding.ROWS | Sharding.QKV:
-            return ParamShard(name, sizes, 0, ranks.tensor_rank, ranks.tensor_size)
-        case Sharding.COLUMNS:
-            return ParamShard(name, sizes, 1, ranks.tensor_rank, ranks.tensor_size)
-        case Sharding.GATE_UP:
-            return ParamShard(name, (2, sizes[0] // 2, *sizes[1:]), 1, ranks.tensor_rank, ranks.tensor_size)
-        case Sharding.EXPERTS_GATE_UP | Sharding.EXPERTS_DOWN:
-            return ParamShard(name, sizes, 0, ranks.expert_rank, ranks.expert_size)
 
 
 def _mappings_by_name(model: PolicyModel) -> dict[str, ParamMapping]:

@@ -1,6 +1,6 @@
-"""Core attention over packed sequences: rotary embedding, then causal attention within each sequence.
+"""The attention inputs of packed sequences, each of which attends to itself.
 
-Axes: T tokens of this rank, H heads, D head width.
+Axes: T tokens of this rank, D head width.
 
 Under context parallelism every rank has two chunks of each sequence, one from either end, which balances the causal
 work. Keys and values are gathered. Each chunk is a segment of queries with all keys up to its end.
@@ -10,15 +10,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from agent_rl.train.megatron.kernels import Rotary, rotary_tables, rotate_part
+from agent_rl.train.megatron.kernels import Rotary, rotary_tables
 from agent_rl.train.megatron.token_sharding import Layout
-from agent_rl.train.megatron.varlen import AttentionKernel, Segments
+from agent_rl.train.megatron.varlen import Segments
 
 
 @dataclass
@@ -47,25 +46,6 @@ class PackedAttention(PackedSeqParams):
         for start, _ in zip(starts, layout.lengths, strict=False):
             pieces += [full[start : start + next(key_counts)] for _ in layout.chunks]
         return torch.cat(pieces)
-
-
-class CoreAttention(torch.nn.Module):
-    """Causal attention of ``query [T, H, D]`` and ``key``, ``value`` with as many or fewer heads, computed by
-    ``attend``."""
-
-    def __init__(
-        self, config: Any, layer_number: int, *, attend: AttentionKernel, softmax_scale: float | None = None, **_: Any
-    ) -> None:
-        super().__init__()
-        self._attend = attend
-        self.scale = softmax_scale or config.kv_channels**-0.5
-
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, *, packed_seq_params: Any, **_: Any
-    ) -> Tensor:
-        packed: PackedAttention = packed_seq_params
-        query, key = rotate_part(query, packed.cos, packed.sin), rotate_part(key, packed.cos, packed.sin)
-        return self._attend(query, packed.gather(key), packed.gather(value), packed.segments, self.scale)
 
 
 def _segments(layout: Layout, device: torch.device) -> Segments:

@@ -105,7 +105,7 @@ def init_adapters(slots: Iterable[ParamMapping], ranks: ParallelState, seed: int
     """Initialize every A as PEFT does, uniform within ``1 / sqrt(in)``, seeded by its name so that every parallel
     layout starts with the same values."""
     for slot in slots:
-        if not slot.names[0].endswith(".lora_A"):
+        if not slot.described.name.endswith(".a"):
             continue
         stacked = slot.parameter.ndim == 3
         matrices = slot.parameter if stacked else slot.parameter[None]

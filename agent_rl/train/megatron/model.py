@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,50 +10,20 @@ import numpy as np
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    set_tensor_model_parallel_attributes,
-)
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.moe.moe_layer import MoESubmodules
-from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import (
-    TransformerLayer,
-    TransformerLayerSubmodules,
-    get_transformer_layer_offset,
-)
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.distributed.nn.functional import all_reduce
 
 from agent_rl.config import LoraConfig, ParallelConfig, Recompute
 from agent_rl.models.spec import ModelSpec, read_model_spec
-from agent_rl.train.expert_balancing.borrowed_experts import BalancedExperts
-from agent_rl.train.expert_balancing.moe_layer import BalancedMoELayer, EvenBalancedMoELayer
 from agent_rl.train.expert_balancing.plan_feed import BalancingSpec, ExpertBalancer
 from agent_rl.train.hf_index import LoadProgress
 from agent_rl.train.megatron import hf_weights as hf
-from agent_rl.train.megatron.attention import CoreAttention
 from agent_rl.train.megatron.forward_backward import ForwardBackward
-from agent_rl.train.megatron.gate import Gate
-from agent_rl.train.megatron.kernel_choice import Kernels, choose_kernels
-from agent_rl.train.megatron.kernels import rms_norm
-from agent_rl.train.megatron.lora import (
-    LoraColumnParallelLinear,
-    LoraExperts,
-    LoraRowParallelLinear,
-    freeze_base,
-    init_adapters,
-)
-from agent_rl.train.megatron.moe import Experts, PaddedMoELayer, ReleasingMoELayer
+from agent_rl.train.megatron.kernel_choice import choose_kernels
+from agent_rl.train.megatron.layers import block_spec
+from agent_rl.train.megatron.lora import freeze_base, init_adapters
 from agent_rl.train.megatron.parallel import ParallelState, current_parallel_state
 from agent_rl.train.megatron.token_sharding import shard_spec
 from agent_rl.train.megatron.transformer import transformer_config
@@ -62,112 +31,6 @@ from agent_rl.train.parallel_checks import uses_distributed_optimizer
 from agent_rl.train.route_trace import PassTrace
 from agent_rl.weight_sync.adapters import SUFFIX, merge, pack
 from r3.megatron_replay import RouterReplayer
-
-
-class RMSNorm(torch.nn.Module):
-    """Root-mean-square norm over the last axis, in float32."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_unused: Any) -> None:
-        super().__init__()
-        device = torch.cuda.current_device()
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
-        # Tensor ranks have different tokens, so Megatron must sum this weight's gradients.
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
-
-
-class AllHeadsNorm(torch.nn.Module):
-    """Root-mean-square norm over all heads of a token, in float32, for ``x [..., heads of this tensor rank, D]``."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, *, heads: int) -> None:
-        super().__init__()
-        self.eps, self.width, self.ranks = eps, heads * hidden_size, config.tensor_model_parallel_size
-        weight = torch.ones(self.width // self.ranks, dtype=config.params_dtype, device=torch.cuda.current_device())
-        self.weight = torch.nn.Parameter(weight)
-        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.flatten(-2).float()
-        squares = wide.square().sum(-1, keepdim=True)
-        if self.ranks > 1:
-            squares = all_reduce(squares, group=parallel_state.get_tensor_model_parallel_group())
-        normed = wide * (squares / self.width + self.eps).rsqrt()
-        return (normed.to(x.dtype) * self.weight).view(x.shape)
-
-
-def block_spec(
-    config: TransformerConfig,
-    model_spec: ModelSpec,
-    virtual_stage: int | None,
-    *,
-    kernels: Kernels,
-    balanced: bool = False,
-    lora: LoraConfig | None = None,
-) -> TransformerBlockSubmodules:
-    """The layers of a model chunk of this pipeline stage (``virtual_stage`` None where a stage is one chunk).
-
-    ``balanced``: ranks can borrow experts. ``lora``: attention and experts have adapters.
-    """
-    chunks = config.pipeline_model_parallel_size * (config.virtual_pipeline_model_parallel_size or 1)
-    offset, count = get_transformer_layer_offset(config, virtual_stage), config.num_layers // chunks
-    layers = [_layer_spec(config, model_spec, i, kernels, balanced, lora) for i in range(offset, offset + count)]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
-
-
-def _layer_spec(
-    config: TransformerConfig,
-    model_spec: ModelSpec,
-    layer: int,
-    kernels: Kernels,
-    balanced: bool,
-    lora: LoraConfig | None,
-) -> ModuleSpec:
-    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    shared = ModuleSpec(module=SharedExpertMLP, submodules=linears)
-    adapted = {} if lora is None else {"lora": lora}
-    kind = BalancedExperts if balanced else Experts if lora is None else LoraExperts
-    own = ModuleSpec(module=kind, params={"product": kernels.product, **adapted})
-    gate = partial(Gate, model_spec=model_spec)
-    submodules = MoESubmodules(router=gate, experts=own, shared_experts=shared)
-    experts = ModuleSpec(module=_moe_layer(config, balanced), submodules=submodules)
-    attention = ModuleSpec(
-        module=SelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal},
-        submodules=SelfAttentionSubmodules(
-            linear_qkv=ModuleSpec(module=LoraColumnParallelLinear if lora else ColumnParallelLinear, params=adapted),
-            core_attention=ModuleSpec(module=CoreAttention, params={"attend": kernels.attend}),
-            linear_proj=ModuleSpec(module=LoraRowParallelLinear if lora else RowParallelLinear, params=adapted),
-            q_layernorm=_head_norm(model_spec, model_spec.heads),
-            k_layernorm=_head_norm(model_spec, model_spec.kv_heads),
-        ),
-    )
-    return ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=RMSNorm,
-            self_attention=attention,
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=RMSNorm,
-            mlp=experts if model_spec.moe[layer] else ModuleSpec(module=MLP, submodules=linears),
-            mlp_bda=get_bias_dropout_add,
-        ),
-    )
-
-
-def _head_norm(model_spec: ModelSpec, heads: int) -> type[RMSNorm] | ModuleSpec | None:
-    """The norm of queries or keys of ``heads`` heads."""
-    if model_spec.qk_norm == "all":
-        return ModuleSpec(module=AllHeadsNorm, params={"heads": heads})
-    return RMSNorm if model_spec.qk_norm else None
-
-
-def _moe_layer(config: TransformerConfig, balanced: bool) -> type[ReleasingMoELayer]:
-    if config.moe_token_dispatcher_type == "allgather":
-        return EvenBalancedMoELayer if balanced else PaddedMoELayer
-    return BalancedMoELayer if balanced else ReleasingMoELayer
 
 
 class HiddenGPT(GPTModel):
@@ -312,7 +175,7 @@ class PolicyModel(ForwardBackward):
 
     def param_mappings(self) -> Iterator[hf.ParamMapping]:
         """The Hugging Face tensors of each of this rank's parameters."""
-        return hf.param_mappings(self.modules, self.model_spec, self._expert_order)
+        return hf.param_mappings(self.modules, self.model_spec, self._expert_order, self.lora)
 
     def set_placement(self, placement: NDArray[np.integer]) -> None:
         """Place experts by ``placement`` ``[moe_layers, E]`` (:attr:`r3.balance.ExpertLayout.placement`), the same on
@@ -324,15 +187,13 @@ class PolicyModel(ForwardBackward):
     def load_hf(self, directory: Path, progress: LoadProgress | None = None) -> None:
         """Load the weights of a Hugging Face checkpoint; ``progress`` counts the bytes. Raises ConfigError for a
         missing tensor, TrainerError for a file that cannot be read."""
-        hf.load_weights(
-            self.modules, self.model_spec, directory, self.ranks, self._expert_order, progress or LoadProgress()
-        )
+        hf.load_weights(self.param_mappings(), directory, self.ranks, progress or LoadProgress())
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face names and full tensors with adapters merged. Only rank 0 yields, and every rank must exhaust the
         iterator."""
         changes = dict(self.export_changes()) if self.lora else {}
-        for name, weight in hf.export_weights(self.modules, self.model_spec, self.ranks, self._expert_order):
+        for name, weight in hf.export_weights(self.param_mappings(), self.model_spec, self.ranks):
             change = changes.get(name + SUFFIX)
             yield name, weight if change is None else merge(weight, change)
 
@@ -340,7 +201,7 @@ class PolicyModel(ForwardBackward):
         """The packed adapters, which engines merge into the base checkpoint (:mod:`agent_rl.engine.server.lora_merge`).
         Iterates as :meth:`export_weights`."""
         assert self.lora is not None
-        for name, a, b in hf.export_adapters(self.modules, self.model_spec, self.ranks, self._expert_order):
+        for name, a, b in hf.export_adapters(self.param_mappings(), self.ranks):
             yield name + SUFFIX, pack(a, b, self.lora.scale)
 
     def save_hf(self, directory: Path, *, dtype: torch.dtype | None = None) -> None:
@@ -359,7 +220,7 @@ class PolicyModel(ForwardBackward):
     def save_adapter(self, directory: Path) -> None:
         """Write the adapters in PEFT's format."""
         assert self.lora is not None
-        adapters = list(hf.export_adapters(self.modules, self.model_spec, self.ranks, self._expert_order))
+        adapters = list(hf.export_adapters(self.param_mappings(), self.ranks))
         if self.ranks.rank == 0:
             hf.write_adapter(adapters, self.directory, directory, self.lora)
         torch.distributed.barrier()

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from agent_rl.errors import TrainerError
+from agent_rl.models.cuts import Piece
 from agent_rl.train.hf_index import DTYPES, Entry, LoadProgress, check_tensor, read_headers
 
 BLOCK_BYTES = 16 << 20
@@ -26,28 +27,31 @@ BLOCK_BYTES = 16 << 20
 class TensorSlice:
     """A slice of the checkpoint's tensor ``name``, and the parameter (or view) ``target`` that receives it.
 
-    The slice starts at ``start`` on ``axis`` (0, or 1 of a matrix) and has the length of ``target``. ``full_size`` is
-    the size of the checkpoint's tensor on that axis; its other axes equal those of ``target``.
+    The slice starts at ``start`` on ``axis`` (0, or 1 of a matrix) and has ``length`` entries there. ``target`` has its
+    elements in the slice's order; its last axis may be divided in two. ``full_shape`` is that of the checkpoint's
+    tensor.
     """
 
     name: str
     target: Tensor
+    full_shape: tuple[int, ...]
     axis: int
     start: int
-    full_size: int
+    length: int
 
     @classmethod
-    def share(cls, name: str, target: Tensor, axis: int = 0, rank: int = 0, size: int = 1) -> TensorSlice:
-        """Part ``rank`` of ``size`` equal parts of a tensor."""
-        length = target.shape[axis]
-        return cls(name, target, axis, rank * length, size * length)
+    def of(cls, piece: Piece, parameter: Tensor) -> TensorSlice:
+        """The slice of a piece, whose target is the piece's view of ``parameter``."""
+        view, shape = parameter[piece.target], piece.shape
+        if piece.interleaved:
+            view, shape = view.unflatten(0, (2, -1)).movedim(0, -1), (*shape[:-1], shape[-1] // 2, 2)
+        if piece.transposed:
+            view = view.transpose(0, 1)
+        return cls(piece.tensor.name, view.view(shape), piece.tensor.shape, piece.axis, piece.start, piece.length)
 
-    @property
-    def full_shape(self) -> tuple[int, ...]:
-        """The shape of the checkpoint's tensor."""
-        sizes = list(self.target.shape)
-        sizes[self.axis] = self.full_size
-        return tuple(sizes)
+    def region(self, full: Tensor) -> Tensor:
+        """The slice of ``full``, the checkpoint's tensor, in the shape of the target."""
+        return full.narrow(self.axis, self.start, self.length).view(self.target.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +131,8 @@ def _byte_rows(piece: TensorSlice, entry: Entry) -> _ByteRows:
     item, shape = _dtype(entry).itemsize, entry.shape
     pitch = math.prod(shape[1:]) * item
     if piece.axis == 0:
-        return _ByteRows(entry.start + piece.start * pitch, len(piece.target), pitch, pitch)
-    return _ByteRows(entry.start + piece.start * item, shape[0], piece.target.shape[1] * item, pitch)
+        return _ByteRows(entry.start + piece.start * pitch, piece.length, pitch, pitch)
+    return _ByteRows(entry.start + piece.start * item, shape[0], piece.length * item, pitch)
 
 
 def _read_rows(file: int, block: Tensor, grid: _ByteRows, row: int) -> None:

@@ -36,8 +36,6 @@ def transformer_config(
         num_query_groups=model.kv_heads,
         kv_channels=model.head_dim,
         ffn_hidden_size=model.inner,
-        qk_layernorm=model.qk_norm == "head",  # Megatron then sums these norms' gradients over tensor ranks
-        add_qkv_bias=model.qkv_bias,
         normalization="RMSNorm",
         layernorm_epsilon=model.norm_eps,
         gated_linear_unit=True,

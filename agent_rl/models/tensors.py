@@ -1,0 +1,198 @@
+"""Every parameter of a model: its name in the trainer, its Hugging Face tensors, and its cut over ranks. No torch.
+
+This is the only description of tensors. Loading, export, checks of a checkpoint, checkpoints of training, adapters,
+weight sync and the plan use it. Parameters and tensors are listed in the order of an export.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from agent_rl.models.cuts import Columns, Cut, Experts, HfTensor, Replicated, Rows
+from agent_rl.models.parts import Mixer
+from agent_rl.models.spec import ModelSpec
+
+OUTPUT = "lm_head.weight"
+"""The name of the output layer's tensor. A tied output layer is sent and saved under it too."""
+REPLICATED = Replicated()
+_ADAPTER_ENDS = {"a": ".lora_A", "b": ".lora_B"}
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """``name``: that of a layer's parameter within the layer, otherwise within the model. ``tensors`` are those of all
+    ranks and experts. ``adapted``: ``train.lora`` gives it an adapter. ``frozen``: it is never trained. ``copied``: a
+    copy of a parameter on another stage."""
+
+    name: str
+    tensors: tuple[HfTensor, ...]
+    cut: Cut = REPLICATED
+    adapted: bool = False
+    frozen: bool = False
+    copied: bool = False
+
+    @property
+    def size(self) -> int:
+        """The number of elements over all ranks."""
+        return sum(tensor.size for tensor in self.tensors)
+
+    def rank_size(self, tensor: int = 1, expert: int = 1) -> int:
+        """The number of elements on each of ``tensor`` tensor ranks or ``expert`` expert ranks."""
+        return self.size // {"": 1, "tensor": tensor, "expert": expert}[self.cut.ranks]
+
+
+def model_parameters(
+    spec: ModelSpec, layers: Sequence[int] | None = None, *, first: bool = True, last: bool = True
+) -> Iterator[tuple[int | None, Parameter]]:
+    """The parameters of a pipeline stage with their layers (None: of no layer). ``layers``: the stage's, from 0; None:
+    all. ``first``: with the embedding; ``last``: with the final norm and the output layer (tied: the embedding's
+    copy)."""
+    embedding = embedding_tensor(spec)
+    if first:
+        yield None, Parameter("embedding.word_embeddings.weight", (embedding,), Rows())
+    for layer in range(spec.num_layers) if layers is None else layers:
+        yield from ((layer, parameter) for parameter in layer_parameters(spec, layer))
+    if last:
+        yield None, _norm("decoder.final_layernorm.weight", f"{spec.family.root}.norm.weight", spec.hidden)
+        output = embedding if spec.tied else HfTensor(OUTPUT, embedding.shape)
+        yield None, Parameter("output_layer.weight", (output,), Rows(), copied=spec.tied)
+
+
+def embedding_tensor(spec: ModelSpec) -> HfTensor:
+    """The embedding of the vocabulary."""
+    return HfTensor(f"{spec.family.root}.embed_tokens.weight", (spec.vocab_size, spec.hidden))
+
+
+def layer_parameters(spec: ModelSpec, layer: int) -> Iterator[Parameter]:
+    """The parameters of one layer (from 0). Layers with the same mixer, with or without experts, differ in nothing but
+    the layer's number in the names of tensors."""
+    at = f"{spec.family.root}.layers.{layer}."
+    yield _norm("input_layernorm.weight", f"{at}input_layernorm.weight", spec.hidden)
+    yield from _MIXERS[spec.mixer(layer)](spec, at)
+    yield _norm("pre_mlp_layernorm.weight", f"{at}post_attention_layernorm.weight", spec.hidden)
+    if spec.moe[layer]:
+        yield from _experts(spec, at)
+    else:
+        yield from _mlp("mlp", f"{at}mlp", spec.hidden, spec.inner)
+
+
+def adapters(parameter: Parameter, rank: int) -> tuple[Parameter, Parameter]:
+    """A ``[rank, in]`` and B ``[out, rank]`` of an adapted parameter. B is cut like its weight. A, which all parts of a
+    fused weight share, is named after the first part; every expert has its own."""
+    cut = parameter.cut
+    each = len(parameter.tensors) // cut.count if isinstance(cut, Experts) else len(parameter.tensors)
+    a = tuple(_half(tensor, "a", (rank, tensor.shape[1])) for tensor in parameter.tensors[::each])
+    b = tuple(_half(tensor, "b", (tensor.shape[0], rank)) for tensor in parameter.tensors)
+    module, _, weight = parameter.name.rpartition(".")
+    return (
+        Parameter(f"{module}.lora.{weight}.a", a, cut if isinstance(cut, Experts) else REPLICATED),
+        Parameter(f"{module}.lora.{weight}.b", b, cut),
+    )
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a tensor's name is that of an adapter's half."""
+    return name.endswith(tuple(_ADAPTER_ENDS.values()))
+
+
+def adapted_weight(name: str) -> str:
+    """The name of the weight that the adapter's half ``name`` changes."""
+    return name.rpartition(".")[0] + ".weight"
+
+
+def _half(tensor: HfTensor, half: str, shape: tuple[int, ...]) -> HfTensor:
+    return HfTensor(tensor.name.removesuffix(".weight") + _ADAPTER_ENDS[half], shape)
+
+
+def _norm(name: str, tensor: str, width: int, cut: Cut = REPLICATED) -> Parameter:
+    return Parameter(name, (HfTensor(tensor, (width,)),), cut)
+
+
+def _grouped(spec: ModelSpec, at: str) -> Iterator[Parameter]:
+    """Grouped-query attention: queries, key and value of a key-value group are neighbours in ``linear_qkv``."""
+    module, attention, by_group = "self_attention", f"{at}self_attn", Rows(groups=spec.kv_heads)
+    widths = {"q": spec.q_width, "k": spec.kv_width, "v": spec.kv_width}
+    if spec.output_gate:  # each head's query and its gate
+        widths["q"] *= 2
+    weights = tuple(HfTensor(f"{attention}.{part}_proj.weight", (rows, spec.hidden)) for part, rows in widths.items())
+    yield Parameter(f"{module}.linear_qkv.weight", weights, by_group, adapted=True)
+    if spec.qkv_bias:
+        biases = tuple(HfTensor(f"{attention}.{part}_proj.bias", (rows,)) for part, rows in widths.items())
+        yield Parameter(f"{module}.linear_qkv.bias", biases, by_group)
+    if spec.qk_norm:
+        for part in "qk":
+            width, cut = (spec.head_dim, REPLICATED) if spec.qk_norm == "head" else (widths[part], Rows())
+            yield _norm(f"{module}.{part}_layernorm.weight", f"{attention}.{part}_norm.weight", width, cut)
+    out = HfTensor(f"{attention}.o_proj.weight", (spec.hidden, spec.q_width))
+    yield Parameter(f"{module}.linear_proj.weight", (out,), Columns(), adapted=True)
+
+
+def _delta(spec: ModelSpec, at: str) -> Iterator[Parameter]:
+    """The gated delta rule, cut by key head. Engines join the tensors of ``in_proj`` in this order."""
+    assert spec.delta is not None
+    delta, module, attention = spec.delta, "self_attention", f"{at}linear_attn"
+    parts = Rows(parts=(delta.key_width, delta.key_width, delta.value_width))
+    mixed = sum(parts.parts)
+    if delta.fused:
+        linears = {"qkvz": (mixed + delta.value_width, Rows()), "ba": (2 * delta.value_heads, Rows())}
+    else:
+        linears = {"qkv": (mixed, parts), "z": (delta.value_width, Rows())}
+        linears |= {part: (delta.value_heads, Rows()) for part in "ba"}
+    for part, (rows, cut) in linears.items():
+        projection = HfTensor(f"{attention}.in_proj_{part}.weight", (rows, spec.hidden))
+        yield Parameter(f"{module}.in_proj_{part}.weight", (projection,), cut)
+    yield Parameter(f"{module}.conv1d", (HfTensor(f"{attention}.conv1d.weight", (mixed, 1, delta.kernel)),), parts)
+    for name, tensor in {"dt_bias": "dt_bias", "decay_log": "A_log"}.items():
+        yield Parameter(f"{module}.{name}", (HfTensor(f"{attention}.{tensor}", (delta.value_heads,)),), Rows())
+    yield _norm(f"{module}.norm", f"{attention}.norm.weight", delta.value_dim)
+    out = HfTensor(f"{attention}.out_proj.weight", (spec.hidden, delta.value_width))
+    yield Parameter(f"{module}.out_proj.weight", (out,), Columns())
+
+
+_MIXERS: Mapping[Mixer, Callable[[ModelSpec, str], Iterator[Parameter]]] = MappingProxyType(
+    {"grouped": _grouped, "delta": _delta}
+)
+"""The parameters of each mixer, from the prefix of the layer's tensors."""
+
+
+def _experts(spec: ModelSpec, at: str) -> Iterator[Parameter]:
+    """The router, the experts and the shared expert of a layer."""
+    family, count, hidden, inner = spec.family, spec.num_experts, spec.hidden, spec.expert_inner
+    yield Parameter("mlp.router.weight", (HfTensor(at + family.router, (count, hidden)),))
+    if family.correction:
+        yield Parameter("mlp.router.expert_bias", (HfTensor(at + family.correction, (count,)),), frozen=True)
+    if family.stacked_experts:
+        gate_up, down = (f"{at}mlp.experts.{part}_proj" for part in ("gate_up", "down"))
+        stacked = Experts(count, stacked=True)
+        yield Parameter("mlp.experts.weight1", (HfTensor(gate_up, (count, 2 * inner, hidden)),), stacked)
+        yield Parameter("mlp.experts.weight2", (HfTensor(down, (count, hidden, inner)),), stacked)
+    else:
+        yield from _named_experts(spec, at)
+    if spec.shared_inner:
+        if family.shared_gate:
+            shared_gate = HfTensor(f"{at}{family.shared}_gate.weight", (1, hidden))
+            yield Parameter("mlp.shared_experts.gate_weight", (shared_gate,))
+        yield from _mlp("mlp.shared_experts", at + family.shared, hidden, spec.shared_inner)
+
+
+def _named_experts(spec: ModelSpec, at: str) -> Iterator[Parameter]:
+    """Experts with tensors of their own."""
+    family, count, hidden, inner = spec.family, spec.num_experts, spec.hidden, spec.expert_inner
+    names = [at + family.expert.format(expert) for expert in range(count)]
+    gate, up, down = family.expert_parts
+    gate_up = tuple(HfTensor(f"{name}.{part}.weight", (inner, hidden)) for name in names for part in (gate, up))
+    yield Parameter("mlp.experts.weight1", gate_up, Experts(count), adapted=True)
+    yield Parameter(
+        "mlp.experts.weight2",
+        tuple(HfTensor(f"{name}.{down}.weight", (hidden, inner)) for name in names),
+        Experts(count),
+        adapted=True,
+    )
+
+
+def _mlp(module: str, name: str, hidden: int, inner: int) -> Iterator[Parameter]:
+    gate_up = tuple(HfTensor(f"{name}.{part}_proj.weight", (inner, hidden)) for part in ("gate", "up"))
+    yield Parameter(f"{module}.linear_fc1.weight", gate_up, Rows())
+    yield Parameter(f"{module}.linear_fc2.weight", (HfTensor(f"{name}.down_proj.weight", (hidden, inner)),), Columns())

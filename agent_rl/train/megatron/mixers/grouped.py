@@ -1,0 +1,76 @@
+"""Grouped-query attention (arXiv 2305.13245).
+
+Axes: S this tensor rank's tokens, T those of all tensor ranks, G this rank's key-value groups, H its query heads, D the
+width of a head.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from agent_rl.config import LoraConfig
+from agent_rl.models.spec import ModelSpec
+from agent_rl.train.megatron.attention import PackedAttention
+from agent_rl.train.megatron.kernel_choice import Kernels
+from agent_rl.train.megatron.kernels import rotate_part
+from agent_rl.train.megatron.mixers.common import column_linear, core, row_linear
+from agent_rl.train.megatron.norms import head_norm
+
+
+class GroupedAttention(torch.nn.Module):
+    """Causal attention within each sequence; the query heads of a group share its key and value."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        *,
+        model_spec: ModelSpec,
+        kernels: Kernels,
+        lora: LoraConfig | None = None,
+        **_unused: Any,
+    ) -> None:
+        super().__init__()
+        spec = model_spec
+        self.config, self._attend, self.scale = config, kernels.attend, spec.head_dim**-0.5
+        self._groups = spec.kv_heads // config.tensor_model_parallel_size
+        self._gated, rows = spec.output_gate, spec.q_width * (2 if spec.output_gate else 1)
+        self._widths = rows // spec.kv_heads, spec.head_dim, spec.head_dim
+        self.linear_qkv = column_linear(config, spec.hidden, rows + 2 * spec.kv_width, bias=spec.qkv_bias, lora=lora)
+        self.q_layernorm = head_norm(config, spec, spec.heads)
+        self.k_layernorm = head_norm(config, spec, spec.kv_heads)
+        self.linear_proj = row_linear(config, spec.q_width, spec.hidden, lora=lora)
+
+    def forward(
+        self, hidden: Tensor, *, packed_seq_params: PackedAttention, **_unused: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """The attention's output ``[S, 1, hidden]`` and no bias."""
+        query, key, value, gate = self._project(hidden)
+        attended = core(self.config, partial(self._core, packed_seq_params), query, key, value).flatten(1)
+        if gate is not None:
+            attended = attended * gate.sigmoid()
+        output, bias = self.linear_proj(attended[:, None])
+        return output, bias
+
+    def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Normalized queries ``[T, H, D]``, keys and values ``[T, G, D]``, and the output's gate ``[T, H D]``."""
+        grouped = self.linear_qkv(hidden)[0][:, 0].unflatten(-1, (self._groups, -1))
+        query, key, value = grouped.split(self._widths, dim=-1)
+        gate = None
+        if self._gated:  # each head's query and its gate
+            query, gate = query.unflatten(-1, (-1, 2, key.shape[-1])).unbind(-2)
+            gate = gate.flatten(1)
+        query = query.reshape(len(query), -1, key.shape[-1])
+        if self.q_layernorm is not None and self.k_layernorm is not None:
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
+        return query, key, value, gate
+
+    def _core(self, packed: PackedAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """The attended values ``[T, H, D]``."""
+        query, key = rotate_part(query, packed.cos, packed.sin), rotate_part(key, packed.cos, packed.sin)
+        return self._attend(query, packed.gather(key), packed.gather(value), packed.segments, self.scale)
