@@ -10,7 +10,7 @@ from typing import Any
 
 import megatron_tiny as tiny
 import pytest
-from support.model_sizes import DENSE_SIZES, EXPERT_SIZES, GLM4_MOE_SIZES
+from support.model_sizes import DELTA_SIZES, DENSE_SIZES, EXPERT_SIZES, GLM4_MOE_SIZES
 
 from agent_rl.errors import ConfigError
 from agent_rl.models.families import FAMILIES, read_config
@@ -38,6 +38,7 @@ MINIMAX_M2 = {
     "rotary_dim": 8,
 }
 OLMOE = EXPERT_SIZES | {"moe_intermediate_size": None, "intermediate_size": 24}
+DELTA = DELTA_SIZES | {"initializer_range": 0.1}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 
 
@@ -48,6 +49,7 @@ class Case:
     kind: str
     changes: dict[str, Any] = field(default_factory=dict)
     moe: tuple[int, ...] = ()
+    published: tuple[str, ...] = ()
 
 
 CASES = {
@@ -66,6 +68,8 @@ CASES = {
     "glm4-moe-plain": Case("glm4_moe", GLM | GLM_PLAIN, (0, 1, 2)),
     "olmoe": Case("olmoe", OLMOE, (0, 1, 2)),
     "minimax-m2": Case("minimax_m2", MINIMAX_M2, (0, 1, 2)),
+    "qwen3-next": Case("qwen3_next", DELTA | {"decoder_sparse_step": 2}, (1,), tiny.DELTA_KEYS),
+    "qwen3.5-moe-text": Case("qwen3_5_moe_text", DELTA, (0, 1, 2), tiny.DELTA_KEYS),
     "mixtral": Case("mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2}, (0, 1, 2)),
 }
 
@@ -74,7 +78,7 @@ CASES = {
 def member(request: pytest.FixtureRequest, tmp_path: Path, build: Build) -> tuple[Case, Any, Any]:
     """A case, transformers' model of it, and ours made from its checkpoint."""
     case = CASES[request.param]
-    reference = tiny.write_model(tmp_path / "model", case.kind, SIZES | case.changes)
+    reference = tiny.write_model(tmp_path / "model", case.kind, SIZES | case.changes, published=case.published)
     return case, reference, build(tmp_path / "model")
 
 
