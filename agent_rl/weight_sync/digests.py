@@ -9,6 +9,9 @@ their checksums. Several Hugging Face tensors are concatenated in one parameter:
     experts.0.gate_proj, experts.0.up_proj,
     experts.1.gate_proj, ...                  experts.w13_weight
     experts.0.down_proj, ...                  experts.w2_weight
+    experts.gate_up_proj, experts.down_proj   experts.w13_weight, experts.w2_weight
+    in_proj_qkv, in_proj_z                    in_proj_qkvz
+    in_proj_b, in_proj_a                      in_proj_ba
 
 Tensors arrive in this order, so each hash is updated as they come. A tensor that is lost, changed or loaded under
 another name gives another checksum.
@@ -35,8 +38,19 @@ _FUSED = (
     (re.compile(r"\.self_attn\.[qkv]_proj\."), ".self_attn.qkv_proj."),
     (re.compile(r"\.experts\.\d+\.(gate_proj|up_proj|w1|w3)\.weight$"), ".experts.w13_weight"),
     (re.compile(r"\.experts\.\d+\.(down_proj|w2)\.weight$"), ".experts.w2_weight"),
+    (re.compile(r"\.experts\.gate_up_proj$"), ".experts.w13_weight"),
+    (re.compile(r"\.experts\.down_proj$"), ".experts.w2_weight"),
     (re.compile(r"\.(gate|up)_proj\.weight$"), ".gate_up_proj.weight"),
+    (re.compile(r"\.in_proj_(qkv|z)\."), ".in_proj_qkvz."),
+    (re.compile(r"\.in_proj_(b|a)\."), ".in_proj_ba."),
 )
+_OTHER_PREFIX = re.compile(r"^model\.language_model\.")
+"""Of a text model beside a vision tower; engines do without it."""
+_ZERO_CENTERED = "gemma_weight"
+"""The last part of the name of a norm's 1 + weight, which engines keep beside a weight that is near zero."""
+_OPTIONAL = ("lm_head.weight", _ZERO_CENTERED)
+_CONSTANT = ".axis_map"
+"""The last part of the name of a rotary embedding's table of axes."""
 _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 _VOCABULARY_MULTIPLE = 64  # SGLang pads the vocabulary with rows of zeros
 _INNER_MULTIPLE = 32  # and each rank's part of an MLP's inner dimension (on a CPU)
@@ -88,10 +102,14 @@ class Digests:
         for name, shape in zip(names, shapes, strict=True):
             stop = start + size * math.prod(shape)
             rows = data[start:stop].reshape(shape[0], -1)
+            name = _OTHER_PREFIX.sub("model.", name)
             for kind, ranks in self._hashes.items():
                 for rank, hashes in enumerate(ranks):
                     digest = hashes.setdefault(engine_name(name), _HASHES[kind.prefix]())
                     digest.update(np.ascontiguousarray(self._share(name, rows, size, rank, kind.ranks)).data)
+                    if name.endswith("norm.weight"):
+                        derived = _HASHES[kind.prefix](_plus_one(rows, size))
+                        hashes[name.removesuffix("weight") + _ZERO_CENTERED] = derived
             start = stop
 
     def _share(self, name: str, rows: NDArray[np.uint8], itemsize: int, rank: int, size: int) -> NDArray[np.uint8]:
@@ -123,8 +141,22 @@ def _block(rows: NDArray[np.uint8], index: int, parts: int, multiple: int) -> ND
     return np.pad(block, ((0, height - len(block)), (0, 0))) if len(block) < height else block
 
 
+def _plus_one(rows: NDArray[np.uint8], size: int) -> bytes:
+    """1 plus a tensor of float32 (``size`` 4) or bfloat16 (``size`` 2), rounded to its dtype."""
+    if size == 4:
+        return (rows.view("<f4") + np.float32(1)).tobytes()
+    wide = (rows.view("<u2").astype("<u4") << 16).view("<f4") + np.float32(1)
+    return round_to_bfloat16(wide.view("<u4")).tobytes()
+
+
+def round_to_bfloat16(bits: NDArray[np.uint32]) -> NDArray[np.uint16]:
+    """The upper halves of float32 ``bits``, rounded to the nearest even."""
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2")
+
+
 def engine_name(name: str) -> str:
     """The engine's parameter that contains the Hugging Face tensor ``name``."""
+    name = _OTHER_PREFIX.sub("model.", name)
     for pattern, fused in _FUSED:
         if pattern.search(name):
             return pattern.sub(fused, name)
@@ -134,14 +166,21 @@ def engine_name(name: str) -> str:
 def rank_difference(expected: Mapping[str, str], actual: Mapping[str, str]) -> str | None:
     """The first difference between expected and actual checksums of a rank, in one line; None where they agree.
 
-    An engine with a tied output has no ``lm_head.weight``.
+    An engine with a tied output has no ``lm_head.weight``. Engines name a module of the Hugging Face model
+    ``self_attn`` or leave its name out.
     """
+    expected, actual = ({_without_attention(name): digest for name, digest in each.items()} for each in (expected, actual))
+    actual = {name: digest for name, digest in actual.items() if not name.endswith(_CONSTANT)}
     wrong = sorted(name for name, digest in actual.items() if expected.get(name) != digest)
-    missing = sorted(name for name in expected if name not in actual and name != "lm_head.weight")
+    missing = sorted(name for name in expected if name not in actual and not name.endswith(_OPTIONAL))
     if not wrong and not missing:
         return None
     parts = [_named("does not hold the bytes that were sent", wrong), _named("has no parameter", missing)]
     return " and ".join(part for part in parts if part)
+
+
+def _without_attention(name: str) -> str:
+    return name.replace(".self_attn.", ".")
 
 
 def engine_difference(expected: RankDigests, actual: RankDigests) -> str | None:

@@ -83,7 +83,8 @@ def member(request: pytest.FixtureRequest, tmp_path: Path, build: Build) -> tupl
 
 
 def test_every_family_has_a_case() -> None:
-    assert {case.kind for case in CASES.values()} == set(FAMILIES)
+    """Qwen3.5 with its vision tower has a test of its own (test_vision_tower.py)."""
+    assert {case.kind for case in CASES.values()} == set(FAMILIES) - {"qwen3_5_moe"}
 
 
 def test_logprobs_gradients_and_export_equal_transformers(member: tuple[Case, Any, Any], tmp_path: Path) -> None:
