@@ -39,7 +39,8 @@ class Family:
     ``root``: the Hugging Face name of the module with the embedding, the layers and the last norm. ``router``,
     ``expert``, ``expert_parts`` (gate, up, down), ``shared`` (expert) and ``correction`` (bias that is added to the
     router's scores only to choose experts; "" without one): names of an MoE layer's tensors.
-    ``correction_axes``: the sizes of the correction bias before its axis of experts. ``shared_gate``: the shared expert
+    ``correction_axes``: the sizes of the correction bias before its axis of experts. ``stacked_experts``: instead of a
+    tensor for each expert there is one of all, ``gate_up_proj`` and ``down_proj``. ``shared_gate``: the shared expert
     has a sigmoid gate. ``serves_dense_layers``: SGLang loads dense layers beside MoE layers. ``engine_arguments`` and
     ``engine_environment``: SGLang's arguments and environment variables, in which ``{dtype}`` stands for the engine's.
     """
@@ -65,6 +66,7 @@ class Family:
     expert: str = "mlp.experts.{}"
     expert_parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     shared: str = "mlp.shared_expert"
+    stacked_experts: bool = False
     shared_gate: bool = True
     serves_dense_layers: bool = False
     engine_arguments: tuple[str, ...] = ()
@@ -167,7 +169,8 @@ def _delta_hybrid(keys: ConfigKeys, *, fused: bool) -> dict[str, Any]:
     keys.expect("layer_types", ["full_attention" if yes else "linear_attention" for yes in full])
     keys.expect("output_gate_type", "swish")
     sizes = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
-    delta = Delta(*(keys.positive(f"linear_{size}") for size in sizes), fused=fused)
+    key_heads, value_heads, key_dim, value_dim, kernel = (keys.positive(f"linear_{size}") for size in sizes)
+    delta = Delta(key_heads, value_heads, key_dim, value_dim, kernel, fused)
     if delta.value_heads % delta.key_heads:
         raise ValueError(
             f"linear_num_value_heads={delta.value_heads} is not a multiple of linear_num_key_heads={delta.key_heads}"
@@ -234,6 +237,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "qwen3_5_moe": Family(
             **_QWEN3_5_MOE,
             root="model.language_model",
+            stacked_experts=True,
             # Without the vision tower; SGLang 0.5.23 refuses its own --language-model-only for this family.
             engine_arguments=("--json-model-override-args", '{"language_model_only": true}'),
             outer=frozenset(
@@ -306,12 +310,12 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
     }
 )
 
-_FLOAT32_TENSORS = (".e_score_correction_bias", ".indexer.k_norm.weight", ".indexer.k_norm.bias")
+_FLOAT32_TENSORS = (".e_score_correction_bias", ".indexer.k_norm.weight", ".indexer.k_norm.bias", ".A_log")
 
 
 def keeps_float32(name: str) -> bool:
     """Whether engines and checkpoints have the tensor ``name`` in float32 whatever the model's dtype is. A correction
-    bias rounded to bfloat16 changes up to 3 % of the chosen expert sets."""
+    bias rounded to bfloat16 changes up to 3 % of the chosen expert sets. ``A_log`` is the logarithm of a decay rate."""
     return name.endswith(_FLOAT32_TENSORS)
 
 

@@ -107,6 +107,11 @@ def model_problems(parallel: ParallelConfig, model: ModelSpec) -> list[str]:
         size, parts = getattr(model, field), getattr(parallel, name)
         if size % parts and not (field == "inner" and all(model.moe)):  # no layer has an MLP of that size
             problems.append(f"train.parallel.{name}={parts} does not divide the model's {key}={size}")
+    if (delta := model.delta) and delta.key_heads % parallel.tensor:
+        problems.append(
+            f"train.parallel.tensor={parallel.tensor} does not divide the model's "
+            f"linear_num_key_heads={delta.key_heads}"
+        )
     stages, layers = parallel.pipeline * parallel.virtual_pipeline, model.num_layers
     if layers < stages:
         problems.append(

@@ -34,6 +34,7 @@ from agent_rl.engine.launch import free_port
 from agent_rl.engine.server.lora_merge import BaseWeights
 from agent_rl.errors import WeightSyncError
 from agent_rl.models.families import keeps_float32
+from agent_rl.models.spec import ModelSpec
 from agent_rl.utils.sockets import LOOPBACK, address_towards, is_loopback, listen_at
 from agent_rl.weight_sync.adapters import add_merged
 from agent_rl.weight_sync.digests import (
@@ -140,7 +141,7 @@ class UpdateProgress:
 class WeightPublisher:
     """Rank 0's connection to a set of engines; all updates use one process group.
 
-    ``kv_heads``: the model's, needed for the checksums of engines with several ranks. Settings in ``config``: the
+    ``model_spec``: the architecture, needed for checksums. Settings in ``config``: the
     weights are sent in ``dtype``, in buckets of about ``weight_bucket_mb``; ``server_pause`` is SGLang's pause mode;
     ``weight_sync_timeout`` limits each call, rendezvous and broadcast; with ``colocate`` weights go through host memory
     by gloo, because NCCL accepts each GPU once per group. ``headers`` go with each call. Close it after an update that
@@ -151,7 +152,7 @@ class WeightPublisher:
         self,
         urls: Sequence[str],
         device: torch.device,
-        kv_heads: int,
+        model_spec: ModelSpec,
         config: EngineConfig,
         *,
         headers: Mapping[str, str] | None = None,
@@ -163,7 +164,7 @@ class WeightPublisher:
         self._name = f"agent-rl-{uuid.uuid4().hex[:8]}"  # unique: an engine may still have the group of a dead trainer
         self._receivers = WeightReceivers(urls, timeout=self._timeout, headers=headers)
         self._hashing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-digests")
-        self._kv_heads, self._bucket_bytes = kv_heads, int(config.weight_bucket_mb * 2**20)
+        self._model_spec, self._bucket_bytes = model_spec, int(config.weight_bucket_mb * 2**20)
         self._predictable = frozenset[str]()
         self._checksums: Mapping[str, Checksums] = {}
         self._group: Any = None
@@ -182,7 +183,7 @@ class WeightPublisher:
         """
         timer, sent = StageTimer(), UpdateProgress()
         failure = self._ensure_group(timer)
-        digests = Digests(self._kv_heads, {DigestKind.of(self._checksums[url].ranks) for url in self._predictable})
+        digests = Digests(self._model_spec, {DigestKind.of(self._checksums[url].ranks) for url in self._predictable})
         weight_buckets = (
             self._weight_buckets(weights, digests, sent)
             if base is None

@@ -101,7 +101,8 @@ def two_rank_cases() -> list[tuple[str, str]]:
         "expert-allgather": "shared-expert",
         "virtual": "glm4-moe deepseek-v3 ernie4-5-moe moe dense-first shared-expert dense dense-full",
         "context": "glm4-moe deepseek-v3 glm-5 gpt-oss ernie4-5-moe dense-first dense",
-        "tensor": "glm4-moe deepseek-v3 glm-5 gpt-oss gpt-oss-core ernie4-5-moe olmoe moe without-routers shared-expert",
+        "tensor": "glm4-moe deepseek-v3 glm-5 gpt-oss gpt-oss-core ernie4-5-moe olmoe moe without-routers "
+        "shared-expert",
         "tensor-alone": "dense dense-full",
     }
     return [

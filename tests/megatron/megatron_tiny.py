@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from support.model_sizes import DENSE_SIZES, EXPERT_SIZES
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.core_model_loading import revert_weight_conversion
 
 from agent_rl.train.megatron.packed_batch import PackedBatch, PackedRoutes
@@ -113,3 +114,23 @@ def tensors_in_graphs() -> list[torch.Tensor]:
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])
+
+
+def write_published(directory: Path, sizes: dict[str, Any]) -> Any:
+    """Save a random Qwen3.5-MoE with a vision tower as it is published, with stacked experts and a tensor of a layer
+    that predicts further tokens. Returns transformers' text model, whose names begin with ``model.language_model``."""
+    torch.manual_seed(0)
+    text = sizes | {"model_type": "qwen3_5_moe_text"}
+    vision = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "patch_size": 4}
+    vision |= {"out_hidden_size": sizes["hidden_size"], "num_position_embeddings": 16}
+    config = AutoConfig.for_model("qwen3_5_moe", text_config=text, vision_config=vision)
+    model = AutoModelForImageTextToText.from_config(config).float().eval()
+    model.config.save_pretrained(directory)
+    path = directory / "config.json"
+    written = json.loads(path.read_text())
+    written["text_config"] |= {name: sizes[name] for name in DELTA_KEYS}
+    path.write_text(json.dumps(written))
+    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    tensors |= {"mtp.fc.weight": torch.randn(3, 5).bfloat16()}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return model

@@ -12,6 +12,7 @@ import megatron_tiny as tiny
 import pytest
 from support.model_sizes import (
     DEEPSEEK_V3_SIZES,
+    DELTA_SIZES,
     DENSE_SIZES,
     ERNIE4_5_MOE_SIZES,
     EXPERT_SIZES,
@@ -46,6 +47,7 @@ MINIMAX_M2 = {
     "rotary_dim": 8,
 }
 OLMOE = EXPERT_SIZES | {"moe_intermediate_size": None, "intermediate_size": 24}
+DELTA = DELTA_SIZES | {"initializer_range": 0.1}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 DEEPSEEK_V3 = DEEPSEEK_V3_SIZES | {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}}
 GLM_5 = DEEPSEEK_V3_SIZES | INDEXER_SIZES | {"indexer_rope_interleave": True, "rms_norm_eps": 1e-6}
@@ -58,6 +60,7 @@ class Case:
     kind: str
     changes: dict[str, Any] = field(default_factory=dict)
     moe: tuple[int, ...] = ()
+    published: tuple[str, ...] = ()
 
 
 CASES = {
@@ -82,6 +85,8 @@ CASES = {
     "deepseek-v32": Case("deepseek_v32", DEEPSEEK_V3 | INDEXER_SIZES, (1, 2)),
     "glm-5": Case("glm_moe_dsa", GLM_5, (1, 2)),
     "minimax-m2": Case("minimax_m2", MINIMAX_M2, (0, 1, 2)),
+    "qwen3-next": Case("qwen3_next", DELTA | {"decoder_sparse_step": 2}, (1,), tiny.DELTA_KEYS),
+    "qwen3.5-moe-text": Case("qwen3_5_moe_text", DELTA, (0, 1, 2), tiny.DELTA_KEYS),
     "mixtral": Case("mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2}, (0, 1, 2)),
 }
 
@@ -90,13 +95,14 @@ CASES = {
 def member(request: pytest.FixtureRequest, tmp_path: Path, build: Build) -> tuple[Case, Any, Any]:
     """A case, transformers' model of it, and ours made from its checkpoint."""
     case = CASES[request.param]
-    reference = tiny.write_model(tmp_path / "model", case.kind, SIZES | case.changes)
+    reference = tiny.write_model(tmp_path / "model", case.kind, SIZES | case.changes, published=case.published)
     return case, reference, build(tmp_path / "model")
 
 
 def test_every_family_has_a_case() -> None:
-    """transformers has no Kimi-K2, whose config and computation are DeepSeek-V3's."""
-    assert {case.kind for case in CASES.values()} == set(FAMILIES) - {"kimi_k2"}
+    """transformers has no Kimi-K2, which computes as DeepSeek-V3 does; Qwen3.5 with its vision tower has a test of its
+    own (test_vision_tower.py)."""
+    assert {case.kind for case in CASES.values()} == set(FAMILIES) - {"kimi_k2", "qwen3_5_moe"}
 
 
 def test_logprobs_gradients_and_export_equal_transformers(member: tuple[Case, Any, Any], tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
+from support.fake_sglang import SPEC
 
 from agent_rl.config import EngineConfig
 from agent_rl.errors import WeightSyncError
@@ -56,7 +57,7 @@ def test_no_weights_is_an_error() -> None:
 def test_checksums_use_the_hash_of_each_engine() -> None:
     name, tensor = "model.norm.weight", torch.arange(6.0)
     plain, launched = DigestKind(1), DigestKind(1, "xxh3:")
-    digests = Digests(2, {plain, launched})
+    digests = Digests(SPEC, {plain, launched})
     digests.add([name], [(6,)], 4, tensor.view(torch.uint8).numpy())
     data = tensor.numpy().tobytes()
     found = digests.expected()

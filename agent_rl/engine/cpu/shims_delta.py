@@ -18,15 +18,16 @@ from torch.nn import functional as F
 
 def install() -> None:
     """Provide the kernels that SGLang's modules for these models import. Before they are imported."""
-    for function in (
+    operators: tuple[Any, ...] = (
         fused_gdn_gating_cpu,
         fused_sigmoid_gating_delta_rule_update_cpu,
         fused_sigmoid_mul_cpu,
         fused_qk_gemma_rmsnorm_cpu,
         fused_qk_gemma_rmsnorm_with_gate_cpu,
         fused_qkvzba_split_reshape_cat_contiguous_cpu,
-    ):
-        setattr(torch.ops.sgl_kernel, function.__name__, function)
+    )
+    for operator in operators:
+        setattr(torch.ops.sgl_kernel, operator.__name__, operator)
     mamba: Any = types.ModuleType("sgl_kernel.mamba")
     for function in (causal_conv1d_fn_cpu, causal_conv1d_update_cpu, chunk_gated_delta_rule_cpu):
         setattr(mamba, function.__name__, function)
@@ -62,7 +63,7 @@ def chunk_gated_delta_rule_cpu(
     out = torch.empty(v.shape[1:], dtype=torch.float32)
     q, k = _unit_heads(q[0], k[0], v.shape[2])
     bounds = cu_seqlens.tolist()
-    for slot, start, end in zip(initial_state_indices.tolist(), bounds, bounds[1:]):
+    for slot, start, end in zip(initial_state_indices.tolist(), bounds[:-1], bounds[1:], strict=True):
         state = initial_state[slot].float()[None]
         for t in range(start, end):
             out[t] = _step(state, q[None, t], k[None, t], v[0, None, t].float(), g[0, None, t], beta[0, None, t])[0]
@@ -104,7 +105,7 @@ def causal_conv1d_fn_cpu(
 ) -> Tensor:  # fmt: skip
     """The convolution of the tokens ``x [D, T]`` that extend several sequences."""
     out, before, bounds = torch.empty_like(x), weight.shape[-1] - 1, query_start_loc.tolist()
-    slots = zip(cache_indices.tolist(), has_initial_state.tolist(), bounds, bounds[1:])
+    slots = zip(cache_indices.tolist(), has_initial_state.tolist(), bounds[:-1], bounds[1:], strict=True)
     for slot, has_state, start, end in slots:
         state = conv_states[slot][:, -before:]
         history = state if has_state else torch.zeros_like(state)

@@ -60,9 +60,10 @@ def yarn_scale(factor: float, weight: float) -> float:
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``weight * x / sqrt(mean(x^2) + eps)`` over the last axis of ``x [..., H]``, in float32 up to the weight."""
-    normed: Tensor = _RmsNorm.apply(x, weight, eps)
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
+    """``weight * x / sqrt(mean(x^2) + eps)`` over the last axis of ``x [..., H]``, in float32 up to the weight.
+    ``zero_centered``: with ``1 + weight`` in place of ``weight``, all in float32."""
+    normed: Tensor = _RmsNorm.apply(x, weight, eps, zero_centered)
     return normed
 
 
@@ -98,22 +99,26 @@ def rotary_tables(positions: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
         wide = x.float()
         length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         inverse = length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, inverse)
+        ctx.zero_centered = zero_centered
+        if zero_centered:
+            return (wide * inverse * (weight.float() + 1)).to(x.dtype)
         return (wide * inverse).to(x.dtype) * weight
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, weight, inverse = ctx.saved_tensors
+        factor = weight.float() + 1 if ctx.zero_centered else weight.float()
         normed, gradient = x.float() * inverse, gradients[0].float()
         towards = gradient * normed
         of_weight = towards.flatten(0, -2).sum(0).to(weight.dtype)
-        share = (towards @ weight.float())[..., None] / x.shape[-1]
-        of_x = (gradient * weight).addcmul_(normed, share, value=-1).mul_(inverse)
-        return of_x.to(x.dtype), of_weight, None
+        share = (towards @ factor)[..., None] / x.shape[-1]
+        of_x = (gradient * factor).addcmul_(normed, share, value=-1).mul_(inverse)
+        return of_x.to(x.dtype), of_weight, None, None
 
 
 class _Rotate(torch.autograd.Function):

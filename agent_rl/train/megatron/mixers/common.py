@@ -50,6 +50,8 @@ def row_linear(
 def _linear_options() -> dict[str, Any]:
     group = parallel_state.get_tensor_model_parallel_group()
     return {"skip_bias_add": False, "is_expert": False, "tp_group": group}
+
+
 class ReplicatedLinear(torch.nn.Module):
     """A projection that every tensor rank has, of this rank's tokens."""
 

@@ -41,10 +41,9 @@ class GroupedAttention(torch.nn.Module):
         self.config, self._kernels, self.scale = config, kernels, spec.head_dim**-0.5
         self._interleaved = spec.rotary_interleaved
         self._groups = spec.kv_heads // config.tensor_model_parallel_size
-        self._widths = spec.heads // spec.kv_heads * spec.head_dim, spec.head_dim, spec.head_dim
-        self.linear_qkv = column_linear(
-            config, spec.hidden, spec.q_width + 2 * spec.kv_width, bias=spec.qkv_bias, lora=lora
-        )
+        self._gated, rows = spec.output_gate, spec.q_width * (2 if spec.output_gate else 1)
+        self._widths = rows // spec.kv_heads, spec.head_dim, spec.head_dim
+        self.linear_qkv = column_linear(config, spec.hidden, rows + 2 * spec.kv_width, bias=spec.qkv_bias, lora=lora)
         self.q_layernorm = head_norm(config, spec, spec.heads)
         self.k_layernorm = head_norm(config, spec, spec.kv_heads)
         self.linear_proj = row_linear(config, spec.q_width, spec.hidden, bias=spec.out_bias, lora=lora)
@@ -57,19 +56,26 @@ class GroupedAttention(torch.nn.Module):
         self, hidden: Tensor, *, packed_seq_params: PackedAttention, **_unused: Any
     ) -> tuple[Tensor, Tensor | None]:
         """The attention's output ``[S, 1, hidden]`` and no bias."""
-        inputs = self._project(hidden) if self.sinks is None else (*self._project(hidden), self.sinks)
-        attended = core(self.config, partial(self._core, packed_seq_params), *inputs)
-        output, bias = self.linear_proj(attended.flatten(1)[:, None])
+        query, key, value, gate = self._project(hidden)
+        inputs = (query, key, value) if self.sinks is None else (query, key, value, self.sinks)
+        attended = core(self.config, partial(self._core, packed_seq_params), *inputs).flatten(1)
+        if gate is not None:
+            attended = attended * gate.sigmoid()
+        output, bias = self.linear_proj(attended[:, None])
         return output, bias
 
-    def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Normalized queries ``[T, H, D]``, and keys and values ``[T, G, D]``."""
+    def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Normalized queries ``[T, H, D]``, keys and values ``[T, G, D]``, and the output's gate ``[T, H D]``."""
         grouped = self.linear_qkv(hidden)[0][:, 0].unflatten(-1, (self._groups, -1))
         query, key, value = grouped.split(self._widths, dim=-1)
+        gate = None
+        if self._gated:  # each head's query and its gate
+            query, gate = query.unflatten(-1, (-1, 2, key.shape[-1])).unbind(-2)
+            gate = gate.flatten(1)
         query = query.reshape(len(query), -1, key.shape[-1])
         if self.q_layernorm is not None and self.k_layernorm is not None:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
-        return query, key, value
+        return query, key, value, gate
 
     def _core(
         self, packed: PackedAttention, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None
