@@ -74,7 +74,9 @@ class Family:
     ``root``: the Hugging Face name of the module with the embedding, the layers and the last norm. ``router``,
     ``expert``, ``expert_parts`` (gate, up, down), ``shared`` (expert) and ``correction`` (bias that is added to the
     router's scores only to choose experts; "" without one): names of an MoE layer's tensors.
-    ``shared_gate``: the shared expert has a sigmoid gate. ``serves_dense_layers``: SGLang loads dense layers beside MoE
+    ``shared_gate``: the shared expert has a sigmoid gate. ``loaded_together``: groups of endings of a layer's tensors
+    that an engine must receive in one call: its loader joins them and drops an incomplete group.
+    ``serves_dense_layers``: SGLang loads dense layers beside MoE
     layers.
     """
 
@@ -95,6 +97,7 @@ class Family:
     expert_parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     shared: str = "mlp.shared_expert"
     shared_gate: bool = True
+    loaded_together: tuple[tuple[str, ...], ...] = ()
     serves_dense_layers: bool = False
 
     def key(self, name: str) -> str:
