@@ -186,6 +186,7 @@ def _qwen3_5_moe(keys: ConfigKeys) -> dict[str, Any]:
         keys.expect(key, value)
     keys.expect("mlp_only_layers", [])
     keys.expect("tie_word_embeddings", False)
+    keys.require("rope_parameters")  # of SGLang
     return _delta_hybrid(keys, fused=False)
 
 
