@@ -26,7 +26,7 @@ def layout_problems(config: RunConfig, model: ModelSpec | None = None) -> list[s
     if model is not None:
         modules = train.recompute_modules if train.recompute == "selective" else ()
         problems += model_problems(train.parallel, model) + recompute_problems(modules, model)
-        problems += expert_problems(train.dtype, model)
+        problems += expert_problems(train.dtype, model) + adapter_problems(train, model)
     return problems
 
 
@@ -183,6 +183,13 @@ def lora_problems(train: TrainConfig, engine_dtype: str) -> list[str]:
         ),
     }
     return [f"train.lora: {reason}" for reason, holds in reasons.items() if train.lora and holds]
+
+
+def adapter_problems(train: TrainConfig, model: ModelSpec) -> list[str]:
+    """Models that ``train.lora`` does not support."""
+    if train.lora is None or not model.family.stacked_experts:
+        return []
+    return [f"train.lora: {model.kind} has one tensor of all experts, which adapters do not support: turn it off"]
 
 
 def dense_replicas(parallel: ParallelConfig) -> int:

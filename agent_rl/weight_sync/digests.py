@@ -108,8 +108,8 @@ class Digests:
                     digest = hashes.setdefault(engine_name(name), _HASHES[kind.prefix]())
                     digest.update(np.ascontiguousarray(self._share(name, rows, size, rank, kind.ranks)).data)
                     if name.endswith("norm.weight"):
-                        derived = _HASHES[kind.prefix](_plus_one(rows, size))
-                        hashes[name.removesuffix("weight") + _ZERO_CENTERED] = derived
+                        derived = hashes[name.removesuffix("weight") + _ZERO_CENTERED] = _HASHES[kind.prefix]()
+                        derived.update(_plus_one(rows, size))
             start = stop
 
     def _share(self, name: str, rows: NDArray[np.uint8], itemsize: int, rank: int, size: int) -> NDArray[np.uint8]:
@@ -169,7 +169,9 @@ def rank_difference(expected: Mapping[str, str], actual: Mapping[str, str]) -> s
     An engine with a tied output has no ``lm_head.weight``. Engines name a module of the Hugging Face model
     ``self_attn`` or leave its name out.
     """
-    expected, actual = ({_without_attention(name): digest for name, digest in each.items()} for each in (expected, actual))
+    expected, actual = (
+        {_without_attention(name): digest for name, digest in each.items()} for each in (expected, actual)
+    )
     actual = {name: digest for name, digest in actual.items() if not name.endswith(_CONSTANT)}
     wrong = sorted(name for name, digest in actual.items() if expected.get(name) != digest)
     missing = sorted(name for name in expected if name not in actual and not name.endswith(_OPTIONAL))

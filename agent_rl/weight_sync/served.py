@@ -21,14 +21,23 @@ from agent_rl.errors import UserError, WeightSyncError
 from agent_rl.models.families import keeps_float32
 from agent_rl.models.spec import ModelSpec
 from agent_rl.models.tensors import model_parameters
-from agent_rl.weight_sync.digests import DigestKind, Digests, RankDigests, engine_difference, engine_name, predictable
-from agent_rl.weight_sync.digests import round_to_bfloat16
+from agent_rl.weight_sync.digests import (
+    DigestKind,
+    Digests,
+    RankDigests,
+    engine_difference,
+    engine_name,
+    predictable,
+    round_to_bfloat16,
+)
 from agent_rl.weight_sync.receivers import Checksums, WeightReceivers
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
-_PARTS = ("q_proj", "k_proj", "v_proj", "gate_proj", ".w1.", "up_proj", ".w3.", "in_proj_qkv.", "in_proj_z.")
-_PARTS += ("in_proj_b.", "in_proj_a.")
+_PARTS = (
+    *("q_proj", "k_proj", "v_proj", "gate_proj", ".w1.", "up_proj", ".w3."),
+    *("in_proj_qkv.", "in_proj_z.", "in_proj_b.", "in_proj_a."),
+)
 """Parts of one engine parameter, in their order."""
 _BYTES = {"BF16": 2, "F32": 4}
 _AS_STORED = {"bfloat16": "BF16", "float32": "F32"}

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.model_sizes import DENSE_SIZES, EXPERT_SIZES
 from safetensors.torch import save_file
+from support.model_sizes import DENSE_SIZES, EXPERT_SIZES
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -41,9 +41,7 @@ def make(
     return model
 
 
-def write_model(
-    directory: Path, kind: str, sizes: dict[str, Any], seed: int = 0, published: Sequence[str] = ()
-) -> Any:
+def write_model(directory: Path, kind: str, sizes: dict[str, Any], seed: int = 0, published: Sequence[str] = ()) -> Any:
     """Save a random model in ``directory`` and return it (float32, evaluation mode). A size of None is left out.
     ``published``: sizes that transformers leaves out of its config.json and published models have there."""
     torch.manual_seed(seed)

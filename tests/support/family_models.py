@@ -117,7 +117,7 @@ def write_model(directory: Path, kind: str, seed: int, **changes: Any) -> Path:
     for name, shape in expected_shapes(spec).items():
         scale = 0.3 if any(part in name for part in _WIDE) else 0.08
         draw = generator.standard_normal(shape).astype(np.float32) * scale
-        if "norm" in name and not spec.zero_centered_norms or name.endswith("linear_attn.norm.weight"):
+        if ("norm" in name and not spec.zero_centered_norms) or name.endswith("linear_attn.norm.weight"):
             draw += 1
         weights[name] = draw
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})

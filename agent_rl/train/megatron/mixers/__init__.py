@@ -15,6 +15,4 @@ from agent_rl.models.parts import Mixer
 from agent_rl.train.megatron.mixers.delta import GatedDeltaNet
 from agent_rl.train.megatron.mixers.grouped import GroupedAttention
 
-MIXERS: Mapping[Mixer, type[torch.nn.Module]] = MappingProxyType(
-    {"grouped": GroupedAttention, "delta": GatedDeltaNet}
-)
+MIXERS: Mapping[Mixer, type[torch.nn.Module]] = MappingProxyType({"grouped": GroupedAttention, "delta": GatedDeltaNet})
