@@ -41,6 +41,15 @@ DELTA: dict[str, Any] = {
     "linear_value_head_dim": 8,
     "linear_conv_kernel_dim": 4,
 }
+QWEN3_5: dict[str, Any] = DELTA | {
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe": {
         "architectures": ["Glm4MoeForCausalLM"],
@@ -104,10 +113,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": False,
     },
     "qwen3_next": DELTA | {"architectures": ["Qwen3NextForCausalLM"]},
-    "qwen3_5_moe_text": DELTA | {"architectures": ["Qwen3_5MoeForCausalLM"]},
+    "qwen3_5_moe_text": QWEN3_5 | {"architectures": ["Qwen3_5MoeForCausalLM"]},
     "qwen3_5_moe": {
         "architectures": ["Qwen3_5MoeForConditionalGeneration"],
-        "text_config": COMMON | DELTA | {"model_type": "qwen3_5_moe_text"},
+        "text_config": COMMON | QWEN3_5 | {"model_type": "qwen3_5_moe_text"},
         "vision_config": {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "out_hidden_size": 64},
     },
     "olmoe": {
