@@ -15,9 +15,9 @@ their checksums. Several Hugging Face tensors are concatenated in one parameter:
 Tensors arrive in this order, so each hash is updated as they come. A tensor that is lost, changed or loaded under
 another name gives another checksum.
 
-An engine with several tensor ranks has checksums per rank. A rank has a block of rows (q, k, v, gate, up, embedding,
-output) or columns (o, down) of a matrix, and all of other tensors. With fewer key-value heads than ranks, neighbours
-have the same head.
+An engine with several tensor ranks has checksums per rank. A rank has a block of rows (q, k, v, sinks, gate, up,
+embedding, output) or columns (o, down) of a matrix, and all of other tensors. With fewer key-value heads than ranks,
+neighbours have the same head.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ _STACKED = re.compile(r"\.experts\.(?P<part>gate_up|down)_proj(?P<bias>_bias)?$"
 _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 _VOCABULARY_MULTIPLE = 64  # SGLang pads the vocabulary with rows of zeros
 _INNER_MULTIPLE = 32  # and each rank's part of an MLP's inner dimension (on a CPU)
-_BY_ROWS = re.compile(r"\.(q|k|v|gate|up)_proj\.|\.w[13]\.")
-_BY_COLUMNS = re.compile(r"\.(o|down)_proj\.|\.w2\.")
+_BY_ROWS = re.compile(r"\.(q|k|v|gate|up)_proj\.|\.w[13]\.|\.sinks$")
+_BY_COLUMNS = re.compile(r"\.(o|down)_proj\.weight|\.w2\.")
+_OF_QUERIES = re.compile(r"\.q_proj\.|\.sinks$")
 _OF_HEADS = re.compile(r"\.[kv]_proj\.")
 
 _HASHES: Mapping[str, Callable[[], Any]] = {"xxh3:": xxhash.xxh3_64, "": hashlib.sha256}
@@ -112,7 +113,7 @@ class Digests:
             parts = min(size, self._kv_heads)
             return _block(rows, rank * parts // size, parts, 1)
         if _BY_ROWS.search(name):
-            return _block(rows, rank, size, 1 if ".q_proj." in name else _INNER_MULTIPLE)
+            return _block(rows, rank, size, 1 if _OF_QUERIES.search(name) else _INNER_MULTIPLE)
         if _BY_COLUMNS.search(name):
             multiple = 1 if ".o_proj." in name else _INNER_MULTIPLE
             return _block(rows.T, rank, size, multiple * itemsize).T

@@ -25,7 +25,7 @@ TOKENS = 1024
 """The vocabulary of the shipped model, whose tokenizer the models have."""
 
 
-@pytest.mark.parametrize("model_type", ["glm4_moe"])
+@pytest.mark.parametrize("model_type", ["glm4_moe", "gpt_oss"])
 def test_a_family_trains_three_steps(model_type: str, start: Start, tmp_path: Path) -> None:
     train_three_steps(model_type, start, tmp_path)
 
