@@ -15,6 +15,7 @@ from agent_rl.models.spec import ModelSpec
 from agent_rl.planner.memory_model import BYTES, LOGITS_CHUNK, adapter_bytes, adapter_parameters
 from agent_rl.train.batching.cost import LayerFlops
 from agent_rl.train.hf_index import adapter_update_shapes, expected_shapes
+from r3.shard import stage_layers
 
 _GATE_BYTES = 4
 """Bytes of a token's gate weight, sent with each copy to an expert (float32)."""
@@ -151,10 +152,8 @@ def publishing_bytes(model: ModelSpec, train: TrainConfig, engine: EngineConfig)
 
 def _layers(model: ModelSpec, train: TrainConfig, stage: int) -> tuple[bool, ...]:
     """Returns which layers of a stage are MoE layers. With a virtual pipeline, a stage has one chunk per round."""
-    stages, rounds = train.parallel.pipeline, train.parallel.virtual_pipeline
-    each = model.num_layers // (stages * rounds)
-    starts = [(part * stages + stage) * each for part in range(rounds)]
-    return tuple(moe for start in starts for moe in model.moe[start : start + each])
+    chunks = stage_layers(model.num_layers, train.parallel.pipeline, train.parallel.virtual_pipeline)[stage]
+    return tuple(model.moe[number - 1] for chunk in chunks for number in chunk)
 
 
 def _exchanged_bytes(model: ModelSpec, train: TrainConfig, layers: tuple[bool, ...], skew: float) -> float:

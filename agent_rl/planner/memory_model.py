@@ -9,13 +9,17 @@ layers (agent_rl/train/megatron); Korthikanti et al., arXiv 2205.05198, do the s
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from agent_rl.config import LoraConfig, ParallelConfig, TrainConfig
+from agent_rl.models.cuts import Experts
+from agent_rl.models.parts import Mixer
 from agent_rl.models.spec import ModelSpec
+from agent_rl.models.tensors import Parameter, layer_parameters, model_parameters
 from agent_rl.train.hf_index import adapter_update_shapes
 from agent_rl.train.parallel_checks import dense_replicas, expert_replicas, uses_distributed_optimizer
+from r3.shard import stage_layers
 
 BYTES = {"float32": 4, "bfloat16": 2}
 LOGITS_CHUNK = {"cpu": 1 << 24, "cuda": 1 << 26}
@@ -40,29 +44,26 @@ def route_bytes(model: ModelSpec) -> int:
 
 def rank_parameters(model: ModelSpec, parallel: ParallelConfig) -> tuple[int, int]:
     """Returns ``(dense, experts)`` parameters of the rank with the most; dense: all but those of experts."""
-    stages = parallel.pipeline
-    per_stage = model.num_layers // stages
-    best = (0, 0)
-    for stage in range(stages):
-        dense = experts = 0
-        for index in range(stage * per_stage, (stage + 1) * per_stage):
-            dense += _dense_of_layer(model, index, parallel.tensor)
-            experts += 3 * model.hidden * model.expert_inner * (model.num_experts // parallel.expert) * model.moe[index]
-        embedding = model.vocab_size * model.hidden // parallel.tensor
-        dense += embedding * (stage == 0)
+    sizes: dict[tuple[Mixer, bool], tuple[int, int]] = {}
+    for layer, moe in enumerate(model.moe):
+        if (kind := (model.mixer(layer), moe)) not in sizes:
+            sizes[kind] = _sizes(layer_parameters(model, layer), parallel)
+    best, last = (0, 0), parallel.pipeline - 1
+    for stage, chunks in enumerate(stage_layers(model.num_layers, parallel.pipeline, parallel.virtual_pipeline)):
+        ends = (each for _, each in model_parameters(model, (), first=stage == 0, last=stage == last))
         # A tied output layer on another stage is a copy of the embedding there.
-        dense += (embedding * (not model.tied or stages > 1) + model.hidden) * (stage == stages - 1)
-        best = max(best, (dense, experts), key=sum)
+        parts = [_sizes((each for each in ends if not each.copied or stage > 0), parallel)]
+        parts += [sizes[model.mixer(number - 1), model.moe[number - 1]] for chunk in chunks for number in chunk]
+        best = max(best, (sum(dense for dense, _ in parts), sum(experts for _, experts in parts)), key=sum)
     return best
 
 
-def _dense_of_layer(model: ModelSpec, index: int, tensor: int) -> int:
-    attention = model.hidden * (2 * model.q_width + 2 * model.kv_width) // tensor
-    norms = 2 * model.hidden + 2 * model.head_dim
-    if model.moe[index]:
-        shared = 3 * model.hidden * model.shared_inner // tensor + model.hidden * bool(model.shared_inner)
-        return attention + norms + model.num_experts * model.hidden + shared
-    return attention + norms + 3 * model.hidden * model.inner // tensor
+def _sizes(parameters: Iterable[Parameter], parallel: ParallelConfig) -> tuple[int, int]:
+    """Returns the elements of ``parameters`` on a rank: ``(dense, experts)``."""
+    sizes = [0, 0]
+    for each in parameters:
+        sizes[isinstance(each.cut, Experts)] += each.rank_size(parallel.tensor, parallel.expert)
+    return sizes[0], sizes[1]
 
 
 def trained_parameters(model: ModelSpec, train: TrainConfig, parallel: ParallelConfig) -> tuple[int, int]:
@@ -219,7 +220,8 @@ def _inputs(model: ModelSpec, train: TrainConfig, tokens: int, microbatches: int
 
 def _first_chunk(model: ModelSpec, train: TrainConfig) -> tuple[bool, ...]:
     """Returns the layers of the first stage, which keeps the most micro-batches."""
-    return model.moe[: model.num_layers // train.parallel.pipeline]
+    (first, *_) = stage_layers(model.num_layers, train.parallel.pipeline, train.parallel.virtual_pipeline)
+    return tuple(model.moe[number - 1] for chunk in first for number in chunk)
 
 
 def _in_flight(train: TrainConfig, microbatches: int) -> int:

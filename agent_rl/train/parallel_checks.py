@@ -108,10 +108,10 @@ def model_problems(parallel: ParallelConfig, model: ModelSpec) -> list[str]:
         if size % parts and not (field == "inner" and all(model.moe)):  # no layer has an MLP of that size
             problems.append(f"train.parallel.{name}={parts} does not divide the model's {key}={size}")
     stages, layers = parallel.pipeline * parallel.virtual_pipeline, model.num_layers
-    if layers % stages:
+    if layers < stages:
         problems.append(
-            f"train.parallel: pipeline x virtual_pipeline = {parallel.pipeline} x {parallel.virtual_pipeline} does "
-            f"not divide the model's num_hidden_layers={layers}"
+            f"train.parallel: pipeline x virtual_pipeline = {parallel.pipeline} x {parallel.virtual_pipeline} is more "
+            f"than the model's num_hidden_layers={layers}"
         )
     if parallel.expert > 1 and not any(model.moe):
         problems.append(f"train.parallel.expert={parallel.expert}: this model has no experts; set it to 1")

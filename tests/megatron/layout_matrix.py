@@ -62,6 +62,7 @@ RUNS: dict[str, Run] = {
     "full": Run(options={"recompute": "full"}),
     "moe": Run(options={"recompute": "selective", "recompute_modules": ["moe"]}),
     "without-routers": Run(_DENSE_FIRST, {"recompute": "selective", "recompute_modules": ["core_attn", "mlp"]}),
+    "three-layers": Run({"num_hidden_layers": 3}, {"recompute": "full"}),
     "dense-first": Run(_DENSE_FIRST, {"recompute": "full"}),
     "dense": Run(_DENSE, updates=2),
     "dense-full": Run(_DENSE, {"recompute": "full"}),
@@ -74,7 +75,8 @@ RUNS: dict[str, Run] = {
     # One update only: a weight that is rounded differently changes all later ones.
     "bfloat16": Run(options={"dtype": "bfloat16"}),
 }
-ROUTERS_RERUN = ("full", "moe", "dense-first", "shared-expert", "glm4-moe", "gpt-oss", "ernie4-5-moe", "olmoe")
+ROUTERS_RERUN = ("full", "moe", "three-layers", "dense-first", "shared-expert", "glm4-moe", "gpt-oss", "ernie4-5-moe")
+ROUTERS_RERUN += ("olmoe",)
 FORWARD = ("none", "dense")
 """The runs with passes without gradients, which also save their model."""
 
@@ -84,7 +86,7 @@ def two_rank_cases() -> list[tuple[str, str]]:
     more = {
         "data": "dense",
         "data-optimizer": "bfloat16",
-        "pipeline": "dense dense-full gpt-oss",
+        "pipeline": "dense dense-full three-layers gpt-oss",
         "expert": "glm4-moe gpt-oss ernie4-5-moe olmoe",
         "expert-allgather": "shared-expert",
         "virtual": "glm4-moe ernie4-5-moe moe dense-first shared-expert dense dense-full",

@@ -10,7 +10,7 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
@@ -43,8 +43,7 @@ def block_spec(
 
     ``balanced``: ranks can borrow experts. ``lora``: attention and experts have adapters.
     """
-    chunks = config.pipeline_model_parallel_size * (config.virtual_pipeline_model_parallel_size or 1)
-    offset, count = get_transformer_layer_offset(config, virtual_stage), config.num_layers // chunks
+    offset, count = get_transformer_layer_offset(config, virtual_stage), get_num_layers_to_build(config, virtual_stage)
     layers = [_layer_spec(config, model_spec, i, kernels, balanced, lora) for i in range(offset, offset + count)]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
