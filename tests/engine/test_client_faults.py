@@ -137,7 +137,11 @@ async def test_nothing_is_retried_where_no_engine_is_left() -> None:
 BAD_META: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"routed_experts": base64.b64encode(bytes(72)).decode()}, RoutesMissingError, "expected 4 rows .*received 3 rows"),
     ({"routed_experts": base64.b64encode(b"\x09" * 96).decode()}, RoutesMissingError, "names expert"),
-    ({"routed_experts": base64.b64encode(bytes(96)).decode()}, RoutesMissingError, "every id is 0: this server captures no routes"),
+    (
+        {"routed_experts": base64.b64encode(bytes(96)).decode()},
+        RoutesMissingError,
+        "every id is 0: this server captures no routes",
+    ),
     ({"output_token_logprobs": None}, EngineRejected, "expected 2 log-probs, received none"),
     ({"output_token_logprobs": [[-1.0, 7, None]]}, EngineRejected, "expected 2 log-probs, received 1"),
     ({"output_token_logprobs": [[-1.0, 7, None], [-1.0, 9, None]]}, EngineRejected, "other tokens"),
