@@ -36,15 +36,15 @@ class Family:
     ``use_sliding_window``. ``read``: reads the family's own keys; it returns values by the names of
     :func:`read_config`. ``unused``: keys of the family that do not change the logits; ``unused_rope``: such keys of
     ``rope_parameters``. ``outer``: the config of the text model is nested under ``text_config``, beside these keys.
-    ``yarn_keys``: keys of YaRN that engines read for the family only. ``together``: ends of the names of tensors of a
-    layer that an engine takes only in the same request of a weight update.
+    ``yarn_keys``: keys of YaRN that engines read for the family only.
 
     ``root``: the Hugging Face name of the module with the embedding, the layers and the last norm. ``router``,
     ``expert``, ``expert_parts`` (gate, up, down), ``shared`` (expert) and ``correction`` (bias that is added to the
     router's scores only to choose experts; "" without one): names of an MoE layer's tensors.
-    ``shared_gate``: the shared expert has a sigmoid gate. ``serves_dense_layers``: SGLang loads dense layers beside MoE
-    layers. ``engine_arguments`` and ``engine_environment``: SGLang's arguments and environment variables, in which
-    ``{dtype}`` stands for the engine's.
+    ``shared_gate``: the shared expert has a sigmoid gate. ``loaded_together``: groups of endings of a layer's tensors
+    that an engine must receive in one call: its loader joins them and drops an incomplete group.
+    ``serves_dense_layers``: SGLang loads dense layers beside MoE layers. ``engine_arguments`` and
+    ``engine_environment``: SGLang's arguments and environment variables, in which ``{dtype}`` stands for the engine's.
     """
 
     qk_norm: QkNorm = ""
@@ -60,7 +60,6 @@ class Family:
     unused_rope: frozenset[str] = frozenset()
     outer: frozenset[str] = frozenset()
     yarn_keys: frozenset[str] = frozenset()
-    together: tuple[tuple[str, ...], ...] = ()
     root: str = "model"
     router: str = "mlp.gate.weight"
     correction: str = ""
@@ -68,6 +67,7 @@ class Family:
     expert_parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     shared: str = "mlp.shared_expert"
     shared_gate: bool = True
+    loaded_together: tuple[tuple[str, ...], ...] = ()
     serves_dense_layers: bool = False
     engine_arguments: tuple[str, ...] = ()
     engine_environment: Mapping[str, str] = field(default_factory=dict)
@@ -121,7 +121,7 @@ def _latent(read: Callable[[ConfigKeys], Mapping[str, Any]]) -> Family:
         fixed={"decoder_sparse_step": 1, "mlp_only_layers": ()},
         unused=latent.UNUSED,
         yarn_keys=latent.YARN_KEYS,
-        together=(("self_attn.q_a_proj.weight", "self_attn.kv_a_proj_with_mqa.weight"),),
+        loaded_together=(("self_attn.q_a_proj.weight", "self_attn.kv_a_proj_with_mqa.weight"),),
         correction="mlp.gate.e_score_correction_bias",
         shared="mlp.shared_experts",
         shared_gate=False,

@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 from agent_rl.config import EngineConfig, RunConfig, TrainConfig
+from agent_rl.models.families import keeps_float32
 from agent_rl.models.mixer_costs import mixer_cost
 from agent_rl.models.spec import ModelSpec
+from agent_rl.models.tensors import OUTPUT
+from agent_rl.models.transfer import fill_buckets, joined_tensors
 from agent_rl.planner.memory_model import BYTES, LOGITS_CHUNK, adapter_bytes, adapter_parameters
 from agent_rl.train.batching.cost import LayerFlops
 from agent_rl.train.hf_index import adapter_update_shapes, expected_shapes
@@ -121,17 +125,16 @@ def planned_publish(model: ModelSpec, train: TrainConfig, engine: EngineConfig) 
     merged adapters only the adapters are sent."""
     width, limit = BYTES[engine.dtype], int(engine.weight_bucket_mb * 2**20)
     if train.lora and engine.merges_adapters:
-        sent = [math.prod(shape) * 4 for shape in adapter_update_shapes(model, train.lora.rank).values()]
+        shapes = adapter_update_shapes(model, train.lora.rank)
+        sent = [(name, math.prod(shape) * 4) for name, shape in shapes.items()]
     else:
-        sent = [math.prod(shape) * width for shape in expected_shapes(model).values()]
+        shapes = expected_shapes(model)
+        sent = [(name, math.prod(shape) * (4 if keeps_float32(name) else width)) for name, shape in shapes.items()]
         if model.tied:
-            sent.append(model.vocab_size * model.hidden * width)
-    buckets, filled = 1, 0
-    for size in sent:
-        if filled and filled + size > limit:
-            buckets, filled = buckets + 1, 0
-        filled += size
-    return PlannedPublish(sum(sent), buckets, publishing_bytes(model, train, engine))
+            sent.append((OUTPUT, model.vocab_size * model.hidden * width))
+    filled = fill_buckets(sent, itemgetter(0), itemgetter(1), limit=limit, joined=joined_tensors(model))
+    count = sum(1 for _ in filled)
+    return PlannedPublish(sum(size for _, size in sent), count, publishing_bytes(model, train, engine))
 
 
 def publishing_bytes(model: ModelSpec, train: TrainConfig, engine: EngineConfig) -> int:

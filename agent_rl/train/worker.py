@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from agent_rl.errors import TrainerError
+from agent_rl.models.transfer import joined_tensors
 from agent_rl.train.batching.packing import MicroBatch, pack_weighted
 from agent_rl.train.batching.partition import MiniStepShare
 from agent_rl.train.checkpoint import directory as checkpoint
@@ -240,8 +241,15 @@ class TrainerWorker:
     def _open_publisher(self, request: PublishRequest) -> WeightPublisher:
         if self._publisher is None or not self._publisher.serves(request):
             self._close_publisher()
-            kv_heads, device = self._model.model_spec.kv_heads, self._model.device
-            self._publisher = WeightPublisher(request.urls, device, kv_heads, request.config, headers=request.headers)
+            model_spec = self._model.model_spec
+            self._publisher = WeightPublisher(
+                request.urls,
+                self._model.device,
+                model_spec.kv_heads,
+                request.config,
+                joined=joined_tensors(model_spec),
+                headers=request.headers,
+            )
         return self._publisher
 
     def _close_publisher(self) -> None:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 import pytest
 import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
 
 from agent_rl.config import EngineConfig
 from agent_rl.errors import WeightSyncError
+from agent_rl.models.transfer import fill_buckets
 
 torch = pytest.importorskip("torch", reason="needs the trainer environment")
 
@@ -46,6 +51,32 @@ def test_buckets_hold_every_tensor_once_in_order(limit: int, dtype: torch.dtype)
     assert list(received) == [name for name, _ in weights()]
     for name, tensor in weights():
         torch.testing.assert_close(received[name], tensor.to(dtype), rtol=0, atol=0)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=12),
+    joined=st.sets(st.integers(0, 11)),
+    limit=st.integers(1, 20),
+)
+def test_no_bucket_boundary_splits_a_group(sizes: list[int], joined: set[int], limit: int) -> None:
+    """Groups above the limit have a bucket of their own; other buckets keep the limit and could not take more."""
+    items = list(enumerate(sizes))
+    groups = [[items[0]]]
+    for item in items[1:]:
+        if item[0] - 1 in joined:
+            groups[-1].append(item)
+        else:
+            groups.append([item])
+    filled = list(fill_buckets(items, itemgetter(0), itemgetter(1), limit=limit, joined=joined - {len(items) - 1}))
+    assert [last for _, last in filled] == [False] * (len(filled) - 1) + [True]
+    assert [item for bucket, _ in filled for item in bucket] == items
+    total = {id(bucket): sum(size for _, size in bucket) for bucket, _ in filled}
+    for bucket, _ in filled:
+        assert all(set(group) <= set(bucket) or not set(group) & set(bucket) for group in groups)
+        assert total[id(bucket)] <= limit or bucket in groups
+    for (bucket, _), (following, _) in itertools.pairwise(filled):
+        first = next(group for group in groups if group[0] == following[0])
+        assert total[id(bucket)] + sum(size for _, size in first) > limit
 
 
 def test_no_weights_is_an_error() -> None:
