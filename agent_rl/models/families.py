@@ -76,7 +76,9 @@ class Family:
     router's scores only to choose experts; "" without one): names of an MoE layer's tensors.
     ``shared_gate``: the shared expert has a sigmoid gate. ``loaded_together``: groups of endings of a layer's tensors
     that an engine must receive in one call: its loader joins them and drops an incomplete group.
-    ``serves_dense_layers``: SGLang loads dense layers beside MoE
+    ``untrained``: beginnings of the names of tensors that are neither trained nor sent to engines, such as layers that
+    predict further tokens or a vision tower; an export has them as the start checkpoint does. ``{layers}`` stands for
+    the number of layers. ``serves_dense_layers``: SGLang loads dense layers beside MoE
     layers.
     """
 
@@ -98,6 +100,7 @@ class Family:
     shared: str = "mlp.shared_expert"
     shared_gate: bool = True
     loaded_together: tuple[tuple[str, ...], ...] = ()
+    untrained: tuple[str, ...] = ()
     serves_dense_layers: bool = False
 
     def key(self, name: str) -> str:
@@ -161,6 +164,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             keys={"num_experts": "n_routed_experts"},
             fixed={"decoder_sparse_step": 1, "mlp_only_layers": ()},
             unused=frozenset({"num_nextn_predict_layers"}),
+            untrained=("model.layers.{layers}.",),
             correction="mlp.gate.e_score_correction_bias",
             shared="mlp.shared_experts",
             shared_gate=False,
