@@ -13,11 +13,11 @@ Item = TypeVar("Item")
 
 def joined_tensors(spec: ModelSpec) -> frozenset[str]:
     """The tensors after which a bucket must not end: an engine loads some tensors only in one call
-    (:attr:`agent_rl.models.families.Family.loaded_together`)."""
+    (:attr:`agent_rl.models.families.Family.together`)."""
     joined: set[str] = set()
-    for layer in range(spec.num_layers) if spec.family.loaded_together else ():
+    for layer in range(spec.num_layers) if spec.family.together else ():
         names = [tensor.name for parameter in layer_parameters(spec, layer) for tensor in parameter.tensors]
-        for endings in spec.family.loaded_together:
+        for endings in spec.family.together:
             places = [place for place, name in enumerate(names) if name.endswith(endings)]
             joined.update(names[places[0] : places[-1]] if places else ())
     return frozenset(joined)

@@ -26,7 +26,7 @@ def layout_problems(config: RunConfig, model: ModelSpec | None = None) -> list[s
     if model is not None:
         modules = train.recompute_modules if train.recompute == "selective" else ()
         problems += model_problems(train.parallel, model) + recompute_problems(modules, model)
-        problems += expert_problems(train.dtype, model)
+        problems += expert_problems(train.dtype, model) + expert_form_problems(train, model)
     return problems
 
 
@@ -107,6 +107,11 @@ def model_problems(parallel: ParallelConfig, model: ModelSpec) -> list[str]:
         size, parts = getattr(model, field), getattr(parallel, name)
         if size % parts and not (field == "inner" and all(model.moe)):  # no layer has an MLP of that size
             problems.append(f"train.parallel.{name}={parts} does not divide the model's {key}={size}")
+    if (delta := model.delta) and delta.key_heads % parallel.tensor:
+        problems.append(
+            f"train.parallel.tensor={parallel.tensor} does not divide the model's "
+            f"linear_num_key_heads={delta.key_heads}"
+        )
     stages, layers = parallel.pipeline * parallel.virtual_pipeline, model.num_layers
     if layers < stages:
         problems.append(
@@ -136,6 +141,16 @@ def expert_problems(dtype: str, model: ModelSpec) -> list[str]:
         "needs rows of a multiple of 16 bytes)"
         for key, size in (("hidden_size", model.hidden), ("moe_intermediate_size", model.expert_inner))
         if any(model.moe) and size % unit
+    ]
+
+
+def expert_form_problems(train: TrainConfig, model: ModelSpec) -> list[str]:
+    """Options that do not support the biases of clamped experts."""
+    options = {"train.balance": train.balance.enabled, "train.lora": bool(train.lora)}
+    return [
+        f"{option}: the experts of {model.kind} have biases, which it does not support: turn it off"
+        for option, enabled in options.items()
+        if enabled and model.expert_form == "clamped"
     ]
 
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from agent_rl.errors import TrainerError
-from agent_rl.models.transfer import joined_tensors
 from agent_rl.train.batching.packing import MicroBatch, pack_weighted
 from agent_rl.train.batching.partition import MiniStepShare
 from agent_rl.train.checkpoint import directory as checkpoint
@@ -241,14 +240,9 @@ class TrainerWorker:
     def _open_publisher(self, request: PublishRequest) -> WeightPublisher:
         if self._publisher is None or not self._publisher.serves(request):
             self._close_publisher()
-            model_spec = self._model.model_spec
+            model = self._model
             self._publisher = WeightPublisher(
-                request.urls,
-                self._model.device,
-                model_spec.kv_heads,
-                request.config,
-                joined=joined_tensors(model_spec),
-                headers=request.headers,
+                request.urls, model.device, model.model_spec, request.config, headers=request.headers
             )
         return self._publisher
 

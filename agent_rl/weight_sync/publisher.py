@@ -35,7 +35,8 @@ from agent_rl.engine.launch import free_port
 from agent_rl.engine.server.lora_merge import SUFFIX, BaseWeights
 from agent_rl.errors import WeightSyncError
 from agent_rl.models.families import keeps_float32
-from agent_rl.models.transfer import fill_buckets
+from agent_rl.models.spec import ModelSpec
+from agent_rl.models.transfer import fill_buckets, joined_tensors
 from agent_rl.utils.sockets import LOOPBACK, address_towards, is_loopback, listen_at
 from agent_rl.weight_sync.adapters import add_merged
 from agent_rl.weight_sync.digests import (
@@ -142,8 +143,8 @@ class UpdateProgress:
 class WeightPublisher:
     """Rank 0's connection to a set of engines; all updates use one process group.
 
-    ``kv_heads``: the model's, needed for the checksums of engines with several ranks. ``joined``: the tensors after
-    which no bucket ends (:func:`agent_rl.models.transfer.joined_tensors`). Settings in ``config``: the
+    ``model_spec``: the architecture, needed for checksums and for the tensors that must share
+    a bucket. Settings in ``config``: the
     weights are sent in ``dtype``, in buckets of about ``weight_bucket_mb``; ``server_pause`` is SGLang's pause mode;
     ``weight_sync_timeout`` limits each call, rendezvous and broadcast; with ``colocate`` weights go through host memory
     by gloo, because NCCL accepts each GPU once per group. ``headers`` go with each call. Close it after an update that
@@ -154,20 +155,19 @@ class WeightPublisher:
         self,
         urls: Sequence[str],
         device: torch.device,
-        kv_heads: int,
+        model_spec: ModelSpec,
         config: EngineConfig,
         *,
-        joined: frozenset[str] = frozenset(),
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        self.urls, self._joined = tuple(urls), joined
+        self.urls, self._joined = tuple(urls), joined_tensors(model_spec)
         self._device, self._config = device, config
         self._backend = "nccl" if device.type == "cuda" and not config.colocate else "gloo"
         self._dtype, self._timeout = getattr(torch, config.dtype), config.weight_sync_timeout
         self._name = f"agent-rl-{uuid.uuid4().hex[:8]}"  # unique: an engine may still have the group of a dead trainer
         self._receivers = WeightReceivers(urls, timeout=self._timeout, headers=headers)
         self._hashing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-digests")
-        self._kv_heads, self._bucket_bytes = kv_heads, int(config.weight_bucket_mb * 2**20)
+        self._model_spec, self._bucket_bytes = model_spec, int(config.weight_bucket_mb * 2**20)
         self._predictable = frozenset[str]()
         self._checksums: Mapping[str, Checksums] = {}
         self._group: Any = None
@@ -186,7 +186,7 @@ class WeightPublisher:
         """
         timer, sent = StageTimer(), UpdateProgress()
         failure = self._ensure_group(timer)
-        digests = Digests(self._kv_heads, {DigestKind.of(self._checksums[url].ranks) for url in self._predictable})
+        digests = Digests(self._model_spec, {DigestKind.of(self._checksums[url].ranks) for url in self._predictable})
         weight_buckets = (
             self._weight_buckets(weights, digests, sent)
             if base is None

@@ -12,7 +12,13 @@ from typing import Any
 import megatron_tiny as tiny
 import pytest
 import torch
-from support.model_sizes import GLM4_MOE_SIZES
+from support.model_sizes import (
+    DEEPSEEK_V3_SIZES,
+    ERNIE4_5_MOE_SIZES,
+    GLM4_MOE_SIZES,
+    GPT_OSS_SIZES,
+    INDEXER_SIZES,
+)
 from support.rank_processes import place_of, reserved_port, run_ranks
 from torch import Tensor
 
@@ -54,6 +60,10 @@ _DENSE_FIRST = {"mlp_only_layers": [0]}
 _DENSE = {"kind": "qwen3", "tied": False}
 _SHARED_EXPERT = {"kind": "qwen2_moe", "head_dim": 8, "tied": False, "shared_expert_intermediate_size": 40}
 _GLM4_MOE = GLM4_MOE_SIZES | {"kind": "glm4_moe", "tied": False}
+_GPT_OSS = GPT_OSS_SIZES | {"kind": "gpt_oss", "tied": False}
+_ERNIE4_5_MOE = ERNIE4_5_MOE_SIZES | {"kind": "ernie4_5_moe"}
+_DEEPSEEK_V3 = DEEPSEEK_V3_SIZES | {"kind": "deepseek_v3", "tied": False}
+_GLM_5 = DEEPSEEK_V3_SIZES | INDEXER_SIZES | {"kind": "glm_moe_dsa", "tied": False, "indexer_rope_interleave": True}
 _OLMOE = {"kind": "olmoe", "tied": False, "head_dim": None, "moe_intermediate_size": None, "num_key_value_heads": 4}
 RUNS: dict[str, Run] = {
     "none": Run(updates=2),
@@ -66,11 +76,17 @@ RUNS: dict[str, Run] = {
     "dense-full": Run(_DENSE, {"recompute": "full"}),
     "shared-expert": Run(_SHARED_EXPERT, {"recompute": "full"}),
     "glm4-moe": Run(_GLM4_MOE, {"recompute": "full"}),
+    "gpt-oss": Run(_GPT_OSS, {"recompute": "full"}),
+    "gpt-oss-core": Run(_GPT_OSS, {"recompute": "selective", "recompute_modules": ["core_attn"]}),
+    "ernie4-5-moe": Run(_ERNIE4_5_MOE, {"recompute": "full"}),
+    "deepseek-v3": Run(_DEEPSEEK_V3, {"recompute": "full"}),
+    "glm-5": Run(_GLM_5, {"recompute": "selective", "recompute_modules": ["core_attn"]}),
     "olmoe": Run(_OLMOE, {"recompute": "full"}),
     # One update only: a weight that is rounded differently changes all later ones.
     "bfloat16": Run(options={"dtype": "bfloat16"}),
 }
-ROUTERS_RERUN = ("full", "moe", "three-layers", "dense-first", "shared-expert", "glm4-moe", "olmoe")
+_WITHOUT_RERUN = ("none", "dense", "dense-full", "without-routers", "gpt-oss-core", "glm-5", "bfloat16")
+ROUTERS_RERUN = tuple(name for name in RUNS if name not in _WITHOUT_RERUN)
 FORWARD = ("none", "dense")
 """The runs with passes without gradients, which also save their model."""
 
@@ -80,12 +96,13 @@ def two_rank_cases() -> list[tuple[str, str]]:
     more = {
         "data": "dense",
         "data-optimizer": "bfloat16",
-        "pipeline": "dense dense-full three-layers",
-        "expert": "glm4-moe olmoe",
+        "pipeline": "dense dense-full three-layers gpt-oss",
+        "expert": "glm4-moe deepseek-v3 gpt-oss ernie4-5-moe olmoe",
         "expert-allgather": "shared-expert",
-        "virtual": "glm4-moe moe dense-first shared-expert dense dense-full",
-        "context": "glm4-moe dense-first dense",
-        "tensor": "glm4-moe olmoe moe without-routers shared-expert",
+        "virtual": "glm4-moe deepseek-v3 ernie4-5-moe moe dense-first shared-expert dense dense-full",
+        "context": "glm4-moe deepseek-v3 glm-5 gpt-oss ernie4-5-moe dense-first dense",
+        "tensor": "glm4-moe deepseek-v3 glm-5 gpt-oss gpt-oss-core ernie4-5-moe olmoe moe without-routers "
+        "shared-expert",
         "tensor-alone": "dense dense-full",
     }
     return [

@@ -30,9 +30,20 @@ ORDINARY = {
     "expert-optimizer": ("none",),
     "expert-allgather": ("shared-expert",),
     "virtual": ("none", "full", "dense-first", "dense", "glm4-moe"),
+    "context": ("glm-5", "gpt-oss"),
     "context-optimizer": ("none",),
     "context-expert": ("none",),
-    "tensor": ("full", "moe", "without-routers", "shared-expert", "glm4-moe", "olmoe"),
+    "tensor": (
+        "full",
+        "moe",
+        "without-routers",
+        "shared-expert",
+        "glm4-moe",
+        "glm-5",
+        "gpt-oss",
+        "ernie4-5-moe",
+        "olmoe",
+    ),
     "tensor-optimizer": ("none",),
 }
 """The cases of an ordinary run; ``pytest -m exhaustive`` runs the others and these."""

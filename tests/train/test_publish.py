@@ -15,6 +15,7 @@ import pytest
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
+from support.fake_sglang import SPEC
 
 from agent_rl.config import EngineConfig
 from agent_rl.errors import WeightSyncError
@@ -87,7 +88,7 @@ def test_no_weights_is_an_error() -> None:
 def test_checksums_use_the_hash_of_each_engine() -> None:
     name, tensor = "model.norm.weight", torch.arange(6.0)
     plain, launched = DigestKind(1), DigestKind(1, "xxh3:")
-    digests = Digests(2, {plain, launched})
+    digests = Digests(SPEC, {plain, launched})
     digests.add([name], [(6,)], 4, tensor.view(torch.uint8).numpy())
     data = tensor.numpy().tobytes()
     found = digests.expected()

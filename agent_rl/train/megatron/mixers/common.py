@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
@@ -20,7 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from agent_rl.config import LoraConfig
-from agent_rl.train.megatron.lora import LoraColumnParallelLinear, LoraRowParallelLinear
+from agent_rl.train.megatron.lora import LoraColumnParallelLinear, LoraRowParallelLinear, adapter_of
 
 
 def column_linear(
@@ -51,6 +52,20 @@ def _linear_options() -> dict[str, Any]:
     return {"skip_bias_add": False, "is_expert": False, "tp_group": group}
 
 
+class ReplicatedLinear(torch.nn.Module):
+    """A projection that every tensor rank has, of this rank's tokens."""
+
+    def __init__(self, config: TransformerConfig, inner: int, outer: int, *, lora: LoraConfig | None = None) -> None:
+        super().__init__()
+        self.weight = replicated_weight(config, outer, inner)
+        self.lora = adapter_of(self.weight, lora) if lora else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[S, 1, outer]`` from ``[S, 1, inner]``."""
+        output = F.linear(x, self.weight)
+        return output if self.lora is None else output + self.lora["weight"](x)
+
+
 def replicated_weight(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
     """A weight that every tensor rank has. Ranks apply it to different tokens or heads, so Megatron must sum its
     gradients."""
@@ -60,16 +75,17 @@ def replicated_weight(config: TransformerConfig, *shape: int) -> torch.nn.Parame
     return weight
 
 
-def cut_weight(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
-    """A tensor rank's rows, of ``shape``, of a weight."""
-    weight = _empty(config, *shape)
+def cut_weight(config: TransformerConfig, *shape: int, dtype: torch.dtype | None = None) -> torch.nn.Parameter:
+    """A tensor rank's rows, of ``shape``, of a weight; ``dtype`` None: that of the model."""
+    weight = _empty(config, *shape, dtype=dtype)
     config.init_method(weight)
     set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=0, stride=1)
     return weight
 
 
-def _empty(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
-    return torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=torch.cuda.current_device()))
+def _empty(config: TransformerConfig, *shape: int, dtype: torch.dtype | None = None) -> torch.nn.Parameter:
+    device = torch.cuda.current_device()
+    return torch.nn.Parameter(torch.empty(shape, dtype=dtype or config.params_dtype, device=device))
 
 
 def recomputes_core(config: TransformerConfig) -> bool:

@@ -1,0 +1,143 @@
+"""Tiny random checkpoints of the model families that SGLang serves on a CPU: one entry per ``model_type``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from agent_rl.models.spec import read_model_spec
+from agent_rl.train.hf_index import expected_shapes
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_act": "silu",
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "num_experts_per_tok": 2,
+    "torch_dtype": "float32",
+}
+DELTA: dict[str, Any] = {
+    "head_dim": 32,
+    "partial_rotary_factor": 0.25,
+    "num_experts": 8,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "norm_topk_prob": True,
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "glm4_moe": {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "head_dim": 16,
+        "partial_rotary_factor": 0.5,
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 32,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+    },
+    "gpt_oss": {
+        "architectures": ["GptOssForCausalLM"],
+        "head_dim": 16,
+        "attention_bias": True,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "sliding_window": 16,
+        "num_local_experts": 8,
+        "swiglu_limit": 7.0,
+        "rope_theta": 150000.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "original_max_position_embeddings": 32,
+            "truncate": False,
+        },
+    },
+    "ernie4_5_moe": {
+        "architectures": ["Ernie4_5_MoeForCausalLM"],
+        "num_experts_per_tok": None,
+        "moe_num_experts": 8,
+        "moe_k": 2,
+        "moe_layer_start_index": 1,
+        "moe_layer_end_index": 2,
+        "moe_layer_interval": 1,
+        "moe_num_shared_experts": 2,
+        "moe_intermediate_size": 32,
+        "use_bias": False,
+    },
+    "minimax_m2": {
+        "architectures": ["MiniMaxM2ForCausalLM"],
+        "head_dim": 32,
+        "rotary_dim": 16,
+        "num_local_experts": 8,
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
+        "use_qk_norm": True,
+        "qk_norm_type": "per_layer",
+        "num_mtp_modules": 0,
+    },
+    "qwen2_moe": {
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "num_experts": 8,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+        "norm_topk_prob": False,
+    },
+    "qwen3_next": DELTA | {"architectures": ["Qwen3NextForCausalLM"]},
+    "qwen3_5_moe_text": DELTA | {"architectures": ["Qwen3_5MoeForCausalLM"]},
+    "qwen3_5_moe": {
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+        "text_config": COMMON | DELTA | {"model_type": "qwen3_5_moe_text"},
+        "vision_config": {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "out_hidden_size": 64},
+    },
+    "olmoe": {
+        "architectures": ["OlmoeForCausalLM"],
+        "num_key_value_heads": 4,
+        "num_experts": 8,
+        "norm_topk_prob": False,
+    },
+}
+_WIDE = ("embed_tokens", "lm_head", "gate.weight")
+"""Parts of the names of tensors with larger weights."""
+
+
+def write_model(directory: Path, kind: str, seed: int, **changes: Any) -> Path:
+    """A checkpoint in ``directory`` of random weights, large enough that sampling and routing are not near-ties.
+    ``changes``: other values of its config. A value of None is left out."""
+    directory.mkdir(exist_ok=True)
+    config = {"model_type": kind, **FAMILIES[kind]}
+    if "text_config" in config:
+        config["text_config"] = config["text_config"] | changes
+    else:
+        config = {**COMMON, **config, **changes}
+    (directory / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+    generator = np.random.default_rng(seed)
+    spec, weights = read_model_spec(directory), {}
+    for name, shape in expected_shapes(spec).items():
+        scale = 0.3 if any(part in name for part in _WIDE) else 0.08
+        draw = generator.standard_normal(shape).astype(np.float32) * scale
+        if ("norm" in name and not spec.zero_centered_norms) or name.endswith("linear_attn.norm.weight"):
+            draw += 1
+        weights[name] = draw
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
