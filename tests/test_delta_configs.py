@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 from support.model_sizes import DELTA_SIZES, DENSE_SIZES
 
+from agent_rl.config import LoraConfig, ParallelConfig, TrainConfig
 from agent_rl.errors import ConfigError
 from agent_rl.models.families import parse_config
 from agent_rl.models.parts import Delta
 from agent_rl.models.spec import ModelSpec
+from agent_rl.train.parallel_checks import adapter_problems, model_problems
 
 ROPE = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
 MROPE = {"mrope_section": [11, 11, 10], "mrope_interleaved": True}
@@ -60,6 +62,17 @@ def test_text_config_of_a_published_model_is_read_like_the_text_model() -> None:
     assert (published.rotary_dim, published.rope_theta) == (text.rotary_dim, text.rope_theta) == (4, 1e7)
 
 
+def test_layouts_and_adapters_that_the_layers_do_not_allow_are_refused() -> None:
+    layout = ParallelConfig(world_size=4, tensor=4)
+    odd = spec(NEXT | {"num_key_value_heads": 4, "linear_num_key_heads": 2})
+    assert model_problems(layout, odd) == ["train.parallel.tensor=4 does not divide the model's linear_num_key_heads=2"]
+    train = TrainConfig(lora=LoraConfig())
+    assert adapter_problems(train, odd) == []
+    assert adapter_problems(train, spec(PUBLISHED)) == [
+        "train.lora: qwen3_5_moe has one tensor of all experts, which adapters do not support: turn it off"
+    ]
+
+
 @pytest.mark.parametrize(
     ("config", "change", "message"),
     [
@@ -73,6 +86,7 @@ def test_text_config_of_a_published_model_is_read_like_the_text_model() -> None:
         (TEXT, {"attn_output_gate": False}, "attn_output_gate=False is not supported, only True is"),
         (TEXT, {"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\] is not supported"),
         (TEXT, {"norm_topk_prob": False}, "norm_topk_prob=False is not supported"),
+        (TEXT, {"rope_parameters": None}, "rope_parameters is missing; qwen3_5_moe_text requires it"),
         (PUBLISHED, {"text_config": NEXT}, "text_config must be a config of model_type qwen3_5_moe_text"),
         (PUBLISHED, {"audio_config": {}}, r"audio_config=\{\} is not supported for qwen3_5_moe"),
         (PUBLISHED, {"tie_word_embeddings": True}, "tie_word_embeddings=True is not supported"),

@@ -177,9 +177,14 @@ def _delta_hybrid(keys: ConfigKeys, *, fused: bool) -> dict[str, Any]:
     full = [(layer + 1) % interval == 0 for layer in range(layers)]
     keys.expect("layer_types", ["full_attention" if yes else "linear_attention" for yes in full])
     keys.expect("output_gate_type", "swish")
-    sizes = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
-    key_heads, value_heads, key_dim, value_dim, kernel = (keys.positive(f"linear_{size}") for size in sizes)
-    delta = Delta(key_heads, value_heads, key_dim, value_dim, kernel, fused)
+    delta = Delta(
+        key_heads=keys.positive("linear_num_key_heads"),
+        value_heads=keys.positive("linear_num_value_heads"),
+        key_dim=keys.positive("linear_key_head_dim"),
+        value_dim=keys.positive("linear_value_head_dim"),
+        kernel=keys.positive("linear_conv_kernel_dim"),
+        fused=fused,
+    )
     if delta.value_heads % delta.key_heads:
         raise ValueError(
             f"linear_num_value_heads={delta.value_heads} is not a multiple of linear_num_key_heads={delta.key_heads}"
@@ -203,6 +208,7 @@ def _qwen3_5_moe(keys: ConfigKeys) -> dict[str, Any]:
         keys.expect(key, value)
     keys.expect("mlp_only_layers", [])
     keys.expect("tie_word_embeddings", False)
+    keys.require("rope_parameters")  # of SGLang
     return _delta_hybrid(keys, fused=False)
 
 

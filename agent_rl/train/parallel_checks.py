@@ -27,6 +27,7 @@ def layout_problems(config: RunConfig, model: ModelSpec | None = None) -> list[s
         modules = train.recompute_modules if train.recompute == "selective" else ()
         problems += model_problems(train.parallel, model) + recompute_problems(modules, model)
         problems += expert_problems(train.dtype, model) + expert_form_problems(train, model)
+        problems += adapter_problems(train, model)
     return problems
 
 
@@ -193,6 +194,13 @@ def lora_problems(train: TrainConfig, engine_dtype: str) -> list[str]:
         ),
     }
     return [f"train.lora: {reason}" for reason, holds in reasons.items() if train.lora and holds]
+
+
+def adapter_problems(train: TrainConfig, model: ModelSpec) -> list[str]:
+    """Models that ``train.lora`` does not support."""
+    if train.lora is None or not model.family.stacked_experts:
+        return []
+    return [f"train.lora: {model.kind} has one tensor of all experts, which adapters do not support: turn it off"]
 
 
 def dense_replicas(parallel: ParallelConfig) -> int:

@@ -17,9 +17,9 @@ their checksums. Several Hugging Face tensors are concatenated in one parameter:
 Tensors arrive in this order, so each hash is updated as they come. A tensor that is lost, changed or loaded under
 another name gives another checksum.
 
-An engine with several tensor ranks has checksums per rank. A rank has a block of rows (q, k, v, gate, up, embedding,
-output) or columns (o, down) of a matrix, and all of other tensors. With fewer key-value heads than ranks, neighbours
-have the same head.
+An engine with several tensor ranks has checksums per rank. A rank has a block of rows (q, k, v, sinks, gate, up,
+embedding, output) or columns (o, down) of a matrix, and all of other tensors. With fewer key-value heads than ranks,
+neighbours have the same head.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ _CONSTANT = ".axis_map"
 _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 _VOCABULARY_MULTIPLE = 64  # SGLang pads the vocabulary with rows of zeros
 _INNER_MULTIPLE = 32  # and each rank's part of an MLP's inner dimension (on a CPU)
-_BY_ROWS = re.compile(r"\.(q|k|v|q_b|kv_b|gate|up)_proj\.|\.w[13]\.")
-_NOT_PADDED = re.compile(r"\.(q|q_b|kv_b|o)_proj\.")
-_BY_COLUMNS = re.compile(r"\.(o|down)_proj\.|\.w2\.")
+_BY_ROWS = re.compile(r"\.(q|k|v|q_b|kv_b|gate|up)_proj\.|\.w[13]\.|\.sinks$")
+_NOT_PADDED = re.compile(r"\.(q|q_b|kv_b|o)_proj\.|\.sinks$")
+_BY_COLUMNS = re.compile(r"\.(o|down)_proj\.weight|\.w2\.")
 _OF_HEADS = re.compile(r"\.[kv]_proj\.")
 
 _HASHES: Mapping[str, Callable[[], Any]] = {"xxh3:": xxhash.xxh3_64, "": hashlib.sha256}

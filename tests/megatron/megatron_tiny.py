@@ -24,11 +24,19 @@ DELTA_KEYS = ("full_attention_interval", "partial_rotary_factor")
 """See :func:`write_model`."""
 
 
-def make(directory: Path, *, kind: str = "qwen3_moe", tied: bool = True, seed: int = 0, **changes: Any) -> Any:
-    """A tiny model of ``kind`` (a model_type) with a tokenizer file."""
+def make(
+    directory: Path,
+    *,
+    kind: str = "qwen3_moe",
+    tied: bool = True,
+    seed: int = 0,
+    published: Sequence[str] = (),
+    **changes: Any,
+) -> Any:
+    """A tiny model of ``kind`` (a model_type) with a tokenizer file. ``published``: see :func:`write_model`."""
     common = DENSE_SIZES | {"head_dim": 16, "tie_word_embeddings": tied, "initializer_range": 0.3}
     experts = EXPERT_SIZES | {"norm_topk_prob": True} if "moe" in kind else {}
-    model = write_model(directory, kind, common | experts | changes, seed)
+    model = write_model(directory, kind, common | experts | changes, seed, published)
     (directory / "tokenizer.json").write_text("{}")
     return model
 

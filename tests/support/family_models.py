@@ -41,7 +41,46 @@ DELTA: dict[str, Any] = {
     "linear_value_head_dim": 8,
     "linear_conv_kernel_dim": 4,
 }
+QWEN3_5: dict[str, Any] = DELTA | {
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+}
+_DEEPSEEK_V3: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 32,
+    "moe_intermediate_size": 32,
+    "moe_layer_freq": 1,
+    "n_group": 4,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "topk_group": 2,
+    "topk_method": "noaux_tc",
+    "v_head_dim": 16,
+}
+_YARN = {"type": "yarn", "factor": 4, "original_max_position_embeddings": 256, "mscale": 1.0, "mscale_all_dim": 0.7}
+_INDEXER = {"index_head_dim": 16, "index_n_heads": 32, "index_topk": 32}
+"""A conversation has more than twice 32 tokens. With fewer heads many keys would have the same score, 0."""
 FAMILIES: dict[str, dict[str, Any]] = {
+    "deepseek_v3": _DEEPSEEK_V3,
+    "deepseek_v32": _DEEPSEEK_V3 | _INDEXER | {"architectures": ["DeepseekV32ForCausalLM"], "rope_scaling": _YARN},
+    "glm_moe_dsa": _DEEPSEEK_V3
+    | _INDEXER
+    | {"architectures": ["GlmMoeDsaForCausalLM"], "indexer_rope_interleave": True},
+    "kimi_k2": _DEEPSEEK_V3 | {"n_group": 1, "q_lora_rank": None, "rope_scaling": _YARN, "topk_group": 1},
     "glm4_moe": {
         "architectures": ["Glm4MoeForCausalLM"],
         "head_dim": 16,
@@ -104,10 +143,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": False,
     },
     "qwen3_next": DELTA | {"architectures": ["Qwen3NextForCausalLM"]},
-    "qwen3_5_moe_text": DELTA | {"architectures": ["Qwen3_5MoeForCausalLM"]},
+    "qwen3_5_moe_text": QWEN3_5 | {"architectures": ["Qwen3_5MoeForCausalLM"]},
     "qwen3_5_moe": {
         "architectures": ["Qwen3_5MoeForConditionalGeneration"],
-        "text_config": COMMON | DELTA | {"model_type": "qwen3_5_moe_text"},
+        "text_config": COMMON | QWEN3_5 | {"model_type": "qwen3_5_moe_text"},
         "vision_config": {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "out_hidden_size": 64},
     },
     "olmoe": {

@@ -23,7 +23,7 @@ from agent_rl.models.transfer import fill_buckets
 
 torch = pytest.importorskip("torch", reason="needs the trainer environment")
 
-from agent_rl.weight_sync.digests import DigestKind, Digests  # noqa: E402
+from agent_rl.weight_sync.digests import DigestKind, Digests, rank_difference  # noqa: E402
 from agent_rl.weight_sync.publisher import Bucket, InFlightBucket, StageTimer, WeightPublisher, buckets  # noqa: E402
 from agent_rl.weight_sync.receivers import PendingReplies  # noqa: E402
 
@@ -86,7 +86,7 @@ def test_no_weights_is_an_error() -> None:
 
 
 def test_checksums_use_the_hash_of_each_engine() -> None:
-    name, tensor = "model.norm.weight", torch.arange(6.0)
+    name, tensor = "model.layers.0.mlp.gate.weight", torch.arange(6.0)
     plain, launched = DigestKind(1), DigestKind(1, "xxh3:")
     digests = Digests(SPEC, {plain, launched})
     digests.add([name], [(6,)], 4, tensor.view(torch.uint8).numpy())
@@ -95,6 +95,39 @@ def test_checksums_use_the_hash_of_each_engine() -> None:
     assert found[plain] == ({name: hashlib.sha256(data).hexdigest()[:16]},)
     assert found[launched] == ({name: f"xxh3:{xxhash.xxh3_64_hexdigest(data)}"},)
     assert {DigestKind.of(held) for held in found.values()} == {plain, launched}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_checksums_of_hybrids_are_those_of_the_engines_parameters(dtype: torch.dtype) -> None:
+    """Projections are joined, names lose their prefix, and norms have 1 + weight beside them."""
+    prefix = "model.language_model.layers.0"
+    tensors = {
+        f"{prefix}.linear_attn.in_proj_qkv.weight": torch.randn(6, 4),
+        f"{prefix}.linear_attn.in_proj_z.weight": torch.randn(2, 4),
+        f"{prefix}.self_attn.q_norm.weight": torch.randn(64),
+        f"{prefix}.mlp.experts.gate_up_proj": torch.randn(2, 6, 4),
+    }
+    cast = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    qkv, z, norm, experts = cast.values()
+    digests = Digests(2, {DigestKind(1)})
+    for name, tensor in cast.items():
+        digests.add([name], [tuple(tensor.shape)], dtype.itemsize, tensor.flatten().view(torch.uint8).numpy())
+    held = {
+        "model.layers.0.linear_attn.in_proj_qkvz.weight": torch.cat((qkv, z)),
+        "model.layers.0.q_norm.weight": norm,
+        "model.layers.0.q_norm.gemma_weight": norm + 1,
+        "model.layers.0.mlp.experts.w13_weight": experts,
+    }
+    actual = {
+        name: hashlib.sha256(tensor.flatten().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+        for name, tensor in held.items()
+    }
+    (expected,) = digests.expected()[DigestKind(1)]
+    assert rank_difference(expected, actual | {"model.layers.0.rotary_emb.axis_map": "constant"}) is None
+    actual["model.layers.0.q_norm.gemma_weight"] = "stale"
+    assert rank_difference(expected, actual) == (
+        "does not hold the bytes that were sent: model.layers.0.q_norm.gemma_weight"
+    )
 
 
 class Recording(WeightPublisher):

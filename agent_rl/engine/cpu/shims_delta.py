@@ -7,6 +7,7 @@ values. States are kept per cache slot: ``[slots, D, W - 1]`` of convolutions an
 from __future__ import annotations
 
 import importlib
+import itertools
 import sys
 import types
 from typing import Any
@@ -18,7 +19,7 @@ from torch.nn import functional as F
 
 def install() -> None:
     """Provide the kernels that SGLang's modules for these models import. Before they are imported."""
-    operators: tuple[Any, ...] = (
+    functions: tuple[Any, ...] = (
         fused_gdn_gating_cpu,
         fused_sigmoid_gating_delta_rule_update_cpu,
         fused_sigmoid_mul_cpu,
@@ -26,11 +27,11 @@ def install() -> None:
         fused_qk_gemma_rmsnorm_with_gate_cpu,
         fused_qkvzba_split_reshape_cat_contiguous_cpu,
     )
-    for operator in operators:
-        setattr(torch.ops.sgl_kernel, operator.__name__, operator)
+    for function in functions:
+        setattr(torch.ops.sgl_kernel, function.__name__, function)
     mamba: Any = types.ModuleType("sgl_kernel.mamba")
-    for function in (causal_conv1d_fn_cpu, causal_conv1d_update_cpu, chunk_gated_delta_rule_cpu):
-        setattr(mamba, function.__name__, function)
+    mamba.causal_conv1d_fn_cpu, mamba.causal_conv1d_update_cpu = causal_conv1d_fn_cpu, causal_conv1d_update_cpu
+    mamba.chunk_gated_delta_rule_cpu = chunk_gated_delta_rule_cpu
     sys.modules["sgl_kernel.mamba"] = mamba
     fused: Any = importlib.import_module("sglang.kernels.ops.attention.fla.fused_norm_gate")
     fused.rms_norm_gated = gated_norm
@@ -62,8 +63,8 @@ def chunk_gated_delta_rule_cpu(
     """Tokens that extend several sequences; the states of their slots move on. All inputs have a first axis of 1."""
     out = torch.empty(v.shape[1:], dtype=torch.float32)
     q, k = _unit_heads(q[0], k[0], v.shape[2])
-    bounds = cu_seqlens.tolist()
-    for slot, start, end in zip(initial_state_indices.tolist(), bounds[:-1], bounds[1:], strict=True):
+    bounds = itertools.pairwise(cu_seqlens.tolist())
+    for slot, (start, end) in zip(initial_state_indices.tolist(), bounds, strict=True):
         state = initial_state[slot].float()[None]
         for t in range(start, end):
             out[t] = _step(state, q[None, t], k[None, t], v[0, None, t].float(), g[0, None, t], beta[0, None, t])[0]
@@ -104,9 +105,9 @@ def causal_conv1d_fn_cpu(
     has_initial_state: Tensor, cache_indices: Tensor, query_start_loc: Tensor, **_options: Any,
 ) -> Tensor:  # fmt: skip
     """The convolution of the tokens ``x [D, T]`` that extend several sequences."""
-    out, before, bounds = torch.empty_like(x), weight.shape[-1] - 1, query_start_loc.tolist()
-    slots = zip(cache_indices.tolist(), has_initial_state.tolist(), bounds[:-1], bounds[1:], strict=True)
-    for slot, has_state, start, end in slots:
+    out, before, bounds = torch.empty_like(x), weight.shape[-1] - 1, itertools.pairwise(query_start_loc.tolist())
+    sequences = zip(cache_indices.tolist(), has_initial_state.tolist(), bounds, strict=True)
+    for slot, has_state, (start, end) in sequences:
         state = conv_states[slot][:, -before:]
         history = state if has_state else torch.zeros_like(state)
         row = torch.cat((history.to(x.dtype), x[:, start:end]), 1)

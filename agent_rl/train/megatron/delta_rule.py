@@ -28,7 +28,7 @@ def causal_convolution(x: Tensor, weight: Tensor, lengths: Sequence[int]) -> Ten
 def delta_rule(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, lengths: Sequence[int], chunk: int = CHUNK
 ) -> Tensor:
-    """The outputs ``o_t = S_t^T q_t`` ``[T, H, V]`` of the states ``S_t [K, V]``, zero at the start of each sequence::
+    """The outputs ``o_t = S_t^T q_t`` ``[T, H, V]`` of the states ``S_t [K, V]``, at first zero in each sequence::
 
         S_t = exp(decay_t) S_(t-1) + k_t (beta_t (v_t - exp(decay_t) S_(t-1)^T k_t))^T
 

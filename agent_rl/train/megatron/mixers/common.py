@@ -62,7 +62,8 @@ class ReplicatedLinear(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[S, 1, outer]`` from ``[S, 1, inner]``."""
-        output = F.linear(x, self.weight)
+        # torch multiplies tensors of three axes in another order where the weight is frozen.
+        output = F.linear(x[:, 0], self.weight)[:, None]
         return output if self.lora is None else output + self.lora["weight"](x)
 
 
