@@ -40,8 +40,11 @@ class Family:
     router's scores only to choose experts; "" without one): names of an MoE layer's tensors.
     ``correction_axes``: the sizes of the correction bias before its axis of experts. ``stacked_experts``: instead of a
     tensor for each expert there is one of all, ``gate_up_proj`` and ``down_proj``. ``shared_gate``: the shared expert
-    has a sigmoid gate. ``serves_dense_layers``: SGLang loads dense layers beside MoE layers. ``engine_arguments`` and
-    ``engine_environment``: SGLang's arguments and environment variables, in which ``{dtype}`` stands for the engine's.
+    has a sigmoid gate. ``untrained``: beginnings of the names of tensors that are neither trained nor sent to engines,
+    such as layers that predict further tokens or a vision tower; an export has them as the start checkpoint does.
+    ``{layers}`` stands for the number of layers. ``serves_dense_layers``: SGLang loads dense layers beside MoE layers.
+    ``engine_arguments`` and ``engine_environment``: SGLang's arguments and environment variables, in which ``{dtype}``
+    stands for the engine's.
     """
 
     qk_norm: QkNorm = ""
@@ -66,6 +69,7 @@ class Family:
     shared: str = "mlp.shared_expert"
     stacked_experts: bool = False
     shared_gate: bool = True
+    untrained: tuple[str, ...] = ()
     serves_dense_layers: bool = False
     engine_arguments: tuple[str, ...] = ()
     engine_environment: Mapping[str, str] = field(default_factory=dict)
@@ -110,6 +114,10 @@ def _minimax_m2(keys: ConfigKeys) -> dict[str, Any]:
     }
 
 
+_NEXT_LAYER = ("model.layers.{layers}.",)
+"""The layer after the last, which predicts a further token."""
+
+
 def _latent(read: Callable[[ConfigKeys], Mapping[str, Any]]) -> Family:
     """A family like DeepSeek-V3; ``read`` reads its keys."""
     return Family(
@@ -120,6 +128,7 @@ def _latent(read: Callable[[ConfigKeys], Mapping[str, Any]]) -> Family:
         unused=latent.UNUSED,
         yarn_keys=latent.YARN_KEYS,
         together=(("self_attn.q_a_proj.weight", "self_attn.kv_a_proj_with_mqa.weight"),),
+        untrained=_NEXT_LAYER,
         correction="mlp.gate.e_score_correction_bias",
         shared="mlp.shared_experts",
         shared_gate=False,
@@ -220,6 +229,7 @@ _QWEN3_5_MOE: Mapping[str, Any] = {
     # Text has the same position on all three axes, so that sections of the axes do not matter.
     "unused_rope": frozenset({"mrope_section", "mrope_interleaved"}),
     "engine_environment": _DELTA_ENVIRONMENT,
+    "untrained": ("mtp.", "model.visual."),
 }
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -236,6 +246,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             read=_qwen3_next,
             defaults=_MIXED,
             engine_environment=_DELTA_ENVIRONMENT,
+            untrained=("mtp.",),
         ),
         "qwen3_5_moe_text": Family(**_QWEN3_5_MOE),
         "qwen3_5_moe": Family(
@@ -256,6 +267,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             keys={"num_experts": "n_routed_experts"},
             fixed={"decoder_sparse_step": 1, "mlp_only_layers": ()},
             unused=frozenset({"num_nextn_predict_layers"}),
+            untrained=_NEXT_LAYER,
             correction="mlp.gate.e_score_correction_bias",
             shared="mlp.shared_experts",
             shared_gate=False,
@@ -279,6 +291,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             keys={"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
             fixed={**_MIXED, "norm_topk_prob": True},
             unused=frozenset({"moe_capacity", "num_nextn_predict_layers"}),
+            untrained=("model.mtp_",),
             correction="mlp.moe_statics.e_score_correction_bias",
             correction_axes=(1,),
             shared="mlp.shared_experts",

@@ -138,6 +138,8 @@ def test_logprobs_gradients_and_export_equal_transformers(member: tuple[Case, An
         torch.testing.assert_close(gradient, wanted[name], rtol=1e-3, atol=1e-3, msg=lambda m, n=name: f"{n}: {m}")
 
     ours.save_hf(tmp_path / "saved")
+    configs = [(tmp_path / name / "config.json").read_bytes() for name in ("model", "saved")]
+    assert configs[0] == configs[1]
     options = {"dtype": torch.float32, "output_loading_info": True}
     loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", **options)
     assert not any(info[kind] for kind in ("missing_keys", "mismatched_keys", "error_msgs"))
