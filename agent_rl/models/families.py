@@ -60,6 +60,7 @@ class Family:
     unused_rope: frozenset[str] = frozenset()
     outer: frozenset[str] = frozenset()
     yarn_keys: frozenset[str] = frozenset()
+    together: tuple[tuple[str, ...], ...] = ()
     root: str = "model"
     router: str = "mlp.gate.weight"
     correction: str = ""

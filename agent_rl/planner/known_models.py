@@ -115,7 +115,7 @@ _QWEN3_NEXT = _DELTA | {
 }  # fmt: skip
 _QWEN35_35B = _DELTA | {
     "model_type": "qwen3_5_moe_text", "num_experts": 256, "num_experts_per_tok": 8, "num_hidden_layers": 40,
-    "vocab_size": 248320,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}, "vocab_size": 248320,
 }  # fmt: skip
 _LONG = {"max_position_embeddings": 262144}
 
