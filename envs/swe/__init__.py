@@ -5,7 +5,7 @@ from envs.swe.environment import SweEnvironment
 from envs.swe.episode import PatchError, SweEpisode, start_episode
 from envs.swe.grading import grade_patch, verify_record
 from envs.swe.pytest_log import TestVerdict, judge_pytest_log, parse_summary
-from envs.swe.records import WORKDIR, SweRecord, commit_content, write_jsonl
+from envs.swe.records import WORKDIR, SweRecord, write_jsonl
 from envs.swe.sandboxes import SITE_PACKAGES
 from envs.swe.sources import read_jsonl, read_records
 
@@ -17,7 +17,6 @@ __all__ = [
     "SweEpisode",
     "SweRecord",
     "TestVerdict",
-    "commit_content",
     "diff_files",
     "grade_patch",
     "judge_pytest_log",

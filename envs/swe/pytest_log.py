@@ -42,7 +42,7 @@ def parse_summary(log: str, expected: Collection[str] = ()) -> dict[str, str] | 
     twice gets its worst status (a test that passes and fails in teardown has two). Folded skips have no node id and
     are left out.
     """
-    sections = _HEADER.split(_ANSI.sub("", log))[1:]
+    sections = _HEADER.split(strip_ansi(log))[1:]
     if not sections:
         return None
     statuses: dict[str, str] = {}
@@ -51,6 +51,11 @@ def parse_summary(log: str, expected: Collection[str] = ()) -> dict[str, str] | 
         for line in section.split("\n"):
             _add_line(line.rstrip("\r"), statuses, expected, lengths)
     return statuses
+
+
+def strip_ansi(text: str) -> str:
+    """The text without color codes."""
+    return _ANSI.sub("", text)
 
 
 def _add_line(line: str, statuses: dict[str, str], expected: Collection[str], lengths: Collection[int]) -> None:

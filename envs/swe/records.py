@@ -1,9 +1,10 @@
 """The record of one software-engineering task: R2E-Gym's row plus the fields of a task without a container image.
 
-R2E-Gym's fields (https://github.com/R2E-Gym/R2E-Gym) keep their names and types. :mod:`envs.swe.datasets` converts the
-rows of other data sets; :mod:`envs.swe.sources` reads the rows. A *local* task contains its repository: ``files`` are
-the initial files of the working directory, ``tests`` the hidden test files, ``test_command`` the command that runs them
-(or ``calls`` the hidden tests that are single calls), ``gold_patch`` the reference fix.
+The fields of R2E-Gym (https://github.com/R2E-Gym/R2E-Gym) that grading reads keep their names and types.
+:mod:`envs.swe.datasets` converts the rows of other data sets; :mod:`envs.swe.sources` reads the rows. A *local* task
+contains its repository: ``files`` are the initial files of the working directory, ``tests`` the hidden test files,
+``test_command`` the command that runs them (or ``calls`` the hidden tests that are single calls), ``gold_patch`` the
+reference fix.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from pydantic_core import ErrorDetails
 
 from envs.swe.calls import Call
 from envs.swe.datasets import normalize
-from envs.swe.datasets.spec import SwebenchSpec, parse_list
+from envs.swe.datasets.spec import SwebenchSpec
 from envs.swe.diff.git_diff import diff_files, is_test_path
-from envs.swe.pytest_log import KeyMode, merge_by_name, parse_summary, r2e_test_name, truncate_name
+from envs.swe.pytest_log import KeyMode, merge_by_name, parse_summary, r2e_test_name, strip_ansi, truncate_name
 from envs.types import TaskRecordError
 
 STATUSES = frozenset({"PASSED", "FAILED", "ERROR", "SKIPPED", "XFAIL", "XPASS"})
@@ -64,12 +65,6 @@ class SweRecord(BaseModel):
     execution_result_content: str = ""
     expected_output_json: str
     problem_statement: str = Field(min_length=1)
-    prompt: str = ""
-    modified_files: tuple[str, ...] = ()
-    relevant_files: tuple[str, ...] = ()
-    num_non_test_files: int = 0
-    num_non_test_func_methods: int = 0
-    num_non_test_lines: int = 0
 
     task_id: str = ""
     files: dict[str, str] = Field(default_factory=dict)
@@ -98,14 +93,9 @@ class SweRecord(BaseModel):
         for test, status in pairs:
             if not isinstance(status, str) or status not in STATUSES:
                 raise ValueError(f"status {status!r} of {test!r} is none of {', '.join(sorted(STATUSES))}")
-            if statuses.setdefault(name := _strip_ansi(test), status) != status:
+            if statuses.setdefault(name := strip_ansi(test), status) != status:
                 raise ValueError(f"test {name!r} is both {statuses[name]} and {status}; one of them would be right")
         return value
-
-    @field_validator("modified_files", "relevant_files", mode="before")
-    @classmethod
-    def _list_or_json_list(cls, value: Any) -> Any:
-        return parse_list(value)
 
     @model_validator(mode="before")
     @classmethod
@@ -190,12 +180,10 @@ class SweRecord(BaseModel):
 
         The keys of an R2E-Gym row are truncated and merged as R2E-Gym does it.
         """
-        pairs = [(_strip_ansi(key), value) for key, value in json.loads(self.expected_output_json).items()]
-        return (
-            dict(pairs)
-            if self.key_mode == "node"
-            else merge_by_name((truncate_name(key), value) for key, value in pairs)
-        )
+        expected = {strip_ansi(key): value for key, value in json.loads(self.expected_output_json).items()}
+        if self.key_mode == "node":
+            return expected
+        return merge_by_name((truncate_name(key), status) for key, status in expected.items())
 
     @property
     def failing(self) -> frozenset[str]:
@@ -230,32 +218,6 @@ def _is_relative_inside(path: str) -> bool:
     """Whether ``path`` is a nonempty relative path without ``..`` and null bytes."""
     parts = PurePosixPath(path).parts
     return bool(parts) and not path.startswith("/") and ".." not in parts and "\0" not in path
-
-
-def _strip_ansi(key: str) -> str:
-    return re.sub(r"\x1b\[[\d;]*m", "", key)
-
-
-def commit_content(old: Mapping[str, str], new: Mapping[str, str], message: str = "") -> str:
-    """``parsed_commit_content`` of a commit that changes the files ``old`` to ``new`` (path -> content)."""
-    diffs: list[dict[str, Any]] = []
-    for path in sorted(set(old) | set(new)):
-        if old.get(path) == new.get(path):
-            continue
-        diffs.append(
-            {
-                "header": {"file": {"path": path}, "misc_line": None},
-                "index_line": None,
-                "is_binary_file": False,
-                "binary_line": None,
-                "minus_file": {"path": f"a/{path}" if path in old else "/dev/null"},
-                "plus_file": {"path": f"b/{path}" if path in new else "/dev/null"},
-                "hunks": [],
-                "old_file_content": old.get(path, ""),
-                "new_file_content": new.get(path, ""),
-            }
-        )
-    return json.dumps({"file_diffs": diffs, "commit_message": message, "metadata": {}})
 
 
 def _gold_of_commit(content: str) -> str:

@@ -47,7 +47,9 @@ async def test_unknown_split_is_one_clear_line(env: MiniEnvironment) -> None:
 
 async def test_a_task_whose_gold_patch_does_not_help_is_refused(context: EnvContext) -> None:
     first, second = (to_record(task) for task in generate("train", 2, seed=0))
-    no_fix = first.model_copy(update={"gold_patch": second.gold.replace(second.modified_files[0], "other.py")})
+    no_fix = first.model_copy(
+        update={"gold_patch": second.gold.replace(next(iter(patched_paths(second.gold))), "other.py")}
+    )
     with pytest.raises(ExceptionGroup) as caught:
         await verify_records(context, [second, no_fix])
     assert caught.group_contains(GradingError, match=f"task {first.id}: its gold patch does not resolve it")

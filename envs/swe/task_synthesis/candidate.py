@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from envs.swe.diff.git_diff import diff_files, is_test_path
-from envs.swe.records import SweRecord, commit_content
+from envs.swe.records import SweRecord
 
 MAX_FILE_BYTES = 1 << 20
 MAX_RECORD_BYTES = 24 << 20
@@ -76,13 +76,8 @@ def make_candidate(change: CodeChange, site_packages: str) -> Candidate:
         repo_name=change.repo,
         task_id=change.task_id,
         commit_hash=change.commit,
-        parsed_commit_content=commit_content(before, after, change.message),
         expected_output_json=json.dumps({PLACEHOLDER: "PASSED"}),
         problem_statement=PLACEHOLDER,
-        modified_files=tuple(sorted(change.fixed)),
-        relevant_files=tuple(sorted(change.fixed)),
-        num_non_test_files=len(change.fixed),
-        num_non_test_lines=sum(map(is_changed_line, gold.split("\n"))),
         files=dict(change.files),
         tests=dict(change.hidden),
         test_command=pytest_command(change.root, change.run),
