@@ -9,6 +9,7 @@ import pytest
 from envs import EnvContext, GradingError, TaskRecordError
 from envs.mini import MiniEnvironment, generate, to_record, verify_records
 from envs.swe import diff_files, grade_patch
+from envs.swe.diff.git_diff import patched_paths
 from tools import ToolCall
 
 pytestmark = pytest.mark.bubblewrap

@@ -14,21 +14,9 @@ from envs.swe.diff.line_diff import hunks
 
 TEST_INFRASTRUCTURE = frozenset(
     {
-        "conftest.py",
-        "pytest.ini",
-        ".pytest.ini",
-        "pytest.toml",
-        ".pytest.toml",
-        "tox.ini",
-        "setup.cfg",
-        "setup.py",
-        "pyproject.toml",
-        "sitecustomize.py",
-        "usercustomize.py",
-        "run_tests.sh",
-        "r2e_tests",
-        ".venv",
-        "site-packages",
+        *("conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "run_tests.sh"),
+        *("setup.cfg", "setup.py", "pyproject.toml", "sitecustomize.py", "usercustomize.py"),
+        *("r2e_tests", ".venv", "site-packages"),
     }
 )
 """Names of files and directories that control how tests are collected, run or reported."""
@@ -80,15 +68,11 @@ class FilePatch:
 @dataclass(frozen=True, slots=True)
 class ScreenedPatch:
     """A patch after screening: ``text`` is the part to grade, which changes ``paths``; ``rejected`` has one line
-    per omitted file.
-
-    ``agent_tests`` are test files of the agent, which are left out too. Writing tests is honest, but a broken test file
-    can prevent the collection of the hidden tests beside it, and hidden tests may use others.
+    per omitted file, except for the agent's tests: writing them is honest, but they can break the hidden tests.
     """
 
     text: str
     rejected: tuple[str, ...]
-    agent_tests: tuple[str, ...] = ()
     paths: frozenset[str] = frozenset()
 
 
@@ -148,9 +132,8 @@ def _reversed(part: FilePatch) -> str:
     start = next((index for index, line in enumerate(lines) if line.startswith("@@ ")), len(lines))
     head = _HEAD.fullmatch("".join(lines[1:start]))
     assert head is not None, "a rebuilt patch has a valid head"
-    return "".join(
-        [_head(part.path, _reversed_mode(head["mode"] or ""), start < len(lines)), *_reversed_hunks(lines[start:])]
-    )
+    mode = _reversed_mode(head["mode"] or "")
+    return "".join([_head(part.path, mode, start < len(lines)), *_reversed_hunks(lines[start:])])
 
 
 def _reversed_mode(mode: str) -> str:
@@ -316,19 +299,16 @@ def screen(patch: Iterable[FilePatch], *, hidden: Collection[str], gold: str = "
     accepted: list[str] = []
     changed: set[str] = set()
     rejected: list[str] = []
-    agent_tests: list[str] = []
     for part in parts:
         paths = sorted(part.paths - allowed)
         reason = "" if part.text in gold_parts and not _is_not_text(part) else part.unusable
         reason = reason or next(filter(None, (_tampering_reason(path, part.is_new, tests) for path in paths)), "")
         if reason:
             rejected.append(f"{part.path}: {reason}, undone")
-        elif any(is_test_path(path) for path in paths):
-            agent_tests.append(part.path)
-        else:
+        elif not any(map(is_test_path, paths)):
             accepted.append(part.text if part.text in gold_parts else part.rebuilt)
             changed |= part.paths
-    return ScreenedPatch("".join(accepted), tuple(rejected), tuple(agent_tests), frozenset(changed))
+    return ScreenedPatch("".join(accepted), tuple(rejected), frozenset(changed))
 
 
 def _is_not_text(part: FilePatch) -> bool:
@@ -337,28 +317,20 @@ def _is_not_text(part: FilePatch) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _HiddenTests:
-    """The hidden tests' paths, indexed so that a path is compared with all of them at once."""
+    """The hidden tests' paths and those above them (``paths``), and the starts of the paths below them (``below``)."""
 
-    paths: frozenset[str]
-    above: frozenset[str]
-    """All directories above a hidden test, without the top directory."""
-    depths: frozenset[int]
-    """The numbers of path components of ``paths``."""
+    paths: Collection[str]
+    below: tuple[str, ...]
 
     @classmethod
     def from_paths(cls, hidden: Collection[str]) -> _HiddenTests:
         paths = [PurePosixPath(path) for path in hidden]
-        return cls(
-            paths=frozenset(map(str, paths)),
-            above=frozenset(str(directory) for path in paths for directory in path.parents if directory.parts),
-            depths=frozenset(len(path.parts) for path in paths),
-        )
+        above = {str(directory) for path in paths for directory in path.parents} - {"."}
+        return cls(above | set(map(str, paths)), tuple(f"{path}/" for path in paths))
 
     def overlaps(self, path: str) -> bool:
         """Whether ``path`` is a hidden test, or a directory above or a path below one."""
-        parts = path.split("/")
-        below = any("/".join(parts[:depth]) in self.paths for depth in self.depths if depth < len(parts))
-        return below or path in self.paths or path in self.above
+        return path in self.paths or path.startswith(self.below)
 
 
 def _tampering_reason(name: str, is_new: bool, tests: _HiddenTests) -> str:

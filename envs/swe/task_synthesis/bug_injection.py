@@ -17,12 +17,12 @@ from envs.swe.task_synthesis.candidate import (
     Candidate,
     CandidateRejected,
     CodeChange,
-    egg_info,
     import_root,
     is_code,
     is_test_module,
     make_candidate,
     pytest_command,
+    with_egg_info,
 )
 from envs.swe.task_synthesis.checkout import Checkout
 from envs.swe.task_synthesis.mutations import Bug, InjectionSite, injection_sites
@@ -120,42 +120,29 @@ class InjectionSource:
         by_function: dict[tuple[str, int, str], list[str]] = defaultdict(list)
         for path in sorted(path for path in self.checkout.files if is_code(path)):
             for site in await asyncio.to_thread(injection_sites, self.checkout.files[path]):
-                self._add_site(path, site, covering, by_function)
+                if site.bugs and (run := covering.get((path, site.bugs[0].function[0]))):
+                    key = f"{path}:{site.line}:{site.column}"
+                    self._sites.setdefault(key, (path, site, tuple(run[:_MODULES_PER_BUG])))
+                    by_function[(path, *site.bugs[0].function)].append(key)
         return _interleave(by_function, rng)
-
-    def _add_site(
-        self,
-        path: str,
-        site: InjectionSite,
-        covering: Mapping[tuple[str, int], Sequence[str]],
-        by_function: dict[tuple[str, int, str], list[str]],
-    ) -> None:
-        if site.bugs and (run := covering.get((path, site.bugs[0].function[0]))):
-            key = f"{path}:{site.line}:{site.column}"
-            self._sites.setdefault(key, (path, site, tuple(run[:_MODULES_PER_BUG])))
-            by_function[(path, *site.bugs[0].function)].append(key)
 
     async def candidate(self, key: str) -> Candidate:
         path, site, run = self._sites[key]
         bug = random.Random(f"{self.seed}/{key}").choice(site.bugs)
-        files = self._visible_files(run) | {path: bug.source}
-        hidden = {test: self.checkout.files[test] for test in run}
         change = CodeChange(
             repo=self.checkout.repo,
             task_id=_task_id(self.checkout, key, bug),
-            files=files,
+            files=self._visible_files(run) | {path: bug.source},
             fixed={path: self.checkout.files[path]},
-            hidden=hidden,
-            run=run,
+            hidden={test: self.checkout.files[test] for test in run},
             commit=self.checkout.commit,
             decoys=[{path: other.source} for other in site.bugs if other is not bug],
-            root=import_root(self.checkout.files),
         )
         return make_candidate(change, await self._install_site_packages())
 
     def _visible_files(self, hidden: Sequence[str]) -> dict[str, str]:
         files = {path: text for path, text in self.checkout.files.items() if path not in hidden}
-        return files | egg_info(files, self.checkout.package, import_root(files))
+        return with_egg_info(files, self.checkout.package)
 
     async def _install_site_packages(self) -> str:
         checkout = self.checkout

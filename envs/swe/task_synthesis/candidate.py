@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from envs.swe.diff.git_diff import diff_files, is_test_path
+from envs.swe.diff.tree_diff import decode_text
 from envs.swe.records import SweRecord
 
 MAX_FILE_BYTES = 1 << 20
@@ -31,9 +32,9 @@ class CodeChange:
     """The source of a candidate.
 
     ``files`` are the agent's initial files, ``fixed`` the changed files after the fix (None: removed), ``hidden`` the
-    hidden tests' files and ``run`` the ones passed to pytest. ``decoys`` are other wrong versions of files in
-    ``fixed``; the tests must fail with them too, otherwise the fix is not unique. ``root`` is added to the import path.
-    An empty ``issue`` is written later.
+    hidden tests' files and ``run`` what pytest runs: by default all test modules among them. ``decoys`` are other wrong
+    versions of files in ``fixed``; the tests must fail with them too, otherwise the fix is not unique. ``root`` is
+    added to the import path; by default it follows from the files. An empty ``issue`` is written later.
     """
 
     repo: str
@@ -41,11 +42,11 @@ class CodeChange:
     files: Mapping[str, str]
     fixed: Mapping[str, str | None]
     hidden: Mapping[str, str]
-    run: Sequence[str]
+    run: Sequence[str] = ()
     commit: str = ""
     message: str = ""
     decoys: Sequence[Mapping[str, str]] = ()
-    root: str = "."
+    root: str = ""
     issue: str = ""
 
 
@@ -67,6 +68,9 @@ def make_candidate(change: CodeChange, site_packages: str) -> Candidate:
     size = sum(map(len, change.files.values())) + sum(map(len, change.hidden.values()))
     if size > MAX_RECORD_BYTES:
         raise CandidateRejected("repository too large", f"{size >> 20} MiB of text")
+    run = change.run or sorted(filter(is_test_module, change.hidden))
+    if not run:
+        raise CandidateRejected("changes no test")
     before = {path: change.files[path] for path in change.fixed if path in change.files}
     after = {path: text for path, text in change.fixed.items() if text is not None}
     gold = diff_files(before, after)
@@ -80,7 +84,7 @@ def make_candidate(change: CodeChange, site_packages: str) -> Candidate:
         problem_statement=PLACEHOLDER,
         files=dict(change.files),
         tests=dict(change.hidden),
-        test_command=pytest_command(change.root, change.run),
+        test_command=pytest_command(change.root or import_root(change.files), run),
         gold_patch=gold,
         site_packages=site_packages,
     )
@@ -98,11 +102,11 @@ def import_root(files: Mapping[str, str]) -> str:
     return "src:." if any(path.startswith("src/") and path.endswith(".py") for path in files) else "."
 
 
-def egg_info(files: Mapping[str, str], name: str, root: str, version: str = "0.0.0") -> dict[str, str]:
-    """The metadata files of an editable installation, from which code reads its own version."""
-    directory = "src/" if root.startswith("src") else ""
+def with_egg_info(files: Mapping[str, str], name: str, version: str = "0.0.0") -> dict[str, str]:
+    """The files with the metadata of an editable installation, from which code reads its own version."""
+    directory = "src/" if import_root(files).startswith("src") else ""
     path = f"{directory}{name.replace('-', '_')}.egg-info/PKG-INFO"
-    return {} if path in files else {path: f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"}
+    return {path: f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n", **files}
 
 
 def is_changed_line(line: str) -> bool:
@@ -113,10 +117,9 @@ def is_changed_line(line: str) -> bool:
 def is_test_module(path: str) -> bool:
     """Whether the file's name marks it as a test module that pytest can collect by path."""
     name = PurePosixPath(path).name
-    has_test_name = (
-        name.startswith("test_") or name.endswith(("_test.py", "_tests.py")) or name in ("tests.py", "test.py")
-    )
-    return path.endswith(".py") and (has_test_name or (is_test_path(path) and name.startswith("test")))
+    if name.startswith("test"):
+        return name.endswith(".py") and (is_test_path(path) or name in ("tests.py", "test.py"))
+    return name.endswith(("_test.py", "_tests.py"))
 
 
 def is_code(path: str) -> bool:
@@ -128,14 +131,9 @@ def is_code(path: str) -> bool:
     return top not in ("doc", "docs", "example", "examples", "benchmarks", "scripts") and not top.startswith(".")
 
 
-def decode_text(data: bytes) -> str | None:
+def record_text(data: bytes) -> str | None:
     """The text of a file, or None if a record cannot contain it: binary, too large, or a Git LFS pointer."""
-    if len(data) > MAX_FILE_BYTES or b"\0" in data or is_lfs_pointer(data):
-        return None
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        return None
+    return None if len(data) > MAX_FILE_BYTES or is_lfs_pointer(data) else decode_text(data)
 
 
 def is_lfs_pointer(data: bytes) -> bool:

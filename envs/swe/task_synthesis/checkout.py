@@ -14,8 +14,8 @@ from envs.swe.task_synthesis.candidate import (
     MAX_FILE_BYTES,
     MAX_RECORD_BYTES,
     CandidateRejected,
-    decode_text,
     is_lfs_pointer,
+    record_text,
 )
 from envs.swe.task_synthesis.git import LINK, SUBMODULE, TreeEntry, open_git
 from envs.swe.task_synthesis.requirements import project_name
@@ -95,7 +95,7 @@ def read_release(path: Path) -> Checkout:
 
 def text_files(contents: Mapping[str, bytes]) -> dict[str, str]:
     """The files that a record can contain, without binary files and LFS pointers."""
-    texts = {path: decode_text(data) for path, data in contents.items()}
+    texts = {path: record_text(data) for path, data in contents.items()}
     return {path: text for path, text in texts.items() if text is not None}
 
 
@@ -106,7 +106,7 @@ def count_omitted(tree: Mapping[str, TreeEntry], contents: Mapping[str, bytes]) 
         "links": sum(node.mode == LINK for node in tree.values()),
         "large files": sum(node.mode.startswith("100") for node in tree.values()) - len(contents),
         "files in LFS": sum(map(is_lfs_pointer, contents.values())),
-        "binary files": sum(decode_text(data) is None and not is_lfs_pointer(data) for data in contents.values()),
+        "binary files": sum(record_text(data) is None and not is_lfs_pointer(data) for data in contents.values()),
     }
     return {kind: count for kind, count in kinds.items() if count}
 
@@ -138,7 +138,7 @@ def _text_files(top: Path) -> Iterator[tuple[str, str]]:
         for path in (Path(parent, name) for name in sorted(names)):
             if path.is_symlink() or not path.is_file() or path.stat().st_size > MAX_FILE_BYTES:
                 continue
-            text = decode_text(path.read_bytes())
+            text = record_text(path.read_bytes())
             total += len(text or "")
             if total > MAX_RECORD_BYTES:
                 raise CandidateRejected("repository too large", f"more than {total >> 20} MiB of text")

@@ -10,13 +10,12 @@ from envs.swe.task_synthesis.candidate import (
     Candidate,
     CandidateRejected,
     CodeChange,
-    decode_text,
-    egg_info,
-    import_root,
     is_code,
     is_lfs_pointer,
     is_test_module,
     make_candidate,
+    record_text,
+    with_egg_info,
 )
 from envs.swe.task_synthesis.checkout import count_omitted, text_files
 from envs.swe.task_synthesis.git import LINK, SUBMODULE, Commit, FileChange, Git
@@ -63,17 +62,14 @@ class CommitSource:
         fixed = {change.path: text for change, text in zip(code, await self._texts_after(code), strict=True)}
         hidden = {change.path: text for change, text in zip(tests, await self._texts_after(tests), strict=True) if text}
         name = project_name(files) or self.repo
-        root = import_root(files)
         change = CodeChange(
             repo=self.repo,
             task_id=f"{self.repo}-{commit.hash[:12]}",
-            files=files | egg_info(files, name, root),
+            files=with_egg_info(files, name),
             fixed=fixed,
             hidden=hidden,
-            run=sorted(filter(is_test_module, hidden)),
             commit=commit.hash,
             message=commit.message,
-            root=root,
         )
         return make_candidate(change, await self.site_packages.install(requirements_of({**files, **hidden}, name)))
 
@@ -108,7 +104,7 @@ def _new_text(change: FileChange, blobs: Mapping[str, bytes]) -> str | None:
     data = blobs[change.new]
     if is_lfs_pointer(data):
         raise CandidateRejected("changes a file in LFS", change.path)
-    text = decode_text(data)
+    text = record_text(data)
     if text is None:
         raise CandidateRejected("changes a binary file", change.path)
     return text
