@@ -14,7 +14,6 @@ from pathlib import Path
 
 from envs import EnvContext
 from envs.swe import SweRecord, diff_files, read_jsonl
-from envs.swe.adjudication import ControlRuns
 from envs.swe.diff.git_diff import split_patch
 from envs.swe.grading import grade_changes
 from sandbox import SandboxSpec
@@ -24,10 +23,10 @@ from sandbox.factory import open_backend
 async def measure(context: EnvContext, record: SweRecord, root: Path, repeats: int) -> list[float]:
     """The ratios of a task's gradings. The first one, which reads the hidden tests, counts too."""
     parts = list(split_patch(record.gold + diff_files({}, {"agent_notes.txt": "done\n"})))
-    control_runs = ControlRuns()
+    controls = {}
     ratios = []
     for _ in range(repeats):
-        grade = await grade_changes(context, record, parts, site_root=root, control_runs=control_runs)
+        grade = await grade_changes(context, record, parts, site_root=root, controls=controls)
         assert grade.resolved, grade.suspected_hack
         ratios.append(grade.seconds / (grade.seconds - grade.mutant_seconds))
     return ratios

@@ -11,7 +11,7 @@ from pathlib import Path
 from envs.context import EnvContext
 from envs.rows import select_split
 from envs.scaffold import Scaffold
-from envs.swe.adjudication import ControlRuns
+from envs.swe.adjudication import Controls
 from envs.swe.audit import audit_record
 from envs.swe.episode import SweEpisode, start_episode
 from envs.swe.records import SweRecord, parse_record
@@ -50,7 +50,7 @@ class SweEnvironment:
     skip_broken: bool = False
     _sources: dict[str, Records] = field(default_factory=dict, init=False)
     _repositories: RepositoryCache = field(default_factory=RepositoryCache, init=False)
-    _controls: ControlRuns = field(default_factory=ControlRuns, init=False)
+    _controls: Controls = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         if self.path is None:
@@ -83,7 +83,7 @@ class SweEnvironment:
             self._record(task),
             site_root=self._site_root,
             repositories=self._repositories,
-            control_runs=self._controls,
+            controls=self._controls,
         )
 
     def gold(self, task: Task) -> str:

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from envs.context import EnvContext
-from envs.swe.adjudication import ControlRuns
+from envs.swe.adjudication import Controls
 from envs.swe.diff.git_diff import FilePatch
 from envs.swe.diff.snapshot import SKIPPED_NAMES, BaseSnapshot, read_blobs
 from envs.swe.diff.tree_diff import changed_paths, file_patches, required_blobs
@@ -43,7 +43,7 @@ class SweEpisode:
     messages: Sequence[Message]
     tools: ToolSet
     site_root: Path | None = None
-    control_runs: ControlRuns | None = None
+    controls: Controls | None = None
 
     async def patch(self) -> str:
         """The agent's changes so far, as a git diff. Raises ``PatchError`` if the agent broke its repository."""
@@ -59,7 +59,7 @@ class SweEpisode:
     async def _grade(self, changes: Sequence[FilePatch]) -> Grade:
         try:
             return await grade_changes(
-                self.context, self.record, changes, site_root=self.site_root, control_runs=self.control_runs
+                self.context, self.record, changes, site_root=self.site_root, controls=self.controls
             )
         except SandboxDiskFullError:
             await self._changes()  # raises PatchError if the agent's sandbox filled the disk
@@ -111,16 +111,16 @@ async def start_episode(
     *,
     site_root: Path | None = None,
     repositories: RepositoryCache | None = None,
-    control_runs: ControlRuns | None = None,
+    controls: Controls | None = None,
 ) -> AsyncIterator[SweEpisode]:
     """Start the record's task; leaving the context closes its sandbox.
 
     ``site_root`` is the directory that the record's ``site_packages`` is relative to. ``repositories`` caches the git
-    directories of local records between episodes, ``control_runs`` the gold patches' runs.
+    directories of local records between episodes, ``controls`` the gold patches' runs.
     """
     spec = context.for_agent(sandbox_spec(context, record, site_root))
     async with agent_sandbox(context, record, spec, repositories) as (sandbox, listing):
         scaffold = context.scaffold
         tools = scaffold.tools(sandbox, style=context.tool_style, timeout=context.tool_timeout)
         messages = scaffold.initial_messages(record.problem_statement, record.workdir, context.tool_style)
-        yield SweEpisode(context, record, sandbox, listing, messages, tools, site_root, control_runs)
+        yield SweEpisode(context, record, sandbox, listing, messages, tools, site_root, controls)

@@ -297,6 +297,7 @@ class LineUp:
     """Test files with variants in the place of tests. ``right`` and ``wrong`` are names of variants by the test.
 
     ``fixed`` are those of the tests that fail before the fix. ``places`` are where the variants of a test differ.
+    ``strong`` are the tests whose variants differ in a literal: of the others, the form tells the right variant.
     """
 
     files: Mapping[str, bytes]
@@ -304,6 +305,7 @@ class LineUp:
     wrong: Mapping[str, Sequence[str]]
     fixed: frozenset[str]
     places: Mapping[str, Collection[Place]]
+    strong: frozenset[str]
 
     def unusable(self, deviations: Mapping[str, str]) -> frozenset[Place]:
         """The places to leave out of line-ups after a correct patch deviated: those of the variants, or the test.
@@ -366,7 +368,11 @@ def draw_line_up(
     drawn = _Drawing(random, visible)
     texts = {file.path: drawn.file(file, functions, chosen) for file in parsed}
     fixed_keys = frozenset(function.key for function in first) & drawn.right.keys()
-    return LineUp(texts, drawn.right, drawn.wrong, fixed_keys, drawn.places) if drawn.right else None
+    return (
+        LineUp(texts, drawn.right, drawn.wrong, fixed_keys, drawn.places, frozenset(drawn.strong))
+        if drawn.right
+        else None
+    )
 
 
 def _without(function: TestFunction, excluded: Collection[Place]) -> TestFunction:
@@ -403,6 +409,7 @@ class _Drawing:
         self.right: dict[str, str] = {}
         self.wrong: dict[str, list[str]] = {}
         self.places: dict[str, frozenset[Place]] = {}
+        self.strong: set[str] = set()
 
     def file(self, file: TestFile, functions: Mapping[str, TestFunction], sizes: Mapping[str, int]) -> bytes:
         """The content of ``file`` with variants of the tests in ``sizes``, and without its other tests."""
@@ -425,6 +432,8 @@ class _Drawing:
         names = [f"{function.own_name}_{token}_{number}" for number in range(len(edits))]
         self._random.shuffle(names)
         self.places[function.key] = frozenset((function.key, site.start) for edit in edits for site, _ in edit)
+        if edits[0][0][0].rank == 2:
+            self.strong.add(function.key)
         self.right[function.key], *self.wrong[function.key] = names
         variants = []
         for name, replaced in sorted(zip(names, edits, strict=True)):

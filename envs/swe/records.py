@@ -15,7 +15,7 @@ import re
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
@@ -30,6 +30,7 @@ from envs.types import TaskRecordError
 STATUSES = frozenset({"PASSED", "FAILED", "ERROR", "SKIPPED", "XFAIL", "XPASS"})
 R2E_TEST_COMMAND = "bash run_tests.sh"
 WORKDIR = "/testbed"
+Verifiability = Literal["", "no", "weak", "yes"]
 SYSTEM_DIRS = frozenset(
     {
         *("bin", "boot", "dev", "etc", "home", "lib", "lib32", "lib64", "libx32"),
@@ -50,6 +51,8 @@ class SweRecord(BaseModel):
     - ``calls``: hidden tests by key. If there are any, only they run.
     - ``site_packages``: a directory of Python packages for the sandbox, relative to the record's file.
     - ``verified``: a run confirmed that the gold patch resolves the task and the empty patch does not.
+    - ``verifiable``: whether the negative control can verify a success; "weak" if only truth values of the tests that
+      fail before the fix are asserted, empty if it is unknown.
     - ``swebench``: the grading of SWE-bench-like rows (:mod:`envs.swe.datasets`), which a script in the image runs.
       Their expected output has PASSED for every test in FAIL_TO_PASS and PASS_TO_PASS.
     - ``bug_patch``: a git diff that breaks the image's correct repository at the start of each sandbox.
@@ -74,6 +77,7 @@ class SweRecord(BaseModel):
     gold_patch: str = ""
     site_packages: str = ""
     verified: bool = False
+    verifiable: Verifiability = ""
     swebench: SwebenchSpec | None = None
     bug_patch: str = ""
     workdir: str = WORKDIR
@@ -158,6 +162,11 @@ class SweRecord(BaseModel):
     def is_local(self) -> bool:
         """Whether the record contains its repository."""
         return bool(self.files)
+
+    @property
+    def verifiability(self) -> Verifiability:
+        """``verifiable``; tests that are calls need no negative control."""
+        return "yes" if self.calls else self.verifiable
 
     @property
     def hidden(self) -> frozenset[str]:

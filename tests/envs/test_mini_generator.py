@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from envs.mini import FAMILIES, HELDOUT_FAMILIES, MiniTask, generate, initial_messages, to_record
