@@ -1,7 +1,7 @@
 """Software-engineering tasks: records, episodes in a sandbox, and grading with hidden tests."""
 
 from envs.swe.diff.git_diff import diff_files
-from envs.swe.environment import SweEnvironment
+from envs.swe.environment import SweEnvironment, unverifiable_counts
 from envs.swe.episode import PatchError, SweEpisode, start_episode
 from envs.swe.grading import grade_patch, verify_record
 from envs.swe.pytest_log import TestVerdict, judge_pytest_log, parse_summary
@@ -24,6 +24,7 @@ __all__ = [
     "read_jsonl",
     "read_records",
     "start_episode",
+    "unverifiable_counts",
     "verify_record",
     "write_jsonl",
 ]

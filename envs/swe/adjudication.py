@@ -176,7 +176,7 @@ class Case:
                 return own
             if line_up.fixed - gold:
                 return []
-        if not self.record.verifiability:
+        if not self.record.verifiable:
             _log.warning("%s: a success that no line-up of its tests can verify", self._name)
         return []
 
@@ -196,7 +196,7 @@ class Case:
 
     async def draw_line_up(self, random: Random) -> LineUp | None:
         """A random line-up of the hidden tests, or None if none of them can be verified."""
-        if self.record.verifiability == "no" or self.record.calls:  # whose expected values never enter a sandbox
+        if self.record.verifiable == "no" or self.record.calls:  # whose expected values never enter a sandbox
             return None
         async with self.control.lock:
             if self.control.hidden is None:

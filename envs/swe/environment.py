@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
@@ -125,9 +126,19 @@ class SweEnvironment:
             if read.with_images:
                 count = f"{read.with_images} of {len(read.records)} rows"
                 _log.warning("%s: %s have images (image_assets): the agent sees only their text", source, count)
+            if unverifiable := unverifiable_counts(record.verifiable for record in read.records):
+                _log.warning("%s: %s", source, unverifiable)
             self._sources[source] = read
         return self._sources[source].records
 
     def _split(self, split: str) -> Sequence[SweRecord]:
         data_set = is_data_set(self._source)
         return select_split(self._source, split, self.heldout, self._records, is_data_set=data_set)
+
+
+def unverifiable_counts(marks: Iterable[str]) -> str:
+    """How many tasks have successes that the negative control cannot verify well, by the records' ``verifiable``."""
+    counts = Counter(marks)
+    reasons = {"no": "cannot be verified", "weak": "are verified weakly", "": "may be unverifiable (run the doctor)"}
+    listed = [f"of {counts[mark]} {reason}" for mark, reason in reasons.items() if counts[mark]]
+    return f"of {counts.total()} tasks, the successes {', '.join(listed)}" if listed else ""

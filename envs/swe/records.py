@@ -52,7 +52,7 @@ class SweRecord(BaseModel):
     - ``site_packages``: a directory of Python packages for the sandbox, relative to the record's file.
     - ``verified``: a run confirmed that the gold patch resolves the task and the empty patch does not.
     - ``verifiable``: whether the negative control can verify a success; "weak" if only truth values of the tests that
-      fail before the fix are asserted, empty if it is unknown.
+      fail before the fix are asserted, empty if it is unknown. Tests that are calls need no negative control.
     - ``swebench``: the grading of SWE-bench-like rows (:mod:`envs.swe.datasets`), which a script in the image runs.
       Their expected output has PASSED for every test in FAIL_TO_PASS and PASS_TO_PASS.
     - ``bug_patch``: a git diff that breaks the image's correct repository at the start of each sandbox.
@@ -104,7 +104,8 @@ class SweRecord(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _convert_row(cls, value: Any) -> Any:
-        return normalize(value) if isinstance(value, Mapping) else value
+        row = normalize(value) if isinstance(value, Mapping) else value
+        return {"verifiable": "yes", **row} if isinstance(row, dict) and row.get("calls") else row
 
     @field_validator("files", "tests")
     @classmethod
@@ -162,11 +163,6 @@ class SweRecord(BaseModel):
     def is_local(self) -> bool:
         """Whether the record contains its repository."""
         return bool(self.files)
-
-    @property
-    def verifiability(self) -> Verifiability:
-        """``verifiable``; tests that are calls need no negative control."""
-        return "yes" if self.calls else self.verifiable
 
     @property
     def hidden(self) -> frozenset[str]:

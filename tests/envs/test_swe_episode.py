@@ -108,6 +108,18 @@ async def test_a_success_costs_one_run_of_its_tests_more(record: SweRecord, tmp_
     assert 0.0 < grade.mutant_seconds < grade.seconds
 
 
+async def test_success_of_a_task_that_cannot_be_verified_starts_no_further_sandbox(
+    record: SweRecord, tmp_path: Path
+) -> None:
+    honest = list(split_patch(edit(record, calc__py="def add(a, b): return b + a\ndef double(a): return 2 * a\n")))
+    backend = Counting(run_id="once", base=tmp_path)
+    try:
+        grade = await grade_changes(EnvContext(backend), record.model_copy(update={"verifiable": "no"}), honest)
+    finally:
+        await backend.close()
+    assert (backend.started, grade.reward) == (1, 1.0)
+
+
 async def test_failing_control_run_raises_a_grading_error(context: EnvContext, record: SweRecord) -> None:
     hanging = record.model_copy(update={"test_command": "sleep 60"})
     short = dataclasses.replace(context, grade_timeout=1.0)

@@ -62,6 +62,12 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     assert read_jsonl(tmp_path / "deep" / "tasks.jsonl") == records
 
 
+def test_calls_need_no_negative_control() -> None:
+    calls = {"a": {"module": "a", "call": "f()", "result": "1"}}
+    assert SweRecord.model_validate({**LOCAL, "calls": calls}).verifiable == "yes"
+    assert SweRecord.model_validate(LOCAL).verifiable == ""
+
+
 def test_a_write_that_breaks_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "tasks.jsonl"
     write_jsonl(path, [SweRecord.model_validate(LOCAL)])
