@@ -12,7 +12,7 @@ from pathlib import Path
 
 from envs.context import EnvContext
 from envs.swe.repositories import WORKDIR, workdir_files
-from envs.swe.sandboxes import SITE_PACKAGES
+from envs.swe.sandboxes import with_site_packages
 from envs.swe.task_synthesis.candidate import (
     Candidate,
     CandidateRejected,
@@ -29,7 +29,7 @@ from envs.swe.task_synthesis.mutations import Bug, InjectionSite, injection_site
 from envs.swe.task_synthesis.requirements import requirements_of
 from envs.swe.task_synthesis.site_packages import SitePackages
 from envs.swe.task_synthesis.validation import USAGE, without_addopts
-from sandbox import SandboxError, SandboxFileError, SandboxSpec
+from sandbox import SandboxError, SandboxFileError
 
 _MAX_MODULES = 24
 """Test modules to trace. The others stay in the repository, visible to the agent."""
@@ -167,8 +167,10 @@ class InjectionSource:
         )
         script = f"export PYTHONPATH=/tmp:$PYTHONPATH AGENT_RL_TRACE={_TRACE_PATH}; {command}"
         seconds = _MODULE_TIMEOUT_S * len(modules)
+        env = {**self.context.limits.env, "PYTHONDONTWRITEBYTECODE": "1"}
+        spec = with_site_packages(replace(self.context.limits, workdir=WORKDIR, env=env), self.directory / site)
         try:
-            async with self.context.sandbox(site_packages_spec(self.context, self.directory / site)) as sandbox:
+            async with self.context.sandbox(spec) as sandbox:
                 await sandbox.write_files({**workdir_files(files), "/tmp/agent_rl_tracer.py": _TRACER.encode()})
                 result = await sandbox.exec(script, timeout=seconds, cwd=WORKDIR)
                 if result.exit_code == USAGE:
@@ -176,14 +178,6 @@ class InjectionSource:
                 return _parse_trace(await sandbox.read_file(_TRACE_PATH, max_bytes=_MAX_TRACE_BYTES))
         except (SandboxFileError, SandboxError):
             return []
-
-
-def site_packages_spec(context: EnvContext, site: Path) -> SandboxSpec:
-    """The spec of a sandbox that imports from the directory ``site``."""
-    env = {**context.limits.env, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": SITE_PACKAGES}
-    return replace(
-        context.limits, workdir=WORKDIR, env=env, ro_binds={**context.limits.ro_binds, str(site): SITE_PACKAGES}
-    )
 
 
 def _parse_trace(trace: bytes) -> list[_ModuleTrace]:

@@ -68,7 +68,7 @@ def _read_plain(path: Path) -> Checkout:
         return read_release(path)
     if not path.is_dir():
         raise EnvsError(f"{path}: right would be a directory with a repository, or a source release (.tar.gz)")
-    return Checkout(repository_name(path), dict(_text_files(path)))
+    return Checkout(repository_name(path), text_files(dict(_small_files(path))))
 
 
 def repository_name(path: Path) -> str:
@@ -130,17 +130,14 @@ def _is_metadata(parts: tuple[str, ...]) -> bool:
     return parts[-1] == "PKG-INFO" or any(part.startswith(".") or part.endswith(".egg-info") for part in parts)
 
 
-def _text_files(top: Path) -> Iterator[tuple[str, str]]:
-    """The text files below a directory. Does not follow links."""
+def _small_files(top: Path) -> Iterator[tuple[str, bytes]]:
+    """The files below a directory up to 1 MiB each. Does not follow links."""
     total = 0
     for parent, directories, names in os.walk(top):
         directories[:] = sorted(set(directories) - _SKIPPED)
         for path in (Path(parent, name) for name in sorted(names)):
             if path.is_symlink() or not path.is_file() or path.stat().st_size > MAX_FILE_BYTES:
                 continue
-            text = record_text(path.read_bytes())
-            total += len(text or "")
-            if total > MAX_RECORD_BYTES:
-                raise CandidateRejected("repository too large", f"more than {total >> 20} MiB of text")
-            if text is not None:
-                yield path.relative_to(top).as_posix(), text
+            yield path.relative_to(top).as_posix(), (data := path.read_bytes())
+            if (total := total + len(data)) > 2 * MAX_RECORD_BYTES:
+                raise CandidateRejected("repository too large", f"more than {total >> 20} MiB")
