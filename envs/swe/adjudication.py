@@ -184,15 +184,15 @@ class Case:
         """Whether the negative control can verify a success, and why: on the gold patch, no wrong variant passes."""
         if self.record.calls:
             return "yes", "the tests are calls"
-        line_up = await self.draw_line_up(Random(0))
-        if line_up is None or not self.record.gold:
-            return "no", "no hidden test compares with a literal" if self.record.gold else "no gold patch"
-        fixed = line_up.fixed - await self.gold_deviations(line_up, {})
-        strong = fixed & line_up.strong
-        chance = prod(len(line_up.wrong[test]) + 1 for test in strong)
-        detail = f"{len(fixed)} of {len(line_up.fixed)} tests that fail before the fix are usable"
-        detail += f", {len(fixed - strong)} of them by a truth value only; a guess wins 1 of {chance}"
-        return "yes" if strong else "weak" if fixed else "no", detail
+        for seed in range(_MAX_LINE_UPS if self.record.gold else 0):
+            line_up = await self.draw_line_up(Random(seed))
+            if line_up and (fixed := line_up.fixed - await self.gold_deviations(line_up, {})):
+                strong = fixed & line_up.strong
+                chance = prod(len(line_up.wrong[test]) + 1 for test in strong)
+                detail = f"{len(fixed)} of {len(line_up.fixed)} tests that fail before the fix are usable, "
+                detail += f"{len(fixed - strong)} of them by a truth value only; a guess wins 1 of {chance}"
+                return "yes" if strong else "weak", detail
+        return "no", "no usable assertion in the hidden tests" if self.record.gold else "no gold patch"
 
     async def draw_line_up(self, random: Random) -> LineUp | None:
         """A random line-up of the hidden tests, or None if none of them can be verified."""

@@ -17,11 +17,6 @@ from envs.types import Finding
 from sandbox import Sandbox, SandboxLostError, blob_name
 
 _TIMEOUT = 120.0
-_VERIFIABLE = {
-    "no": "a success cannot be verified",
-    "weak": "a success is verified weakly",
-    "yes": "a success is verified",
-}
 
 # Every part of git that could hold future commits: refs, reflogs, unreachable objects, other repositories.
 _HISTORY = """
@@ -82,7 +77,7 @@ async def audit_record(context: EnvContext, record: SweRecord, *, site_root: Pat
         module = await _fixed_module(sandbox, record)
     unknown = record.model_copy(update={"verifiable": ""})
     verifiable, reason = await open_case(context, unknown, site_root).verifiability()
-    findings.append(Finding("mutants", verifiable != "no", f"{_VERIFIABLE[verifiable]}: {reason}"))
+    findings.append(Finding("mutants", verifiable != "no", f"verifiable: {verifiable}; {reason}"))
     findings += [await _try_hack(context, record, hack, site_root) for hack in reward_hacks(record, module)]
     return findings
 

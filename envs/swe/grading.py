@@ -78,9 +78,7 @@ async def grade_changes(
 async def verify_record(context: EnvContext, record: SweRecord, *, site_root: Path | None = None) -> SweRecord:
     """Return the record marked ``verified`` if its gold patch resolves it and the empty patch does not.
 
-    The mark ``verifiable`` tells whether the negative control can verify a success.
-
-    Raises ``GradingError`` otherwise.
+    ``verifiable`` is marked too. Raises ``GradingError`` otherwise.
     """
     unverified = record.model_copy(update={"verified": False})
     gold = (await open_case(context, unverified, site_root).adjudicate(record.gold)).verdict

@@ -253,19 +253,12 @@ def write_jsonl(path: Path | str, records: Iterable[SweRecord]) -> int:
     """Write the records, one per line, and return their number. A killed write leaves the old file unchanged."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    count = 0
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as out:
-            for record in records:
-                out.write(record.model_dump_json() + "\n")
-                count += 1
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as directory:
+        with open(Path(directory, "new"), "w", encoding="utf-8") as out:
+            count = sum(1 for record in records if out.write(record.model_dump_json() + "\n"))
             out.flush()
             os.fsync(out.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+        os.replace(out.name, path)
     return count
 
 

@@ -7,7 +7,8 @@ import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from itertools import groupby, islice
+from operator import itemgetter
 from pathlib import PurePosixPath
 
 from envs.swe.diff.line_diff import hunks
@@ -39,6 +40,7 @@ _HEAD = re.compile(
     r"(?:--- (?P<before>[^\n]+)\n\+\+\+ (?P<after>[^\n]+)\n)?"
 )
 _OPPOSITE = {"": "", "new": "deleted", "deleted": "new"}
+_SIGNS = {"+": "-", "-": "+"}
 _HUNK_RANGES = re.compile(r"@@ -(\S+) \+(\S+) @@")
 _HUNK = re.compile(r"@@ -[0-9]{1,9}(?:,([0-9]{1,9}))? \+[0-9]{1,9}(?:,([0-9]{1,9}))? @@")
 _QUOTED = r'"(?:[^"\\\x00-\x1f\x7f-\U0010ffff]|\\(?:[abtnvfr"\\]|[0-3][0-7]{2}))*"'
@@ -133,7 +135,7 @@ def _reversed(part: FilePatch) -> str:
     head = _HEAD.fullmatch("".join(lines[1:start]))
     assert head is not None, "a rebuilt patch has a valid head"
     mode = _reversed_mode(head["mode"] or "")
-    return "".join([_head(part.path, mode, start < len(lines)), *_reversed_hunks(lines[start:])])
+    return "".join([_head(part.path, mode, start < len(lines)), *_reversed_hunks("".join(lines[start:]))])
 
 
 def _reversed_mode(mode: str) -> str:
@@ -145,22 +147,14 @@ def _reversed_mode(mode: str) -> str:
     return f"{_OPPOSITE[kind]}{space}{rest}"
 
 
-def _reversed_hunks(lines: Iterable[str]) -> Iterator[str]:
+def _reversed_hunks(lines: str) -> Iterator[str]:
     """The inverse hunks. Each run of changed lines has its removed lines before its added lines."""
-    removed: list[str] = []
-    added: list[str] = []
-    last = removed
-    for line in lines:
-        if line[0] in "+-":
-            last = removed if line[0] == "+" else added
-            last.append(f"{'-' if line[0] == '+' else '+'}{line[1:]}")
-        elif line[0] == "\\" and (removed or added):
-            last.append(line)
+    with_marks = re.split(r"(?<=\n)(?!\\)", lines)  # a line with its mark of a missing newline, which begins with "\"
+    for is_change, run in groupby(with_marks, key=lambda line: line[:1] in _SIGNS):
+        if is_change:
+            yield from sorted((f"{_SIGNS[line[0]]}{line[1:]}" for line in run), key=itemgetter(0), reverse=True)
         else:
-            yield from (*removed, *added)
-            removed, added = [], []
-            yield _HUNK_RANGES.sub(r"@@ -\2 +\1 @@", line) if line.startswith("@@ ") else line
-    yield from (*removed, *added)
+            yield from (_HUNK_RANGES.sub(r"@@ -\2 +\1 @@", line) if line.startswith("@@ ") else line for line in run)
 
 
 def split_patch(patch: str) -> Iterator[FilePatch]:
@@ -202,9 +196,7 @@ def _names_are_consistent(head: re.Match[str], path: str, has_hunks: bool) -> bo
     """Whether the ``---`` and ``+++`` lines match the header, or are absent in a patch without hunks."""
     if not has_hunks:
         return head["before"] is None
-    before = "/dev/null" if head["new"] else f"a/{path}"
-    after = "/dev/null" if head["deleted"] else f"b/{path}"
-    return (_unquoted(head["before"] or ""), _unquoted(head["after"] or "")) == (before, after)
+    return (_unquoted(head["before"] or ""), _unquoted(head["after"] or "")) == _sides(path, head["mode"] or "")
 
 
 def _head(path: str, mode: str, has_hunks: bool) -> str:
@@ -212,9 +204,14 @@ def _head(path: str, mode: str, has_hunks: bool) -> str:
     header = f"diff --git a/{path} b/{path}\n{mode}"
     if not has_hunks:
         return header
-    before = "/dev/null" if mode.startswith("new file") else f"a/{path}"
-    after = "/dev/null" if mode.startswith("deleted") else f"b/{path}"
+    before, after = _sides(path, mode)
     return f"{header}--- {before}\n+++ {after}\n"
+
+
+def _sides(path: str, mode: str) -> tuple[str, str]:
+    """The names in the ``---`` and ``+++`` lines."""
+    before = "/dev/null" if mode.startswith("new") else f"a/{path}"
+    return before, "/dev/null" if mode.startswith("deleted") else f"b/{path}"
 
 
 def _rebuild_hunks(lines: list[str]) -> list[str] | None:

@@ -13,18 +13,9 @@ from pathlib import Path
 from envs.context import EnvContext
 from envs.swe.repositories import WORKDIR, workdir_files
 from envs.swe.sandboxes import with_site_packages
-from envs.swe.task_synthesis.candidate import (
-    Candidate,
-    CandidateRejected,
-    CodeChange,
-    import_root,
-    is_code,
-    is_test_module,
-    make_candidate,
-    pytest_command,
-    with_egg_info,
-)
+from envs.swe.task_synthesis.candidate import Candidate, CandidateRejected, CodeChange, make_candidate, pytest_command
 from envs.swe.task_synthesis.checkout import Checkout
+from envs.swe.task_synthesis.files import import_root, is_code, is_test_module, with_egg_info
 from envs.swe.task_synthesis.mutations import Bug, InjectionSite, injection_sites
 from envs.swe.task_synthesis.requirements import requirements_of
 from envs.swe.task_synthesis.site_packages import SitePackages
@@ -47,43 +38,35 @@ _ModuleTrace = tuple[float, str, list[tuple[str, int]]]
 # that hangs loses only itself and the modules after it.
 _TRACER = """
 import json, os, sys, threading, time
-
 import pytest
-
 HERE = os.getcwd() + os.sep
 modules, calls = {}, set()
-
-
 def note(frame, event, argument):
     if event == "call":
         calls.add(frame.f_code)
-
-
+def profile(function):
+    sys.setprofile(function)
+    threading.setprofile(function)
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_protocol(item, nextitem):
     calls.clear()
     item.agent_rl_failed = False
     began = time.monotonic()
-    sys.setprofile(note)
-    threading.setprofile(note)
+    profile(note)
     yield
-    sys.setprofile(None)
-    threading.setprofile(None)
+    profile(None)
     module = item.nodeid.partition("::")[0]
-    seconds, found = modules.setdefault(module, [0.0, set()])
-    modules[module][0] = seconds + time.monotonic() - began
+    row = modules.setdefault(module, [0.0, set()])
+    row[0] += time.monotonic() - began
     if not item.agent_rl_failed:
         places = {(code.co_filename, code.co_firstlineno) for code in calls}
-        found.update((name[len(HERE):], line) for name, line in places if name.startswith(HERE))
+        row[1].update((name[len(HERE):], line) for name, line in places if name.startswith(HERE))
     if nextitem is None or nextitem.nodeid.partition("::")[0] != module:
         with open(os.environ["AGENT_RL_TRACE"], "w") as out:
             json.dump(modules, out, default=sorted)
-
-
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item, call):
-    outcome = yield
-    item.agent_rl_failed |= not outcome.get_result().passed
+    item.agent_rl_failed |= not (yield).get_result().passed
 """
 
 

@@ -10,13 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from envs.context import EnvContext
-from envs.swe.task_synthesis.candidate import (
-    MAX_FILE_BYTES,
-    MAX_RECORD_BYTES,
-    CandidateRejected,
-    is_lfs_pointer,
-    record_text,
-)
+from envs.swe.task_synthesis.candidate import MAX_RECORD_BYTES, CandidateRejected
+from envs.swe.task_synthesis.files import MAX_FILE_BYTES, is_lfs_pointer, record_text, text_files
 from envs.swe.task_synthesis.git import LINK, SUBMODULE, TreeEntry, open_git
 from envs.swe.task_synthesis.requirements import project_name
 from envs.types import EnvsError
@@ -91,12 +86,6 @@ def read_release(path: Path) -> Checkout:
     except (tarfile.TarError, OSError, EOFError) as error:
         raise CandidateRejected("the source release can't be read", f"{path.name}: {error}") from None
     return Checkout(name, text_files(contents), version, metadata)
-
-
-def text_files(contents: Mapping[str, bytes]) -> dict[str, str]:
-    """The files that a record can contain, without binary files and LFS pointers."""
-    texts = {path: record_text(data) for path, data in contents.items()}
-    return {path: text for path, text in texts.items() if text is not None}
 
 
 def count_omitted(tree: Mapping[str, TreeEntry], contents: Mapping[str, bytes]) -> dict[str, int]:

@@ -6,18 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from envs.swe.diff.git_diff import is_test_path
-from envs.swe.task_synthesis.candidate import (
-    Candidate,
-    CandidateRejected,
-    CodeChange,
+from envs.swe.task_synthesis.candidate import Candidate, CandidateRejected, CodeChange, make_candidate
+from envs.swe.task_synthesis.checkout import count_omitted
+from envs.swe.task_synthesis.files import (
     is_code,
     is_lfs_pointer,
     is_test_module,
-    make_candidate,
     record_text,
+    text_files,
     with_egg_info,
 )
-from envs.swe.task_synthesis.checkout import count_omitted, text_files
 from envs.swe.task_synthesis.git import LINK, SUBMODULE, Commit, FileChange, Git
 from envs.swe.task_synthesis.requirements import project_name, requirements_of
 from envs.swe.task_synthesis.site_packages import SitePackages

@@ -12,16 +12,9 @@ from itertools import pairwise
 from pathlib import Path
 
 from envs.swe.diff.git_diff import is_test_path
-from envs.swe.task_synthesis.candidate import (
-    Candidate,
-    CandidateRejected,
-    CodeChange,
-    is_code,
-    is_test_module,
-    make_candidate,
-    with_egg_info,
-)
+from envs.swe.task_synthesis.candidate import Candidate, CandidateRejected, CodeChange, make_candidate
 from envs.swe.task_synthesis.checkout import Checkout, read_release
+from envs.swe.task_synthesis.files import is_code, is_test_module, with_egg_info
 from envs.swe.task_synthesis.requirements import requirements_of
 from envs.swe.task_synthesis.site_packages import SitePackages, pip_error, run_limited, run_pip
 
@@ -43,15 +36,12 @@ class ReleaseSource:
     sdists: Path
     site_packages: SitePackages
     steps: Sequence[tuple[str, str]] = ()
+    omitted: Mapping[str, int] = field(default_factory=dict)
     _steps_by_key: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
         return f"from-releases {self.package}"
-
-    @property
-    def omitted(self) -> Mapping[str, int]:
-        return {}
 
     async def candidate_keys(self) -> Sequence[str]:
         steps = self.steps or await self._all_steps()

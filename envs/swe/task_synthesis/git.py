@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from envs.context import EnvContext
-from envs.swe.task_synthesis.candidate import MAX_FILE_BYTES, MAX_RECORD_BYTES, CandidateRejected
+from envs.swe.task_synthesis.candidate import MAX_RECORD_BYTES, CandidateRejected
+from envs.swe.task_synthesis.files import MAX_FILE_BYTES
 from envs.types import EnvsError
 from sandbox import Sandbox
 

@@ -6,7 +6,7 @@ Each family proposes replacements for a node of the syntax tree. The rest of the
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from envs.swe.source_text import OPPOSITE, FunctionNode, SourceText, body_nodes, edited, first_line
@@ -169,16 +169,7 @@ def _indices(node: ast.AST, text: SourceText) -> Iterator[_Span]:
         yield from _replacement(node.slice, text, ((str(number + 1 if number >= 0 else number - 1), "wrong_index"),))
 
 
-_FAMILIES: tuple[Callable[[ast.AST, SourceText], Iterator[_Span]], ...] = (
-    _comparisons,
-    _arithmetic,
-    _booleans,
-    _conditions,
-    _calls,
-    _returns,
-    _initials,
-    _indices,
-)
+_FAMILIES = (_comparisons, _arithmetic, _booleans, _conditions, _calls, _returns, _initials, _indices)
 
 
 def _other_constants(node: ast.expr, family: str) -> tuple[tuple[str, str], ...]:
