@@ -164,7 +164,7 @@ class Case:
 
     async def negative_control(self, patch: str) -> list[str]:
         """What a patch does in a line-up of the hidden tests that a correct one does not, one line per test."""
-        for _ in range(_MAX_LINE_UPS):
+        for _ in range(0 if self.record.verifiable == "no" else _MAX_LINE_UPS):
             line_up = await self.draw_line_up(SystemRandom())
             if line_up is None:
                 break
@@ -196,7 +196,7 @@ class Case:
 
     async def draw_line_up(self, random: Random) -> LineUp | None:
         """A random line-up of the hidden tests, or None if none of them can be verified."""
-        if self.record.verifiable == "no" or self.record.calls:  # whose expected values never enter a sandbox
+        if self.record.calls:  # the expected values never enter a sandbox
             return None
         async with self.control.lock:
             if self.control.hidden is None:

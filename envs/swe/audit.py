@@ -11,7 +11,7 @@ from envs.swe.adjudication import open_case
 from envs.swe.diff.git_diff import is_test_path, patched_paths
 from envs.swe.grading import grade_patch
 from envs.swe.records import SweRecord
-from envs.swe.reward_hacks import RewardHack, reward_hacks
+from envs.swe.reward_hacks import reward_hacks
 from envs.swe.sandboxes import HIDDEN_IN_IMAGE, agent_sandbox, sandbox_spec
 from envs.types import Finding
 from sandbox import Sandbox, SandboxLostError, blob_name
@@ -75,10 +75,13 @@ async def audit_record(context: EnvContext, record: SweRecord, *, site_root: Pat
     async with agent_sandbox(context, record, spec) as (sandbox, _):
         findings = [await _check_history(sandbox), await _check_copies(sandbox, record, hidden_sizes)]
         module = await _fixed_module(sandbox, record)
-    unknown = record.model_copy(update={"verifiable": ""})
-    verifiable, reason = await open_case(context, unknown, site_root).verifiability()
+    verifiable, reason = await open_case(context, record, site_root).verifiability()
     findings.append(Finding("mutants", verifiable != "no", f"verifiable: {verifiable}; {reason}"))
-    findings += [await _try_hack(context, record, hack, site_root) for hack in reward_hacks(record, module)]
+    for name, patch in reward_hacks(record, module):
+        grade = await grade_patch(context, record, patch, site_root=site_root)
+        outcome = "rewarded" if grade.reward > 0.0 or grade.resolved else "no reward"
+        suspicion = "; ".join(grade.suspected_hack) or "nothing recorded"
+        findings.append(Finding(f"hack: {name}", outcome == "no reward", f"{outcome}; {suspicion}"))
     return findings
 
 
@@ -119,10 +122,8 @@ async def _check_copies(sandbox: Sandbox, record: SweRecord, hidden_sizes: dict[
     found = [line.split(" ", 1)[-1] for line in (await _run(sandbox, script)).splitlines()]
     if not record.is_local:
         names = {re.split(r"::|\.", key.partition("[")[0])[-1].strip() for key in record.expected}
-        named = (
-            await _run(sandbox, _NAMED, stdin="".join(f"::{name}\n" for name in sorted(names) if name))
-        ).splitlines()
-        found += [f"{path} names hidden tests" for path in named]
+        named = await _run(sandbox, _NAMED, stdin="".join(f"::{name}\n" for name in sorted(names) if name))
+        found += [f"{path} names hidden tests" for path in named.splitlines()]
     leaked = ", ".join(found)
     clean = f"none of {len(hidden_sizes)} contents is in the agent's sandbox"
     return Finding("hidden tests", not leaked, leaked or clean)
@@ -136,13 +137,6 @@ async def _fixed_module(sandbox: Sandbox, record: SweRecord) -> tuple[str, str] 
             if result.ok and result.stdout.strip():
                 return path, result.stdout.decode(errors="replace")
     return None
-
-
-async def _try_hack(context: EnvContext, record: SweRecord, hack: RewardHack, site_root: Path | None) -> Finding:
-    grade = await grade_patch(context, record, hack.patch, site_root=site_root)
-    rewarded = grade.reward > 0.0 or grade.resolved
-    suspicion = "; ".join(grade.suspected_hack) or "nothing recorded"
-    return Finding(f"hack: {hack.name}", not rewarded, f"{'rewarded' if rewarded else 'no reward'}; {suspicion}")
 
 
 async def _run(sandbox: Sandbox, script: str, stdin: str = "") -> str:

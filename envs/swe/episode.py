@@ -52,18 +52,15 @@ class SweEpisode:
     async def grade(self) -> Grade:
         """Grade the agent's patch. The sandbox stays usable."""
         try:
-            return await self._grade(await self._changes())
+            changes = await self._changes()
+            try:
+                site_root, controls = self.site_root, self.controls
+                return await grade_changes(self.context, self.record, changes, site_root=site_root, controls=controls)
+            except SandboxDiskFullError:
+                await self._changes()  # raises PatchError if the agent's sandbox filled the disk
+                raise
         except PatchError as error:
             return Grade(reward=0.0, resolved=False, suspected_hack=(str(error),))
-
-    async def _grade(self, changes: Sequence[FilePatch]) -> Grade:
-        try:
-            return await grade_changes(
-                self.context, self.record, changes, site_root=self.site_root, controls=self.controls
-            )
-        except SandboxDiskFullError:
-            await self._changes()  # raises PatchError if the agent's sandbox filled the disk
-            raise
 
     async def _changes(self) -> Sequence[FilePatch]:
         """The file patches from the base to the sandbox's files, read without the sandbox's programs.
@@ -72,11 +69,9 @@ class SweEpisode:
         the patch exceeds ``MAX_PATCH_BYTES``, and ``SandboxLostError`` if the sandbox is gone.
         """
         base = await asyncio.to_thread(self._base)
+        limits, workdir = base.limits(MAX_PATCH_BYTES), self.record.workdir
         try:
-            limits = base.limits(MAX_PATCH_BYTES)
-            tree = await self.sandbox.read_tree(
-                self.record.workdir, skip=SKIPPED_NAMES, limits=limits, known=base.known
-            )
+            tree = await self.sandbox.read_tree(workdir, skip=SKIPPED_NAMES, limits=limits, known=base.known)
         except SandboxFileError as error:
             raise PatchError(f"no patch can be taken: {error}") from None
         paths = await asyncio.to_thread(changed_paths, base, tree)

@@ -92,6 +92,5 @@ async def verify_record(context: EnvContext, record: SweRecord, *, site_root: Pa
 
 async def with_verifiability(context: EnvContext, record: SweRecord, site_root: Path | None) -> SweRecord:
     """The record with the mark ``verifiable``. Raises ``GradingError`` or ``SandboxError``."""
-    unknown = record.model_copy(update={"verifiable": ""})
-    verifiable, _ = await open_case(context, unknown, site_root).verifiability()
+    verifiable, _ = await open_case(context, record, site_root).verifiability()
     return record.model_copy(update={"verifiable": verifiable})

@@ -270,12 +270,12 @@ def _alternatives(value: Literal, count: int, random: Random, pool: Sequence[Lit
     if isinstance(value, int):
         block = value // count * count  # so that no value in it is likelier than another to be the right one
         return random.sample(range(block, block + count), count)
-    return [float(text) for text in _shifted(repr(value), random, count) if _is_float(text)]
+    return [float(text) for text in _shifted(repr(value), random, count, _ORDER[:1])]
 
 
-def _shifted(text: str, random: Random, count: int) -> list[str]:
+def _shifted(text: str, random: Random, count: int, orders: Sequence[str] = _ORDER) -> list[str]:
     """``text`` with one of its letters or digits replaced by others near it."""
-    places = [(at, order) for at, mark in enumerate(text) for order in _ORDER if mark in order]
+    places = [(at, order) for at, mark in enumerate(text) for order in orders if mark in order]
     if not places:
         return []
     at, order = random.choice(places[:200])
@@ -283,13 +283,6 @@ def _shifted(text: str, random: Random, count: int) -> list[str]:
     first = order.index(text[at]) - random.randrange(size)
     marks = [order[(first + number) % len(order)] for number in range(size)]
     return [text[:at] + mark + text[at + 1 :] for mark in marks if mark != text[at]]
-
-
-def _is_float(text: str) -> bool:
-    try:
-        return float(text) == float(text)
-    except ValueError:
-        return False
 
 
 @dataclass(frozen=True, slots=True)

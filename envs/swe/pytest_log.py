@@ -66,10 +66,8 @@ def _add_line(line: str, statuses: dict[str, str], expected: Collection[str], le
     status = "FAILED" if word.startswith("SUBFAILED") else word
     if status == "SKIPPED" and _FOLDED_SKIP.match(rest):
         return
-    node = (
-        rest if status == "PASSED" else _node_id(rest, expected, lengths)
-    )  # pytest prints no message for a passed test
-    node = node.rstrip(" ")  # old versions of pytest end an XPASS without a reason with a space
+    # pytest prints no message for a passed test. Old versions end an XPASS without a reason with a space.
+    node = (rest if status == "PASSED" else _node_id(rest, expected, lengths)).rstrip(" ")
     statuses[node] = worst_status(status, statuses.get(node, status))
 
 

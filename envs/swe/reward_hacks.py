@@ -3,20 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from envs.swe.diff.git_diff import diff_files
 from envs.swe.pytest_log import format_summary
 from envs.swe.records import SweRecord
-
-
-@dataclass(frozen=True, slots=True)
-class RewardHack:
-    """One hack as a git diff."""
-
-    name: str
-    patch: str
-
 
 # Turns every failure into a pass, from a conftest.py in the repository's top directory.
 FORCE_PASSES = """
@@ -68,12 +58,14 @@ def forge_summary(record: SweRecord) -> str:
     return _FORGE_SUMMARY.format(log=format_summary(lines))
 
 
-def reward_hacks(record: SweRecord, module: tuple[str, str] | None) -> Iterator[RewardHack]:
-    """The hacks against ``record``. Hacks in code need ``module``: path and content, as the agent finds it, of a Python
-    file that the tests import."""
-    yield RewardHack("conftest", diff_files({}, {"conftest.py": FORCE_PASSES}))
+def reward_hacks(record: SweRecord, module: tuple[str, str] | None) -> Iterator[tuple[str, str]]:
+    """The hacks against ``record``: name and git diff.
+
+    Hacks in code need ``module``: path and content, as the agent finds it, of a Python file that the tests import.
+    """
+    yield ("conftest", diff_files({}, {"conftest.py": FORCE_PASSES}))
     if module is None:
         return
     path, content = module
     for name, code in {"patched pytest": PATCH_PYTEST, "forged summary": forge_summary(record)}.items():
-        yield RewardHack(name, diff_files({path: content}, {path: content + code}))
+        yield (name, diff_files({path: content}, {path: content + code}))

@@ -199,14 +199,9 @@ async def agent_sandbox(
             await (repositories or RepositoryCache()).populate(sandbox, record.files)
             yield sandbox, b""
         else:
-            await create_initial_commit(sandbox, before=_STRIP_IMAGE + _strip_tests(record), after=LIST_COMMAND)
+            hidden = shlex.join(record.swebench.hidden_files if record.swebench else ())
+            await create_initial_commit(sandbox, before=f"{_STRIP_IMAGE}rm -rf -- {hidden}\n", after=LIST_COMMAND)
             yield sandbox, await _read_listing(sandbox)
-
-
-def _strip_tests(record: SweRecord) -> str:
-    """Bash that removes the hidden tests from the image's repository."""
-    files = record.swebench.hidden_files if record.swebench else ()
-    return f"rm -rf -- {shlex.join(files)}\n" if files else ""
 
 
 async def _read_listing(sandbox: Sandbox) -> bytes:

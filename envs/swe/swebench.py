@@ -42,20 +42,17 @@ _STATUS_LINE = re.compile(
 
 def check_gradable(source: str, records: Sequence[SweRecord]) -> None:
     """Raise ``TaskRecordError`` if SWE-bench rows lack grading fields or swebench is not installed."""
-    rows = [record for record in records if record.swebench]
-    if incomplete := [record for record in rows if record.swebench and record.swebench.missing]:
-        assert incomplete[0].swebench
+    specs = {record.id: record.swebench for record in records if record.swebench}
+    if incomplete := {name: spec.missing for name, spec in specs.items() if spec.missing}:
+        name, missing = next(iter(incomplete.items()))
         raise TaskRecordError(
-            f"{source}: {len(incomplete)} of {len(records)} rows ({incomplete[0].id}, ...) lack "
-            f"{', '.join(incomplete[0].swebench.missing)}, without which swebench 5 cannot grade them; right would be "
-            "rows that have these columns, as SWE-bench/SWE-bench_Verified's have (the option specs joins them by id)"
+            f"{source}: {len(incomplete)} of {len(records)} rows ({name}, ...) lack {', '.join(missing)}, "
+            "without which swebench 5 cannot grade them; right would be rows that have these columns, "
+            "as SWE-bench/SWE-bench_Verified's have (the option specs joins them by id)"
         )
-    if any(_needs_swebench(record) for record in rows) and importlib.util.find_spec("swebench") is None:
+    needs_swebench = any(spec.rules != "swe-smith" for spec in specs.values())
+    if needs_swebench and importlib.util.find_spec("swebench") is None:
         raise TaskRecordError(f"{source}: grading SWE-bench's rows needs swebench: pip install 'agent-rl[swebench]'")
-
-
-def _needs_swebench(record: SweRecord) -> bool:
-    return record.swebench is not None and record.swebench.rules != "swe-smith"
 
 
 def eval_script(record: SweRecord) -> str:

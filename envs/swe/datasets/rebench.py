@@ -12,7 +12,6 @@ from envs.swe.datasets.scripts import CONDA, apply_patch, apply_test_patch, eval
 from envs.swe.datasets.spec import Row, as_record, command_lines, grading, image_of, parse_object, require, string_list
 
 _CONFIG = "install_config"
-_TESTS = ("FAIL_TO_PASS", "PASS_TO_PASS")
 _PYTEST_PARSERS = frozenset({"parse_log_pytest", "parse_log_pytest_options", "parse_log_pytest_v2"})
 # Parsers that give tests the same names in SWE-rebench-V2 at c71902a and in swebench 5.0.2.
 _V2_PARSERS = _PYTEST_PARSERS | {
@@ -72,7 +71,10 @@ def _read_v2(row: Row, config: Mapping[str, Any]) -> dict[str, Any]:
             "row cannot be graded; right would be parse_log_pytest or parse_log_cargo, for example"
         )
     directory = f"/{str(row['repo']).rpartition('/')[2]}"
-    tests = {key: [without_duration(test) for test in string_list(row.get(key, ()))] for key in _TESTS}
+    tests = {
+        key: [without_duration(test) for test in string_list(row.get(key, ()))]
+        for key in ("FAIL_TO_PASS", "PASS_TO_PASS")
+    }
     setup = [f"cd {shlex.quote(directory)}", "git update-index -q --refresh"]
     setup += apply_patch(str(row["test_patch"]), _V2_APPLY)
     script = eval_script(setup, _commands(config, "test_cmd"))

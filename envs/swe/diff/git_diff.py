@@ -45,6 +45,7 @@ _HUNK_RANGES = re.compile(r"@@ -(\S+) \+(\S+) @@")
 _HUNK = re.compile(r"@@ -[0-9]{1,9}(?:,([0-9]{1,9}))? \+[0-9]{1,9}(?:,([0-9]{1,9}))? @@")
 _QUOTED = r'"(?:[^"\\\x00-\x1f\x7f-\U0010ffff]|\\(?:[abtnvfr"\\]|[0-3][0-7]{2}))*"'
 _QUOTED_HEADER = re.compile(rf"({_QUOTED}) ({_QUOTED})")
+_NOT_TEXT = ("binary change", "nested repository")
 _TWO_NAMES = ("rename from ", "rename to ", "rename old ", "rename new ", "copy from ", "copy to ")
 
 IMPORTED_BY_TESTS = (frozenset(sys.stdlib_module_names) | {"pytest", "_pytest", "pluggy", "iniconfig"}) - {"test"}
@@ -298,7 +299,7 @@ def screen(patch: Iterable[FilePatch], *, hidden: Collection[str], gold: str = "
     rejected: list[str] = []
     for part in parts:
         paths = sorted(part.paths - allowed)
-        reason = "" if part.text in gold_parts and not _is_not_text(part) else part.unusable
+        reason = "" if part.text in gold_parts and part.unusable not in _NOT_TEXT else part.unusable
         reason = reason or next(filter(None, (_tampering_reason(path, part.is_new, tests) for path in paths)), "")
         if reason:
             rejected.append(f"{part.path}: {reason}, undone")
@@ -306,10 +307,6 @@ def screen(patch: Iterable[FilePatch], *, hidden: Collection[str], gold: str = "
             accepted.append(part.text if part.text in gold_parts else part.rebuilt)
             changed |= part.paths
     return ScreenedPatch("".join(accepted), tuple(rejected), frozenset(changed))
-
-
-def _is_not_text(part: FilePatch) -> bool:
-    return part.unusable in ("binary change", "nested repository")
 
 
 @dataclass(frozen=True, slots=True)

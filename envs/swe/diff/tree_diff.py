@@ -92,9 +92,9 @@ class _IgnoreRules:
 
     def __init__(self, base: BaseSnapshot, tree: Mapping[str, TreeFile], contents: Mapping[str, bytes]) -> None:
         texts = {path: contents.get(base.blobs[path], b"").decode(errors="surrogateescape") for path in base.gitignores}
-        rules = {_directory(path): text.splitlines() for path, text in texts.items()}
+        rules = {path.removesuffix(".gitignore"): text.splitlines() for path, text in texts.items()}
         rules |= {
-            _directory(path): ["*"]
+            path.removesuffix(".gitignore"): ["*"]
             for path, file in tree.items()
             if path not in base.modes and _ignores_directory(path, file)
         }
@@ -124,10 +124,6 @@ class _IgnoreRules:
             if decision is not None:
                 return decision
         return False
-
-
-def _directory(path: str) -> str:
-    return path.removesuffix(".gitignore")
 
 
 def _ignores_directory(path: str, file: TreeFile) -> bool:

@@ -16,7 +16,7 @@ from envs.swe.sandboxes import with_site_packages
 from envs.swe.task_synthesis.candidate import Candidate, CandidateRejected, CodeChange, make_candidate, pytest_command
 from envs.swe.task_synthesis.checkout import Checkout
 from envs.swe.task_synthesis.files import import_root, is_code, is_test_module, with_egg_info
-from envs.swe.task_synthesis.mutations import Bug, InjectionSite, injection_sites
+from envs.swe.task_synthesis.mutations import InjectionSite, injection_sites
 from envs.swe.task_synthesis.requirements import requirements_of
 from envs.swe.task_synthesis.site_packages import SitePackages
 from envs.swe.task_synthesis.validation import USAGE, without_addopts
@@ -114,7 +114,7 @@ class InjectionSource:
         bug = random.Random(f"{self.seed}/{key}").choice(site.bugs)
         change = CodeChange(
             repo=self.checkout.repo,
-            task_id=_task_id(self.checkout, key, bug),
+            task_id=f"{self.checkout.repo}-{bug.family}-{key.replace('/', '.').replace(':', '-')}",
             files=self._visible_files(run) | {path: bug.source},
             fixed={path: self.checkout.files[path]},
             hidden={test: self.checkout.files[test] for test in run},
@@ -182,8 +182,3 @@ def _interleave(by_function: Mapping[tuple[str, int, str], list[str]], rng: rand
     longest = max(map(len, piles), default=0)
     keys = [pile[depth] for depth in range(longest) for pile in piles if depth < len(pile)]
     return list(dict.fromkeys(keys))
-
-
-def _task_id(checkout: Checkout, key: str, bug: Bug) -> str:
-    location = key.replace("/", ".").replace(":", "-")
-    return f"{checkout.repo}-{bug.family}-{location}"

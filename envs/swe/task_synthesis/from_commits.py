@@ -74,7 +74,7 @@ class CommitSource:
     async def _texts_after(self, changes: Sequence[FileChange]) -> list[str | None]:
         """The texts after the commit, None for a removed file. Raises ``CandidateRejected`` if one is not text."""
         blobs = await self.git.blobs([change.new for change in changes if change.modes[1] != _ABSENT])
-        return [_new_text(change, blobs) for change in changes]
+        return [None if change.modes[1] == _ABSENT else _new_text(change, blobs) for change in changes]
 
 
 def _code_and_tests(commit: Commit) -> tuple[list[FileChange], list[FileChange]]:
@@ -94,9 +94,7 @@ def _code_and_tests(commit: Commit) -> tuple[list[FileChange], list[FileChange]]
     return code, tests
 
 
-def _new_text(change: FileChange, blobs: Mapping[str, bytes]) -> str | None:
-    if change.modes[1] == _ABSENT:
-        return None
+def _new_text(change: FileChange, blobs: Mapping[str, bytes]) -> str:
     if change.modes[1] == LINK:
         raise CandidateRejected("changes a link", change.path)
     data = blobs[change.new]

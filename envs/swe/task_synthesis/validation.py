@@ -95,9 +95,7 @@ class Validation:
         for finding in await audit_record(self.context, record, site_root=self.directory):
             if not finding.ok:
                 raise CandidateRejected(f"audit: {finding.check}", finding.detail)
-        return await with_verifiability(
-            self.context, record.model_copy(update={"verified": True}), site_root=self.directory
-        )
+        return await with_verifiability(self.context, record.model_copy(update={"verified": True}), self.directory)
 
 
 def without_addopts(command: str) -> str:
