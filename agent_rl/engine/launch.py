@@ -21,6 +21,8 @@ from pathlib import Path
 from agent_rl.config import EngineConfig
 from agent_rl.engine.shared_memory import remove_stale
 from agent_rl.errors import ConfigError, EngineError, EngineStartError
+from agent_rl.models.families import FAMILIES, Family
+from agent_rl.models.files import read_object
 from agent_rl.models.spec import ModelSpec
 from agent_rl.utils.concurrency import shielded
 from agent_rl.utils.http import AsyncHttp
@@ -167,6 +169,8 @@ class EngineServer:
         if self.device == "cpu":
             # An idle scheduler would use a whole core for polling.
             command += ["--attention-backend", "torch_native", "--disable-overlap-schedule", "--sleep-on-idle"]
+        if (family := _family(self._model)) is not None:
+            command += family.engine_arguments
         return [*command, *config.extra_args]
 
     @property
@@ -181,6 +185,9 @@ class EngineServer:
         environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
         environment["PYTHONUNBUFFERED"] = "1"
         environment["HF_HUB_OFFLINE"] = "1"
+        if (family := _family(self._model)) is not None:
+            values = family.engine_environment.items()
+            environment |= {key: value.format(dtype=self._config.dtype) for key, value in values}
         if self._key is not None:
             environment["AGENT_RL_ENGINE_KEY"] = self._key  # a command line is visible to other users
         if is_loopback(self._node.address):
@@ -231,6 +238,14 @@ class EngineServer:
         process = self._process
         if process is not None:
             await shielded(asyncio.to_thread(_stop_group, process))
+
+
+def _family(model: Path) -> Family | None:
+    """The family of the checkpoint in ``model``; None where its config cannot be read, which SGLang reports."""
+    try:
+        return FAMILIES.get(str(read_object(model / "config.json").get("model_type")))
+    except (OSError, ValueError):
+        return None
 
 
 def _exit_text(code: int) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,9 +73,20 @@ class ConfigKeys:
             raise ConfigError(f"{self._path}: mlp_layer_types differs from first_k_dense_replace={first}")
         return first
 
-    def rotary_dim(self) -> int:
+    def windows(self, layer_types: Sequence[str], window: int) -> tuple[int, ...]:
+        """By layer the number of keys that a query sees, 0 for all, from ``layer_types``."""
+        widths = {"full_attention": 0, "sliding_attention": window}
+        layers = self.require("num_hidden_layers")
+        if len(layer_types) != layers or not widths.keys() >= set(layer_types) or not window:
+            raise ConfigError(
+                f"{self._path}: layer_types must name one of {', '.join(widths)} for each of the {layers} layers, and "
+                "sliding_window be a number of tokens"
+            )
+        return tuple(widths[kind] for kind in layer_types)
+
+    def rotary_dim(self, default: float = 1.0) -> int:
         """The number of rotated dimensions of each head, from ``partial_rotary_factor``; 0 for all."""
-        own = self.get("partial_rotary_factor", 1.0)
+        own = self.get("partial_rotary_factor", default)
         factor = (self._raw.get("rope_parameters") or {}).get("partial_rotary_factor", own)
         heads = self._raw.get("num_attention_heads") or 1
         head_dim = self._raw.get("head_dim") or self._raw.get("hidden_size", 0) // heads

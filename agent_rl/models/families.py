@@ -16,6 +16,7 @@ from agent_rl.errors import ConfigError
 from agent_rl.models import latent
 from agent_rl.models.config_keys import ConfigKeys
 from agent_rl.models.files import read_object
+from agent_rl.models.parts import Delta
 
 QkNorm = Literal["", "head", "all"]
 
@@ -30,15 +31,20 @@ class Family:
     ``head`` or over ``all`` heads. ``qkv_bias``: the q, k and v projections have a bias. ``experts``: layers may be MoE
     layers. ``windowed``: a ``sliding_window`` in the config is active, because the family has no
     ``use_sliding_window``. ``read``: reads the family's own keys; it returns values by the names of
-    :func:`read_config`. ``unused``: keys of the family that do not change the logits. ``yarn_keys``: keys of YaRN that
-    engines read for the family only. ``together``: ends of the names of tensors of a layer that an engine takes only in
-    the same request of a weight update.
+    :func:`read_config`. ``unused``: keys of the family that do not change the logits; ``unused_rope``: such keys of
+    ``rope_parameters``. ``outer``: the config of the text model is nested under ``text_config``, beside these keys.
+    ``yarn_keys``: keys of YaRN that engines read for the family only.
 
     ``root``: the Hugging Face name of the module with the embedding, the layers and the last norm. ``router``,
     ``expert``, ``expert_parts`` (gate, up, down), ``shared`` (expert) and ``correction`` (bias that is added to the
     router's scores only to choose experts; "" without one): names of an MoE layer's tensors.
-    ``shared_gate``: the shared expert has a sigmoid gate. ``serves_dense_layers``: SGLang loads dense layers beside MoE
-    layers.
+    ``correction_axes``: the sizes of the correction bias before its axis of experts. ``stacked_experts``: instead of a
+    tensor for each expert there is one of all, ``gate_up_proj`` and ``down_proj``. ``shared_gate``: the shared expert
+    has a sigmoid gate. ``untrained``: beginnings of the names of tensors that are neither trained nor sent to engines,
+    such as layers that predict further tokens or a vision tower; an export has them as the start checkpoint does.
+    ``{layers}`` stands for the number of layers. ``serves_dense_layers``: SGLang loads dense layers beside MoE layers.
+    ``engine_arguments`` and ``engine_environment``: SGLang's arguments and environment variables, in which ``{dtype}``
+    stands for the engine's.
     """
 
     qk_norm: QkNorm = ""
@@ -51,16 +57,23 @@ class Family:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     read: Callable[[ConfigKeys], Mapping[str, Any]] | None = None
     unused: frozenset[str] = frozenset()
+    unused_rope: frozenset[str] = frozenset()
+    outer: frozenset[str] = frozenset()
     yarn_keys: frozenset[str] = frozenset()
     together: tuple[tuple[str, ...], ...] = ()
     root: str = "model"
     router: str = "mlp.gate.weight"
     correction: str = ""
+    correction_axes: tuple[int, ...] = ()
     expert: str = "mlp.experts.{}"
     expert_parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     shared: str = "mlp.shared_expert"
+    stacked_experts: bool = False
     shared_gate: bool = True
+    untrained: tuple[str, ...] = ()
     serves_dense_layers: bool = False
+    engine_arguments: tuple[str, ...] = ()
+    engine_environment: Mapping[str, str] = field(default_factory=dict)
 
     def key(self, name: str) -> str:
         """The family's config key for Qwen3-MoE's key ``name``."""
@@ -102,6 +115,10 @@ def _minimax_m2(keys: ConfigKeys) -> dict[str, Any]:
     }
 
 
+_NEXT_LAYER = ("model.layers.{layers}.",)
+"""The layer after the last, which predicts a further token."""
+
+
 def _latent(read: Callable[[ConfigKeys], Mapping[str, Any]]) -> Family:
     """A family like DeepSeek-V3; ``read`` reads its keys."""
     return Family(
@@ -112,6 +129,7 @@ def _latent(read: Callable[[ConfigKeys], Mapping[str, Any]]) -> Family:
         unused=latent.UNUSED,
         yarn_keys=latent.YARN_KEYS,
         together=(("self_attn.q_a_proj.weight", "self_attn.kv_a_proj_with_mqa.weight"),),
+        untrained=_NEXT_LAYER,
         correction="mlp.gate.e_score_correction_bias",
         shared="mlp.shared_experts",
         shared_gate=False,
@@ -119,11 +137,100 @@ def _latent(read: Callable[[ConfigKeys], Mapping[str, Any]]) -> Family:
     )
 
 
+def _gpt_oss(keys: ConfigKeys) -> dict[str, Any]:
+    # Each implementation has its own key for the factor of the experts' sigmoid, and the same value where it is absent.
+    for key in ("swiglu_alpha", "hidden_act_alpha"):
+        keys.expect(key, 1.702)
+    keys.expect("swiglu_limit", 7.0)
+    keys.expect("experts_per_token", keys.require("num_experts_per_tok"))
+    kinds, biased = keys.require("layer_types"), keys.get("attention_bias", True)
+    return {
+        "windows": keys.windows(kinds, keys.count("sliding_window", 0)),
+        "sinks": True,
+        "qkv_bias": biased,
+        "out_bias": biased,
+        "router_bias": True,
+        "expert_form": "clamped",
+    }
+
+
+def _ernie4_5_moe(keys: ConfigKeys) -> dict[str, Any]:
+    for key, value in (("use_rmsnorm", True), ("moe_gate", "topk"), ("moe_use_aux_free", True), ("use_bias", False)):
+        keys.expect(key, value)
+    keys.expect("moe_norm_min", 1e-12)
+    keys.expect("moe_layer_interval", 1)
+    keys.expect("moe_layer_end_index", keys.require("num_hidden_layers") - 1)
+    keys.require("tie_word_embeddings")
+    shared = keys.count("moe_num_shared_experts", 0)
+    return {
+        "rotary_interleaved": True,
+        "mlp_only_layers": tuple(range(keys.count("moe_layer_start_index", 0))),
+        "shared_expert_intermediate_size": shared * keys.require("moe_intermediate_size"),
+    }
+
+
+def _delta_hybrid(keys: ConfigKeys, *, fused: bool) -> dict[str, Any]:
+    """The gated delta rule, and grouped-query attention in every ``full_attention_interval``-th layer: SGLang 0.5.23
+    reads this key and not ``layer_types``."""
+    interval, layers = keys.positive("full_attention_interval"), keys.positive("num_hidden_layers")
+    full = [(layer + 1) % interval == 0 for layer in range(layers)]
+    keys.expect("layer_types", ["full_attention" if yes else "linear_attention" for yes in full])
+    keys.expect("output_gate_type", "swish")
+    delta = Delta(
+        key_heads=keys.positive("linear_num_key_heads"),
+        value_heads=keys.positive("linear_num_value_heads"),
+        key_dim=keys.positive("linear_key_head_dim"),
+        value_dim=keys.positive("linear_value_head_dim"),
+        kernel=keys.positive("linear_conv_kernel_dim"),
+        fused=fused,
+    )
+    if delta.value_heads % delta.key_heads:
+        raise ValueError(
+            f"linear_num_value_heads={delta.value_heads} is not a multiple of linear_num_key_heads={delta.key_heads}"
+        )
+    return {
+        "mixers": tuple("grouped" if yes else "delta" for yes in full),
+        "delta": delta,
+        "rotary_dim": keys.rotary_dim(default=0.25),
+        "output_gate": True,
+        "zero_centered_norms": True,
+        "shared_expert_intermediate_size": keys.positive("shared_expert_intermediate_size"),
+    }
+
+
+def _qwen3_next(keys: ConfigKeys) -> dict[str, Any]:
+    return _delta_hybrid(keys, fused=True)
+
+
+def _qwen3_5_moe(keys: ConfigKeys) -> dict[str, Any]:
+    for key, value in {"attn_output_gate": True, "norm_topk_prob": True, "decoder_sparse_step": 1}.items():
+        keys.expect(key, value)
+    keys.expect("mlp_only_layers", [])
+    keys.expect("tie_word_embeddings", False)
+    keys.require("rope_parameters")  # of SGLang
+    return _delta_hybrid(keys, fused=False)
+
+
 _MIXED = {"decoder_sparse_step": 1, "mlp_only_layers": ()}
 _BLOCK_SPARSE: Mapping[str, Any] = {
     "router": "block_sparse_moe.gate.weight",
     "expert": "block_sparse_moe.experts.{}",
     "expert_parts": ("w1", "w3", "w2"),
+}
+
+# SGLang would keep the last inputs of convolutions in bfloat16: a cached prefix would continue with rounded ones.
+_DELTA_ENVIRONMENT = {"SGLANG_MAMBA_CONV_DTYPE": "{dtype}"}
+_QWEN3_5_MOE: Mapping[str, Any] = {
+    "qk_norm": "head",
+    "experts": True,
+    "read": _qwen3_5_moe,
+    "keys": {"intermediate_size": "moe_intermediate_size"},  # no layer is dense
+    "fixed": {**_MIXED, "norm_topk_prob": True},
+    "unused": frozenset({"mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"}),
+    # Text has the same position on all three axes, so that sections of the axes do not matter.
+    "unused_rope": frozenset({"mrope_section", "mrope_interleaved"}),
+    "engine_environment": _DELTA_ENVIRONMENT,
+    "untrained": ("mtp.", "model.visual."),
 }
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -134,12 +241,34 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "qwen3_moe": Family(
             qk_norm="head", experts=True, aliases={"num_local_experts": "num_experts"}, defaults=_MIXED
         ),
+        "qwen3_next": Family(
+            qk_norm="head",
+            experts=True,
+            read=_qwen3_next,
+            defaults=_MIXED,
+            engine_environment=_DELTA_ENVIRONMENT,
+            untrained=("mtp.",),
+        ),
+        "qwen3_5_moe_text": Family(**_QWEN3_5_MOE),
+        "qwen3_5_moe": Family(
+            **_QWEN3_5_MOE,
+            root="model.language_model",
+            stacked_experts=True,
+            # Without the vision tower; SGLang 0.5.23 refuses its own --language-model-only for this family.
+            engine_arguments=("--json-model-override-args", '{"language_model_only": true}'),
+            outer=frozenset(
+                {"architectures", "dtype", "image_token_id", "tie_word_embeddings", "torch_dtype"}
+                | {"transformers_version", "video_token_id", "vision_config", "vision_end_token_id"}
+                | {"vision_start_token_id"}
+            ),
+        ),
         "glm4_moe": Family(
             experts=True,
             read=_glm4_moe,
             keys={"num_experts": "n_routed_experts"},
             fixed={"decoder_sparse_step": 1, "mlp_only_layers": ()},
             unused=frozenset({"num_nextn_predict_layers"}),
+            untrained=_NEXT_LAYER,
             correction="mlp.gate.e_score_correction_bias",
             shared="mlp.shared_experts",
             shared_gate=False,
@@ -149,6 +278,27 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "kimi_k2": _latent(latent.read_latent),
         "deepseek_v32": _latent(latent.read_deepseek_v32),
         "glm_moe_dsa": _latent(latent.read_glm_moe_dsa),
+        "gpt_oss": Family(
+            experts=True,
+            read=_gpt_oss,
+            keys={"num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"},
+            fixed={**_MIXED, "norm_topk_prob": True},
+            unused=frozenset({"initial_context_length"}),
+            router="mlp.router.weight",
+        ),
+        "ernie4_5_moe": Family(
+            experts=True,
+            read=_ernie4_5_moe,
+            keys={"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
+            fixed={**_MIXED, "norm_topk_prob": True},
+            unused=frozenset({"moe_capacity", "num_nextn_predict_layers"}),
+            untrained=("model.mtp_",),
+            correction="mlp.moe_statics.e_score_correction_bias",
+            correction_axes=(1,),
+            shared="mlp.shared_experts",
+            shared_gate=False,
+            serves_dense_layers=True,
+        ),
         "olmoe": Family(
             qk_norm="all",
             experts=True,
@@ -178,12 +328,12 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
     }
 )
 
-_FLOAT32_TENSORS = (".e_score_correction_bias", ".indexer.k_norm.weight", ".indexer.k_norm.bias")
+_FLOAT32_TENSORS = (".e_score_correction_bias", ".indexer.k_norm.weight", ".indexer.k_norm.bias", ".A_log")
 
 
 def keeps_float32(name: str) -> bool:
     """Whether engines and checkpoints have the tensor ``name`` in float32 whatever the model's dtype is. A correction
-    bias rounded to bfloat16 changes up to 3 % of the chosen expert sets."""
+    bias rounded to bfloat16 changes up to 3 % of the chosen expert sets. ``A_log`` is the logarithm of a decay rate."""
     return name.endswith(_FLOAT32_TENSORS)
 
 
@@ -255,12 +405,14 @@ def parse_config(raw: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _checked(raw: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    family, keys = _family_of(raw, path), ConfigKeys(raw, path)
+    family = _family_of(raw, path)
+    kind, raw = raw["model_type"], _text_config(raw, family, path) if family.outer else raw
+    keys = ConfigKeys(raw, path)
     own = family.read(keys) if family.read else {}
     _check_keys(raw, family, keys.known, path)
     _check_values(raw, family, keys.known, path)
     required = _REQUIRED + (_EXPERTS if family.experts else ())
-    config = {"model_type": raw["model_type"], **{name: _value(raw, family, name, path) for name in required}}
+    config = {"model_type": kind, **{name: _value(raw, family, name, path) for name in required}}
     config |= {name: raw.get(name, default) for name, default in _OPTIONAL.items()}
     config |= {"qkv_bias": raw.get("qkv_bias", family.qkv_bias), "qk_norm": family.qk_norm, **own}
     _check_sizes(config, family, path)
@@ -300,6 +452,19 @@ def _family_of(config: Mapping[str, Any], path: Path) -> Family:
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ConfigError(f"{path}: model_type {kind!r} is not supported; supported: {', '.join(sorted(FAMILIES))}")
     return FAMILIES[kind]
+
+
+def _text_config(raw: Mapping[str, Any], family: Family, path: Path) -> Mapping[str, Any]:
+    """The nested config of the text model. Raises ConfigError for unknown keys beside it."""
+    text = raw.get("text_config")
+    if not isinstance(text, Mapping) or text.get("model_type") != f"{raw['model_type']}_text":
+        raise ConfigError(f"{path}: text_config must be a config of model_type {raw['model_type']}_text")
+    unknown = sorted(key for key in raw.keys() - family.outer - {"model_type", "text_config"} if raw[key] is not None)
+    if unknown:
+        raise ConfigError(f"{path}: {unknown[0]}={raw[unknown[0]]!r} is not supported for {raw['model_type']}")
+    if raw.get("tie_word_embeddings"):
+        raise ConfigError(f"{path}: tie_word_embeddings=True is not supported, only False is")
+    return text
 
 
 def _value(raw: Mapping[str, Any], family: Family, name: str, path: Path) -> Any:
@@ -369,7 +534,8 @@ def _rope(raw: Mapping[str, Any], family: Family, path: Path) -> tuple[float, di
     if not theta:
         raise ConfigError(f"{path}: rope_theta is missing; {raw['model_type']} requires it")
     kinds = {scaling.pop(key) for key in ("rope_type", "type") if key in scaling} or {"default"}
-    scaling.pop("partial_rotary_factor", None)  # of the family's reader
+    for key in ("partial_rotary_factor", *family.unused_rope):  # the first is for the family's reader
+        scaling.pop(key, None)
     if kinds == {"default"} and not scaling:
         return float(theta), None
     if kinds != {"yarn"}:
@@ -380,7 +546,7 @@ def _rope(raw: Mapping[str, Any], family: Family, path: Path) -> tuple[float, di
 
 
 def _yarn(scaling: dict[str, Any], raw: Mapping[str, Any], family: Family, path: Path) -> dict[str, float]:
-    values = {"beta_fast": 32.0, "beta_slow": 1.0}
+    values = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": 1.0}
     for key in ("factor", "original_max_position_embeddings", *values):
         if key in scaling:
             values[key] = float(scaling.pop(key))
@@ -389,7 +555,7 @@ def _yarn(scaling: dict[str, Any], raw: Mapping[str, Any], family: Family, path:
     own = {key: float(scaling.pop(key)) for key in family.yarn_keys if key in scaling}
     if own and own.keys() != family.yarn_keys:
         raise ConfigError(f"{path}: rope_scaling has {min(own)} and lacks {min(family.yarn_keys - own.keys())}")
-    if scaling:  # engine and reference interpret attention_factor, mscale and truncate differently
+    if scaling:  # engine and reference interpret attention_factor and mscale differently
         raise ConfigError(f"{path}: rope_scaling.{min(scaling)} is not supported with yarn")
     # SGLang's fused CUDA kernel uses the ratio of the two lengths as the factor, its other kernels use the factor.
     length, reach = raw.get("max_position_embeddings"), values["factor"] * values["original_max_position_embeddings"]

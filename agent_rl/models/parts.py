@@ -9,6 +9,10 @@ Mixer = Literal["grouped", "latent", "delta", "mamba", "none"]
 """What mixes the tokens of a layer: grouped-query attention, multi-head latent attention, the gated delta rule,
 Mamba-2, or nothing (a layer that only has an MLP or experts)."""
 
+ExpertForm = Literal["gated", "clamped"]
+"""An expert's inner layer from gate g and up u. ``gated``: silu(g) u. ``clamped``, with biases on both projections:
+g sigmoid(1.702 g) (u + 1), with g at most 7 and u within -7 and 7 (gpt-oss, arXiv 2508.10925)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Latent:
@@ -42,3 +46,28 @@ class Indexer:
     head_dim: int
     top_k: int
     interleaved: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """The gated delta rule (Gated DeltaNet, arXiv 2412.06464) with a short causal convolution before it.
+
+    Every key head serves equally many value heads. ``kernel`` is the convolution's width in tokens. ``fused``: the
+    checkpoint has one projection of queries, keys, values and output gates, arranged by key head, and one of beta and
+    decay; otherwise it has four.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+    fused: bool
+
+    @property
+    def key_width(self) -> int:
+        return self.key_heads * self.key_dim
+
+    @property
+    def value_width(self) -> int:
+        return self.value_heads * self.value_dim

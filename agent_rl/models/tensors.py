@@ -7,17 +7,16 @@ weight sync and the plan use it. Parameters and tensors are listed in the order 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from agent_rl.models.cuts import Columns, Cut, Experts, HfTensor, Replicated, Rows
-from agent_rl.models.parts import Indexer, Latent, Mixer
+from agent_rl.models.parts import ExpertForm, Indexer, Latent, Mixer
 from agent_rl.models.spec import ModelSpec
 
 OUTPUT = "lm_head.weight"
 """The name of the output layer's tensor. A tied output layer is sent and saved under it too."""
 REPLICATED = Replicated()
-_REPLICATED = Replicated()
 _ADAPTER_ENDS = {"a": ".lora_A", "b": ".lora_B"}
 
 
@@ -115,6 +114,8 @@ def _grouped(spec: ModelSpec, at: str) -> Iterator[Parameter]:
     """Grouped-query attention: queries, key and value of a key-value group are neighbours in ``linear_qkv``."""
     module, attention, by_group = "self_attention", f"{at}self_attn", Rows(groups=spec.kv_heads)
     widths = {"q": spec.q_width, "k": spec.kv_width, "v": spec.kv_width}
+    if spec.output_gate:  # each head's query and its gate
+        widths["q"] *= 2
     weights = tuple(HfTensor(f"{attention}.{part}_proj.weight", (rows, spec.hidden)) for part, rows in widths.items())
     yield Parameter(f"{module}.linear_qkv.weight", weights, by_group, adapted=True)
     if spec.qkv_bias:
@@ -124,8 +125,12 @@ def _grouped(spec: ModelSpec, at: str) -> Iterator[Parameter]:
         for part in "qk":
             width, cut = (spec.head_dim, REPLICATED) if spec.qk_norm == "head" else (widths[part], Rows())
             yield _norm(f"{module}.{part}_layernorm.weight", f"{attention}.{part}_norm.weight", width, cut)
+    if spec.sinks:
+        yield Parameter(f"{module}.sinks", (HfTensor(f"{attention}.sinks", (spec.heads,)),), Rows())
     out = HfTensor(f"{attention}.o_proj.weight", (spec.hidden, spec.q_width))
     yield Parameter(f"{module}.linear_proj.weight", (out,), Columns(), adapted=True)
+    if spec.out_bias:
+        yield Parameter(f"{module}.linear_proj.bias", (HfTensor(f"{attention}.o_proj.bias", (spec.hidden,)),))
 
 
 def _latent(spec: ModelSpec, at: str) -> Iterator[Parameter]:
@@ -133,7 +138,7 @@ def _latent(spec: ModelSpec, at: str) -> Iterator[Parameter]:
     module, attention, latent = "self_attention", f"{at}self_attn", spec.latent
     assert latent is not None
 
-    def weight(name: str, tensor: str, rows: int, columns: int, cut: Cut = _REPLICATED) -> Parameter:
+    def weight(name: str, tensor: str, rows: int, columns: int, cut: Cut = REPLICATED) -> Parameter:
         tensors = (HfTensor(f"{attention}.{tensor}.weight", (rows, columns)),)
         return Parameter(f"{module}.{name}.weight", tensors, cut, adapted=True)
 
@@ -165,18 +170,43 @@ def _indexer(module: str, at: str, hidden: int, latent: Latent, indexer: Indexer
         yield Parameter(f"{module}.{name}", (HfTensor(f"{at}.{tensor}", shape),), frozen=True)
 
 
+def _delta(spec: ModelSpec, at: str) -> Iterator[Parameter]:
+    """The gated delta rule, cut by key head. Engines join the tensors of ``in_proj`` in this order."""
+    assert spec.delta is not None
+    delta, module, attention = spec.delta, "self_attention", f"{at}linear_attn"
+    parts = Rows(parts=(delta.key_width, delta.key_width, delta.value_width))
+    mixed = sum(parts.parts)
+    if delta.fused:
+        linears = {"qkvz": (mixed + delta.value_width, Rows()), "ba": (2 * delta.value_heads, Rows())}
+    else:
+        linears = {"qkv": (mixed, parts), "z": (delta.value_width, Rows())}
+        linears |= {part: (delta.value_heads, Rows()) for part in "ba"}
+    for part, (rows, cut) in linears.items():
+        projection = HfTensor(f"{attention}.in_proj_{part}.weight", (rows, spec.hidden))
+        yield Parameter(f"{module}.in_proj_{part}.weight", (projection,), cut)
+    yield Parameter(f"{module}.conv1d", (HfTensor(f"{attention}.conv1d.weight", (mixed, 1, delta.kernel)),), parts)
+    for name, tensor in {"dt_bias": "dt_bias", "decay_log": "A_log"}.items():
+        yield Parameter(f"{module}.{name}", (HfTensor(f"{attention}.{tensor}", (delta.value_heads,)),), Rows())
+    yield _norm(f"{module}.norm", f"{attention}.norm.weight", delta.value_dim)
+    out = HfTensor(f"{attention}.out_proj.weight", (spec.hidden, delta.value_width))
+    yield Parameter(f"{module}.out_proj.weight", (out,), Columns())
+
+
 _MIXERS: Mapping[Mixer, Callable[[ModelSpec, str], Iterator[Parameter]]] = MappingProxyType(
-    {"grouped": _grouped, "latent": _latent}
+    {"grouped": _grouped, "latent": _latent, "delta": _delta}
 )
 """The parameters of each mixer, from the prefix of the layer's tensors."""
 
 
-def _experts(spec: ModelSpec, at: str) -> Iterator[Parameter]:
-    """The router, the experts and the shared expert of a layer."""
+def _gated_experts(spec: ModelSpec, at: str) -> Iterator[Parameter]:
+    """A tensor of each expert and projection."""
     family, count, hidden, inner = spec.family, spec.num_experts, spec.hidden, spec.expert_inner
-    yield Parameter("mlp.router.weight", (HfTensor(at + family.router, (count, hidden)),))
-    if family.correction:
-        yield Parameter("mlp.router.expert_bias", (HfTensor(at + family.correction, (count,)),), frozen=True)
+    if family.stacked_experts:
+        stacked = Experts(count, stacked=True)
+        name = f"{at}mlp.experts"
+        yield Parameter("mlp.experts.weight1", (HfTensor(f"{name}.gate_up_proj", (count, 2 * inner, hidden)),), stacked)
+        yield Parameter("mlp.experts.weight2", (HfTensor(f"{name}.down_proj", (count, hidden, inner)),), stacked)
+        return
     names = [at + family.expert.format(expert) for expert in range(count)]
     gate, up, down = family.expert_parts
     gate_up = tuple(HfTensor(f"{name}.{part}.weight", (inner, hidden)) for name in names for part in (gate, up))
@@ -187,6 +217,36 @@ def _experts(spec: ModelSpec, at: str) -> Iterator[Parameter]:
         Experts(count),
         adapted=True,
     )
+
+
+def _clamped_experts(spec: ModelSpec, at: str) -> Iterator[Parameter]:
+    """Two tensors of all experts with their biases. Inputs come before outputs, and gate and up alternate."""
+    name, count, hidden, inner = f"{at}mlp.experts", spec.num_experts, spec.hidden, spec.expert_inner
+    sizes = (("gate_up", hidden, 2 * inner), ("down", inner, hidden))
+    for number, (part, inputs, outputs) in enumerate(sizes, 1):
+        weight = HfTensor(f"{name}.{part}_proj", (count, inputs, outputs))
+        bias = HfTensor(f"{name}.{part}_proj_bias", (count, outputs))
+        cut = Experts(count, stacked=True, interleaved=part == "gate_up", transposed=True)
+        yield Parameter(f"mlp.experts.weight{number}", (weight,), cut)
+        yield Parameter(f"mlp.experts.bias{number}", (bias,), replace(cut, transposed=False))
+
+
+_EXPERT_FORMS: Mapping[ExpertForm, Callable[[ModelSpec, str], Iterator[Parameter]]] = MappingProxyType(
+    {"gated": _gated_experts, "clamped": _clamped_experts}
+)
+
+
+def _experts(spec: ModelSpec, at: str) -> Iterator[Parameter]:
+    """The router, the experts and the shared expert of a layer."""
+    family, count, hidden = spec.family, spec.num_experts, spec.hidden
+    yield Parameter("mlp.router.weight", (HfTensor(at + family.router, (count, hidden)),))
+    if spec.router_bias:
+        bias = family.router.removesuffix("weight") + "bias"
+        yield Parameter("mlp.router.bias", (HfTensor(at + bias, (count,)),))
+    if family.correction:
+        correction = HfTensor(at + family.correction, (*family.correction_axes, count))
+        yield Parameter("mlp.router.expert_bias", (correction,), frozen=True)
+    yield from _EXPERT_FORMS[spec.expert_form](spec, at)
     if spec.shared_inner:
         if family.shared_gate:
             shared_gate = HfTensor(f"{at}{family.shared}_gate.weight", (1, hidden))

@@ -26,7 +26,8 @@ def layout_problems(config: RunConfig, model: ModelSpec | None = None) -> list[s
     if model is not None:
         modules = train.recompute_modules if train.recompute == "selective" else ()
         problems += model_problems(train.parallel, model) + recompute_problems(modules, model)
-        problems += expert_problems(train.dtype, model)
+        problems += expert_problems(train.dtype, model) + expert_form_problems(train, model)
+        problems += adapter_problems(train, model)
     return problems
 
 
@@ -107,6 +108,11 @@ def model_problems(parallel: ParallelConfig, model: ModelSpec) -> list[str]:
         size, parts = getattr(model, field), getattr(parallel, name)
         if size % parts and not (field == "inner" and all(model.moe)):  # no layer has an MLP of that size
             problems.append(f"train.parallel.{name}={parts} does not divide the model's {key}={size}")
+    if (delta := model.delta) and delta.key_heads % parallel.tensor:
+        problems.append(
+            f"train.parallel.tensor={parallel.tensor} does not divide the model's "
+            f"linear_num_key_heads={delta.key_heads}"
+        )
     stages, layers = parallel.pipeline * parallel.virtual_pipeline, model.num_layers
     if layers < stages:
         problems.append(
@@ -136,6 +142,16 @@ def expert_problems(dtype: str, model: ModelSpec) -> list[str]:
         "needs rows of a multiple of 16 bytes)"
         for key, size in (("hidden_size", model.hidden), ("moe_intermediate_size", model.expert_inner))
         if any(model.moe) and size % unit
+    ]
+
+
+def expert_form_problems(train: TrainConfig, model: ModelSpec) -> list[str]:
+    """Options that do not support the biases of clamped experts."""
+    options = {"train.balance": train.balance.enabled, "train.lora": bool(train.lora)}
+    return [
+        f"{option}: the experts of {model.kind} have biases, which it does not support: turn it off"
+        for option, enabled in options.items()
+        if enabled and model.expert_form == "clamped"
     ]
 
 
@@ -178,6 +194,13 @@ def lora_problems(train: TrainConfig, engine_dtype: str) -> list[str]:
         ),
     }
     return [f"train.lora: {reason}" for reason, holds in reasons.items() if train.lora and holds]
+
+
+def adapter_problems(train: TrainConfig, model: ModelSpec) -> list[str]:
+    """Models that ``train.lora`` does not support."""
+    if train.lora is None or not model.family.stacked_experts:
+        return []
+    return [f"train.lora: {model.kind} has one tensor of all experts, which adapters do not support: turn it off"]
 
 
 def dense_replicas(parallel: ParallelConfig) -> int:

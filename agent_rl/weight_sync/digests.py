@@ -10,13 +10,16 @@ their checksums. Several Hugging Face tensors are concatenated in one parameter:
     experts.0.gate_proj, experts.0.up_proj,
     experts.1.gate_proj, ...                  experts.w13_weight
     experts.0.down_proj, ...                  experts.w2_weight
+    experts.gate_up_proj, experts.down_proj   experts.w13_weight, experts.w2_weight (of clamped experts transposed)
+    in_proj_qkv, in_proj_z                    in_proj_qkvz
+    in_proj_b, in_proj_a                      in_proj_ba
 
 Tensors arrive in this order, so each hash is updated as they come. A tensor that is lost, changed or loaded under
 another name gives another checksum.
 
-An engine with several tensor ranks has checksums per rank. A rank has a block of rows (q, k, v, gate, up, embedding,
-output) or columns (o, down) of a matrix, and all of other tensors. With fewer key-value heads than ranks, neighbours
-have the same head.
+An engine with several tensor ranks has checksums per rank. A rank has a block of rows (q, k, v, sinks, gate, up,
+embedding, output) or columns (o, down) of a matrix, and all of other tensors. With fewer key-value heads than ranks,
+neighbours have the same head.
 """
 
 from __future__ import annotations
@@ -32,19 +35,35 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from agent_rl.models.parts import ExpertForm
+from agent_rl.models.spec import ModelSpec
+
 _FUSED = (
     (re.compile(r"\.self_attn\.[qkv]_proj\."), ".self_attn.qkv_proj."),
     (re.compile(r"\.self_attn\.q_a_proj\."), ".self_attn.fused_qkv_a_proj_with_mqa."),
     (re.compile(r"\.experts\.\d+\.(gate_proj|up_proj|w1|w3)\.weight$"), ".experts.w13_weight"),
     (re.compile(r"\.experts\.\d+\.(down_proj|w2)\.weight$"), ".experts.w2_weight"),
+    (re.compile(r"\.experts\.gate_up_proj(_bias)?$"), r".experts.w13_weight\1"),
+    (re.compile(r"\.experts\.down_proj(_bias)?$"), r".experts.w2_weight\1"),
     (re.compile(r"\.(gate|up)_proj\.weight$"), ".gate_up_proj.weight"),
+    (re.compile(r"\.moe_statics\.e_score_correction_bias$"), ".gate.e_score_correction_bias"),
+    (re.compile(r"\.in_proj_(qkv|z)\."), ".in_proj_qkvz."),
+    (re.compile(r"\.in_proj_(b|a)\."), ".in_proj_ba."),
 )
+_STACKED = re.compile(r"\.experts\.(?P<part>gate_up|down)_proj(?P<bias>_bias)?$")
+_OTHER_PREFIX = re.compile(r"^model\.language_model\.")
+"""Of a text model beside a vision tower; engines do without it."""
+_ZERO_CENTERED = "gemma_weight"
+"""The last part of the name of a norm's 1 + weight, which engines keep beside a weight that is near zero."""
+_OPTIONAL = ("lm_head.weight", _ZERO_CENTERED)
+_CONSTANT = ".axis_map"
+"""The last part of the name of a rotary embedding's table of axes."""
 _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 _VOCABULARY_MULTIPLE = 64  # SGLang pads the vocabulary with rows of zeros
 _INNER_MULTIPLE = 32  # and each rank's part of an MLP's inner dimension (on a CPU)
-_BY_ROWS = re.compile(r"\.(q|k|v|q_b|kv_b|gate|up)_proj\.|\.w[13]\.")
-_NOT_PADDED = re.compile(r"\.(q|q_b|kv_b|o)_proj\.")
-_BY_COLUMNS = re.compile(r"\.(o|down)_proj\.|\.w2\.")
+_BY_ROWS = re.compile(r"\.(q|k|v|q_b|kv_b|gate|up)_proj\.|\.w[13]\.|\.sinks$")
+_NOT_PADDED = re.compile(r"\.(q|q_b|kv_b|o)_proj\.|\.sinks$")
+_BY_COLUMNS = re.compile(r"\.(o|down)_proj\.weight|\.w2\.")
 _OF_HEADS = re.compile(r"\.[kv]_proj\.")
 
 _HASHES: Mapping[str, Callable[[], Any]] = {"xxh3:": xxhash.xxh3_64, "": hashlib.sha256}
@@ -81,8 +100,9 @@ def predictable(server: Mapping[str, Any]) -> bool:
 class Digests:
     """Computes the checksums of one update for engines of each of the ``kinds``."""
 
-    def __init__(self, kv_heads: int, kinds: Collection[DigestKind]) -> None:
-        self._kv_heads = kv_heads
+    def __init__(self, model_spec: ModelSpec, kinds: Collection[DigestKind]) -> None:
+        self._kv_heads, self._form = model_spec.kv_heads, model_spec.expert_form
+        self._zero_centered = model_spec.zero_centered_norms
         self._hashes: dict[DigestKind, list[dict[str, Any]]] = {kind: [{} for _ in range(kind.ranks)] for kind in kinds}
 
     def add(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], size: int, data: NDArray[np.uint8]) -> None:
@@ -91,10 +111,19 @@ class Digests:
         for name, shape in zip(names, shapes, strict=True):
             stop = start + size * math.prod(shape)
             rows = data[start:stop].reshape(shape[0], -1)
+            name = _OTHER_PREFIX.sub("model.", name)
             for kind, ranks in self._hashes.items():
                 for rank, hashes in enumerate(ranks):
                     digest = hashes.setdefault(_parameter(name, hashes), _HASHES[kind.prefix]())
-                    digest.update(np.ascontiguousarray(self._share(name, rows, size, rank, kind.ranks)).data)
+                    if stacked := _STACKED.search(name):
+                        share = _stacked_share(stacked, rows.reshape(*shape, size), rank, kind.ranks, self._form)
+                    else:
+                        share = self._share(name, rows, size, rank, kind.ranks)
+                    digest.update(np.ascontiguousarray(share).data)
+                    if self._zero_centered and name.endswith("norm.weight"):
+                        derived = _HASHES[kind.prefix]()
+                        derived.update(_plus_one(rows, size))
+                        hashes[name.removesuffix("weight") + _ZERO_CENTERED] = derived
             start = stop
 
     def _share(self, name: str, rows: NDArray[np.uint8], itemsize: int, rank: int, size: int) -> NDArray[np.uint8]:
@@ -123,7 +152,25 @@ def _block(rows: NDArray[np.uint8], index: int, parts: int, multiple: int) -> ND
     """Part ``index`` of ``parts`` equal blocks of the first axis, each padded with zeros to a ``multiple``."""
     height = -(-len(rows) // (parts * multiple)) * multiple
     block = rows[index * height : (index + 1) * height]
-    return np.pad(block, ((0, height - len(block)), (0, 0))) if len(block) < height else block
+    missing = ((0, height - len(block)), *((0, 0),) * (block.ndim - 1))
+    return np.pad(block, missing) if len(block) < height else block
+
+
+def _stacked_share(
+    name: re.Match[str], whole: NDArray[np.uint8], rank: int, size: int, form: ExpertForm
+) -> NDArray[np.uint8]:
+    """As :meth:`Digests._share`, of all experts' weights ``whole`` uint8 ``[E, out, in, bytes]`` or biases ``[E, out,
+    bytes]``. Clamped experts have ``[E, in, out, bytes]``, and gate and up alternate. Rank 0 alone adds the bias of
+    down."""
+    down, clamped = name["part"] == "down", form == "clamped"
+    if name["bias"] and down:
+        return whole if rank == 0 else np.zeros_like(whole)
+    if clamped and not name["bias"]:
+        whole = whole.swapaxes(1, 2)
+    axis, multiple = (2 if down else 1), _INNER_MULTIPLE * (2 if clamped and not down else 1)
+    parts = [whole] if down or clamped else np.split(whole, 2, axis=1)
+    blocks = [np.moveaxis(_block(np.moveaxis(part, axis, 0), rank, size, multiple), 0, axis) for part in parts]
+    return np.concatenate(blocks, axis=axis) if len(blocks) > 1 else blocks[0]
 
 
 def _parameter(name: str, present: Collection[str]) -> str:
@@ -134,8 +181,22 @@ def _parameter(name: str, present: Collection[str]) -> str:
     return fused if fused in present else name if alone else engine_name(name)
 
 
+def _plus_one(rows: NDArray[np.uint8], size: int) -> bytes:
+    """1 plus a tensor of float32 (``size`` 4) or bfloat16 (``size`` 2), rounded to its dtype."""
+    if size == 4:
+        return (rows.view("<f4") + np.float32(1)).tobytes()
+    wide = (rows.view("<u2").astype("<u4") << 16).view("<f4") + np.float32(1)
+    return round_to_bfloat16(wide.view("<u4")).tobytes()
+
+
+def round_to_bfloat16(bits: NDArray[np.uint32]) -> NDArray[np.uint16]:
+    """The upper halves of float32 ``bits``, rounded to the nearest even."""
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2")
+
+
 def engine_name(name: str) -> str:
     """The engine's parameter that contains the Hugging Face tensor ``name``."""
+    name = _OTHER_PREFIX.sub("model.", name)
     for pattern, fused in _FUSED:
         if pattern.search(name):
             return pattern.sub(fused, name)
@@ -145,14 +206,23 @@ def engine_name(name: str) -> str:
 def rank_difference(expected: Mapping[str, str], actual: Mapping[str, str]) -> str | None:
     """The first difference between expected and actual checksums of a rank, in one line; None where they agree.
 
-    An engine with a tied output has no ``lm_head.weight``.
+    An engine with a tied output has no ``lm_head.weight``. Engines name a module of the Hugging Face model
+    ``self_attn`` or leave its name out.
     """
+    expected, actual = (
+        {_without_attention(name): digest for name, digest in each.items()} for each in (expected, actual)
+    )
+    actual = {name: digest for name, digest in actual.items() if not name.endswith(_CONSTANT)}
     wrong = sorted(name for name, digest in actual.items() if expected.get(name) != digest)
-    missing = sorted(name for name in expected if name not in actual and name != "lm_head.weight")
+    missing = sorted(name for name in expected if name not in actual and not name.endswith(_OPTIONAL))
     if not wrong and not missing:
         return None
     parts = [_named("does not hold the bytes that were sent", wrong), _named("has no parameter", missing)]
     return " and ".join(part for part in parts if part)
+
+
+def _without_attention(name: str) -> str:
+    return name.replace(".self_attn.", ".")
 
 
 def engine_difference(expected: RankDigests, actual: RankDigests) -> str | None:

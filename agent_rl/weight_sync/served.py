@@ -20,12 +20,24 @@ from agent_rl.config import EngineConfig
 from agent_rl.errors import UserError, WeightSyncError
 from agent_rl.models.families import keeps_float32
 from agent_rl.models.spec import ModelSpec
-from agent_rl.weight_sync.digests import DigestKind, Digests, RankDigests, engine_difference, engine_name, predictable
+from agent_rl.models.tensors import model_parameters
+from agent_rl.weight_sync.digests import (
+    DigestKind,
+    Digests,
+    RankDigests,
+    engine_difference,
+    engine_name,
+    predictable,
+    round_to_bfloat16,
+)
 from agent_rl.weight_sync.receivers import Checksums, WeightReceivers
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
-_PARTS = ("q_proj", "k_proj", "v_proj", "gate_proj", ".w1.", "up_proj", ".w3.")
+_PARTS = (
+    *("q_proj", "k_proj", "v_proj", "gate_proj", ".w1.", "up_proj", ".w3."),
+    *("in_proj_qkv.", "in_proj_z.", "in_proj_b.", "in_proj_a."),
+)
 """Parts of one engine parameter, in their order."""
 _BYTES = {"BF16": 2, "F32": 4}
 _AS_STORED = {"bfloat16": "BF16", "float32": "F32"}
@@ -45,8 +57,7 @@ class StoredTensor:
             return self.raw
         if kind == "F32":
             return (self.raw.view("<u2").astype("<u4") << 16).view(np.uint8)
-        bits = self.raw.view("<u4")
-        return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2").view(np.uint8)
+        return round_to_bfloat16(self.raw.view("<u4")).view(np.uint8)
 
 
 def check_served_weights(urls: Sequence[str], model: Path, model_spec: ModelSpec, config: EngineConfig) -> str | None:
@@ -60,7 +71,8 @@ def check_served_weights(urls: Sequence[str], model: Path, model_spec: ModelSpec
             engines = list(zip(urls, receivers.query_info(), receivers.checksums(), strict=True))
     except WeightSyncError as error:
         return f"the engines' weights were not compared with those of {model}: {error}"
-    tensors = _served(stored_tensors(model), model_spec.num_layers)
+    described = {tensor.name for _, parameter in model_parameters(model_spec) for tensor in parameter.tensors}
+    tensors = {name: tensor for name, tensor in stored_tensors(model).items() if name in described | {"lm_head.weight"}}
     expected: dict[tuple[DigestKind, str], RankDigests] = {}
     uncompared: dict[str, Checksums] = {}
     for url, info, checksums in engines:
@@ -70,7 +82,7 @@ def check_served_weights(urls: Sequence[str], model: Path, model_spec: ModelSpec
         else:
             key = DigestKind.of(checksums.ranks), _AS_STORED[info["dtype"]]
             if key not in expected:
-                expected[key] = _digests(tensors, model_spec.kv_heads, *key)
+                expected[key] = _digests(tensors, model_spec, *key)
             wrong = engine_difference(expected[key], checksums.ranks) is not None
         if wrong:
             raise UserError(
@@ -100,20 +112,14 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _served(tensors: Mapping[str, StoredTensor], layers: int) -> dict[str, StoredTensor]:
-    """``tensors`` without those of layers after the model's, which are for multi-token prediction."""
-    found = ((name, _LAYER.search(name)) for name in tensors)
-    return {name: tensors[name] for name, layer in found if layer is None or int(layer[1]) < layers}
-
-
 def _comparable(info: Mapping[str, Any], tensors: Iterable[StoredTensor]) -> bool:
     """Whether the checksums of a server with this ``/server_info`` can be predicted from ``tensors``."""
     return predictable(info) and info.get("dtype") in _AS_STORED and all(tensor.kind in _BYTES for tensor in tensors)
 
 
-def _digests(tensors: Mapping[str, StoredTensor], kv_heads: int, kind: DigestKind, dtype: str) -> RankDigests:
+def _digests(tensors: Mapping[str, StoredTensor], model_spec: ModelSpec, kind: DigestKind, dtype: str) -> RankDigests:
     """The checksums of an engine of ``kind`` that has loaded ``tensors`` in ``dtype``."""
-    digests = Digests(kv_heads, [kind])
+    digests = Digests(model_spec, [kind])
     for name in sorted(tensors, key=engine_order):
         loaded = "F32" if keeps_float32(name) else dtype
         digests.add([name], [tensors[name].shape], _BYTES[loaded], tensors[name].bytes_as(loaded))

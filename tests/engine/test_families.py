@@ -19,6 +19,7 @@ from r3.stitch import RouteStitcher
 
 torch = pytest.importorskip("torch", reason="needs the trainer environment")
 from agent_rl.train.ray_trainer import RayTrainer  # noqa: E402
+from agent_rl.weight_sync.receivers import WeightReceivers  # noqa: E402
 from agent_rl.weight_sync.served import check_served_weights  # noqa: E402
 from agent_rl.weight_sync.sync import WeightSync  # noqa: E402
 
@@ -64,8 +65,9 @@ async def test_engine_and_trainer_agree_before_and_after_an_update(
         )
         async with SGLangEngine(server.url, spec, engine_config) as engine, RayTrainer(config) as trainer:
             assert await asyncio.to_thread(check_served_weights, [server.url], model, spec, engine_config) is None
-            sync = WeightSync(config.engine, model, engine, trainer, tmp_path / "weights", pytest.fail)
-            for version in (1, 2):
+            split = config.engine.model_copy(update={"weight_bucket_mb": 0.05})
+            for version, options in ((1, config.engine), (2, split)):
+                sync = WeightSync(options, model, engine, trainer, tmp_path / "weights", pytest.fail)
                 batch = [await two_turns(engine, spec, 10 * version + number) for number in range(4)]
                 metrics = await trainer.step(batch, measure_without_replay=True)
                 assert metrics["r3/coverage"] == 1
@@ -73,6 +75,10 @@ async def test_engine_and_trainer_agree_before_and_after_an_update(
                 assert metrics["mismatch/logprob_abs_diff"] < LIMITS.get(kind, 2e-5)
                 assert (await sync.publish(version))["weight_sync/verified"] == 1
             await trainer.export(tmp_path / "export")
+            with WeightReceivers([server.url]) as receiver:
+                sent = receiver.checksums()[0]
+                receiver.load_from_disk(tmp_path / "export", "loaded")
+                assert receiver.checksums()[0].ranks == sent.ranks
     finally:
         await server.stop()
     assert json.loads((tmp_path / "export/config.json").read_text()) == json.loads((model / "config.json").read_text())

@@ -9,7 +9,7 @@ from typing import Any
 
 import megatron_tiny as tiny
 import pytest
-from support.model_sizes import DEEPSEEK_V3_SIZES
+from support.model_sizes import DEEPSEEK_V3_SIZES, DELTA_SIZES, DENSE_SIZES
 
 pytest.importorskip("torch", reason="torch is not installed (the train extra)")
 import torch
@@ -76,6 +76,19 @@ def test_new_adapters_change_no_bit(build: Build, tmp_path: Path, changes: dict[
     assert trained == {name for name, _ in adapted.modules[0].named_parameters() if ".lora." in name}
     layers, moe = tiny.LAYERS, tiny.LAYERS - len(changes)
     assert len(adapters(adapted)) == layers * 4 + moe * 3 * tiny.EXPERTS
+
+
+def test_hybrids_have_adapters_on_grouped_attention_and_experts(build: Build, tmp_path: Path) -> None:
+    """Layers of the gated delta rule have none."""
+    sizes = DENSE_SIZES | DELTA_SIZES | {"tie_word_embeddings": False, "initializer_range": 0.1}
+    tiny.write_model(tmp_path / "model", "qwen3_next", sizes, published=tiny.DELTA_KEYS)
+    plain, adapted = build(tmp_path / "model"), build(tmp_path / "model", lora=LORA)
+    assert torch.equal(logprobs(adapted, given()), logprobs(plain, given()))
+    names = adapters(adapted).keys()
+    assert len(names) == 2 * 4 + tiny.LAYERS * 3 * tiny.EXPERTS
+    assert not any("linear_attn" in name for name in names)
+    train(adapted, given())
+    assert any(gradient.abs().max() > 0 for gradient in gradients(adapted).values())
 
 
 def test_latent_attention_is_adapted_and_merged(build: Build, tmp_path: Path) -> None:

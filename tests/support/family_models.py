@@ -27,6 +27,29 @@ COMMON: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "torch_dtype": "float32",
 }
+DELTA: dict[str, Any] = {
+    "head_dim": 32,
+    "partial_rotary_factor": 0.25,
+    "num_experts": 8,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "norm_topk_prob": True,
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+}
+QWEN3_5: dict[str, Any] = DELTA | {
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+}
 _DEEPSEEK_V3: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"],
     "num_key_value_heads": 4,
@@ -73,6 +96,34 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 2.5,
         "norm_topk_prob": True,
     },
+    "gpt_oss": {
+        "architectures": ["GptOssForCausalLM"],
+        "head_dim": 16,
+        "attention_bias": True,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "sliding_window": 16,
+        "num_local_experts": 8,
+        "swiglu_limit": 7.0,
+        "rope_theta": 150000.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "original_max_position_embeddings": 32,
+            "truncate": False,
+        },
+    },
+    "ernie4_5_moe": {
+        "architectures": ["Ernie4_5_MoeForCausalLM"],
+        "num_experts_per_tok": None,
+        "moe_num_experts": 8,
+        "moe_k": 2,
+        "moe_layer_start_index": 1,
+        "moe_layer_end_index": 2,
+        "moe_layer_interval": 1,
+        "moe_num_shared_experts": 2,
+        "moe_intermediate_size": 32,
+        "use_bias": False,
+    },
     "minimax_m2": {
         "architectures": ["MiniMaxM2ForCausalLM"],
         "head_dim": 32,
@@ -91,6 +142,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 32,
         "norm_topk_prob": False,
     },
+    "qwen3_next": DELTA | {"architectures": ["Qwen3NextForCausalLM"]},
+    "qwen3_5_moe_text": QWEN3_5 | {"architectures": ["Qwen3_5MoeForCausalLM"]},
+    "qwen3_5_moe": {
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+        "text_config": COMMON | QWEN3_5 | {"model_type": "qwen3_5_moe_text"},
+        "vision_config": {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "out_hidden_size": 64},
+    },
     "olmoe": {
         "architectures": ["OlmoeForCausalLM"],
         "num_key_value_heads": 4,
@@ -104,14 +162,21 @@ _WIDE = ("embed_tokens", "lm_head", "gate.weight")
 
 def write_model(directory: Path, kind: str, seed: int, **changes: Any) -> Path:
     """A checkpoint in ``directory`` of random weights, large enough that sampling and routing are not near-ties.
-    ``changes``: other values of its config."""
+    ``changes``: other values of its config. A value of None is left out."""
     directory.mkdir(exist_ok=True)
-    (directory / "config.json").write_text(json.dumps({"model_type": kind, **COMMON, **FAMILIES[kind], **changes}))
+    config = {"model_type": kind, **FAMILIES[kind]}
+    if "text_config" in config:
+        config["text_config"] = config["text_config"] | changes
+    else:
+        config = {**COMMON, **config, **changes}
+    (directory / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
     generator = np.random.default_rng(seed)
-    weights = {}
-    for name, shape in expected_shapes(read_model_spec(directory)).items():
+    spec, weights = read_model_spec(directory), {}
+    for name, shape in expected_shapes(spec).items():
         scale = 0.3 if any(part in name for part in _WIDE) else 0.08
         draw = generator.standard_normal(shape).astype(np.float32) * scale
-        weights[name] = draw + 1 if "norm" in name else draw
+        if ("norm" in name and not spec.zero_centered_norms) or name.endswith("linear_attn.norm.weight"):
+            draw += 1
+        weights[name] = draw
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     return directory

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -36,7 +37,7 @@ from agent_rl.models.tensors import (
     is_adapter,
     model_parameters,
 )
-from agent_rl.train.hf_index import LoadProgress
+from agent_rl.train.hf_index import LoadProgress, read_headers
 from agent_rl.train.megatron.parallel import ParallelState
 from agent_rl.train.megatron.safetensors_slices import SliceReader, TensorSlice
 
@@ -214,15 +215,15 @@ def _gather(local: Tensor, group: Any) -> list[Tensor]:
 
 
 def write_checkpoint(weights: Iterable[tuple[str, Tensor]], source: Path, directory: Path, dtype: torch.dtype) -> None:
-    """Write ``weights`` as safetensors, with copies of the other files of ``source``. The directory appears
-    atomically."""
+    """Write ``weights`` as safetensors, with copies of the other files and of the other tensors of ``source`` (a vision
+    tower, layers that predict further tokens). The directory appears atomically."""
     partial = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     for file in source.iterdir():
         if file.is_file() and ".safetensors" not in file.name and file.suffix not in (".bin", ".pt"):
             shutil.copy2(file, partial / file.name)
-    _write_shards(weights, partial, dtype)
+    _write_shards(_completed(weights, source, dtype), partial)
     if directory.exists():
         old = directory.with_name(f".{directory.name}.old")
         shutil.rmtree(old, ignore_errors=True)
@@ -259,7 +260,20 @@ def _stored(tensor: Tensor) -> Tensor:
     return tensor.detach().to(device="cpu", copy=True).contiguous()
 
 
-def _write_shards(weights: Iterable[tuple[str, Tensor]], directory: Path, dtype: torch.dtype) -> None:
+def _completed(weights: Iterable[tuple[str, Tensor]], source: Path, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """``weights`` on the CPU in the dtype of the checkpoint, then the other tensors of ``source`` as they are."""
+    names = set()
+    for name, tensor in weights:
+        names.add(name)
+        kept = torch.float32 if keeps_float32(name) else dtype
+        yield name, tensor.to(device="cpu", dtype=kept, copy=True).contiguous()
+    for name, entry in read_headers(source).items():
+        if name not in names:
+            with safe_open(entry.file, "pt") as file:
+                yield name, file.get_tensor(name)
+
+
+def _write_shards(tensors: Iterable[tuple[str, Tensor]], directory: Path) -> None:
     shards: list[list[str]] = []
     pending: dict[str, Tensor] = {}
     total = size = 0
@@ -269,11 +283,10 @@ def _write_shards(weights: Iterable[tuple[str, Tensor]], directory: Path, dtype:
         shards.append(list(pending))
         pending.clear()
 
-    for name, tensor in weights:
-        kept = torch.float32 if keeps_float32(name) else dtype
-        pending[name] = tensor.to(device="cpu", dtype=kept, copy=True).contiguous()
-        size += pending[name].nbytes
-        total += pending[name].nbytes
+    for name, tensor in tensors:
+        pending[name] = tensor
+        size += tensor.nbytes
+        total += tensor.nbytes
         if size >= _SHARD_BYTES:
             flush()
             size = 0

@@ -26,8 +26,8 @@ from agent_rl.train.megatron.gate import Gate
 from agent_rl.train.megatron.kernel_choice import Kernels
 from agent_rl.train.megatron.lora import LoraExperts
 from agent_rl.train.megatron.mixers import MIXERS
-from agent_rl.train.megatron.moe import Experts, PaddedMoELayer, ReleasingMoELayer
-from agent_rl.train.megatron.norms import RMSNorm
+from agent_rl.train.megatron.moe import EXPERTS, PaddedMoELayer, ReleasingMoELayer
+from agent_rl.train.megatron.norms import norm_class
 
 
 def block_spec(
@@ -45,7 +45,7 @@ def block_spec(
     """
     offset, count = get_transformer_layer_offset(config, virtual_stage), get_num_layers_to_build(config, virtual_stage)
     layers = [_layer_spec(config, model_spec, i, kernels, balanced, lora) for i in range(offset, offset + count)]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm_class(model_spec))
 
 
 def _layer_spec(
@@ -59,7 +59,7 @@ def _layer_spec(
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     shared = ModuleSpec(module=SharedExpertMLP, submodules=linears)
     adapted = {} if lora is None else {"lora": lora}
-    kind = BalancedExperts if balanced else Experts if lora is None else LoraExperts
+    kind = BalancedExperts if balanced else EXPERTS[model_spec.expert_form] if lora is None else LoraExperts
     own = ModuleSpec(module=kind, params={"product": kernels.product, **adapted})
     gate = partial(Gate, model_spec=model_spec)
     submodules = MoESubmodules(router=gate, experts=own, shared_experts=shared)
@@ -68,10 +68,10 @@ def _layer_spec(
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=RMSNorm,
+            input_layernorm=norm_class(model_spec),
             self_attention=ModuleSpec(module=MIXERS[model_spec.mixer(layer)], params=mixing),
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=RMSNorm,
+            pre_mlp_layernorm=norm_class(model_spec),
             mlp=experts if model_spec.moe[layer] else ModuleSpec(module=MLP, submodules=linears),
             mlp_bda=get_bias_dropout_add,
         ),

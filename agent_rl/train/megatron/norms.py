@@ -30,6 +30,13 @@ class RMSNorm(torch.nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
 
+class ZeroCenteredNorm(RMSNorm):
+    """As :class:`RMSNorm`, which multiplies by 1 + weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps, zero_centered=True)
+
+
 class AllHeadsNorm(torch.nn.Module):
     """Root-mean-square norm over all heads of a token, in float32, for ``x [..., heads of this tensor rank, D]``."""
 
@@ -49,8 +56,13 @@ class AllHeadsNorm(torch.nn.Module):
         return (normed.to(x.dtype) * self.weight).view(x.shape)
 
 
+def norm_class(model_spec: ModelSpec) -> type[RMSNorm]:
+    """The norm of hidden states and of single heads."""
+    return ZeroCenteredNorm if model_spec.zero_centered_norms else RMSNorm
+
+
 def head_norm(config: TransformerConfig, model_spec: ModelSpec, heads: int) -> RMSNorm | AllHeadsNorm | None:
     """The norm of queries or keys of ``heads`` heads; None: they have none."""
     if model_spec.qk_norm == "all":
         return AllHeadsNorm(config, model_spec.head_dim, model_spec.norm_eps, heads=heads)
-    return RMSNorm(config, model_spec.head_dim, model_spec.norm_eps) if model_spec.qk_norm else None
+    return norm_class(model_spec)(config, model_spec.head_dim, model_spec.norm_eps) if model_spec.qk_norm else None

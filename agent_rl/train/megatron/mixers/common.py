@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core import tensor_parallel
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -29,7 +29,7 @@ def column_linear(
 ) -> ColumnParallelLinear:
     """A projection from ``inner`` to ``outer``, whose outputs are cut over tensor ranks."""
     options: dict[str, Any] = {"config": config, "bias": bias, "init_method": config.init_method}
-    options |= {"gather_output": False, "skip_bias_add": False, "is_expert": False}
+    options |= {"gather_output": False, **_linear_options()}
     if lora:
         return LoraColumnParallelLinear(inner, outer, lora=lora, **options)
     return ColumnParallelLinear(inner, outer, **options)
@@ -41,10 +41,15 @@ def row_linear(
     """A projection from ``inner`` to ``outer``, whose inputs are cut over tensor ranks. A bias is added once, after the
     sum over ranks."""
     options: dict[str, Any] = {"config": config, "bias": bias, "init_method": config.output_layer_init_method}
-    options |= {"input_is_parallel": True, "skip_bias_add": False, "is_expert": False}
+    options |= {"input_is_parallel": True, **_linear_options()}
     if lora:
         return LoraRowParallelLinear(inner, outer, lora=lora, **options)
     return RowParallelLinear(inner, outer, **options)
+
+
+def _linear_options() -> dict[str, Any]:
+    group = parallel_state.get_tensor_model_parallel_group()
+    return {"skip_bias_add": False, "is_expert": False, "tp_group": group}
 
 
 class ReplicatedLinear(torch.nn.Module):
@@ -71,16 +76,17 @@ def replicated_weight(config: TransformerConfig, *shape: int) -> torch.nn.Parame
     return weight
 
 
-def cut_weight(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
-    """A tensor rank's rows, of ``shape``, of a weight."""
-    weight = _empty(config, *shape)
+def cut_weight(config: TransformerConfig, *shape: int, dtype: torch.dtype | None = None) -> torch.nn.Parameter:
+    """A tensor rank's rows, of ``shape``, of a weight; ``dtype`` None: that of the model."""
+    weight = _empty(config, *shape, dtype=dtype)
     config.init_method(weight)
     set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=0, stride=1)
     return weight
 
 
-def _empty(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
-    return torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=torch.cuda.current_device()))
+def _empty(config: TransformerConfig, *shape: int, dtype: torch.dtype | None = None) -> torch.nn.Parameter:
+    device = torch.cuda.current_device()
+    return torch.nn.Parameter(torch.empty(shape, dtype=dtype or config.params_dtype, device=device))
 
 
 def recomputes_core(config: TransformerConfig) -> bool:

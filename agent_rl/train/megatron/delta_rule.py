@@ -1,0 +1,92 @@
+"""The gated delta rule (Gated DeltaNet, arXiv 2412.06464) and its short convolution over packed sequences, in torch.
+
+Axes: T tokens of all sequences, one after the other, H heads, K and V widths of keys and values, C tokens of a chunk,
+N chunks of all sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CHUNK = 64
+
+
+def causal_convolution(x: Tensor, weight: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Each column of ``x [T, D]`` convolved over a token and those before it in its sequence; ``weight [D, width]``."""
+    width = weight.shape[1]
+    places, total = _places(lengths, before=width - 1)
+    places = places.to(x.device)
+    padded = x.new_zeros(total, x.shape[1]).index_copy(0, places, x)
+    convolved = F.conv1d(padded.T[None], weight[:, None], groups=len(weight))[0].T
+    return convolved[places - (width - 1)]
+
+
+def delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, lengths: Sequence[int], chunk: int = CHUNK
+) -> Tensor:
+    """The outputs ``o_t = S_t^T q_t`` ``[T, H, V]`` of the states ``S_t [K, V]``, at first zero in each sequence::
+
+        S_t = exp(decay_t) S_(t-1) + k_t (beta_t (v_t - exp(decay_t) S_(t-1)^T k_t))^T
+
+    ``query``, ``key`` ``[T, H, K]``, ``value`` ``[T, H, V]``, ``decay`` (at most 0) and ``beta`` ``[T, H]``, float32.
+
+    Computed by chunks (section 3.3 of the paper). Within a chunk the values that are written solve a triangular system,
+    for all chunks at once; the state is carried from chunk to chunk. Padding has beta 0 and decay 0.
+    """
+    places, total = _places(lengths, multiple=chunk)
+    places = places.to(query.device)
+
+    def chunked(x: Tensor) -> Tensor:
+        padded = x.new_zeros(total, *x.shape[1:]).index_copy(0, places, x)
+        return padded.unflatten(0, (-1, chunk)).movedim(2, 1)  # [N, H, C, ...]
+
+    q, k, v, since, beta = (chunked(x) for x in (query, key, value, decay, beta))
+    since = since.cumsum(-1)  # the decay from the chunk's start to each token
+    upper = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).triu(1)
+    between = (since[..., :, None] - since[..., None, :]).masked_fill(upper, -torch.inf).exp()
+    weighted = beta[..., None] * k
+    system = (weighted @ k.mT * between).tril(-1)
+    sides = torch.cat((beta[..., None] * v, since.exp()[..., None] * weighted), dim=-1)
+    written, read = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True).split(
+        (v.shape[-1], k.shape[-1]), dim=-1
+    )
+    last = since[..., -1:, None]
+    out = _carry(
+        written,
+        read,
+        since.exp()[..., None] * q,
+        q @ k.mT * between,
+        ((last - since[..., None]).exp() * k).mT,
+        last.exp(),
+        [-(-length // chunk) for length in lengths],
+    )
+    return out.movedim(1, 2).flatten(0, 1)[places]
+
+
+def _carry(
+    written: Tensor, read: Tensor, query: Tensor, weights: Tensor, key: Tensor, decay: Tensor, counts: Sequence[int]
+) -> Tensor:
+    """The outputs ``[N, H, C, V]`` of all chunks, ``counts`` of them in each sequence. Chunks have the values
+    ``written - read S`` if their state is S at first."""
+    out, chunks = [], zip(*(x.unbind(0) for x in (written, read, query, weights, key, decay)), strict=True)
+    for count in counts:
+        state = written.new_zeros(written.shape[1], key.shape[-2], written.shape[-1])
+        for _ in range(count):
+            u, w, q, a, k, d = next(chunks)
+            new = u - w @ state
+            out.append(q @ state + a @ new)
+            state = d * state + k @ new
+    return torch.stack(out)
+
+
+def _places(lengths: Sequence[int], *, before: int = 0, multiple: int = 1) -> tuple[Tensor, int]:
+    """Where each token comes if every sequence has ``before`` rows of padding before it and fills a ``multiple`` of
+    rows, and the number of rows."""
+    sizes = torch.tensor(lengths)
+    rows = before + -(-sizes // multiple) * multiple
+    starts = rows.cumsum(0) - rows + before - (sizes.cumsum(0) - sizes)
+    return torch.arange(sum(lengths)) + starts.repeat_interleave(sizes), int(rows.sum())
