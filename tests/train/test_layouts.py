@@ -144,7 +144,7 @@ def test_the_models_own_config_is_checked(tiny_moe: Path) -> None:
     model = json.loads((tiny_moe / "config.json").read_text())
     layers = model["num_hidden_layers"]
     refused = config({"world_size": layers + 1, "pipeline": layers + 1}, tiny_moe)
-    with pytest.raises(ConfigError, match="more than the model.s num_hidden_layers"):
+    with pytest.raises(ConfigError, match=r"more than the model.s num_hidden_layers"):
         check_layout(refused)
     check_layout(refused.model_copy(update={"model": Path("none")}))
 
