@@ -16,6 +16,7 @@ from typing import Any
 
 import orjson
 
+from agent_rl.models.families import keeps_float32
 from agent_rl.planner.memory_model import BYTES
 from agent_rl.train.hf_index import Shapes
 from agent_rl.weight_sync.adapters import SUFFIX
@@ -211,8 +212,8 @@ class FakeEngines:
         return {"success": True}
 
     def _size(self, number: int, engine: _Engine, name: str, dtype: str, shape: list[int]) -> int:
-        """Returns a tensor's bytes; adapters are sent in float32."""
-        precision = "float32" if name.endswith(SUFFIX) else self._dtype
+        """Returns a tensor's bytes; adapters and some tensors are sent in float32 whatever the model's dtype is."""
+        precision = "float32" if name.endswith(SUFFIX) or keeps_float32(name) else self._dtype
         if name not in self._expected or tuple(shape) != self._expected[name] or dtype != precision:
             known = f"{precision} {list(self._expected[name])}" if name in self._expected else "no such tensor"
             raise ValueError(f"engine {number}: {name} is {dtype} {shape}, the model has {known}")

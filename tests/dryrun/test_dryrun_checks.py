@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.dryrun_ranks import config_of, write_model
+from support.family_models import write_model as write_family
 
 from agent_rl.dryrun import run
 from agent_rl.dryrun.batch import skewed_routes
@@ -110,3 +111,12 @@ def test_a_dry_run_timeout_is_one_line(model: Path, monkeypatch: pytest.MonkeyPa
     job = RankJob(config_of(model, world_size=1), model, 3, 1.0, model / "no-library.so")
     with pytest.raises(TrainerError, match=r"the dry run of rank 3 took more than 0\.01 s: simulate fewer layers"):
         run._run(job)
+
+
+def test_a_model_with_fewer_layers_keeps_what_single_layers_are(tmp_path: Path) -> None:
+    written = {"gpt_oss": tmp_path / "gpt", "ernie4_5_moe": tmp_path / "ernie"}
+    for kind, directory in written.items():
+        config = config_of(write_family(directory, kind, seed=0))
+        spec = read_model_spec(run._write_model(config, 2, tmp_path / f"short-{kind}"))
+        assert spec.num_layers == 2
+        assert spec.windows == read_model_spec(directory).windows[:2]

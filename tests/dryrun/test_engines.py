@@ -103,3 +103,13 @@ def test_colocated_engines_refuse_nccl() -> None:
         with pytest.raises(ValueError, match="NCCL allows each GPU once"):
             fakes.handle(0, "init_weights_update_group", {"world_size": 3, "rank_offset": 1, "backend": "nccl"})
         fakes.handle(0, "init_weights_update_group", {"world_size": 3, "rank_offset": 1, "backend": "gloo"})
+
+
+def test_a_correction_bias_must_come_in_float32() -> None:
+    name = "model.layers.0.mlp.gate.e_score_correction_bias"
+    with FakeEngines(1, 1, {name: (4,)}, "bfloat16") as fakes:
+        fakes.handle(0, "init_weights_update_group", {"world_size": 2, "rank_offset": 1})
+        fakes.handle(0, "pause_generation", {})
+        fakes.handle(0, "begin_weight_update", {})
+        with pytest.raises(ValueError, match=r"is bfloat16 \[4\], the model has float32 \[4\]"):
+            fakes.handle(0, UPDATE, bucket((name, [4])))
