@@ -26,6 +26,7 @@ from agent_rl.dryrun.job import STEP_PHASES, WEIGHT_PHASES, Owner, PhaseRecord, 
 from agent_rl.dryrun.usage import UsageRecorder
 from agent_rl.errors import AgentRlError, TrainerError
 from agent_rl.models.spec import read_model_spec
+from agent_rl.models.tensors import embedding_tensor, model_parameters
 from agent_rl.planner.hardware import Gpu
 from agent_rl.planner.planner import engine_count
 from agent_rl.train.hf_index import adapter_update_shapes, expected_shapes
@@ -183,10 +184,11 @@ def _specs_of_all_stages(model: PolicyModel, own: list[Any]) -> list[Any]:
     stages = stage_layers(model_spec.num_layers, ranks.pipeline_size, len(model.chunks))
     stage_of = {layer - 1: stage for stage, chunks in enumerate(stages) for chunk in chunks for layer in chunk}
     plans: list[list[Any]] = [[] for _ in stages]
-    for name, shape in expected_shapes(model_spec).items():
-        layer = int(name.split(".")[2]) if ".layers." in name else None
-        end = 0 if name == "model.embed_tokens.weight" else len(stages) - 1
-        plans[end if layer is None else stage_of[layer]].append(((name,), shape, model.config.params_dtype))
+    for layer, parameter in model_parameters(model_spec):
+        end = 0 if embedding_tensor(model_spec) in parameter.tensors else len(stages) - 1
+        for tensor in parameter.tensors if not parameter.copied else ():
+            entry = ((tensor.name,), tensor.shape, model.config.params_dtype)
+            plans[end if layer is None else stage_of[layer]].append(entry)
     return [own if stage == ranks.pipeline_rank else plan for stage, plan in enumerate(plans)]
 
 
@@ -199,7 +201,7 @@ def _publish(job: RankJob, rank: Any, environment: RankEnvironment) -> None:
     engine = job.config.engine.model_copy(update={"api_key_env": None})
     expected = expected_shapes(model_spec)
     if model_spec.tied:
-        expected["lm_head.weight"] = expected["model.embed_tokens.weight"]
+        expected["lm_head.weight"] = expected[embedding_tensor(model_spec).name]
     if (lora := job.config.train.lora) is not None and engine.merges_adapters:
         expected = {name + SUFFIX: shape for name, shape in adapter_update_shapes(model_spec, lora.rank).items()}
     options = engine_count(job.config.engine), engine.gpus, expected, engine.dtype
