@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from bench_weight_sync import KV_HEADS, ROOT, SIZES, make
+from bench_weight_sync import ROOT, SIZES, make
 from torch import Tensor
 
 from agent_rl.config import EngineConfig, R3Config
@@ -100,7 +100,7 @@ async def measure(directory: Path, rounds: int, requests: int) -> None:
         EngineServer(config, directory, directory / "engine.log") as server,
         SGLangEngine(server.url, read_model_spec(directory), config) as engine,
     ):
-        link = WeightPublisher([server.url], torch.device("cpu"), KV_HEADS, config)
+        link = WeightPublisher([server.url], torch.device("cpu"), read_model_spec(directory), config)
         again = partial(update, engine, link, weights)
         await again(0)  # joins
         idle, busy, sampled = [], [], Sampled()

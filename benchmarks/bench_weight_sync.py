@@ -33,11 +33,11 @@ from torch import Tensor
 
 from agent_rl.config import EngineConfig
 from agent_rl.engine.launch import EngineServer, free_port
+from agent_rl.models.spec import ModelSpec, read_model_spec
 from agent_rl.utils.http import BlockingHttp
 from agent_rl.weight_sync.publisher import WeightPublisher, join_group
 
 ROOT = Path(__file__).resolve().parents[1]
-KV_HEADS = 2
 STAGES = ("pause", "prepare", "broadcast", "load", "check")
 SIZES: dict[str, dict[str, Any]] = {
     "quickstart's": {"vocab_size": 1024, "hidden_size": 128, "num_experts": 8, "moe_intermediate_size": 128},
@@ -59,7 +59,7 @@ def make(directory: Path, sizes: dict[str, Any]) -> list[tuple[str, Tensor]]:
     """A random checkpoint in ``directory``, and its float32 tensors in the order of an export."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    common = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": KV_HEADS, "head_dim": 64}
+    common = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
     config = Qwen3MoeConfig(
         **common, **sizes, num_experts_per_tok=2, norm_topk_prob=True, max_position_embeddings=4096, rope_theta=1e6
     )
@@ -107,7 +107,7 @@ async def measure(name: str, rounds: int, buckets: list[float], directory: Path)
     async with EngineServer(config, directory, directory / "engine.log") as server:
         for megabytes in buckets:
             own = config.model_copy(update={"weight_bucket_mb": megabytes})
-            compare(name, server.url, weights, size, rounds, own)
+            compare(name, server.url, read_model_spec(directory), weights, size, rounds, own)
 
 
 class TimedHttp(BlockingHttp):
@@ -126,9 +126,15 @@ class TimedHttp(BlockingHttp):
 
 
 def compare(
-    name: str, url: str, weights: list[tuple[str, Tensor]], size: int, rounds: int, config: EngineConfig
+    name: str,
+    url: str,
+    model_spec: ModelSpec,
+    weights: list[tuple[str, Tensor]],
+    size: int,
+    rounds: int,
+    config: EngineConfig,
 ) -> None:
-    link = WeightPublisher([url], torch.device("cpu"), KV_HEADS, config)
+    link = WeightPublisher([url], torch.device("cpu"), model_spec, config)
     link._receivers._http = http = TimedHttp(config.weight_sync_timeout)
     first = link.publish(weights, "0")  # joins
     calls: list[Counter[str]] = []

@@ -347,18 +347,21 @@ def unshard(packing: Packing, specs: Sequence[ShardSpec], parts: Sequence[NDArra
 
 
 def stage_layers(layers: int, pipeline_size: int = 1, virtual_size: int = 1) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Returns ``[pipeline rank][model chunk]``: the 1-based numbers of its layers, as Megatron assigns them.
+    """Returns ``[pipeline rank][model chunk]``: the 1-based numbers of its layers. Where chunks do not divide the
+    layers, the first chunks have one more: the last one also has the output layer. Raises RoutingError for fewer layers
+    than chunks.
 
     >>> stage_layers(8, pipeline_size=2)
     (((1, 2, 3, 4),), ((5, 6, 7, 8),))
-    >>> stage_layers(8, pipeline_size=2, virtual_size=2)
-    (((1, 2), (5, 6)), ((3, 4), (7, 8)))
+    >>> stage_layers(7, pipeline_size=2, virtual_size=2)
+    (((1, 2), (5, 6)), ((3, 4), (7,)))
     """
     chunks = pipeline_size * virtual_size
-    if layers % chunks:
+    if layers < chunks:
         raise RoutingError(f"{layers} layers can't be spread over {pipeline_size} stages of {virtual_size} chunks")
-    size = layers // chunks
-    numbers = [tuple(range(start + 1, start + size + 1)) for start in range(0, layers, size)]
+    size, longer = divmod(layers, chunks)
+    ends = [(chunk + 1) * size + min(chunk + 1, longer) for chunk in range(chunks)]
+    numbers = [tuple(range(start + 1, end + 1)) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
     return tuple(tuple(numbers[rank::pipeline_size]) for rank in range(pipeline_size))
 
 

@@ -1,4 +1,4 @@
-"""Commands that set up a project: ``install``, ``init``, ``config``, ``envs`` and ``model``."""
+"""Commands that set up a project: ``install``, ``init``, ``config``, ``envs``, ``model`` and ``convert``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from agent_rl.cli.common import ConfigPath, Overrides, run_async
+from agent_rl.cli.common import RESUMABLE, CommandStopped, ConfigPath, Overrides, run_async
 
 app = typer.Typer()
 config_app = typer.Typer(no_args_is_help=True, help="List and show configs.")
@@ -120,3 +120,22 @@ def model_init(
     from agent_rl.config.builtin import install_model
 
     typer.echo(f"{out}: {'created' if install_model(out, f'{shape}-moe') else 'exists already'}")
+
+
+@app.command()
+def convert(
+    source: Annotated[
+        Path, typer.Argument(metavar="IN", help="Directory of a quantized checkpoint, or its id on the hub.")
+    ],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="New directory of the bfloat16 checkpoint.")],
+) -> None:
+    """Convert an fp8 or mxfp4 checkpoint to bfloat16, which the trainer reads. A killed conversion resumes.
+
+    Reads fp8 with scales for blocks or rows, and gpt-oss's mxfp4. Needs the trainer's packages.
+    """
+    from agent_rl.commands.convert import run_convert
+
+    try:
+        run_convert(source, target)
+    except KeyboardInterrupt:
+        raise CommandStopped(RESUMABLE) from None

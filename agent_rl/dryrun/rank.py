@@ -178,17 +178,14 @@ def _assign_state_owners(rank: Any, usage: UsageRecorder) -> None:
 
 
 def _specs_of_all_stages(model: PolicyModel, own: list[Any]) -> list[Any]:
-    """Returns the weights (names, shape, dtype) that each pipeline stage announces before a sync: ``own`` for this
-    rank's stage, and one entry per tensor of the checkpoint for the others."""
-    model_spec, ranks = model.model_spec, model.ranks
-    stages = stage_layers(model_spec.num_layers, ranks.pipeline_size, len(model.chunks))
-    stage_of = {layer - 1: stage for stage, chunks in enumerate(stages) for chunk in chunks for layer in chunk}
-    plans: list[list[Any]] = [[] for _ in stages]
-    for layer, parameter in model_parameters(model_spec):
-        end = 0 if embedding_tensor(model_spec) in parameter.tensors else len(stages) - 1
-        for tensor in parameter.tensors if not parameter.copied else ():
-            entry = ((tensor.name,), tensor.shape, model.config.params_dtype)
-            plans[end if layer is None else stage_of[layer]].append(entry)
+    """Returns the tensors and dtypes that each pipeline stage announces before a sync: ``own`` for this rank's stage,
+    and those by the description of the model for the others."""
+    model_spec, ranks, stages = model.model_spec, model.ranks, model.ranks.pipeline_size
+    plans: list[list[Any]] = []
+    for stage, chunks in enumerate(stage_layers(model_spec.num_layers, stages, len(model.chunks))):
+        layers = [layer - 1 for chunk in chunks for layer in chunk]
+        parameters = model_parameters(model_spec, layers, first=stage == 0, last=stage == stages - 1)
+        plans.append([(each.tensors, model.config.params_dtype) for _, each in parameters if not each.copied])
     return [own if stage == ranks.pipeline_rank else plan for stage, plan in enumerate(plans)]
 
 

@@ -13,58 +13,12 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from agent_rl.errors import ConfigError
+from agent_rl.models import latent
+from agent_rl.models.config_keys import ConfigKeys
 from agent_rl.models.files import read_object
 from agent_rl.models.parts import Delta
 
-_MAX_COUNT = 1 << 16
 QkNorm = Literal["", "head", "all"]
-
-
-class ConfigKeys:
-    """The keys of a ``config.json``; records those that were read, so that others can be refused."""
-
-    def __init__(self, raw: Mapping[str, Any], path: Path) -> None:
-        self._raw, self._path = raw, path
-        self.known: set[str] = set()
-
-    def get(self, key: str, default: Any) -> Any:
-        """The value of ``key``; ``default`` where it is missing or null."""
-        self.known.add(key)
-        value = self._raw.get(key)
-        return default if value is None else value
-
-    def require(self, key: str) -> Any:
-        """The value of ``key``. Raises ConfigError where it is missing."""
-        if (value := self.get(key, None)) is None:
-            raise ConfigError(f"{self._path}: {key} is missing; {self._raw['model_type']} requires it")
-        return value
-
-    def count(self, key: str, default: int) -> int:
-        """A number of layers, experts or dimensions. Raises ConfigError for anything else."""
-        value = self.get(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MAX_COUNT:
-            raise ConfigError(f"{self._path}: {key} must be an integer from 0 to {_MAX_COUNT}, got {value!r}")
-        return value
-
-    def positive(self, key: str) -> int:
-        """As :meth:`count`, of a key that must be present and above 0."""
-        self.require(key)
-        if (value := self.count(key, 0)) == 0:
-            raise ConfigError(f"{self._path}: {key} must be a positive integer, got 0")
-        return value
-
-    def expect(self, key: str, *allowed: Any) -> None:
-        """Raises ConfigError where ``key`` is present with another value than the ``allowed`` ones."""
-        if (value := self.get(key, allowed[0])) not in allowed:
-            raise ConfigError(f"{self._path}: {key}={value!r} is not supported, only {allowed[0]!r} is")
-
-    def rotary_dim(self, default: float = 1.0) -> int:
-        """The number of rotated dimensions of each head, from ``partial_rotary_factor``; 0 for all."""
-        own = self.get("partial_rotary_factor", default)
-        factor = (self._raw.get("rope_parameters") or {}).get("partial_rotary_factor", own)
-        heads = self._raw.get("num_attention_heads") or 1
-        head_dim = self._raw.get("head_dim") or self._raw.get("hidden_size", 0) // heads
-        return 0 if factor == 1 else int(head_dim * factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +33,18 @@ class Family:
     ``use_sliding_window``. ``read``: reads the family's own keys; it returns values by the names of
     :func:`read_config`. ``unused``: keys of the family that do not change the logits; ``unused_rope``: such keys of
     ``rope_parameters``. ``outer``: the config of the text model is nested under ``text_config``, beside these keys.
+    ``yarn_keys``: keys of YaRN that engines read for the family only.
 
     ``root``: the Hugging Face name of the module with the embedding, the layers and the last norm. ``router``,
     ``expert``, ``expert_parts`` (gate, up, down), ``shared`` (expert) and ``correction`` (bias that is added to the
     router's scores only to choose experts; "" without one): names of an MoE layer's tensors.
-    ``stacked_experts``: instead one tensor of all experts, ``gate_up_proj`` and ``down_proj``.
-    ``shared_gate``: the shared expert has a sigmoid gate. ``serves_dense_layers``: SGLang loads dense layers beside MoE
-    layers. ``engine_arguments`` and ``engine_environment``: SGLang's arguments and environment variables, in which
-    ``{dtype}`` stands for the engine's.
+    ``correction_axes``: the sizes of the correction bias before its axis of experts. ``stacked_experts``: instead of a
+    tensor for each expert there is one of all, ``gate_up_proj`` and ``down_proj``. ``shared_gate``: the shared expert
+    has a sigmoid gate. ``untrained``: beginnings of the names of tensors that are neither trained nor sent to engines,
+    such as layers that predict further tokens or a vision tower; an export has them as the start checkpoint does.
+    ``{layers}`` stands for the number of layers. ``serves_dense_layers``: SGLang loads dense layers beside MoE layers.
+    ``engine_arguments`` and ``engine_environment``: SGLang's arguments and environment variables, in which ``{dtype}``
+    stands for the engine's.
     """
 
     qk_norm: QkNorm = ""
@@ -101,14 +59,18 @@ class Family:
     unused: frozenset[str] = frozenset()
     unused_rope: frozenset[str] = frozenset()
     outer: frozenset[str] = frozenset()
+    yarn_keys: frozenset[str] = frozenset()
+    together: tuple[tuple[str, ...], ...] = ()
     root: str = "model"
     router: str = "mlp.gate.weight"
     correction: str = ""
+    correction_axes: tuple[int, ...] = ()
     expert: str = "mlp.experts.{}"
     expert_parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     shared: str = "mlp.shared_expert"
     stacked_experts: bool = False
     shared_gate: bool = True
+    untrained: tuple[str, ...] = ()
     serves_dense_layers: bool = False
     engine_arguments: tuple[str, ...] = ()
     engine_environment: Mapping[str, str] = field(default_factory=dict)
@@ -150,6 +112,60 @@ def _minimax_m2(keys: ConfigKeys) -> dict[str, Any]:
         "qk_norm": "all" if keys.get("use_qk_norm", True) else "",
         "rotary_dim": keys.count("rotary_dim", keys.rotary_dim()),
         "scoring": "sigmoid",
+    }
+
+
+_NEXT_LAYER = ("model.layers.{layers}.",)
+"""The layer after the last, which predicts a further token."""
+
+
+def _latent(read: Callable[[ConfigKeys], Mapping[str, Any]]) -> Family:
+    """A family like DeepSeek-V3; ``read`` reads its keys."""
+    return Family(
+        experts=True,
+        read=read,
+        keys={"num_experts": "n_routed_experts"},
+        fixed={"decoder_sparse_step": 1, "mlp_only_layers": ()},
+        unused=latent.UNUSED,
+        yarn_keys=latent.YARN_KEYS,
+        together=(("self_attn.q_a_proj.weight", "self_attn.kv_a_proj_with_mqa.weight"),),
+        untrained=_NEXT_LAYER,
+        correction="mlp.gate.e_score_correction_bias",
+        shared="mlp.shared_experts",
+        shared_gate=False,
+        serves_dense_layers=True,
+    )
+
+
+def _gpt_oss(keys: ConfigKeys) -> dict[str, Any]:
+    # Each implementation has its own key for the factor of the experts' sigmoid, and the same value where it is absent.
+    for key in ("swiglu_alpha", "hidden_act_alpha"):
+        keys.expect(key, 1.702)
+    keys.expect("swiglu_limit", 7.0)
+    keys.expect("experts_per_token", keys.require("num_experts_per_tok"))
+    kinds, biased = keys.require("layer_types"), keys.get("attention_bias", True)
+    return {
+        "windows": keys.windows(kinds, keys.count("sliding_window", 0)),
+        "sinks": True,
+        "qkv_bias": biased,
+        "out_bias": biased,
+        "router_bias": True,
+        "expert_form": "clamped",
+    }
+
+
+def _ernie4_5_moe(keys: ConfigKeys) -> dict[str, Any]:
+    for key, value in (("use_rmsnorm", True), ("moe_gate", "topk"), ("moe_use_aux_free", True), ("use_bias", False)):
+        keys.expect(key, value)
+    keys.expect("moe_norm_min", 1e-12)
+    keys.expect("moe_layer_interval", 1)
+    keys.expect("moe_layer_end_index", keys.require("num_hidden_layers") - 1)
+    keys.require("tie_word_embeddings")
+    shared = keys.count("moe_num_shared_experts", 0)
+    return {
+        "rotary_interleaved": True,
+        "mlp_only_layers": tuple(range(keys.count("moe_layer_start_index", 0))),
+        "shared_expert_intermediate_size": shared * keys.require("moe_intermediate_size"),
     }
 
 
@@ -214,6 +230,7 @@ _QWEN3_5_MOE: Mapping[str, Any] = {
     # Text has the same position on all three axes, so that sections of the axes do not matter.
     "unused_rope": frozenset({"mrope_section", "mrope_interleaved"}),
     "engine_environment": _DELTA_ENVIRONMENT,
+    "untrained": ("mtp.", "model.visual."),
 }
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -230,6 +247,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             read=_qwen3_next,
             defaults=_MIXED,
             engine_environment=_DELTA_ENVIRONMENT,
+            untrained=("mtp.",),
         ),
         "qwen3_5_moe_text": Family(**_QWEN3_5_MOE),
         "qwen3_5_moe": Family(
@@ -250,7 +268,33 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             keys={"num_experts": "n_routed_experts"},
             fixed={"decoder_sparse_step": 1, "mlp_only_layers": ()},
             unused=frozenset({"num_nextn_predict_layers"}),
+            untrained=_NEXT_LAYER,
             correction="mlp.gate.e_score_correction_bias",
+            shared="mlp.shared_experts",
+            shared_gate=False,
+            serves_dense_layers=True,
+        ),
+        "deepseek_v3": _latent(latent.read_latent),
+        "kimi_k2": _latent(latent.read_latent),
+        "deepseek_v32": _latent(latent.read_deepseek_v32),
+        "glm_moe_dsa": _latent(latent.read_glm_moe_dsa),
+        "gpt_oss": Family(
+            experts=True,
+            read=_gpt_oss,
+            keys={"num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"},
+            fixed={**_MIXED, "norm_topk_prob": True},
+            unused=frozenset({"initial_context_length"}),
+            router="mlp.router.weight",
+        ),
+        "ernie4_5_moe": Family(
+            experts=True,
+            read=_ernie4_5_moe,
+            keys={"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
+            fixed={**_MIXED, "norm_topk_prob": True},
+            unused=frozenset({"moe_capacity", "num_nextn_predict_layers"}),
+            untrained=("model.mtp_",),
+            correction="mlp.moe_statics.e_score_correction_bias",
+            correction_axes=(1,),
             shared="mlp.shared_experts",
             shared_gate=False,
             serves_dense_layers=True,
@@ -284,7 +328,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
     }
 )
 
-_FLOAT32_TENSORS = (".e_score_correction_bias", ".A_log")
+_FLOAT32_TENSORS = (".e_score_correction_bias", ".indexer.k_norm.weight", ".indexer.k_norm.bias", ".A_log")
 
 
 def keeps_float32(name: str) -> bool:
@@ -309,7 +353,6 @@ _SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "router_jitter_noise": (0, None),
     "clip_qkv": (None,),
     "partial_rotary_factor": (1, None),
-    "quantization_config": (None,),
 }
 
 # Keys that do not change the logits: special tokens, generation, unused training losses, metadata. ``sliding_window``
@@ -320,12 +363,14 @@ _IGNORED = frozenset(
         "bos_token_id",
         "dtype",
         "eos_token_id",
+        "layer_types",
         "max_window_layers",
         "model_type",
         "name_or_path",
         "output_router_logits",
         "pad_token_id",
         "pretraining_tp",
+        "quantization_config",
         "router_aux_loss_coef",
         "sliding_window",
         "tokenizer_class",
@@ -438,9 +483,7 @@ def _check_keys(raw: Mapping[str, Any], family: Family, read: set[str], path: Pa
     specific = {family.key(name) for name in _EXPERTS if name not in family.fixed} if family.experts else set()
     if family.qkv_bias:
         specific.add("qkv_bias")
-    known = (
-        specific | read | family.unused | {*_REQUIRED, *_OPTIONAL, *_ROPE, *_SUPPORTED_VALUES, *_IGNORED, "layer_types"}
-    )
+    known = specific | read | family.unused | {*_REQUIRED, *_OPTIONAL, *_ROPE, *_SUPPORTED_VALUES, *_IGNORED}
     unknown = sorted(key for key in raw if key not in known and not key.startswith("_") and raw[key] is not None)
     if unknown:
         raise ConfigError(
@@ -453,8 +496,13 @@ def _check_values(raw: Mapping[str, Any], family: Family, read: set[str], path: 
     for key, allowed in _SUPPORTED_VALUES.items():
         if key in raw and key not in read and raw[key] not in allowed:
             raise ConfigError(f"{path}: {key}={raw[key]!r} is not supported, only {allowed[0]!r} is")
-    types = () if "layer_types" in read else raw.get("layer_types") or ()
-    if any(kind != "full_attention" for kind in types):
+    if (quantized := raw.get("quantization_config")) is not None:
+        kind = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
+        raise ConfigError(
+            f"{path}: quantization_config: the weights are quantized ({kind}), which is not trained; convert them to "
+            "bfloat16 with `agent-rl convert`"
+        )
+    if "layer_types" not in read and any(kind != "full_attention" for kind in raw.get("layer_types") or ()):
         raise ConfigError(
             f"{path}: layer_types={sorted(set(raw['layer_types']))} is not supported, only full_attention"
         )
@@ -494,17 +542,20 @@ def _rope(raw: Mapping[str, Any], family: Family, path: Path) -> tuple[float, di
         raise ConfigError(
             f"{path}: rope_scaling of type {'/'.join(sorted(kinds))} is not supported; yarn and default are"
         )
-    return float(theta), _yarn(scaling, raw, path)
+    return float(theta), _yarn(scaling, raw, family, path)
 
 
-def _yarn(scaling: dict[str, Any], raw: Mapping[str, Any], path: Path) -> dict[str, float]:
-    values = {"beta_fast": 32.0, "beta_slow": 1.0}
+def _yarn(scaling: dict[str, Any], raw: Mapping[str, Any], family: Family, path: Path) -> dict[str, float]:
+    values = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": 1.0}
     for key in ("factor", "original_max_position_embeddings", *values):
         if key in scaling:
             values[key] = float(scaling.pop(key))
         elif key not in values:
             raise ConfigError(f"{path}: rope_scaling requires {key} with yarn")
-    if scaling:  # engine and reference interpret attention_factor, mscale and truncate differently
+    own = {key: float(scaling.pop(key)) for key in family.yarn_keys if key in scaling}
+    if own and own.keys() != family.yarn_keys:
+        raise ConfigError(f"{path}: rope_scaling has {min(own)} and lacks {min(family.yarn_keys - own.keys())}")
+    if scaling:  # engine and reference interpret attention_factor and mscale differently
         raise ConfigError(f"{path}: rope_scaling.{min(scaling)} is not supported with yarn")
     # SGLang's fused CUDA kernel uses the ratio of the two lengths as the factor, its other kernels use the factor.
     length, reach = raw.get("max_position_embeddings"), values["factor"] * values["original_max_position_embeddings"]
@@ -513,4 +564,4 @@ def _yarn(scaling: dict[str, Any], raw: Mapping[str, Any], path: Path) -> dict[s
             f"{path}: max_position_embeddings={length} must equal rope_scaling's factor x "
             f"original_max_position_embeddings = {reach:g}, because engines use either value"
         )
-    return values
+    return values | own

@@ -9,6 +9,44 @@ Mixer = Literal["grouped", "latent", "delta", "mamba", "none"]
 """What mixes the tokens of a layer: grouped-query attention, multi-head latent attention, the gated delta rule,
 Mamba-2, or nothing (a layer that only has an MLP or experts)."""
 
+ExpertForm = Literal["gated", "clamped"]
+"""An expert's inner layer from gate g and up u. ``gated``: silu(g) u. ``clamped``, with biases on both projections:
+g sigmoid(1.702 g) (u + 1), with g at most 7 and u within -7 and 7 (gpt-oss, arXiv 2508.10925)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+    Keys and values are projections of a latent of width ``kv_rank``; so are queries of a latent of width ``q_rank``
+    (0: of the hidden state). A head's query and key have ``plain_dim`` dimensions without position and ``rotary_dim``
+    that are rotated; all heads share the rotated part of the key. ``interleaved``: rotated pairs are neighbors.
+    """
+
+    q_rank: int
+    kv_rank: int
+    plain_dim: int
+    rotary_dim: int
+    value_dim: int
+    interleaved: bool = True
+
+    @property
+    def cache_width(self) -> int:
+        """Numbers of a token that an engine caches in each layer: the latent and the rotated part of the key."""
+        return self.kv_rank + self.rotary_dim
+
+
+@dataclass(frozen=True, slots=True)
+class Indexer:
+    """The lightning indexer of DeepSeek's sparse attention (DeepSeek-V3.2, arXiv 2512.02556): a query attends to the
+    ``top_k`` tokens with the largest index scores, of ``heads`` heads of width ``head_dim``. ``interleaved``: as of
+    :class:`Latent`, for the rotated dimensions of the index. Engines cache ``head_dim`` more numbers of a token."""
+
+    heads: int
+    head_dim: int
+    top_k: int
+    interleaved: bool
+
 
 @dataclass(frozen=True, slots=True)
 class Delta:

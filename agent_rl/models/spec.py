@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from agent_rl.errors import ConfigError
 from agent_rl.models.families import FAMILIES, Family, QkNorm, is_moe, read_config
-from agent_rl.models.parts import Delta, Mixer
+from agent_rl.models.parts import Delta, ExpertForm, Indexer, Latent, Mixer
 from r3.payload import RouteLayout
 
 
@@ -21,13 +21,18 @@ class ModelSpec:
     dense layer's MLP, ``expert_inner`` that of an expert and ``shared_inner`` that of the shared expert (0: none).
     ``max_positions`` is the context length in tokens. ``rope_scaling`` is None or YaRN's settings, checked by
     :func:`agent_rl.models.families.read_config`. ``qk_norm``: queries and keys are normalized over each ``head`` or
-    over ``all`` heads. ``rotary_dim``: the first dimensions of each head that are rotated (0: all). ``mixers``: by
-    layer; empty: all ``grouped``. ``output_gate``: grouped attention's output is multiplied by the sigmoid of a gate
-    that is projected beside the queries. ``zero_centered_norms``: norms multiply by 1 + weight.
+    over ``all`` heads. ``rotary_dim``: the first dimensions of each head that are rotated (0: all), in pairs of
+    neighbors where ``rotary_interleaved``, otherwise in pairs from either half. ``windows``: by layer the number of
+    keys that a query sees, its own included (0: all); empty: all layers see all. ``sinks``: each head has a score that
+    takes a share of the softmax and has no value. ``out_bias``: the output projection has a bias.
+    ``output_gate``: grouped attention's output is multiplied by the sigmoid of a gate that is projected beside the
+    queries. ``zero_centered_norms``: norms multiply by 1 + weight. ``mixers``: by layer; empty: all ``grouped``.
+    ``latent``, ``indexer`` and ``delta``: sizes of these mixers.
 
     The router scores experts by ``scoring`` of its logits. It chooses by score, plus the correction bias where the
     family has one, among the experts of the best ``top_groups`` of ``expert_groups``. Gates are the scores of the
     chosen experts without the bias, normalized to sum 1 where ``norm_topk_prob``, times ``gate_scale``.
+    ``router_bias``: the logits have a bias. ``expert_form``: an expert's inner layer (:data:`ExpertForm`).
     """
 
     kind: str
@@ -47,16 +52,24 @@ class ModelSpec:
     qk_norm: QkNorm = ""
     qkv_bias: bool = False
     rotary_dim: int = 0
+    rotary_interleaved: bool = False
+    windows: tuple[int, ...] = ()
+    sinks: bool = False
+    out_bias: bool = False
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     gate_scale: float = 1.0
     expert_groups: int = 1
     top_groups: int = 1
     norm_topk_prob: bool = True
+    router_bias: bool = False
+    expert_form: ExpertForm = "gated"
     norm_eps: float = 1e-6
     init_std: float = 0.02
     rope_theta: float = 1e6
     rope_scaling: Mapping[str, float] | None = None
     mixers: tuple[Mixer, ...] = ()
+    latent: Latent | None = None
+    indexer: Indexer | None = None
     output_gate: bool = False
     zero_centered_norms: bool = False
     delta: Delta | None = None
@@ -119,16 +132,24 @@ _KEYS = {
     "qk_norm": "qk_norm",
     "qkv_bias": "qkv_bias",
     "rotary_dim": "rotary_dim",
+    "rotary_interleaved": "rotary_interleaved",
+    "windows": "windows",
+    "sinks": "sinks",
+    "out_bias": "out_bias",
     "scoring": "scoring",
     "gate_scale": "routed_scaling_factor",
     "expert_groups": "expert_groups",
     "top_groups": "top_groups",
     "norm_topk_prob": "norm_topk_prob",
+    "router_bias": "router_bias",
+    "expert_form": "expert_form",
     "norm_eps": "rms_norm_eps",
     "init_std": "initializer_range",
     "rope_theta": "rope_theta",
     "rope_scaling": "rope_scaling",
     "mixers": "mixers",
+    "latent": "latent",
+    "indexer": "indexer",
     "output_gate": "output_gate",
     "zero_centered_norms": "zero_centered_norms",
     "delta": "delta",

@@ -7,11 +7,11 @@ weight sync and the plan use it. Parameters and tensors are listed in the order 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from agent_rl.models.cuts import Columns, Cut, Experts, HfTensor, Replicated, Rows
-from agent_rl.models.parts import Mixer
+from agent_rl.models.parts import ExpertForm, Indexer, Latent, Mixer
 from agent_rl.models.spec import ModelSpec
 
 OUTPUT = "lm_head.weight"
@@ -125,8 +125,49 @@ def _grouped(spec: ModelSpec, at: str) -> Iterator[Parameter]:
         for part in "qk":
             width, cut = (spec.head_dim, REPLICATED) if spec.qk_norm == "head" else (widths[part], Rows())
             yield _norm(f"{module}.{part}_layernorm.weight", f"{attention}.{part}_norm.weight", width, cut)
+    if spec.sinks:
+        yield Parameter(f"{module}.sinks", (HfTensor(f"{attention}.sinks", (spec.heads,)),), Rows())
     out = HfTensor(f"{attention}.o_proj.weight", (spec.hidden, spec.q_width))
     yield Parameter(f"{module}.linear_proj.weight", (out,), Columns(), adapted=True)
+    if spec.out_bias:
+        yield Parameter(f"{module}.linear_proj.bias", (HfTensor(f"{attention}.o_proj.bias", (spec.hidden,)),))
+
+
+def _latent(spec: ModelSpec, at: str) -> Iterator[Parameter]:
+    """Multi-head latent attention. The two projections to latents are neighbors: engines take them together."""
+    module, attention, latent = "self_attention", f"{at}self_attn", spec.latent
+    assert latent is not None
+
+    def weight(name: str, tensor: str, rows: int, columns: int, cut: Cut = REPLICATED) -> Parameter:
+        tensors = (HfTensor(f"{attention}.{tensor}.weight", (rows, columns)),)
+        return Parameter(f"{module}.{name}.weight", tensors, cut, adapted=True)
+
+    if latent.q_rank:
+        yield weight("q_down", "q_a_proj", latent.q_rank, spec.hidden)
+    yield weight("kv_down", "kv_a_proj_with_mqa", latent.cache_width, spec.hidden)
+    if latent.q_rank:
+        yield _norm(f"{module}.q_norm.weight", f"{attention}.q_a_layernorm.weight", latent.q_rank)
+    yield _norm(f"{module}.kv_norm.weight", f"{attention}.kv_a_layernorm.weight", latent.kv_rank)
+    query = "q_b_proj" if latent.q_rank else "q_proj"
+    yield weight("q_up", query, spec.q_width, latent.q_rank or spec.hidden, Rows())
+    expanded = spec.heads * (latent.plain_dim + latent.value_dim)
+    yield weight("kv_up", "kv_b_proj", expanded, latent.kv_rank, Rows())
+    yield weight("linear_proj", "o_proj", spec.hidden, spec.heads * latent.value_dim, Columns())
+    if spec.indexer is not None:
+        yield from _indexer(f"{module}.indexer", f"{attention}.indexer", spec.hidden, latent, spec.indexer)
+
+
+def _indexer(module: str, at: str, hidden: int, latent: Latent, indexer: Indexer) -> Iterator[Parameter]:
+    width = indexer.head_dim
+    shapes = {
+        "query": ("wq_b.weight", (indexer.heads * width, latent.q_rank)),
+        "key": ("wk.weight", (width, hidden)),
+        "key_norm_weight": ("k_norm.weight", (width,)),
+        "key_norm_bias": ("k_norm.bias", (width,)),
+        "head_weight": ("weights_proj.weight", (indexer.heads, hidden)),
+    }
+    for name, (tensor, shape) in shapes.items():
+        yield Parameter(f"{module}.{name}", (HfTensor(f"{at}.{tensor}", shape),), frozen=True)
 
 
 def _delta(spec: ModelSpec, at: str) -> Iterator[Parameter]:
@@ -152,34 +193,20 @@ def _delta(spec: ModelSpec, at: str) -> Iterator[Parameter]:
 
 
 _MIXERS: Mapping[Mixer, Callable[[ModelSpec, str], Iterator[Parameter]]] = MappingProxyType(
-    {"grouped": _grouped, "delta": _delta}
+    {"grouped": _grouped, "latent": _latent, "delta": _delta}
 )
 """The parameters of each mixer, from the prefix of the layer's tensors."""
 
 
-def _experts(spec: ModelSpec, at: str) -> Iterator[Parameter]:
-    """The router, the experts and the shared expert of a layer."""
+def _gated_experts(spec: ModelSpec, at: str) -> Iterator[Parameter]:
+    """A tensor of each expert and projection."""
     family, count, hidden, inner = spec.family, spec.num_experts, spec.hidden, spec.expert_inner
-    yield Parameter("mlp.router.weight", (HfTensor(at + family.router, (count, hidden)),))
-    if family.correction:
-        yield Parameter("mlp.router.expert_bias", (HfTensor(at + family.correction, (count,)),), frozen=True)
     if family.stacked_experts:
-        gate_up, down = (f"{at}mlp.experts.{part}_proj" for part in ("gate_up", "down"))
         stacked = Experts(count, stacked=True)
-        yield Parameter("mlp.experts.weight1", (HfTensor(gate_up, (count, 2 * inner, hidden)),), stacked)
-        yield Parameter("mlp.experts.weight2", (HfTensor(down, (count, hidden, inner)),), stacked)
-    else:
-        yield from _named_experts(spec, at)
-    if spec.shared_inner:
-        if family.shared_gate:
-            shared_gate = HfTensor(f"{at}{family.shared}_gate.weight", (1, hidden))
-            yield Parameter("mlp.shared_experts.gate_weight", (shared_gate,))
-        yield from _mlp("mlp.shared_experts", at + family.shared, hidden, spec.shared_inner)
-
-
-def _named_experts(spec: ModelSpec, at: str) -> Iterator[Parameter]:
-    """Experts with tensors of their own."""
-    family, count, hidden, inner = spec.family, spec.num_experts, spec.hidden, spec.expert_inner
+        name = f"{at}mlp.experts"
+        yield Parameter("mlp.experts.weight1", (HfTensor(f"{name}.gate_up_proj", (count, 2 * inner, hidden)),), stacked)
+        yield Parameter("mlp.experts.weight2", (HfTensor(f"{name}.down_proj", (count, hidden, inner)),), stacked)
+        return
     names = [at + family.expert.format(expert) for expert in range(count)]
     gate, up, down = family.expert_parts
     gate_up = tuple(HfTensor(f"{name}.{part}.weight", (inner, hidden)) for name in names for part in (gate, up))
@@ -190,6 +217,41 @@ def _named_experts(spec: ModelSpec, at: str) -> Iterator[Parameter]:
         Experts(count),
         adapted=True,
     )
+
+
+def _clamped_experts(spec: ModelSpec, at: str) -> Iterator[Parameter]:
+    """Two tensors of all experts with their biases. Inputs come before outputs, and gate and up alternate."""
+    name, count, hidden, inner = f"{at}mlp.experts", spec.num_experts, spec.hidden, spec.expert_inner
+    sizes = (("gate_up", hidden, 2 * inner), ("down", inner, hidden))
+    for number, (part, inputs, outputs) in enumerate(sizes, 1):
+        weight = HfTensor(f"{name}.{part}_proj", (count, inputs, outputs))
+        bias = HfTensor(f"{name}.{part}_proj_bias", (count, outputs))
+        cut = Experts(count, stacked=True, interleaved=part == "gate_up", transposed=True)
+        yield Parameter(f"mlp.experts.weight{number}", (weight,), cut)
+        yield Parameter(f"mlp.experts.bias{number}", (bias,), replace(cut, transposed=False))
+
+
+_EXPERT_FORMS: Mapping[ExpertForm, Callable[[ModelSpec, str], Iterator[Parameter]]] = MappingProxyType(
+    {"gated": _gated_experts, "clamped": _clamped_experts}
+)
+
+
+def _experts(spec: ModelSpec, at: str) -> Iterator[Parameter]:
+    """The router, the experts and the shared expert of a layer."""
+    family, count, hidden = spec.family, spec.num_experts, spec.hidden
+    yield Parameter("mlp.router.weight", (HfTensor(at + family.router, (count, hidden)),))
+    if spec.router_bias:
+        bias = family.router.removesuffix("weight") + "bias"
+        yield Parameter("mlp.router.bias", (HfTensor(at + bias, (count,)),))
+    if family.correction:
+        correction = HfTensor(at + family.correction, (*family.correction_axes, count))
+        yield Parameter("mlp.router.expert_bias", (correction,), frozen=True)
+    yield from _EXPERT_FORMS[spec.expert_form](spec, at)
+    if spec.shared_inner:
+        if family.shared_gate:
+            shared_gate = HfTensor(f"{at}{family.shared}_gate.weight", (1, hidden))
+            yield Parameter("mlp.shared_experts.gate_weight", (shared_gate,))
+        yield from _mlp("mlp.shared_experts", at + family.shared, hidden, spec.shared_inner)
 
 
 def _mlp(module: str, name: str, hidden: int, inner: int) -> Iterator[Parameter]:

@@ -9,12 +9,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 from agent_rl.config import EngineConfig, RunConfig, TrainConfig
+from agent_rl.models.families import keeps_float32
+from agent_rl.models.mixer_costs import mixer_cost
 from agent_rl.models.spec import ModelSpec
+from agent_rl.models.tensors import OUTPUT
+from agent_rl.models.transfer import fill_buckets, joined_tensors
 from agent_rl.planner.memory_model import BYTES, LOGITS_CHUNK, adapter_bytes, adapter_parameters
 from agent_rl.train.batching.cost import LayerFlops
 from agent_rl.train.hf_index import adapter_update_shapes, expected_shapes
+from r3.shard import stage_layers
 
 _GATE_BYTES = 4
 """Bytes of a token's gate weight, sent with each copy to an expert (float32)."""
@@ -93,11 +99,12 @@ def forward_flops(model: ModelSpec, config: RunConfig, *, stage: int, skew: floa
     count, ranks = train.microbatch_tokens // length, train.parallel.tensor * train.parallel.context
     tokens = count * length / ranks
     layers = _layers(model, train, stage)
-    moe = sum(layers)
+    mixers, moe = [mixer_cost(model, layer) for layer in layers], sum(model.moe[layer] for layer in layers)
+    pairs = count * length * (length + 1) / ranks
     last = stage == train.parallel.pipeline - 1
     flops = ForwardFlops(
-        projections=len(layers) * tokens * parts.projections,
-        attention=len(layers) * parts.attention * count * length * (length + 1) / ranks,
+        projections=sum(mixer.projections for mixer in mixers) * tokens,
+        attention=sum(mixer.pair * pairs + mixer.token * tokens for mixer in mixers),
         experts=moe * tokens * (model.top_k * skew * parts.expert + parts.beside_experts),
         dense=(len(layers) - moe) * tokens * parts.dense,
         logprobs=last * (tokens - count / ranks) * parts.logprobs,
@@ -118,17 +125,16 @@ def planned_publish(model: ModelSpec, train: TrainConfig, engine: EngineConfig) 
     merged adapters only the adapters are sent."""
     width, limit = BYTES[engine.dtype], int(engine.weight_bucket_mb * 2**20)
     if train.lora and engine.merges_adapters:
-        sent = [math.prod(shape) * 4 for shape in adapter_update_shapes(model, train.lora.rank).values()]
+        shapes = adapter_update_shapes(model, train.lora.rank)
+        sent = [(name, math.prod(shape) * 4) for name, shape in shapes.items()]
     else:
-        sent = [math.prod(shape) * width for shape in expected_shapes(model).values()]
+        shapes = expected_shapes(model)
+        sent = [(name, math.prod(shape) * (4 if keeps_float32(name) else width)) for name, shape in shapes.items()]
         if model.tied:
-            sent.append(model.vocab_size * model.hidden * width)
-    buckets, filled = 1, 0
-    for size in sent:
-        if filled and filled + size > limit:
-            buckets, filled = buckets + 1, 0
-        filled += size
-    return PlannedPublish(sum(sent), buckets, publishing_bytes(model, train, engine))
+            sent.append((OUTPUT, model.vocab_size * model.hidden * width))
+    filled = fill_buckets(sent, itemgetter(0), itemgetter(1), limit=limit, joined=joined_tensors(model))
+    count = sum(1 for _ in filled)
+    return PlannedPublish(sum(size for _, size in sent), count, publishing_bytes(model, train, engine))
 
 
 def publishing_bytes(model: ModelSpec, train: TrainConfig, engine: EngineConfig) -> int:
@@ -149,22 +155,20 @@ def publishing_bytes(model: ModelSpec, train: TrainConfig, engine: EngineConfig)
     return gathered + 3 * limit + max(limit, vocabulary * width) + adapter_bytes(model, train)
 
 
-def _layers(model: ModelSpec, train: TrainConfig, stage: int) -> tuple[bool, ...]:
-    """Returns which layers of a stage are MoE layers. With a virtual pipeline, a stage has one chunk per round."""
-    stages, rounds = train.parallel.pipeline, train.parallel.virtual_pipeline
-    each = model.num_layers // (stages * rounds)
-    starts = [(part * stages + stage) * each for part in range(rounds)]
-    return tuple(moe for start in starts for moe in model.moe[start : start + each])
+def _layers(model: ModelSpec, train: TrainConfig, stage: int) -> list[int]:
+    """Returns the layers of a stage. With a virtual pipeline, a stage has one chunk per round."""
+    chunks = stage_layers(model.num_layers, train.parallel.pipeline, train.parallel.virtual_pipeline)[stage]
+    return [number - 1 for chunk in chunks for number in chunk]
 
 
-def _exchanged_bytes(model: ModelSpec, train: TrainConfig, layers: tuple[bool, ...], skew: float) -> float:
+def _exchanged_bytes(model: ModelSpec, train: TrainConfig, layers: list[int], skew: float) -> float:
     """Returns the bytes that a rank sends in one forward or backward pass over a micro-batch: copies of its tokens
     with gate weights for other ranks' experts, and the outputs of its experts for other ranks' tokens."""
     parallel, width = train.parallel, BYTES[train.dtype]
     copies = train.microbatch_tokens / (parallel.tensor * parallel.context) * model.top_k
     out, back = copies * (1 - skew / parallel.expert), copies * skew * (1 - 1 / parallel.expert)
     gates = _GATE_BYTES * out
-    return sum(layers) * ((out + back) * model.hidden * width + gates)
+    return sum(model.moe[layer] for layer in layers) * ((out + back) * model.hidden * width + gates)
 
 
 def _chunk_rows(model: ModelSpec, train: TrainConfig) -> int:

@@ -1,21 +1,26 @@
 """Formulas for the memory of a run from the model's shape and the parallel layout. Pure; imports no torch.
 
-Symbols: T tokens of a micro-batch on a rank, H hidden, Q and KV widths of all query and all key or value heads, I inner
-width (of an expert, or of a dense layer), E experts, k experts per token, V vocabulary, b bytes per number; t, p, c, e
-the tensor, pipeline, context and expert sizes. Activations are counted from what autograd stores for this trainer's
+Symbols: T tokens of a micro-batch on a rank, H hidden, I inner width (of an expert, or of a dense layer), E experts, k
+experts per token, V vocabulary, b bytes per number; t, p, c, e the tensor, pipeline, context and expert sizes. Token
+mixers: :mod:`agent_rl.models.mixer_costs`. Activations are counted from what autograd stores for this trainer's
 layers (agent_rl/train/megatron); Korthikanti et al., arXiv 2205.05198, do the same for Megatron's.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from agent_rl.config import LoraConfig, ParallelConfig, TrainConfig
+from agent_rl.models.cuts import Experts
+from agent_rl.models.mixer_costs import MixerCost, mixer_cost
+from agent_rl.models.parts import Mixer
 from agent_rl.models.spec import ModelSpec
+from agent_rl.models.tensors import Parameter, layer_parameters, model_parameters
 from agent_rl.train.hf_index import adapter_update_shapes
 from agent_rl.train.parallel_checks import dense_replicas, expert_replicas, uses_distributed_optimizer
+from r3.shard import stage_layers
 
 BYTES = {"float32": 4, "bfloat16": 2}
 LOGITS_CHUNK = {"cpu": 1 << 24, "cuda": 1 << 26}
@@ -40,29 +45,26 @@ def route_bytes(model: ModelSpec) -> int:
 
 def rank_parameters(model: ModelSpec, parallel: ParallelConfig) -> tuple[int, int]:
     """Returns ``(dense, experts)`` parameters of the rank with the most; dense: all but those of experts."""
-    stages = parallel.pipeline
-    per_stage = model.num_layers // stages
-    best = (0, 0)
-    for stage in range(stages):
-        dense = experts = 0
-        for index in range(stage * per_stage, (stage + 1) * per_stage):
-            dense += _dense_of_layer(model, index, parallel.tensor)
-            experts += 3 * model.hidden * model.expert_inner * (model.num_experts // parallel.expert) * model.moe[index]
-        embedding = model.vocab_size * model.hidden // parallel.tensor
-        dense += embedding * (stage == 0)
+    sizes: dict[tuple[Mixer, bool], tuple[int, int]] = {}
+    for layer, moe in enumerate(model.moe):
+        if (kind := (model.mixer(layer), moe)) not in sizes:
+            sizes[kind] = _sizes(layer_parameters(model, layer), parallel)
+    best, last = (0, 0), parallel.pipeline - 1
+    for stage, chunks in enumerate(stage_layers(model.num_layers, parallel.pipeline, parallel.virtual_pipeline)):
+        ends = (each for _, each in model_parameters(model, (), first=stage == 0, last=stage == last))
         # A tied output layer on another stage is a copy of the embedding there.
-        dense += (embedding * (not model.tied or stages > 1) + model.hidden) * (stage == stages - 1)
-        best = max(best, (dense, experts), key=sum)
+        parts = [_sizes((each for each in ends if not each.copied or stage > 0), parallel)]
+        parts += [sizes[model.mixer(number - 1), model.moe[number - 1]] for chunk in chunks for number in chunk]
+        best = max(best, (sum(dense for dense, _ in parts), sum(experts for _, experts in parts)), key=sum)
     return best
 
 
-def _dense_of_layer(model: ModelSpec, index: int, tensor: int) -> int:
-    attention = model.hidden * (2 * model.q_width + 2 * model.kv_width) // tensor
-    norms = 2 * model.hidden + 2 * model.head_dim
-    if model.moe[index]:
-        shared = 3 * model.hidden * model.shared_inner // tensor + model.hidden * bool(model.shared_inner)
-        return attention + norms + model.num_experts * model.hidden + shared
-    return attention + norms + 3 * model.hidden * model.inner // tensor
+def _sizes(parameters: Iterable[Parameter], parallel: ParallelConfig) -> tuple[int, int]:
+    """Returns the elements of ``parameters`` on a rank: ``(dense, experts)``."""
+    sizes = [0, 0]
+    for each in parameters:
+        sizes[isinstance(each.cut, Experts)] += each.rank_size(parallel.tensor, parallel.expert)
+    return sizes[0], sizes[1]
 
 
 def trained_parameters(model: ModelSpec, train: TrainConfig, parallel: ParallelConfig) -> tuple[int, int]:
@@ -157,7 +159,7 @@ def rank_bytes(model: ModelSpec, train: TrainConfig, *, microbatches: int, devic
     offloads = train.offload_optimizer and device == "cuda"  # on a CPU it is the same memory
     vocabulary = model.vocab_size * model.hidden // parallel.tensor
     stacked = 2 * model.hidden * model.expert_inner * (model.num_experts // parallel.expert)
-    attention = 2 * model.hidden * (model.q_width + model.kv_width) // parallel.tensor
+    attention = max(mixer_cost(model, layer).projections for layer in range(model.num_layers)) // 2 // parallel.tensor
     beside = (
         20 if offloads else 8 if train.optimizer_moments == "float32" else 16
     )  # bytes per number during Adam's step
@@ -203,8 +205,8 @@ def _activations(model: ModelSpec, train: TrainConfig, tokens: int, microbatches
     final = tokens * (model.hidden * width * 3 + model.head_dim * 4 * 2)
     if train.recompute == "full":
         return final + _inputs(model, train, tokens, microbatches, device)[0]
-    kept = {moe: layer_bytes(model, train, tokens, moe=moe, device=device) for moe in set(model.moe)}
-    return _in_flight(train, microbatches) * sum(kept[moe] for moe in _first_chunk(model, train)) + final
+    kept = (layer_bytes(model, train, tokens, layer=layer, device=device) for layer in _first_chunk(model, train))
+    return _in_flight(train, microbatches) * sum(kept) + final
 
 
 def _inputs(model: ModelSpec, train: TrainConfig, tokens: int, microbatches: int, device: str) -> tuple[int, int]:
@@ -217,9 +219,10 @@ def _inputs(model: ModelSpec, train: TrainConfig, tokens: int, microbatches: int
     return (of_a_layer, every) if train.offload_activations and device == "cuda" else (every, 0)
 
 
-def _first_chunk(model: ModelSpec, train: TrainConfig) -> tuple[bool, ...]:
+def _first_chunk(model: ModelSpec, train: TrainConfig) -> list[int]:
     """Returns the layers of the first stage, which keeps the most micro-batches."""
-    return model.moe[: model.num_layers // train.parallel.pipeline]
+    (first, *_) = stage_layers(model.num_layers, train.parallel.pipeline, train.parallel.virtual_pipeline)
+    return [number - 1 for chunk in first for number in chunk]
 
 
 def _in_flight(train: TrainConfig, microbatches: int) -> int:
@@ -231,23 +234,19 @@ def _in_flight(train: TrainConfig, microbatches: int) -> int:
     return count
 
 
-def layer_bytes(model: ModelSpec, train: TrainConfig, tokens: int, *, moe: bool, device: str) -> int:
-    """Returns the bytes that autograd stores of one layer for ``tokens`` tokens of one context rank, after selective
+def layer_bytes(model: ModelSpec, train: TrainConfig, tokens: int, *, layer: int, device: str) -> int:
+    """Returns the bytes that autograd stores of ``layer`` for ``tokens`` tokens of one context rank, after selective
     recomputation."""
     width, tensor = BYTES[train.dtype], train.parallel.tensor
     recomputed = train.recompute_modules if train.recompute == "selective" else ()
     own = tokens // tensor  # tensor parallelism shards the residual stream by tokens
     residual = 4 * model.hidden * width * own  # inputs and outputs of both norms
-    # Queries are stored twice: projected together with keys and values, and separately as input of their norm.
-    projected = (2 * model.q_width + 2 * model.kv_width) * width * tokens // tensor
-    core = (2 * model.q_width + model.kv_width) * width * tokens // tensor + 4 * model.heads * tokens // tensor
-    if (ranks := train.parallel.context) > 1:
-        core += 2 * model.kv_width * width * tokens * ranks // tensor  # keys and values of the whole sequence
-        if device == "cpu" or train.dtype == "float32":  # and a mask for each of a rank's two chunks
-            core += (tokens // 2) ** 2 * (2 * ranks + 1)
-    joined = model.q_width * width * tokens // tensor  # the output projection's input
-    core_inputs = (model.q_width + model.kv_width) * width * tokens // tensor  # inputs for recomputing core attention
-    attention = projected + joined + (core_inputs if "core_attn" in recomputed else core)
+    mixer, moe = mixer_cost(model, layer), model.moe[layer]
+    attention = (mixer.projected + mixer.joined) * width * tokens // tensor
+    if "core_attn" in recomputed:
+        attention += mixer.core_inputs * width * tokens // tensor
+    else:
+        attention += _core_bytes(model, mixer, train, tokens, device)
     if not moe:
         mlp = 0 if "mlp" in recomputed else 4 * model.inner * width * tokens // tensor
     elif "moe" in recomputed:
@@ -257,6 +256,19 @@ def layer_bytes(model: ModelSpec, train: TrainConfig, tokens: int, *, moe: bool,
         mlp = rows * (model.hidden + 5 * model.expert_inner) * width + own * model.num_experts * ROUTER_BYTES
         mlp += 4 * model.shared_inner * width * tokens // tensor
     return residual + attention + mlp + _adapter_activations(model, train, tokens, moe=moe and "moe" not in recomputed)
+
+
+def _core_bytes(model: ModelSpec, mixer: MixerCost, train: TrainConfig, tokens: int, device: str) -> int:
+    """Returns the bytes that the core of a mixer stores: what its kernel stores, and what context ranks exchange."""
+    width, tensor, ranks = BYTES[train.dtype], train.parallel.tensor, train.parallel.context
+    core = (mixer.core * width + mixer.core_float32 * 4) * tokens // tensor
+    if mixer.core:
+        core += 4 * model.heads * tokens // tensor  # the log-sums of softmax
+    if ranks > 1 and mixer.gathered:
+        core += mixer.gathered * width * tokens * ranks // tensor  # keys and values of the whole sequence
+        if device == "cpu" or train.dtype == "float32":  # and a mask for each of a rank's two chunks
+            core += (tokens // 2) ** 2 * (2 * ranks + 1)
+    return core
 
 
 def _adapter_activations(model: ModelSpec, train: TrainConfig, tokens: int, *, moe: bool) -> int:
@@ -287,13 +299,28 @@ def _one_layer(model: ModelSpec, train: TrainConfig, tokens: int, device: str) -
     temporary = (rows * (2 * model.hidden + 3 * inner) + sent + max(weight, embedding)) * width
     if train.recompute != "full":
         return temporary
-    return temporary + max(layer_bytes(model, train, tokens, moe=moe, device=device) for moe in set(model.moe))
+    layers = range(model.num_layers)
+    return temporary + max(layer_bytes(model, train, tokens, layer=layer, device=device) for layer in layers)
 
 
 def kv_bytes_per_token(model: ModelSpec, dtype: str, tensor: int = 1) -> int:
-    """Returns the bytes of a token's keys and values on one GPU of an engine; with more GPUs than heads, heads are
-    replicated."""
-    return 2 * model.num_layers * max(1, model.kv_heads // tensor) * model.head_dim * BYTES[dtype]
+    """Returns the bytes of a token on one GPU of an engine, in layers that see all tokens; with more GPUs than heads,
+    heads are replicated."""
+    mixers = (mixer_cost(model, layer) for layer in range(model.num_layers))
+    return sum(_on_a_gpu(mixer.cached, mixer.heads, tensor) for mixer in mixers if not mixer.window) * BYTES[dtype]
+
+
+def state_bytes_per_sequence(model: ModelSpec, dtype: str, tensor: int = 1) -> int:
+    """Returns the bytes of a running sequence on one GPU of an engine: states, and the keys and values of windows."""
+    total = 0
+    for mixer in (mixer_cost(model, layer) for layer in range(model.num_layers)):
+        numbers = mixer.state + mixer.cached * mixer.window
+        total += _on_a_gpu(numbers * BYTES[dtype] + mixer.state_float32 * 4, mixer.heads, tensor)
+    return total
+
+
+def _on_a_gpu(size: int, heads: int, tensor: int) -> int:
+    return size * max(1, heads // tensor) // heads
 
 
 def route_slot_bytes(model: ModelSpec) -> int:

@@ -35,6 +35,7 @@ from agent_rl.planner.memory_model import (
     route_bytes,
     route_slot_bytes,
     state_bytes,
+    state_bytes_per_sequence,
     trained_parameters,
 )
 from agent_rl.planner.plan import GIB, Item, PlannedResource, RunPlan, gib
@@ -241,6 +242,9 @@ class _Planner:
         served = parameters(model) + (model.vocab_size * model.hidden if model.tied else 0)
         yield Item("weights", served * width // span, f"{config.engine.dtype}, sharded over {span}")
         yield Item("KV cache", slots * per_token, f"{slots} tokens x {per_token} bytes")
+        if state := state_bytes_per_sequence(model, config.engine.dtype, span):
+            running = config.engine.max_running_requests
+            yield Item("states and windows", running * state, f"{running} requests x {state} bytes")
 
     def _route_slots(self, processes: int) -> Item:
         config, model = self.config, self.model

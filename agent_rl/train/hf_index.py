@@ -13,7 +13,7 @@ from typing import Any
 from agent_rl.errors import ConfigError
 from agent_rl.models.files import read_object
 from agent_rl.models.spec import ModelSpec
-from agent_rl.models.tensors import model_parameters
+from agent_rl.models.tensors import OUTPUT, model_parameters
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -21,6 +21,8 @@ DTYPES: Mapping[str, str] = MappingProxyType({"F64": "float64", "F32": "float32"
 """The supported dtypes: safetensors' name to torch's."""
 
 
+_DERIVED = ".rotary_emb.inv_freq"
+"""Tensors that old checkpoints have and every program computes."""
 _MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors library."""
 
@@ -44,11 +46,20 @@ class LoadProgress:
 
 
 def check_checkpoint(directory: Path, model_spec: ModelSpec, key: str = "model") -> None:
-    """Raises ConfigError for a missing shard, and for a tensor that is missing or has another shape than ``model_spec``
-    or an unsupported dtype. ``key``: the config key of the checkpoint. Reads only the headers of the files."""
-    present = read_headers(directory, key)
-    for name, shape in expected_shapes(model_spec).items():
+    """Raises ConfigError for a missing shard, for a tensor that is missing or has another shape than ``model_spec`` or
+    an unsupported dtype, and for tensors that the model does not have. ``key``: the config key of the checkpoint. Reads
+    only the headers of the files."""
+    present, expected = read_headers(directory, key), expected_shapes(model_spec)
+    for name, shape in expected.items():
         check_tensor(present, name, shape, f"{key}: {directory}")
+    known = tuple(prefix.format(layers=model_spec.num_layers) for prefix in model_spec.family.untrained)
+    others = present.keys() - expected.keys() - {OUTPUT}  # a tied output layer may be saved too
+    unknown = sorted(name for name in others if not name.startswith(known) and not name.endswith(_DERIVED))
+    if unknown:
+        raise ConfigError(
+            f"{key}: {directory}: the checkpoint has {len(unknown)} tensors that a {model_spec.kind} model with its "
+            f"config.json does not have, first {unknown[0][:200]!r}"
+        )
 
 
 def check_tensor(present: Mapping[str, Entry], name: str, shape: tuple[int, ...], context: str) -> None:

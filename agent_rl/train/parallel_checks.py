@@ -26,7 +26,8 @@ def layout_problems(config: RunConfig, model: ModelSpec | None = None) -> list[s
     if model is not None:
         modules = train.recompute_modules if train.recompute == "selective" else ()
         problems += model_problems(train.parallel, model) + recompute_problems(modules, model)
-        problems += expert_problems(train.dtype, model) + adapter_problems(train, model)
+        problems += expert_problems(train.dtype, model) + expert_form_problems(train, model)
+        problems += adapter_problems(train, model)
     return problems
 
 
@@ -113,10 +114,10 @@ def model_problems(parallel: ParallelConfig, model: ModelSpec) -> list[str]:
             f"linear_num_key_heads={delta.key_heads}"
         )
     stages, layers = parallel.pipeline * parallel.virtual_pipeline, model.num_layers
-    if layers % stages:
+    if layers < stages:
         problems.append(
-            f"train.parallel: pipeline x virtual_pipeline = {parallel.pipeline} x {parallel.virtual_pipeline} does "
-            f"not divide the model's num_hidden_layers={layers}"
+            f"train.parallel: pipeline x virtual_pipeline = {parallel.pipeline} x {parallel.virtual_pipeline} is more "
+            f"than the model's num_hidden_layers={layers}"
         )
     if parallel.expert > 1 and not any(model.moe):
         problems.append(f"train.parallel.expert={parallel.expert}: this model has no experts; set it to 1")
@@ -141,6 +142,16 @@ def expert_problems(dtype: str, model: ModelSpec) -> list[str]:
         "needs rows of a multiple of 16 bytes)"
         for key, size in (("hidden_size", model.hidden), ("moe_intermediate_size", model.expert_inner))
         if any(model.moe) and size % unit
+    ]
+
+
+def expert_form_problems(train: TrainConfig, model: ModelSpec) -> list[str]:
+    """Options that do not support the biases of clamped experts."""
+    options = {"train.balance": train.balance.enabled, "train.lora": bool(train.lora)}
+    return [
+        f"{option}: the experts of {model.kind} have biases, which it does not support: turn it off"
+        for option, enabled in options.items()
+        if enabled and model.expert_form == "clamped"
     ]
 
 

@@ -240,8 +240,10 @@ class TrainerWorker:
     def _open_publisher(self, request: PublishRequest) -> WeightPublisher:
         if self._publisher is None or not self._publisher.serves(request):
             self._close_publisher()
-            kv_heads, device = self._model.model_spec.kv_heads, self._model.device
-            self._publisher = WeightPublisher(request.urls, device, kv_heads, request.config, headers=request.headers)
+            model = self._model
+            self._publisher = WeightPublisher(
+                request.urls, model.device, model.model_spec, request.config, headers=request.headers
+            )
         return self._publisher
 
     def _close_publisher(self) -> None:

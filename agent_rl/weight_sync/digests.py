@@ -5,20 +5,21 @@ parameter's bytes; servers that we launched use XXH3 (``engine/cpu/cpu_shims.py`
 their checksums. Several Hugging Face tensors are concatenated in one parameter::
 
     q_proj, k_proj, v_proj                    qkv_proj
+    q_a_proj, kv_a_proj_with_mqa              fused_qkv_a_proj_with_mqa
     gate_proj, up_proj                        gate_up_proj
     experts.0.gate_proj, experts.0.up_proj,
     experts.1.gate_proj, ...                  experts.w13_weight
     experts.0.down_proj, ...                  experts.w2_weight
-    experts.gate_up_proj, experts.down_proj   experts.w13_weight, experts.w2_weight
+    experts.gate_up_proj, experts.down_proj   experts.w13_weight, experts.w2_weight (of clamped experts transposed)
     in_proj_qkv, in_proj_z                    in_proj_qkvz
     in_proj_b, in_proj_a                      in_proj_ba
 
 Tensors arrive in this order, so each hash is updated as they come. A tensor that is lost, changed or loaded under
 another name gives another checksum.
 
-An engine with several tensor ranks has checksums per rank. A rank has a block of rows (q, k, v, gate, up, embedding,
-output) or columns (o, down) of a matrix, and all of other tensors. With fewer key-value heads than ranks, neighbours
-have the same head.
+An engine with several tensor ranks has checksums per rank. A rank has a block of rows (q, k, v, sinks, gate, up,
+embedding, output) or columns (o, down) of a matrix, and all of other tensors. With fewer key-value heads than ranks,
+neighbours have the same head.
 """
 
 from __future__ import annotations
@@ -34,16 +35,22 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from agent_rl.models.parts import ExpertForm
+from agent_rl.models.spec import ModelSpec
+
 _FUSED = (
     (re.compile(r"\.self_attn\.[qkv]_proj\."), ".self_attn.qkv_proj."),
+    (re.compile(r"\.self_attn\.q_a_proj\."), ".self_attn.fused_qkv_a_proj_with_mqa."),
     (re.compile(r"\.experts\.\d+\.(gate_proj|up_proj|w1|w3)\.weight$"), ".experts.w13_weight"),
     (re.compile(r"\.experts\.\d+\.(down_proj|w2)\.weight$"), ".experts.w2_weight"),
-    (re.compile(r"\.experts\.gate_up_proj$"), ".experts.w13_weight"),
-    (re.compile(r"\.experts\.down_proj$"), ".experts.w2_weight"),
+    (re.compile(r"\.experts\.gate_up_proj(_bias)?$"), r".experts.w13_weight\1"),
+    (re.compile(r"\.experts\.down_proj(_bias)?$"), r".experts.w2_weight\1"),
     (re.compile(r"\.(gate|up)_proj\.weight$"), ".gate_up_proj.weight"),
+    (re.compile(r"\.moe_statics\.e_score_correction_bias$"), ".gate.e_score_correction_bias"),
     (re.compile(r"\.in_proj_(qkv|z)\."), ".in_proj_qkvz."),
     (re.compile(r"\.in_proj_(b|a)\."), ".in_proj_ba."),
 )
+_STACKED = re.compile(r"\.experts\.(?P<part>gate_up|down)_proj(?P<bias>_bias)?$")
 _OTHER_PREFIX = re.compile(r"^model\.language_model\.")
 """Of a text model beside a vision tower; engines do without it."""
 _ZERO_CENTERED = "gemma_weight"
@@ -54,8 +61,9 @@ _CONSTANT = ".axis_map"
 _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 _VOCABULARY_MULTIPLE = 64  # SGLang pads the vocabulary with rows of zeros
 _INNER_MULTIPLE = 32  # and each rank's part of an MLP's inner dimension (on a CPU)
-_BY_ROWS = re.compile(r"\.(q|k|v|gate|up)_proj\.|\.w[13]\.")
-_BY_COLUMNS = re.compile(r"\.(o|down)_proj\.|\.w2\.")
+_BY_ROWS = re.compile(r"\.(q|k|v|q_b|kv_b|gate|up)_proj\.|\.w[13]\.|\.sinks$")
+_NOT_PADDED = re.compile(r"\.(q|q_b|kv_b|o)_proj\.|\.sinks$")
+_BY_COLUMNS = re.compile(r"\.(o|down)_proj\.weight|\.w2\.")
 _OF_HEADS = re.compile(r"\.[kv]_proj\.")
 
 _HASHES: Mapping[str, Callable[[], Any]] = {"xxh3:": xxhash.xxh3_64, "": hashlib.sha256}
@@ -92,8 +100,9 @@ def predictable(server: Mapping[str, Any]) -> bool:
 class Digests:
     """Computes the checksums of one update for engines of each of the ``kinds``."""
 
-    def __init__(self, kv_heads: int, kinds: Collection[DigestKind]) -> None:
-        self._kv_heads = kv_heads
+    def __init__(self, model_spec: ModelSpec, kinds: Collection[DigestKind]) -> None:
+        self._kv_heads, self._form = model_spec.kv_heads, model_spec.expert_form
+        self._zero_centered = model_spec.zero_centered_norms
         self._hashes: dict[DigestKind, list[dict[str, Any]]] = {kind: [{} for _ in range(kind.ranks)] for kind in kinds}
 
     def add(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], size: int, data: NDArray[np.uint8]) -> None:
@@ -105,11 +114,16 @@ class Digests:
             name = _OTHER_PREFIX.sub("model.", name)
             for kind, ranks in self._hashes.items():
                 for rank, hashes in enumerate(ranks):
-                    digest = hashes.setdefault(engine_name(name), _HASHES[kind.prefix]())
-                    digest.update(np.ascontiguousarray(self._share(name, rows, size, rank, kind.ranks)).data)
-                    if name.endswith("norm.weight"):
-                        derived = hashes[name.removesuffix("weight") + _ZERO_CENTERED] = _HASHES[kind.prefix]()
+                    digest = hashes.setdefault(_parameter(name, hashes), _HASHES[kind.prefix]())
+                    if stacked := _STACKED.search(name):
+                        share = _stacked_share(stacked, rows.reshape(*shape, size), rank, kind.ranks, self._form)
+                    else:
+                        share = self._share(name, rows, size, rank, kind.ranks)
+                    digest.update(np.ascontiguousarray(share).data)
+                    if self._zero_centered and name.endswith("norm.weight"):
+                        derived = _HASHES[kind.prefix]()
                         derived.update(_plus_one(rows, size))
+                        hashes[name.removesuffix("weight") + _ZERO_CENTERED] = derived
             start = stop
 
     def _share(self, name: str, rows: NDArray[np.uint8], itemsize: int, rank: int, size: int) -> NDArray[np.uint8]:
@@ -120,9 +134,9 @@ class Digests:
             parts = min(size, self._kv_heads)
             return _block(rows, rank * parts // size, parts, 1)
         if _BY_ROWS.search(name):
-            return _block(rows, rank, size, 1 if ".q_proj." in name else _INNER_MULTIPLE)
+            return _block(rows, rank, size, 1 if _NOT_PADDED.search(name) else _INNER_MULTIPLE)
         if _BY_COLUMNS.search(name):
-            multiple = 1 if ".o_proj." in name else _INNER_MULTIPLE
+            multiple = 1 if _NOT_PADDED.search(name) else _INNER_MULTIPLE
             return _block(rows.T, rank, size, multiple * itemsize).T
         return rows
 
@@ -138,7 +152,31 @@ def _block(rows: NDArray[np.uint8], index: int, parts: int, multiple: int) -> ND
     """Part ``index`` of ``parts`` equal blocks of the first axis, each padded with zeros to a ``multiple``."""
     height = -(-len(rows) // (parts * multiple)) * multiple
     block = rows[index * height : (index + 1) * height]
-    return np.pad(block, ((0, height - len(block)), (0, 0))) if len(block) < height else block
+    missing = ((0, height - len(block)), *((0, 0),) * (block.ndim - 1))
+    return np.pad(block, missing) if len(block) < height else block
+
+
+def _stacked_share(
+    name: re.Match[str], whole: NDArray[np.uint8], rank: int, size: int, form: ExpertForm
+) -> NDArray[np.uint8]:
+    """As :meth:`Digests._share`, of all experts' weights ``whole`` uint8 ``[E, out, in, bytes]`` or biases ``[E, out,
+    bytes]``. Clamped experts have ``[E, in, out, bytes]``, and gate and up alternate. Rank 0 alone adds the bias of
+    down."""
+    down, clamped = name["part"] == "down", form == "clamped"
+    if name["bias"] and down:
+        return whole if rank == 0 else np.zeros_like(whole)
+    if clamped and not name["bias"]:
+        whole = whole.swapaxes(1, 2)
+    axis, multiple = (2 if down else 1), _INNER_MULTIPLE * (2 if clamped and not down else 1)
+    parts = [whole] if down or clamped else np.split(whole, 2, axis=1)
+    blocks = [np.moveaxis(_block(np.moveaxis(part, axis, 0), rank, size, multiple), 0, axis) for part in parts]
+    return np.concatenate(blocks, axis=axis) if len(blocks) > 1 else blocks[0]
+
+
+def _parameter(name: str, present: Collection[str]) -> str:
+    """As :func:`engine_name`; ``kv_a_proj_with_mqa`` joins ``q_a_proj`` where that is ``present``."""
+    fused = name.replace(".kv_a_proj_with_mqa.", ".fused_qkv_a_proj_with_mqa.")
+    return fused if fused in present else engine_name(name)
 
 
 def _plus_one(rows: NDArray[np.uint8], size: int) -> bytes:

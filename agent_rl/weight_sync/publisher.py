@@ -18,11 +18,12 @@ import math
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from operator import itemgetter
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -31,9 +32,11 @@ from torch import Tensor
 
 from agent_rl.config import EngineConfig
 from agent_rl.engine.launch import free_port
-from agent_rl.engine.server.lora_merge import BaseWeights
+from agent_rl.engine.server.lora_merge import SUFFIX, BaseWeights
 from agent_rl.errors import WeightSyncError
 from agent_rl.models.families import keeps_float32
+from agent_rl.models.spec import ModelSpec
+from agent_rl.models.transfer import fill_buckets, joined_tensors
 from agent_rl.utils.sockets import LOOPBACK, address_towards, is_loopback, listen_at
 from agent_rl.weight_sync.adapters import add_merged
 from agent_rl.weight_sync.digests import (
@@ -63,21 +66,21 @@ class Bucket:
     last: bool
 
 
-def buckets(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, *, limit: int) -> Iterator[Bucket]:
-    """Group ``weights`` into buckets of about ``limit`` bytes, converted to ``dtype`` except those that stay float32
-    (:func:`agent_rl.models.families.keeps_float32`). The last bucket is marked."""
-    pending: list[tuple[str, Tensor]] = []
-    size = 0
-    for name, tensor in weights:
-        added = tensor.numel() * _sent_dtype(name, dtype).itemsize
-        if pending and size + added > limit:
-            yield _bucket(pending, dtype, last=False)
-            pending, size = [], 0
-        pending.append((name, tensor.detach()))
-        size += added
-    if not pending:
-        raise WeightSyncError("the model has no weights to send")
-    yield _bucket(pending, dtype, last=True)
+def buckets(
+    weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, *, limit: int, joined: Collection[str] = ()
+) -> Iterator[Bucket]:
+    """Group ``weights`` into buckets of about ``limit`` bytes (:func:`agent_rl.models.transfer.fill_buckets`),
+    converted to ``dtype`` except those that stay float32 (:func:`agent_rl.models.families.keeps_float32`). The last
+    bucket is marked."""
+
+    def size(item: tuple[str, Tensor]) -> int:
+        return item[1].numel() * _sent_dtype(item[0], dtype).itemsize
+
+    items = ((name, tensor.detach()) for name, tensor in weights)
+    for tensors, last in fill_buckets(items, itemgetter(0), size, limit=limit, joined=joined):
+        if not tensors:
+            raise WeightSyncError("the model has no weights to send")
+        yield _bucket(tensors, dtype, last=last)
 
 
 def _bucket(tensors: Sequence[tuple[str, Tensor]], dtype: torch.dtype, *, last: bool) -> Bucket:
@@ -140,7 +143,8 @@ class UpdateProgress:
 class WeightPublisher:
     """Rank 0's connection to a set of engines; all updates use one process group.
 
-    ``kv_heads``: the model's, needed for the checksums of engines with several ranks. Settings in ``config``: the
+    ``model_spec``: the architecture, needed for checksums and for the tensors that must share
+    a bucket. Settings in ``config``: the
     weights are sent in ``dtype``, in buckets of about ``weight_bucket_mb``; ``server_pause`` is SGLang's pause mode;
     ``weight_sync_timeout`` limits each call, rendezvous and broadcast; with ``colocate`` weights go through host memory
     by gloo, because NCCL accepts each GPU once per group. ``headers`` go with each call. Close it after an update that
@@ -151,19 +155,19 @@ class WeightPublisher:
         self,
         urls: Sequence[str],
         device: torch.device,
-        kv_heads: int,
+        model_spec: ModelSpec,
         config: EngineConfig,
         *,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        self.urls = tuple(urls)
+        self.urls, self._joined = tuple(urls), joined_tensors(model_spec)
         self._device, self._config = device, config
         self._backend = "nccl" if device.type == "cuda" and not config.colocate else "gloo"
         self._dtype, self._timeout = getattr(torch, config.dtype), config.weight_sync_timeout
         self._name = f"agent-rl-{uuid.uuid4().hex[:8]}"  # unique: an engine may still have the group of a dead trainer
         self._receivers = WeightReceivers(urls, timeout=self._timeout, headers=headers)
         self._hashing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-digests")
-        self._kv_heads, self._bucket_bytes = kv_heads, int(config.weight_bucket_mb * 2**20)
+        self._model_spec, self._bucket_bytes = model_spec, int(config.weight_bucket_mb * 2**20)
         self._predictable = frozenset[str]()
         self._checksums: Mapping[str, Checksums] = {}
         self._group: Any = None
@@ -182,7 +186,7 @@ class WeightPublisher:
         """
         timer, sent = StageTimer(), UpdateProgress()
         failure = self._ensure_group(timer)
-        digests = Digests(self._kv_heads, {DigestKind.of(self._checksums[url].ranks) for url in self._predictable})
+        digests = Digests(self._model_spec, {DigestKind.of(self._checksums[url].ranks) for url in self._predictable})
         weight_buckets = (
             self._weight_buckets(weights, digests, sent)
             if base is None
@@ -254,7 +258,7 @@ class WeightPublisher:
         self, weights: Iterable[tuple[str, Tensor]], digests: Digests, sent: UpdateProgress
     ) -> Iterator[Bucket]:
         """Buckets of ``weights``, counted and (for predictable engines) hashed in a thread."""
-        for bucket in buckets(weights, self._dtype, limit=self._bucket_bytes):
+        for bucket in buckets(weights, self._dtype, limit=self._bucket_bytes, joined=self._joined):
             sent.bytes += bucket.data.nbytes
             if self._predictable:
                 # Hashing releases the lock of Python, so its thread does not delay the update.
@@ -268,7 +272,8 @@ class WeightPublisher:
         all_changes = dict(changes)
         if self._predictable:
             sent.hashing.append(self._hashing.submit(add_merged, digests, base, all_changes, self._dtype))
-        for bucket in buckets(all_changes.items(), torch.float32, limit=self._bucket_bytes):
+        joined = {name + SUFFIX for name in self._joined}
+        for bucket in buckets(all_changes.items(), torch.float32, limit=self._bucket_bytes, joined=joined):
             sent.bytes += bucket.data.nbytes
             yield bucket
 

@@ -82,7 +82,7 @@ def check_served_weights(urls: Sequence[str], model: Path, model_spec: ModelSpec
         else:
             key = DigestKind.of(checksums.ranks), _AS_STORED[info["dtype"]]
             if key not in expected:
-                expected[key] = _digests(tensors, model_spec.kv_heads, *key)
+                expected[key] = _digests(tensors, model_spec, *key)
             wrong = engine_difference(expected[key], checksums.ranks) is not None
         if wrong:
             raise UserError(
@@ -117,9 +117,9 @@ def _comparable(info: Mapping[str, Any], tensors: Iterable[StoredTensor]) -> boo
     return predictable(info) and info.get("dtype") in _AS_STORED and all(tensor.kind in _BYTES for tensor in tensors)
 
 
-def _digests(tensors: Mapping[str, StoredTensor], kv_heads: int, kind: DigestKind, dtype: str) -> RankDigests:
+def _digests(tensors: Mapping[str, StoredTensor], model_spec: ModelSpec, kind: DigestKind, dtype: str) -> RankDigests:
     """The checksums of an engine of ``kind`` that has loaded ``tensors`` in ``dtype``."""
-    digests = Digests(kv_heads, [kind])
+    digests = Digests(model_spec, [kind])
     for name in sorted(tensors, key=engine_order):
         loaded = "F32" if keeps_float32(name) else dtype
         digests.add([name], [tensors[name].shape], _BYTES[loaded], tensors[name].bytes_as(loaded))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from r3.stitch import RouteStitcher
 torch = pytest.importorskip("torch", reason="needs the trainer environment")
 from agent_rl.train.ray_trainer import RayTrainer  # noqa: E402
 from agent_rl.weight_sync.receivers import WeightReceivers  # noqa: E402
+from agent_rl.weight_sync.served import check_served_weights  # noqa: E402
 from agent_rl.weight_sync.sync import WeightSync  # noqa: E402
 
 pytestmark = [pytest.mark.megatron, pytest.mark.sglang, pytest.mark.slow]
@@ -62,6 +64,7 @@ async def test_engine_and_trainer_agree_before_and_after_an_update(
             {"name": "test", "model": model, "engine": engine_config.model_dump(), "train": train}
         )
         async with SGLangEngine(server.url, spec, engine_config) as engine, RayTrainer(config) as trainer:
+            assert await asyncio.to_thread(check_served_weights, [server.url], model, spec, engine_config) is None
             split = config.engine.model_copy(update={"weight_bucket_mb": 0.05})
             for version, options in ((1, config.engine), (2, split)):
                 sync = WeightSync(options, model, engine, trainer, tmp_path / "weights", pytest.fail)

@@ -25,7 +25,7 @@ TOKENS = 1024
 """The vocabulary of the shipped model, whose tokenizer the models have."""
 
 
-@pytest.mark.parametrize("model_type", ["glm4_moe", "qwen3_5_moe"])
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "glm4_moe", "gpt_oss", "qwen3_5_moe"])
 def test_a_family_trains_three_steps(model_type: str, start: Start, tmp_path: Path) -> None:
     train_three_steps(model_type, start, tmp_path)
 
@@ -33,7 +33,7 @@ def test_a_family_trains_three_steps(model_type: str, start: Start, tmp_path: Pa
 def train_three_steps(model_type: str, start: Start, directory: Path, *, gap: float = 2e-5) -> None:
     """Train the family's model with replay: every update is verified in the engine, no router differs between trainer
     and engine, log-probs differ by less than ``gap`` on average, and the export has the config of the start."""
-    model = write_model(directory / "model", model_type, seed=0, vocab_size=TOKENS, max_position_embeddings=4096)
+    model = write_model(directory / "model", model_type, seed=0, vocab_size=TOKENS)
     published = (model / "config.json").read_bytes()
     run = start(*SETTINGS)
     assert run.finish() == 0, run.text

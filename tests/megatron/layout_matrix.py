@@ -12,7 +12,14 @@ from typing import Any
 import megatron_tiny as tiny
 import pytest
 import torch
-from support.model_sizes import DELTA_SIZES, GLM4_MOE_SIZES
+from support.model_sizes import (
+    DEEPSEEK_V3_SIZES,
+    DELTA_SIZES,
+    ERNIE4_5_MOE_SIZES,
+    GLM4_MOE_SIZES,
+    GPT_OSS_SIZES,
+    INDEXER_SIZES,
+)
 from support.rank_processes import place_of, reserved_port, run_ranks
 from torch import Tensor
 
@@ -56,6 +63,10 @@ _DENSE_FIRST = {"mlp_only_layers": [0]}
 _DENSE = {"kind": "qwen3", "tied": False}
 _SHARED_EXPERT = {"kind": "qwen2_moe", "head_dim": 8, "tied": False, "shared_expert_intermediate_size": 40}
 _GLM4_MOE = GLM4_MOE_SIZES | {"kind": "glm4_moe", "tied": False}
+_GPT_OSS = GPT_OSS_SIZES | {"kind": "gpt_oss", "tied": False, "initializer_range": 0.2}
+_ERNIE4_5_MOE = ERNIE4_5_MOE_SIZES | {"kind": "ernie4_5_moe", "initializer_range": 0.2}
+_DEEPSEEK_V3 = DEEPSEEK_V3_SIZES | {"kind": "deepseek_v3", "tied": False}
+_GLM_5 = DEEPSEEK_V3_SIZES | INDEXER_SIZES | {"kind": "glm_moe_dsa", "tied": False, "indexer_rope_interleave": True}
 _OLMOE = {"kind": "olmoe", "tied": False, "head_dim": None, "moe_intermediate_size": None, "num_key_value_heads": 4}
 _QWEN3_NEXT = DELTA_SIZES | {"kind": "qwen3_next", "tied": False, "initializer_range": 0.2}
 _QWEN3_NEXT |= {"published": tiny.DELTA_KEYS}
@@ -65,11 +76,17 @@ RUNS: dict[str, Run] = {
     "full": Run(options={"recompute": "full"}),
     "moe": Run(options={"recompute": "selective", "recompute_modules": ["moe"]}),
     "without-routers": Run(_DENSE_FIRST, {"recompute": "selective", "recompute_modules": ["core_attn", "mlp"]}),
+    "three-layers": Run({"num_hidden_layers": 3}, {"recompute": "full"}),
     "dense-first": Run(_DENSE_FIRST, {"recompute": "full"}),
     "dense": Run(_DENSE, updates=2),
     "dense-full": Run(_DENSE, {"recompute": "full"}),
     "shared-expert": Run(_SHARED_EXPERT, {"recompute": "full"}),
     "glm4-moe": Run(_GLM4_MOE, {"recompute": "full"}),
+    "gpt-oss": Run(_GPT_OSS, {"recompute": "full"}),
+    "gpt-oss-core": Run(_GPT_OSS, {"recompute": "selective", "recompute_modules": ["core_attn"]}),
+    "ernie4-5-moe": Run(_ERNIE4_5_MOE, {"recompute": "full"}),
+    "deepseek-v3": Run(_DEEPSEEK_V3, {"recompute": "full"}),
+    "glm-5": Run(_GLM_5, {"recompute": "selective", "recompute_modules": ["core_attn"]}),
     "olmoe": Run(_OLMOE, {"recompute": "full"}),
     # The norms of queries, keys and outputs of the delta rule amplify rounding: gradients of up to 8 differ by 3e-4.
     "qwen3-next": Run(_QWEN3_NEXT, {"recompute": "selective", "recompute_modules": ["core_attn", "moe"]}, limit=5e-4),
@@ -77,7 +94,8 @@ RUNS: dict[str, Run] = {
     # One update only: a weight that is rounded differently changes all later ones.
     "bfloat16": Run(options={"dtype": "bfloat16"}),
 }
-ROUTERS_RERUN = ("full", "moe", "dense-first", "shared-expert", "glm4-moe", "olmoe", "qwen3-next", "qwen3.5")
+_WITHOUT_RERUN = ("none", "dense", "dense-full", "without-routers", "gpt-oss-core", "glm-5", "bfloat16")
+ROUTERS_RERUN = tuple(name for name in RUNS if name not in _WITHOUT_RERUN)
 FORWARD = ("none", "dense")
 """The runs with passes without gradients, which also save their model."""
 
@@ -87,12 +105,13 @@ def two_rank_cases() -> list[tuple[str, str]]:
     more = {
         "data": "dense",
         "data-optimizer": "bfloat16",
-        "pipeline": "dense dense-full qwen3-next qwen3.5",
-        "expert": "glm4-moe olmoe qwen3.5",
+        "pipeline": "dense dense-full three-layers gpt-oss qwen3-next qwen3.5",
+        "expert": "glm4-moe deepseek-v3 gpt-oss ernie4-5-moe olmoe qwen3.5",
         "expert-allgather": "shared-expert",
-        "virtual": "glm4-moe moe dense-first shared-expert dense dense-full",
-        "context": "glm4-moe dense-first dense qwen3-next qwen3.5",
-        "tensor": "glm4-moe olmoe qwen3-next qwen3.5 moe without-routers shared-expert",
+        "virtual": "glm4-moe deepseek-v3 ernie4-5-moe moe dense-first shared-expert dense dense-full",
+        "context": "glm4-moe deepseek-v3 glm-5 gpt-oss ernie4-5-moe dense-first dense qwen3-next qwen3.5",
+        "tensor": "glm4-moe deepseek-v3 glm-5 gpt-oss gpt-oss-core ernie4-5-moe olmoe qwen3-next qwen3.5 moe "
+        "without-routers shared-expert",
         "tensor-alone": "dense dense-full",
     }
     return [

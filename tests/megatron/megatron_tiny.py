@@ -47,6 +47,7 @@ def write_model(directory: Path, kind: str, sizes: dict[str, Any], seed: int = 0
     torch.manual_seed(seed)
     sizes = {name: size for name, size in sizes.items() if size is not None}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)).float().eval()
+    model.get_input_embeddings().padding_idx = None  # it would have no gradient
     for name, parameter in model.named_parameters():
         if "norm" in name or name.endswith("bias"):  # ones and zeros would hide one that is not applied
             parameter.data += 0.2 * torch.randn_like(parameter)

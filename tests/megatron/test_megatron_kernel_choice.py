@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import megatron_tiny as tiny
@@ -72,6 +73,26 @@ def test_a_faulty_attention_kernel_is_not_used(choice: Any, fault: Fault, reason
     assert choice.choose("attention", [wrong, right], check, CPU, notes) is right
     (line,) = notes
     found = rf"kernels: a fast kernel is not used for attention: {reason}; next is torch's attention per segment"
+    assert re.fullmatch(found, line)
+
+
+def wrong_sinks(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The gradient of the sinks is doubled."""
+    return lambda query, key, value, sink, *given: kernel(query, key, value, 2 * sink - sink.detach(), *given)
+
+
+@pytest.mark.parametrize(("fault", "reason"), [*FAULTS, (wrong_sinks, r"its error is 1\.0e\+00 of the largest .*")])
+@pytest.mark.parametrize("layout", [ParallelConfig(), CONTEXT], ids=["whole", "context"])
+def test_a_faulty_attention_with_sinks_is_not_used(
+    choice: Any, monkeypatch: Patch, fault: Fault, reason: str, layout: ParallelConfig
+) -> None:
+    (right,) = choice.sink_attentions(torch.float32, CPU)
+    wrong = choice.KernelCandidate("a fast kernel", fault(right.kernel))
+    monkeypatch.setattr(choice, "sink_attentions", lambda *_: [wrong, right])
+    kernels = choice.choose_kernels(replace(SPEC, sinks=True), layout, torch.float32, CPU, balanced=False)
+    assert kernels.attend_with_sinks is right.kernel
+    (line,) = kernels.notes
+    found = rf"kernels: a fast kernel is not used for attention with sinks: {reason}; next is blocks of queries"
     assert re.fullmatch(found, line)
 
 

@@ -10,7 +10,7 @@ pytest.importorskip("torch", reason="torch is not installed (the train extra)")
 import torch
 from torch import Tensor
 
-from agent_rl.train.megatron.kernels import Rotary, rms_norm, rotary_tables, rotate
+from agent_rl.train.megatron.kernels import Rotary, rms_norm, rotary_tables, rotate, rotate_part
 
 pytestmark = pytest.mark.megatron
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
@@ -69,3 +69,19 @@ def test_rotation_equals_the_formula(dtype: torch.dtype, scale: float) -> None:
     angles = (positions[:, None] * frequencies)[:, None, :]
     x = [leaf(len(positions), 3, 16, dtype=dtype)]
     same(lambda x: rotate(x, cos, sin), lambda x: scale * rotation_written_out(x, angles), x)
+
+
+def test_rotated_neighbors_give_the_products_of_transformers() -> None:
+    from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import apply_rotary_pos_emb
+
+    torch.manual_seed(0)
+    query, key = torch.randn(2, 5, 3, 24)
+    cos, sin = rotary_tables(torch.arange(5), Rotary(1.0 / 1e4 ** (torch.arange(0, 16, 2) / 16)))
+    tables = (part[None, :, 0] for part in (cos, -sin))
+    rotated = apply_rotary_pos_emb(query[None, ..., :16], key[None, ..., :16], *tables, unsqueeze_dim=2)
+    wanted_query, wanted_key = (
+        torch.cat((part[0], plain[..., 16:]), -1) for part, plain in zip(rotated, (query, key), strict=True)
+    )
+    got_query, got_key = (rotate_part(part, cos, sin, interleaved=True) for part in (query, key))
+    products = torch.einsum("qhd,khd->hqk", got_query, got_key)
+    torch.testing.assert_close(products, torch.einsum("qhd,khd->hqk", wanted_query, wanted_key))

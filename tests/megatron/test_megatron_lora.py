@@ -9,7 +9,7 @@ from typing import Any
 
 import megatron_tiny as tiny
 import pytest
-from support.model_sizes import DELTA_SIZES, DENSE_SIZES
+from support.model_sizes import DEEPSEEK_V3_SIZES, DELTA_SIZES, DENSE_SIZES
 
 pytest.importorskip("torch", reason="torch is not installed (the train extra)")
 import torch
@@ -89,6 +89,19 @@ def test_hybrids_have_adapters_on_grouped_attention_and_experts(build: Build, tm
     assert not any("linear_attn" in name for name in names)
     train(adapted, given())
     assert any(gradient.abs().max() > 0 for gradient in gradients(adapted).values())
+
+
+def test_latent_attention_is_adapted_and_merged(build: Build, tmp_path: Path) -> None:
+    tiny.make(tmp_path / "model", kind="deepseek_v3", tied=False, **DEEPSEEK_V3_SIZES)
+    plain, model = build(tmp_path / "model"), build(tmp_path / "model", lora=LORA)
+    assert torch.equal(logprobs(model), logprobs(plain))
+    model = learned(build, directory=tmp_path / "model")
+    attention = {name.rsplit(".", 2)[1] for name in adapters(model) if ".self_attn." in name}
+    assert attention == {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
+    model.save_hf(tmp_path / "merged")
+    changed = logprobs(model)
+    assert not torch.allclose(changed, logprobs(plain), atol=1e-2)
+    torch.testing.assert_close(logprobs(build(tmp_path / "merged")), changed, rtol=0, atol=1e-4)
 
 
 def test_adapters_depend_on_the_seed_and_all_differ(build: Build) -> None:

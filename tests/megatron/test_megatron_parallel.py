@@ -30,10 +30,13 @@ ORDINARY = {
     "expert-optimizer": ("none",),
     "expert-allgather": ("shared-expert",),
     "virtual": ("none", "full", "dense-first", "dense", "glm4-moe"),
-    "context": ("qwen3-next",),
+    "context": ("glm-5", "gpt-oss", "qwen3-next"),
     "context-optimizer": ("none",),
     "context-expert": ("none",),
-    "tensor": ("full", "moe", "without-routers", "shared-expert", "glm4-moe", "olmoe", "qwen3.5"),
+    "tensor": (
+        *("full", "moe", "without-routers", "shared-expert", "glm4-moe", "glm-5", "gpt-oss", "ernie4-5-moe", "olmoe"),
+        "qwen3.5",
+    ),
     "tensor-optimizer": ("none",),
 }
 """The cases of an ordinary run; ``pytest -m exhaustive`` runs the others and these."""

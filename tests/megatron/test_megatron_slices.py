@@ -223,10 +223,20 @@ def test_damaged_checkpoint_files_are_refused_in_one_line(tmp_path: Path) -> Non
         read_headers(tmp_path)
 
 
+def test_tensors_that_the_model_does_not_have_are_named(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    file, tensors = tmp_path / "model.safetensors", checkpoint.tensors
+    save_file(tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}, file)
+    check_checkpoint(tmp_path, checkpoint.model_spec)
+    further = {f"model.layers.4.{part}.weight": torch.ones(1) for part in ("enorm", "hnorm")}
+    save_file(tensors | further, file)
+    with pytest.raises(
+        ConfigError, match=r"has 2 tensors that .* qwen3_moe .* first 'model\.layers\.4\.enorm\.weight'$"
+    ):
+        check_checkpoint(tmp_path, checkpoint.model_spec)
+
+
 def test_missing_tensors_and_unsupported_dtypes_are_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
     file, model_spec, tensors = tmp_path / "model.safetensors", checkpoint.model_spec, dict(checkpoint.tensors)
-    save_file(tensors | {"steps": torch.zeros(8, dtype=torch.int64)}, file)
-    check_checkpoint(tmp_path, model_spec)
     save_file(tensors | {"model.norm.weight": torch.zeros(32).to(torch.float8_e4m3fn)}, file)
     with pytest.raises(ConfigError, match=r"model\.norm\.weight is F8_E4M3; supported: F64, F32, F16, BF16$"):
         check_checkpoint(tmp_path, model_spec)

@@ -50,7 +50,37 @@ QWEN3_5: dict[str, Any] = DELTA | {
         "mrope_interleaved": True,
     },
 }
+_DEEPSEEK_V3: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 32,
+    "moe_intermediate_size": 32,
+    "moe_layer_freq": 1,
+    "n_group": 4,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "topk_group": 2,
+    "topk_method": "noaux_tc",
+    "v_head_dim": 16,
+}
+_YARN = {"type": "yarn", "factor": 4, "original_max_position_embeddings": 256, "mscale": 1.0, "mscale_all_dim": 0.7}
+_INDEXER = {"index_head_dim": 16, "index_n_heads": 32, "index_topk": 32}
+"""A conversation has more than twice 32 tokens. With fewer heads many keys would have the same score, 0."""
 FAMILIES: dict[str, dict[str, Any]] = {
+    "deepseek_v3": _DEEPSEEK_V3,
+    "deepseek_v32": _DEEPSEEK_V3 | _INDEXER | {"architectures": ["DeepseekV32ForCausalLM"], "rope_scaling": _YARN},
+    "glm_moe_dsa": _DEEPSEEK_V3
+    | _INDEXER
+    | {"architectures": ["GlmMoeDsaForCausalLM"], "indexer_rope_interleave": True},
+    "kimi_k2": _DEEPSEEK_V3 | {"n_group": 1, "q_lora_rank": None, "rope_scaling": _YARN, "topk_group": 1},
     "glm4_moe": {
         "architectures": ["Glm4MoeForCausalLM"],
         "head_dim": 16,
@@ -65,6 +95,34 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "topk_group": 1,
         "routed_scaling_factor": 2.5,
         "norm_topk_prob": True,
+    },
+    "gpt_oss": {
+        "architectures": ["GptOssForCausalLM"],
+        "head_dim": 16,
+        "attention_bias": True,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "sliding_window": 16,
+        "num_local_experts": 8,
+        "swiglu_limit": 7.0,
+        "rope_theta": 150000.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "original_max_position_embeddings": 32,
+            "truncate": False,
+        },
+    },
+    "ernie4_5_moe": {
+        "architectures": ["Ernie4_5_MoeForCausalLM"],
+        "num_experts_per_tok": None,
+        "moe_num_experts": 8,
+        "moe_k": 2,
+        "moe_layer_start_index": 1,
+        "moe_layer_end_index": 2,
+        "moe_layer_interval": 1,
+        "moe_num_shared_experts": 2,
+        "moe_intermediate_size": 32,
+        "use_bias": False,
     },
     "minimax_m2": {
         "architectures": ["MiniMaxM2ForCausalLM"],
@@ -104,14 +162,14 @@ _WIDE = ("embed_tokens", "lm_head", "gate.weight")
 
 def write_model(directory: Path, kind: str, seed: int, **changes: Any) -> Path:
     """A checkpoint in ``directory`` of random weights, large enough that sampling and routing are not near-ties.
-    ``changes``: other values of its config."""
+    ``changes``: other values of its config. A value of None is left out."""
     directory.mkdir(exist_ok=True)
     config = {"model_type": kind, **FAMILIES[kind]}
     if "text_config" in config:
         config["text_config"] = config["text_config"] | changes
     else:
         config = {**COMMON, **config, **changes}
-    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
     generator = np.random.default_rng(seed)
     spec, weights = read_model_spec(directory), {}
     for name, shape in expected_shapes(spec).items():

@@ -26,6 +26,26 @@ GLM4_MOE_SIZES: dict[str, Any] = EXPERT_SIZES | {
     "routed_scaling_factor": 2.5,
 }
 """With everything that distinguishes the family; a size of None is left out."""
+_OTHER_NAMES = dict.fromkeys((*EXPERT_SIZES, "norm_topk_prob"))
+GPT_OSS_SIZES: dict[str, Any] = _OTHER_NAMES | {
+    "num_local_experts": EXPERT_SIZES["num_experts"],
+    "num_experts_per_tok": EXPERT_SIZES["num_experts_per_tok"],
+    "intermediate_size": EXPERT_SIZES["moe_intermediate_size"],
+    "sliding_window": 8,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 128,
+        "truncate": False,
+    },
+}
+ERNIE4_5_MOE_SIZES: dict[str, Any] = _OTHER_NAMES | {
+    "moe_num_experts": EXPERT_SIZES["num_experts"],
+    "moe_k": EXPERT_SIZES["num_experts_per_tok"],
+    "moe_intermediate_size": EXPERT_SIZES["moe_intermediate_size"],
+    "moe_num_shared_experts": 2,
+    "moe_layer_start_index": 1,
+}
 DELTA_SIZES: dict[str, Any] = EXPERT_SIZES | {
     "head_dim": 16,
     "shared_expert_intermediate_size": 40,
@@ -38,3 +58,21 @@ DELTA_SIZES: dict[str, Any] = EXPERT_SIZES | {
     "partial_rotary_factor": 0.5,
 }
 """Of a hybrid of the gated delta rule and grouped-query attention."""
+DEEPSEEK_V3_SIZES: dict[str, Any] = EXPERT_SIZES | {
+    "num_experts": None,
+    "n_routed_experts": EXPERT_SIZES["num_experts"],
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+    "num_key_value_heads": DENSE_SIZES["num_attention_heads"],
+    "q_lora_rank": 24,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
+INDEXER_SIZES: dict[str, Any] = {"index_n_heads": 16, "index_head_dim": 16, "index_topk": 12}
+"""An indexer that leaves out most tokens of a sequence."""

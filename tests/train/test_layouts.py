@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,14 @@ def test_unsupported_options_of_a_layout_are_refused(
     assert layout_problems(config(parallel, **without), model_spec(MODEL)) == []
 
 
+@pytest.mark.parametrize("option", ["balance", "lora"])
+def test_options_without_expert_biases_are_refused(option: str) -> None:
+    train = {"balance": {"enabled": True}} if option == "balance" else {"lora": {}}
+    spec = replace(model_spec(MODEL), expert_form="clamped")
+    (problem,) = layout_problems(config({"world_size": 2, "expert": 2}, **train), spec)
+    assert problem == (f"train.{option}: the experts of qwen3_moe have biases, which it does not support: turn it off")
+
+
 def test_adapters_in_bfloat16_need_an_engine_in_bfloat16() -> None:
     train = config({}, lora={}, dtype="bfloat16").train
     assert lora_problems(train, "bfloat16") == []
@@ -127,7 +136,7 @@ def test_possible_layouts_are_not_refused() -> None:
 
 
 def test_all_problems_are_reported() -> None:
-    wrong = {"world_size": 3, "tensor": 2, "virtual_pipeline": 3}
+    wrong = {"world_size": 3, "tensor": 2, "virtual_pipeline": 5}
     assert len(layout_problems(config(wrong), model_spec(MODEL))) == 3
 
 
@@ -135,7 +144,7 @@ def test_the_models_own_config_is_checked(tiny_moe: Path) -> None:
     model = json.loads((tiny_moe / "config.json").read_text())
     layers = model["num_hidden_layers"]
     refused = config({"world_size": layers + 1, "pipeline": layers + 1}, tiny_moe)
-    with pytest.raises(ConfigError, match="does not divide the model's num_hidden_layers"):
+    with pytest.raises(ConfigError, match="is more than the model's num_hidden_layers"):
         check_layout(refused)
     check_layout(refused.model_copy(update={"model": Path("none")}))
 

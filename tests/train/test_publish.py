@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
+from dataclasses import replace
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 import pytest
 import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+from support.fake_sglang import SPEC
 
 from agent_rl.config import EngineConfig
 from agent_rl.errors import WeightSyncError
+from agent_rl.models.transfer import fill_buckets
 
 torch = pytest.importorskip("torch", reason="needs the trainer environment")
 
@@ -48,6 +55,32 @@ def test_buckets_hold_every_tensor_once_in_order(limit: int, dtype: torch.dtype)
         torch.testing.assert_close(received[name], tensor.to(dtype), rtol=0, atol=0)
 
 
+@given(
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=12),
+    joined=st.sets(st.integers(0, 11)),
+    limit=st.integers(1, 20),
+)
+def test_no_bucket_boundary_splits_a_group(sizes: list[int], joined: set[int], limit: int) -> None:
+    """Groups above the limit have a bucket of their own; other buckets keep the limit and could not take more."""
+    items = list(enumerate(sizes))
+    groups = [[items[0]]]
+    for item in items[1:]:
+        if item[0] - 1 in joined:
+            groups[-1].append(item)
+        else:
+            groups.append([item])
+    filled = list(fill_buckets(items, itemgetter(0), itemgetter(1), limit=limit, joined=joined - {len(items) - 1}))
+    assert [last for _, last in filled] == [False] * (len(filled) - 1) + [True]
+    assert [item for bucket, _ in filled for item in bucket] == items
+    total = {id(bucket): sum(size for _, size in bucket) for bucket, _ in filled}
+    for bucket, _ in filled:
+        assert all(set(group) <= set(bucket) or not set(group) & set(bucket) for group in groups)
+        assert total[id(bucket)] <= limit or bucket in groups
+    for (bucket, _), (following, _) in itertools.pairwise(filled):
+        first = next(group for group in groups if group[0] == following[0])
+        assert total[id(bucket)] + sum(size for _, size in first) > limit
+
+
 def test_no_weights_is_an_error() -> None:
     with pytest.raises(WeightSyncError, match="no weights"):
         list(buckets([], torch.float32, limit=1))
@@ -56,7 +89,7 @@ def test_no_weights_is_an_error() -> None:
 def test_checksums_use_the_hash_of_each_engine() -> None:
     name, tensor = "model.layers.0.mlp.gate.weight", torch.arange(6.0)
     plain, launched = DigestKind(1), DigestKind(1, "xxh3:")
-    digests = Digests(2, {plain, launched})
+    digests = Digests(SPEC, {plain, launched})
     digests.add([name], [(6,)], 4, tensor.view(torch.uint8).numpy())
     data = tensor.numpy().tobytes()
     found = digests.expected()
@@ -73,11 +106,11 @@ def test_checksums_of_hybrids_are_those_of_the_engines_parameters(dtype: torch.d
         f"{prefix}.linear_attn.in_proj_qkv.weight": torch.randn(6, 4),
         f"{prefix}.linear_attn.in_proj_z.weight": torch.randn(2, 4),
         f"{prefix}.self_attn.q_norm.weight": torch.randn(64),
-        f"{prefix}.mlp.experts.gate_up_proj": torch.randn(2, 6, 4),
+        f"{prefix}.mlp.experts.gate_up_proj": torch.randn(2, 64, 4),
     }
     cast = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     qkv, z, norm, experts = cast.values()
-    digests = Digests(2, {DigestKind(1)})
+    digests = Digests(replace(SPEC, zero_centered_norms=True), {DigestKind(1)})
     for name, tensor in cast.items():
         digests.add([name], [tuple(tensor.shape)], dtype.itemsize, tensor.flatten().view(torch.uint8).numpy())
     held = {
@@ -102,7 +135,7 @@ class Recording(WeightPublisher):
     """Sends nothing and records the order of its calls."""
 
     def __init__(self) -> None:
-        super().__init__(["http://127.0.0.1:9"], torch.device("cpu"), 2, EngineConfig())
+        super().__init__(["http://127.0.0.1:9"], torch.device("cpu"), SPEC, EngineConfig())
         self.notes = list[str]()
         self._receivers = self  # type: ignore[assignment]
 

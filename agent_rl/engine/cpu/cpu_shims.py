@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import shims_delta
+import shims_sinks
 import torch
 import xxhash
 from cpu_kernels import are_small, attend, is_batched_attention_faster, mix_experts
+from shims_latent import serve_latent, serve_sparse
 
 _LIBRARIES: list[torch.library.Library] = []  # an operator exists as long as its library object
 
@@ -165,6 +167,18 @@ def _norm_all_heads() -> None:
     module.rms_sumsq_serial, module.rms_apply_serial = sum_squares, normed
 
 
+def _keep_float32_correction_bias() -> None:
+    # SGLang holds the correction bias of ERNIE 4.5 in the model's dtype, which would change choices of experts.
+    gate: Any = importlib.import_module("sglang.srt.models.ernie4").MoEGate
+    make = gate.__init__
+
+    def with_float32_bias(self: Any, *args: Any, **options: Any) -> None:
+        make(self, *args, **options)
+        self.e_score_correction_bias = torch.nn.Parameter(self.e_score_correction_bias.float(), requires_grad=False)
+
+    gate.__init__ = with_float32_bias
+
+
 def _add_shared_expert() -> None:
     # SGLang adds the gated shared expert of Qwen2-MoE with a Triton kernel.
     module: Any = importlib.import_module("sglang.kernels.ops.elementwise.elementwise")
@@ -188,9 +202,15 @@ def _serve_delta_hybrid() -> None:
 
 
 _BY_MODEL_TYPE = {
+    "deepseek_v3": serve_latent,
+    "deepseek_v32": serve_sparse,
+    "ernie4_5_moe": _keep_float32_correction_bias,
+    "glm_moe_dsa": serve_sparse,
+    "gpt_oss": shims_sinks.install,
+    "kimi_k2": serve_latent,
     "minimax_m2": _norm_all_heads,
     "qwen2_moe": _add_shared_expert,
-    "qwen3_next": _serve_delta_hybrid,
     "qwen3_5_moe": _serve_delta_hybrid,
     "qwen3_5_moe_text": _serve_delta_hybrid,
+    "qwen3_next": _serve_delta_hybrid,
 }

@@ -6,6 +6,7 @@ token, V vocabulary::
 
     attention projections     2 n H (2 Q + 2 KV)            per layer
     attention                 2 Q n (n + 1)                 per layer: each token attends to itself and earlier ones
+    other token mixers        agent_rl/models/mixer_costs.py
     gated MLP                 6 n H I                       per dense layer, or shared expert
     experts                   6 n H I k + 2 n H E           per MoE layer, with its router
     log-probs                 2 n H V
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from agent_rl.models.mixer_costs import mixer_cost
 from agent_rl.models.spec import ModelSpec
 from r3.routing import Routing
 
@@ -50,12 +52,10 @@ TOKENS = SequenceCost(linear=1.0, quadratic=0.0)
 
 @dataclass(frozen=True, slots=True)
 class LayerFlops:
-    """FLOPs of a forward pass by part. Per token: ``projections`` of a layer, one ``expert``, router and shared expert
-    of an MoE layer (``beside_experts``), the MLP of a ``dense`` layer, ``logprobs``. ``attention``: of one layer with n
-    tokens, divided by n squared, with half of the pairs masked."""
+    """FLOPs of a forward pass by part, per token: one ``expert``, router and shared expert of an MoE layer
+    (``beside_experts``), the MLP of a ``dense`` layer, ``logprobs``. Those of token mixers are in
+    :mod:`agent_rl.models.mixer_costs`."""
 
-    projections: int
-    attention: int
     expert: int
     beside_experts: int
     dense: int
@@ -65,8 +65,6 @@ class LayerFlops:
     def of(cls, model: ModelSpec) -> LayerFlops:
         hidden = model.hidden
         return cls(
-            projections=2 * hidden * (2 * model.q_width + 2 * model.kv_width),
-            attention=2 * model.q_width,
             expert=6 * hidden * model.expert_inner,
             beside_experts=6 * hidden * model.shared_inner + 2 * hidden * model.num_experts,
             dense=6 * hidden * model.inner,
@@ -77,9 +75,10 @@ class LayerFlops:
 def sequence_cost(model: ModelSpec) -> SequenceCost:
     """The cost of sequences on ``model``, with balanced experts."""
     layers, moe, parts = model.num_layers, len(model.moe_layer_ids), LayerFlops.of(model)
-    linear = layers * parts.projections + (layers - moe) * parts.dense + parts.logprobs
+    mixers = [mixer_cost(model, layer) for layer in range(layers)]
+    linear = sum(mixer.projections + mixer.token for mixer in mixers) + (layers - moe) * parts.dense + parts.logprobs
     linear += moe * (model.top_k * parts.expert + parts.beside_experts)
-    return SequenceCost(float(linear), float(layers * parts.attention), float(parts.expert))
+    return SequenceCost(float(linear), float(sum(mixer.pair for mixer in mixers)), float(parts.expert))
 
 
 def expert_loads(routing: Routing, expert_ranks: int) -> NDArray[np.float64]:

@@ -19,12 +19,16 @@ class Gate(TopKRouter):
 
     ``s`` are the scores (softmax or sigmoid of the logits), ``c`` the scale. ``I`` are the chosen experts: the router's
     own choice, by score plus correction bias within the best groups, or the replayed experts. Neither the bias nor the
-    groups are part of the gates. Without normalization the gates are ``c I_i s_i``.
+    groups are part of the gates. Without normalization the gates are ``c I_i s_i``. ``bias``: of the logits, where the
+    family has one.
     """
 
     def __init__(self, config: Any, pg_collection: Any = None, *, model_spec: ModelSpec) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
         self._spec = model_spec
+        if model_spec.router_bias:  # Megatron would add one to every linear layer too
+            self.bias = torch.nn.Parameter(self.weight.new_zeros(model_spec.num_experts))
+            self.bias.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The gates and the chosen experts of ``logits [..., E]``, both ``[tokens, E]``."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -103,10 +104,14 @@ def param_mappings(
             raise ConfigError(f"parameter {min(weights)} has no Hugging Face name")
 
 
+_FROZEN = re.compile(r"\.router\.expert_bias$|\.indexer\.")
+
+
 def _named_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """The parameters, and the correction biases of routers, which are buffers: no gradient reaches them."""
+    """The parameters, and the correction biases of routers and the weights of indexers, which are buffers: no gradient
+    reaches them."""
     yield from model.named_parameters()
-    yield from ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(".router.expert_bias"))
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if _FROZEN.search(name))
 
 
 @torch.no_grad()

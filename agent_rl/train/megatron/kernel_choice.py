@@ -3,6 +3,7 @@
 =============  =========================================================================================
 attention      on a GPU in 16 bits: Transformer Engine, FlashAttention 3, torch's variable-length attention;
                then, and always on a CPU or in float32, torch's scaled dot product per segment
+with sinks     on a GPU in 16 bits: torch's flash attention; then, and always on a CPU or in float32, blocks of queries
 experts        torch's grouped matmul, then one matmul per expert
 permutation    on a GPU: Transformer Engine, through Megatron; then Megatron's own
 exchange       with ``train.parallel.dispatcher: flex``: DeepEP, through Megatron; then Megatron's all-to-all
@@ -26,8 +27,9 @@ from torch import Tensor
 from agent_rl.config import ParallelConfig
 from agent_rl.errors import TrainerError
 from agent_rl.models.spec import ModelSpec
-from agent_rl.train.megatron import varlen
+from agent_rl.train.megatron import sinks, varlen
 from agent_rl.train.megatron.moe import ExpertMatmul, grouped_matmul, matmul_per_expert
+from agent_rl.train.megatron.sinks import SinkAttention
 from agent_rl.train.megatron.varlen import AttentionKernel, Segments
 
 LIMITS = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
@@ -39,12 +41,14 @@ Dispatcher = Literal["alltoall", "allgather", "flex"]
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """The chosen kernels. ``notes``: a line for each installed kernel that failed its check."""
+    """The chosen kernels; ``attend_with_sinks`` only for a model with sinks. ``notes``: a line for each installed
+    kernel that failed its check."""
 
     attend: AttentionKernel
     product: ExpertMatmul
     fused_permutation: bool
     dispatcher: Dispatcher = "alltoall"
+    attend_with_sinks: SinkAttention | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -104,6 +108,11 @@ def choose_kernels(
     attention = choose("attention", attentions(dtype, device), attention_check(model, parallel, dtype), device, notes)
     product: ExpertMatmul = grouped_matmul
     fused, dispatcher, names = False, parallel.dispatcher, [attention.name]
+    with_sinks: SinkAttention | None = None
+    if model.sinks:
+        check = sink_check(model, parallel, dtype)
+        own = choose("attention with sinks", sink_attentions(dtype, device), check, device, notes)
+        with_sinks, names = own.kernel, [own.name]
     if any(model.moe):
         purpose, known = (
             ("borrowed experts (train.balance)", EXPERT_MATMULS[:1]) if balanced else ("experts", EXPERT_MATMULS)
@@ -121,7 +130,7 @@ def choose_kernels(
             names.append(exchange.name)
     if device.type == "cuda":
         notes.append(f"kernels: {', '.join(names)}")
-    return Kernels(attention.kernel, product, fused, dispatcher, tuple(notes))
+    return Kernels(attention.kernel, product, fused, dispatcher, with_sinks, tuple(notes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +192,7 @@ def _relative_error(actual: Tensor, expected: Tensor) -> float:
 
 _QUERIES = (130, 1, 61)
 _MORE_KEYS = (130, 70, 64)
+_WINDOW = 48
 
 
 def attentions(dtype: torch.dtype, device: torch.device) -> list[KernelCandidate[AttentionKernel]]:
@@ -200,13 +210,39 @@ def attentions(dtype: torch.dtype, device: torch.device) -> list[KernelCandidate
 def attention_check(model: ModelSpec, parallel: ParallelConfig, dtype: torch.dtype) -> KernelCheck[AttentionKernel]:
     """A check with this rank's numbers of heads."""
     keys, scale = _MORE_KEYS if parallel.context > 1 else _QUERIES, model.head_dim**-0.5
-    heads, shared = model.heads // parallel.tensor, model.kv_heads // parallel.tensor
-    shapes = [(sum(_QUERIES), heads, model.head_dim), *[(sum(keys), shared, model.head_dim)] * 2]
+    shapes = _attention_shapes(model, parallel, keys)
 
     def run(attend: AttentionKernel, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return attend(query, key, value, Segments.build(_QUERIES, keys, query.device), scale)
 
     return KernelCheck(lambda: KernelCase.of(partial(run, varlen.reference_attention), shapes, dtype), run, dtype)
+
+
+def _attention_shapes(model: ModelSpec, parallel: ParallelConfig, keys: Sequence[int]) -> list[tuple[int, ...]]:
+    """Of queries, keys and values."""
+    heads, shared = model.heads // parallel.tensor, model.kv_heads // parallel.tensor
+    value = model.latent.value_dim if model.latent else model.head_dim
+    return [(sum(_QUERIES), heads, model.head_dim), *((sum(keys), shared, width) for width in (model.head_dim, value))]
+
+
+def sink_attentions(dtype: torch.dtype, device: torch.device) -> list[KernelCandidate[SinkAttention]]:
+    """As :func:`attentions`, with sinks."""
+    flash: KernelCandidate[SinkAttention] = KernelCandidate("torch's flash attention", sinks.flash_sink_attention)
+    blocks: KernelCandidate[SinkAttention] = KernelCandidate("blocks of queries", sinks.attend_by_blocks)
+    return [flash, blocks] if device.type == "cuda" and dtype != torch.float32 else [blocks]
+
+
+def sink_check(model: ModelSpec, parallel: ParallelConfig, dtype: torch.dtype) -> KernelCheck[SinkAttention]:
+    """As :func:`attention_check`, of attention to all keys and within a window shorter than the segments."""
+    keys, scale = _MORE_KEYS if parallel.context > 1 else _QUERIES, model.head_dim**-0.5
+
+    def run(attend: SinkAttention, query: Tensor, key: Tensor, value: Tensor, sink: Tensor) -> Tensor:
+        segments = Segments.build(_QUERIES, keys, query.device)
+        return torch.cat([attend(query, key, value, sink, segments, scale, window) for window in (0, _WINDOW)])
+
+    exact = partial(run, sinks.reference_sink_attention)
+    shapes = [*_attention_shapes(model, parallel, keys), (model.heads // parallel.tensor,)]
+    return KernelCheck(lambda: KernelCase.of(exact, shapes, dtype), run, dtype)
 
 
 def installed(package: str) -> bool:

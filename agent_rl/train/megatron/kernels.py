@@ -28,8 +28,9 @@ def rotary(head_dim: int, theta: float, yarn: Mapping[str, float] | None) -> Rot
 
     YaRN (arXiv 2309.00071): a pair that turns more than ``beta_fast`` times over the original context keeps its
     frequency. A pair that turns less than ``beta_slow`` times has its frequency divided by ``factor``. Pairs between
-    are interpolated linearly by index (Eq. 17-18, "NTK by parts"). Cosines and sines are scaled by
-    0.1 ln(factor) + 1 (Eq. 22).
+    are interpolated linearly by index (Eq. 17-18, "NTK by parts"); ``truncate`` rounds the interval's ends to whole
+    indices. Cosines and sines are scaled by 0.1 ln(factor) + 1 (Eq. 22); with ``mscale`` and ``mscale_all_dim`` by the
+    ratio of :func:`yarn_scale` of both.
     """
     # A division, as in the engines: a negative power rounds differently, by 0.004 rad at position 65,536.
     frequencies = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
@@ -41,12 +42,22 @@ def rotary(head_dim: int, theta: float, yarn: Mapping[str, float] | None) -> Rot
         length = yarn["original_max_position_embeddings"]
         return head_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = max(math.floor(index(yarn["beta_fast"])), 0), min(math.ceil(index(yarn["beta_slow"])), head_dim - 1)
+    low, high = index(yarn["beta_fast"]), index(yarn["beta_slow"])
+    if yarn["truncate"]:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
     ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
     divided = ramp.clamp(0, 1)
     factor = yarn["factor"]
     mixed = frequencies / factor * divided + frequencies * (1 - divided)
-    return Rotary(mixed, 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0)
+    scale = yarn_scale(factor, yarn.get("mscale", 1.0)) / yarn_scale(factor, yarn.get("mscale_all_dim", 0.0))
+    return Rotary(mixed, scale)
+
+
+def yarn_scale(factor: float, weight: float) -> float:
+    """YaRN's factor of attention, ``0.1 weight ln(factor) + 1``. DeepSeek-V3 divides it between cosines and sines, and
+    the softmax scale."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
@@ -65,12 +76,18 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotated
 
 
-def rotate_part(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """As :func:`rotate`, of the first dimensions of each head, as many as the tables have; the others stay."""
+def rotate_part(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
+    """As :func:`rotate`, of the first dimensions of each head, as many as the tables have; the others stay.
+
+    ``interleaved``: neighbors form the rotated pairs. The result has first all first and then all second dimensions of
+    the pairs; products of queries and keys do not depend on that order.
+    """
     width = cos.shape[-1]
-    if width == x.shape[-1]:
-        return rotate(x, cos, sin)
-    return torch.cat((rotate(x[..., :width], cos, sin), x[..., width:]), dim=-1)
+    part = x[..., :width]
+    if interleaved:
+        part = part.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    part = rotate(part, cos, sin)
+    return part if width == x.shape[-1] else torch.cat((part, x[..., width:]), dim=-1)
 
 
 def rotary_tables(positions: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:

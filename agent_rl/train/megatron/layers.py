@@ -10,7 +10,7 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
@@ -26,7 +26,7 @@ from agent_rl.train.megatron.gate import Gate
 from agent_rl.train.megatron.kernel_choice import Kernels
 from agent_rl.train.megatron.lora import LoraExperts
 from agent_rl.train.megatron.mixers import MIXERS
-from agent_rl.train.megatron.moe import Experts, PaddedMoELayer, ReleasingMoELayer
+from agent_rl.train.megatron.moe import EXPERTS, PaddedMoELayer, ReleasingMoELayer
 from agent_rl.train.megatron.norms import norm_class
 
 
@@ -43,8 +43,7 @@ def block_spec(
 
     ``balanced``: ranks can borrow experts. ``lora``: attention and experts have adapters.
     """
-    chunks = config.pipeline_model_parallel_size * (config.virtual_pipeline_model_parallel_size or 1)
-    offset, count = get_transformer_layer_offset(config, virtual_stage), config.num_layers // chunks
+    offset, count = get_transformer_layer_offset(config, virtual_stage), get_num_layers_to_build(config, virtual_stage)
     layers = [_layer_spec(config, model_spec, i, kernels, balanced, lora) for i in range(offset, offset + count)]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm_class(model_spec))
 
@@ -60,7 +59,7 @@ def _layer_spec(
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     shared = ModuleSpec(module=SharedExpertMLP, submodules=linears)
     adapted = {} if lora is None else {"lora": lora}
-    kind = BalancedExperts if balanced else Experts if lora is None else LoraExperts
+    kind = BalancedExperts if balanced else EXPERTS[model_spec.expert_form] if lora is None else LoraExperts
     own = ModuleSpec(module=kind, params={"product": kernels.product, **adapted})
     gate = partial(Gate, model_spec=model_spec)
     submodules = MoESubmodules(router=gate, experts=own, shared_experts=shared)

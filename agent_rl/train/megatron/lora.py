@@ -34,7 +34,7 @@ class LoraPair(torch.nn.Module):
         return product(product(x, self.a), self.b) * self.scale
 
 
-def _adapter_of(weight: torch.nn.Parameter, lora: LoraConfig) -> torch.nn.ModuleDict:
+def adapter_of(weight: torch.nn.Parameter, lora: LoraConfig) -> torch.nn.ModuleDict:
     """The adapter of a matrix, under the parameter name from which :mod:`.hf_weights` derives the weight."""
     outer, inner = weight.shape
     a, b = (torch.nn.Parameter(weight.new_empty(shape)) for shape in ((lora.rank, inner), (outer, lora.rank)))
@@ -46,7 +46,7 @@ class LoraColumnParallelLinear(ColumnParallelLinear):
 
     def __init__(self, *args: Any, lora: LoraConfig, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.lora = _adapter_of(self.weight, lora)
+        self.lora = adapter_of(self.weight, lora)
 
     def forward(self, input_: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
         """See the base class."""
@@ -59,7 +59,7 @@ class LoraRowParallelLinear(RowParallelLinear):
 
     def __init__(self, *args: Any, lora: LoraConfig, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.lora = _adapter_of(self.weight, lora)
+        self.lora = adapter_of(self.weight, lora)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """See the base class."""

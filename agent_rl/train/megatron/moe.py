@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+
+from agent_rl.models.parts import ExpertForm
 
 ExpertMatmul = Callable[[Tensor, Tensor, Tensor], Tensor]
 """``matmul(tokens [N, I], weight [E, O, I], ends int32 [E])``: each expert's tokens, which end at ``ends``, times its
@@ -69,6 +72,39 @@ def gated_activation(hidden: Tensor, probs: Tensor) -> Tensor:
     gate, up = hidden.chunk(2, dim=-1)
     return (F.silu(gate) * up * probs[:, None]).to(hidden.dtype)
 
+
+class ClampedExperts(Experts):
+    """Experts of gpt-oss (arXiv 2508.10925) with ``bias1 [E, 2 I]`` and ``bias2 [E, H]``."""
+
+    def __init__(
+        self, num_local_experts: int, config: TransformerConfig, pg_collection: Any = None, *, product: ExpertMatmul
+    ) -> None:
+        super().__init__(num_local_experts, config, pg_collection, product=product)
+        self.bias1 = self._weight(config, num_local_experts, self.weight1.shape[1])
+        self.bias2 = self._weight(config, num_local_experts, self.weight2.shape[1])
+
+    def forward(self, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
+        """See :class:`Experts`."""
+        counts = tokens_per_expert.to(tokens.device)
+
+        def with_bias(inputs: Tensor, name: str, bias: Tensor) -> Tensor:
+            rows = bias.repeat_interleave(counts, dim=0, output_size=len(inputs))
+            return self._times(inputs, name, counts.cumsum(0).to(torch.int32)) + rows
+
+        inner = clamped_activation(with_bias(tokens, "weight1", self.bias1))
+        output = with_bias(inner, "weight2", self.bias2) * probs[:, None]
+        return output.to(tokens.dtype), None
+
+
+def clamped_activation(hidden: Tensor) -> Tensor:
+    """The inner layer ``[N, I]`` from gate over up ``[N, 2 I]``."""
+    gate, up = hidden.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=_CLAMP), up.clamp(-_CLAMP, _CLAMP)
+    return gate * (gate * _SIGMOID_FACTOR).sigmoid() * (up + 1)
+
+
+_CLAMP, _SIGMOID_FACTOR = 7.0, 1.702
+EXPERTS: Mapping[ExpertForm, type[Experts]] = MappingProxyType({"gated": Experts, "clamped": ClampedExperts})
 
 PASS_STATE = (
     *("probs", "local_probs"),  # gates

@@ -12,6 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from agent_rl.config import ParallelConfig, Recompute
 from agent_rl.models.spec import ModelSpec
 from agent_rl.train.parallel_checks import expert_problems, model_problems, recompute_problems, refuse
+from r3.shard import stage_layers
 
 
 def transformer_config(
@@ -53,6 +54,7 @@ def transformer_config(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if virtual else None,
+        pipeline_model_parallel_layout=_stages(model, parallel),
         context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=1,
@@ -78,6 +80,18 @@ def transformer_config(
         recompute_num_layers=1 if full else None,
         **_moe_options(model),
     )
+
+
+def _stages(model_spec: ModelSpec, parallel: ParallelConfig) -> list[list[str]] | None:
+    """The parts of each model chunk, in the order of the layers (Megatron's ``PipelineParallelLayerLayout``); None for
+    chunks of equal length."""
+    stages = stage_layers(model_spec.num_layers, parallel.pipeline, parallel.virtual_pipeline)
+    chunks = [["decoder"] * len(stage[part]) for part in range(parallel.virtual_pipeline) for stage in stages]
+    if len(chunks[0]) == len(chunks[-1]):
+        return None
+    chunks[0].insert(0, "embedding")
+    chunks[-1].append("loss")
+    return chunks
 
 
 def _moe_options(model_spec: ModelSpec) -> dict[str, Any]:

@@ -14,5 +14,8 @@ import torch
 from agent_rl.models.parts import Mixer
 from agent_rl.train.megatron.mixers.delta import GatedDeltaNet
 from agent_rl.train.megatron.mixers.grouped import GroupedAttention
+from agent_rl.train.megatron.mixers.latent import LatentAttention
 
-MIXERS: Mapping[Mixer, type[torch.nn.Module]] = MappingProxyType({"grouped": GroupedAttention, "delta": GatedDeltaNet})
+MIXERS: Mapping[Mixer, type[torch.nn.Module]] = MappingProxyType(
+    {"grouped": GroupedAttention, "latent": LatentAttention, "delta": GatedDeltaNet}
+)

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from megatron.core import tensor_parallel
+import torch.nn.functional as F
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -20,7 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from agent_rl.config import LoraConfig
-from agent_rl.train.megatron.lora import LoraColumnParallelLinear, LoraRowParallelLinear
+from agent_rl.train.megatron.lora import LoraColumnParallelLinear, LoraRowParallelLinear, adapter_of
 
 
 def column_linear(
@@ -28,7 +29,7 @@ def column_linear(
 ) -> ColumnParallelLinear:
     """A projection from ``inner`` to ``outer``, whose outputs are cut over tensor ranks."""
     options: dict[str, Any] = {"config": config, "bias": bias, "init_method": config.init_method}
-    options |= {"gather_output": False, "skip_bias_add": False, "is_expert": False}
+    options |= {"gather_output": False, **_linear_options()}
     if lora:
         return LoraColumnParallelLinear(inner, outer, lora=lora, **options)
     return ColumnParallelLinear(inner, outer, **options)
@@ -40,10 +41,30 @@ def row_linear(
     """A projection from ``inner`` to ``outer``, whose inputs are cut over tensor ranks. A bias is added once, after the
     sum over ranks."""
     options: dict[str, Any] = {"config": config, "bias": bias, "init_method": config.output_layer_init_method}
-    options |= {"input_is_parallel": True, "skip_bias_add": False, "is_expert": False}
+    options |= {"input_is_parallel": True, **_linear_options()}
     if lora:
         return LoraRowParallelLinear(inner, outer, lora=lora, **options)
     return RowParallelLinear(inner, outer, **options)
+
+
+def _linear_options() -> dict[str, Any]:
+    group = parallel_state.get_tensor_model_parallel_group()
+    return {"skip_bias_add": False, "is_expert": False, "tp_group": group}
+
+
+class ReplicatedLinear(torch.nn.Module):
+    """A projection that every tensor rank has, of this rank's tokens."""
+
+    def __init__(self, config: TransformerConfig, inner: int, outer: int, *, lora: LoraConfig | None = None) -> None:
+        super().__init__()
+        self.weight = replicated_weight(config, outer, inner)
+        self.lora = adapter_of(self.weight, lora) if lora else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[S, 1, outer]`` from ``[S, 1, inner]``."""
+        # torch multiplies tensors of three axes in another order where the weight is frozen.
+        output = F.linear(x[:, 0], self.weight)[:, None]
+        return output if self.lora is None else output + self.lora["weight"](x)
 
 
 def replicated_weight(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:

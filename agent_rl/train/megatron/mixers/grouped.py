@@ -18,12 +18,13 @@ from agent_rl.models.spec import ModelSpec
 from agent_rl.train.megatron.attention import PackedAttention
 from agent_rl.train.megatron.kernel_choice import Kernels
 from agent_rl.train.megatron.kernels import rotate_part
-from agent_rl.train.megatron.mixers.common import column_linear, core, row_linear
+from agent_rl.train.megatron.mixers.common import column_linear, core, cut_weight, row_linear
 from agent_rl.train.megatron.norms import head_norm
 
 
 class GroupedAttention(torch.nn.Module):
-    """Causal attention within each sequence; the query heads of a group share its key and value."""
+    """Causal attention within each sequence; the query heads of a group share its key and value. With ``sinks`` (of
+    this rank's query heads) and a window see :mod:`agent_rl.train.megatron.sinks`."""
 
     def __init__(
         self,
@@ -37,21 +38,27 @@ class GroupedAttention(torch.nn.Module):
     ) -> None:
         super().__init__()
         spec = model_spec
-        self.config, self._attend, self.scale = config, kernels.attend, spec.head_dim**-0.5
+        self.config, self._kernels, self.scale = config, kernels, spec.head_dim**-0.5
+        self._interleaved = spec.rotary_interleaved
         self._groups = spec.kv_heads // config.tensor_model_parallel_size
         self._gated, rows = spec.output_gate, spec.q_width * (2 if spec.output_gate else 1)
         self._widths = rows // spec.kv_heads, spec.head_dim, spec.head_dim
         self.linear_qkv = column_linear(config, spec.hidden, rows + 2 * spec.kv_width, bias=spec.qkv_bias, lora=lora)
         self.q_layernorm = head_norm(config, spec, spec.heads)
         self.k_layernorm = head_norm(config, spec, spec.kv_heads)
-        self.linear_proj = row_linear(config, spec.q_width, spec.hidden, lora=lora)
+        self.linear_proj = row_linear(config, spec.q_width, spec.hidden, bias=spec.out_bias, lora=lora)
+        self.sinks: torch.nn.Parameter | None = None
+        if spec.sinks:
+            self.sinks = cut_weight(config, spec.heads // config.tensor_model_parallel_size)
+        self._window = spec.windows[layer_number - 1] if spec.windows else 0
 
     def forward(
         self, hidden: Tensor, *, packed_seq_params: PackedAttention, **_unused: Any
     ) -> tuple[Tensor, Tensor | None]:
         """The attention's output ``[S, 1, hidden]`` and no bias."""
         query, key, value, gate = self._project(hidden)
-        attended = core(self.config, partial(self._core, packed_seq_params), query, key, value).flatten(1)
+        inputs = (query, key, value) if self.sinks is None else (query, key, value, self.sinks)
+        attended = core(self.config, partial(self._core, packed_seq_params), *inputs).flatten(1)
         if gate is not None:
             attended = attended * gate.sigmoid()
         output, bias = self.linear_proj(attended[:, None])
@@ -70,7 +77,12 @@ class GroupedAttention(torch.nn.Module):
             query, key = self.q_layernorm(query), self.k_layernorm(key)
         return query, key, value, gate
 
-    def _core(self, packed: PackedAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _core(
+        self, packed: PackedAttention, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
         """The attended values ``[T, H, D]``."""
-        query, key = rotate_part(query, packed.cos, packed.sin), rotate_part(key, packed.cos, packed.sin)
-        return self._attend(query, packed.gather(key), packed.gather(value), packed.segments, self.scale)
+        query, key = (rotate_part(part, packed.cos, packed.sin, interleaved=self._interleaved) for part in (query, key))
+        key, value, attend_with_sinks = packed.gather(key), packed.gather(value), self._kernels.attend_with_sinks
+        if sinks is None or attend_with_sinks is None:
+            return self._kernels.attend(query, key, value, packed.segments, self.scale)
+        return attend_with_sinks(query, key, value, sinks, packed.segments, self.scale, self._window)

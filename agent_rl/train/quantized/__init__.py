@@ -1,0 +1,1 @@
+"""Quantized checkpoints: which tensors belong together, and their conversion to bfloat16."""
