@@ -26,7 +26,7 @@ from agent_rl.dryrun.job import STEP_PHASES, WEIGHT_PHASES, Owner, PhaseRecord, 
 from agent_rl.dryrun.usage import UsageRecorder
 from agent_rl.errors import AgentRlError, TrainerError
 from agent_rl.models.spec import read_model_spec
-from agent_rl.models.tensors import model_parameters
+from agent_rl.models.tensors import embedding_tensor, model_parameters
 from agent_rl.planner.hardware import Gpu
 from agent_rl.planner.planner import engine_count
 from agent_rl.train.hf_index import adapter_update_shapes, expected_shapes
@@ -198,7 +198,7 @@ def _publish(job: RankJob, rank: Any, environment: RankEnvironment) -> None:
     engine = job.config.engine.model_copy(update={"api_key_env": None})
     expected = expected_shapes(model_spec)
     if model_spec.tied:
-        expected["lm_head.weight"] = expected["model.embed_tokens.weight"]
+        expected["lm_head.weight"] = expected[embedding_tensor(model_spec).name]
     if (lora := job.config.train.lora) is not None and engine.merges_adapters:
         expected = {name + SUFFIX: shape for name, shape in adapter_update_shapes(model_spec, lora.rank).items()}
     options = engine_count(job.config.engine), engine.gpus, expected, engine.dtype
