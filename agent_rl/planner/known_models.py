@@ -106,8 +106,8 @@ _DELTA = {
     "full_attention_interval": 4, "head_dim": 256, "hidden_size": 2048, "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_value_head_dim": 128,
     "max_position_embeddings": 262144, "moe_intermediate_size": 512, "norm_topk_prob": True, "num_attention_heads": 16,
-    "num_key_value_heads": 2, "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-6, "rope_theta": 1e7,
-    "shared_expert_intermediate_size": 512,
+    "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "shared_expert_intermediate_size": 512,
+    "rope_parameters": {"partial_rotary_factor": 0.25, "rope_theta": 1e7, "rope_type": "default"},
 }  # fmt: skip
 _QWEN3_NEXT = _DELTA | {
     "model_type": "qwen3_next", "decoder_sparse_step": 1, "intermediate_size": 5120, "mlp_only_layers": [],

@@ -97,14 +97,18 @@ def test_a_shared_gpu_holds_the_larger_of_two_phases() -> None:
     assert plan.resource("memory of the host"), "all is on one machine"
 
 
-def test_gpt_oss_fits_one_machine_with_its_windows() -> None:
-    config = recipe("gpt-oss-20b")
+@pytest.mark.parametrize(
+    ("name", "per_token", "per_request"),
+    [("gpt-oss-20b", 12 * 2 * 2 * 64 * 2, 12 * 128 * 2 * 2 * 64 * 2)],  # 2 of 8 key-value heads on each of 4 GPUs
+)
+def test_models_with_windows_and_states_fit_one_machine(name: str, per_token: int, per_request: int) -> None:
+    config = recipe(name)
     plan = make_plan(config)
     assert plan.refusal() is None
     awake = resource(plan, "shared GPU, the engine awake")
     check_hardware(config, r"(\d+) GPUs \((\d+) GiB each\) of (\d+)", awake.count, round(awake.total / GIB))
-    assert size_of(awake.items, "KV cache") == 1048576 * 12 * 2 * 2 * 64 * 2  # 12 layers, 2 of 8 heads on each GPU
-    assert size_of(awake.items, "states and windows") == 64 * 12 * 128 * 2 * 2 * 64 * 2
+    assert size_of(awake.items, "KV cache") == config.engine.max_total_tokens * per_token
+    assert size_of(awake.items, "states and windows") == config.engine.max_running_requests * per_request
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from agent_rl.cli import app
+from agent_rl.cli.common import CommandStopped
 from agent_rl.errors import ConfigError, UserError
 from agent_rl.train.hf_index import LoadProgress
 from agent_rl.train.quantized.convert import Conversion
@@ -256,6 +257,16 @@ def test_ctrl_c_leaves_finished_files_only(tmp_path: Path) -> None:
     names = {path.name for path in (tmp_path / ".out.partial").iterdir()}
     assert names == {".lock", ".source.json", "model-1-of-2.safetensors"}
     assert not target.exists()
+
+
+def test_ctrl_c_ends_the_command_with_what_the_next_start_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Conversion, "run", interrupted)
+    result = CliRunner().invoke(app, ["convert", str(two_shards(tmp_path / "in")), str(tmp_path / "out")])
+    assert isinstance(result.exception, CommandStopped)
+    assert str(result.exception) == "start again to resume"
 
 
 def test_the_command_prints_bytes_and_rate(tmp_path: Path) -> None:
