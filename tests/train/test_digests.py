@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from support.fake_sglang import SPEC
 
 from agent_rl.weight_sync.digests import DigestKind, Digests, engine_name
 
@@ -16,7 +18,7 @@ NAME = "model.layers.1.mlp.experts"
 
 def checksums(tensors: dict[str, Any], ranks: int) -> list[dict[str, str]]:
     kind = DigestKind(ranks)
-    digests = Digests(2, [kind])
+    digests = Digests(replace(SPEC, kv_heads=2, expert_form="clamped"), [kind])
     for name, tensor in tensors.items():
         digests.add([name], [tensor.shape], tensor.itemsize, tensor.reshape(-1).view(np.uint8))
     return [dict(rank) for rank in digests.expected()[kind]]

@@ -7,6 +7,7 @@ import itertools
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
@@ -105,11 +106,11 @@ def test_checksums_of_hybrids_are_those_of_the_engines_parameters(dtype: torch.d
         f"{prefix}.linear_attn.in_proj_qkv.weight": torch.randn(6, 4),
         f"{prefix}.linear_attn.in_proj_z.weight": torch.randn(2, 4),
         f"{prefix}.self_attn.q_norm.weight": torch.randn(64),
-        f"{prefix}.mlp.experts.gate_up_proj": torch.randn(2, 6, 4),
+        f"{prefix}.mlp.experts.gate_up_proj": torch.randn(2, 64, 4),
     }
     cast = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     qkv, z, norm, experts = cast.values()
-    digests = Digests(2, {DigestKind(1)})
+    digests = Digests(replace(SPEC, zero_centered_norms=True), {DigestKind(1)})
     for name, tensor in cast.items():
         digests.add([name], [tuple(tensor.shape)], dtype.itemsize, tensor.flatten().view(torch.uint8).numpy())
     held = {
@@ -134,7 +135,7 @@ class Recording(WeightPublisher):
     """Sends nothing and records the order of its calls."""
 
     def __init__(self) -> None:
-        super().__init__(["http://127.0.0.1:9"], torch.device("cpu"), 2, EngineConfig())
+        super().__init__(["http://127.0.0.1:9"], torch.device("cpu"), SPEC, EngineConfig())
         self.notes = list[str]()
         self._receivers = self  # type: ignore[assignment]
 
