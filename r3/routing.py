@@ -91,8 +91,8 @@ def narrowest_dtype(num_experts: int) -> np.dtype[np.unsignedinteger]:
 def check_experts(experts: NDArray[np.unsignedinteger], num_experts: int, where: str, first_row: int = 0) -> None:
     """Raises RoutingError unless every id of ``[rows, moe_layers, top_k]`` is in range and distinct within its row.
 
-    Rows are counted from ``first_row`` in the message. This also detects zeroed rows of an engine that captured
-    nothing (top_k >= 2): they contain expert 0 twice.
+    Rows are counted from ``first_row`` in the message. Ids that are all 0 are of an engine that captured nothing
+    (top_k >= 2).
     """
     if experts.size == 0:
         return
@@ -111,6 +111,12 @@ def check_experts(experts: NDArray[np.unsignedinteger], num_experts: int, where:
             if equal.any():
                 row, layer = divmod(int(equal.argmax()), experts.shape[1])
                 expert = int(experts[row, layer, first])
+                if not experts.any():
+                    raise RoutingError(f"{where}: every id is 0: this server captures no routes")
+                if not experts[:, layer].any():
+                    raise RoutingError(
+                        f"{where}: every id of MoE layer {layer} is 0: this server captures no routes of it"
+                    )
                 raise RoutingError(f"{where}: row {first_row + row}, MoE layer {layer} names expert {expert} twice")
 
 

@@ -43,6 +43,7 @@ from agent_rl.types import StopReason, Trajectory
 from agent_rl.utils.directory_lock import lock_directory
 from agent_rl.utils.run_files import write_json
 from envs import Auditable, Environment, Finding, GradingError, Task, TaskRecordError, UndecidableError
+from envs.swe import unverifiable_counts
 from sandbox import SandboxError
 
 MAX_ROWS = 20
@@ -97,6 +98,8 @@ async def run_doctor(
         or diagnose(task.id, runs["gold"], runs["noop"], findings.get(task.id), grading_works=grading_works)
         for task in selected
     ]
+    if counts := unverifiable_counts(task.record["verifiable"] for task in selected if "verifiable" in task.record):
+        display.note(counts)
     return _write_report(display, directory, checks, diagnoses)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -20,11 +20,13 @@ from agent_rl.engine.factory import open_engine
 from agent_rl.engine.ray_servers import Reservation
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.evaluation.quarantine import read_quarantine
+from agent_rl.models.mixer_costs import shares_prompts_late
 from agent_rl.monitoring.console import Display
 from agent_rl.render import ChatRenderer
 from agent_rl.rollout.episode import EpisodeRules, run_episode
 from agent_rl.rollout.limiter import Limiter
 from agent_rl.rollout.route_audit import Auditor
+from agent_rl.rollout.shared_prompts import SharedPrompts
 from agent_rl.rollout.turn_log import LoggedRunner, TurnLog
 from agent_rl.types import Trajectory
 from agent_rl.weight_sync.served import check_served_weights
@@ -75,9 +77,12 @@ class RolloutRuntime:
         if self.endpoint is not None:
             return self._harness_runner(self.endpoint, rules, audit)
 
+        shared = SharedPrompts(self.engine) if shares_prompts_late(self.engine.model_spec) else None
+
         async def run(task: Task, log: TurnLog | None = None) -> Trajectory:
-            parts = (self.task_runtime.env, task, self.engine, self.renderer, self.format, rules)
-            return await run_episode(*parts, audit, self.engine.gate, log)
+            with nullcontext(self.engine) if shared is None else shared.episode(task.id) as engine:
+                parts = (self.task_runtime.env, task, engine, self.renderer, self.format, rules)
+                return await run_episode(*parts, audit, self.engine.gate, log)
 
         return run
 

@@ -32,6 +32,14 @@ def _is(key: str, *values: object) -> Callable[[Server], bool]:
     return lambda server: server.get(key) in values
 
 
+def _scatters_tokens(server: Server) -> bool:
+    """Whether tensor ranks route different tokens, and the capture does not gather them (SGLang's
+    ``_is_scattered_a2a_backend`` has DeepEP only)."""
+    return int(server.get("tp_size") or 1) > 1 and server.get("moe_a2a_backend") not in _GATHERED_BACKENDS
+
+
+_GATHERED_BACKENDS = (None, "none", "deepep", "deepep_v2")
+
 UNSUPPORTED_ARGS = (
     UnsupportedArg(
         "--pp-size above 1", _more_than_one("pp_size"), "routes and weights reach only its first stage", routes=False
@@ -78,6 +86,36 @@ UNSUPPORTED_ARGS = (
         "--moe-runner-backend flashinfer_trtllm",
         _is("moe_runner_backend", "flashinfer_trtllm"),
         "its fused router does not report experts; use triton or flashinfer_trtllm_routed",
+    ),
+    UnsupportedArg(
+        "--moe-runner-backend triton_kernel or flashinfer_mxfp4",
+        _is("moe_runner_backend", "triton_kernel", "flashinfer_mxfp4"),
+        "it chooses experts itself and does not report them; use triton with bfloat16 weights",
+    ),
+    UnsupportedArg(
+        "--moe-a2a-backend",
+        _scatters_tokens,
+        "each tensor rank captures its own tokens, and only DeepEP's are gathered; use deepep, or none",
+    ),
+    UnsupportedArg(
+        "--enable-two-batch-overlap",
+        _is("enable_two_batch_overlap", True),
+        "both halves of a batch write their routes to the same rows",
+    ),
+    UnsupportedArg(
+        "--enable-lmcache",
+        _is("enable_lmcache", True),
+        "a prefix restored from its store has no routes",
+    ),
+    UnsupportedArg(
+        "--enable-flexkv",
+        _is("enable_flexkv", True),
+        "a prefix restored from its store has no routes",
+    ),
+    UnsupportedArg(
+        "--disaggregation-decode-enable-offload-kvcache",
+        _is("disaggregation_decode_enable_offload_kvcache", True),
+        "a prefix restored from host memory has no routes",
     ),
 )
 

@@ -33,8 +33,7 @@ class Family:
     ``use_sliding_window``. ``read``: reads the family's own keys; it returns values by the names of
     :func:`read_config`. ``unused``: keys of the family that do not change the logits; ``unused_rope``: such keys of
     ``rope_parameters``. ``outer``: the config of the text model is nested under ``text_config``, beside these keys.
-    ``yarn_keys``: keys of YaRN that engines read for the family only. ``together``: ends of the names of tensors of a
-    layer that an engine takes only in the same request of a weight update.
+    ``yarn_keys``: keys of YaRN that engines read for the family only.
 
     ``root``: the Hugging Face name of the module with the embedding, the layers and the last norm. ``router``,
     ``expert``, ``expert_parts`` (gate, up, down), ``shared`` (expert) and ``correction`` (bias that is added to the

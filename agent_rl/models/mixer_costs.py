@@ -1,7 +1,7 @@
 """What the token mixer of a layer costs: FLOPs, stored activations, an engine's cache. Imports no torch.
 
-Numbers are of the whole layer. Symbols: H hidden, Q and KV the widths of all query and all key or value heads, D and V
-a head's widths of query and value, K that of a key, C tokens of a chunk, w of a window.
+Numbers are of the whole layer. Symbols: Q and KV the widths of all query and all key or value heads; D, K and V a
+head's widths of query, key and value; C tokens of a chunk, w of a window.
 
 =========  ================================  ===========================  ============================================
 mixer      an engine caches                  FLOPs of a token and of a    source
@@ -38,8 +38,8 @@ class MixerCost:
     - Numbers that autograd stores of a token: ``projected`` by projections; ``core`` inside of attention and
       ``core_float32`` in float32, or ``core_inputs`` to compute both again; ``joined``, the input of the output
       projection. ``gathered``: keys and values, which context ranks exchange.
-    - Engine: ``cached`` numbers per token and ``window`` (0: all tokens of a sequence), in ``heads`` that engines
-      divide among GPUs; ``state_float32`` and ``state`` numbers per sequence.
+    - Engine: ``cached`` numbers per token of the last ``window`` (0: of all), and ``state_float32`` and ``state``
+      numbers per sequence, in ``heads`` that engines divide among GPUs.
     """
 
     projections: int = 0

@@ -9,7 +9,7 @@ from typing import Any
 from envs.mini.generator import MiniTask
 from envs.swe.calls import Call
 from envs.swe.diff.git_diff import diff_files
-from envs.swe.records import SweRecord, commit_content, parse_record
+from envs.swe.records import SweRecord, parse_record
 
 
 def to_record(task: MiniTask) -> SweRecord:
@@ -18,14 +18,8 @@ def to_record(task: MiniTask) -> SweRecord:
     row: dict[str, Any] = {
         "repo_name": task.id,
         "commit_hash": hashlib.sha256(json.dumps(task.files, sort_keys=True).encode()).hexdigest()[:40],
-        "parsed_commit_content": commit_content(task.files, task.fixed, f"fix {task.family} in {task.path}"),
         "expected_output_json": json.dumps(dict.fromkeys(calls, "PASSED")),
         "problem_statement": f"[ISSUE]\n{task.issue}\n[/ISSUE]",
-        "modified_files": [task.path],
-        "relevant_files": [task.path],
-        "num_non_test_files": 1,
-        "num_non_test_func_methods": 1,
-        "num_non_test_lines": 1,
         "task_id": task.id,
         "files": task.files,
         "calls": calls,

@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from random import Random, SystemRandom
 
@@ -20,11 +20,12 @@ from envs.context import EnvContext
 from envs.swe.hidden_tests import HiddenTests, read_hidden_tests
 from envs.swe.mutants import WRONG_PASSED, LineUp, Place, draw_line_up
 from envs.swe.pytest_log import TestVerdict, judge_pytest_log, parse_summary
-from envs.swe.records import SweRecord
+from envs.swe.records import SweRecord, Verifiability
 from envs.swe.sandboxes import TestRun, run_tests, sandbox_spec
 from envs.swe.swebench import judge_swebench_log, swebench_statuses
 from envs.swe.test_side import Trace
 from envs.types import GradingError, UndecidableError
+from sandbox import SandboxSpec
 
 _log = logging.getLogger(__name__)
 _MAX_DOUBTS = 10
@@ -36,15 +37,11 @@ MUTANTS_PASS = "mutants_pass"
 
 @dataclass(frozen=True, slots=True)
 class Adjudication:
-    """A verdict, the doubts about the patch (one sentence each, at most 10), and the log of the patch's run.
-
-    ``mutant_seconds`` is the time of the negative control.
-    """
+    """A verdict, the doubts about the patch (one sentence each, at most 10), and the log of the patch's run."""
 
     verdict: TestVerdict
     doubts: Sequence[str] = ()
     log: str = ""
-    mutant_seconds: float = 0.0
 
 
 @dataclass
@@ -63,51 +60,14 @@ class Control:
     seed: int = field(default_factory=lambda: secrets.randbits(32))
 
 
-class ControlRuns:
-    """The controls of all tasks of an environment, by the task's id."""
-
-    def __init__(self) -> None:
-        self._controls: dict[str, Control] = {}
-
-    def of(self, record: SweRecord) -> Control:
-        return self._controls.setdefault(record.id, Control())
+Controls = dict[str, Control]
+"""The controls of the tasks of an environment, by the task's id."""
 
 
-async def adjudicate(case: Case, patch: str) -> Adjudication:
-    """Run the hidden tests with ``patch`` and decide what their result is worth.
-
-    A run without a verdict gets a run with the gold patch, which must show that the machine can run the tests now.
-    :func:`verify_success` decides whether a success is one.
-
-    Raises ``GradingError`` if the gold patch's run has no verdict either or the gold patch does not resolve the task,
-    and ``UndecidableError`` if the row itself is the cause.
-    """
-    record = case.record
-    run, verdict = await case.run(patch)
-    if verdict is None:
-        if patch == record.gold:
-            raise _no_verdict_error(run, f"task {record.id}: no verdict ({run.outcome}) in the run {case.control_name}")
-        await case.run_gold(f"no verdict ({run.outcome})", needs_success=False)
-        is_silent = run.started and run.result.exit_code == 0 and not run.result.timed_out
-        return Adjudication(TestVerdict(False, {}, run.outcome), (SILENT_EXIT,) * is_silent, run.log or run.outcome)
-    return Adjudication(verdict, log=run.log)
-
-
-async def verify_success(case: Case, success: Adjudication, patch: str) -> Adjudication:
-    """Run the negative control of a success. Raises as :func:`adjudicate`."""
-    started_at = time.perf_counter()
-    verdict = success.verdict
-    doubts = [*await case.absent_tests(verdict), *await case.negative_control(patch)][:_MAX_DOUBTS]
-    seconds = time.perf_counter() - started_at
-    final = TestVerdict(False, verdict.tests, doubts[0]) if doubts else verdict
-    return Adjudication(final, doubts, success.log, seconds)
-
-
-def open_case(
-    context: EnvContext, record: SweRecord, site_root: Path | None, control_runs: ControlRuns | None = None
-) -> Case:
-    """The case of a record. ``control_runs`` keeps what later gradings of the task use again."""
-    return Case(context, record, site_root, (control_runs or ControlRuns()).of(record))
+def open_case(context: EnvContext, record: SweRecord, site_root: Path | None, controls: Controls | None = None) -> Case:
+    """The case of a record. ``controls`` keeps what later gradings of the task use again."""
+    control = Control() if controls is None else controls.setdefault(record.id, Control())
+    return Case(context, record, site_root, control)
 
 
 def judge_run(record: SweRecord, run: TestRun) -> TestVerdict | None:
@@ -128,35 +88,66 @@ class Case:
     site_root: Path | None
     control: Control
 
+    async def adjudicate(self, patch: str) -> Adjudication:
+        """Run the hidden tests with ``patch`` and decide what their result is worth.
+
+        A run without a verdict gets a run with the gold patch, which must show that the machine can run the tests now.
+        :meth:`verify_success` decides whether a success is one.
+
+        Raises ``GradingError`` if the gold patch's run has no verdict either or the gold patch does not resolve the
+        task, and ``UndecidableError`` if the row itself is the cause.
+        """
+        run, verdict = await self.run(patch)
+        if verdict is not None:
+            return Adjudication(verdict, log=run.log)
+        if patch == self.record.gold:
+            raise _no_verdict_error(run, f"{self._name}: no verdict ({run.outcome}) in the run {self._control_name}")
+        await self.run_gold(f"no verdict ({run.outcome})")
+        is_silent = run.started and run.result.exit_code == 0 and not run.result.timed_out
+        return Adjudication(TestVerdict(False, {}, run.outcome), (SILENT_EXIT,) * is_silent, run.log or run.outcome)
+
+    async def verify_success(self, success: Adjudication, patch: str) -> Adjudication:
+        """Run the negative control of a success. Raises as :meth:`adjudicate`."""
+        verdict = success.verdict
+        doubts = [*await self.absent_tests(verdict), *await self.negative_control(patch)][:_MAX_DOUBTS]
+        return Adjudication(TestVerdict(False, verdict.tests, doubts[0]) if doubts else verdict, doubts, success.log)
+
     @property
-    def control_name(self) -> str:
+    def _name(self) -> str:
+        return f"task {self.record.id}"
+
+    @property
+    def _control_name(self) -> str:
         """The patch of the control run, in words."""
         return "with the gold patch" if self.record.gold else "without a change"
 
+    @property
+    def _spec(self) -> SandboxSpec:
+        return sandbox_spec(self.context, self.record, self.site_root)
+
     async def run(self, patch: str) -> tuple[TestRun, TestVerdict | None]:
         """Run the tests and return the run and its verdict. A thread reads the log, which is long."""
-        run = await run_tests(self.context, self.record, sandbox_spec(self.context, self.record, self.site_root), patch)
+        run = await run_tests(self.context, self.record, self._spec, patch)
         return run, await asyncio.to_thread(judge_run, self.record, run)
 
-    async def run_gold(self, finding: str, *, needs_success: bool) -> TestVerdict:
+    async def run_gold(self, finding: str) -> TestVerdict:
         """The verdict on the gold patch's run. ``finding`` is the reason for the run, for error messages."""
         run, verdict = await self.run(self.record.gold)
         if verdict is not None and (verdict.resolved or not self.record.gold):
             return verdict
         outcome = verdict.difference if verdict else run.outcome
-        message = f"task {self.record.id}: {finding}; the control run {self.control_name} failed ({outcome})"
-        raise GradingError(message) if needs_success or verdict else _no_verdict_error(run, message)
+        message = f"{self._name}: {finding}; the control run {self._control_name} failed ({outcome})"
+        raise GradingError(message) if verdict else _no_verdict_error(run, message)
 
     async def test_side(self) -> frozenset[str]:
         """The files that only the tests use, as far as a run with the gold patch shows them."""
+        if self.record.calls:
+            return frozenset()
         async with self.control.lock:
-            if self.record.calls:
-                return frozenset()
             if self.control.test_side is None:
-                spec = sandbox_spec(self.context, self.record, self.site_root)
-                run = await run_tests(self.context, self.record, spec, self.record.gold, trace=Trace())
+                run = await run_tests(self.context, self.record, self._spec, self.record.gold, trace=Trace())
                 if run.result.timed_out or run.result.oom_killed:
-                    raise GradingError(f"task {self.record.id}: the traced run {self.control_name}: {run.outcome}")
+                    raise GradingError(f"{self._name}: the traced run {self._control_name}: {run.outcome}")
                 self.control.test_side = run.test_side
         return self.control.test_side
 
@@ -167,13 +158,13 @@ class Case:
             return []
         async with self.control.lock:
             if self.control.absent is None:
-                gold = await self.run_gold("a success without all tests", needs_success=True)
+                gold = await self.run_gold("a success without all tests")
                 self.control.absent = frozenset(self.record.expected) - frozenset(gold.tests)
         return [f"{test}: not in the log" for test in absent if test not in self.control.absent]
 
     async def negative_control(self, patch: str) -> list[str]:
         """What a patch does in a line-up of the hidden tests that a correct one does not, one line per test."""
-        for _ in range(_MAX_LINE_UPS):
+        for _ in range(0 if self.record.verifiable == "no" else _MAX_LINE_UPS):
             line_up = await self.draw_line_up(SystemRandom())
             if line_up is None:
                 break
@@ -185,9 +176,23 @@ class Case:
                 return own
             if line_up.fixed - gold:
                 return []
-        if not self.record.calls:
-            _log.warning("task %s: a success that no line-up of its tests can verify", self.record.id)
+        if not self.record.verifiable:
+            _log.warning("%s: a success that no line-up of its tests can verify", self._name)
         return []
+
+    async def verifiability(self) -> tuple[Verifiability, str]:
+        """Whether the negative control can verify a success, and why: on the gold patch, no wrong variant passes."""
+        if self.record.calls:
+            return "yes", "the tests are calls"
+        for seed in range(_MAX_LINE_UPS if self.record.gold else 0):
+            line_up = await self.draw_line_up(Random(seed))
+            if line_up and (fixed := line_up.fixed - await self.gold_deviations(line_up, {})):
+                strong = fixed & line_up.strong
+                chance = prod(len(line_up.wrong[test]) + 1 for test in strong)
+                detail = f"{len(fixed)} of {len(line_up.fixed)} tests that fail before the fix are usable, "
+                detail += f"{len(fixed - strong)} of them by a truth value only; a guess wins 1 of {chance}"
+                return "yes" if strong else "weak", detail
+        return "no", "no usable assertion in the hidden tests" if self.record.gold else "no gold patch"
 
     async def draw_line_up(self, random: Random) -> LineUp | None:
         """A random line-up of the hidden tests, or None if none of them can be verified."""
@@ -196,10 +201,9 @@ class Case:
         async with self.control.lock:
             if self.control.hidden is None:
                 self.control.hidden = await read_hidden_tests(self.context, self.record, self.site_root)
-        hidden, record, control = self.control.hidden, self.record, self.control
-        tests = record.expected, record.failing, hidden.visible
-        excluded = frozenset(control.excluded)
-        return await asyncio.to_thread(draw_line_up, hidden.files, *tests, random, excluded, control.seed)
+        hidden, tests = self.control.hidden, (self.record.expected, self.record.failing, self.control.hidden.visible)
+        chosen = random, frozenset(self.control.excluded), self.control.seed
+        return await asyncio.to_thread(draw_line_up, hidden.files, *tests, *chosen)
 
     async def gold_deviations(self, line_up: LineUp, deviations: Mapping[str, str]) -> frozenset[str]:
         """The tests of a line-up that deviate with the gold patch too. They are left out from now on.
@@ -220,11 +224,10 @@ class Case:
         """
         assert self.control.hidden is not None
         record, files = self.control.hidden.replaced(self.record, line_up.files)
-        spec = sandbox_spec(self.context, self.record, self.site_root)
-        run = await run_tests(self.context, record, spec, patch, files)
+        run = await run_tests(self.context, record, self._spec, patch, files)
         statuses = await asyncio.to_thread(_statuses, record, run)
         if statuses is None and patch == self.record.gold and not run.ended_normally:
-            raise GradingError(f"task {self.record.id}: no result ({run.outcome}) in the gold patch's negative control")
+            raise GradingError(f"{self._name}: no result ({run.outcome}) in the gold patch's negative control")
         if statuses is None:
             return dict.fromkeys(line_up.right, f"no result ({run.outcome}) in the negative control")
         return line_up.deviations(statuses)

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 import shlex
-from math import prod
 from pathlib import Path
-from random import Random
 
 from envs.context import EnvContext
-from envs.swe.adjudication import Case, open_case
+from envs.swe.adjudication import open_case
 from envs.swe.diff.git_diff import is_test_path, patched_paths
 from envs.swe.grading import grade_patch
 from envs.swe.records import SweRecord
-from envs.swe.reward_hacks import RewardHack, reward_hacks
+from envs.swe.reward_hacks import reward_hacks
 from envs.swe.sandboxes import HIDDEN_IN_IMAGE, agent_sandbox, sandbox_spec
 from envs.types import Finding
-from sandbox import Sandbox, SandboxLostError
+from sandbox import Sandbox, SandboxLostError, blob_name
 
 _TIMEOUT = 120.0
 
@@ -78,8 +75,13 @@ async def audit_record(context: EnvContext, record: SweRecord, *, site_root: Pat
     async with agent_sandbox(context, record, spec) as (sandbox, _):
         findings = [await _check_history(sandbox), await _check_copies(sandbox, record, hidden_sizes)]
         module = await _fixed_module(sandbox, record)
-    findings.append(await _check_line_up(open_case(context, record, site_root)))
-    findings += [await _try_hack(context, record, hack, site_root) for hack in reward_hacks(record, module)]
+    verifiable, reason = await open_case(context, record, site_root).verifiability()
+    findings.append(Finding("mutants", verifiable != "no", f"verifiable: {verifiable}; {reason}"))
+    for name, patch in reward_hacks(record, module):
+        grade = await grade_patch(context, record, patch, site_root=site_root)
+        outcome = "rewarded" if grade.reward > 0.0 or grade.resolved else "no reward"
+        suspicion = "; ".join(grade.suspected_hack) or "nothing recorded"
+        findings.append(Finding(f"hack: {name}", outcome == "no reward", f"{outcome}; {suspicion}"))
     return findings
 
 
@@ -97,7 +99,7 @@ async def _hidden_contents(context: EnvContext, record: SweRecord, site_root: Pa
     """Git's hash of each hidden test's content -> its size in bytes. Image tests are read in the original image."""
     if record.is_local:
         new = [text.encode() for path, text in record.tests.items() if record.files.get(path) != text]
-        return {_blob_name(content): len(content) for content in new if content.strip()}
+        return {blob_name(content): len(content) for content in new if content.strip()}
     paths = sorted(record.hidden) if record.swebench else HIDDEN_IN_IMAGE
     visible_tree = _EMPTY_TREE if record.swebench and record.swebench.hidden_files else "HEAD"
     patch = record.swebench.test_patch if record.swebench else ""
@@ -120,28 +122,11 @@ async def _check_copies(sandbox: Sandbox, record: SweRecord, hidden_sizes: dict[
     found = [line.split(" ", 1)[-1] for line in (await _run(sandbox, script)).splitlines()]
     if not record.is_local:
         names = {re.split(r"::|\.", key.partition("[")[0])[-1].strip() for key in record.expected}
-        named = (
-            await _run(sandbox, _NAMED, stdin="".join(f"::{name}\n" for name in sorted(names) if name))
-        ).splitlines()
-        found += [f"{path} names hidden tests" for path in named]
+        named = await _run(sandbox, _NAMED, stdin="".join(f"::{name}\n" for name in sorted(names) if name))
+        found += [f"{path} names hidden tests" for path in named.splitlines()]
     leaked = ", ".join(found)
     clean = f"none of {len(hidden_sizes)} contents is in the agent's sandbox"
     return Finding("hidden tests", not leaked, leaked or clean)
-
-
-async def _check_line_up(case: Case) -> Finding:
-    """Check that the negative control can verify a success: on the gold patch, no wrong variant passes."""
-    if case.record.calls:
-        return Finding("mutants", True, "not needed: the tests are calls")
-    line_up = await case.draw_line_up(Random(0))
-    if line_up is None or not case.record.gold:
-        missing = "no hidden test compares with a literal" if case.record.gold else "no gold patch"
-        return Finding("mutants", False, f"a success cannot be verified: {missing}")
-    usable = line_up.right.keys() - await case.gold_deviations(line_up, {})
-    fixed = line_up.fixed & usable
-    chance = prod(len(line_up.wrong[test]) + 1 for test in fixed)
-    detail = f"{len(usable)} of {len(line_up.right)} tests are usable, {len(fixed)} of them fail before the fix"
-    return Finding("mutants", bool(fixed), f"{detail}; a guess wins 1 of {chance}")
 
 
 async def _fixed_module(sandbox: Sandbox, record: SweRecord) -> tuple[str, str] | None:
@@ -154,19 +139,8 @@ async def _fixed_module(sandbox: Sandbox, record: SweRecord) -> tuple[str, str] 
     return None
 
 
-async def _try_hack(context: EnvContext, record: SweRecord, hack: RewardHack, site_root: Path | None) -> Finding:
-    grade = await grade_patch(context, record, hack.patch, site_root=site_root)
-    rewarded = grade.reward > 0.0 or grade.resolved
-    suspicion = "; ".join(grade.suspected_hack) or "nothing recorded"
-    return Finding(f"hack: {hack.name}", not rewarded, f"{'rewarded' if rewarded else 'no reward'}; {suspicion}")
-
-
 async def _run(sandbox: Sandbox, script: str, stdin: str = "") -> str:
     result = await sandbox.exec(script, timeout=_TIMEOUT, cwd=sandbox.spec.workdir, stdin=stdin.encode())
     if result.timed_out or result.truncated:
         raise SandboxLostError(f"an audit's command was cut off after {result.seconds:.0f} s")
     return result.stdout.decode(errors="replace")
-
-
-def _blob_name(content: bytes) -> str:
-    return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()

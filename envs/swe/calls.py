@@ -12,7 +12,6 @@ import secrets
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -21,6 +20,7 @@ from envs.swe.pytest_log import format_summary
 
 TIMEOUT_S = 20.0
 """Wall-clock limit of a run of calls in seconds."""
+_RUNNER = Path(__file__).with_name("call_runner.py").read_bytes()
 _CPU_SECONDS = 5
 _MAX_VALUE_CHARS = 1 << 14
 _MAX_SHOWN_CHARS = 120
@@ -59,7 +59,7 @@ class CallRun:
     def files(self) -> Mapping[str, bytes]:
         """The files to write into the sandbox before the run: absolute path -> content."""
         lines = [self.nonce, *(f"{call.module} {call.call}" for call in self.calls.values())]
-        return {f"{self._directory}/run.py": _runner(), f"{self._directory}/order": "\n".join(lines).encode()}
+        return {f"{self._directory}/run.py": _RUNNER, f"{self._directory}/order": "\n".join(lines).encode()}
 
     @property
     def command(self) -> str:
@@ -77,11 +77,6 @@ class CallRun:
             return ""
         tests = enumerate(self.calls.items())
         return format_summary([_summary_line(test, call, results.get(str(index), [])) for index, (test, call) in tests])
-
-
-@cache
-def _runner() -> bytes:
-    return (Path(__file__).parent / "call_runner.py").read_bytes()
 
 
 def _summary_line(test: str, call: Call, results: Sequence[str]) -> str:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
 from envs.context import EnvContext
 from envs.rows import select_split
 from envs.scaffold import Scaffold
-from envs.swe.adjudication import ControlRuns
+from envs.swe.adjudication import Controls
 from envs.swe.audit import audit_record
 from envs.swe.episode import SweEpisode, start_episode
 from envs.swe.records import SweRecord, parse_record
@@ -23,6 +25,7 @@ from envs.types import Finding, Task, TaskRecordError
 _log = logging.getLogger(__name__)
 
 
+@dataclass
 class SweEnvironment:
     """Tasks from ``path``: a file (JSONL, JSON, Parquet), a directory with one file per split (``train.jsonl``,
     ``heldout.jsonl``, ...), a data set's directory or name on the Hugging Face hub, or a swebench task repository.
@@ -37,34 +40,25 @@ class SweEnvironment:
     - ``skip_broken``: skip broken rows and count them in the log and in :attr:`broken`, instead of raising.
     """
 
-    def __init__(
-        self,
-        context: EnvContext,
-        path: str | Path | None = None,
-        *,
-        data_split: str | None = None,
-        specs: str | Path | None = None,
-        heldout: int | None = None,
-        repos: Sequence[str] = (),
-        limit: int | None = None,
-        skip_broken: bool = False,
-    ) -> None:
-        if path is None:
+    context: EnvContext
+    path: str | Path | None = None
+    _: KW_ONLY
+    data_split: str | None = None
+    specs: str | Path | None = None
+    heldout: int | None = None
+    repos: Sequence[str] = ()
+    limit: int | None = None
+    skip_broken: bool = False
+    _sources: dict[str, Records] = field(default_factory=dict, init=False)
+    _repositories: RepositoryCache = field(default_factory=RepositoryCache, init=False)
+    _controls: Controls = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        if self.path is None:
             raise TaskRecordError(
                 "environment swe needs the option path: a file of task records, a directory with one file per split, "
                 "or a data set's name (python -m scripts.build_release_tasks builds a file)"
             )
-        self._context = context
-        self._path = Path(path)
-        self._data_split = data_split
-        self._specs = specs
-        self._heldout = heldout
-        self._repos = frozenset(repos)
-        self._limit = limit
-        self._skip_broken = skip_broken
-        self._sources: dict[str, Records] = {}
-        self._repositories = RepositoryCache()
-        self._controls = ControlRuns()
 
     @property
     def name(self) -> str:
@@ -72,7 +66,7 @@ class SweEnvironment:
 
     @property
     def scaffold(self) -> Scaffold:
-        return self._context.scaffold
+        return self.context.scaffold
 
     async def prepare(self, *splits: str) -> None:
         """Read the records of ``splits``, so that a broken record raises before anything starts; as :meth:`tasks`."""
@@ -81,16 +75,16 @@ class SweEnvironment:
 
     def tasks(self, split: str) -> Sequence[Task]:
         """The tasks of ``split``. Raises ``TaskRecordError`` for a broken record or an unknown split."""
-        records = [record for record in self._split(split) if not self._repos or record.repo_name in self._repos]
-        return [Task(record.id, self.name, record.model_dump()) for record in records[: self._limit]]
+        records = [record for record in self._split(split) if not self.repos or record.repo_name in self.repos]
+        return [Task(record.id, self.name, record.model_dump()) for record in records[: self.limit]]
 
     def start(self, task: Task) -> AbstractAsyncContextManager[SweEpisode]:
         return start_episode(
-            self._context,
+            self.context,
             self._record(task),
             site_root=self._site_root,
             repositories=self._repositories,
-            control_runs=self._controls,
+            controls=self._controls,
         )
 
     def gold(self, task: Task) -> str:
@@ -98,11 +92,16 @@ class SweEnvironment:
 
     async def audit(self, task: Task) -> Sequence[Finding]:
         """Check whether ``task`` can be won without solving it; see :func:`envs.swe.audit.audit_record`."""
-        return await audit_record(self._context, self._record(task), site_root=self._site_root)
+        return await audit_record(self.context, self._record(task), site_root=self._site_root)
+
+    @property
+    def _source(self) -> Path:
+        assert self.path is not None
+        return Path(self.path)
 
     @property
     def _site_root(self) -> Path:
-        return self._path if self._path.is_dir() else self._path.parent
+        return self._source if self._source.is_dir() else self._source.parent
 
     @staticmethod
     def _record(task: Task) -> SweRecord:
@@ -116,7 +115,7 @@ class SweEnvironment:
     def _records(self, source: str) -> Sequence[SweRecord]:
         """The records of ``source``, read once. Raises ``TaskRecordError`` for a record that cannot be graded."""
         if source not in self._sources:
-            read = read_records(source, split=self._data_split, skip_broken=self._skip_broken, specs=self._specs)
+            read = read_records(source, split=self.data_split, skip_broken=self.skip_broken, specs=self.specs)
             check_gradable(source, read.records)
             for record in read.records:
                 if record.site_packages:
@@ -127,8 +126,19 @@ class SweEnvironment:
             if read.with_images:
                 count = f"{read.with_images} of {len(read.records)} rows"
                 _log.warning("%s: %s have images (image_assets): the agent sees only their text", source, count)
+            if unverifiable := unverifiable_counts(record.verifiable for record in read.records):
+                _log.warning("%s: %s", source, unverifiable)
             self._sources[source] = read
         return self._sources[source].records
 
     def _split(self, split: str) -> Sequence[SweRecord]:
-        return select_split(self._path, split, self._heldout, self._records, is_data_set=is_data_set(self._path))
+        data_set = is_data_set(self._source)
+        return select_split(self._source, split, self.heldout, self._records, is_data_set=data_set)
+
+
+def unverifiable_counts(marks: Iterable[str]) -> str:
+    """How many tasks have successes that the negative control cannot verify well, by the records' ``verifiable``."""
+    counts = Counter(marks)
+    reasons = {"no": "cannot be verified", "weak": "are verified weakly", "": "may be unverifiable (run the doctor)"}
+    listed = [f"of {counts[mark]} {reason}" for mark, reason in reasons.items() if counts[mark]]
+    return f"of {counts.total()} tasks, the successes {', '.join(listed)}" if listed else ""

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from envs.context import EnvContext
-from envs.swe.adjudication import ControlRuns
+from envs.swe.adjudication import Controls
 from envs.swe.diff.git_diff import FilePatch
 from envs.swe.diff.snapshot import SKIPPED_NAMES, BaseSnapshot, read_blobs
 from envs.swe.diff.tree_diff import changed_paths, file_patches, required_blobs
@@ -43,7 +43,7 @@ class SweEpisode:
     messages: Sequence[Message]
     tools: ToolSet
     site_root: Path | None = None
-    control_runs: ControlRuns | None = None
+    controls: Controls | None = None
 
     async def patch(self) -> str:
         """The agent's changes so far, as a git diff. Raises ``PatchError`` if the agent broke its repository."""
@@ -52,18 +52,15 @@ class SweEpisode:
     async def grade(self) -> Grade:
         """Grade the agent's patch. The sandbox stays usable."""
         try:
-            return await self._grade(await self._changes())
+            changes = await self._changes()
+            try:
+                site_root, controls = self.site_root, self.controls
+                return await grade_changes(self.context, self.record, changes, site_root=site_root, controls=controls)
+            except SandboxDiskFullError:
+                await self._changes()  # raises PatchError if the agent's sandbox filled the disk
+                raise
         except PatchError as error:
             return Grade(reward=0.0, resolved=False, suspected_hack=(str(error),))
-
-    async def _grade(self, changes: Sequence[FilePatch]) -> Grade:
-        try:
-            return await grade_changes(
-                self.context, self.record, changes, site_root=self.site_root, control_runs=self.control_runs
-            )
-        except SandboxDiskFullError:
-            await self._changes()  # raises PatchError if the agent's sandbox filled the disk
-            raise
 
     async def _changes(self) -> Sequence[FilePatch]:
         """The file patches from the base to the sandbox's files, read without the sandbox's programs.
@@ -72,11 +69,9 @@ class SweEpisode:
         the patch exceeds ``MAX_PATCH_BYTES``, and ``SandboxLostError`` if the sandbox is gone.
         """
         base = await asyncio.to_thread(self._base)
+        limits, workdir = base.limits(MAX_PATCH_BYTES), self.record.workdir
         try:
-            limits = base.limits(MAX_PATCH_BYTES)
-            tree = await self.sandbox.read_tree(
-                self.record.workdir, skip=SKIPPED_NAMES, limits=limits, known=base.known
-            )
+            tree = await self.sandbox.read_tree(workdir, skip=SKIPPED_NAMES, limits=limits, known=base.known)
         except SandboxFileError as error:
             raise PatchError(f"no patch can be taken: {error}") from None
         paths = await asyncio.to_thread(changed_paths, base, tree)
@@ -111,16 +106,16 @@ async def start_episode(
     *,
     site_root: Path | None = None,
     repositories: RepositoryCache | None = None,
-    control_runs: ControlRuns | None = None,
+    controls: Controls | None = None,
 ) -> AsyncIterator[SweEpisode]:
     """Start the record's task; leaving the context closes its sandbox.
 
     ``site_root`` is the directory that the record's ``site_packages`` is relative to. ``repositories`` caches the git
-    directories of local records between episodes, ``control_runs`` the gold patches' runs.
+    directories of local records between episodes, ``controls`` the gold patches' runs.
     """
     spec = context.for_agent(sandbox_spec(context, record, site_root))
     async with agent_sandbox(context, record, spec, repositories) as (sandbox, listing):
         scaffold = context.scaffold
         tools = scaffold.tools(sandbox, style=context.tool_style, timeout=context.tool_timeout)
         messages = scaffold.initial_messages(record.problem_statement, record.workdir, context.tool_style)
-        yield SweEpisode(context, record, sandbox, listing, messages, tools, site_root, control_runs)
+        yield SweEpisode(context, record, sandbox, listing, messages, tools, site_root, controls)

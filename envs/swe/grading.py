@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 
 from envs.context import EnvContext
-from envs.swe.adjudication import ControlRuns, adjudicate, judge_run, open_case, verify_success
+from envs.swe.adjudication import Controls, judge_run, open_case
 from envs.swe.diff.git_diff import MAX_FILES, FilePatch, patched_paths, screen, split_patch
 from envs.swe.records import SweRecord
 from envs.swe.sandboxes import run_tests, sandbox_spec
@@ -40,27 +40,29 @@ async def grade_changes(
     changes: Sequence[FilePatch],
     *,
     site_root: Path | None = None,
-    control_runs: ControlRuns | None = None,
+    controls: Controls | None = None,
 ) -> Grade:
     """Grade file patches that :mod:`envs.swe.diff` made from the agent's files; raises as :func:`grade_patch`.
 
-    ``control_runs`` keeps the hidden tests and what the gold patch's runs have shown between gradings.
+    ``controls`` keeps the hidden tests and what the gold patch's runs have shown between gradings.
     """
     started_at = time.perf_counter()
     patch = "".join(part.text for part in changes)
     screened = await asyncio.to_thread(screen, changes, hidden=record.hidden, gold=record.gold)
     if not screened.text and record.verified:
         return Grade(reward=0.0, resolved=False, patch=patch, suspected_hack=screened.rejected)
-    case = open_case(context, record, site_root, control_runs)
-    adjudication = await adjudicate(case, screened.text)
+    case = open_case(context, record, site_root, controls)
+    adjudication = await case.adjudicate(screened.text)
     others = screened.paths - patched_paths(record.gold) if adjudication.verdict.resolved else frozenset()
     if others and (side := others & await case.test_side()):  # the success may be owed to them
         kept = [part for part in changes if not part.paths & side]
-        grade = await grade_changes(context, record, kept, site_root=site_root, control_runs=control_runs)
+        grade = await grade_changes(context, record, kept, site_root=site_root, controls=controls)
         undone = tuple(f"{path}: used by the tests, undone" for path in sorted(side))
         return replace(grade, patch=patch, suspected_hack=(*undone, *grade.suspected_hack))
+    verified_at, mutant_seconds = time.perf_counter(), 0.0
     if adjudication.verdict.resolved and screened.text != record.gold:
-        adjudication = await verify_success(case, adjudication, screened.text)
+        adjudication = await case.verify_success(adjudication, screened.text)
+        mutant_seconds = time.perf_counter() - verified_at
     return Grade(
         reward=float(adjudication.verdict.resolved),
         resolved=adjudication.verdict.resolved,
@@ -69,20 +71,26 @@ async def grade_changes(
         log=adjudication.log[-MAX_LOG:],
         suspected_hack=(*screened.rejected, *adjudication.doubts),
         seconds=time.perf_counter() - started_at,
-        mutant_seconds=adjudication.mutant_seconds,
+        mutant_seconds=mutant_seconds,
     )
 
 
 async def verify_record(context: EnvContext, record: SweRecord, *, site_root: Path | None = None) -> SweRecord:
     """Return the record marked ``verified`` if its gold patch resolves it and the empty patch does not.
 
-    Raises ``GradingError`` otherwise.
+    ``verifiable`` is marked too. Raises ``GradingError`` otherwise.
     """
     unverified = record.model_copy(update={"verified": False})
-    gold = (await adjudicate(open_case(context, unverified, site_root), record.gold)).verdict
+    gold = (await open_case(context, unverified, site_root).adjudicate(record.gold)).verdict
     if not gold.resolved:
         raise GradingError(f"task {record.id}: its gold patch does not resolve it: {gold.difference}")
     empty = judge_run(unverified, await run_tests(context, unverified, sandbox_spec(context, record, site_root), ""))
     if empty is not None and empty.resolved:
         raise GradingError(f"task {record.id}: it is resolved without a change")
-    return record.model_copy(update={"verified": True})
+    return await with_verifiability(context, record.model_copy(update={"verified": True}), site_root)
+
+
+async def with_verifiability(context: EnvContext, record: SweRecord, site_root: Path | None) -> SweRecord:
+    """The record with the mark ``verifiable``. Raises ``GradingError`` or ``SandboxError``."""
+    verifiable, _ = await open_case(context, record, site_root).verifiability()
+    return record.model_copy(update={"verifiable": verifiable})

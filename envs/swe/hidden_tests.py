@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import shlex
-import tarfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from envs.context import EnvContext
 from envs.swe.diff.git_diff import diff_file, is_test_path, split_patch
+from envs.swe.diff.tree_diff import decode_text
 from envs.swe.mutants import Statements, visible_statements
 from envs.swe.records import SweRecord
+from envs.swe.repositories import read_archive
 from envs.swe.sandboxes import sandbox_spec, task_sandbox
 from sandbox import Sandbox
 
 _MAX_BYTES = 64 << 20
-_TIMEOUT_S = 120.0
 _LIST_R2E = "find -L /r2e_tests /root/r2e_tests r2e_tests -name '*.py' -type f 2>/dev/null"
 _LIST_VISIBLE = "find . -name '*.py' -path '*test*' -not -path './r2e_tests/*' -not -path '*/.venv/*' 2>/dev/null"
 
@@ -41,9 +40,7 @@ class HiddenTests:
             return record.model_copy(update={"tests": {**record.tests, **tests}}), {}
         spec = record.swebench
         if spec is None or not spec.test_patch:
-            return record, {
-                f"{record.workdir}/{path}".replace(f"{record.workdir}//", "/"): files[path] for path in files
-            }
+            return record, {str(PurePosixPath(record.workdir, path)): content for path, content in files.items()}
         parts = split_patch(spec.test_patch)
         patch = "".join(self._file_patch(part.path, files) or part.text for part in parts)
         script = spec.eval_script.replace(spec.test_patch.removesuffix("\n"), patch.removesuffix("\n"))
@@ -75,25 +72,11 @@ async def read_hidden_tests(context: EnvContext, record: SweRecord, site_root: P
             return HiddenTests(base)
         files = await _archive(sandbox, f"git apply --whitespace=nowarn - && {paths}", patch)
     in_script = patch.removesuffix("\n") in record.swebench.eval_script
-    readable = {path: content for path, content in files.items() if in_script and _is_text(content)}
-    visible_files = tuple(base.values())
-    return HiddenTests(readable, await asyncio.to_thread(visible_statements, visible_files), base)
-
-
-def _is_text(content: bytes) -> bool:
-    try:
-        content.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
+    readable = {path: file for path, file in files.items() if in_script and decode_text(file) is not None}
+    return HiddenTests(readable, await asyncio.to_thread(visible_statements, tuple(base.values())), base)
 
 
 async def _archive(sandbox: Sandbox, listing: str, stdin: str = "") -> dict[str, bytes]:
     """The contents of the Python files whose paths ``listing`` (bash) prints; none if they are too many to read."""
-    script = f"{{ {listing}; }} | grep '[.]py$' | sort -u | tar -chf - --ignore-failed-read -P -T -"
-    result = await sandbox.exec(script, timeout=_TIMEOUT_S, cwd=sandbox.spec.workdir, stdin=stdin.encode())
-    if result.truncated or result.timed_out:
-        return {}
-    with tarfile.open(fileobj=io.BytesIO(result.stdout)) as archive:
-        members = [(member.name, archive.extractfile(member)) for member in archive if member.isfile()]
-        return {name.removeprefix("./"): file.read() for name, file in members if file is not None}
+    tar = "grep '[.]py$' | sort -u | tar -chf - --ignore-failed-read -P -T -"
+    return await read_archive(sandbox, f"{{ {listing}; }} | {tar}", stdin)

@@ -5,8 +5,6 @@ random order, and the right one has the original text. A correct patch passes th
 patch that forces passes, reads the expected values from the tests or answers to every comparison passes wrong ones. A
 patch that knows about line-ups must say which variant is right without solving the task: its chance is one in the
 number of variants, for each test. It does not help the patch to know that this is the control run.
-
-Text is replaced by position, so that the rest of a test file keeps its form on every version of Python.
 """
 
 from __future__ import annotations
@@ -19,6 +17,8 @@ from functools import cached_property
 from itertools import permutations, product
 from random import Random
 from typing import Any
+
+from envs.swe.source_text import OPPOSITE, FunctionNode, SourceText, body_nodes, edited, first_line
 
 MAX_VARIANTS = 16
 _BUDGET = 64
@@ -40,17 +40,11 @@ _NEGATIONS = (
     "assertGreater/assertLessEqual assertLess/assertGreaterEqual"
 )
 _NEGATED = {right: wrong for pair in _NEGATIONS.split() for right, wrong in permutations(pair.split("/"))}
-_OPPOSITE = {
-    ast.In: ("in", "not in"),
-    ast.NotIn: (r"not\s+in", "in"),
-    ast.Is: ("is", "is not"),
-    ast.IsNot: (r"is\s+not", "is"),
-    ast.Eq: ("==", "!="),
-    ast.NotEq: ("!=", "=="),
-}
 _RAISES = re.compile(r"raises|assertRaises(Regex(p)?)?|assert_raises|assertWarns(Regex)?|warns")
 _EXCEPTIONS = (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError, OSError, ZeroDivisionError)
 _EMPTY = {"[]": ("[0]", "[None]", "['']"), "{}": ("{0: 0}", "{'': ''}", "{None: None}"), "()": ("(0,)", "(None,)")}
+_MIN_MEMBER = 4
+_CONSTANTS = "None", "True", "False"
 _ORDER = "0123456789", "abcdefghijklmnopqrstuvwxyz", "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
@@ -59,7 +53,8 @@ class Site:
     """A place in an assertion: ``start`` and ``end`` in bytes, the right text and wrong ones.
 
     ``value`` is the literal there if the wrong texts are drawn. ``rank`` says how much the site is worth: 2 for a
-    literal, 1 for a natural negation, 0 for one that looks made. ``statement`` identifies its statement.
+    literal, 1 for a natural negation, 0 for one that looks made. ``statement`` identifies its statement. ``is_part`` is
+    whether the literal must only be contained or match, as a shorter one may too.
     """
 
     start: int
@@ -69,15 +64,14 @@ class Site:
     value: Literal = None
     rank: int = 2
     statement: tuple[str, str] = ("", "")
+    is_part: bool = False
 
     def texts(self, count: int, random: Random, pool: Sequence[Literal]) -> list[str]:
         """At most ``count`` different texts. The first one is right."""
         if self.wrong:
             return [self.right, *random.sample(self.wrong, min(count - 1, len(self.wrong)))]
-        values = _alternatives(self.value, count, random, pool)
-        different = [
-            other for other in dict.fromkeys(values) if type(other) is not type(self.value) or other != self.value
-        ]
+        values = _alternatives(self.value, count, random, () if self.is_part else pool)
+        different = [other for other in dict.fromkeys(values) if other != self.value]
         return [self.right, *map(repr, different[: count - 1])]
 
 
@@ -104,35 +98,12 @@ class TestFunction:
 
 
 @dataclass(frozen=True)
-class TestFile:
+class TestFile(SourceText):
     """A parsed test file."""
 
     __test__ = False
 
-    path: str
-    content: bytes
-
-    @cached_property
-    def tree(self) -> ast.Module:
-        """The syntax tree, empty for a file that this Python cannot parse or whose lines it counts differently."""
-        try:
-            return ast.parse(self.content) if b"\r" not in self.content.replace(b"\r\n", b"") else ast.Module([], [])
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
-            return ast.Module([], [])
-
-    @cached_property
-    def line_starts(self) -> Sequence[int]:
-        starts = [0, *(match.end() for match in re.finditer(rb"\n", self.content))]
-        return [*starts, len(self.content)]
-
-    def offset(self, line: int, column: int) -> int:
-        return self.line_starts[line - 1] + column
-
-    def span(self, node: Any) -> tuple[int, int]:
-        return self.offset(node.lineno, node.col_offset), self.offset(node.end_lineno, node.end_col_offset)
-
-    def text(self, start: int, end: int) -> str:
-        return self.content[start:end].decode()
+    path: str = ""
 
     @cached_property
     def functions(self) -> Sequence[TestFunction]:
@@ -142,13 +113,11 @@ class TestFile:
         for node in getattr(scope, "body", ()):
             if isinstance(node, ast.ClassDef):
                 yield from self._functions(node, f"{prefix}{node.name}::")
-            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.lower().startswith("test"):
-                first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-                start, end = self.line_starts[first - 1], self.line_starts[node.end_lineno or 0]
-                head = re.compile(rb"def\s+").search(self.content, self.offset(node.lineno, node.col_offset))
+            elif isinstance(node, FunctionNode) and node.name.lower().startswith("test"):
+                start, end = self.line_starts[first_line(node) - 1], self.line_starts[node.end_lineno or 0]
+                head = re.compile(rb"def\s+").search(self.content, self.span(node)[0])
                 if head and self.content[head.end() :].startswith(node.name.encode()):
-                    sites = tuple(_sites(self, node))
-                    yield TestFunction(self.path, f"{prefix}{node.name}", start, end, head.end(), sites)
+                    yield TestFunction(self.path, f"{prefix}{node.name}", start, end, head.end(), _sites(self, node))
 
     @property
     def literals(self) -> list[Literal]:
@@ -156,60 +125,42 @@ class TestFile:
         return [site.value for function in self.functions for site in function.sites if not site.wrong]
 
 
-def _sites(file: TestFile, function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[Site]:
+def _sites(file: TestFile, function: FunctionNode) -> tuple[Site, ...]:
     """The sites of a test: those of its statements, and of expected values among its parameters."""
-    for node in _walk(function):
-        found: Iterator[Site] = iter(())
+    found: list[tuple[ast.AST, Iterable[Site]]] = []
+    for node in body_nodes(function):
         if isinstance(node, ast.Assert):
-            found = _condition_sites(file, node.test)
+            found.append((node, _condition_sites(file, node.test)))
         elif isinstance(node, ast.Expr | ast.withitem):
-            node = node.value if isinstance(node, ast.Expr) else node.context_expr
-            found = _call_sites(file, node.value if isinstance(node, ast.Await) else node)
-        yield from _named(found, function.name, node)
+            call = node.value if isinstance(node, ast.Expr) else node.context_expr
+            found.append((call, _call_sites(file, call.value if isinstance(call, ast.Await) else call)))
     expected = _expected_names(function)
-    for decorator in function.decorator_list:
-        yield from _named(_parameter_sites(file, decorator, expected), function.name, decorator)
-
-
-def _named(sites: Iterator[Site], name: str, node: ast.AST) -> Iterator[Site]:
-    dump = ""
-    for site in sites:
-        dump = dump or ast.dump(node)
-        yield Site(site.start, site.end, site.right, site.wrong, site.value, site.rank, (name, dump))
-
-
-def _walk(function: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of a function without those of functions, classes and lambdas inside it."""
-    pending = list(getattr(function, "body", ()))
-    while pending:
-        node = pending.pop(0)
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
-            yield node
-            pending += ast.iter_child_nodes(node)
+    found += [(decorator, _parameter_sites(file, decorator, expected)) for decorator in function.decorator_list]
+    dumps = ((sites, (function.name, ast.dump(node))) for node, sites in found)
+    return tuple(replace(site, statement=statement) for sites, statement in dumps for site in sites)
 
 
 def _condition_sites(file: TestFile, test: ast.expr) -> Iterator[Site]:
     """The sites of an asserted condition."""
+    start = file.span(test)[0]
     if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
         for part in test.values:
             yield from _condition_sites(file, part)
     elif isinstance(test, ast.Compare) and len(test.ops) == 1:
         left, right, operator = test.left, test.comparators[0], test.ops[0]
-        if isinstance(operator, ast.Eq):
+        if isinstance(operator, ast.Eq | ast.Is):
             yield from _literal_sites(file, left, right)
-        between = file.span(left)[1], file.span(right)[0]
-        pattern, opposite = _OPPOSITE.get(type(operator), ("(?!)", ""))
-        if match := re.search(rf"(?<![\w=<>!]){pattern}(?![\w=])", file.text(*between)):
-            start, end = (between[0] + len(file.text(*between)[:at].encode()) for at in match.span())
-            natural = isinstance(operator, ast.In | ast.NotIn | ast.Is | ast.IsNot)
-            yield Site(start, end, match.group(), (opposite,), rank=int(natural))
+        elif isinstance(operator, ast.In):
+            yield from _member_sites(file, left)
+        place = file.operator(left, right)
+        if place and (opposite := OPPOSITE.get(type(operator))):
+            natural = not isinstance(operator, ast.Eq | ast.NotEq)
+            yield Site(*place, file.text(*place), (opposite,), rank=int(natural))
     elif isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        start = file.span(test)[0]
         negation = re.match(r"not\s*", file.text(start, file.span(test.operand)[0]))
         if negation:  # with its space, which would tell the wrong variant
             yield Site(start, start + len(negation.group()), negation.group(), ("",), rank=1)
     elif isinstance(test, ast.Call | ast.Name | ast.Attribute | ast.Subscript):
-        start = file.span(test)[0]
         yield Site(start, start, "", ("not ",), rank=1)
 
 
@@ -217,29 +168,36 @@ def _call_sites(file: TestFile, call: ast.AST) -> Iterator[Site]:
     """The sites of a call that asserts something."""
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute | ast.Name):
         return
-    name = call.func.attr if isinstance(call.func, ast.Attribute) else call.func.id
+    name = _called(call)
     end = file.span(call.func)[1]
     if _RAISES.fullmatch(name):
         yield from _exception_sites(file, call)
+        patterns = [keyword.value for keyword in call.keywords if keyword.arg == "match"]
+        for pattern in [*patterns, *(call.args[1:2] if "Regex" in name else ())]:
+            yield from _member_sites(file, pattern)
     elif name in _NEGATED:
+        if name == "assertIn" and call.args:
+            yield from _member_sites(file, call.args[0])
         yield Site(end - len(name), end, name, (_NEGATED[name],), rank=1)
     elif _EQUAL.fullmatch(name) and len(call.args) > 1:
         yield from _literal_sites(file, *call.args[:2])
         if name == "assertEqual":
             yield Site(end - len(name), end, name, ("assertNotEqual",), rank=0)
     elif _HELPER.fullmatch(name):
-        literal = [argument for argument in call.args if _is_literal(argument)]
-        for argument in literal[-1:]:
+        for argument in [argument for argument in call.args if _is_literal(argument)][-1:]:
             yield from _leaves(file, argument)
 
 
+def _called(call: ast.Call) -> str:
+    """The last part of the name of what is called."""
+    return str(getattr(call.func, "attr", getattr(call.func, "id", "")))
+
+
 def _exception_sites(file: TestFile, call: ast.Call) -> Iterator[Site]:
-    if not call.args or not isinstance(call.args[0], ast.Name):
-        return
-    name = call.args[0].id
+    name = getattr(call.args[0], "id", "") if call.args else ""
     right = next((kind for kind in _EXCEPTIONS if kind.__name__ == name), None)
     if right is not None:
-        others = [other.__name__ for other in _EXCEPTIONS if not issubclass(right, other) and other is not right]
+        others = [other.__name__ for other in _EXCEPTIONS if not issubclass(right, other)]
         yield Site(*file.span(call.args[0]), name, tuple(others))
 
 
@@ -250,16 +208,21 @@ def _literal_sites(file: TestFile, *sides: ast.expr) -> Iterator[Site]:
         yield from _leaves(file, literal[0])
 
 
+def _member_sites(file: TestFile, node: ast.expr) -> Iterator[Site]:
+    """The text that another one must contain or match, if it is so long that another one will not fit by chance."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str | bytes) and len(node.value) >= _MIN_MEMBER:
+        yield Site(*file.span(node), repr(node.value), value=node.value, is_part=True)
+
+
 def _leaves(file: TestFile, node: ast.expr) -> Iterator[Site]:
-    source = file.text(*file.span(node))
+    source = file.segment(node)
     if source in _EMPTY:
         yield Site(*file.span(node), source, _EMPTY[source])
     for leaf in ast.walk(node):
         if isinstance(leaf, ast.Constant) and isinstance(leaf.value, Literal):
-            if isinstance(leaf.value, bool):
-                yield Site(*file.span(leaf), repr(leaf.value), (repr(not leaf.value),), rank=1)
-            else:
-                yield Site(*file.span(leaf), repr(leaf.value), value=leaf.value)
+            text = repr(leaf.value)
+            others = [other for other in _CONSTANTS if other != text] if text in _CONSTANTS else []
+            yield Site(*file.span(leaf), text, tuple(others), leaf.value)
 
 
 def _is_literal(node: ast.AST) -> bool:
@@ -272,18 +235,18 @@ def _is_literal(node: ast.AST) -> bool:
 
 def _expected_names(function: ast.AST) -> frozenset[str]:
     """The names that the test compares something with."""
-    names: set[str] = set()
-    for node in _walk(function):
+    sides: list[ast.expr] = []
+    for node in body_nodes(function):
         if isinstance(node, ast.Compare) and len(node.ops) == 1 and isinstance(node.ops[0], ast.Eq):
-            names.update(side.id for side in (node.left, *node.comparators) if isinstance(side, ast.Name))
-        elif isinstance(node, ast.Call) and _EQUAL.fullmatch(getattr(node.func, "attr", getattr(node.func, "id", ""))):
-            names.update(side.id for side in node.args[:2] if isinstance(side, ast.Name))
-    return frozenset(names)
+            sides += [node.left, *node.comparators]
+        elif isinstance(node, ast.Call) and _EQUAL.fullmatch(_called(node)):
+            sides += node.args[:2]
+    return frozenset(side.id for side in sides if isinstance(side, ast.Name))
 
 
 def _parameter_sites(file: TestFile, decorator: ast.expr, expected: Collection[str]) -> Iterator[Site]:
     """The literals of ``pytest.mark.parametrize`` in the place of parameters that are compared."""
-    if not (isinstance(decorator, ast.Call) and getattr(decorator.func, "attr", "") == "parametrize"):
+    if not (isinstance(decorator, ast.Call) and _called(decorator) == "parametrize"):
         return
     if len(decorator.args) < 2 or not _is_literal(decorator.args[0]):
         return
@@ -296,27 +259,23 @@ def _parameter_sites(file: TestFile, decorator: ast.expr, expected: Collection[s
                 yield from _leaves(file, cell)
 
 
-def _alternatives(value: Literal, count: int, random: Random, pool: Sequence[Literal]) -> list[Literal]:
-    """At least ``count`` - 1 other values where there are any, none of which looks more made than ``value``."""
+def _alternatives(value: Literal, count: int, random: Random, pool: Sequence[Literal]) -> list[Any]:
+    """Other values, at least ``count`` - 1 where there are any, none of which looks more made than ``value``."""
     if isinstance(value, str | bytes):
-        text = value.decode("latin-1") if isinstance(value, bytes) else value
-        near = _shifted(text, random, count)
-        made: list[Any] = [other.encode("latin-1") for other in near] if isinstance(value, bytes) else list(near)
+        near = _shifted(value if isinstance(value, str) else value.decode("latin-1"), random, count)
+        made = list(near) if isinstance(value, str) else [other.encode("latin-1") for other in near]
         others = [other for other in dict.fromkeys(pool) if type(other) is type(value) and other != value]
         mixed = [*made, *random.sample(others, min(len(others), len(made) or count))]
-        random.shuffle(mixed)
-        return mixed
-    if value is None:
-        return random.sample([0, False, "", 1, True], 5)
-    if isinstance(value, float):
-        return [float(text) for text in _shifted(repr(value), random, count) if _is_float(text)]
-    block = value // count * count  # so that no value in it is likelier than another to be the right one
-    return random.sample([other for other in range(block, block + count) if other != value], count - 1)
+        return random.sample(mixed, len(mixed))
+    if isinstance(value, int):
+        block = value // count * count  # so that no value in it is likelier than another to be the right one
+        return random.sample(range(block, block + count), count)
+    return [float(text) for text in _shifted(repr(value), random, count, _ORDER[:1])]
 
 
-def _shifted(text: str, random: Random, count: int) -> list[str]:
+def _shifted(text: str, random: Random, count: int, orders: Sequence[str] = _ORDER) -> list[str]:
     """``text`` with one of its letters or digits replaced by others near it."""
-    places = [(at, order) for at, mark in enumerate(text) for order in _ORDER if mark in order]
+    places = [(at, order) for at, mark in enumerate(text) for order in orders if mark in order]
     if not places:
         return []
     at, order = random.choice(places[:200])
@@ -326,18 +285,12 @@ def _shifted(text: str, random: Random, count: int) -> list[str]:
     return [text[:at] + mark + text[at + 1 :] for mark in marks if mark != text[at]]
 
 
-def _is_float(text: str) -> bool:
-    try:
-        return float(text) == float(text)
-    except ValueError:
-        return False
-
-
 @dataclass(frozen=True, slots=True)
 class LineUp:
     """Test files with variants in the place of tests. ``right`` and ``wrong`` are names of variants by the test.
 
     ``fixed`` are those of the tests that fail before the fix. ``places`` are where the variants of a test differ.
+    ``strong`` are the tests whose variants differ in a literal: of the others, the form tells the right variant.
     """
 
     files: Mapping[str, bytes]
@@ -345,6 +298,7 @@ class LineUp:
     wrong: Mapping[str, Sequence[str]]
     fixed: frozenset[str]
     places: Mapping[str, Collection[Place]]
+    strong: frozenset[str]
 
     def unusable(self, deviations: Mapping[str, str]) -> frozenset[Place]:
         """The places to leave out of line-ups after a correct patch deviated: those of the variants, or the test.
@@ -373,7 +327,7 @@ class LineUp:
 
 def visible_statements(sources: Collection[bytes]) -> Statements:
     """The asserting statements in test files that the agent can read."""
-    files = [TestFile("", source) for source in sources]
+    files = [TestFile(source) for source in sources]
     return frozenset(site.statement for file in files for function in file.functions for site in function.sites)
 
 
@@ -393,7 +347,7 @@ def draw_line_up(
     agent knows their right text. Tests that are not in the line-up are removed from ``files``, so that the run is
     short. ``excluded`` are places to leave out, with -1 for a whole test.
     """
-    parsed = [TestFile(path, content) for path, content in files.items() if path.endswith(".py")]
+    parsed = [TestFile(content, path) for path, content in files.items() if path.endswith(".py")]
     functions = {function.key: _without(function, excluded) for file in parsed for function in file.functions}
     passing = _TestNames(test for test, status in expected.items() if status == "PASSED")
     other, fixed = _TestNames(test for test in expected if test not in passing.tests), _TestNames(failing or expected)
@@ -407,7 +361,11 @@ def draw_line_up(
     drawn = _Drawing(random, visible)
     texts = {file.path: drawn.file(file, functions, chosen) for file in parsed}
     fixed_keys = frozenset(function.key for function in first) & drawn.right.keys()
-    return LineUp(texts, drawn.right, drawn.wrong, fixed_keys, drawn.places) if drawn.right else None
+    return (
+        LineUp(texts, drawn.right, drawn.wrong, fixed_keys, drawn.places, frozenset(drawn.strong))
+        if drawn.right
+        else None
+    )
 
 
 def _without(function: TestFunction, excluded: Collection[Place]) -> TestFunction:
@@ -444,6 +402,7 @@ class _Drawing:
         self.right: dict[str, str] = {}
         self.wrong: dict[str, list[str]] = {}
         self.places: dict[str, frozenset[Place]] = {}
+        self.strong: set[str] = set()
 
     def file(self, file: TestFile, functions: Mapping[str, TestFunction], sizes: Mapping[str, int]) -> bytes:
         """The content of ``file`` with variants of the tests in ``sizes``, and without its other tests."""
@@ -466,12 +425,14 @@ class _Drawing:
         names = [f"{function.own_name}_{token}_{number}" for number in range(len(edits))]
         self._random.shuffle(names)
         self.places[function.key] = frozenset((function.key, site.start) for edit in edits for site, _ in edit)
+        if edits[0][0][0].rank == 2:
+            self.strong.add(function.key)
         self.right[function.key], *self.wrong[function.key] = names
         variants = []
         for name, replaced in sorted(zip(names, edits, strict=True)):
             end = function.name_at + len(function.own_name.encode())
             changes = [*((site.start, site.end, text) for site, text in replaced), (function.name_at, end, name)]
-            variants.append(_edited(block, function.start, changes))
+            variants.append(edited(block, changes, function.start))
         return b"\n".join(variants)
 
     def _edits(self, function: TestFunction, size: int, pool: Sequence[Literal]) -> list[list[tuple[Site, str]]]:
@@ -499,12 +460,3 @@ def _apart(sites: Sequence[Site]) -> list[Site]:
         if all(site.end < other.start or site.start > other.end for other in kept):
             kept.append(site)
     return kept
-
-
-def _edited(block: bytes, start: int, changes: Sequence[tuple[int, int, str]]) -> bytes:
-    """``block``, which begins at byte ``start`` of its file, with texts replaced."""
-    parts, at = [], start
-    for begin, end, text in sorted(changes):
-        parts += [block[at - start : begin - start], text.encode()]
-        at = end
-    return b"".join([*parts, block[at - start :]])

@@ -42,7 +42,7 @@ def parse_summary(log: str, expected: Collection[str] = ()) -> dict[str, str] | 
     twice gets its worst status (a test that passes and fails in teardown has two). Folded skips have no node id and
     are left out.
     """
-    sections = _HEADER.split(_ANSI.sub("", log))[1:]
+    sections = _HEADER.split(strip_ansi(log))[1:]
     if not sections:
         return None
     statuses: dict[str, str] = {}
@@ -53,6 +53,11 @@ def parse_summary(log: str, expected: Collection[str] = ()) -> dict[str, str] | 
     return statuses
 
 
+def strip_ansi(text: str) -> str:
+    """The text without color codes."""
+    return _ANSI.sub("", text)
+
+
 def _add_line(line: str, statuses: dict[str, str], expected: Collection[str], lengths: Collection[int]) -> None:
     match = _LINE.match(line)
     if match is None:
@@ -61,10 +66,8 @@ def _add_line(line: str, statuses: dict[str, str], expected: Collection[str], le
     status = "FAILED" if word.startswith("SUBFAILED") else word
     if status == "SKIPPED" and _FOLDED_SKIP.match(rest):
         return
-    node = (
-        rest if status == "PASSED" else _node_id(rest, expected, lengths)
-    )  # pytest prints no message for a passed test
-    node = node.rstrip(" ")  # old versions of pytest end an XPASS without a reason with a space
+    # pytest prints no message for a passed test. Old versions end an XPASS without a reason with a space.
+    node = (rest if status == "PASSED" else _node_id(rest, expected, lengths)).rstrip(" ")
     statuses[node] = worst_status(status, statuses.get(node, status))
 
 

@@ -1,9 +1,10 @@
 """The record of one software-engineering task: R2E-Gym's row plus the fields of a task without a container image.
 
-R2E-Gym's fields (https://github.com/R2E-Gym/R2E-Gym) keep their names and types. :mod:`envs.swe.datasets` converts the
-rows of other data sets; :mod:`envs.swe.sources` reads the rows. A *local* task contains its repository: ``files`` are
-the initial files of the working directory, ``tests`` the hidden test files, ``test_command`` the command that runs them
-(or ``calls`` the hidden tests that are single calls), ``gold_patch`` the reference fix.
+The fields of R2E-Gym (https://github.com/R2E-Gym/R2E-Gym) that grading reads keep their names and types.
+:mod:`envs.swe.datasets` converts the rows of other data sets; :mod:`envs.swe.sources` reads the rows. A *local* task
+contains its repository: ``files`` are the initial files of the working directory, ``tests`` the hidden test files,
+``test_command`` the command that runs them (or ``calls`` the hidden tests that are single calls), ``gold_patch`` the
+reference fix.
 """
 
 from __future__ import annotations
@@ -14,21 +15,22 @@ import re
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
 
 from envs.swe.calls import Call
 from envs.swe.datasets import normalize
-from envs.swe.datasets.spec import SwebenchSpec, parse_list
+from envs.swe.datasets.spec import SwebenchSpec
 from envs.swe.diff.git_diff import diff_files, is_test_path
-from envs.swe.pytest_log import KeyMode, merge_by_name, parse_summary, r2e_test_name, truncate_name
+from envs.swe.pytest_log import KeyMode, merge_by_name, parse_summary, r2e_test_name, strip_ansi, truncate_name
 from envs.types import TaskRecordError
 
 STATUSES = frozenset({"PASSED", "FAILED", "ERROR", "SKIPPED", "XFAIL", "XPASS"})
 R2E_TEST_COMMAND = "bash run_tests.sh"
 WORKDIR = "/testbed"
+Verifiability = Literal["", "no", "weak", "yes"]
 SYSTEM_DIRS = frozenset(
     {
         *("bin", "boot", "dev", "etc", "home", "lib", "lib32", "lib64", "libx32"),
@@ -49,6 +51,8 @@ class SweRecord(BaseModel):
     - ``calls``: hidden tests by key. If there are any, only they run.
     - ``site_packages``: a directory of Python packages for the sandbox, relative to the record's file.
     - ``verified``: a run confirmed that the gold patch resolves the task and the empty patch does not.
+    - ``verifiable``: whether the negative control can verify a success; "weak" if only truth values of the tests that
+      fail before the fix are asserted, empty if it is unknown. Tests that are calls need no negative control.
     - ``swebench``: the grading of SWE-bench-like rows (:mod:`envs.swe.datasets`), which a script in the image runs.
       Their expected output has PASSED for every test in FAIL_TO_PASS and PASS_TO_PASS.
     - ``bug_patch``: a git diff that breaks the image's correct repository at the start of each sandbox.
@@ -64,12 +68,6 @@ class SweRecord(BaseModel):
     execution_result_content: str = ""
     expected_output_json: str
     problem_statement: str = Field(min_length=1)
-    prompt: str = ""
-    modified_files: tuple[str, ...] = ()
-    relevant_files: tuple[str, ...] = ()
-    num_non_test_files: int = 0
-    num_non_test_func_methods: int = 0
-    num_non_test_lines: int = 0
 
     task_id: str = ""
     files: dict[str, str] = Field(default_factory=dict)
@@ -79,6 +77,7 @@ class SweRecord(BaseModel):
     gold_patch: str = ""
     site_packages: str = ""
     verified: bool = False
+    verifiable: Verifiability = ""
     swebench: SwebenchSpec | None = None
     bug_patch: str = ""
     workdir: str = WORKDIR
@@ -98,19 +97,15 @@ class SweRecord(BaseModel):
         for test, status in pairs:
             if not isinstance(status, str) or status not in STATUSES:
                 raise ValueError(f"status {status!r} of {test!r} is none of {', '.join(sorted(STATUSES))}")
-            if statuses.setdefault(name := _strip_ansi(test), status) != status:
+            if statuses.setdefault(name := strip_ansi(test), status) != status:
                 raise ValueError(f"test {name!r} is both {statuses[name]} and {status}; one of them would be right")
         return value
-
-    @field_validator("modified_files", "relevant_files", mode="before")
-    @classmethod
-    def _list_or_json_list(cls, value: Any) -> Any:
-        return parse_list(value)
 
     @model_validator(mode="before")
     @classmethod
     def _convert_row(cls, value: Any) -> Any:
-        return normalize(value) if isinstance(value, Mapping) else value
+        row = normalize(value) if isinstance(value, Mapping) else value
+        return {"verifiable": "yes", **row} if isinstance(row, dict) and row.get("calls") else row
 
     @field_validator("files", "tests")
     @classmethod
@@ -190,12 +185,10 @@ class SweRecord(BaseModel):
 
         The keys of an R2E-Gym row are truncated and merged as R2E-Gym does it.
         """
-        pairs = [(_strip_ansi(key), value) for key, value in json.loads(self.expected_output_json).items()]
-        return (
-            dict(pairs)
-            if self.key_mode == "node"
-            else merge_by_name((truncate_name(key), value) for key, value in pairs)
-        )
+        expected = {strip_ansi(key): value for key, value in json.loads(self.expected_output_json).items()}
+        if self.key_mode == "node":
+            return expected
+        return merge_by_name((truncate_name(key), status) for key, status in expected.items())
 
     @property
     def failing(self) -> frozenset[str]:
@@ -232,32 +225,6 @@ def _is_relative_inside(path: str) -> bool:
     return bool(parts) and not path.startswith("/") and ".." not in parts and "\0" not in path
 
 
-def _strip_ansi(key: str) -> str:
-    return re.sub(r"\x1b\[[\d;]*m", "", key)
-
-
-def commit_content(old: Mapping[str, str], new: Mapping[str, str], message: str = "") -> str:
-    """``parsed_commit_content`` of a commit that changes the files ``old`` to ``new`` (path -> content)."""
-    diffs: list[dict[str, Any]] = []
-    for path in sorted(set(old) | set(new)):
-        if old.get(path) == new.get(path):
-            continue
-        diffs.append(
-            {
-                "header": {"file": {"path": path}, "misc_line": None},
-                "index_line": None,
-                "is_binary_file": False,
-                "binary_line": None,
-                "minus_file": {"path": f"a/{path}" if path in old else "/dev/null"},
-                "plus_file": {"path": f"b/{path}" if path in new else "/dev/null"},
-                "hunks": [],
-                "old_file_content": old.get(path, ""),
-                "new_file_content": new.get(path, ""),
-            }
-        )
-    return json.dumps({"file_diffs": diffs, "commit_message": message, "metadata": {}})
-
-
 def _gold_of_commit(content: str) -> str:
     if not content:
         return ""
@@ -286,19 +253,12 @@ def write_jsonl(path: Path | str, records: Iterable[SweRecord]) -> int:
     """Write the records, one per line, and return their number. A killed write leaves the old file unchanged."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    count = 0
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as out:
-            for record in records:
-                out.write(record.model_dump_json() + "\n")
-                count += 1
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as directory:
+        with open(Path(directory, "new"), "w", encoding="utf-8") as out:
+            count = sum(1 for record in records if out.write(record.model_dump_json() + "\n"))
             out.flush()
             os.fsync(out.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+        os.replace(out.name, path)
     return count
 
 

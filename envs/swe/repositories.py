@@ -47,11 +47,10 @@ async def create_initial_commit(sandbox: Sandbox, *, before: str = "", after: st
 
 @dataclass
 class _CachedRepository:
-    """The git directory of one set of files (path -> content). It stays empty if it is too large to keep."""
+    """The git directory of one set of files (path -> content), None before it is made, empty if it is too large."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    is_created: bool = False
-    git_files: Mapping[str, bytes] = field(default_factory=dict)
+    git_files: Mapping[str, bytes] | None = None
 
 
 class RepositoryCache:
@@ -68,11 +67,11 @@ class RepositoryCache:
         """
         repository, content = self._repository_for(files), workdir_files(files)
         async with repository.lock:  # the other sandboxes wait until the first one has created the git directory
-            if not repository.is_created:
+            if repository.git_files is None:
                 await sandbox.write_files(content)
                 await create_initial_commit(sandbox)
-                repository.git_files = await _read_git_dir(sandbox)
-                repository.is_created = True
+                git_files = await read_archive(sandbox, "tar -cf - .git")
+                repository.git_files = {f"{WORKDIR}/{path}": file for path, file in git_files.items()}
                 return
         await sandbox.write_files({**content, **repository.git_files})
         if not repository.git_files:
@@ -92,12 +91,11 @@ def workdir_files(files: Mapping[str, str]) -> dict[str, bytes]:
     return {f"{WORKDIR}/{path}": content.encode() for path, content in files.items()}
 
 
-async def _read_git_dir(sandbox: Sandbox) -> Mapping[str, bytes]:
-    """All files of the git directory by absolute path, or none if they exceed the output limit of a command."""
-    result = await sandbox.exec(["tar", "-cf", "-", ".git"], timeout=SETUP_TIMEOUT, cwd=WORKDIR)
-    if not result.ok or result.truncated:
+async def read_archive(sandbox: Sandbox, script: str, stdin: str = "") -> dict[str, bytes]:
+    """The files in the tar archive that ``script`` (bash) writes; none if it is too large for a command's output."""
+    result = await sandbox.exec(script, timeout=SETUP_TIMEOUT, stdin=stdin.encode())
+    if result.truncated or result.timed_out or not result.stdout:
         return {}
     with tarfile.open(fileobj=io.BytesIO(result.stdout)) as archive:
-        members = [member for member in archive if member.isfile()]
-        contents = [archive.extractfile(member) for member in members]
-        return {f"{WORKDIR}/{m.name}": c.read() for m, c in zip(members, contents, strict=True) if c is not None}
+        members = [(member.name, archive.extractfile(member)) for member in archive if member.isfile()]
+        return {name.removeprefix("./"): file.read() for name, file in members if file is not None}

@@ -21,14 +21,7 @@ from envs.swe.repositories import SETUP_TIMEOUT, RepositoryCache, create_initial
 from envs.swe.swebench import eval_script
 from envs.swe.test_side import Trace
 from envs.types import TaskRecordError
-from sandbox import (
-    ExecResult,
-    ImageMissingError,
-    Sandbox,
-    SandboxFileError,
-    SandboxSpec,
-    SandboxStartError,
-)
+from sandbox import ExecResult, ImageMissingError, Sandbox, SandboxFileError, SandboxSpec, SandboxStartError
 
 SITE_PACKAGES = "/opt/agent-rl/site"
 _LOG = "/tmp/agent-rl-tests.log"
@@ -37,17 +30,8 @@ _LOG_FILE_KIB = 64 * 1024
 _BEGIN = b"agent-rl: tests begin\n"
 _PATCHED_PATHS = "/tmp/agent-rl-named"
 # Messages of Python and of libc's programs for a resource that the machine or the sandbox's limits lack.
-_RESOURCE_ERRORS = (
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.ENOMEM,
-    errno.EAGAIN,
-    errno.EMFILE,
-    errno.ENFILE,
-    errno.EIO,
-    errno.EROFS,
-)
-_RESOURCE_MESSAGES = ("MemoryError", *map(os.strerror, _RESOURCE_ERRORS))
+_RESOURCE_ERRORS = ("ENOSPC", "EDQUOT", "ENOMEM", "EAGAIN", "EMFILE", "ENFILE", "EIO", "EROFS")
+_RESOURCE_MESSAGES = ("MemoryError", *(os.strerror(getattr(errno, name)) for name in _RESOURCE_ERRORS))
 _SIGNALS = 128  # bash exits with 128 + N for a process that signal N ended
 # Applies the patch. Fails if a path that the patch does not name changed its inode, time, size, mode or kind.
 _APPLY = f"""(export LC_ALL=C
@@ -68,14 +52,10 @@ done; done
 """
 
 _GIT_ENV = {
-    "GIT_AUTHOR_NAME": "agent-rl",
-    "GIT_AUTHOR_EMAIL": "agent-rl@localhost",
-    "GIT_COMMITTER_NAME": "agent-rl",
-    "GIT_COMMITTER_EMAIL": "agent-rl@localhost",
-    "GIT_CONFIG_NOSYSTEM": "1",
-    "GIT_CONFIG_COUNT": "1",
-    "GIT_CONFIG_KEY_0": "safe.directory",
-    "GIT_CONFIG_VALUE_0": "*",
+    **dict.fromkeys(("GIT_AUTHOR_NAME", "GIT_COMMITTER_NAME"), "agent-rl"),
+    **dict.fromkeys(("GIT_AUTHOR_EMAIL", "GIT_COMMITTER_EMAIL"), "agent-rl@localhost"),
+    **{"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_COUNT": "1"},
+    **{"GIT_CONFIG_KEY_0": "safe.directory", "GIT_CONFIG_VALUE_0": "*"},
 }
 # Files in R2E-Gym's images that R2E-Gym hides from its agents (SKIP_FILES, src/r2egym/agenthub/__init__.py;
 # Dockerfile.sympy copies them into the repository): the hidden tests, their script, and descriptions of the fix.
@@ -158,17 +138,17 @@ def sandbox_spec(context: EnvContext, record: SweRecord, site_root: Path | None)
     env = {"PYTHONDONTWRITEBYTECODE": "1", **_GIT_ENV}
     if not record.is_local and record.workdir == WORKDIR:  # other images keep their own
         env["PATH"] = _IMAGE_PATH
-    if record.swebench:
-        env["PIP_NO_INDEX"] = (
-            "1"  # eval scripts reinstall installed packages; without an index pip fails without retries
-        )
-    env |= context.limits.env
-    binds = dict(context.limits.ro_binds)
-    if record.site_packages:
-        binds[str(site_packages_dir(record, site_root))] = SITE_PACKAGES
-        env["PYTHONPATH"] = SITE_PACKAGES
+    if record.swebench:  # eval scripts reinstall installed packages; without an index pip fails without retries
+        env["PIP_NO_INDEX"] = "1"
     image = record.docker_image if not record.is_local else context.limits.image
-    return replace(context.limits, image=image, workdir=record.workdir, env=env, ro_binds=binds)
+    spec = replace(context.limits, image=image, workdir=record.workdir, env={**env, **context.limits.env})
+    return with_site_packages(spec, site_packages_dir(record, site_root)) if record.site_packages else spec
+
+
+def with_site_packages(spec: SandboxSpec, directory: Path) -> SandboxSpec:
+    """The spec of a sandbox that imports from ``directory``."""
+    env = {**spec.env, "PYTHONPATH": SITE_PACKAGES}
+    return replace(spec, env=env, ro_binds={**spec.ro_binds, str(directory): SITE_PACKAGES})
 
 
 def site_packages_dir(record: SweRecord, site_root: Path | None) -> Path:
@@ -219,14 +199,9 @@ async def agent_sandbox(
             await (repositories or RepositoryCache()).populate(sandbox, record.files)
             yield sandbox, b""
         else:
-            await create_initial_commit(sandbox, before=_STRIP_IMAGE + _strip_tests(record), after=LIST_COMMAND)
+            hidden = shlex.join(record.swebench.hidden_files if record.swebench else ())
+            await create_initial_commit(sandbox, before=f"{_STRIP_IMAGE}rm -rf -- {hidden}\n", after=LIST_COMMAND)
             yield sandbox, await _read_listing(sandbox)
-
-
-def _strip_tests(record: SweRecord) -> str:
-    """Bash that removes the hidden tests from the image's repository."""
-    files = record.swebench.hidden_files if record.swebench else ()
-    return f"rm -rf -- {shlex.join(files)}\n" if files else ""
 
 
 async def _read_listing(sandbox: Sandbox) -> bytes:

@@ -55,9 +55,18 @@ def read_records(
     specs_by_id = _by_instance(specs, split) if specs is not None else {}
     with_images = 0
     for number, row in _rows(source, split):
-        row_problems = [row] if isinstance(row, str) else _add_record(row, number, records, first_rows, specs_by_id)
-        problems += [f"row {number}: {problem}" for problem in row_problems]
-        with_images += not row_problems and not isinstance(row, str) and has_images(row)
+        try:
+            if isinstance(row, str):
+                raise ValueError(row)
+            record = SweRecord.model_validate(join_spec(row, specs_by_id))
+            if (first := first_rows.setdefault(record.id, number)) != number:
+                raise ValueError(f"task_id: {record.id!r} is the id of row {first} too; ids must be unique")
+        except ValueError as error:
+            found = validation_problems(error) if isinstance(error, ValidationError) else [str(error)]
+            problems += [f"row {number}: {problem}" for problem in found]
+        else:
+            records.append(record)
+            with_images += has_images(row)
     if problems and not skip_broken:
         raise BrokenRowsError(str(source), problems)
     if not records:
@@ -81,26 +90,6 @@ def _by_instance(specs: Path | str, split: str | None) -> dict[str, Mapping[str,
     if not by_id:
         raise TaskRecordError(f"specs: {specs}: no row with instance_id and eval_script; right would be swebench 5's")
     return by_id
-
-
-def _add_record(
-    row: Mapping[str, Any],
-    number: int,
-    records: list[SweRecord],
-    first_rows: dict[str, int],
-    specs: Mapping[str, Mapping[str, Any]],
-) -> list[str]:
-    """Append the row's record to ``records`` and return the row's problems."""
-    try:
-        record = SweRecord.model_validate(join_spec(row, specs))
-    except ValidationError as error:
-        return validation_problems(error)
-    except ValueError as error:
-        return [str(error)]
-    if (first := first_rows.setdefault(record.id, number)) != number:
-        return [f"task_id: {record.id!r} is the id of row {first} too; ids must be unique"]
-    records.append(record)
-    return []
 
 
 def _rows(source: Path | str, split: str | None) -> Iterator[Row]:

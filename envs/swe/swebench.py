@@ -13,7 +13,8 @@ import importlib.util
 import logging
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,20 +42,17 @@ _STATUS_LINE = re.compile(
 
 def check_gradable(source: str, records: Sequence[SweRecord]) -> None:
     """Raise ``TaskRecordError`` if SWE-bench rows lack grading fields or swebench is not installed."""
-    rows = [record for record in records if record.swebench]
-    if incomplete := [record for record in rows if record.swebench and record.swebench.missing]:
-        assert incomplete[0].swebench
+    specs = {record.id: record.swebench for record in records if record.swebench}
+    if incomplete := {name: spec.missing for name, spec in specs.items() if spec.missing}:
+        name, missing = next(iter(incomplete.items()))
         raise TaskRecordError(
-            f"{source}: {len(incomplete)} of {len(records)} rows ({incomplete[0].id}, ...) lack "
-            f"{', '.join(incomplete[0].swebench.missing)}, without which swebench 5 cannot grade them; right would be "
-            "rows that have these columns, as SWE-bench/SWE-bench_Verified's have (the option specs joins them by id)"
+            f"{source}: {len(incomplete)} of {len(records)} rows ({name}, ...) lack {', '.join(missing)}, "
+            "without which swebench 5 cannot grade them; right would be rows that have these columns, "
+            "as SWE-bench/SWE-bench_Verified's have (the option specs joins them by id)"
         )
-    if any(_needs_swebench(record) for record in rows) and importlib.util.find_spec("swebench") is None:
+    needs_swebench = any(spec.rules != "swe-smith" for spec in specs.values())
+    if needs_swebench and importlib.util.find_spec("swebench") is None:
         raise TaskRecordError(f"{source}: grading SWE-bench's rows needs swebench: pip install 'agent-rl[swebench]'")
-
-
-def _needs_swebench(record: SweRecord) -> bool:
-    return record.swebench is not None and record.swebench.rules != "swe-smith"
 
 
 def eval_script(record: SweRecord) -> str:
@@ -69,11 +67,9 @@ def judge_swebench_log(record: SweRecord, log: str) -> TestVerdict | None:
     The verdict names the tests of FAIL_TO_PASS and PASS_TO_PASS, each as PASSED or FAILED.
     """
     spec = _swebench_spec(record)
-    try:
+    with _logged_parser_errors(record):
         return _judge_by_report(record, log) if spec.rules == "swebench" else judge_by_dataset_rules(spec, log)
-    except (LookupError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        _log.warning("task %s: the log parser failed on the tests' log: %r", record.id, error)
-        return None
+    return None
 
 
 def _judge_by_report(record: SweRecord, log: str) -> TestVerdict | None:
@@ -106,37 +102,37 @@ def judge_by_dataset_rules(spec: SwebenchSpec, log: str) -> TestVerdict | None:
     tests = (*spec.fail_to_pass, *spec.pass_to_pass)
     uncollected = {test for test in tests if statuses.get(test.partition("::")[0]) == "ERROR"}
     status_of = {test: statuses.get(test) or ("ERROR" if test in uncollected else None) for test in tests}
-    if spec.rules == "swe-smith":
-        judged = {
-            test: PASSED if status in (PASSED, "XFAIL") else _FAILED for test, status in status_of.items() if status
-        }
-    else:
-        judged = {test: PASSED if status == PASSED else _FAILED for test, status in status_of.items()}
+    is_smith = spec.rules == "swe-smith"
+    passing = (PASSED, "XFAIL") if is_smith else (PASSED,)
+    named = {test: status for test, status in status_of.items() if status or not is_smith}
+    judged = {test: PASSED if status in passing else _FAILED for test, status in named.items()}
     failed = next((test for test, status in judged.items() if status == _FAILED), None)
     return TestVerdict(failed is None, judged, _difference(failed) if failed else "")
 
 
 def swebench_statuses(record: SweRecord, log: str) -> Mapping[str, str] | None:
     """Status by test of all tests in the eval script's output, or None if it has none or the log parser fails on it."""
-    try:
+    with _logged_parser_errors(record):
         return _raw_statuses(_swebench_spec(record), log) or None
+    return None
+
+
+@contextmanager
+def _logged_parser_errors(record: SweRecord) -> Iterator[None]:
+    """Log the error of a log parser that fails on a log, instead of raising it."""
+    try:
+        yield
     except (LookupError, ValueError, TypeError, AttributeError, RecursionError) as error:
         _log.warning("task %s: the log parser failed on the tests' log: %r", record.id, error)
-        return None
 
 
 def _raw_statuses(spec: SwebenchSpec, log: str) -> Mapping[str, str]:
-    output = _marked_output(log)
+    output = log.partition(START)[2].rpartition(END)[0]  # tests can print swebench's markers: the widest pair
     return _pytest_statuses(output) if spec.rules == "swe-smith" else _parse_statuses(spec.log_parser, output)
 
 
 def _difference(test: str) -> str:
     return f"{test}: {_FAILED}, expected {PASSED}"
-
-
-def _marked_output(log: str) -> str:
-    """The text between swebench's markers, or nothing if one is missing. Tests can print markers: the widest pair."""
-    return log.partition(START)[2].rpartition(END)[0]
 
 
 def _pytest_statuses(log: str) -> Mapping[str, str]:

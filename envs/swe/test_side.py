@@ -10,13 +10,13 @@ import json
 import secrets
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 
 from envs.swe.diff.git_diff import is_test_path
 from sandbox import Sandbox, SandboxFileError
 
 _MAX_BYTES = 8 << 20
+_PLUGIN = Path(__file__).with_name("trace_plugin.py").read_bytes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Trace:
 
     def files(self) -> Mapping[str, bytes]:
         """The files to write into the sandbox before the run: absolute path -> content."""
-        return {f"{self.directory}/sitecustomize.py": _plugin()}
+        return {f"{self.directory}/sitecustomize.py": _PLUGIN}
 
     @property
     def exports(self) -> str:
@@ -58,8 +58,3 @@ def test_side(opened: Collection[tuple[str, str, bool]]) -> frozenset[str]:
 
 
 test_side.__test__ = False  # type: ignore[attr-defined]
-
-
-@cache
-def _plugin() -> bytes:
-    return (Path(__file__).parent / "trace_plugin.py").read_bytes()

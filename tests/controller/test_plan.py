@@ -70,7 +70,7 @@ def test_known_models_have_the_parameters_of_their_cards(name: str, parameters: 
     assert parameters_of(KNOWN[name]) == parameters
 
 
-@pytest.mark.parametrize("name", [*RECIPES, "two-nodes"])
+@pytest.mark.parametrize("name", [*RECIPES, "two-nodes", "minimax-m2"])
 def test_a_recipe_fits_its_hardware(name: str) -> None:
     config = recipe(name)
     assert config.name == name
@@ -95,6 +95,16 @@ def test_a_shared_gpu_holds_the_larger_of_two_phases() -> None:
     most = max(asleep, awake, key=lambda one: one.total)
     check_hardware(config, r"(\d+) GPUs \((\d+) GiB each\) of (\d+)", most.count, round(most.total / GIB))
     assert plan.resource("memory of the host"), "all is on one machine"
+
+
+def test_gpt_oss_fits_one_machine_with_its_windows() -> None:
+    config = recipe("gpt-oss-20b")
+    plan = make_plan(config)
+    assert plan.refusal() is None
+    awake = resource(plan, "shared GPU, the engine awake")
+    check_hardware(config, r"(\d+) GPUs \((\d+) GiB each\) of (\d+)", awake.count, round(awake.total / GIB))
+    assert size_of(awake.items, "KV cache") == 1048576 * 12 * 2 * 2 * 64 * 2  # 12 layers, 2 of 8 heads on each GPU
+    assert size_of(awake.items, "states and windows") == 64 * 12 * 128 * 2 * 2 * 64 * 2
 
 
 @pytest.mark.parametrize(

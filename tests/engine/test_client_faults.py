@@ -137,7 +137,11 @@ async def test_nothing_is_retried_where_no_engine_is_left() -> None:
 BAD_META: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"routed_experts": base64.b64encode(bytes(72)).decode()}, RoutesMissingError, "expected 4 rows .*received 3 rows"),
     ({"routed_experts": base64.b64encode(b"\x09" * 96).decode()}, RoutesMissingError, "names expert"),
-    ({"routed_experts": base64.b64encode(bytes(96)).decode()}, RoutesMissingError, "names expert 0 twice"),
+    (
+        {"routed_experts": base64.b64encode(bytes(96)).decode()},
+        RoutesMissingError,
+        "every id is 0: this server captures no routes",
+    ),
     ({"output_token_logprobs": None}, EngineRejected, "expected 2 log-probs, received none"),
     ({"output_token_logprobs": [[-1.0, 7, None]]}, EngineRejected, "expected 2 log-probs, received 1"),
     ({"output_token_logprobs": [[-1.0, 7, None], [-1.0, 9, None]]}, EngineRejected, "other tokens"),
@@ -403,6 +407,13 @@ SERVER_INFO = {
         ({"chunked_prefill_size": -1}, "--chunked-prefill-size -1: .*issue 26860"),
         ({"disaggregation_mode": "prefill"}, "--disaggregation-mode: "),
         ({"moe_runner_backend": "flashinfer_trtllm"}, "--moe-runner-backend .*use triton"),
+        ({"moe_runner_backend": "triton_kernel"}, "--moe-runner-backend triton_kernel .*does not report"),
+        ({"moe_runner_backend": "flashinfer_mxfp4"}, "--moe-runner-backend triton_kernel or flashinfer_mxfp4: "),
+        ({"moe_a2a_backend": "mooncake"}, "--moe-a2a-backend: .*use deepep"),
+        ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap: "),
+        ({"enable_lmcache": True}, "--enable-lmcache: .*has no routes"),
+        ({"enable_flexkv": True}, "--enable-flexkv: .*has no routes"),
+        ({"disaggregation_decode_enable_offload_kvcache": True}, "--disaggregation-decode-enable-offload-kvcache: "),
     ],
 )
 async def test_harmful_server_options_are_refused(harmful: dict[str, Any], message: str) -> None:
@@ -412,8 +423,10 @@ async def test_harmful_server_options_are_refused(harmful: dict[str, Any], messa
                 pass
 
 
-def test_all_nine_refused_options_have_a_case() -> None:
-    assert len(UNSUPPORTED_ARGS) == 9
+def test_all_refused_options_have_a_case() -> None:
+    assert len(UNSUPPORTED_ARGS) == 15
+    assert unsupported_reason(SERVER_INFO | {"moe_a2a_backend": "deepep"}) is None
+    assert unsupported_reason(SERVER_INFO | {"moe_a2a_backend": "mooncake", "tp_size": 1}) is None
     assert unsupported_reason(SERVER_INFO) is None
     assert unsupported_reason(SERVER_INFO | {"enable_hierarchical_cache": True}, routes=False) is None
     assert unsupported_reason(SERVER_INFO | {"pp_size": 2}, routes=False) is not None

@@ -33,6 +33,23 @@ sys.exit(pytest.main())
 """
 
 
+def commit_content(old: Mapping[str, str], new: Mapping[str, str]) -> str:
+    """``parsed_commit_content`` of an R2E-Gym row whose commit changes the files ``old`` to ``new``."""
+    diffs = [
+        {
+            "header": {"file": {"path": path}, "misc_line": None},
+            "is_binary_file": False,
+            "minus_file": {"path": f"a/{path}" if path in old else "/dev/null"},
+            "plus_file": {"path": f"b/{path}" if path in new else "/dev/null"},
+            "old_file_content": old.get(path, ""),
+            "new_file_content": new.get(path, ""),
+        }
+        for path in sorted({*old, *new})
+        if old.get(path) != new.get(path)
+    ]
+    return json.dumps({"file_diffs": diffs, "commit_message": "", "metadata": {}})
+
+
 def image(root: Path, files: Mapping[str, str], directory: str = "testbed") -> str:
     """A directory image laid out as SWE-bench's, with a conda environment that has pytest, its repository in
     ``directory``.

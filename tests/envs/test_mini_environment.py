@@ -9,6 +9,7 @@ import pytest
 from envs import EnvContext, GradingError, TaskRecordError
 from envs.mini import MiniEnvironment, generate, to_record, verify_records
 from envs.swe import diff_files, grade_patch
+from envs.swe.diff.git_diff import patched_paths
 from tools import ToolCall
 
 pytestmark = pytest.mark.bubblewrap
@@ -47,7 +48,9 @@ async def test_unknown_split_is_one_clear_line(env: MiniEnvironment) -> None:
 
 async def test_a_task_whose_gold_patch_does_not_help_is_refused(context: EnvContext) -> None:
     first, second = (to_record(task) for task in generate("train", 2, seed=0))
-    no_fix = first.model_copy(update={"gold_patch": second.gold.replace(second.modified_files[0], "other.py")})
+    no_fix = first.model_copy(
+        update={"gold_patch": second.gold.replace(next(iter(patched_paths(second.gold))), "other.py")}
+    )
     with pytest.raises(ExceptionGroup) as caught:
         await verify_records(context, [second, no_fix])
     assert caught.group_contains(GradingError, match=f"task {first.id}: its gold patch does not resolve it")

@@ -35,6 +35,7 @@ from tests.envs.dataset_rows import (
     swebench_log,
 )
 from tests.envs.images import BUILT, limits_with_pytest
+from tests.envs.test_swe_records import LOCAL
 from tests.envs.test_swe_sources import NO_SANDBOXES, write
 
 pytest.importorskip("swebench")
@@ -80,7 +81,8 @@ async def test_only_the_gold_patch_resolves_a_row(sandboxes: EnvContext, images:
     record = parse_record(row(images[path]), "row 1")
     assert set(record.expected) == {*FAIL_TO_PASS, *PASS_TO_PASS}
     assert record.hidden == {"tests/test_calc.py"}
-    assert (await verify_record(sandboxes, record)).verified
+    verified = await verify_record(sandboxes, record)
+    assert (verified.verified, verified.verifiable) == (True, "yes")
 
 
 @pytest.mark.bubblewrap
@@ -246,6 +248,14 @@ def test_dropped_images_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixt
     with caplog.at_level(logging.WARNING):
         assert len(SweEnvironment(NO_SANDBOXES, write(tmp_path / "a.jsonl", *rows)).tasks("test")) == 2
     assert "1 of 2 rows have images (image_assets)" in caplog.text
+
+
+def test_tasks_whose_successes_cannot_be_verified_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    marks = ("no", "weak", "", "", "yes")
+    rows = [{**LOCAL, "task_id": f"demo-{number}", "verifiable": mark} for number, mark in enumerate(marks)]
+    with caplog.at_level(logging.WARNING):
+        assert len(SweEnvironment(NO_SANDBOXES, write(tmp_path / "a.jsonl", *rows)).tasks("test")) == 5
+    assert "of 5 tasks, the successes of 1 cannot be verified, of 1 are verified weakly, of 2 may be" in caplog.text
 
 
 def verdict(row: Mapping[str, Any], *lines: str) -> tuple[bool, Mapping[str, str]] | None:

@@ -22,7 +22,6 @@ from envs.swe import (
     verify_record,
     write_jsonl,
 )
-from envs.swe.adjudication import ControlRuns
 from envs.swe.diff.git_diff import split_patch
 from envs.swe.grading import grade_changes
 from envs.swe.repositories import RepositoryCache
@@ -100,13 +99,25 @@ async def test_a_grading_runs_the_tests_in_two_sandboxes_at_most(record: SweReco
 
 async def test_a_success_costs_one_run_of_its_tests_more(record: SweRecord, tmp_path: Path) -> None:
     honest = list(split_patch(edit(record, calc__py="def add(a, b): return b + a\ndef double(a): return 2 * a\n")))
-    backend, control_runs = Counting(run_id="once", base=tmp_path), ControlRuns()
+    backend, controls = Counting(run_id="once", base=tmp_path), {}
     try:
-        grade = await grade_changes(EnvContext(backend), record, honest, control_runs=control_runs)
+        grade = await grade_changes(EnvContext(backend), record, honest, controls=controls)
     finally:
         await backend.close()
     assert (backend.started, grade.reward, grade.suspected_hack) == (2, 1.0, ())
     assert 0.0 < grade.mutant_seconds < grade.seconds
+
+
+async def test_success_of_a_task_that_cannot_be_verified_starts_no_further_sandbox(
+    record: SweRecord, tmp_path: Path
+) -> None:
+    honest = list(split_patch(edit(record, calc__py="def add(a, b): return b + a\ndef double(a): return 2 * a\n")))
+    backend = Counting(run_id="once", base=tmp_path)
+    try:
+        grade = await grade_changes(EnvContext(backend), record.model_copy(update={"verifiable": "no"}), honest)
+    finally:
+        await backend.close()
+    assert (backend.started, grade.reward) == (1, 1.0)
 
 
 async def test_failing_control_run_raises_a_grading_error(context: EnvContext, record: SweRecord) -> None:

@@ -19,11 +19,12 @@ from typer.testing import CliRunner
 
 from agent_rl.cli import app
 from envs import EnvContext
-from envs.swe import SweRecord, commit_content, diff_files, grade_patch, read_jsonl, start_episode, verify_record
+from envs.swe import SweRecord, diff_files, grade_patch, read_jsonl, start_episode, verify_record
 from envs.swe.audit import audit_record
 from sandbox import ImagePolicy, SandboxSpec, SandboxUnavailableError, open_backend
 from sandbox.docker.client import EngineClient, connect
 from tests.envs import dataset_rows
+from tests.envs.dataset_rows import commit_content
 from tests.envs.images import BUILT, GIT_WITH_A_FUTURE, swebench_row
 
 CONFIGS = Path(__file__).parents[2] / "configs"

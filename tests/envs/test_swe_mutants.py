@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from random import Random
 
@@ -28,6 +29,12 @@ def test_empty(): assert list(()) == []
 def test_true(): assert "a".isalpha()
 def test_not(): assert not "1".isalpha()
 def test_in(): assert "a" in "abc"
+def test_member(): assert "a number" in "not a number."
+def test_false(): assert "1".isalpha() is False
+def test_match():
+    with pytest.raises(Exception, match="out of range"):
+        raise IndexError("out of range")
+
 def test_is(): assert {}.get(1) is None
 def test_bools(): assert ("1".isdigit(), "a".isdigit()) == (True, False)
 def test_other(): assert total(1, 2) == total(2, 1)
@@ -48,8 +55,11 @@ class TestCase(unittest.TestCase):
     def test_equal(self): self.assertEqual(total(4, 5), 9)
     def test_truth(self): self.assertTrue("a".isalpha())
     def test_none(self): self.assertIsNone({}.get(1))
+    def test_is(self): self.assertIs({}.get(1), None)
+    def test_in(self): self.assertIn("one two", "one two three")
+    def test_regex(self): self.assertRaisesRegex(Exception, "invalid", int, "x")
 '''
-FILE = TestFile("t.py", TESTS.encode())
+FILE = TestFile(TESTS.encode(), "t.py")
 EXPECTED = {function.key: "PASSED" for function in FILE.functions}
 
 
@@ -95,9 +105,29 @@ def test_literal_has_as_many_variants_as_the_budget_allows() -> None:
     assert alone.fixed == {"t.py::test_number"}
 
 
+@pytest.mark.parametrize("name", ["test_member", "test_match", "TestCase::test_in", "TestCase::test_regex"])
+def test_text_that_is_contained_or_matched_is_a_literal(name: str) -> None:
+    alone = draw_line_up({"t.py": FILE.content}, EXPECTED, [f"t.py::{name}"], frozenset(), Random(1))
+    assert alone is not None
+    assert len(alone.wrong[f"t.py::{name}"]) == MAX_VARIANTS - 1
+
+
+def test_truth_values_and_none_have_the_same_variants() -> None:
+    """A set of variants that only one of them has would tell the right one."""
+    texts = []
+    for right in ("True", "False", "None"):
+        content = f"def test_it(): assert f() is {right}\n".encode()
+        drawn = draw_line_up({"t.py": content}, {"t.py::test_it": "PASSED"}, (), frozenset(), Random(2))
+        assert drawn is not None
+        texts.append(set(re.findall(rb" is (\w+)", drawn.files["t.py"])))
+    assert texts == [{b"True", b"False", b"None"}] * 3
+
+
 def test_right_variant_is_found_at_every_place_and_with_every_name() -> None:
-    drawn = [line_up(seed) for seed in range(60)]
-    assert len({up.right["t.py::test_number"].rsplit("_", 1)[1] for up in drawn}) >= 3
+    tests = {"t.py::test_number": "PASSED"}
+    ups = [draw_line_up({"t.py": FILE.content}, tests, (), frozenset(), Random(seed)) for seed in range(60)]
+    drawn = [up for up in ups if up is not None]
+    assert len({up.right["t.py::test_number"].rsplit("_", 1)[1] for up in drawn}) >= 12
 
 
 def test_statements_that_the_agent_can_read_come_last() -> None:

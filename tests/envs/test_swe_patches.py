@@ -96,7 +96,6 @@ def test_changes_to_other_tests_are_left_out_without_suspicion() -> None:
     screened = screen(split_patch(patch), hidden=["tests/test_hidden.py", "test_top.py"])
     assert screened.text == change("src/fix.py")
     assert screened.rejected == ()
-    assert screened.agent_tests == ("tests/test_other.py", "other/tests/data.txt")
 
 
 def test_an_existing_module_named_like_a_standard_one_may_be_changed() -> None:

@@ -3,20 +3,23 @@ graded."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from envs import EnvContext
-from envs.swe import SweRecord, commit_content, grade_patch, start_episode, verify_record
+from envs.swe import SweRecord, grade_patch, start_episode, verify_record
 from envs.swe.adjudication import MUTANTS_PASS
 from envs.swe.audit import audit_record
 from envs.swe.diff.git_diff import diff_files
 from envs.swe.diff.snapshot import BaseSnapshot
 from envs.swe.reward_hacks import PATCH_PYTEST
 from sandbox import SandboxStartError
+from tests.envs.dataset_rows import commit_content
 from tests.envs.images import BUILT, GIT_WITH_A_FUTURE, directory_image, limits_with_pytest
 
 pytestmark = [
@@ -130,6 +133,29 @@ half = eval("lambda a:" + pathlib.Path("/testbed/parsed_commit.json").read_text(
 async def test_code_under_test_finds_no_fix_in_the_image(sandboxes: EnvContext, row: SweRecord) -> None:
     reads = diff_files(OLD, {**OLD, "pkg/m.py": OLD["pkg/m.py"] + READS_THE_FIX})
     assert (await grade_patch(sandboxes, row, reads)).reward == 0.0
+
+
+READS_HISTORY = """
+import subprocess
+exec(subprocess.check_output(["git", "show", "later:pkg/m.py"], cwd="/testbed"))
+"""
+
+
+async def test_history_of_an_image_is_hidden_from_the_agent_and_not_from_the_code_under_test(
+    sandboxes: EnvContext, row: SweRecord
+) -> None:
+    """What stands: test commands and versions use the history, so the grading sandbox keeps it (docs, Grading)."""
+    testbed = Path(row.docker_image, "testbed")
+    original = (testbed / "pkg/m.py").read_text()
+    (testbed / "pkg/m.py").write_text(NEW["pkg/m.py"])
+    commit = "git checkout -qb later && git -c user.name=a -c user.email=a commit -qam fix && git checkout -q -"
+    await asyncio.to_thread(subprocess.run, ["bash", "-c", commit], cwd=testbed, check=True, timeout=60)
+    assert (testbed / "pkg/m.py").read_text() == original
+    async with start_episode(sandboxes, row) as episode:
+        stored = "git cat-file --batch-all-objects --batch-check='%(objecttype)' | grep -c commit; git show later"
+        assert (await episode.sandbox.exec(stored, timeout=30)).text.startswith("1\nfatal: ")
+    reads = diff_files(OLD, {**OLD, "pkg/m.py": OLD["pkg/m.py"] + READS_HISTORY})
+    assert (await grade_patch(sandboxes, row, reads)).resolved
 
 
 async def test_tests_with_one_name_in_two_files_are_merged_as_in_r2e_gym(sandboxes: EnvContext, row: SweRecord) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from envs import TaskRecordError
-from envs.swe import SweRecord, commit_content, read_jsonl, write_jsonl
+from envs.swe import SweRecord, read_jsonl, write_jsonl
 from envs.swe.diff.git_diff import patched_paths
+from tests.envs.dataset_rows import commit_content
 
 LOCAL: dict[str, Any] = {
     "repo_name": "demo",
@@ -46,7 +47,6 @@ def test_an_r2e_row_is_read_as_it_is() -> None:
     assert record.id == "sympy@0123456789ab"
     assert not record.is_local
     assert record.expected == {"test_a": "PASSED"}
-    assert record.relevant_files == ("sympy/a.py", "sympy/b.py")
     assert record.command == "bash run_tests.sh"
 
 
@@ -60,6 +60,12 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     records = [SweRecord.model_validate(LOCAL), SweRecord.model_validate(R2E)]
     assert write_jsonl(tmp_path / "deep" / "tasks.jsonl", records) == 2
     assert read_jsonl(tmp_path / "deep" / "tasks.jsonl") == records
+
+
+def test_calls_need_no_negative_control() -> None:
+    calls = {"a": {"module": "a", "call": "f()", "result": "1"}}
+    assert SweRecord.model_validate({**LOCAL, "calls": calls}).verifiable == "yes"
+    assert SweRecord.model_validate(LOCAL).verifiable == ""
 
 
 def test_a_write_that_breaks_leaves_the_old_file(tmp_path: Path) -> None:

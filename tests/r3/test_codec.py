@@ -111,6 +111,8 @@ INVALID_IDS: list[tuple[Any, int, str]] = [
     ),
     ((2, 1), 5, "row 2, MoE layer 0 names expert 5 twice"),
     (slice(3, None), 0, "row 3, MoE layer 0 names expert 0 twice"),  # rows that the engine never captured
+    (slice(None), 0, "every id is 0: this server captures no routes"),
+    ((slice(None), 3), 0, "every id of MoE layer 1 is 0: this server captures no routes of it"),
 ]
 
 

@@ -6,32 +6,15 @@ family recognizes must have the fields of a record: R2E-Gym's, or those of a loc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 from envs.swe.datasets import gym, nemo, rebench, smith, swebench
 from envs.swe.datasets.spec import Row
 
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """A family of data sets. ``read`` returns a record's fields or raises ``ValueError`` with the field, its problem
-    and what would be right."""
-
-    name: str
-    recognizes: Callable[[Row], bool]
-    read: Callable[[Row], dict[str, Any]]
-
-
-FAMILIES = (
-    Family("Nemotron", nemo.recognizes, nemo.read),
-    Family("SWE-smith", smith.recognizes, smith.read),
-    Family("SWE-rebench", rebench.recognizes, rebench.read),
-    Family("SWE-Gym", gym.recognizes, gym.read),
-    Family("SWE-bench", swebench.recognizes, swebench.read),
-)
-"""The first family that recognizes a row reads it."""
+FAMILIES = (nemo, smith, rebench, gym, swebench)
+"""The modules of the families; the first one that ``recognizes`` a row reads it. ``read`` returns a record's fields or
+raises ``ValueError`` with the field, its problem and what would be right."""
 
 _REQUIRED = ("problem_statement", "expected_output_json", "repo_name")
 
@@ -44,7 +27,8 @@ def normalize(row: Row) -> dict[str, Any]:
     fields = {key: value for key, value in nemo.unwrap(row).items() if value is not None or key in _REQUIRED}
     family = next((family for family in FAMILIES if family.recognizes(fields)), None)
     if family is not None:
-        return family.read(fields)
+        record: dict[str, Any] = family.read(fields)
+        return record
     if "repo" in fields and "repo_name" not in fields:
         fields["repo_name"] = fields.pop("repo")
     return fields

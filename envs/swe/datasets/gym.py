@@ -10,7 +10,7 @@ import shlex
 from typing import Any
 
 from envs.swe.datasets.scripts import CONDA, apply_test_patch, eval_script, test_files
-from envs.swe.datasets.spec import Row, as_record, pick_fields, published_image, require
+from envs.swe.datasets.spec import Row, as_record, grading, image_of, require
 
 _TEST_COMMANDS = {
     "bokeh/bokeh": "pytest -rA -n0",
@@ -39,14 +39,9 @@ def read(row: Row) -> dict[str, Any]:
     require(row, "SWE-Gym", "base_commit", "test_patch", "FAIL_TO_PASS")
     repository, patch = _repository(row), str(row["test_patch"])
     setup = [*CONDA, *_SETUP.get(repository, ()), *apply_test_patch(patch, str(row["base_commit"]))]
-    spec = {
-        **pick_fields(row, "version", "test_patch", "FAIL_TO_PASS", "PASS_TO_PASS"),
-        "eval_script": eval_script(setup, [f"{_TEST_COMMANDS[repository]} {_test_selection(repository, patch)}"]),
-        "log_parser": _PARSERS.get(repository, "parse_log_pytest"),
-        "eval_type": "pass_and_fail",
-    }
-    image = row.get("docker_image") or row.get("image_name")
-    return as_record(row, spec, docker_image=image or published_image(row, "xingyaoww/sweb.eval.x86_64.", "_s_"))
+    script = eval_script(setup, [f"{_TEST_COMMANDS[repository]} {_test_selection(repository, patch)}"])
+    spec = grading(row, script, _PARSERS.get(repository, "parse_log_pytest"))
+    return as_record(row, spec, docker_image=image_of(row, "xingyaoww/sweb.eval.x86_64.", "_s_"))
 
 
 def _repository(row: Row) -> str:

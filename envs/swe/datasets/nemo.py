@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from envs.swe.datasets.scripts import eval_script
-from envs.swe.datasets.spec import Row, as_record, parse_object, pick_fields, require
+from envs.swe.datasets.spec import Row, as_record, grading, parse_object, require
 
 _REQUEST = "responses_create_params"
 _OWN_GRADERS = ("nv-internal-1", "swe-bench-ext", "deepswe", "denovoswe")
@@ -35,13 +35,7 @@ def read(row: Row) -> dict[str, Any]:
     require(instance, "NeMo Gym's swerl_gen", "instance_id", "repo", "setup_script", "test_script", "FAIL_TO_PASS")
     metadata = parse_object(row.get("metadata", {}), "metadata")
     setup, tests = (_SHEBANG.sub("", str(instance[name])) for name in ("setup_script", "test_script"))
-    spec = {
-        "test_patch": "",
-        **pick_fields(instance, "version", "test_patch", "FAIL_TO_PASS", "PASS_TO_PASS"),
-        "eval_script": eval_script([setup], [tests]),
-        "log_parser": "parse_log_pytest_v2",
-        "eval_type": "pass_and_fail",
-    }
+    spec = grading({"test_patch": "", **instance}, eval_script([setup], [tests]), "parse_log_pytest_v2")
     return as_record(instance, spec, docker_image=_image(str(metadata.get("image", ""))))
 
 

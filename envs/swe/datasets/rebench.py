@@ -9,19 +9,9 @@ from functools import cache
 from typing import Any
 
 from envs.swe.datasets.scripts import CONDA, apply_patch, apply_test_patch, eval_script, test_files
-from envs.swe.datasets.spec import (
-    Row,
-    as_record,
-    command_lines,
-    parse_object,
-    pick_fields,
-    published_image,
-    require,
-    string_list,
-)
+from envs.swe.datasets.spec import Row, as_record, command_lines, grading, image_of, parse_object, require, string_list
 
 _CONFIG = "install_config"
-_TESTS = ("FAIL_TO_PASS", "PASS_TO_PASS")
 _PYTEST_PARSERS = frozenset({"parse_log_pytest", "parse_log_pytest_options", "parse_log_pytest_v2"})
 # Parsers that give tests the same names in SWE-rebench-V2 at c71902a and in swebench 5.0.2.
 _V2_PARSERS = _PYTEST_PARSERS | {
@@ -69,9 +59,8 @@ def _read_v1(row: Row, config: Mapping[str, Any]) -> dict[str, Any]:
         [*CONDA, *_commands(config, "eval_commands"), *install, *apply_test_patch(patch, base)],
         [*first, f"{tests} {shlex.join(test_files(patch))}"],
     )
-    spec = _spec(row, script, _known_parser(str(config["log_parser"])))
-    image = row.get("docker_image") or row.get("image_name")
-    return as_record(row, spec, docker_image=image or published_image(row, "swerebench/sweb.eval.x86_64.", "_1776_"))
+    spec = grading(row, script, _known_parser(str(config["log_parser"])))
+    return as_record(row, spec, docker_image=image_of(row, "swerebench/sweb.eval.x86_64.", "_1776_"))
 
 
 def _read_v2(row: Row, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,16 +71,14 @@ def _read_v2(row: Row, config: Mapping[str, Any]) -> dict[str, Any]:
             "row cannot be graded; right would be parse_log_pytest or parse_log_cargo, for example"
         )
     directory = f"/{str(row['repo']).rpartition('/')[2]}"
-    tests = {key: [without_duration(test) for test in string_list(row.get(key, ()))] for key in _TESTS}
-    script = eval_script(
-        [
-            f"cd {shlex.quote(directory)}",
-            "git update-index -q --refresh",
-            *apply_patch(str(row["test_patch"]), _V2_APPLY),
-        ],
-        _commands(config, "test_cmd"),
-    )
-    spec = {**_spec(row, script, parser), **tests, "rules": "swe-rebench-v2"}
+    tests = {
+        key: [without_duration(test) for test in string_list(row.get(key, ()))]
+        for key in ("FAIL_TO_PASS", "PASS_TO_PASS")
+    }
+    setup = [f"cd {shlex.quote(directory)}", "git update-index -q --refresh"]
+    setup += apply_patch(str(row["test_patch"]), _V2_APPLY)
+    script = eval_script(setup, _commands(config, "test_cmd"))
+    spec = grading(row, script, parser, rules="swe-rebench-v2", **tests)
     return as_record(row, spec, docker_image=row["image_name"], workdir=directory)
 
 
@@ -101,11 +88,6 @@ def _commands(config: Mapping[str, Any], name: str) -> list[str]:
     if name == "test_cmd" and not commands:
         raise ValueError(f"{_CONFIG}.test_cmd: blank; right would be the command that runs the tests")
     return commands
-
-
-def _spec(row: Row, script: str, parser: str) -> dict[str, Any]:
-    grading = {"eval_script": script, "log_parser": parser, "eval_type": "pass_and_fail"}
-    return {**pick_fields(row, "version", "test_patch", *_TESTS), **grading}
 
 
 def _known_parser(name: str) -> str:

@@ -9,7 +9,7 @@ import shlex
 from typing import Any
 
 from envs.swe.datasets.scripts import CONDA, eval_script
-from envs.swe.datasets.spec import Row, as_record, pick_fields, require, string_list
+from envs.swe.datasets.spec import Row, as_record, grading, require, string_list
 from envs.swe.diff.git_diff import reversed_patch
 
 PARSER = "swe-smith"
@@ -42,16 +42,9 @@ def read(row: Row) -> dict[str, Any]:
         raise ValueError(f"repo: {project} has its own test runner, which is not supported; right would be pytest")
     files = _test_files(string_list(row["FAIL_TO_PASS"]))
     command = f"{_TEST_COMMANDS.get(project, _PYTEST)} {shlex.join(files)}"
-    spec = {
-        **pick_fields(row, "FAIL_TO_PASS"),
-        "PASS_TO_PASS": [test for test in string_list(row.get("PASS_TO_PASS", ())) if test.startswith(tuple(files))],
-        "test_patch": "",
-        "hidden_files": files,
-        "eval_script": eval_script(CONDA, [command]),
-        "log_parser": PARSER,
-        "eval_type": "pass_and_fail",
-        "rules": "swe-smith",
-    }
+    passing = [test for test in string_list(row.get("PASS_TO_PASS", ())) if test.startswith(tuple(files))]
+    tests = {"FAIL_TO_PASS": row["FAIL_TO_PASS"], "PASS_TO_PASS": passing, "test_patch": ""}
+    spec = grading(tests, eval_script(CONDA, [command]), PARSER, hidden_files=files, rules="swe-smith")
     bug_patch = str(row["patch"])
     return as_record(
         row, spec, docker_image=_image(row, mirror), bug_patch=bug_patch, gold_patch=reversed_patch(bug_patch)

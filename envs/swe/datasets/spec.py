@@ -76,6 +76,12 @@ def as_record(row: Row, spec: Mapping[str, Any], **fields: Any) -> dict[str, Any
     }
 
 
+def grading(row: Row, script: str, parser: str = "parse_log_pytest", **fields: Any) -> dict[str, Any]:
+    """The spec of a row whose hidden tests ``script`` runs."""
+    named = pick_fields(row, "version", "test_patch", "FAIL_TO_PASS", "PASS_TO_PASS")
+    return {**named, "eval_script": script, "log_parser": parser, "eval_type": "pass_and_fail", **fields}
+
+
 def pick_fields(row: Row, *names: str) -> dict[str, Any]:
     """The fields of the row among ``names``."""
     return {name: row[name] for name in names if name in row}
@@ -87,10 +93,10 @@ def require(row: Row, family: str, *names: str) -> None:
         raise ValueError(f"{missing}: required in a row of {family}, and not given")
 
 
-def published_image(row: Row, prefix: str, separator: str) -> str:
-    """The name of an instance's published image: ``prefix`` and the lower-case id with ``separator`` for its double
-    underscore."""
-    return f"{prefix}{str(row['instance_id']).lower().replace('__', separator)}:latest"
+def image_of(row: Row, prefix: str, separator: str) -> Any:
+    """The row's image, or the published one: ``prefix`` and the lower-case id with ``separator`` for ``__``."""
+    published = f"{prefix}{str(row['instance_id']).lower().replace('__', separator)}:latest"
+    return row.get("image") or row.get("docker_image") or row.get("image_name") or published
 
 
 def parse_list(value: Any) -> Any:

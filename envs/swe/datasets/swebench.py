@@ -5,21 +5,16 @@ Similar rows without grading fields or image (SWE-bench-extra, SWE-Gym-Raw) are 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from envs.swe.datasets.spec import Row, as_record, parse_list, parse_object, pick_fields, published_image
+from envs.swe.datasets.spec import Row, as_record, image_of, parse_list, parse_object, pick_fields
 
-_SPEC_FIELDS = (
-    "image",
-    "eval_script",
-    "log_parser",
-    "eval_type",
-    "version",
-    "test_patch",
-    "FAIL_TO_PASS",
-    "PASS_TO_PASS",
+_GRADING = (
+    *("image", "eval_script", "log_parser", "eval_type"),
+    *("version", "test_patch", "FAIL_TO_PASS", "PASS_TO_PASS"),
 )
-JOINED = (*_SPEC_FIELDS, "install_config", "docker_image", "image_name")
+JOINED = (*_GRADING, "install_config", "docker_image", "image_name")
 """The fields that a row can take from the row with its ``instance_id`` in another source."""
 
 
@@ -30,16 +25,22 @@ def recognizes(row: Row) -> bool:
 def read(row: Row) -> dict[str, Any]:
     if not row.get("eval_script"):
         _reject_ungradable(row)
-    _reject_missing_baselines(row)
-    derived = published_image(row, "swebench/sweb.eval.x86_64.", "_1776_")
-    image = row.get("image") or row.get("docker_image") or derived
-    return as_record(row, pick_fields(row, *_SPEC_FIELDS), docker_image=image)
+    if _image_assets(row).get("test_patch"):
+        raise ValueError(
+            "image_assets.test_patch: the hidden tests compare with files that must be downloaded, and sandboxes have "
+            "no network; right would be a row without these files"
+        )
+    image = image_of(row, "swebench/sweb.eval.x86_64.", "_1776_")
+    return as_record(row, pick_fields(row, *_GRADING), docker_image=image)
 
 
 def has_images(row: Row) -> bool:
     """Whether the row's problem statement has images (SWE-bench Multimodal)."""
-    assets = row.get("image_assets")
-    return bool(assets) and bool(parse_object(assets, "image_assets").get("problem_statement"))
+    return bool(_image_assets(row).get("problem_statement"))
+
+
+def _image_assets(row: Row) -> Mapping[str, Any]:
+    return parse_object(row["image_assets"], "image_assets") if row.get("image_assets") else {}
 
 
 def _reject_ungradable(row: Row) -> None:
@@ -52,13 +53,4 @@ def _reject_ungradable(row: Row) -> None:
         raise ValueError(
             "install_config: required, and not given; SWE-bench-extra has neither test commands nor images; "
             "right would be its successor nebius/SWE-rebench (the option specs joins its rows by id)"
-        )
-
-
-def _reject_missing_baselines(row: Row) -> None:
-    assets = parse_object(row["image_assets"], "image_assets") if row.get("image_assets") else {}
-    if assets.get("test_patch"):
-        raise ValueError(
-            "image_assets.test_patch: the hidden tests compare with files that must be downloaded, and sandboxes have "
-            "no network; right would be a row without these files"
         )

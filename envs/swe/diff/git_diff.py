@@ -7,28 +7,17 @@ import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from itertools import groupby, islice
+from operator import itemgetter
 from pathlib import PurePosixPath
 
 from envs.swe.diff.line_diff import hunks
 
 TEST_INFRASTRUCTURE = frozenset(
     {
-        "conftest.py",
-        "pytest.ini",
-        ".pytest.ini",
-        "pytest.toml",
-        ".pytest.toml",
-        "tox.ini",
-        "setup.cfg",
-        "setup.py",
-        "pyproject.toml",
-        "sitecustomize.py",
-        "usercustomize.py",
-        "run_tests.sh",
-        "r2e_tests",
-        ".venv",
-        "site-packages",
+        *("conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "run_tests.sh"),
+        *("setup.cfg", "setup.py", "pyproject.toml", "sitecustomize.py", "usercustomize.py"),
+        *("r2e_tests", ".venv", "site-packages"),
     }
 )
 """Names of files and directories that control how tests are collected, run or reported."""
@@ -51,10 +40,12 @@ _HEAD = re.compile(
     r"(?:--- (?P<before>[^\n]+)\n\+\+\+ (?P<after>[^\n]+)\n)?"
 )
 _OPPOSITE = {"": "", "new": "deleted", "deleted": "new"}
+_SIGNS = {"+": "-", "-": "+"}
 _HUNK_RANGES = re.compile(r"@@ -(\S+) \+(\S+) @@")
 _HUNK = re.compile(r"@@ -[0-9]{1,9}(?:,([0-9]{1,9}))? \+[0-9]{1,9}(?:,([0-9]{1,9}))? @@")
 _QUOTED = r'"(?:[^"\\\x00-\x1f\x7f-\U0010ffff]|\\(?:[abtnvfr"\\]|[0-3][0-7]{2}))*"'
 _QUOTED_HEADER = re.compile(rf"({_QUOTED}) ({_QUOTED})")
+_NOT_TEXT = ("binary change", "nested repository")
 _TWO_NAMES = ("rename from ", "rename to ", "rename old ", "rename new ", "copy from ", "copy to ")
 
 IMPORTED_BY_TESTS = (frozenset(sys.stdlib_module_names) | {"pytest", "_pytest", "pluggy", "iniconfig"}) - {"test"}
@@ -80,15 +71,11 @@ class FilePatch:
 @dataclass(frozen=True, slots=True)
 class ScreenedPatch:
     """A patch after screening: ``text`` is the part to grade, which changes ``paths``; ``rejected`` has one line
-    per omitted file.
-
-    ``agent_tests`` are test files of the agent, which are left out too. Writing tests is honest, but a broken test file
-    can prevent the collection of the hidden tests beside it, and hidden tests may use others.
+    per omitted file, except for the agent's tests: writing them is honest, but they can break the hidden tests.
     """
 
     text: str
     rejected: tuple[str, ...]
-    agent_tests: tuple[str, ...] = ()
     paths: frozenset[str] = frozenset()
 
 
@@ -148,9 +135,8 @@ def _reversed(part: FilePatch) -> str:
     start = next((index for index, line in enumerate(lines) if line.startswith("@@ ")), len(lines))
     head = _HEAD.fullmatch("".join(lines[1:start]))
     assert head is not None, "a rebuilt patch has a valid head"
-    return "".join(
-        [_head(part.path, _reversed_mode(head["mode"] or ""), start < len(lines)), *_reversed_hunks(lines[start:])]
-    )
+    mode = _reversed_mode(head["mode"] or "")
+    return "".join([_head(part.path, mode, start < len(lines)), *_reversed_hunks("".join(lines[start:]))])
 
 
 def _reversed_mode(mode: str) -> str:
@@ -162,22 +148,14 @@ def _reversed_mode(mode: str) -> str:
     return f"{_OPPOSITE[kind]}{space}{rest}"
 
 
-def _reversed_hunks(lines: Iterable[str]) -> Iterator[str]:
+def _reversed_hunks(lines: str) -> Iterator[str]:
     """The inverse hunks. Each run of changed lines has its removed lines before its added lines."""
-    removed: list[str] = []
-    added: list[str] = []
-    last = removed
-    for line in lines:
-        if line[0] in "+-":
-            last = removed if line[0] == "+" else added
-            last.append(f"{'-' if line[0] == '+' else '+'}{line[1:]}")
-        elif line[0] == "\\" and (removed or added):
-            last.append(line)
+    with_marks = re.split(r"(?<=\n)(?!\\)", lines)  # a line with its mark of a missing newline, which begins with "\"
+    for is_change, run in groupby(with_marks, key=lambda line: line[:1] in _SIGNS):
+        if is_change:
+            yield from sorted((f"{_SIGNS[line[0]]}{line[1:]}" for line in run), key=itemgetter(0), reverse=True)
         else:
-            yield from (*removed, *added)
-            removed, added = [], []
-            yield _HUNK_RANGES.sub(r"@@ -\2 +\1 @@", line) if line.startswith("@@ ") else line
-    yield from (*removed, *added)
+            yield from (_HUNK_RANGES.sub(r"@@ -\2 +\1 @@", line) if line.startswith("@@ ") else line for line in run)
 
 
 def split_patch(patch: str) -> Iterator[FilePatch]:
@@ -219,9 +197,7 @@ def _names_are_consistent(head: re.Match[str], path: str, has_hunks: bool) -> bo
     """Whether the ``---`` and ``+++`` lines match the header, or are absent in a patch without hunks."""
     if not has_hunks:
         return head["before"] is None
-    before = "/dev/null" if head["new"] else f"a/{path}"
-    after = "/dev/null" if head["deleted"] else f"b/{path}"
-    return (_unquoted(head["before"] or ""), _unquoted(head["after"] or "")) == (before, after)
+    return (_unquoted(head["before"] or ""), _unquoted(head["after"] or "")) == _sides(path, head["mode"] or "")
 
 
 def _head(path: str, mode: str, has_hunks: bool) -> str:
@@ -229,9 +205,14 @@ def _head(path: str, mode: str, has_hunks: bool) -> str:
     header = f"diff --git a/{path} b/{path}\n{mode}"
     if not has_hunks:
         return header
-    before = "/dev/null" if mode.startswith("new file") else f"a/{path}"
-    after = "/dev/null" if mode.startswith("deleted") else f"b/{path}"
+    before, after = _sides(path, mode)
     return f"{header}--- {before}\n+++ {after}\n"
+
+
+def _sides(path: str, mode: str) -> tuple[str, str]:
+    """The names in the ``---`` and ``+++`` lines."""
+    before = "/dev/null" if mode.startswith("new") else f"a/{path}"
+    return before, "/dev/null" if mode.startswith("deleted") else f"b/{path}"
 
 
 def _rebuild_hunks(lines: list[str]) -> list[str] | None:
@@ -316,49 +297,34 @@ def screen(patch: Iterable[FilePatch], *, hidden: Collection[str], gold: str = "
     accepted: list[str] = []
     changed: set[str] = set()
     rejected: list[str] = []
-    agent_tests: list[str] = []
     for part in parts:
         paths = sorted(part.paths - allowed)
-        reason = "" if part.text in gold_parts and not _is_not_text(part) else part.unusable
+        reason = "" if part.text in gold_parts and part.unusable not in _NOT_TEXT else part.unusable
         reason = reason or next(filter(None, (_tampering_reason(path, part.is_new, tests) for path in paths)), "")
         if reason:
             rejected.append(f"{part.path}: {reason}, undone")
-        elif any(is_test_path(path) for path in paths):
-            agent_tests.append(part.path)
-        else:
+        elif not any(map(is_test_path, paths)):
             accepted.append(part.text if part.text in gold_parts else part.rebuilt)
             changed |= part.paths
-    return ScreenedPatch("".join(accepted), tuple(rejected), tuple(agent_tests), frozenset(changed))
-
-
-def _is_not_text(part: FilePatch) -> bool:
-    return part.unusable in ("binary change", "nested repository")
+    return ScreenedPatch("".join(accepted), tuple(rejected), frozenset(changed))
 
 
 @dataclass(frozen=True, slots=True)
 class _HiddenTests:
-    """The hidden tests' paths, indexed so that a path is compared with all of them at once."""
+    """The hidden tests' paths and those above them (``paths``), and the starts of the paths below them (``below``)."""
 
-    paths: frozenset[str]
-    above: frozenset[str]
-    """All directories above a hidden test, without the top directory."""
-    depths: frozenset[int]
-    """The numbers of path components of ``paths``."""
+    paths: Collection[str]
+    below: tuple[str, ...]
 
     @classmethod
     def from_paths(cls, hidden: Collection[str]) -> _HiddenTests:
         paths = [PurePosixPath(path) for path in hidden]
-        return cls(
-            paths=frozenset(map(str, paths)),
-            above=frozenset(str(directory) for path in paths for directory in path.parents if directory.parts),
-            depths=frozenset(len(path.parts) for path in paths),
-        )
+        above = {str(directory) for path in paths for directory in path.parents} - {"."}
+        return cls(above | set(map(str, paths)), tuple(f"{path}/" for path in paths))
 
     def overlaps(self, path: str) -> bool:
         """Whether ``path`` is a hidden test, or a directory above or a path below one."""
-        parts = path.split("/")
-        below = any("/".join(parts[:depth]) in self.paths for depth in self.depths if depth < len(parts))
-        return below or path in self.paths or path in self.above
+        return path in self.paths or path.startswith(self.below)
 
 
 def _tampering_reason(name: str, is_new: bool, tests: _HiddenTests) -> str:

@@ -6,8 +6,11 @@ import difflib
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 _MAX_ANCHORED = 100_000
+_Chain = tuple[tuple[int, int], Any]
+"""A pair of indices, and the chain before it or None."""
 
 
 def hunks(old: Sequence[str], new: Sequence[str]) -> list[str]:
@@ -69,19 +72,14 @@ def _anchors(old: Sequence[str], new: Sequence[str]) -> list[tuple[int, int]]:
     old_index = {line: index for index, line in enumerate(old) if old_counts[line] == 1}
     pairs = [(old_index[line], index) for index, line in enumerate(new) if new_counts[line] == 1 and line in old_index]
     ends: list[int] = []
-    last: list[int] = []
-    previous: list[int] = []
-    for number, (index, _) in enumerate(pairs):
+    chains: list[_Chain] = []  # by length, the increasing sequence with the smallest end
+    for index, new_index in pairs:
         length = bisect_left(ends, index)
         ends[length : length + 1] = [index]
-        last[length : length + 1] = [number]
-        previous.append(last[length - 1] if length else -1)
-    return _chain(pairs, previous, last[-1] if last else -1)
-
-
-def _chain(pairs: Sequence[tuple[int, int]], previous: Sequence[int], number: int) -> list[tuple[int, int]]:
-    chain = []
-    while number >= 0:
-        chain.append(pairs[number])
-        number = previous[number]
-    return chain[::-1]
+        chains[length : length + 1] = [((index, new_index), chains[length - 1] if length else None)]
+    found = []
+    chain: _Chain | None = chains[-1] if chains else None
+    while chain:
+        pair, chain = chain
+        found.append(pair)
+    return found[::-1]

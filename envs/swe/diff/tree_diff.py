@@ -64,7 +64,7 @@ def _path_patches(path: str, old: TreeFile | None, new: TreeFile | None) -> Iter
 def _file_patch(path: str, old: TreeFile | None, new: TreeFile | None) -> FilePatch:
     modes = git_mode(old.mode if old else 0), git_mode(new.mode if new else 0)
     is_chmod = old is not None and new is not None and old.data is not None and old.data == new.data
-    before, after = (_decode(b"" if is_chmod or file is None else file.data) for file in (old, new))
+    before, after = (decode_text(b"" if is_chmod or file is None else file.data) for file in (old, new))
     if is_unsafe_path(path) or before is None or after is None:
         shown = json.dumps(path)[1:-1] if is_unsafe_path(path) else path
         text = f"diff --git a/{shown} b/{shown}\nBinary files differ\n"
@@ -73,8 +73,8 @@ def _file_patch(path: str, old: TreeFile | None, new: TreeFile | None) -> FilePa
     return FilePatch(path, text, frozenset({path}), rebuilt=text, is_new=old is None)
 
 
-def _decode(data: bytes | None) -> str | None:
-    """The text, or None if a patch cannot contain it: binary, not UTF-8, or too large to read."""
+def decode_text(data: bytes | None) -> str | None:
+    """The text of a file, or None if a patch cannot contain it: binary, not UTF-8, or too large to read."""
     if data is None or b"\0" in data:
         return None
     try:
@@ -92,9 +92,9 @@ class _IgnoreRules:
 
     def __init__(self, base: BaseSnapshot, tree: Mapping[str, TreeFile], contents: Mapping[str, bytes]) -> None:
         texts = {path: contents.get(base.blobs[path], b"").decode(errors="surrogateescape") for path in base.gitignores}
-        rules = {_directory(path): text.splitlines() for path, text in texts.items()}
+        rules = {path.removesuffix(".gitignore"): text.splitlines() for path, text in texts.items()}
         rules |= {
-            _directory(path): ["*"]
+            path.removesuffix(".gitignore"): ["*"]
             for path, file in tree.items()
             if path not in base.modes and _ignores_directory(path, file)
         }
@@ -124,10 +124,6 @@ class _IgnoreRules:
             if decision is not None:
                 return decision
         return False
-
-
-def _directory(path: str) -> str:
-    return path.removesuffix(".gitignore")
 
 
 def _ignores_directory(path: str, file: TreeFile) -> bool:

@@ -12,24 +12,15 @@ from pathlib import Path
 
 from envs.context import EnvContext
 from envs.swe.repositories import WORKDIR, workdir_files
-from envs.swe.sandboxes import SITE_PACKAGES
-from envs.swe.task_synthesis.candidate import (
-    Candidate,
-    CandidateRejected,
-    CodeChange,
-    egg_info,
-    import_root,
-    is_code,
-    is_test_module,
-    make_candidate,
-    pytest_command,
-)
+from envs.swe.sandboxes import with_site_packages
+from envs.swe.task_synthesis.candidate import Candidate, CandidateRejected, CodeChange, make_candidate, pytest_command
 from envs.swe.task_synthesis.checkout import Checkout
-from envs.swe.task_synthesis.mutations import Bug, InjectionSite, injection_sites
+from envs.swe.task_synthesis.files import import_root, is_code, is_test_module, with_egg_info
+from envs.swe.task_synthesis.mutations import InjectionSite, injection_sites
 from envs.swe.task_synthesis.requirements import requirements_of
 from envs.swe.task_synthesis.site_packages import SitePackages
 from envs.swe.task_synthesis.validation import USAGE, without_addopts
-from sandbox import SandboxError, SandboxFileError, SandboxSpec
+from sandbox import SandboxError, SandboxFileError
 
 _MAX_MODULES = 24
 """Test modules to trace. The others stay in the repository, visible to the agent."""
@@ -47,43 +38,35 @@ _ModuleTrace = tuple[float, str, list[tuple[str, int]]]
 # that hangs loses only itself and the modules after it.
 _TRACER = """
 import json, os, sys, threading, time
-
 import pytest
-
 HERE = os.getcwd() + os.sep
 modules, calls = {}, set()
-
-
 def note(frame, event, argument):
     if event == "call":
         calls.add(frame.f_code)
-
-
+def profile(function):
+    sys.setprofile(function)
+    threading.setprofile(function)
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_protocol(item, nextitem):
     calls.clear()
     item.agent_rl_failed = False
     began = time.monotonic()
-    sys.setprofile(note)
-    threading.setprofile(note)
+    profile(note)
     yield
-    sys.setprofile(None)
-    threading.setprofile(None)
+    profile(None)
     module = item.nodeid.partition("::")[0]
-    seconds, found = modules.setdefault(module, [0.0, set()])
-    modules[module][0] = seconds + time.monotonic() - began
+    row = modules.setdefault(module, [0.0, set()])
+    row[0] += time.monotonic() - began
     if not item.agent_rl_failed:
         places = {(code.co_filename, code.co_firstlineno) for code in calls}
-        found.update((name[len(HERE):], line) for name, line in places if name.startswith(HERE))
+        row[1].update((name[len(HERE):], line) for name, line in places if name.startswith(HERE))
     if nextitem is None or nextitem.nodeid.partition("::")[0] != module:
         with open(os.environ["AGENT_RL_TRACE"], "w") as out:
             json.dump(modules, out, default=sorted)
-
-
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item, call):
-    outcome = yield
-    item.agent_rl_failed |= not outcome.get_result().passed
+    item.agent_rl_failed |= not (yield).get_result().passed
 """
 
 
@@ -120,42 +103,29 @@ class InjectionSource:
         by_function: dict[tuple[str, int, str], list[str]] = defaultdict(list)
         for path in sorted(path for path in self.checkout.files if is_code(path)):
             for site in await asyncio.to_thread(injection_sites, self.checkout.files[path]):
-                self._add_site(path, site, covering, by_function)
+                if site.bugs and (run := covering.get((path, site.bugs[0].function[0]))):
+                    key = f"{path}:{site.line}:{site.column}"
+                    self._sites.setdefault(key, (path, site, tuple(run[:_MODULES_PER_BUG])))
+                    by_function[(path, *site.bugs[0].function)].append(key)
         return _interleave(by_function, rng)
-
-    def _add_site(
-        self,
-        path: str,
-        site: InjectionSite,
-        covering: Mapping[tuple[str, int], Sequence[str]],
-        by_function: dict[tuple[str, int, str], list[str]],
-    ) -> None:
-        if site.bugs and (run := covering.get((path, site.bugs[0].function[0]))):
-            key = f"{path}:{site.line}:{site.column}"
-            self._sites.setdefault(key, (path, site, tuple(run[:_MODULES_PER_BUG])))
-            by_function[(path, *site.bugs[0].function)].append(key)
 
     async def candidate(self, key: str) -> Candidate:
         path, site, run = self._sites[key]
         bug = random.Random(f"{self.seed}/{key}").choice(site.bugs)
-        files = self._visible_files(run) | {path: bug.source}
-        hidden = {test: self.checkout.files[test] for test in run}
         change = CodeChange(
             repo=self.checkout.repo,
-            task_id=_task_id(self.checkout, key, bug),
-            files=files,
+            task_id=f"{self.checkout.repo}-{bug.family}-{key.replace('/', '.').replace(':', '-')}",
+            files=self._visible_files(run) | {path: bug.source},
             fixed={path: self.checkout.files[path]},
-            hidden=hidden,
-            run=run,
+            hidden={test: self.checkout.files[test] for test in run},
             commit=self.checkout.commit,
             decoys=[{path: other.source} for other in site.bugs if other is not bug],
-            root=import_root(self.checkout.files),
         )
         return make_candidate(change, await self._install_site_packages())
 
     def _visible_files(self, hidden: Sequence[str]) -> dict[str, str]:
         files = {path: text for path, text in self.checkout.files.items() if path not in hidden}
-        return files | egg_info(files, self.checkout.package, import_root(files))
+        return with_egg_info(files, self.checkout.package)
 
     async def _install_site_packages(self) -> str:
         checkout = self.checkout
@@ -180,8 +150,10 @@ class InjectionSource:
         )
         script = f"export PYTHONPATH=/tmp:$PYTHONPATH AGENT_RL_TRACE={_TRACE_PATH}; {command}"
         seconds = _MODULE_TIMEOUT_S * len(modules)
+        env = {**self.context.limits.env, "PYTHONDONTWRITEBYTECODE": "1"}
+        spec = with_site_packages(replace(self.context.limits, workdir=WORKDIR, env=env), self.directory / site)
         try:
-            async with self.context.sandbox(site_packages_spec(self.context, self.directory / site)) as sandbox:
+            async with self.context.sandbox(spec) as sandbox:
                 await sandbox.write_files({**workdir_files(files), "/tmp/agent_rl_tracer.py": _TRACER.encode()})
                 result = await sandbox.exec(script, timeout=seconds, cwd=WORKDIR)
                 if result.exit_code == USAGE:
@@ -189,14 +161,6 @@ class InjectionSource:
                 return _parse_trace(await sandbox.read_file(_TRACE_PATH, max_bytes=_MAX_TRACE_BYTES))
         except (SandboxFileError, SandboxError):
             return []
-
-
-def site_packages_spec(context: EnvContext, site: Path) -> SandboxSpec:
-    """The spec of a sandbox that imports from the directory ``site``."""
-    env = {**context.limits.env, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": SITE_PACKAGES}
-    return replace(
-        context.limits, workdir=WORKDIR, env=env, ro_binds={**context.limits.ro_binds, str(site): SITE_PACKAGES}
-    )
 
 
 def _parse_trace(trace: bytes) -> list[_ModuleTrace]:
@@ -218,8 +182,3 @@ def _interleave(by_function: Mapping[tuple[str, int, str], list[str]], rng: rand
     longest = max(map(len, piles), default=0)
     keys = [pile[depth] for depth in range(longest) for pile in piles if depth < len(pile)]
     return list(dict.fromkeys(keys))
-
-
-def _task_id(checkout: Checkout, key: str, bug: Bug) -> str:
-    location = key.replace("/", ".").replace(":", "-")
-    return f"{checkout.repo}-{bug.family}-{location}"

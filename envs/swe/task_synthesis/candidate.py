@@ -6,12 +6,11 @@ import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePosixPath
 
-from envs.swe.diff.git_diff import diff_files, is_test_path
-from envs.swe.records import SweRecord, commit_content
+from envs.swe.diff.git_diff import diff_files
+from envs.swe.records import SweRecord
+from envs.swe.task_synthesis.files import import_root, is_test_module
 
-MAX_FILE_BYTES = 1 << 20
 MAX_RECORD_BYTES = 24 << 20
 """Largest total size of the text files of one task."""
 PLACEHOLDER = "still to be written"
@@ -31,9 +30,9 @@ class CodeChange:
     """The source of a candidate.
 
     ``files`` are the agent's initial files, ``fixed`` the changed files after the fix (None: removed), ``hidden`` the
-    hidden tests' files and ``run`` the ones passed to pytest. ``decoys`` are other wrong versions of files in
-    ``fixed``; the tests must fail with them too, otherwise the fix is not unique. ``root`` is added to the import path.
-    An empty ``issue`` is written later.
+    hidden tests' files and ``run`` what pytest runs: by default all test modules among them. ``decoys`` are other wrong
+    versions of files in ``fixed``; the tests must fail with them too, otherwise the fix is not unique. ``root`` is
+    added to the import path; by default it follows from the files. An empty ``issue`` is written later.
     """
 
     repo: str
@@ -41,11 +40,11 @@ class CodeChange:
     files: Mapping[str, str]
     fixed: Mapping[str, str | None]
     hidden: Mapping[str, str]
-    run: Sequence[str]
+    run: Sequence[str] = ()
     commit: str = ""
     message: str = ""
     decoys: Sequence[Mapping[str, str]] = ()
-    root: str = "."
+    root: str = ""
     issue: str = ""
 
 
@@ -67,6 +66,9 @@ def make_candidate(change: CodeChange, site_packages: str) -> Candidate:
     size = sum(map(len, change.files.values())) + sum(map(len, change.hidden.values()))
     if size > MAX_RECORD_BYTES:
         raise CandidateRejected("repository too large", f"{size >> 20} MiB of text")
+    run = change.run or sorted(filter(is_test_module, change.hidden))
+    if not run:
+        raise CandidateRejected("changes no test")
     before = {path: change.files[path] for path in change.fixed if path in change.files}
     after = {path: text for path, text in change.fixed.items() if text is not None}
     gold = diff_files(before, after)
@@ -76,16 +78,11 @@ def make_candidate(change: CodeChange, site_packages: str) -> Candidate:
         repo_name=change.repo,
         task_id=change.task_id,
         commit_hash=change.commit,
-        parsed_commit_content=commit_content(before, after, change.message),
         expected_output_json=json.dumps({PLACEHOLDER: "PASSED"}),
         problem_statement=PLACEHOLDER,
-        modified_files=tuple(sorted(change.fixed)),
-        relevant_files=tuple(sorted(change.fixed)),
-        num_non_test_files=len(change.fixed),
-        num_non_test_lines=sum(map(is_changed_line, gold.split("\n"))),
         files=dict(change.files),
         tests=dict(change.hidden),
-        test_command=pytest_command(change.root, change.run),
+        test_command=pytest_command(change.root or import_root(change.files), run),
         gold_patch=gold,
         site_packages=site_packages,
     )
@@ -98,51 +95,6 @@ def pytest_command(root: str, run: Sequence[str]) -> str:
     return f'PYTHONPATH="{root}:$PYTHONPATH" python3 -m pytest {_OPTIONS} {shlex.join(run)}'
 
 
-def import_root(files: Mapping[str, str]) -> str:
-    """The import path of a repository: ``src`` and the top directory for a src layout, else the top directory."""
-    return "src:." if any(path.startswith("src/") and path.endswith(".py") for path in files) else "."
-
-
-def egg_info(files: Mapping[str, str], name: str, root: str, version: str = "0.0.0") -> dict[str, str]:
-    """The metadata files of an editable installation, from which code reads its own version."""
-    directory = "src/" if root.startswith("src") else ""
-    path = f"{directory}{name.replace('-', '_')}.egg-info/PKG-INFO"
-    return {} if path in files else {path: f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"}
-
-
 def is_changed_line(line: str) -> bool:
     """Whether a line of a diff adds or removes a line of the file."""
     return line.startswith(("+", "-")) and not line.startswith(("+++ ", "--- "))
-
-
-def is_test_module(path: str) -> bool:
-    """Whether the file's name marks it as a test module that pytest can collect by path."""
-    name = PurePosixPath(path).name
-    has_test_name = (
-        name.startswith("test_") or name.endswith(("_test.py", "_tests.py")) or name in ("tests.py", "test.py")
-    )
-    return path.endswith(".py") and (has_test_name or (is_test_path(path) and name.startswith("test")))
-
-
-def is_code(path: str) -> bool:
-    """Whether the file is Python source code of the project: no test, set-up or documentation."""
-    top = path.partition("/")[0]
-    name = PurePosixPath(path).name
-    if not path.endswith(".py") or is_test_path(path) or name in ("setup.py", "conftest.py", "noxfile.py"):
-        return False
-    return top not in ("doc", "docs", "example", "examples", "benchmarks", "scripts") and not top.startswith(".")
-
-
-def decode_text(data: bytes) -> str | None:
-    """The text of a file, or None if a record cannot contain it: binary, too large, or a Git LFS pointer."""
-    if len(data) > MAX_FILE_BYTES or b"\0" in data or is_lfs_pointer(data):
-        return None
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        return None
-
-
-def is_lfs_pointer(data: bytes) -> bool:
-    """Whether a file is a Git LFS pointer."""
-    return data.startswith(b"version https://git-lfs.github.com/spec/")

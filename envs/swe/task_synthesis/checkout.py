@@ -10,13 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from envs.context import EnvContext
-from envs.swe.task_synthesis.candidate import (
-    MAX_FILE_BYTES,
-    MAX_RECORD_BYTES,
-    CandidateRejected,
-    decode_text,
-    is_lfs_pointer,
-)
+from envs.swe.task_synthesis.candidate import MAX_RECORD_BYTES, CandidateRejected
+from envs.swe.task_synthesis.files import MAX_FILE_BYTES, is_lfs_pointer, record_text, text_files
 from envs.swe.task_synthesis.git import LINK, SUBMODULE, TreeEntry, open_git
 from envs.swe.task_synthesis.requirements import project_name
 from envs.types import EnvsError
@@ -68,7 +63,7 @@ def _read_plain(path: Path) -> Checkout:
         return read_release(path)
     if not path.is_dir():
         raise EnvsError(f"{path}: right would be a directory with a repository, or a source release (.tar.gz)")
-    return Checkout(repository_name(path), dict(_text_files(path)))
+    return Checkout(repository_name(path), text_files(dict(_small_files(path))))
 
 
 def repository_name(path: Path) -> str:
@@ -93,12 +88,6 @@ def read_release(path: Path) -> Checkout:
     return Checkout(name, text_files(contents), version, metadata)
 
 
-def text_files(contents: Mapping[str, bytes]) -> dict[str, str]:
-    """The files that a record can contain, without binary files and LFS pointers."""
-    texts = {path: decode_text(data) for path, data in contents.items()}
-    return {path: text for path, text in texts.items() if text is not None}
-
-
 def count_omitted(tree: Mapping[str, TreeEntry], contents: Mapping[str, bytes]) -> dict[str, int]:
     """The number of files by kind that no record can contain."""
     kinds = {
@@ -106,7 +95,7 @@ def count_omitted(tree: Mapping[str, TreeEntry], contents: Mapping[str, bytes]) 
         "links": sum(node.mode == LINK for node in tree.values()),
         "large files": sum(node.mode.startswith("100") for node in tree.values()) - len(contents),
         "files in LFS": sum(map(is_lfs_pointer, contents.values())),
-        "binary files": sum(decode_text(data) is None and not is_lfs_pointer(data) for data in contents.values()),
+        "binary files": sum(record_text(data) is None and not is_lfs_pointer(data) for data in contents.values()),
     }
     return {kind: count for kind, count in kinds.items() if count}
 
@@ -130,17 +119,14 @@ def _is_metadata(parts: tuple[str, ...]) -> bool:
     return parts[-1] == "PKG-INFO" or any(part.startswith(".") or part.endswith(".egg-info") for part in parts)
 
 
-def _text_files(top: Path) -> Iterator[tuple[str, str]]:
-    """The text files below a directory. Does not follow links."""
+def _small_files(top: Path) -> Iterator[tuple[str, bytes]]:
+    """The files below a directory up to 1 MiB each. Does not follow links."""
     total = 0
     for parent, directories, names in os.walk(top):
         directories[:] = sorted(set(directories) - _SKIPPED)
         for path in (Path(parent, name) for name in sorted(names)):
             if path.is_symlink() or not path.is_file() or path.stat().st_size > MAX_FILE_BYTES:
                 continue
-            text = decode_text(path.read_bytes())
-            total += len(text or "")
-            if total > MAX_RECORD_BYTES:
-                raise CandidateRejected("repository too large", f"more than {total >> 20} MiB of text")
-            if text is not None:
-                yield path.relative_to(top).as_posix(), text
+            yield path.relative_to(top).as_posix(), (data := path.read_bytes())
+            if (total := total + len(data)) > 2 * MAX_RECORD_BYTES:
+                raise CandidateRejected("repository too large", f"more than {total >> 20} MiB")

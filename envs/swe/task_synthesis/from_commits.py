@@ -6,19 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from envs.swe.diff.git_diff import is_test_path
-from envs.swe.task_synthesis.candidate import (
-    Candidate,
-    CandidateRejected,
-    CodeChange,
-    decode_text,
-    egg_info,
-    import_root,
+from envs.swe.task_synthesis.candidate import Candidate, CandidateRejected, CodeChange, make_candidate
+from envs.swe.task_synthesis.checkout import count_omitted
+from envs.swe.task_synthesis.files import (
     is_code,
     is_lfs_pointer,
     is_test_module,
-    make_candidate,
+    record_text,
+    text_files,
+    with_egg_info,
 )
-from envs.swe.task_synthesis.checkout import count_omitted, text_files
 from envs.swe.task_synthesis.git import LINK, SUBMODULE, Commit, FileChange, Git
 from envs.swe.task_synthesis.requirements import project_name, requirements_of
 from envs.swe.task_synthesis.site_packages import SitePackages
@@ -63,24 +60,21 @@ class CommitSource:
         fixed = {change.path: text for change, text in zip(code, await self._texts_after(code), strict=True)}
         hidden = {change.path: text for change, text in zip(tests, await self._texts_after(tests), strict=True) if text}
         name = project_name(files) or self.repo
-        root = import_root(files)
         change = CodeChange(
             repo=self.repo,
             task_id=f"{self.repo}-{commit.hash[:12]}",
-            files=files | egg_info(files, name, root),
+            files=with_egg_info(files, name),
             fixed=fixed,
             hidden=hidden,
-            run=sorted(filter(is_test_module, hidden)),
             commit=commit.hash,
             message=commit.message,
-            root=root,
         )
         return make_candidate(change, await self.site_packages.install(requirements_of({**files, **hidden}, name)))
 
     async def _texts_after(self, changes: Sequence[FileChange]) -> list[str | None]:
         """The texts after the commit, None for a removed file. Raises ``CandidateRejected`` if one is not text."""
         blobs = await self.git.blobs([change.new for change in changes if change.modes[1] != _ABSENT])
-        return [_new_text(change, blobs) for change in changes]
+        return [None if change.modes[1] == _ABSENT else _new_text(change, blobs) for change in changes]
 
 
 def _code_and_tests(commit: Commit) -> tuple[list[FileChange], list[FileChange]]:
@@ -100,15 +94,13 @@ def _code_and_tests(commit: Commit) -> tuple[list[FileChange], list[FileChange]]
     return code, tests
 
 
-def _new_text(change: FileChange, blobs: Mapping[str, bytes]) -> str | None:
-    if change.modes[1] == _ABSENT:
-        return None
+def _new_text(change: FileChange, blobs: Mapping[str, bytes]) -> str:
     if change.modes[1] == LINK:
         raise CandidateRejected("changes a link", change.path)
     data = blobs[change.new]
     if is_lfs_pointer(data):
         raise CandidateRejected("changes a file in LFS", change.path)
-    text = decode_text(data)
+    text = record_text(data)
     if text is None:
         raise CandidateRejected("changes a binary file", change.path)
     return text

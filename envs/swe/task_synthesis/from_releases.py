@@ -12,17 +12,9 @@ from itertools import pairwise
 from pathlib import Path
 
 from envs.swe.diff.git_diff import is_test_path
-from envs.swe.task_synthesis.candidate import (
-    Candidate,
-    CandidateRejected,
-    CodeChange,
-    egg_info,
-    import_root,
-    is_code,
-    is_test_module,
-    make_candidate,
-)
+from envs.swe.task_synthesis.candidate import Candidate, CandidateRejected, CodeChange, make_candidate
 from envs.swe.task_synthesis.checkout import Checkout, read_release
+from envs.swe.task_synthesis.files import is_code, is_test_module, with_egg_info
 from envs.swe.task_synthesis.requirements import requirements_of
 from envs.swe.task_synthesis.site_packages import SitePackages, pip_error, run_limited, run_pip
 
@@ -44,15 +36,12 @@ class ReleaseSource:
     sdists: Path
     site_packages: SitePackages
     steps: Sequence[tuple[str, str]] = ()
+    omitted: Mapping[str, int] = field(default_factory=dict)
     _steps_by_key: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
         return f"from-releases {self.package}"
-
-    @property
-    def omitted(self) -> Mapping[str, int]:
-        return {}
 
     async def candidate_keys(self) -> Sequence[str]:
         steps = self.steps or await self._all_steps()
@@ -63,25 +52,18 @@ class ReleaseSource:
         old, new = [
             read_release(await download(self.package, version, self.sdists)) for version in self._steps_by_key[key]
         ]
-        root = import_root(old.files)
         hidden = {path: text for path, text in new.files.items() if _is_changed_test(path, text, old)}
-        files = {**old.files, **egg_info(old.files, self.package, root, old.commit)}
         change = CodeChange(
             repo=self.package,
             task_id=f"{self.package}-{new.commit}",
-            files=files,
+            files=with_egg_info(old.files, self.package, old.commit),
             fixed=_changed_code(old, new),
             hidden=hidden,
-            run=sorted(filter(is_test_module, hidden)),
             commit=new.commit,
             message=_changelog_entry(old, new),
-            root=root,
         )
-        if not change.run:
-            raise CandidateRejected("changes no test")
-        return make_candidate(
-            change, await self.site_packages.install(requirements_of(new.files, self.package, new.metadata))
-        )
+        requirements = requirements_of(new.files, self.package, new.metadata)
+        return make_candidate(change, await self.site_packages.install(requirements))
 
     async def _all_steps(self) -> list[tuple[str, str]]:
         """The steps between final releases with a source release. Raises ``CandidateRejected`` if there are none."""

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from envs.context import EnvContext
-from envs.swe.task_synthesis.candidate import MAX_FILE_BYTES, MAX_RECORD_BYTES, CandidateRejected
+from envs.swe.task_synthesis.candidate import MAX_RECORD_BYTES, CandidateRejected
+from envs.swe.task_synthesis.files import MAX_FILE_BYTES
 from envs.types import EnvsError
 from sandbox import Sandbox
 
@@ -22,18 +23,17 @@ _GIT = (
     # Small windows keep packs of gigabytes within a sandbox's memory limit.
     *("-c", "core.packedGitWindowSize=32m", "-c", "core.packedGitLimit=256m"),
 )
-_RAW = re.compile(r":(\d{6}) (\d{6}) ([0-9a-f]{40}) ([0-9a-f]{40}) ([A-Z])\d*\t(.+)")
+_RAW = re.compile(r":(\d{6}) (\d{6}) [0-9a-f]{40} ([0-9a-f]{40}) [A-Z]\d*\t(.+)")
 _TREE = re.compile(rb"(\d{6}) (\w+) ([0-9a-f]{40}) +(\d+|-|BAD)\t(.+)", re.DOTALL)
 SUBMODULE, LINK = "160000", "120000"
 
 
 @dataclass(frozen=True, slots=True)
 class FileChange:
-    """A file that a commit changes: old and new mode and blob name (zeros for an absent file)."""
+    """A file that a commit changes: its old and new mode, and its new blob name (zeros for an absent file)."""
 
     path: str
     modes: tuple[str, str]
-    old: str
     new: str
 
 
@@ -63,11 +63,11 @@ class Git:
     sandbox: Sandbox
     _blobs: dict[str, bytes] = field(default_factory=dict)
 
-    async def log(self, count: int, revision: str = "HEAD") -> list[Commit]:
-        """The newest ``count`` commits up to ``revision``, without merges. Raises ``CandidateRejected``."""
+    async def log(self, count: int) -> list[Commit]:
+        """The newest ``count`` commits, without merges. Raises ``CandidateRejected``."""
         log_format = "--format=%x1e%H%x1f%P%x1f%B%x1f"
         options = ("--no-merges", "--raw", "--no-abbrev", "--no-renames", "--no-textconv", "--no-ext-diff")
-        text = (await self._run("log", *options, log_format, f"-n{count}", revision, "--")).decode(errors="replace")
+        text = (await self._run("log", *options, log_format, f"-n{count}", "HEAD", "--")).decode(errors="replace")
         return [commit for part in text.split("\x1e")[1:] if (commit := _parse_commit(part)) is not None]
 
     async def tree(self, revision: str) -> dict[str, TreeEntry]:
@@ -145,9 +145,7 @@ def _parse_commit(text: str) -> Commit | None:
     if not re.fullmatch(r"[0-9a-f]{40}", head):
         return None
     rows = [match.groups() for line in raw.splitlines() if (match := _RAW.fullmatch(line))]
-    changes = tuple(
-        FileChange(row[5], (row[0], row[1]), row[2], row[3]) for row in rows if _valid_path(row[5].encode())
-    )
+    changes = tuple(FileChange(row[3], (row[0], row[1]), row[2]) for row in rows if _valid_path(row[3].encode()))
     return Commit(head, tuple(parents.split()), message.strip(), changes)
 
 

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Any
 
 import httpx
 
@@ -129,17 +128,10 @@ class IssueWriter:
         try:
             async with httpx.AsyncClient(timeout=self.seconds) as client:
                 response = await client.post(f"{self.url.rstrip('/')}/chat/completions", json=body, headers=headers)
-            return _message_content(response.raise_for_status().json())
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError):
+            content = response.raise_for_status().json()["choices"][0]["message"]["content"]
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError):
             return None
-
-
-def _message_content(completion: Any) -> str | None:
-    try:
-        content = completion["choices"][0]["message"]["content"]
-    except (KeyError, IndexError, TypeError):
-        return None
-    return content if isinstance(content, str) else None
+        return content if isinstance(content, str) else None
 
 
 def _rejection_reason(response: str, record: SweRecord, failed: Sequence[str]) -> str:

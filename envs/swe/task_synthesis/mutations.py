@@ -6,28 +6,20 @@ Each family proposes replacements for a node of the syntax tree. The rest of the
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-_COMPARISONS: Mapping[type[ast.cmpop], tuple[tuple[str, str], ...]] = {
+from envs.swe.source_text import OPPOSITE, FunctionNode, SourceText, body_nodes, edited, first_line
+
+_ORDERS: Mapping[type[ast.cmpop], tuple[tuple[str, str], ...]] = {
     ast.Lt: (("<=", "boundary"), (">", "flipped_comparison")),
     ast.Gt: ((">=", "boundary"), ("<", "flipped_comparison")),
     ast.LtE: (("<", "boundary"), (">=", "flipped_comparison")),
     ast.GtE: ((">", "boundary"), ("<=", "flipped_comparison")),
-    ast.Eq: (("!=", "flipped_comparison"),),
-    ast.NotEq: (("==", "flipped_comparison"),),
-    ast.Is: (("is not", "flipped_comparison"),),
-    ast.IsNot: (("is", "flipped_comparison"),),
-    ast.In: (("not in", "flipped_comparison"),),
-    ast.NotIn: (("in", "flipped_comparison"),),
 }
-_ARITHMETIC: Mapping[type[ast.operator], tuple[str, ...]] = {
-    ast.Add: ("-",),
-    ast.Sub: ("+",),
-    ast.Mult: ("+",),
-    ast.FloorDiv: ("*",),
-    ast.Div: ("*",),
-    ast.Mod: ("*",),
+_ARITHMETIC: Mapping[type[ast.operator], str] = {
+    **{ast.Add: "-", ast.Sub: "+", ast.Mult: "+"},
+    **{ast.FloorDiv: "*", ast.Div: "*", ast.Mod: "*"},
 }
 _BUILTINS = {"min": "max", "max": "min", "any": "all", "all": "any", "sorted": "list"}
 
@@ -50,39 +42,31 @@ class InjectionSite:
     bugs: tuple[Bug, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Span:
-    """A part of one line of a file, by offsets, and its possible replacements (text, family)."""
-
-    start: int
-    end: int
-    choices: tuple[tuple[str, str], ...]
+_Span = tuple[int, int, tuple[tuple[str, str], ...]]
+"""A part of one line of a file, by its start and end in bytes, and its possible replacements (text, family)."""
 
 
 def injection_sites(source: str) -> list[InjectionSite]:
     """The injection sites inside the functions of a Python file. Empty if the file does not parse."""
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return []
-    text = _Text(source)
+    text = SourceText(source.encode(errors="surrogatepass"))
     return [
-        _site(source, span, function)
-        for function in ast.walk(tree)
-        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        _site(text, span, function)
+        for function in ast.walk(text.tree)
+        if isinstance(function, FunctionNode)
         for span in _spans(function, text)
     ]
 
 
-def _site(source: str, span: _Span, function: ast.FunctionDef | ast.AsyncFunctionDef) -> InjectionSite:
-    location = _first_line(function), function.name
+def _site(text: SourceText, span: _Span, function: FunctionNode) -> InjectionSite:
+    start, end, choices = span
+    location = first_line(function), function.name
     bugs = [
-        Bug(family, location, source[: span.start] + text + source[span.end :])
-        for text, family in span.choices
-        if text != source[span.start : span.end]
+        Bug(family, location, edited(text.content, [(start, end, new)]).decode())
+        for new, family in choices
+        if new != text.text(start, end)
     ]
-    line = source.count("\n", 0, span.start) + 1
-    return InjectionSite(line, span.start - source.rfind("\n", 0, span.start) - 1, tuple(filter(_compiles, bugs)))
+    line = text.content.count(b"\n", 0, start) + 1
+    return InjectionSite(line, start - text.line_starts[line - 1], tuple(filter(_compiles, bugs)))
 
 
 def _compiles(bug: Bug) -> bool:
@@ -93,47 +77,11 @@ def _compiles(bug: Bug) -> bool:
     return True
 
 
-def _first_line(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """The first line of a function's code object, which includes its decorators."""
-    return min([function.lineno, *(decorator.lineno for decorator in function.decorator_list)])
-
-
-class _Text:
-    """Converts the positions of a syntax tree (line, column in bytes) to character offsets."""
-
-    def __init__(self, source: str) -> None:
-        self.source = source
-        self._lines = source.split("\n")
-        self._starts = [0]
-        for line in self._lines:
-            self._starts.append(self._starts[-1] + len(line) + 1)
-
-    def start(self, node: ast.expr | ast.stmt) -> int:
-        return self._offset(node.lineno, node.col_offset)
-
-    def end(self, node: ast.expr | ast.stmt) -> int:
-        return self._offset(node.end_lineno or node.lineno, node.end_col_offset or 0)
-
-    def segment(self, node: ast.expr | ast.stmt) -> str:
-        return self.source[self.start(node) : self.end(node)]
-
-    def between(self, left: ast.expr, right: ast.expr) -> tuple[int, int]:
-        """Offsets of the operator between two operands, without surrounding white space and parentheses."""
-        start, end = self.end(left), self.start(right)
-        while start < end and self.source[start] in " \t)":
-            start += 1
-        while end > start and self.source[end - 1] in " \t(":
-            end -= 1
-        return start, end
-
-    def _offset(self, line: int, column: int) -> int:
-        return self._starts[line - 1] + len(self._lines[line - 1].encode()[:column].decode(errors="ignore"))
-
-
-def _spans(function: ast.FunctionDef | ast.AsyncFunctionDef, text: _Text) -> Iterator[_Span]:
+def _spans(function: FunctionNode, text: SourceText) -> Iterator[_Span]:
     names = [argument.arg for argument in (*function.args.posonlyargs, *function.args.args) if argument.arg != "self"]
-    yield from _defaults(function, text)
-    for node in _body_nodes(function):
+    for value in filter(None, [*function.args.defaults, *function.args.kw_defaults]):
+        yield from _replacement(value, text, _other_constants(value, "wrong_default"))
+    for node in body_nodes(function):
         for family in _FAMILIES:
             yield from family(node, text)
         if isinstance(node, ast.Return) and isinstance(node.value, ast.Name) and node.value.id in names:
@@ -141,61 +89,41 @@ def _spans(function: ast.FunctionDef | ast.AsyncFunctionDef, text: _Text) -> Ite
             yield from _replacement(node.value, text, others)
 
 
-def _body_nodes(function: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of a function's body, without nested functions and classes and without annotations."""
-    for part in getattr(function, "body", []):
-        pending: list[ast.AST] = [part]
-        while pending:
-            node = pending.pop()
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.JoinedStr):
-                continue
-            yield node
-            pending += ast.iter_child_nodes(node)
-
-
-def _replacement(node: ast.expr, text: _Text, choices: tuple[tuple[str, str], ...]) -> Iterator[_Span]:
+def _replacement(node: ast.expr, text: SourceText, choices: tuple[tuple[str, str], ...]) -> Iterator[_Span]:
     if choices and node.lineno == node.end_lineno:
-        yield _Span(text.start(node), text.end(node), choices)
+        yield *text.span(node), choices
 
 
-def _operator(left: ast.expr, right: ast.expr, text: _Text, choices: tuple[tuple[str, str], ...]) -> Iterator[_Span]:
-    start, end = text.between(left, right)
-    if choices and 0 < end - start <= 6 and "\n" not in text.source[start:end] and "#" not in text.source[start:end]:
-        yield _Span(start, end, choices)
+def _operator(left: ast.expr, right: ast.expr, text: SourceText, *choices: tuple[str, str]) -> Iterator[_Span]:
+    if choices and (place := text.operator(left, right)):
+        yield *place, choices
 
 
-def _defaults(function: ast.FunctionDef | ast.AsyncFunctionDef, text: _Text) -> Iterator[_Span]:
-    for value in [*function.args.defaults, *(default for default in function.args.kw_defaults if default is not None)]:
-        yield from _replacement(value, text, _other_constants(value, "wrong_default"))
-
-
-def _comparisons(node: ast.AST, text: _Text) -> Iterator[_Span]:
+def _comparisons(node: ast.AST, text: SourceText) -> Iterator[_Span]:
     if isinstance(node, ast.Compare) and len(node.ops) == 1:
-        yield from _operator(node.left, node.comparators[0], text, _COMPARISONS[type(node.ops[0])])
+        kind = type(node.ops[0])
+        choices = [(OPPOSITE[kind], "flipped_comparison")] if kind in OPPOSITE else _ORDERS[kind]
+        yield from _operator(node.left, node.comparators[0], text, *choices)
 
 
-def _arithmetic(node: ast.AST, text: _Text) -> Iterator[_Span]:
+def _arithmetic(node: ast.AST, text: SourceText) -> Iterator[_Span]:
     if isinstance(node, ast.BinOp) and not _is_text(node.left) and not _is_text(node.right):
-        choices = [(other, "wrong_operator") for other in _ARITHMETIC.get(type(node.op), ())]
-        if isinstance(node.op, ast.Add | ast.Sub) and _is_number(node.right):
-            yield from _deletion(text.end(node.left), text.end(node), text, "off_by_one")
-        yield from _operator(node.left, node.right, text, tuple(choices))
+        if isinstance(node.op, ast.Add | ast.Sub) and _number(node.right) is not None:
+            start, end = text.span(node.left)[1], text.span(node)[1]
+            if not set("\n()#") & set(text.text(start, end)):  # the `` + 1`` after a name
+                yield start, end, (("", "off_by_one"),)
+        if other := _ARITHMETIC.get(type(node.op)):
+            yield from _operator(node.left, node.right, text, (other, "wrong_operator"))
 
 
-def _deletion(start: int, end: int, text: _Text, family: str) -> Iterator[_Span]:
-    """Delete the text between two offsets, such as the `` + 1`` after a name."""
-    if "\n" not in text.source[start:end] and not set("()#") & set(text.source[start:end]):
-        yield _Span(start, end, (("", family),))
-
-
-def _booleans(node: ast.AST, text: _Text) -> Iterator[_Span]:
+def _booleans(node: ast.AST, text: SourceText) -> Iterator[_Span]:
     if isinstance(node, ast.BoolOp):
         other = "or" if isinstance(node.op, ast.And) else "and"
         for left, right in zip(node.values, node.values[1:], strict=False):
-            yield from _operator(left, right, text, ((other, "boolean_operator"),))
+            yield from _operator(left, right, text, (other, "boolean_operator"))
 
 
-def _conditions(node: ast.AST, text: _Text) -> Iterator[_Span]:
+def _conditions(node: ast.AST, text: SourceText) -> Iterator[_Span]:
     if isinstance(node, ast.If | ast.While | ast.IfExp) and not isinstance(node.test, ast.Compare):
         if isinstance(node.test, ast.UnaryOp) and isinstance(node.test.op, ast.Not):
             yield from _replacement(node.test, text, ((text.segment(node.test.operand), "negated_condition"),))
@@ -203,7 +131,7 @@ def _conditions(node: ast.AST, text: _Text) -> Iterator[_Span]:
             yield from _replacement(node.test, text, ((f"not {text.segment(node.test)}", "negated_condition"),))
 
 
-def _calls(node: ast.AST, text: _Text) -> Iterator[_Span]:
+def _calls(node: ast.AST, text: SourceText) -> Iterator[_Span]:
     if not isinstance(node, ast.Call):
         return
     if isinstance(node.func, ast.Name) and (other := _BUILTINS.get(node.func.id)) and node.args:
@@ -213,23 +141,24 @@ def _calls(node: ast.AST, text: _Text) -> Iterator[_Span]:
     if len(node.args) == 2 and not node.keywords and not any(isinstance(arg, ast.Starred) for arg in node.args):
         first, second = node.args
         if first.lineno == second.end_lineno and text.segment(first) != text.segment(second):
-            swapped = f"{text.segment(second)}{text.source[text.end(first) : text.start(second)]}{text.segment(first)}"
-            yield _Span(text.start(first), text.end(second), ((swapped, "swapped_arguments"),))
+            (start, comma), (after, end) = text.span(first), text.span(second)
+            swapped = f"{text.segment(second)}{text.text(comma, after)}{text.segment(first)}"
+            yield start, end, ((swapped, "swapped_arguments"),)
 
 
-def _returns(node: ast.AST, text: _Text) -> Iterator[_Span]:
+def _returns(node: ast.AST, text: SourceText) -> Iterator[_Span]:
     if isinstance(node, ast.Return) and node.value is not None and node.lineno == node.end_lineno:
         if isinstance(node.value, ast.Call | ast.Name | ast.Attribute | ast.BinOp):
-            yield _Span(text.start(node), text.end(node), ((text.segment(node.value), "missing_return"),))
+            yield *text.span(node), ((text.segment(node.value), "missing_return"),)
         yield from _replacement(node.value, text, _other_constants(node.value, "wrong_constant"))
 
 
-def _initials(node: ast.AST, text: _Text) -> Iterator[_Span]:
+def _initials(node: ast.AST, text: SourceText) -> Iterator[_Span]:
     if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
         yield from _replacement(node.value, text, _other_constants(node.value, "wrong_initial"))
 
 
-def _indices(node: ast.AST, text: _Text) -> Iterator[_Span]:
+def _indices(node: ast.AST, text: SourceText) -> Iterator[_Span]:
     if not isinstance(node, ast.Subscript):
         return
     if isinstance(node.slice, ast.Slice):
@@ -240,16 +169,7 @@ def _indices(node: ast.AST, text: _Text) -> Iterator[_Span]:
         yield from _replacement(node.slice, text, ((str(number + 1 if number >= 0 else number - 1), "wrong_index"),))
 
 
-_FAMILIES: tuple[Callable[[ast.AST, _Text], Iterator[_Span]], ...] = (
-    _comparisons,
-    _arithmetic,
-    _booleans,
-    _conditions,
-    _calls,
-    _returns,
-    _initials,
-    _indices,
-)
+_FAMILIES = (_comparisons, _arithmetic, _booleans, _conditions, _calls, _returns, _initials, _indices)
 
 
 def _other_constants(node: ast.expr, family: str) -> tuple[tuple[str, str], ...]:
@@ -268,10 +188,6 @@ def _number(node: ast.expr) -> int | None:
     if isinstance(node, ast.Constant) and isinstance(node.value, int) and not isinstance(node.value, bool):
         return node.value
     return None
-
-
-def _is_number(node: ast.expr) -> bool:
-    return _number(node) is not None
 
 
 def _is_text(node: ast.expr) -> bool:

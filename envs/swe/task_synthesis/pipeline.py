@@ -118,7 +118,8 @@ class TaskSynthesis:
         omitted = ", ".join(f"{count} {what}" for what, count in source.omitted.items())
         self._record(JournalEntry(source.name, "", reason="left out of the tasks" if omitted else "", detail=omitted))
         pending = [key for key in keys if (source.name, key) not in self.entries]
-        pending = pending[: None if limits.tried is None else max(0, limits.tried - self._tried(source.name))]
+        tried = sum(entry.source == source.name and bool(entry.key) for entry in self.entries.values())
+        pending = pending[: None if limits.tried is None else max(0, limits.tried - tried)]
         progress.stage(f"{source.name}: trying candidates", total=len(pending))
         queue = iter(pending)
 
@@ -156,9 +157,6 @@ class TaskSynthesis:
         if self.entries.get((entry.source, entry.key)) != entry:
             _append(self.directory / JOURNAL, json.dumps(asdict(entry)))
             self.entries[entry.source, entry.key] = entry
-
-    def _tried(self, name: str) -> int:
-        return sum(entry.source == name and bool(entry.key) for entry in self.entries.values())
 
     def _is_complete(self, name: str, limits: SynthesisLimits) -> bool:
         """Whether enough healthy tasks exist. Raises ``EnvsError`` if the directory exceeds its limit."""

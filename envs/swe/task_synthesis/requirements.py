@@ -12,21 +12,14 @@ from typing import Any
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
+from envs.swe.source_text import SourceText
+
 PYTEST = "pytest==8.3.5"
 _TEST_EXTRAS = frozenset({"test", "tests", "testing", "dev", "develop", "development"})
 _REQUIREMENTS = re.compile(r"(?:requirements/)?[\w.-]*(?:requirements|test|dev)[\w.-]*\.(?:txt|in)")
 _IMPORTED = {
-    "attr": "attrs",
-    "dateutil": "python-dateutil",
-    "freezegun": "freezegun",
-    "hypothesis": "hypothesis",
-    "mock": "mock",
-    "numpy": "numpy",
-    "parameterized": "parameterized",
-    "pretend": "pretend",
-    "pytz": "pytz",
-    "six": "six",
-    "yaml": "pyyaml",
+    **{"attr": "attrs", "dateutil": "python-dateutil", "yaml": "pyyaml"},
+    **{name: name for name in ("freezegun", "hypothesis", "mock", "numpy", "parameterized", "pretend", "pytz", "six")},
 }
 """Packages of modules that tests often import without a declared requirement: module -> package."""
 
@@ -89,9 +82,7 @@ def _from_metadata(text: str) -> Iterator[str]:
 def _from_pyproject(project: Mapping[str, Any]) -> Iterator[str]:
     yield from _strings(_table(project, "project").get("dependencies"))
     for groups in (_table(project, "project", "optional-dependencies"), _table(project, "dependency-groups")):
-        for group, lines in groups.items():
-            if group in _TEST_EXTRAS:
-                yield from _strings(lines)
+        yield from (line for group in groups if group in _TEST_EXTRAS for line in _strings(groups[group]))
     poetry = _table(project, "tool", "poetry")
     tables = [_table(poetry, "dependencies"), _table(poetry, "dev-dependencies")]
     tables += [_table(poetry, "group", group, "dependencies") for group in _TEST_EXTRAS]
@@ -101,18 +92,16 @@ def _from_pyproject(project: Mapping[str, Any]) -> Iterator[str]:
 
 def _from_setup_cfg(config: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
     yield from config.get("options", {}).get("install_requires", "").splitlines()
-    for extra, lines in config.get("options.extras_require", {}).items():
-        if extra in _TEST_EXTRAS:
-            yield from lines.splitlines()
+    extras = config.get("options.extras_require", {})
+    yield from (line for extra in extras if extra in _TEST_EXTRAS for line in extras[extra].splitlines())
 
 
 def _from_setup_py(text: str) -> Iterator[str]:
     """The literal requirement lists in the call of ``setup()``."""
-    for node in ast.walk(_parse_python(text)):
+    for node in ast.walk(SourceText(text.encode(errors="replace")).tree):
         if not isinstance(node, ast.keyword) or node.arg not in ("install_requires", "tests_require"):
             continue
-        items = node.value.elts if isinstance(node.value, ast.List | ast.Tuple) else []
-        yield from (item.value for item in items if isinstance(item, ast.Constant) and isinstance(item.value, str))
+        yield from _strings([getattr(item, "value", None) for item in getattr(node.value, "elts", ())])
 
 
 def _from_imports(files: Mapping[str, str]) -> Iterator[str]:
@@ -120,13 +109,6 @@ def _from_imports(files: Mapping[str, str]) -> Iterator[str]:
         if path.endswith(".py") and "test" in path:
             modules = re.findall(r"^\s*(?:import|from)\s+(\w+)", text, re.MULTILINE)
             yield from (_IMPORTED[module] for module in modules if module in _IMPORTED)
-
-
-def _parse_python(text: str) -> ast.Module:
-    try:
-        return ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return ast.Module([], [])
 
 
 def _toml(text: str) -> Mapping[str, Any]:

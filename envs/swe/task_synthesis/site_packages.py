@@ -74,18 +74,14 @@ class SitePackages:
         """Install the requirements that have wheels, and return them."""
         arguments = ("--no-compile", "--only-binary", ":all:", "--python-version", self._python, "--target", str(site))
         for _ in range(_MAX_ATTEMPTS):
-            code, output = await run_pip(
-                ["install", "--quiet", *arguments, *requirements], watched=site.parent, mb=self._mb
-            )
+            command = ["install", "--quiet", *arguments, *requirements]
+            code, output = await run_pip(command, watched=site.parent, mb=self._mb)
             if code == 0:
                 return requirements
             shutil.rmtree(site, ignore_errors=True)
             missing = {canonicalize_name(name) for pair in _MISSING.findall(output) for name in pair if name}
-            available = [
-                requirement
-                for requirement in requirements
-                if requirement == self._always or canonicalize_name(Requirement(requirement).name) not in missing
-            ]
+            missing -= {canonicalize_name(Requirement(self._always).name)}
+            available = [line for line in requirements if canonicalize_name(Requirement(line).name) not in missing]
             if len(available) == len(requirements):
                 available = [self._always] if len(requirements) > 1 else []
             if not available:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from envs.context import EnvContext
 from envs.swe.audit import audit_record
+from envs.swe.grading import with_verifiability
 from envs.swe.pytest_log import parse_summary
 from envs.swe.records import SweRecord
 from envs.swe.sandboxes import TestRun, run_tests, sandbox_spec
@@ -94,7 +95,7 @@ class Validation:
         for finding in await audit_record(self.context, record, site_root=self.directory):
             if not finding.ok:
                 raise CandidateRejected(f"audit: {finding.check}", finding.detail)
-        return record.model_copy(update={"verified": True})
+        return await with_verifiability(self.context, record.model_copy(update={"verified": True}), self.directory)
 
 
 def without_addopts(command: str) -> str:
