@@ -48,9 +48,10 @@ class ChatEngine:
     """Implements ``agent_rl.engine.types.Engine`` over ``POST <url>/chat/completions``; an async context manager.
 
     The API key is read from the environment variable ``OPENAI_API_KEY`` if it is set. Timeouts, 5xx and 429 are retried
-    ``retries`` times with exponential backoff. UserError is raised for a wrong address, key or model until the first
-    response; what the endpoint does later ends one episode (EngineRejected). If the endpoint's context cannot hold ``max_tokens`` more tokens, the request is repeated without that limit; if the conversation does
-    not fit at all, the turn ends without text and with finish ``length``.
+    ``retries`` times with exponential backoff. UserError is raised for a wrong address, key or model until the
+    first response; what the endpoint does later ends one episode (EngineRejected). If the endpoint's context cannot
+    hold ``max_tokens`` more tokens, the request is repeated without that limit; if the conversation does not fit at
+    all, the turn ends without text and with finish ``length``.
     """
 
     def __init__(self, endpoint: ChatEndpoint, *, timeout: float, retries: int, backoff: float = 0.5) -> None:
