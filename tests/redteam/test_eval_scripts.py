@@ -103,7 +103,7 @@ new file mode 120000
 +/tmp
 \\ No newline at end of file
 """
-ORDINARY = ("extends the script that bash is reading", "installs a hook that git runs after the tests")
+ORDINARY = ("installs a hook that git runs after the tests",)
 
 
 @pytest.fixture(scope="module")
@@ -156,6 +156,7 @@ async def test_a_link_in_the_place_of_the_tests_gets_no_reward(context: EnvConte
     await check(context, record, "puts a link in the place of the tests", LINKED_TESTS)
 
 
+@pytest.mark.exhaustive
 async def test_the_reference_fix_passes(context: EnvContext, record: SweRecord) -> None:
     grade = await grade_patch(context, record, record.gold)
     assert (grade.reward, grade.suspected_hack) == (1.0, ()), grade.log

@@ -343,6 +343,7 @@ def test_texts_of_a_run_neither_steer_the_terminal_nor_break_a_table(foreign: Pa
     assert "\x1b" not in errors.getvalue()
 
 
+@pytest.mark.exhaustive
 def test_a_file_of_trajectories_that_expands_takes_bounded_memory(foreign: Path) -> None:
     (foreign / f"{ROWS}.jsonl.zst").write_bytes(bomb(6 << 30))
     program = (

@@ -126,7 +126,7 @@ time.sleep(60)
 """
 BACKENDS = {
     "bubblewrap": ("bubblewrap", {}, [pytest.mark.bubblewrap]),
-    "docker": ("docker", {}, [pytest.mark.docker]),
+    "docker": ("docker", {}, [pytest.mark.docker, pytest.mark.exhaustive]),
     "podman": ("podman", {}, [pytest.mark.podman, pytest.mark.exhaustive]),
     "gVisor": ("docker", {"runtime": "runsc"}, [pytest.mark.docker, pytest.mark.exhaustive]),
 }
