@@ -46,6 +46,9 @@ def run_async(work: Coroutine[Any, Any, T], stop_message: str = NOT_RESUMABLE) -
 
 
 def print_error(text: str) -> int:
-    """Print a one-line error to stderr. Returns the exit code for user errors, 2."""
-    print(f"error: {text}", file=sys.stderr)
+    """Print a one-line error to stderr, without control characters, because it may quote a foreign file. Returns the
+    exit code for user errors, 2."""
+    from sandbox import printable
+
+    print(f"error: {printable(text)}", file=sys.stderr)
     return 2

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from agent_rl.config.loader import load_recorded
-from agent_rl.errors import ConfigError
+from agent_rl.errors import AgentRlError, ConfigError
 from agent_rl.planner.known_models import planned_model
 from agent_rl.rollout.records import read_trajectories, steps_on_disk
 from agent_rl.train.batching.cost import TOKENS, SequenceCost, sequence_cost
@@ -102,7 +102,10 @@ def _last_steps(run: Path, count: int) -> list[int]:
 
 
 def _samples(run: Path, step: int) -> list[Sample]:
-    trajectories = [t for group in read_trajectories(run, step) for t in group.trajectories]
+    try:
+        trajectories = [t for group in read_trajectories(run.resolve(), step) for t in group.trajectories]
+    except AgentRlError as error:
+        raise ConfigError(f"{run}: {error}") from None
     samples = [Sample(t.tokens, t.loss_mask, t.logprobs, 0.0, t.routing) for t in trajectories if t.routing is not None]
     if not samples:
         raise ConfigError(f"{run}: the trajectories of step {step} have no routes; run with train.replay=r3")

@@ -31,11 +31,12 @@ from agent_rl.controller import preflight
 from agent_rl.controller.preflight import Checked
 from agent_rl.controller.rollout_runtime import open_rollout_runtime
 from agent_rl.engine.types import Scores
-from agent_rl.errors import ConfigError
+from agent_rl.errors import AgentRlError, ConfigError
 from agent_rl.monitoring.console import Display
 from agent_rl.rollout.records import read_trajectories, steps_on_disk
 from agent_rl.train.ray_trainer import RayTrainer
 from agent_rl.types import Group, Sample, Trajectory
+from agent_rl.utils import foreign
 from agent_rl.utils.concurrency import cancel_on_signals
 from agent_rl.utils.run_files import write_atomic, write_json
 from r3.mismatch.breakdown import Mismatch, MismatchReport, Pair, mismatch_report
@@ -130,6 +131,10 @@ def load_source(source: Path, overrides: Sequence[str]) -> RunConfig:
     """The config at ``source``. For a run's directory: its resolved config, with the trained model."""
     if not source.is_dir():
         return load_config(source, overrides)
+    try:
+        foreign.read_config(source.resolve())  # refuses a link and one that expands
+    except AgentRlError as error:
+        raise ConfigError(f"{source}: {error}") from None
     config = load_recorded(source / "config.yaml", overrides)
     if not (source / "model" / "config.json").is_file():
         raise ConfigError(f"{source}: no trained model in {source / 'model'}: the run has not finished")
@@ -147,7 +152,10 @@ def read_groups(directory: Path) -> tuple[Group, ...]:
         raise ConfigError(
             f"--trajectories {directory}: no trajectories found; expected the directory of a run or of a comparison"
         )
-    return tuple(group for step in steps for group in read_trajectories(directory, step))
+    try:
+        return tuple(group for step in steps for group in read_trajectories(directory.resolve(), step))
+    except AgentRlError as error:
+        raise ConfigError(f"--trajectories {directory}: {error}") from None
 
 
 def comparable_trajectories(trajectories: Sequence[Trajectory]) -> list[Trajectory]:

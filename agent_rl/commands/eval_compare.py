@@ -13,6 +13,7 @@ from rich.table import Table
 from agent_rl.errors import UserError
 from agent_rl.evaluation.paired import ExcludedTasks, PairedComparison, compare, pair
 from agent_rl.evaluation.saved import SavedEvaluation, read_evaluation
+from sandbox import printable
 
 REQUIRED_EQUAL = ("env", "env_options")
 """Settings that must be equal, because task ids are unique only within one environment."""
@@ -95,4 +96,4 @@ def _excluded(left_out: ExcludedTasks) -> str:
 
 
 def _some(ids: Sequence[str]) -> str:
-    return ", ".join(ids[:MAX_IDS]) + (", ..." if len(ids) > MAX_IDS else "")
+    return printable(", ".join(ids[:MAX_IDS])) + (", ..." if len(ids) > MAX_IDS else "")

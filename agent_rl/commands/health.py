@@ -23,7 +23,7 @@ from agent_rl.engine.factory import open_engine
 from agent_rl.engine.launch import sglang_version
 from agent_rl.engine.ray_actor import CallResult
 from agent_rl.engine.ray_servers import check_nodes
-from agent_rl.errors import AgentRlError
+from agent_rl.errors import AgentRlError, ConfigError
 from agent_rl.models.spec import read_model_spec
 from agent_rl.monitoring.console import cell
 from agent_rl.train.ray_access import requires_token
@@ -105,9 +105,12 @@ async def check_engines_of(config: RunConfig) -> list[Check]:
 
 async def _check_cluster(address: str) -> str:
     await check_ray(address)
-    if requires_token():
-        return f"{address}, with a token"
-    return f"{address}, without a token: whoever reaches it runs code on every node; set RAY_AUTH_MODE=token everywhere"
+    if not requires_token():
+        raise ConfigError(
+            f"{address} needs no token: whoever reaches it runs code on every node; start Ray with RAY_AUTH_MODE=token "
+            "and a token on every node, and set both in this shell"
+        )
+    return f"{address}, with a token"
 
 
 def _engine_node(node: EngineNode, answer: CallResult) -> Check:

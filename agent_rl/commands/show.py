@@ -13,7 +13,7 @@ import json
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,20 @@ from rich.table import Table
 from rich.text import Text
 
 from agent_rl.errors import AgentRlError, UserError
+from agent_rl.monitoring.console import cell
 from agent_rl.rollout.jsonl_zst import SUFFIX, read_rows
 from agent_rl.rollout.records import DIRECTORY, row_messages, steps_on_disk, trajectories_path
+from agent_rl.utils import foreign
 from sandbox import printable
 
 CALL_TAGS = ("<tool_call>", "<function=")
 MAX_LISTED = 40
 """Episodes in a list. The line below it gives the number of hidden ones."""
+
+
+MAX_TASKS = 5
+"""Task ids in the message about no match."""
+MAX_LOG_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,56 +55,78 @@ class EpisodeRecord:
         return resolved if reward is None else f"{resolved}, reward {reward:g}"
 
 
+@dataclass(slots=True)
+class Selection:
+    """What is kept of a file's episodes: the ``first`` match, rows of the list, counts, and the ids of a few tasks."""
+
+    episodes: int = 0
+    matches: int = 0
+    first: EpisodeRecord = field(default_factory=lambda: EpisodeRecord("", 0, {}))
+    listed: list[Sequence[Text]] = field(default_factory=list)
+    tasks: set[str] = field(default_factory=set)
+
+
 def show(
     path: Path, *, step: int | None, task: str | None, sample: int | None, as_list: bool, console: Console
 ) -> None:
     """Print the selected episode of ``path``, or a list if several match. Raises UserError."""
     file = _episode_file(path, step)
     try:
-        _print_episodes(path, file, list(_episodes(file)), task=task, sample=sample, as_list=as_list, console=console)
+        selected = _select(_episodes(file), task, sample)
+        if not selected.listed:
+            tasks = ", ".join(sorted(selected.tasks))
+            raise UserError(f"{file}: no episode matches (it contains {selected.episodes}); tasks: {tasks} ...")
+        if selected.matches == 1 and not as_list:
+            console.print(_render_episode(selected.first))
+        else:
+            _print_list(path, file, selected, console)
     except UserError:
         raise
-    except (AgentRlError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (AgentRlError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{file}: no readable trajectories ({type(error).__name__}: {error})") from None
 
 
-def _print_episodes(
-    path: Path,
-    file: Path,
-    episodes: Sequence[EpisodeRecord],
-    *,
-    task: str | None,
-    sample: int | None,
-    as_list: bool,
-    console: Console,
-) -> None:
-    matches = [e for e in episodes if task in (None, e.task_id) and sample in (None, e.sample)]
-    if not matches:
-        tasks = sorted({episode.task_id for episode in episodes})
-        raise UserError(f"{file}: no episode matches (it contains {len(episodes)}); tasks: {', '.join(tasks[:5])} ...")
-    if len(matches) == 1 and not as_list:
-        console.print(_render_episode(matches[0]))
-        return
-    console.print(_episode_table(file, matches))
-    hidden = f"{len(matches) - MAX_LISTED} more; " if len(matches) > MAX_LISTED else ""
-    first = matches[0]
+def _select(episodes: Iterable[EpisodeRecord], task: str | None, sample: int | None) -> Selection:
+    selected = Selection()
+    for episode in episodes:
+        selected.episodes += 1
+        if len(selected.tasks) < MAX_TASKS:
+            selected.tasks.add(episode.task_id)
+        if task not in (None, episode.task_id) or sample not in (None, episode.sample):
+            continue
+        selected.matches += 1
+        if len(selected.listed) < MAX_LISTED:
+            selected.listed.append(_table_row(episode))
+        if selected.matches == 1:
+            selected.first = episode
+    return selected
+
+
+def _print_list(path: Path, file: Path, selected: Selection, console: Console) -> None:
+    table = Table("task", "sample", "outcome", "stop", "turns", "seconds", title=cell(str(file)), title_justify="left")
+    for row in selected.listed:
+        table.add_row(*row)
+    console.print(table)
+    hidden = f"{selected.matches - MAX_LISTED} more; " if selected.matches > MAX_LISTED else ""
+    first = selected.first
     command = shlex.join(["agent-rl", "show", str(path), "--task", first.task_id, "--sample", str(first.sample)])
-    console.print(Text(f"{hidden}to show one: {command}"), soft_wrap=True)
+    console.print(cell(f"{hidden}to show one: {command}"), soft_wrap=True)
     if steps := [] if path.is_file() else steps_on_disk(path):
         console.print(Text(f"steps: {steps[0]} to {steps[-1]} (--step)"))
 
 
 def _episode_file(path: Path, step: int | None) -> Path:
     """The file or directory with the episodes. For a run: the file of ``step``, by default the last one."""
+    path = path.resolve()  # the user may name a link; links within the directory are not followed
     if path.is_file():
         return path
     if steps := steps_on_disk(path):
         if step is not None and step not in steps:
             raise UserError(f"--step {step}: {path} has trajectories of steps {steps[0]} to {steps[-1]}")
-        return trajectories_path(path, steps[-1] if step is None else step)
+        return _regular(trajectories_path(path, steps[-1] if step is None else step))
     if (path / "logs").is_dir() and (path / "results.jsonl").is_file():
         return path
-    below = sorted({file.parent for name in ("results.jsonl", DIRECTORY) for file in path.glob(f"*/**/{name}")})
+    below = sorted({file.parent for name in ("results.jsonl", DIRECTORY) for file in path.glob(f"**/{name}")})
     hint = f"; found some in {below[0]}" if below else ""
     raise UserError(
         f"{path}: expected the directory of a run with trajectories or of an evaluation, or one of their files{hint}"
@@ -107,13 +136,25 @@ def _episode_file(path: Path, step: int | None) -> Path:
 def _episodes(file: Path) -> Iterator[EpisodeRecord]:
     """The episodes of a trajectory file, of one evaluation log, or of all logs of an evaluation directory."""
     if file.is_dir():
-        logs = (json.loads(log.read_text()) for log in sorted(file.glob("logs/*/*.json")))
-        yield from (EpisodeRecord(row["task_id"], row["sample"], row) for row in logs)
+        for log in sorted(file.glob("logs/*/*.json")):
+            yield _logged(foreign.read(file, log.relative_to(file).as_posix(), MAX_LOG_BYTES))
     elif file.name.endswith((".jsonl", SUFFIX)):
         yield from _numbered({**row, "messages": row_messages(row)} for row in read_rows(file))
     else:
-        row = json.loads(file.read_text())
-        yield EpisodeRecord(row["task_id"], row["sample"], row)
+        yield _logged(foreign.read(file.parent, file.name, MAX_LOG_BYTES))
+
+
+def _regular(file: Path) -> Path:
+    try:
+        foreign.require_regular(file)
+    except AgentRlError as error:
+        raise UserError(f"{file}: {error}") from None
+    return file
+
+
+def _logged(log: bytes) -> EpisodeRecord:
+    row = json.loads(log)
+    return EpisodeRecord(row["task_id"], row["sample"], row)
 
 
 def _numbered(rows: Iterable[Mapping[str, Any]]) -> Iterator[EpisodeRecord]:
@@ -123,12 +164,10 @@ def _numbered(rows: Iterable[Mapping[str, Any]]) -> Iterator[EpisodeRecord]:
         samples[row["task_id"]] += 1
 
 
-def _episode_table(file: Path, episodes: Sequence[EpisodeRecord]) -> Table:
-    table = Table("task", "sample", "outcome", "stop", "turns", "seconds", title=str(file), title_justify="left")
-    for each in episodes[:MAX_LISTED]:
-        row, turns = each.row, str(len(each.row["turns"]))
-        table.add_row(Text(each.task_id), str(each.sample), each.outcome, row["stop"], turns, f"{row['seconds']:.1f}")
-    return table
+def _table_row(episode: EpisodeRecord) -> Sequence[Text]:
+    row = episode.row
+    values = episode.task_id, episode.sample, episode.outcome, row["stop"], len(row["turns"]), f"{row['seconds']:.1f}"
+    return [cell(str(value)) for value in values]
 
 
 def _render_episode(episode: EpisodeRecord) -> RenderableType:
@@ -138,7 +177,7 @@ def _render_episode(episode: EpisodeRecord) -> RenderableType:
     for message in row["messages"]:
         if message["role"] == "assistant":
             break
-        parts += [Rule(message["role"], align="left"), _printable_text(message["content"])]
+        parts += [Rule(cell(message["role"]), align="left"), _printable_text(message["content"])]
     for number, turn in enumerate(row["turns"], 1):
         parts += _render_turn(number, turn)
     parts.append(Rule("end", align="left"))
@@ -152,12 +191,12 @@ def _render_turn(number: int, turn: Mapping[str, Any]) -> list[RenderableType]:
     call = f"calls {turn['tool']}" if turn["tool"] else "makes no call"
     times = f"generation {turn['generate_seconds']:.1f} s, tool {turn['tool_seconds']:.1f} s"
     parts: list[RenderableType] = [
-        Rule(Text(f"turn {number} {call} ({turn['completion_tokens']} tokens, {times})"), align="left"),
+        Rule(cell(f"turn {number} {call} ({turn['completion_tokens']} tokens, {times})"), align="left"),
         _printable_text(_before_call(turn) or "(no text before the call)"),
     ]
     for name, value in turn["arguments"].items():
         text = value if isinstance(value, str) else json.dumps(value)
-        parts += [Text(f"{name}:", style="cyan"), Padding(_printable_text(text, "cyan"), (0, 0, 0, 2))]
+        parts += [_printable_text(f"{name}:", "cyan"), Padding(_printable_text(text, "cyan"), (0, 0, 0, 2))]
     observation_style = "red" if turn["parse_failure"] else "dim"
     return [
         *parts,

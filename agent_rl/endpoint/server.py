@@ -236,7 +236,8 @@ def _sandbox_routes(endpoint: EndpointServer) -> list[BaseRoute]:
     async def call(request: Request) -> Response:
         try:
             session = endpoint.session(request)
-            parsed = parse_request(_SandboxCall, await read_request_body(request))
+            async with session.reading:
+                parsed = parse_request(_SandboxCall, await read_request_body(request))
             result = await session.call(ToolCall(parsed.name, parsed.arguments))
         except RequestRejected as error:
             return _json_response({"error": error.text}, error.status)
@@ -289,7 +290,9 @@ class DialectApp:
         request = Request(scope, receive)
         try:
             session = self._endpoint.session(request)
-            body = await read_request_body(request)
+            async with session.reading:
+                body = await read_request_body(request)
+            session.check_size(len(body))
             async with self._endpoint.turn:
                 await asyncio.sleep(0)
                 chat_request = self._dialect.read(body)

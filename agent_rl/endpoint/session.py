@@ -20,6 +20,10 @@ from agent_rl.rollout.initial_prompt import Renderer, build_initial_prompt
 from agent_rl.types import FinishReason, StopReason, Turn
 from tools import ParsedTurn, ToolCall, ToolCallFormat, ToolResult, ToolSet, parse_turn
 
+_BYTES_A_TOKEN, _SPARE_BYTES = 16, 64 << 10
+_BODIES_AT_ONCE = 8
+"""Request bodies of a session that are read at once: each may have 32 MiB."""
+
 
 class ExtendingRenderer(Renderer, Protocol):
     """A renderer that can append any messages to a turn: :class:`agent_rl.render.ChatRenderer`."""
@@ -107,6 +111,16 @@ class Session:
         self._stats: dict[Node, _ReplyStats] = {}
         self._sampling: dict[Node, asyncio.Task[None]] = {}
         self._started = time.perf_counter()
+        self.reading = asyncio.Semaphore(_BODIES_AT_ONCE)  # held while a request's body is read
+
+    def check_size(self, size: int) -> None:
+        """Reject a request whose ``size`` in bytes no conversation within the context has: its tokenization would stop
+        all episodes for seconds."""
+        if size > _SPARE_BYTES + _BYTES_A_TOKEN * self.context:
+            self.context_full = True
+            raise RequestRejected(
+                "full", "the conversation fills the context", tokens=size // _BYTES_A_TOKEN, limit=self.context
+            )
 
     def begin(self, request: ChatRequest) -> Node:
         """Start to sample a reply, or return the undelivered reply to an identical earlier request. Then await

@@ -181,7 +181,10 @@ def _short(value: Any) -> str:
 def _parse_result(path: Path, number: int, line: bytes) -> EpisodeResult:
     try:
         row = json.loads(line)
-        return EpisodeResult(**{**row, "suspected_hack": tuple(row["suspected_hack"])})
+        result = EpisodeResult(**{**row, "suspected_hack": tuple(row["suspected_hack"])})
+        if not (isinstance(result.task_id, str) and isinstance(result.sample, int)):
+            raise ValueError("task_id is not a text or sample not a number")
+        return result
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ConfigError(f"{path}:{number}: not a result of an evaluation ({error}); remove the line") from None
 

@@ -9,19 +9,24 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agent_rl.errors import UserError
+import orjson
+
+from agent_rl.errors import AgentRlError, UserError
 from agent_rl.evaluation.directory import last_graded, read_results
 from agent_rl.evaluation.paired import Score
 from agent_rl.evaluation.report import EpisodeResult
 from agent_rl.rollout.records import evaluation_stem
-from agent_rl.utils.run_files import read_json
+from agent_rl.utils import foreign
 
+_KEY = re.compile(r"step-\d{1,9}/(sampled|greedy)", re.ASCII)
+_MAX_SAMPLES = 1_000_000
 EXPECTED = "expected an evaluation's directory, its results.jsonl or report.json, or RUN:step-N/sampled"
 
 
@@ -39,25 +44,36 @@ def read_evaluation(name: str) -> SavedEvaluation:
     path = Path(name)
     if not path.exists():
         return _from_run(name)
+    path = path.resolve()  # the user may name a link; links within the directory are not followed
     file = path / "results.jsonl" if path.is_dir() else path
     if not file.is_file():
         raise UserError(f"{name}: {_describe_contents(path)}; {EXPECTED}")
     if file.suffix == ".jsonl":
+        _require_regular(file)
         settings = file.with_name("settings.json")
-        return SavedEvaluation(name, _scores(read_results(file)), read_json(settings) if settings.exists() else {})
+        known = _json(settings) if settings.exists() else {}
+        return SavedEvaluation(name, _scores(read_results(file)), known if isinstance(known, dict) else {})
     return _from_report(name, _json(file))
 
 
 def _from_run(name: str) -> SavedEvaluation:
     directory, _, key = name.rpartition(":")
-    state = Path(directory) / "state.json"
-    if not directory or not state.is_file():
+    run = Path(directory).resolve()
+    if not directory or not (run / "state.json").is_file():
         raise UserError(f"{name}: no such evaluation; {EXPECTED}")
-    reports = _json(state).get("evaluations", {})
+    reports = _reports(run)
     if key not in reports:
         raise UserError(f"{name}: the run has no evaluation {key!r}; it has {', '.join(reports) or 'none'}")
-    full = report_path(Path(directory), key)
+    full = report_path(run, key)
     return _from_report(name, _json(full) if full.is_file() else reports[key])
+
+
+def _reports(run: Path) -> dict[str, Any]:
+    """The reports in the run's ``state.json`` by step and decoding, without other keys."""
+    state = _json(run / "state.json")
+    reports = state.get("evaluations") if isinstance(state, dict) else None
+    known = reports.items() if isinstance(reports, dict) else ()
+    return {key: report for key, report in known if _KEY.fullmatch(key)}
 
 
 def report_path(run_dir: Path, key: str) -> Path:
@@ -68,22 +84,37 @@ def report_path(run_dir: Path, key: str) -> Path:
 
 def _from_report(name: str, report: Any) -> SavedEvaluation:
     try:
-        scores = {row["task_id"]: Score(row["resolved"], row["graded"]) for row in report["outcomes"]}
+        scores = {str(row["task_id"]): _score(row) for row in report["outcomes"]}
         return SavedEvaluation(name, scores, {"env": report["env"], "policy": report["policy"]})
-    except (TypeError, KeyError):
+    except (TypeError, KeyError, ValueError):
         raise UserError(f"{name}: not a report of an evaluation; {EXPECTED}") from None
 
 
-def _json(path: Path) -> Any:
+def _require_regular(path: Path) -> None:
     try:
-        return read_json(path)
+        foreign.require_regular(path, foreign.MAX_BYTES)
+    except AgentRlError as error:
+        raise UserError(f"{path.parent}: {error}") from None
+
+
+def _score(row: Mapping[str, Any]) -> Score:
+    """Raises ValueError for counts that no evaluation has."""
+    resolved, graded = int(row["resolved"]), int(row["graded"])
+    if not 0 <= resolved <= graded <= _MAX_SAMPLES:
+        raise ValueError(f"{resolved} of {graded} samples")
+    return Score(resolved, graded)
+
+
+def _json(path: Path) -> Any:
+    _require_regular(path)
+    try:
+        return orjson.loads(path.read_bytes())
     except ValueError as error:
         raise UserError(f"{path}: not JSON ({error}); {EXPECTED}") from None
 
 
 def _describe_contents(path: Path) -> str:
-    state = path / "state.json"
-    reports = _json(state).get("evaluations", {}) if state.is_file() else {}
+    reports = _reports(path) if (path / "state.json").is_file() else {}
     return f"a run's directory with the evaluations {', '.join(reports)}" if reports else "contains no evaluation"
 
 

@@ -25,6 +25,7 @@ BYTES_A_TOKEN = 4
 """Bytes per token, to convert token limits: typical of English text and code."""
 API_KEY = "OPENAI_API_KEY"
 READY_SECONDS = 60.0
+_MAX_TEXT_BYTES = 4 << 20  # a byte becomes a token, with a log-prob
 _QUESTION = {"messages": [{"role": "user", "content": "Answer with one word: ready?"}], "max_tokens": 16}
 _NO_TOOL = {"name": "none", "description": "Does nothing.", "parameters": {"type": "object", "properties": {}}}
 
@@ -47,9 +48,10 @@ class ChatEngine:
     """Implements ``agent_rl.engine.types.Engine`` over ``POST <url>/chat/completions``; an async context manager.
 
     The API key is read from the environment variable ``OPENAI_API_KEY`` if it is set. Timeouts, 5xx and 429 are retried
-    ``retries`` times with exponential backoff. UserError is raised for a wrong address, key or model. If the endpoint's
-    context cannot hold ``max_tokens`` more tokens, the request is repeated without that limit; if the conversation does
-    not fit at all, the turn ends without text and with finish ``length``.
+    ``retries`` times with exponential backoff. UserError is raised for a wrong address, key or model until the
+    first response; what the endpoint does later ends one episode (EngineRejected). If the endpoint's context cannot
+    hold ``max_tokens`` more tokens, the request is repeated without that limit; if the conversation does not fit at
+    all, the turn ends without text and with finish ``length``.
     """
 
     def __init__(self, endpoint: ChatEndpoint, *, timeout: float, retries: int, backoff: float = 0.5) -> None:
@@ -59,6 +61,7 @@ class ChatEngine:
         key = os.environ.get(API_KEY)
         headers = {"authorization": f"Bearer {key}"} if key else {}
         self._http = AsyncHttp(timeout, headers=headers, outside=True)
+        self._mistake: type[UserError | EngineRejected] = UserError
 
     async def __aenter__(self) -> ChatEngine:
         return self
@@ -98,7 +101,10 @@ class ChatEngine:
             "max_tokens": max(1, sampling.max_new_tokens // BYTES_A_TOKEN),
         }
         text, finished = await self._complete(self._body(conversation | limits))
-        sampled = (*encode(text), STOP) if finished else tuple(encode(text))
+        encoded = encode(text)
+        if len(encoded) > _MAX_TEXT_BYTES:
+            raise EngineRejected(f"{self._url}: a text of more than {_MAX_TEXT_BYTES} bytes")
+        sampled = (*encoded, STOP) if finished else tuple(encoded)
         return Completion(
             tokens=sampled,
             logprobs=(0.0,) * len(sampled),
@@ -126,25 +132,26 @@ class ChatEngine:
         try:
             choice = response["choices"][0]
             return message_text(choice["message"]), choice["finish_reason"] != "length"
-        except (KeyError, IndexError, TypeError, AttributeError) as error:
+        except (KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
             raise EngineRejected(
                 f"{self._url}: the response holds no chat completion ({type(error).__name__})"
             ) from error
 
     async def _post(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The response's JSON. Raises UserError if the address, the key or the model's name is wrong."""
+        """The response's JSON. Raises UserError, later EngineRejected, if the address, key or model's name is wrong."""
         try:
             response = await self._http.exchange(self._url, body)
         except EngineRejected as error:
-            raise UserError(f"--policy {error}") from None
+            raise self._mistake(f"--policy {error}") from None
         if (mistake := self._config_error(response)) is not None:
-            raise UserError(mistake)
+            raise self._mistake(mistake)
         try:
             parsed: dict[str, Any] = orjson.loads(check(response).content)
         except orjson.JSONDecodeError:
-            raise UserError(
+            raise self._mistake(
                 f"{self._url} returned {_describe_body(response)} instead of JSON: {self._right_address()}"
             ) from None
+        self._mistake = EngineRejected
         return parsed
 
     def _config_error(self, response: HttpResponse) -> str | None:

@@ -18,6 +18,7 @@ _FRAME_BYTES = 1 << 20
 _CHUNK_BYTES = 1 << 12  # zstandard may return 32,768 bytes for each byte of it
 _MAX_FRAME_BYTES = 512 << 20
 _MAX_FILE_BYTES = 16 << 30
+_MAX_ROW_BYTES = 64 << 20  # as Python objects, JSON may take 20 times its size
 _LEVEL = 6  # level 12 saves 5 % of the bytes and takes five times as long
 
 RowPosition = tuple[int, int]
@@ -99,6 +100,8 @@ def decompress(data: bytes, max_bytes: int) -> bytes:
 
 
 def _row(line: bytes, where: str) -> dict[str, Any]:
+    if len(line) > _MAX_ROW_BYTES:
+        raise AgentRlError(f"{where}: {len(line)} bytes, more than the {_MAX_ROW_BYTES} allowed")
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:

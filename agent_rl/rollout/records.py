@@ -43,6 +43,7 @@ from agent_rl.types import (
     Turn,
     VersionSpan,
 )
+from agent_rl.utils import foreign
 from agent_rl.utils.run_files import replacing, write_atomic
 from r3 import archive
 from r3.routing import Routing, RoutingError
@@ -147,6 +148,7 @@ def read_trajectories(run_dir: Path, step: int) -> tuple[Group, ...]:
     """The groups of ``step``, in order. Raises AgentRlError for missing or damaged files."""
     path = trajectories_path(run_dir, step)
     for file in (path, arrays_path(path)):
+        foreign.require_regular(file)
         if not file.is_file():
             raise AgentRlError(f"{file}: no trajectories of step {step}")
     return read_groups(path)
@@ -172,7 +174,8 @@ def read_groups(path: Path) -> tuple[Group, ...]:
 def steps_on_disk(run_dir: Path) -> list[int]:
     """The steps that have trajectories, in order."""
     files = (run_dir / DIRECTORY).glob(f"step-*{SUFFIX}")
-    return sorted(int(path.name.split(".")[0].removeprefix("step-")) for path in files)
+    numbers = (path.name.split(".")[0].removeprefix("step-") for path in files)
+    return sorted(int(number) for number in numbers if number.isascii() and number.isdigit())
 
 
 def step_stem(run_dir: Path, step: int) -> Path:

@@ -44,6 +44,7 @@ _IDLE_SECONDS = 3.0
 """Idle connections close after this time, before SGLang's web server closes them (5 s)."""
 _MOST_IDLE = 4
 """Open connections per engine that BlockingHttp keeps."""
+_OUTSIDE_BYTES = 64 << 20
 _READ_AHEAD = 1 << 20
 """Bytes of a response that aiohttp buffers before it wakes the reader."""
 
@@ -91,12 +92,15 @@ async def call_with_retries(
 class AsyncHttp:
     """Asynchronous requests. ``seconds``: the timeout of each response.
 
-    Every request has ``headers``. ``outside`` uses the proxies of the environment; engines are on this machine or in
-    this cluster and need none. Every method raises an EngineError.
+    Every request has ``headers``. ``outside``: the server belongs to others. Its responses are limited to 64 MiB and
+    not decompressed, and the proxies of the environment are used, which engines do not need. Every method raises an
+    EngineError.
     """
 
     def __init__(self, seconds: float, *, headers: Mapping[str, str] | None = None, outside: bool = False) -> None:
         self._seconds, self._headers, self._outside = seconds, dict(headers or {}), outside
+        if outside:
+            self._headers["accept-encoding"] = "identity"
         self._opened: aiohttp.ClientSession | None = None
 
     @property
@@ -109,6 +113,7 @@ class AsyncHttp:
                 cookie_jar=aiohttp.DummyCookieJar(),
                 read_bufsize=_READ_AHEAD,
                 trust_env=self._outside,
+                auto_decompress=not self._outside,
             )
         return self._opened
 
@@ -141,7 +146,7 @@ class AsyncHttp:
 
     async def _send(self, method: str, url: str, content: bytes | None, seconds: float) -> HttpResponse:
         async with self._request(method, url, content, seconds) as response:
-            return await _read(response)
+            return await _read(response, _OUTSIDE_BYTES if self._outside else None)
 
     async def lines(self, url: str, body: Mapping[str, Any]) -> AsyncGenerator[str, None]:
         """POST ``body`` as JSON; yields the lines of a streamed response as they arrive."""
@@ -233,8 +238,17 @@ def check(response: HttpResponse) -> HttpResponse:
     raise EngineUnreachable(message)
 
 
-async def _read(response: aiohttp.ClientResponse) -> HttpResponse:
-    content = await response.read()
+async def _read(response: aiohttp.ClientResponse, max_bytes: int | None = None) -> HttpResponse:
+    """The whole response. Raises EngineRejected for more than ``max_bytes``."""
+    if max_bytes is None:
+        content = await response.read()
+    else:
+        parts = bytearray()
+        async for part in response.content.iter_any():
+            parts += part
+            if len(parts) > max_bytes:
+                raise EngineRejected(f"{response.url}: a response of more than {max_bytes} bytes")
+        content = bytes(parts)
     return HttpResponse(response.method, str(response.url), response.status, response.headers, content)
 
 

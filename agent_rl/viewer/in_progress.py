@@ -13,7 +13,7 @@ from agent_rl.errors import AgentRlError
 from agent_rl.rollout.framed_log import read_frames
 from agent_rl.rollout.records import row_of_encoded
 from agent_rl.rollout.step_index import sizes
-from agent_rl.viewer import foreign
+from agent_rl.utils import foreign
 from agent_rl.viewer.index import file_stamp
 
 

@@ -30,7 +30,7 @@ from agent_rl.rollout.jsonl_zst import RowPosition, read_rows
 from agent_rl.rollout.records import DIRECTORY, EVALUATIONS, arrays_path, rows_path
 from agent_rl.rollout.step_index import COLUMNS, columns, read_step_index, step_index_path
 from agent_rl.rollout.token_details import details_path
-from agent_rl.viewer import foreign
+from agent_rl.utils import foreign
 
 _EVALUATION = re.compile(r"step-(\d{1,9})[/-](sampled|greedy)", re.ASCII)
 EVAL = "eval"

@@ -17,8 +17,8 @@ from agent_rl.evaluation.report import Z95, wilson_interval
 from agent_rl.evaluation.saved import report_path
 from agent_rl.monitoring.metrics import METRICS
 from agent_rl.types import StopReason
+from agent_rl.utils import foreign
 from agent_rl.utils.directory_lock import LOCK
-from agent_rl.viewer import foreign
 from agent_rl.viewer.index import EVAL, REPORT, Index, evaluation_of
 from agent_rl.viewer.trajectory import model_layout
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from agent_rl.errors import AgentRlError
-from agent_rl.viewer import foreign
+from agent_rl.utils import foreign
 
 _BYTE = re.compile("<0x([0-9A-F]{2})>")
 """A byte token of a character vocabulary."""

@@ -180,6 +180,19 @@ async def test_missing_parts_name_their_install(tmp_path: Path, monkeypatch: Any
     assert "notthere" in capsys.readouterr().out
 
 
+async def test_a_cluster_without_a_token_fails(monkeypatch: Any) -> None:
+    async def reachable(address: str) -> None: ...
+
+    monkeypatch.setattr("agent_rl.commands.health.check_ray", reachable)
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    config = load_config(Path("quickstart"), ["train.ray_address=127.0.0.1:6379", "engine.python=/nowhere/python"])
+    found = {check.name: check for check in await check_parts(config)}
+    assert not found["ray"].ok
+    assert found["ray"].detail.startswith("127.0.0.1:6379 needs no token: whoever reaches it runs code on every node")
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    assert next(check for check in await check_parts(config) if check.name == "ray").ok
+
+
 def test_invalid_quarantine_file_is_rejected(tmp_path: Path) -> None:
     write_quarantine(tmp_path / "ours.json", {"a": ["flaky"]})
     assert read_quarantine(tmp_path / "ours.json") == {"a": ["flaky"]}

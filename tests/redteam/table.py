@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 from tests.envs.test_swe_hacks import HACKS, LITTER
-from tests.redteam import test_pytest_attacks, test_repository_attacks, test_rows
+from tests.redteam import (
+    test_addresses,
+    test_endpoint_attacks,
+    test_eval_scripts,
+    test_foreign_files,
+    test_foreign_models,
+    test_listeners,
+    test_networks,
+    test_program_attacks,
+    test_pytest_attacks,
+    test_repository_attacks,
+    test_rows,
+    test_stores,
+)
 from tests.redteam.test_damage import DAMAGE
 from tests.redteam.test_disk import GROWTHS
 from tests.redteam.test_grading_attacks import ENDLESS, QUICK
@@ -31,6 +45,10 @@ others, and each damage alone. `tests/redteam/table.py` writes this page, and a 
 - **Reward 0**: the episode is graded, has a record, and does not run again.
 - **Refused**: one line names the row and the key, and no sandbox starts.
 - **Harmless**: the target of the attack is absent, or is not followed.
+- **Stands**: the attack succeeds. SECURITY.md says why, and what limits it.
+
+Of the {count} attacks, {standing} stand. Not in the list are the cases that [the security
+model](../explanation/security.md#not-guaranteed) names, and fuzzed episodes (`tests/redteam/test_fuzz.py`).
 """
 
 
@@ -58,16 +76,18 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "\\<").replace("_", "\\_").replace("*", "\\*")
 
 
-def _all(attacks: Mapping[str, object], stop: str) -> dict[str, str]:
+def _all(attacks: Iterable[str], stop: str) -> dict[str, str]:
     return dict.fromkeys(attacks, stop)
 
 
-def _row_tests(starts: tuple[str, ...]) -> dict[str, object]:
-    names = [name for name in vars(test_rows) if name.startswith(starts)]
+def _tests(module: ModuleType, starts: tuple[str, ...]) -> dict[str, object]:
+    """The tests of ``module`` as attacks."""
+    names = [name for name in vars(module) if name.startswith(starts)]
     return {name.removeprefix("test_").replace("_", " "): None for name in names}
 
 
-ZERO, REFUSED, HARMLESS = "reward 0", "refused", "harmless"
+ZERO, REFUSED, HARMLESS, STANDS = "reward 0", "refused", "harmless", "stands"
+KEYLESS = {kind: stop for kind, stop in test_listeners.PROTECTION.items() if test_listeners.NONE in stop}
 EVERYWHERE = "bubblewrap, docker and podman"
 GROUPS = (
     Group(
@@ -75,7 +95,7 @@ GROUPS = (
         "tests/redteam/test_rows.py",
         "bubblewrap",
         REFUSED,
-        _all(_row_tests(ROWS), "fields, paths and the image's directory are checked before a sandbox starts"),
+        _all(_tests(test_rows, ROWS), "fields, paths and the image's directory are checked before a sandbox starts"),
     ),
     Group(
         "Images, ids, environment variables and logs",
@@ -83,7 +103,7 @@ GROUPS = (
         "bubblewrap; proxies in docker too",
         HARMLESS,
         _all(
-            _row_tests(SEEN),
+            _tests(test_rows, SEEN),
             "links and devices are left out, names are quoted, control characters are removed, and sandboxes start "
             "without the user's environment",
         ),
@@ -161,13 +181,100 @@ GROUPS = (
         ZERO,
         _all(GROWTHS, "the sandbox is ended and named, and other sandboxes continue"),
     ),
+    Group(
+        "Evaluation scripts of SWE-bench-like rows",
+        "tests/redteam/test_eval_scripts.py",
+        "bubblewrap",
+        ZERO,
+        _all(
+            {**test_eval_scripts.CODE, **test_eval_scripts.FILES, "puts a link in the place of the tests": None},
+            "the negative control, or the change is left out",
+        ),
+    ),
+    Group(
+        "Sockets of the host and of other sandboxes",
+        "tests/redteam/test_networks.py",
+        "bubblewrap, docker, podman and gVisor",
+        HARMLESS,
+        _all(test_networks.PROBES, "a network namespace without interfaces, no capabilities, and a file system apart"),
+    ),
+    Group(
+        "A hostile chat endpoint in an evaluation",
+        "tests/redteam/test_endpoint_attacks.py",
+        "the controller",
+        HARMLESS,
+        _all(test_endpoint_attacks.ATTACKS, "it costs the episode that sent the request, never the run"),
+    ),
+    Group(
+        "A hostile agent program",
+        "tests/redteam/test_program_attacks.py",
+        "the controller",
+        REFUSED,
+        _all(test_program_attacks.ATTACKS, "sessions have keys, and requests have limits"),
+    ),
+    Group(
+        "Ports of a run",
+        "tests/redteam/test_listeners.py",
+        "a quickstart",
+        REFUSED,
+        {
+            f"uses a port of: {kind}": stop.partition(",")[0]
+            for kind, stop in test_listeners.PROTECTION.items()
+            if not stop.startswith(test_listeners.NONE)
+        },
+    ),
+    Group(
+        "Addresses and keys",
+        "tests/redteam/test_addresses.py",
+        "the controller",
+        REFUSED,
+        _all(_tests(test_addresses, ("test_",)), "listeners bind loopback, and keys are in no command line"),
+    ),
+    Group(
+        "torch's rendezvous stores",
+        "tests/redteam/test_stores.py",
+        "a process of the same machine",
+        HARMLESS,
+        _all(test_stores.ATTACKS, "the connection ends, and the store serves its run"),
+    ),
+    Group(
+        "Ports without a key",
+        "tests/redteam/test_stores.py",
+        "a process of the same machine",
+        STANDS,
+        _all(
+            [*test_stores.STANDING, *(f"talks to torch in the process: {kind}" for kind in KEYLESS)],
+            "no code runs for a client; see SECURITY.md",
+        ),
+    ),
+    Group(
+        "Run directories of others",
+        "tests/redteam/test_foreign_files.py",
+        "the viewer, its exports, and commands",
+        REFUSED,
+        _all(
+            {**_tests(test_foreign_files, ("test_",)), **test_foreign_files.COMMANDS},
+            "links, pipes and sizes are refused, nothing is unpickled, and no name comes from data",
+        ),
+    ),
+    Group(
+        "Model directories of others",
+        "tests/redteam/test_foreign_models.py",
+        "the start of a run",
+        REFUSED,
+        _all(
+            {**test_foreign_models.TEMPLATES, **test_foreign_models.FILES},
+            "templates are tried in a process of their own, and files have limits",
+        ),
+    ),
 )
 
 
 def page() -> str:
     """The page as it should be."""
     count = sum(len(group.attacks) for group in GROUPS)
-    return "\n".join([HEAD.format(count=count), "\n\n".join(group.text for group in GROUPS), ""])
+    standing = sum(len(group.attacks) for group in GROUPS if group.ends == STANDS)
+    return "\n".join([HEAD.format(count=count, standing=standing), "\n\n".join(group.text for group in GROUPS), ""])
 
 
 if __name__ == "__main__":

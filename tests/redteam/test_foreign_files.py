@@ -3,19 +3,26 @@ written, however the directory was made."""
 
 from __future__ import annotations
 
+import io
 import os
+import re
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from pathlib import Path
 
 import orjson
 import pytest
 import zstandard
+from typer.testing import CliRunner
 
+from agent_rl.cli.common import print_error
+from agent_rl.cli.root import app
 from agent_rl.commands.view import run_view
+from agent_rl.errors import UserError
 from agent_rl.evaluation.report import EpisodeResult
 from agent_rl.viewer.api import Resources
 
@@ -266,3 +273,90 @@ def test_nothing_is_unpickled(foreign: Path) -> None:
     """Python reports every name that a pickle loads."""
     ended = subprocess.run([sys.executable, "-c", UNPICKLED, str(foreign)], capture_output=True, text=True, timeout=120)
     assert ended.stdout == "done\n", ended.stderr
+
+
+# Commands that print
+
+
+def printed(*arguments: str) -> str:
+    """The output of a command on a foreign run, or the line with which it refuses the run."""
+    ran = CliRunner().invoke(app, arguments)
+    refused = "" if ran.exception is None else str(ran.exception)
+    assert isinstance(ran.exception, UserError | None), ran.exception
+    assert "\x1b" not in ran.output
+    assert refused.count("\n") == 0
+    return ran.output + refused
+
+
+def linked(foreign: Path, name: str, target: Path) -> None:
+    (foreign / name).unlink()
+    (foreign / name).symlink_to(target)
+
+
+def sparse(foreign: Path, name: str, target: Path) -> None:
+    os.truncate(foreign / name, 1 << 40)
+
+
+def nested(foreign: Path, name: str, target: Path) -> None:
+    (foreign / name).write_text("[" * 90_000)
+
+
+REPORT = "evaluations/step-000006-sampled.report.json"
+COMMANDS = {
+    "a linked file of trajectories": (linked, f"{ROWS}.jsonl.zst", ("show", "--step", "1"), "a link"),
+    "a linked report": (linked, REPORT, ("eval", "compare"), "a link"),
+    "a linked state": (linked, "state.json", ("eval", "compare"), "a link"),
+    "a sparse report": (sparse, REPORT, ("eval", "compare"), "more than the"),
+    "a sparse state": (sparse, "state.json", ("eval", "compare"), "more than the"),
+    "a nested state": (nested, "state.json", ("eval", "compare"), "not JSON"),
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_hostile_file_is_one_line_of_a_command(foreign: Path, tmp_path: Path, name: str) -> None:
+    spoil, file, command, reason = COMMANDS[name]
+    spoil(foreign, file, secret(tmp_path))
+    both = [f"{foreign}:step-6/sampled"] * 2 if "compare" in command else [str(foreign)]
+    output = printed(*command[: 2 if "compare" in command else 1], *both, *(command[1:] if "show" in command else ()))
+    assert SECRET not in output
+    assert re.search(reason, output), output
+    print(f"{name}: {output.strip()[-150:]}")
+
+
+def test_texts_of_a_run_neither_steer_the_terminal_nor_break_a_table(foreign: Path) -> None:
+    hostile = "\x1b]0;x\x07[/x][red]"
+    turn = {
+        "text": hostile, "tool": hostile, "arguments": {hostile: hostile}, "parse_failure": None,
+        "observation": hostile, "completion_tokens": 1, "generate_seconds": 0.0, "tool_seconds": 0.0,
+    }  # fmt: skip
+    row = {
+        "task_id": hostile, "sample": 0, "stop": hostile, "turns": [turn], "seconds": 1.0, "reward": 1.0,
+        "messages": [{"role": hostile, "content": hostile}], "suspected_hack": [hostile],
+    }  # fmt: skip
+    path = foreign / "x.json"
+    path.write_bytes(orjson.dumps(row))
+    assert "[/x][red]" in printed("show", str(path))
+    assert "[/x][red]" in printed("show", str(path), "--list")
+    assert "no episode matches" in printed("show", str(path), "--task", "none")
+    with redirect_stderr(io.StringIO()) as errors:
+        print_error(hostile)
+    assert "\x1b" not in errors.getvalue()
+
+
+@pytest.mark.exhaustive
+def test_a_file_of_trajectories_that_expands_takes_bounded_memory(foreign: Path) -> None:
+    (foreign / f"{ROWS}.jsonl.zst").write_bytes(bomb(6 << 30))
+    program = (
+        "import resource; resource.setrlimit(resource.RLIMIT_DATA, (3 << 30,) * 2)\n"
+        "import sys\nfrom agent_rl.cli import main\nmain()\n"
+    )
+    command = [sys.executable, "-c", program, "show", str(foreign), "--step", "1"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1), ended.stderr
+    print(ended.stderr)
+
+
+def test_names_that_are_no_steps_are_ignored(foreign: Path) -> None:
+    for name in ("step-x", "step-\u0666", "step-", "step-1e9"):
+        (foreign / f"trajectories/{name}.jsonl.zst").touch()
+    assert "steps: " in printed("show", str(foreign))
