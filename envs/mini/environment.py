@@ -22,7 +22,7 @@ from envs.swe.repositories import WORKDIR, RepositoryCache
 from envs.swe.sources import read_jsonl
 from envs.types import Finding, Message, Task, TaskRecordError
 
-_SOURCES = ("templates", "functions", "generator", "records")
+_SOURCES = ("templates.py", "templates.txt", "functions.py", "generator.py", "records.py")
 _SYSTEM: Message = {"role": "system", "content": "Fix the bug."}
 
 
@@ -119,5 +119,5 @@ def _generate_records(split: str, count: int, seed: int) -> list[SweRecord]:
 
 def _digest() -> str:
     directory = Path(__file__).parent
-    sources = b"".join((directory / f"{name}.py").read_bytes() for name in _SOURCES)
+    sources = b"".join((directory / name).read_bytes() for name in _SOURCES)
     return hashlib.sha256(sources).hexdigest()[:12]
