@@ -37,8 +37,7 @@ from agent_rl.controller.async_rollout.task_ledger import Outcome, TaskLedger
 from agent_rl.controller.journal import Journal
 from agent_rl.engine.scripted import ScriptedEngine
 from agent_rl.rollout.episode import EpisodeRules, run_episode
-from agent_rl.rollout.group import GroupSettings
-from agent_rl.rollout.limiter import Limiter
+from agent_rl.rollout.group import GroupSettings, Limiter
 from agent_rl.rollout.records import write_trajectories
 from agent_rl.rollout.scripted_policies import ByteRenderer
 from agent_rl.rollout.turn_log import LoggedRunner, TurnLog

@@ -33,7 +33,7 @@ from agent_rl.engine.utilization import EngineUtilization
 from agent_rl.models.spec import ModelSpec, read_model_spec
 from agent_rl.monitoring.console import Display
 from agent_rl.render import ChatRenderer
-from agent_rl.rollout.limiter import Limiter
+from agent_rl.rollout.group import Limiter
 from agent_rl.train.ray_trainer import RayTrainer
 from agent_rl.types import Completion, TokenIds
 from agent_rl.utils.http import AsyncHttp

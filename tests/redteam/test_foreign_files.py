@@ -15,7 +15,7 @@ import orjson
 import pytest
 import zstandard
 
-from agent_rl.commands.view import run_view
+from agent_rl.commands.runs import run_view
 from agent_rl.evaluation.report import EpisodeResult
 from agent_rl.viewer.api import Resources
 

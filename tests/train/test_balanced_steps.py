@@ -15,7 +15,7 @@ import torch
 from support.rank_processes import place_of, reserved_port, run_ranks
 
 from agent_rl.config import RunConfig
-from agent_rl.config.builtin import install_model
+from agent_rl.config.loader import install_model
 from agent_rl.monitoring.metrics import METRICS
 from agent_rl.train.expert_balancing.report import FILE, balance_metrics
 from agent_rl.train.ray_trainer import RayTrainer
