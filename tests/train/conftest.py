@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,6 @@ from support.moe_checkpoint import write_moe
 from support.train_samples import EXPERTS, LAYERS, VOCAB, sample_of
 
 from agent_rl.config import RunConfig
-from agent_rl.train.ray_session import ray_cluster
 from agent_rl.types import Sample
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests import the worker processes' modules too
@@ -22,13 +21,6 @@ def tiny_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """2 layers, 4 experts top-2, 64 tokens of vocabulary."""
     sizes = {"layers": LAYERS, "hidden": 64, "heads": 4, "kv": 2, "head_dim": 16, "experts": EXPERTS, "inter": 32}
     return write_moe(tmp_path_factory.mktemp("models") / "tiny-moe", **sizes, vocab=VOCAB)
-
-
-@pytest.fixture(scope="module")
-def one_ray(ray_connection_is_closed: None) -> Iterator[None]:
-    """A local Ray of two CPUs, which all trainers of a module share."""
-    with ray_cluster(None, cpus=2):
-        yield
 
 
 @pytest.fixture
