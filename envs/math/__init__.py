@@ -4,23 +4,3 @@ from envs.math.environment import INSTRUCTION, MathEnvironment, MathEpisode
 from envs.math.families import FAMILIES, GENERATOR_VERSION, LEVELS, SPLITS, Exact, generate, stream
 from envs.math.grader import AnswerCheck, Grader, MathUnavailableError, extract_answer
 from envs.math.records import Problem, ProblemSet, read_problems
-
-__all__ = [
-    "FAMILIES",
-    "GENERATOR_VERSION",
-    "INSTRUCTION",
-    "LEVELS",
-    "SPLITS",
-    "AnswerCheck",
-    "Exact",
-    "Grader",
-    "MathEnvironment",
-    "MathEpisode",
-    "MathUnavailableError",
-    "Problem",
-    "ProblemSet",
-    "extract_answer",
-    "generate",
-    "read_problems",
-    "stream",
-]

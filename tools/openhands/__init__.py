@@ -5,5 +5,3 @@ distribution openhands-aci 0.1.1 (MIT). Each module names the file that it repro
 """
 
 from tools.openhands.toolset import OpenHandsFormat, openhands_tools
-
-__all__ = ["OpenHandsFormat", "openhands_tools"]

@@ -5,5 +5,3 @@ docs/reference/tools.md. The tools need no script and no Python in the sandbox.
 """
 
 from tools.r2egym.toolset import R2EGymFormat, r2egym_tools
-
-__all__ = ["R2EGymFormat", "r2egym_tools"]
