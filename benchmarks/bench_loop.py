@@ -32,10 +32,10 @@ from functools import cache
 from typing import Any
 
 from resident_memory import resident
+from support.scripted_engine import ScriptedEngine
 from timing import fastest, time_await
 
 from agent_rl.config import RolloutConfig
-from agent_rl.engine.scripted import ScriptedEngine
 from agent_rl.rollout.episode import EpisodeRules, run_episode
 from agent_rl.rollout.group import GroupSettings, Limiter, collect_groups
 from agent_rl.rollout.scripted_policies import ByteRenderer

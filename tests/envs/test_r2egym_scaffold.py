@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.scripted_engine import ScriptedEngine
 
 from agent_rl.config import EnvConfig, RolloutConfig, RunConfig
 from agent_rl.config.loader import load_config
-from agent_rl.engine.scripted import ScriptedEngine
 from agent_rl.errors import ConfigError
 from agent_rl.rollout.episode import EpisodeRules, run_episode
 from agent_rl.rollout.scripted_policies import ByteRenderer, solver_runner

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from support.scripted_engine import ScriptedEngine
 
 from agent_rl.config import RolloutConfig
 from agent_rl.controller.journal import Journal
-from agent_rl.engine.scripted import ScriptedEngine
 from agent_rl.evaluation.evaluate import evaluate
 from agent_rl.rollout.episode import EpisodeRules, run_episode
 from agent_rl.rollout.group import GroupSettings, Limiter, RolloutEvent, collect_groups
