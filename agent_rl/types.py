@@ -385,12 +385,4 @@ class TokenDetail:
     differs_without_replay: NDArray[np.uint8] | None
 
 
-@dataclass(frozen=True, slots=True)
-class Metrics:
-    """The metrics of one step by name; docs/reference/metrics.md lists them."""
-
-    step: int
-    values: Mapping[str, float] = field(default_factory=dict)
-
-
 TokenIds = Sequence[int]

@@ -18,12 +18,12 @@ from dataclasses import replace
 import checkout  # noqa: F401
 import numpy as np
 from balance_stages import Stages, staged, update_within_machine
-from support.balance_workloads import REGIMES, Pass, captured, skewed_steps
+from support.balance_workloads import REGIMES, Pass, captured, node_floor, skewed_steps
 from timing import fastest
 
 from r3.balance import ExpertLayout, PlanArrays, PlannerOptions, plan_pass
 from r3.balance.baselines import eplb, eplb_fixed_owners, sequential
-from r3.balance.cost import borrowed, busiest_link, by_node, imbalance, node_floor, rank_load
+from r3.balance.cost import borrowed, busiest_link, by_node, imbalance, rank_load
 from r3.balance.plan import Ints, measured_placement
 
 SEED, ROUNDS = 2, 5

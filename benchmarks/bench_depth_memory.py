@@ -28,6 +28,7 @@ from typing import Any
 from bench_async import GROUPS, SIZE, SLOTS, durations
 from bench_loop import LAYOUT, SlowEnvironment, tensor_bytes
 from resident_memory import resident
+from support.scripted_engine import ScriptedEngine
 
 from agent_rl.config import R3Config, RolloutConfig
 from agent_rl.controller.advantages import build_samples
@@ -35,10 +36,8 @@ from agent_rl.controller.async_rollout.buffer import BufferRules, RolloutBuffer
 from agent_rl.controller.async_rollout.producer import RolloutProducer
 from agent_rl.controller.async_rollout.task_ledger import Outcome, TaskLedger
 from agent_rl.controller.journal import Journal
-from agent_rl.engine.scripted import ScriptedEngine
 from agent_rl.rollout.episode import EpisodeRules, run_episode
-from agent_rl.rollout.group import GroupSettings
-from agent_rl.rollout.limiter import Limiter
+from agent_rl.rollout.group import GroupSettings, Limiter
 from agent_rl.rollout.records import write_trajectories
 from agent_rl.rollout.scripted_policies import ByteRenderer
 from agent_rl.rollout.turn_log import LoggedRunner, TurnLog

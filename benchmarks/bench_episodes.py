@@ -18,7 +18,7 @@ import uuid
 
 from agent_rl.evaluation.evaluate import evaluate
 from agent_rl.rollout.episode import EpisodeRules
-from agent_rl.rollout.limiter import Limiter
+from agent_rl.rollout.group import Limiter
 from agent_rl.rollout.scripted_policies import solver_runner
 from envs import EnvContext
 from envs.mini import MiniEnvironment

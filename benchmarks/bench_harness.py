@@ -24,16 +24,16 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
+from support.scripted_engine import ScriptedEngine
+
 from agent_rl.config import R3Config, RolloutConfig
 from agent_rl.endpoint.server import serve_endpoint
 from agent_rl.endpoint.session import HarnessRenderer, Session
-from agent_rl.engine.scripted import ScriptedEngine
-from agent_rl.monitoring.loop_lag import LoopLag
 from agent_rl.rollout.conversation_tree import ChatMessage, ConversationTree
 from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.scripted_policies import ByteRenderer
 from agent_rl.types import TokenIds
-from agent_rl.utils.concurrency import reduce_gc_pauses, run_alongside
+from agent_rl.utils.concurrency import LoopLag, reduce_gc_pauses, run_alongside
 from r3.payload import RouteLayout
 from tools import ParsedTurn, tool_format
 

@@ -31,9 +31,8 @@ from agent_rl.config import EngineConfig
 from agent_rl.engine.response import RequestContext, read_completion
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.models.spec import ModelSpec
-from agent_rl.monitoring.loop_lag import LoopLag
 from agent_rl.types import SamplingParams
-from agent_rl.utils.concurrency import reduce_gc_pauses, run_alongside
+from agent_rl.utils.concurrency import LoopLag, reduce_gc_pauses, run_alongside
 
 REQUESTS, PROMPT, SAMPLED, ROWS = 2, 8000, 256, 1500
 LAYERS, TOP_K = 12, 4

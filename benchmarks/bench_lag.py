@@ -24,11 +24,10 @@ from support.fake_workers import FakeWorkers
 
 from agent_rl.config import RunConfig
 from agent_rl.models.spec import ModelSpec
-from agent_rl.monitoring.loop_lag import LoopLag
 from agent_rl.train.batching.cost import sequence_cost
 from agent_rl.train.ray_trainer import RayTrainer
 from agent_rl.types import Sample
-from agent_rl.utils.concurrency import run_alongside
+from agent_rl.utils.concurrency import LoopLag, run_alongside
 from r3.routing import Routing
 
 TOKENS, LAYERS, TOP_K, EXPERTS, RANKS, BUDGET = 16_384, 48, 8, 128, 8, 65_536

@@ -32,17 +32,15 @@ from functools import cache
 from typing import Any
 
 from resident_memory import resident
+from support.scripted_engine import ScriptedEngine
 from timing import fastest, time_await
 
 from agent_rl.config import RolloutConfig
-from agent_rl.engine.scripted import ScriptedEngine
-from agent_rl.monitoring.loop_lag import LoopLag
 from agent_rl.rollout.episode import EpisodeRules, run_episode
-from agent_rl.rollout.group import GroupSettings, collect_groups
-from agent_rl.rollout.limiter import Limiter
+from agent_rl.rollout.group import GroupSettings, Limiter, collect_groups
 from agent_rl.rollout.scripted_policies import ByteRenderer
 from agent_rl.types import SamplingParams, Trajectory
-from agent_rl.utils.concurrency import reduce_gc_pauses, run_alongside
+from agent_rl.utils.concurrency import LoopLag, reduce_gc_pauses, run_alongside
 from envs import Grade, Task
 from r3.payload import RouteLayout
 from tools import FunctionToolSet, ToolCall, ToolSet

@@ -34,7 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agent_rl.config import EngineConfig, RunConfig
-from agent_rl.config.builtin import install_model
+from agent_rl.config.loader import install_model
 from agent_rl.controller.advantages import build_samples
 from agent_rl.engine.launch import EngineServer
 from agent_rl.engine.sglang import SGLangEngine

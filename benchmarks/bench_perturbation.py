@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from agent_rl.config import ParallelConfig
-from agent_rl.config.builtin import MODELS
+from agent_rl.config.loader import MODELS
 from agent_rl.train.megatron.packed_batch import PackedBatch, PackedRoutes
 from agent_rl.train.megatron.parallel import destroy_parallel, init_parallel
 from r3.mismatch.report import k3_kl, logprob_abs_diff

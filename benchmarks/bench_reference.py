@@ -25,7 +25,7 @@ from timing import interleaved, median, ratio
 from torch import Tensor
 
 from agent_rl.config import ParallelConfig
-from agent_rl.config.builtin import MODELS
+from agent_rl.config.loader import MODELS
 from agent_rl.train.loss.objectives import kl_estimate
 from agent_rl.train.megatron.packed_batch import PackedBatch, PackedRoutes
 

@@ -24,9 +24,9 @@ import numpy as np
 import orjson
 from playwright.sync_api import Page, sync_playwright
 
-from agent_rl.config.builtin import MODELS
+from agent_rl.config.loader import MODELS
 from agent_rl.monitoring.metrics import METRICS
-from agent_rl.rollout.framed_log import encode_frame
+from agent_rl.rollout.jsonl_zst import encode_frame
 from agent_rl.rollout.records import encode_trajectory, write_trajectories
 from agent_rl.types import (
     Group,

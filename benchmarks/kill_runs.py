@@ -26,8 +26,8 @@ from pathlib import Path
 import checkout
 from support.moe_checkpoint import write_moe
 
-from agent_rl.controller.async_rollout.ledger_file import faults as ledger_faults
-from agent_rl.controller.async_rollout.ledger_file import gaps, read_ledger
+from agent_rl.controller.async_rollout.task_ledger import faults as ledger_faults
+from agent_rl.controller.async_rollout.task_ledger import gaps, read_ledger
 from agent_rl.monitoring.metrics_log import read_metrics
 
 sys.path.insert(0, str(checkout.ROOT / "tests" / "integration"))

@@ -81,9 +81,9 @@ SCAFFOLDS = Registry(
     "agent_rl.scaffolds",
     {
         DEFAULT_SCAFFOLD: "envs.scaffolds.default:AGENT_RL",
-        "r2egym": "envs.scaffolds.r2egym:R2EGYM",
-        "mini-swe-agent": "envs.scaffolds.mini_swe_agent:MINI_SWE_AGENT",
-        "openhands": "envs.scaffolds.openhands:OPENHANDS",
+        "r2egym": "envs.scaffolds.published:R2EGYM",
+        "mini-swe-agent": "envs.scaffolds.published:MINI_SWE_AGENT",
+        "openhands": "envs.scaffolds.published:OPENHANDS",
     },
     ScaffoldError,
 )

@@ -6,5 +6,3 @@ Imports numpy only; ``megatron_replay`` imports torch and Megatron.
 from r3.payload import RouteLayout
 from r3.routing import Routing, RoutingError, Span, SpanKind
 from r3.stitch import RouteStitcher
-
-__all__ = ["RouteLayout", "RouteStitcher", "Routing", "RoutingError", "Span", "SpanKind"]

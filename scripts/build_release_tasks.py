@@ -1,7 +1,7 @@
 """Builds the real tasks: ``python -m scripts.build_release_tasks --out .cache/tasks/real.jsonl``.
 
 They are steps between releases, as in ``agent-rl tasks from-releases``, but selected by hand and with issues written by
-hand (:mod:`.release_catalog`). Only the downloads use the network. Existing files are not made again.
+hand (``release_catalog.yaml``). Only the downloads use the network. Existing files are not made again.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ import asyncio
 import sys
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+
+import yaml
 
 from envs.context import EnvContext
 from envs.swe.records import SweRecord, write_jsonl
@@ -24,12 +27,38 @@ from envs.swe.task_synthesis.site_packages import SitePackages
 from envs.swe.task_synthesis.validation import Validation
 from envs.types import EnvsError
 from sandbox import ImageMissingError, SandboxError, SandboxSpec, open_backend
-from scripts.release_catalog import RELEASES, Release
 
 SITE_PACKAGES_NAME = "site"
 REQUIREMENTS = (PYTEST, "markupsafe", "pretend")
 
 Report = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """The step of ``package`` from ``old`` to ``new``.
+
+    ``code`` is the directory of the package's code, ``tests`` the directory of its tests (hidden, from ``new``),
+    ``run`` the tests to run (default: all), ``root`` the import path. ``fails`` is one test that fails with the old
+    code.
+    """
+
+    package: str
+    old: str
+    new: str
+    code: str
+    tests: str
+    fails: str
+    issue: str
+    root: str = "."
+    run: str = ""
+
+    @property
+    def task_id(self) -> str:
+        return f"{self.package}-{self.new}"
+
+
+RELEASES = tuple(Release(**row) for row in yaml.safe_load(Path(__file__).with_name("release_catalog.yaml").read_text()))
 
 
 class BuildError(EnvsError):

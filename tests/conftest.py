@@ -92,6 +92,15 @@ def ray_connection_is_closed() -> Iterator[None]:
     assert "ray" not in sys.modules or not sys.modules["ray"].is_initialized()
 
 
+@pytest.fixture(scope="module")
+def one_ray(ray_connection_is_closed: None) -> Iterator[None]:
+    """A local Ray of two CPUs, which all trainers of a module share."""
+    from agent_rl.train.ray_session import ray_cluster
+
+    with ray_cluster(None, cpus=2):
+        yield
+
+
 @pytest.fixture(scope="session")
 def megatron_shim() -> None:
     """What lets Megatron run without CUDA, for tests that import it themselves: it must come before that import."""

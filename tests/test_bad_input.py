@@ -16,7 +16,7 @@ from support.small_disk import small_disk
 from typer.testing import CliRunner
 
 from agent_rl import cli
-from agent_rl.config.builtin import install_model
+from agent_rl.config.loader import install_model
 from agent_rl.controller import train
 from agent_rl.errors import UserError
 from agent_rl.train.ray_session import check_ray

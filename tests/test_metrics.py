@@ -14,7 +14,7 @@ from support.trajectories import trajectory
 
 from agent_rl.config import MAX_STALENESS, Clip, GuardConfig
 from agent_rl.controller.advantages import build_samples
-from agent_rl.controller.async_rollout.ledger_file import LedgerFile
+from agent_rl.controller.async_rollout.task_ledger import LedgerFile
 from agent_rl.controller.guard import Guard
 from agent_rl.controller.journal import Journal
 from agent_rl.controller.rollout_runtime import TaskRuntime
@@ -23,7 +23,6 @@ from agent_rl.engine.fleet import Fleet
 from agent_rl.engine.generation_gate import GenerationGate
 from agent_rl.engine.utilization import EngineUtilization
 from agent_rl.errors import AgentRlError
-from agent_rl.monitoring.loop_lag import LoopLag
 from agent_rl.monitoring.metrics import METRICS, NAMES
 from agent_rl.monitoring.metrics_log import MetricsLog, read_metrics
 from agent_rl.rollout.filters import filter_metrics
@@ -35,6 +34,7 @@ from agent_rl.train.expert_balancing.report import BalanceReport, PassBalance, b
 from agent_rl.train.reports import RankReport, ReferenceReport, RouteCounts, Update, UpdateSums
 from agent_rl.train.step_metrics import step_metrics
 from agent_rl.types import Group, Rescored, RouteAudit
+from agent_rl.utils.concurrency import LoopLag
 from r3.routing import Routing
 from sandbox.ray.backend import ClusterBackend
 
@@ -69,9 +69,9 @@ def made_by_calling() -> Mapping[str, set[str]]:
         "engine/fleet.py": Fleet().metrics(),
         "engine/generation_gate.py": GenerationGate().metrics(),
         "engine/utilization.py": loaded().metrics(["e"]),
-        "monitoring/loop_lag.py": lag().metrics(),
+        "utils/concurrency.py": lag().metrics(),
         "controller/journal.py": Journal(Path("none"), "run", turns=True).metrics(1),
-        "controller/async_rollout/ledger_file.py": LedgerFile(Path("none")).counts(),
+        "controller/async_rollout/task_ledger.py": LedgerFile(Path("none")).counts(),
         "controller/guard.py": Guard(GuardConfig(), Path("none"), print).judge(1, {}, []),
         "controller/rollout_runtime.py": TaskRuntime(backend, env=None).metrics(),
         "endpoint/server.py": EndpointServer(Path("none"), 0).metrics(),

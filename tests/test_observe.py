@@ -16,11 +16,10 @@ from rich.console import Console
 from agent_rl.config import RunConfig
 from agent_rl.errors import UserError
 from agent_rl.monitoring.console import Display, sparkline
-from agent_rl.monitoring.loop_lag import INTERVAL, LoopLag
 from agent_rl.monitoring.metrics_log import MetricsLog, read_metrics
 from agent_rl.monitoring.plots import draw_run
 from agent_rl.monitoring.sinks import Sink, TensorBoard, check_sinks
-from agent_rl.utils.concurrency import run_alongside
+from agent_rl.utils.concurrency import INTERVAL, LoopLag, run_alongside
 from agent_rl.utils.run_files import replacing, write_atomic
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from agent_rl.config.builtin import MODELS, shipped_configs
+from agent_rl.config.loader import MODELS, shipped_configs
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("agent_rl", "envs", "r3", "sandbox", "tools")

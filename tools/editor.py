@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from typing import Literal
 
 from sandbox import SandboxFileError
-from tools.errors import ToolError
 from tools.runtime import ToolRuntime
 from tools.text import DOS, line_end, number_lines, split_lines, with_line_ends
+from tools.types import ToolError
 
 Command = Literal["view", "create", "str_replace", "insert", "undo_edit"]
 

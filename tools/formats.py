@@ -16,9 +16,8 @@ from typing import Any
 import orjson
 
 from sandbox.registry import Registry
-from tools.errors import ToolFormatError
 from tools.schema import accepts_string
-from tools.types import CallScanner, ParsedTurn, ParseFailure, ToolCall, ToolCallFormat
+from tools.types import CallScanner, ParsedTurn, ParseFailure, ToolCall, ToolCallFormat, ToolFormatError
 
 _THINK, _END_THINK = "<think>", "</think>"
 _SPACE = re.compile(r"\s*")

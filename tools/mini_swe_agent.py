@@ -12,11 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from sandbox import ExecResult, Sandbox
-from tools.errors import ToolError
 from tools.runtime import ToolRuntime
 from tools.schema import check_nesting, check_text, function_schemas
 from tools.text import Style
-from tools.types import ParseFailure, ToolCall, ToolResult, ToolSet
+from tools.types import ParseFailure, ToolCall, ToolError, ToolResult, ToolSet
 
 SUBMIT = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 """A command that succeeds with this first line of output ends the task."""

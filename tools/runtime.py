@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sandbox import ExecResult, Sandbox
-from tools.errors import ToolError
 from tools.text import MAX_CHARS, Style
+from tools.types import ToolError
 
 # Linux limits one argument of a command to 128 KiB. A longer one makes exec fail, which would look like a broken
 # sandbox.

@@ -21,7 +21,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from tools.errors import ToolDefinitionError, ToolError
+from tools.types import ToolDefinitionError, ToolError
 
 AsyncFunction = Callable[..., Awaitable[Any]]
 

@@ -7,12 +7,11 @@ from typing import Literal
 
 from sandbox import ExecResult, Sandbox
 from tools.editor import FileEditor
-from tools.errors import ToolError
 from tools.runtime import ToolRuntime
 from tools.schema import AsyncFunction
 from tools.text import MAX_CHARS, Style, clip, split_lines
 from tools.toolset import FunctionToolSet
-from tools.types import ToolResult, ToolSet
+from tools.types import ToolError, ToolResult, ToolSet
 
 _MAX_FILE_MATCHES = 50
 _MAX_MATCHES = 200

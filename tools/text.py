@@ -1,7 +1,14 @@
-"""Text of tool results: two styles, a character limit that keeps head and tail, and line numbers."""
+"""Text of tool results: two styles, a character limit that keeps head and tail, and line numbers.
+
+Also a scanner for values between an opening and a closing tag. Each search starts at the end of the previous match, and
+a tag without an end stops the scan, so the time is linear in the text. A regular expression with ``.*?`` would search
+for the same missing end once for each opening tag.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from typing import Literal
 
 Style = Literal["full", "concise"]
@@ -49,3 +56,20 @@ def with_line_ends(text: str, end: str) -> str:
 def number_lines(lines: list[str], first: int = 1) -> str:
     """``lines`` as ``cat -n`` prints them, the first one numbered ``first``."""
     return "\n".join(f"{number:6d}\t{line}" for number, line in enumerate(lines, first))
+
+
+def elements(text: str, opening: re.Pattern[str], closing: str) -> Iterator[tuple[str, str]]:
+    """The name and the text of each element; elements do not nest. ``opening`` has a group for the name and must match
+    in linear time."""
+    position = 0
+    while (opened := opening.search(text, position)) is not None:
+        end = text.find(closing, opened.end())
+        if end < 0:
+            return
+        yield opened[1], text[opened.end() : end]
+        position = end + len(closing)
+
+
+def through_last(text: str, character: str) -> str:
+    """``text`` up to its last ``character``, so that a pattern such as ``[^>]+>`` always finds its end."""
+    return text[: text.rfind(character) + 1]

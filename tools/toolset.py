@@ -6,10 +6,9 @@ import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from tools.errors import ToolDefinitionError, ToolError
 from tools.schema import AsyncFunction, ToolFunction, check_nesting, nearest, tool_function
 from tools.text import MAX_CHARS, clip
-from tools.types import ToolCall, ToolResult
+from tools.types import ToolCall, ToolDefinitionError, ToolError, ToolResult
 
 
 class FunctionToolSet:

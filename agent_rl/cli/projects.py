@@ -54,7 +54,7 @@ def init(directory: Annotated[Path, typer.Argument(help="Project directory; crea
 @config_app.command("list")
 def config_list() -> None:
     """List the configs that ship with the package."""
-    from agent_rl.config.builtin import shipped_configs
+    from agent_rl.config.loader import shipped_configs
 
     for name, summary in shipped_configs().items():
         typer.echo(f"{name:<18} {summary}")
@@ -117,7 +117,7 @@ def model_init(
     ] = ModelShape.TINY,
 ) -> None:
     """Create the tiny Qwen3-MoE model of the quickstart, or the model of configs/paper-small.yaml."""
-    from agent_rl.config.builtin import install_model
+    from agent_rl.config.loader import install_model
 
     typer.echo(f"{out}: {'created' if install_model(out, f'{shape}-moe') else 'exists already'}")
 

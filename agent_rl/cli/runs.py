@@ -43,7 +43,7 @@ def view(
 
     The server listens on loopback only, and updates the page of a running run. Ctrl-C stops it.
     """
-    from agent_rl.commands.view import run_view
+    from agent_rl.commands.runs import run_view
 
     run_view(runs, port=port, out=export, trajectories=trajectories, open_browser=not no_open)
 

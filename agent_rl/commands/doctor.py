@@ -37,7 +37,7 @@ from agent_rl.evaluation.quarantine import write_quarantine
 from agent_rl.evaluation.report import EpisodeResult
 from agent_rl.monitoring.console import Display, cell
 from agent_rl.rollout.episode import EpisodeRules
-from agent_rl.rollout.limiter import Limiter
+from agent_rl.rollout.group import Limiter
 from agent_rl.rollout.scripted_policies import has_gold, solver_runner
 from agent_rl.types import StopReason, Trajectory
 from agent_rl.utils.directory_lock import lock_directory

@@ -26,8 +26,7 @@ from agent_rl.engine.ray_servers import check_nodes
 from agent_rl.errors import AgentRlError, ConfigError
 from agent_rl.models.spec import read_model_spec
 from agent_rl.monitoring.console import cell
-from agent_rl.train.ray_access import requires_token
-from agent_rl.train.ray_session import check_ray
+from agent_rl.train.ray_session import check_ray, requires_token
 from envs import EnvsError, needs_sandbox
 from sandbox import SandboxBackend, SandboxError
 from sandbox.disk import free_bytes

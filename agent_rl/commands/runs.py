@@ -1,7 +1,12 @@
-"""``agent-rl runs`` and ``agent-rl ledger``: a table of runs, and a check of one run's data ledger."""
+"""``agent-rl runs``, ``agent-rl ledger`` and ``agent-rl view``: a table of runs, a check of one run's data ledger, and
+the viewer's page."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
+import webbrowser
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,12 +16,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from agent_rl.controller.async_rollout.ledger_file import NAME, NAMES, faults, gaps, read_ledger
+from agent_rl.controller.async_rollout.task_ledger import NAME, NAMES, faults, gaps, read_ledger
 from agent_rl.errors import AgentRlError, UserError
 from agent_rl.monitoring.console import cell
 from agent_rl.monitoring.metrics_log import read_metrics
+from agent_rl.viewer.api import Resources
+from agent_rl.viewer.export import export
 from agent_rl.viewer.index import Index
 from agent_rl.viewer.runs import overview
+from agent_rl.viewer.server import HOST, listen, web_server
 from sandbox import printable
 
 STYLES = {"running": "green", "guard": "red", "stopped": "yellow"}
@@ -88,3 +96,23 @@ def check_ledger(run_dir: Path, console: Console) -> None:
     if problems := faults(run_dir, rows):
         raise AgentRlError("\n".join(map(printable, problems)))
     console.print("every position was used exactly once, and all trajectories match their step's groups")
+
+
+def run_view(paths: Sequence[Path], *, port: int, out: Path | None, trajectories: int, open_browser: bool) -> None:
+    """Serve the page until Ctrl-C, or export it to ``out``. Raises UserError for an invalid directory or used port."""
+    resources = Resources(paths)
+    if out is not None:
+        print(f"{out}: {export(resources, out, trajectories) / 1e6:.1f} MB")
+        return
+    with listen(port) as listener:
+        address = f"http://{HOST}:{listener.getsockname()[1]}/"
+        print(f"{address} (Ctrl-C stops it)", flush=True)
+        if open_browser and _has_display():
+            webbrowser.open(address)
+        with contextlib.suppress(KeyboardInterrupt):
+            web_server(resources).run(sockets=[listener])
+
+
+def _has_display() -> bool:
+    """Whether a graphical browser can open. Without a display Python opens a text browser in the terminal."""
+    return sys.platform == "darwin" or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))

@@ -2,7 +2,7 @@
 
 ::
 
-    frame   a payload with its length and checksum (agent_rl.rollout.framed_log)
+    frame   a payload with its length and checksum (agent_rl.rollout.jsonl_zst)
     file    a header frame (JSON), then one frame per trajectory in the order they finished, one that lists the batch
             of the step and, with ``rollout.recover: turns``, one per turn of every episode and one per abandoned
             episode. A payload is a line of JSON, followed by the bytes of a trajectory or turn. The line of a resumed
@@ -36,8 +36,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from agent_rl.rollout import records
-from agent_rl.rollout.framed_log import encode_frame, read_frames
 from agent_rl.rollout.group import EpisodeRunner
+from agent_rl.rollout.jsonl_zst import encode_frame, read_frames
 from agent_rl.rollout.records import decode_trajectory, encode_trajectory
 from agent_rl.rollout.turn_log import LoggedRunner, LoggedTurn, decode_turn, encode_turn
 from agent_rl.types import StopReason, Trajectory

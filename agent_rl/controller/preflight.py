@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from agent_rl.config import EngineConfig, RolloutConfig, RunConfig, TrainConfig
-from agent_rl.config.builtin import MODELS
+from agent_rl.config.loader import MODELS
 from agent_rl.controller.cluster_resources import ClusterRequest
 from agent_rl.engine.factory import check_engines
 from agent_rl.errors import UserError

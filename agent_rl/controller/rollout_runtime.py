@@ -24,7 +24,7 @@ from agent_rl.models.mixer_costs import shares_prompts_late
 from agent_rl.monitoring.console import Display
 from agent_rl.render import ChatRenderer
 from agent_rl.rollout.episode import EpisodeRules, run_episode
-from agent_rl.rollout.limiter import Limiter
+from agent_rl.rollout.group import Limiter
 from agent_rl.rollout.route_audit import Auditor
 from agent_rl.rollout.shared_prompts import SharedPrompts
 from agent_rl.rollout.turn_log import LoggedRunner, TurnLog

@@ -27,36 +27,32 @@ from agent_rl.config import RunConfig, TrainConfig
 from agent_rl.controller.advantages import GroupSamples, build_samples, overlong_penalty
 from agent_rl.controller.async_rollout.buffer import BufferRules, RolloutBuffer
 from agent_rl.controller.async_rollout.evaluations import Evaluations
-from agent_rl.controller.async_rollout.ledger_file import LedgerFile, LedgerRow
 from agent_rl.controller.async_rollout.producer import RolloutProducer, check_enough
-from agent_rl.controller.async_rollout.task_ledger import Outcome, TaskLedger
+from agent_rl.controller.async_rollout.task_ledger import LedgerFile, LedgerRow, Outcome, TaskLedger
 from agent_rl.controller.batch import Batch, batch_metrics, build_batch, check_filled, goodput, rescore_values
 from agent_rl.controller.checkpoints import Checkpoints, Progress, TrainerRestarts
-from agent_rl.controller.engine_admission import EngineAdmission
+from agent_rl.controller.engine_admission import EngineAdmission, check_missing_budget, probe_engines
 from agent_rl.controller.guard import Guard
 from agent_rl.controller.journal import Journal
 from agent_rl.controller.placement import Reservations, open_reservations
 from agent_rl.controller.preflight import Checked, check_remote_services
 from agent_rl.controller.rollout_runtime import RolloutRuntime, open_rollout_runtime
-from agent_rl.controller.route_checks import check_missing_budget, probe_engines
 from agent_rl.controller.state import RunState, keep_tokenizer
 from agent_rl.controller.summary import summarize, summary_table, why_idle
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.errors import TrainerDied
 from agent_rl.evaluation.quarantine import Quarantine
 from agent_rl.monitoring.console import Display
-from agent_rl.monitoring.loop_lag import LoopLag
 from agent_rl.monitoring.metrics_log import MetricsLog
 from agent_rl.monitoring.sinks import SinkRun, sink_factories
 from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.filters import length_report, masked_stops
-from agent_rl.rollout.group import GroupSettings, RolloutEvent
-from agent_rl.rollout.limiter import Limiter
+from agent_rl.rollout.group import GroupSettings, Limiter, RolloutEvent
 from agent_rl.rollout.records import write_trajectories
 from agent_rl.rollout.rescore import Rescorer
 from agent_rl.train.ray_trainer import RayTrainer
 from agent_rl.types import TokenDetail
-from agent_rl.utils.concurrency import cancel_on_signals, run_alongside
+from agent_rl.utils.concurrency import LoopLag, cancel_on_signals, run_alongside
 from agent_rl.utils.directory_lock import lock_directory
 from agent_rl.weight_sync.sync import WeightSync
 from envs import Task

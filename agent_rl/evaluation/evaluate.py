@@ -6,8 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 
 from agent_rl.evaluation.report import EpisodeResult, EvalReport, report
-from agent_rl.rollout.group import EpisodeRunner, GroupSettings, OnEvent, RolloutEvent, collect_groups
-from agent_rl.rollout.limiter import Limiter
+from agent_rl.rollout.group import EpisodeRunner, GroupSettings, Limiter, OnEvent, RolloutEvent, collect_groups
 from agent_rl.types import StopReason, Trajectory
 from envs import Task
 

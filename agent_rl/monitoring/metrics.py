@@ -60,7 +60,7 @@ _FILTERS = "agent_rl/rollout/filters.py"
 _RESCORE = "agent_rl/rollout/rescore.py"
 _ADVANTAGES = "agent_rl/controller/advantages.py"
 _BATCH = "agent_rl/controller/batch.py"
-_LEDGER = "agent_rl/controller/async_rollout/ledger_file.py"
+_LEDGER = "agent_rl/controller/async_rollout/task_ledger.py"
 _GUARD = "agent_rl/controller/guard.py"
 _TRAIN_LOOP = "agent_rl/controller/train.py"
 _STEP = "agent_rl/train/step_metrics.py"
@@ -182,7 +182,7 @@ METRICS: tuple[Metric, ...] = (
         ),
     ),
     *_rows(
-        "agent_rl/monitoring/loop_lag.py",
+        "agent_rl/utils/concurrency.py",
         ("loop/lag_p99_ms", "ms", "Delay of the controller's event loop in the step; 99th percentile."),
     ),
     *_rows(

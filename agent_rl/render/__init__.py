@@ -2,5 +2,3 @@
 
 from agent_rl.render.chat import ChatRenderer
 from agent_rl.render.template import ChatModel
-
-__all__ = ["ChatModel", "ChatRenderer"]

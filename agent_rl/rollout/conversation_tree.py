@@ -247,7 +247,7 @@ class ConversationTree:
                 f"and sent {len(completion.logprobs)} log-probs, expected one finite log-prob per token"
             )
         if completion.finish is FinishReason.ABORT and not completion.tokens:
-            return  # aborted before the first token: the request is sent resent_from
+            return  # aborted before the first token: the request is sent again
         if self._routes is not None:
             node.route_rows.append(self._received_rows(node, completion))
         for span in completion.versions:

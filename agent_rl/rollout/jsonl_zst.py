@@ -1,13 +1,19 @@
 """Files of rows: one JSON object per line, in zstandard frames of about 1 MiB, so that one row is read without the
-others. ``zstdcat`` prints a file as text."""
+others. ``zstdcat`` prints a file as text.
+
+Also append-only logs of frames. A frame there is a length (4 bytes, little-endian), the payload's CRC-32 (4 bytes) and
+the payload. Each frame is one write, so a kill damages at most the last frame; reading stops there.
+"""
 
 from __future__ import annotations
 
 import itertools
 import json
+import struct
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 import zstandard
 
@@ -109,3 +115,24 @@ def _row(line: bytes, where: str) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise AgentRlError(f"{where}: not a JSON object")
     return row
+
+
+_HEAD = struct.Struct("<II")
+_MAX_BYTES = 2 << 30
+
+
+def encode_frame(payload: bytes) -> bytes:
+    """The frame that holds ``payload``."""
+    return _HEAD.pack(len(payload), zlib.crc32(payload)) + payload
+
+
+def read_frames(file: IO[bytes]) -> Iterator[tuple[bytes, int]]:
+    """``(payload, offset of the frame's end)`` for every complete frame, up to the first damaged one."""
+    while len(head := file.read(_HEAD.size)) == _HEAD.size:
+        length, checksum = _HEAD.unpack(head)
+        if length > _MAX_BYTES:
+            return
+        payload = file.read(length)
+        if len(payload) < length or zlib.crc32(payload) != checksum:
+            return
+        yield payload, file.tell()

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.errors import EngineError, EngineRejected
-from agent_rl.rollout.limiter import Limiter
+from agent_rl.rollout.group import Limiter
 from agent_rl.types import Branch, Rescored, StopReason, Trajectory
 
 

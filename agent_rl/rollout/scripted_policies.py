@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import base64
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from agent_rl.config import DEFAULT_SCAFFOLD
-from agent_rl.engine.scripted import ScriptedEngine
 from agent_rl.errors import AgentRlError, UserError
 from agent_rl.rollout.episode import EpisodeRules, run_episode
 from agent_rl.rollout.group import EpisodeRunner
 from agent_rl.rollout.jsonl_zst import read_rows
-from agent_rl.types import TokenIds, Trajectory
+from agent_rl.types import Completion, FinishReason, SamplingParams, TokenIds, Trajectory
 from envs import Environment, HasScaffold, Scaffold, Solvable, Task, load_scaffold
 from tools import ToolCall
 from tools.formats import tool_format
@@ -106,10 +106,31 @@ def solver_runner(
     async def run(task: Task) -> Trajectory:
         calls = solve(env, task)
         turns = [renderer.encode(call if isinstance(call, str) else fmt.render(call)) for call in calls]
-        engine = ScriptedEngine(lambda session, turn, tokens: turns[turn])
+        engine = ScriptedEngine(turns)
         return await run_episode(env, task, engine, renderer, fmt, limits.override(max_turns=len(turns)))
 
     return run
+
+
+class ScriptedEngine:
+    """Implements :class:`agent_rl.engine.types.Engine` without a model: samples ``turns`` one after another."""
+
+    def __init__(self, turns: Iterable[Sequence[int]]) -> None:
+        self._turns = deque(turns)
+
+    async def generate(
+        self, tokens: TokenIds, sampling: SamplingParams, *, routes_from: int | None, session: str
+    ) -> Completion:
+        """The next turn, truncated at ``sampling.max_new_tokens`` with finish ``length``."""
+        turn = self._turns.popleft()
+        sampled = tuple(turn[: sampling.max_new_tokens])
+        return Completion(
+            tokens=sampled,
+            logprobs=(-0.5,) * len(sampled),
+            finish=FinishReason.STOP if len(sampled) == len(turn) else FinishReason.LENGTH,
+            weight_version="scripted",
+            engine="scripted",
+        )
 
 
 class ByteRenderer:

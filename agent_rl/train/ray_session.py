@@ -1,6 +1,10 @@
 """Connections to Ray, local or on a cluster: check the address, start quietly with few resources, stop completely.
 
 A process has one connection to Ray. :func:`ray_session` opens and closes it; sessions inside another one share it.
+
+A local Ray listens on loopback only and refuses every call without its random token. Ray's token mode is off by
+default, and a server of Ray runs any code for any caller. A cluster has the mode and the token of its own environment
+(``RAY_AUTH_MODE``, ``RAY_AUTH_TOKEN`` or ``RAY_AUTH_TOKEN_PATH``).
 """
 
 from __future__ import annotations
@@ -8,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 import shutil
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -19,7 +24,6 @@ from urllib.parse import urlsplit
 
 from agent_rl.errors import TrainerError, UserError
 from agent_rl.train import ray_leftovers as leftovers
-from agent_rl.train.ray_access import new_token, on_loopback, read_token, requires_token
 from agent_rl.utils.concurrency import shielded
 
 MIN_STORE_BYTES = 256 << 20
@@ -118,7 +122,7 @@ def ray_cluster(address: str | None, *, cpus: int) -> Iterator[None]:
     """Connect to ``address``, or start a local Ray that ends with the block. Raises TrainerError.
 
     The local Ray has no dashboard and its own directory, and its processes die with this one. It is closed to other
-    machines and users (:mod:`agent_rl.train.ray_access`). An existing connection is used and left open.
+    machines and users (:mod:`agent_rl.train.ray_session`). An existing connection is used and left open.
     """
     if is_connected():
         yield
@@ -201,3 +205,37 @@ def _environment(**values: str) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+def new_token() -> dict[str, str]:
+    """The environment variables of a local Ray with a new token. Its processes inherit them; no command line has
+    them."""
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+
+
+def requires_token() -> bool:
+    """Whether this process's environment has Ray's token mode. A cluster without it accepts every client."""
+    return os.environ.get("RAY_AUTH_MODE", "").lower() == "token"
+
+
+def read_token() -> None:
+    """Read mode and token from the environment. Ray reads them once in a process, and keeps those of a session before.
+    The connection that is opened next keeps them."""
+    from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]  # missing in Ray's types
+
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
+
+
+@contextmanager
+def on_loopback() -> Iterator[None]:
+    """A Ray that starts within the block has the node address 127.0.0.1, and all of its servers listen only there. (Ray
+    replaces the argument ``_node_ip_address="127.0.0.1"`` by an address that other machines reach.)"""
+    from ray._private import ray_constants
+
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before

@@ -29,10 +29,10 @@ from agent_rl.config import CorrectionConfig, OldLogprobSource, RunConfig, Train
 from agent_rl.errors import TrainerError
 from agent_rl.train.batching.packing import MicroBatch, pack
 from agent_rl.train.batching.partition import MiniStepShare
+from agent_rl.train.expert_balancing.worker import PassBalancer
 from agent_rl.train.loss.corrections import correction_factors, weight_moments
 from agent_rl.train.loss.policy_loss import LossCounts, PolicyLoss, policy_loss
 from agent_rl.train.megatron.packed_batch import LossFn, PackedBatch, PassOutput, PassPlans
-from agent_rl.train.pass_balancer import PassBalancer
 from agent_rl.train.reference import Reference, ReferenceComparison, compare_with_reference
 from agent_rl.train.reports import (
     RankReport,

@@ -19,12 +19,17 @@ from agent_rl.train.checkpoint import directory as checkpoint
 from agent_rl.train.checkpoint.directory import Manifest
 from agent_rl.train.checkpoint.saver import CheckpointWriter, read_rng, rng_state, set_rng_state
 from agent_rl.train.expert_balancing.report import BalanceReport
-from agent_rl.train.expert_balancing.worker import RankBalancer, balancing_spec, expert_group, expert_layout
+from agent_rl.train.expert_balancing.worker import (
+    PassBalancer,
+    RankBalancer,
+    balancing_spec,
+    expert_group,
+    expert_layout,
+)
 from agent_rl.train.hf_index import LoadProgress
 from agent_rl.train.loss.policy_loss import weighted_cross_entropy
 from agent_rl.train.megatron.packed_batch import LossFn, PackedBatch
 from agent_rl.train.megatron.parallel import destroy_parallel, init_parallel
-from agent_rl.train.pass_balancer import PassBalancer
 from agent_rl.train.reference import Reference
 from agent_rl.train.reports import ForwardResult, RankReport, RouteDifferences, Update, WeightedSequences
 from agent_rl.train.requests import OptimizerSpec, StepRequest, WorkerDevice, WorkerRequest

@@ -1,4 +1,5 @@
-"""Helpers for a command's event loop: signals, shielded clean-up, notifications and process limits."""
+"""Helpers for a command's event loop: signals, shielded clean-up, notifications, process limits and the
+loop's delay."""
 
 from __future__ import annotations
 
@@ -12,6 +13,8 @@ import threading
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
+
+import numpy as np
 
 from sandbox.shielded import shielded as shielded
 
@@ -100,3 +103,28 @@ def first_error(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
+
+
+INTERVAL = 0.05
+"""Seconds between two measurements."""
+
+
+class LoopLag:
+    """``delays``: measured delays in seconds since the last call of :meth:`metrics`."""
+
+    def __init__(self, interval: float = INTERVAL) -> None:
+        self._interval = interval
+        self.delays: list[float] = []
+
+    async def watch(self) -> None:
+        """Measure until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + self._interval
+            await asyncio.sleep(self._interval)
+            self.delays.append(loop.time() - due)
+
+    def metrics(self) -> dict[str, float]:
+        """``loop/*`` since the last call; empty if there is no measurement."""
+        delays, self.delays = self.delays, []
+        return {"loop/lag_p99_ms": 1e3 * float(np.quantile(delays, 0.99))} if delays else {}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from agent_rl.errors import AgentRlError
-from agent_rl.rollout.framed_log import read_frames
+from agent_rl.rollout.jsonl_zst import read_frames
 from agent_rl.rollout.records import row_of_encoded
 from agent_rl.rollout.step_index import sizes
 from agent_rl.utils import foreign

@@ -1,27 +1,6 @@
 """Math problems with exact answers, generated or from data sets, with one turn each."""
 
 from envs.math.environment import INSTRUCTION, MathEnvironment, MathEpisode
-from envs.math.families import FAMILIES, LEVELS, Exact
-from envs.math.generator import GENERATOR_VERSION, SPLITS, generate, stream
+from envs.math.families import FAMILIES, GENERATOR_VERSION, LEVELS, SPLITS, Exact, generate, stream
 from envs.math.grader import AnswerCheck, Grader, MathUnavailableError, extract_answer
 from envs.math.records import Problem, ProblemSet, read_problems
-
-__all__ = [
-    "FAMILIES",
-    "GENERATOR_VERSION",
-    "INSTRUCTION",
-    "LEVELS",
-    "SPLITS",
-    "AnswerCheck",
-    "Exact",
-    "Grader",
-    "MathEnvironment",
-    "MathEpisode",
-    "MathUnavailableError",
-    "Problem",
-    "ProblemSet",
-    "extract_answer",
-    "generate",
-    "read_problems",
-    "stream",
-]

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from envs.context import EnvContext
-from envs.math.families import LEVELS
-from envs.math.generator import SPLITS, generate
+from envs.math.families import LEVELS, SPLITS, generate
 from envs.math.grader import Grader
 from envs.math.records import Problem, ProblemSet, read_problems
 from envs.rows import is_data_set_directory, select_split

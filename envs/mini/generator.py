@@ -2,18 +2,24 @@
 
 The splits are disjoint by content, not by luck: a task belongs to the held-out side if a hash of its broken function
 says so, whatever seed drew it. ``heldout_family`` holds the bug families that no train task has.
+The record of a task has the shape of all software-engineering tasks: R2E-Gym's row and our own fields.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 from envs.mini.functions import Bug, Case, Function, build_function, draw_arguments, run_case
 from envs.mini.templates import HELDOUT_FAMILIES, MODULES, TEMPLATES
+from envs.swe.calls import Call
+from envs.swe.diff.git_diff import diff_files
+from envs.swe.records import SweRecord, parse_record
 
 GENERATOR_VERSION = 1
 SPLITS = ("train", "heldout", "heldout_family")
@@ -151,3 +157,31 @@ _PHRASES = (
     "In {path}, `{call}` should be {right}, not {wrong}.",
     "{path}: `{call}` is {wrong} instead of {right}.",
 )
+
+
+def to_record(task: MiniTask) -> SweRecord:
+    """The record of ``task``: what the agent starts from, the hidden tests, and the true fix."""
+    calls = _calls(task)
+    row: dict[str, Any] = {
+        "repo_name": task.id,
+        "commit_hash": hashlib.sha256(json.dumps(task.files, sort_keys=True).encode()).hexdigest()[:40],
+        "expected_output_json": json.dumps(dict.fromkeys(calls, "PASSED")),
+        "problem_statement": f"[ISSUE]\n{task.issue}\n[/ISSUE]",
+        "task_id": task.id,
+        "files": task.files,
+        "calls": calls,
+        "gold_patch": diff_files(task.files, task.fixed),
+    }
+    return parse_record(row, task.id)
+
+
+def _calls(task: MiniTask) -> dict[str, Call]:
+    """The hidden tests by node ids such as pytest would give them."""
+    return {
+        f"tests/test_{path}::test_{name}_{index}": Call(
+            module=path.removesuffix(".py"), call=case.call, result=case.result
+        )
+        for path, functions in task.cases.items()
+        for name, cases in functions
+        for index, case in enumerate(cases)
+    }

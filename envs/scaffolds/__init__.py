@@ -1,1 +1,1 @@
-"""The shipped scaffolds (:mod:`envs.scaffold`), one module each."""
+"""The shipped scaffolds (:mod:`envs.scaffold`): the default one and those of published projects."""

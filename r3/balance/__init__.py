@@ -7,6 +7,4 @@ counts once for each of its top-k experts.
 """
 
 from r3.balance.plan import ExpertLayout, LayerPlan, PlanArrays, PlanError
-from r3.balance.planners import PlannerOptions, plan_pass
-
-__all__ = ["ExpertLayout", "LayerPlan", "PlanArrays", "PlanError", "PlannerOptions", "plan_pass"]
+from r3.balance.transport import PlannerOptions, plan_pass

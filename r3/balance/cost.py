@@ -1,8 +1,6 @@
-"""The cost of a plan: load of the fullest rank, traffic of the busiest link, and the time that follows from both."""
+"""The cost of a plan: load of the fullest rank and traffic of the busiest link."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,29 +8,6 @@ from numpy.typing import NDArray
 from r3.balance.plan import ExpertLayout, Ints, PlanArrays
 
 Floats = NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """T = n_c (alpha L_max + beta) + n_x (gamma C_max + delta), in seconds.
-
-    ``alpha``: seconds to compute one token of one expert; ``gamma``: seconds to send one token over a link between
-    nodes; ``beta`` and ``delta``: seconds of a computation and of an exchange without tokens. A layer has n_c =
-    ``computations`` and n_x = ``exchanges``.
-    """
-
-    alpha: float
-    gamma: float
-    beta: float = 0.0
-    delta: float = 0.0
-    computations: int = 1
-    exchanges: int = 2
-
-    def seconds(self, plans: PlanArrays) -> Floats:
-        """Returns ``[M, L]`` seconds, per micro-batch and layer."""
-        compute = self.alpha * rank_load(plans).max(axis=-1) + self.beta
-        link = self.gamma * busiest_link(plans) + self.delta
-        return self.computations * compute + self.exchanges * link
 
 
 def rank_load(plans: PlanArrays) -> Ints:
@@ -44,12 +19,6 @@ def imbalance(load: Ints) -> Floats:
     """Returns the load of the fullest rank over the mean, for ``load`` ``[..., R]``; 1 without tokens."""
     mean = load.mean(axis=-1)
     return np.divide(load.max(axis=-1), mean, out=np.ones_like(mean), where=mean > 0)
-
-
-def node_floor(layout: ExpertLayout, counts: Ints) -> Floats:
-    """Returns ``[M, L]``: the lowest imbalance of plans that compute each token on its expert's owner node."""
-    load = by_node(layout, PlanArrays.identity(layout, counts).load).sum(axis=2)
-    return imbalance(load)
 
 
 def by_node(layout: ExpertLayout, ranks: Ints) -> Ints:

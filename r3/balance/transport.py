@@ -1,4 +1,5 @@
-"""The planner ``foremoe``: transport on two levels, batched over instances, in integers.
+"""All planners that a config can name (``train.balance.planner``), and the planner ``foremoe``: transport on two
+levels, batched over instances, in integers.
 
 1. Between nodes: each node borrows the experts of other nodes that most of its own tokens use, which saves traffic on
    the links, and the loads of the nodes are made even.
@@ -11,11 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from r3.balance.plan import ExpertLayout, Ints, PlanArrays
+from r3.balance.baselines import eplb_fixed_owners, sequential, shadow
+from r3.balance.plan import ExpertLayout, Ints, PlanArrays, PlanError
 
 EVEN = 101
 """Load of the fullest rank, in percent of the mean, up to which borrowing costs a pass more than it saves
@@ -278,3 +281,52 @@ def level(slots: Slots) -> None:
         expert = slots.expert[rows, source, slot]
         slots.take(rows, source, slot, amount)
         slots.add(rows, target, expert, amount)
+
+
+Planner = Literal["foremoe", "eplb", "shadow", "sequential"]
+
+
+@dataclass(frozen=True, eq=False)
+class PlannerOptions:
+    """How a pass is planned.
+
+    ``link_slots``: how many of a rank's X borrowed slots ``foremoe`` uses to reduce traffic between nodes (None: half
+    of them, at most 2). ``within_node``: ``foremoe`` borrows no expert from another node, as an update requires whose
+    weights and gradients are exchanged within nodes. ``expected``: ``[L, E]``, the loads of the last step, by which
+    ``eplb`` places replicas (None, in the first step: no replicas).
+    """
+
+    planner: Planner = "foremoe"
+    link_slots: int | None = None
+    within_node: bool = False
+    expected: Ints | None = None
+
+    def slots_for_links(self, layout: ExpertLayout) -> int:
+        """Returns ``link_slots`` or its default. Raises PlanError if it exceeds the layout's borrowed slots."""
+        if self.link_slots is None:
+            return min(layout.slots // 2, 2)
+        if not 0 <= self.link_slots <= layout.slots:
+            raise PlanError(
+                f"{self.link_slots} slots for links, a rank borrows {layout.slots}: expected 0 to {layout.slots}"
+            )
+        return self.link_slots
+
+
+def plan_pass(counts: Ints, layout: ExpertLayout, options: PlannerOptions) -> PlanArrays:
+    """Returns plans for the foreseen tokens ``counts``, int32 ``[M, L, R, E]``: equal counts give equal plans.
+
+    Raises PlanError if the shape of ``counts`` does not match ``layout``, and for an unknown planner.
+    """
+    if counts.ndim != 4 or counts.shape[2:] != (layout.ranks, layout.experts):
+        raise PlanError(f"counts are {counts.shape}, expected [M, L, {layout.ranks}, {layout.experts}]")
+    match options.planner:
+        case "foremoe":
+            links = options.slots_for_links(layout)
+            return transport(counts, layout, link_slots=links, within_node=options.within_node)
+        case "shadow":
+            return shadow(counts, layout)
+        case "eplb" if options.expected is not None:
+            return eplb_fixed_owners(counts, layout, options.expected)
+        case "eplb" | "sequential":
+            return sequential(counts, layout)
+    raise PlanError(f"planner {options.planner!r} is not known: expected foremoe, eplb, shadow or sequential")

@@ -27,8 +27,7 @@ from agent_rl.engine.types import Scores
 from agent_rl.errors import RolloutFailed
 from agent_rl.evaluation.quarantine import Quarantine, read_quarantine
 from agent_rl.rollout.filters import masked_stops
-from agent_rl.rollout.group import DroppedGroup, GroupSettings, RolloutEvent
-from agent_rl.rollout.limiter import Limiter
+from agent_rl.rollout.group import DroppedGroup, GroupSettings, Limiter, RolloutEvent
 from agent_rl.rollout.rescore import Rescorer
 from agent_rl.rollout.turn_log import TurnLog
 from agent_rl.types import StopReason, Trajectory

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.routed_trajectories import routed
 
 from agent_rl.commands import compare as command
-from agent_rl.config.builtin import install_model
+from agent_rl.config.loader import install_model
 from agent_rl.errors import ConfigError
 from agent_rl.types import Trajectory, Turn
 

@@ -19,8 +19,7 @@ from agent_rl.errors import ConfigError
 from agent_rl.evaluation.quarantine import read_quarantine, write_quarantine
 from agent_rl.evaluation.report import EpisodeResult
 from envs import Finding
-from envs.mini.generator import generate
-from envs.mini.records import to_record
+from envs.mini.generator import generate, to_record
 from envs.new_project import write_template
 from envs.swe.diff.git_diff import diff_files
 from envs.swe.records import SweRecord, write_jsonl

@@ -23,7 +23,7 @@ from agent_rl.errors import ConfigError
 from agent_rl.evaluation.directory import EvaluationDirectory, swebench_report
 from agent_rl.evaluation.evaluate import evaluate
 from agent_rl.evaluation.report import EpisodeResult, EvalReport, pass_at_k
-from agent_rl.rollout.limiter import Limiter
+from agent_rl.rollout.group import Limiter
 from agent_rl.types import StopReason, Trajectory
 from envs import Task
 

@@ -10,8 +10,15 @@ from rich.console import Console
 from support.trajectories import trajectory
 
 from agent_rl.commands.runs import check_ledger
-from agent_rl.controller.async_rollout.ledger_file import NAME, LedgerFile, LedgerRow, faults, gaps, read_ledger
-from agent_rl.controller.async_rollout.task_ledger import Outcome
+from agent_rl.controller.async_rollout.task_ledger import (
+    NAME,
+    LedgerFile,
+    LedgerRow,
+    Outcome,
+    faults,
+    gaps,
+    read_ledger,
+)
 from agent_rl.errors import AgentRlError, UserError
 from agent_rl.rollout.records import write_trajectories
 from agent_rl.types import Group

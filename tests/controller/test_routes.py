@@ -13,8 +13,8 @@ from rich.console import Console
 from support.trajectories import trajectory
 
 from agent_rl.config import RunConfig
-from agent_rl.controller import route_checks as routes
-from agent_rl.controller.route_checks import check_missing_budget, probe_engines
+from agent_rl.controller import engine_admission as routes
+from agent_rl.controller.engine_admission import check_missing_budget, probe_engines
 from agent_rl.engine.route_probe.checks import Check, CheckStatus
 from agent_rl.engine.route_probe.run import ProbeReport
 from agent_rl.errors import RoutesMissingError

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from agent_rl.config.builtin import MODELS
+from agent_rl.config.loader import MODELS
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from agent_rl.config.builtin import install_model
+from agent_rl.config.loader import install_model
 from agent_rl.render.chat import ChatRenderer
 from envs import EnvContext
 from envs.mini import generate

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from agent_rl.config.builtin import MODEL_FILES, install_model
+from agent_rl.config.loader import MODEL_FILES, install_model
 from agent_rl.errors import UserError
 from agent_rl.utils.directory_lock import LOCK, lock_directory
 from scripts.tiny_moe import SHAPES, TinyMoe, initial_weights, save_checkpoint

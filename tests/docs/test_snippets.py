@@ -21,8 +21,7 @@ from support import doc_pages as pages
 from support.doc_pages import ROOT, Block
 
 from agent_rl.config import RunConfig
-from agent_rl.config.builtin import install_model
-from agent_rl.config.loader import load_config
+from agent_rl.config.loader import install_model, load_config
 from agent_rl.render.chat import ChatRenderer
 from envs.new_project import FIRST, write_template
 from tools import ToolCall

@@ -17,12 +17,12 @@ from support.fake_sglang import SPEC, generated
 from support.local_server import Handler, serving
 
 from agent_rl.config import EngineConfig
+from agent_rl.engine.admission_checks import UNSUPPORTED_ARGS, unsupported_reason
 from agent_rl.engine.factory import check_engines, open_engine
 from agent_rl.engine.fleet import Phase
 from agent_rl.engine.response import read_completion
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.engine.types import Scores
-from agent_rl.engine.unsupported_args import UNSUPPORTED_ARGS, unsupported_reason
 from agent_rl.errors import (
     EngineAborted,
     EngineLost,

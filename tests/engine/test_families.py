@@ -50,7 +50,7 @@ async def two_turns(engine: SGLangEngine, spec: ModelSpec, seed: int) -> Sample:
     return Sample(np.array(tokens, np.int32), sampled, np.array(logprobs, "f4"), (-1.0) ** seed, routing)
 
 
-@pytest.mark.usefixtures("megatron_shim")
+@pytest.mark.usefixtures("megatron_shim", "one_ray")
 @pytest.mark.parametrize("kind", FAMILIES)
 async def test_engine_and_trainer_agree_before_and_after_an_update(
     kind: str, engine_config: EngineConfig, tmp_path: Path

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from agent_rl.config import EngineConfig, RunConfig
-from agent_rl.config.builtin import MODELS
+from agent_rl.config.loader import MODELS
 from agent_rl.engine.factory import check_engines
 from agent_rl.engine.route_probe.requests import ProbeClient
 from agent_rl.engine.sglang import SGLangEngine

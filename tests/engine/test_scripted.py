@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.scripted_engine import ScriptedEngine, scripted_rows
 
-from agent_rl.engine.scripted import ScriptedEngine, scripted_rows
 from agent_rl.errors import EngineRejected
 from agent_rl.types import FinishReason, SamplingParams
 from r3.payload import RouteLayout

@@ -17,8 +17,7 @@ from support.trajectories import trajectory
 from agent_rl.config import GuardConfig, R3Config
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.errors import EngineRejected
-from agent_rl.rollout.group import GroupSettings, collect_groups
-from agent_rl.rollout.limiter import Limiter
+from agent_rl.rollout.group import GroupSettings, Limiter, collect_groups
 from agent_rl.rollout.rescore import Rescorer
 from agent_rl.rollout.route_audit import Auditor, audit_metrics
 from agent_rl.rollout.transcript import Transcript

@@ -54,7 +54,7 @@ def sent_bytes(model: Path, kind: str) -> int:
     return sum(weight.nbytes for weight in weights.values())
 
 
-@pytest.mark.usefixtures("megatron_shim", "restored")
+@pytest.mark.usefixtures("megatron_shim", "restored", "one_ray")
 @pytest.mark.parametrize(
     "kind",
     ["weights", "adapters", pytest.param("adapters, merged for a server of others", marks=pytest.mark.exhaustive)],

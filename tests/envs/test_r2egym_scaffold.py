@@ -6,19 +6,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.scripted_engine import ScriptedEngine
 
 from agent_rl.config import EnvConfig, RolloutConfig, RunConfig
 from agent_rl.config.loader import load_config
-from agent_rl.engine.scripted import ScriptedEngine
 from agent_rl.errors import ConfigError
 from agent_rl.rollout.episode import EpisodeRules, run_episode
 from agent_rl.rollout.scripted_policies import ByteRenderer, solver_runner
 from agent_rl.types import StopReason
 from envs import EnvContext, Task, load_scaffold
 from envs.mini import MiniEnvironment, generate, to_record
-from envs.scaffolds.r2egym import R2EGYM, countdown
+from envs.scaffolds.published import R2EGYM, countdown
 from tools import tool_format
-from tools.r2egym.format import CONTINUE
+from tools.r2egym.toolset import CONTINUE
 
 CONFIG = Path(__file__).parents[2] / "configs/swebench-verified.yaml"
 

@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envs.mini.generator import generate
-from envs.mini.records import to_record
+from envs.mini.generator import generate, to_record
 from envs.swe.diff.git_diff import FilePatch, screen, split_patch
 from envs.swe.diff.line_diff import hunks
 from envs.swe.diff.snapshot import SKIPPED_NAMES, BaseSnapshot

@@ -15,8 +15,7 @@ from envs.swe import SweEnvironment, read_jsonl
 from envs.swe.diff.git_diff import patched_paths
 from envs.swe.task_synthesis.checkout import read_release
 from sandbox import SandboxSpec
-from scripts.build_release_tasks import catalog_candidate, main
-from scripts.release_catalog import RELEASES, Release
+from scripts.build_release_tasks import RELEASES, Release, catalog_candidate, main
 
 BUILT = Path(__file__).parents[2] / ".cache/tasks/real.jsonl"
 BARE = """

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from agent_rl.config.builtin import install_model
+from agent_rl.config.loader import install_model
 
 sys.path.insert(0, str(Path(__file__).parent))  # for the module beside this one
 

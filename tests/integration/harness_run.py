@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from support.scripted_engine import ScriptedEngine
+
 from agent_rl.config import EngineConfig, HarnessConfig, RunConfig
 from agent_rl.config.loader import load_config
 from agent_rl.controller.checkpoints import TrainerRestarts
@@ -27,13 +29,12 @@ from agent_rl.endpoint.episode import agent_binds
 from agent_rl.endpoint.server import EndpointServer, serve_endpoint
 from agent_rl.engine.fleet import Fleet
 from agent_rl.engine.generation_gate import GenerationGate
-from agent_rl.engine.scripted import ScriptedEngine
 from agent_rl.engine.sleep import EngineSleep
 from agent_rl.engine.utilization import EngineUtilization
 from agent_rl.models.spec import ModelSpec, read_model_spec
 from agent_rl.monitoring.console import Display
 from agent_rl.render import ChatRenderer
-from agent_rl.rollout.limiter import Limiter
+from agent_rl.rollout.group import Limiter
 from agent_rl.train.ray_trainer import RayTrainer
 from agent_rl.types import Completion, TokenIds
 from agent_rl.utils.http import AsyncHttp

@@ -11,7 +11,7 @@ import pytest
 from integration_run import Run
 
 from agent_rl.config import Replay, TrainConfig
-from agent_rl.config.builtin import MODELS
+from agent_rl.config.loader import MODELS
 from agent_rl.controller.preflight import check_replay
 from agent_rl.errors import UserError
 from agent_rl.models.spec import read_model_spec

@@ -13,8 +13,8 @@ import pytest
 from killed_run import Life, write_config
 from support.journal_rows import read_journal
 
-from agent_rl.config.builtin import install_model
-from agent_rl.controller.async_rollout.ledger_file import faults, gaps, read_ledger
+from agent_rl.config.loader import install_model
+from agent_rl.controller.async_rollout.task_ledger import faults, gaps, read_ledger
 from agent_rl.endpoint.server import DIRECTORY
 from agent_rl.monitoring.metrics_log import read_metrics
 

@@ -13,8 +13,7 @@ from support.endpoint_sessions import Saying
 
 from agent_rl.commands.policy import Policy, pick_tasks
 from agent_rl.config import HarnessConfig, RunConfig
-from agent_rl.config.builtin import MODELS
-from agent_rl.config.loader import load_config
+from agent_rl.config.loader import MODELS, load_config
 from agent_rl.controller import preflight
 from agent_rl.controller.rollout_runtime import open_rollout_runtime, open_task_runtime
 from agent_rl.endpoint.episode import HarnessRun

@@ -17,8 +17,8 @@ from killed_run import Life, broken, episodes, exact, settled, step_reached, ste
 from marked import kill_rank
 from support.journal_rows import read_journal
 
-from agent_rl.config.builtin import install_model
-from agent_rl.controller.async_rollout.ledger_file import faults, gaps, read_ledger
+from agent_rl.config.loader import install_model
+from agent_rl.controller.async_rollout.task_ledger import faults, gaps, read_ledger
 from agent_rl.monitoring.metrics_log import read_metrics
 from agent_rl.train.checkpoint import directory as checkpoint
 

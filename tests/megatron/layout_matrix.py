@@ -177,7 +177,7 @@ def launch(
     plan = results / "plan.json"
     plan.write_text(json.dumps({"world_size": world_size, "worlds": worlds, "resume": resume}))
     worker = Path(__file__).with_name("megatron_worker.py")
-    run_ranks(worker, world_size, (results, plan), held=held, seconds=seconds)
+    run_ranks(worker, world_size, (results, plan), held=held, megatron=True, seconds=seconds)
 
 
 def alone(names: Iterable[str], models: dict[str, Path], world: Any) -> dict[str, dict[str, Any]]:

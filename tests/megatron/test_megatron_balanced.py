@@ -119,7 +119,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         plans.append({"world_size": size, "place": place_of(holder), "parallel": parallel, "cases": located})
     plan.write_text(json.dumps(plans))
     worker = Path(__file__).with_name("balanced_worker.py")
-    run_ranks(worker, 4, (directory, plan), held=held, seconds=400.0)
+    run_ranks(worker, 4, (directory, plan), held=held, megatron=True, seconds=400.0)
     return directory
 
 

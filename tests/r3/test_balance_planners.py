@@ -12,11 +12,11 @@ from balance_grids import layouts, skewed_counts
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from support.balance_workloads import REGIMES, Pass, skewed_steps
+from support.balance_workloads import REGIMES, Pass, node_floor, skewed_steps
 
 from r3.balance import ExpertLayout, PlanArrays, PlanError, PlannerOptions, plan_pass
 from r3.balance.baselines import eplb, eplb_fixed_owners
-from r3.balance.cost import Cost, borrowed, busiest_link, imbalance, links, node_floor, rank_load
+from r3.balance.cost import borrowed, busiest_link, imbalance, links, rank_load
 from r3.balance.plan import Ints
 from r3.balance.transport import EVEN
 
@@ -156,8 +156,9 @@ def test_eplb_without_a_last_step_borrows_nothing() -> None:
 def test_the_cost_of_a_plan_is_its_fullest_rank_and_its_busiest_link() -> None:
     layout = ExpertLayout(4, 4, 0, (0, 0, 1, 1))
     counts = np.array([[[[1, 0, 8, 0], [0, 0, 0, 5], [2, 0, 0, 0], [0, 0, 1, 0]]]], np.int32)
-    cost = Cost(alpha=2.0, gamma=10.0, beta=0.5, delta=0.25, computations=3, exchanges=2)
-    assert cost.seconds(PlanArrays.identity(layout, counts)).tolist() == [[3 * (2 * 9 + 0.5) + 2 * (10 * 13 + 0.25)]]
+    plans = PlanArrays.identity(layout, counts)
+    assert rank_load(plans).max(axis=-1).tolist() == [[9]]
+    assert busiest_link(plans).tolist() == [[13]]
 
 
 @pytest.mark.parametrize(

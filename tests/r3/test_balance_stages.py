@@ -9,11 +9,11 @@ import pytest
 from balance_grids import layouts, skewed_counts
 from hypothesis import given
 from hypothesis import strategies as st
-from support.balance_workloads import REGIMES, Pass, captured, skewed_steps
+from support.balance_workloads import REGIMES, Pass, captured, node_floor, skewed_steps
 
 from benchmarks.balance_stages import Stages, staged, update_within_machine
 from r3.balance import ExpertLayout, PlanArrays, PlannerOptions, plan_pass
-from r3.balance.cost import imbalance, node_floor, rank_load
+from r3.balance.cost import imbalance, rank_load
 from r3.balance.plan import Ints, measured_placement
 
 seeds = st.integers(0, 2**32 - 1)

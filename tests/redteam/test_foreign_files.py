@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from agent_rl.cli.common import print_error
 from agent_rl.cli.root import app
-from agent_rl.commands.view import run_view
+from agent_rl.commands.runs import run_view
 from agent_rl.errors import UserError
 from agent_rl.evaluation.report import EpisodeResult
 from agent_rl.viewer.api import Resources

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from agent_rl.config.builtin import install_model
+from agent_rl.config.loader import install_model
 from agent_rl.errors import AgentRlError, TemplateError
 from agent_rl.models.hub import _missing
 from agent_rl.models.spec import read_model_spec

@@ -19,7 +19,7 @@ import httpx
 import pytest
 from support.listeners import Listener, descendants, listeners_of
 
-from agent_rl.config.builtin import install_model
+from agent_rl.config.loader import install_model
 
 pytestmark = [pytest.mark.redteam, pytest.mark.sglang, pytest.mark.megatron, pytest.mark.bubblewrap, pytest.mark.slow]
 

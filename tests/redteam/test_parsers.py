@@ -21,8 +21,7 @@ from agent_rl.errors import AgentRlError
 from agent_rl.evaluation.directory import read_results
 from agent_rl.evaluation.quarantine import read_quarantine
 from agent_rl.evaluation.saved import read_evaluation
-from agent_rl.rollout.framed_log import read_frames
-from agent_rl.rollout.jsonl_zst import read_rows
+from agent_rl.rollout.jsonl_zst import read_frames, read_rows
 from agent_rl.rollout.records import (
     decode_trajectory,
     encode_trajectory,

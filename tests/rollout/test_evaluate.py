@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from rich.console import Console
 from support.memory_env import TASK, MemoryEnvironment, hanging
 
+from agent_rl.commands.eval import table
 from agent_rl.config import RolloutConfig
 from agent_rl.errors import UserError
 from agent_rl.evaluation.evaluate import evaluate
 from agent_rl.evaluation.report import EvalReport, wilson_interval
-from agent_rl.evaluation.tables import table
 from agent_rl.rollout.episode import EpisodeRules
+from agent_rl.rollout.group import Limiter
 from agent_rl.rollout.jsonl_zst import encode_rows
-from agent_rl.rollout.limiter import Limiter
 from agent_rl.rollout.records import write_trajectories
 from agent_rl.rollout.scripted_policies import noop, recorded, solver_runner
 from agent_rl.types import Group, Trajectory

@@ -12,8 +12,7 @@ from support.memory_env import SUBMIT, MemoryEnvironment, TurnsEngine, run_memor
 from support.trajectories import trajectory
 
 from agent_rl.errors import RolloutFailed, RoutesMissingError
-from agent_rl.rollout.group import GroupSettings, Rollout, RolloutEvent, collect_groups
-from agent_rl.rollout.limiter import Limiter
+from agent_rl.rollout.group import GroupSettings, Limiter, Rollout, RolloutEvent, collect_groups
 from agent_rl.rollout.metrics import rollout_metrics
 from agent_rl.types import StopReason, Trajectory
 from envs import Task

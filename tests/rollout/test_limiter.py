@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from agent_rl.rollout.limiter import Limiter
+from agent_rl.rollout.group import Limiter
 
 
 async def test_no_more_than_the_limit_are_in_flight() -> None:

@@ -12,9 +12,8 @@ from support.memory_env import FIX, SUBMIT, MemoryEnvironment, TurnsEngine, call
 from support.plain_values import plain
 
 from agent_rl.errors import AgentRlError
-from agent_rl.rollout.group import GroupSettings, collect_groups
+from agent_rl.rollout.group import GroupSettings, Limiter, collect_groups
 from agent_rl.rollout.jsonl_zst import encode_rows, read_row, read_rows
-from agent_rl.rollout.limiter import Limiter
 from agent_rl.rollout.records import read_trajectories, row_messages, step_stem, steps_on_disk, write_trajectories
 from agent_rl.rollout.step_index import read_step_index
 from agent_rl.rollout.token_details import read_detail

@@ -14,8 +14,7 @@ from support.trajectories import trajectory
 
 from agent_rl.engine.types import Scores
 from agent_rl.errors import EngineRejected, EngineUnreachable, RolloutFailed
-from agent_rl.rollout.group import GroupSettings, Rollout, collect_groups
-from agent_rl.rollout.limiter import Limiter
+from agent_rl.rollout.group import GroupSettings, Limiter, Rollout, collect_groups
 from agent_rl.rollout.rescore import Rescorer, rescore_metrics
 from agent_rl.types import Rescored, StopReason, TokenIds, Trajectory
 from envs import Task

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from support.scripted_engine import ScriptedEngine
 
 from agent_rl.config import RolloutConfig
 from agent_rl.controller.journal import Journal
-from agent_rl.engine.scripted import ScriptedEngine
 from agent_rl.evaluation.evaluate import evaluate
 from agent_rl.rollout.episode import EpisodeRules, run_episode
-from agent_rl.rollout.group import GroupSettings, RolloutEvent, collect_groups
-from agent_rl.rollout.limiter import Limiter
+from agent_rl.rollout.group import GroupSettings, Limiter, RolloutEvent, collect_groups
 from agent_rl.rollout.scripted_policies import PATCH_CHUNK, ByteRenderer, gold, solver_runner
 from agent_rl.types import Completion, StopReason, Trajectory
 from envs import EnvContext, Task

@@ -25,8 +25,7 @@ from agent_rl.commands.health import check_sandboxes
 from agent_rl.config import RolloutConfig, RunConfig
 from agent_rl.errors import UserError
 from agent_rl.rollout.episode import EpisodeRules
-from agent_rl.rollout.group import GroupSettings, collect_groups
-from agent_rl.rollout.limiter import Limiter
+from agent_rl.rollout.group import GroupSettings, Limiter, collect_groups
 from agent_rl.rollout.scripted_policies import solver_runner
 from agent_rl.train import ray_session as ray_connection
 from agent_rl.train.ray_session import ray_session

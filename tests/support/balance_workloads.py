@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from r3.balance.plan import ExpertLayout, Ints
+from r3.balance.cost import Floats, by_node, imbalance
+from r3.balance.plan import ExpertLayout, Ints, PlanArrays
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,3 +75,9 @@ def captured(ranks: int) -> Ints:
     for _ in range(20):
         parts.append(found[rng.permutation(64)].reshape(-1, ranks, 4, *found.shape[1:]).sum(axis=2, dtype=np.int32))
     return np.concatenate(parts).swapaxes(1, 2)
+
+
+def node_floor(layout: ExpertLayout, counts: Ints) -> Floats:
+    """Returns ``[M, L]``: the lowest imbalance of plans that compute each token on its expert's owner node."""
+    load = by_node(layout, PlanArrays.identity(layout, counts).load).sum(axis=2)
+    return imbalance(load)

@@ -12,20 +12,19 @@ from typing import Any
 import httpx
 
 from agent_rl.config import HarnessConfig, R3Config, RolloutConfig
-from agent_rl.config.builtin import MODELS
+from agent_rl.config.loader import MODELS
 from agent_rl.endpoint.episode import HarnessRun, agent_binds
 from agent_rl.endpoint.server import EndpointServer, serve_endpoint
 from agent_rl.endpoint.session import HarnessRenderer, Session
-from agent_rl.engine.scripted import ScriptedEngine
 from agent_rl.render import ChatRenderer
 from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.types import Completion, Trajectory
 from envs import Grade, Task
 from envs.context import EnvContext
-from envs.mini.generator import generate
-from envs.mini.records import to_record
+from envs.mini.generator import generate, to_record
 from envs.swe.episode import start_episode
 from r3.payload import RouteLayout
+from support.scripted_engine import ScriptedEngine
 from tools import ToolCall, ToolResult, tool_format
 
 MODEL = MODELS["tiny-moe"]

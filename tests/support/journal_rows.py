@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from agent_rl.rollout.framed_log import read_frames
+from agent_rl.rollout.jsonl_zst import read_frames
 from agent_rl.rollout.records import decode_trajectory
 from agent_rl.types import Trajectory
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-from agent_rl.config.builtin import MODELS
+from agent_rl.config.loader import MODELS
 from agent_rl.evaluation.directory import EvaluationDirectory
 from agent_rl.evaluation.report import EpisodeResult
 from agent_rl.evaluation.saved import report_path

@@ -15,7 +15,7 @@ from tools.mini_swe_agent import mini_swe_agent_tools
 from tools.openhands import openhands_tools
 from tools.r2egym import r2egym_tools
 from tools.schema import MAX_NESTING
-from tools.tags import elements, through_last
+from tools.text import elements, through_last
 
 SCAFFOLDS: dict[str, Callable[[Sandbox], ToolSet]] = {
     "own": swe_tools,

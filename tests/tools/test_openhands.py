@@ -13,8 +13,7 @@ import pytest
 from sandbox import Sandbox, SandboxSpec
 from tools import ParseFailure, ToolCall, tool_format
 from tools.openhands import openhands_tools
-from tools.openhands.format import CONTINUE
-from tools.openhands.toolset import _check_arguments
+from tools.openhands.toolset import CONTINUE, _check_arguments
 
 RECORDED = json.loads((Path(__file__).parent / "openhands-recorded.json").read_text())
 FORMAT = tool_format("openhands")

@@ -13,7 +13,7 @@ import pytest
 from sandbox import Sandbox, SandboxSpec
 from tools import ParseFailure, ToolCall, ToolSet
 from tools.r2egym import R2EGymFormat, r2egym_tools
-from tools.r2egym.format import CONTINUE
+from tools.r2egym.toolset import CONTINUE
 
 NO_SANDBOX: Any = SimpleNamespace(id="none", spec=SandboxSpec())
 

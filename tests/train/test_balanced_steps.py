@@ -15,9 +15,10 @@ import torch
 from support.rank_processes import place_of, reserved_port, run_ranks
 
 from agent_rl.config import RunConfig
-from agent_rl.config.builtin import install_model
+from agent_rl.config.loader import install_model
 from agent_rl.monitoring.metrics import METRICS
 from agent_rl.train.expert_balancing.report import FILE, balance_metrics
+from agent_rl.train.ray_session import ray_cluster
 from agent_rl.train.ray_trainer import RayTrainer
 from r3.trace.check import check_dir
 
@@ -49,7 +50,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     plan = directory / "plan.json"
     plan.write_text(json.dumps({"world_size": WORLD, "model": str(directory / "model"), "cases": cases}))
-    run_ranks(worker.__file__, WORLD, (directory, plan), held=held)
+    run_ranks(worker.__file__, WORLD, (directory, plan), held=held, megatron=True)
     return directory
 
 
@@ -124,20 +125,21 @@ async def test_checkpoints_move_between_balanced_and_unbalanced_runs(tmp_path: P
         run["r3"] = {"trace": {"steps": [2], "samples": 4, "microbatches": 8}}
         return RayTrainer(RunConfig.model_validate({**run, "train": {**settings, **train}}))
 
-    async with open_trainer("plain") as trainer:
-        plain = await trainer.step(first, measure_without_replay=True, step=1)
-        await trainer.save(tmp_path / "plain-checkpoint")
-        await trainer.step(second, measure_without_replay=False, step=2)
-        expected = np.concatenate(await trainer.logprobs(second, replay=True))
-    async with open_trainer("balanced", balance=measured) as trainer:
-        balanced = await trainer.step(first, measure_without_replay=True, step=1)
-        await trainer.load(tmp_path / "plain-checkpoint")
-        await trainer.step(second, measure_without_replay=False, step=2)
-        continued = np.concatenate(await trainer.logprobs(second, replay=True))
-        await trainer.save(tmp_path / "balanced-checkpoint")
-    async with open_trainer("again") as trainer:
-        await trainer.load(tmp_path / "balanced-checkpoint")
-        back = np.concatenate(await trainer.logprobs(second, replay=True))
+    with ray_cluster(None, cpus=ranks):  # the three trainers share it
+        async with open_trainer("plain") as trainer:
+            plain = await trainer.step(first, measure_without_replay=True, step=1)
+            await trainer.save(tmp_path / "plain-checkpoint")
+            await trainer.step(second, measure_without_replay=False, step=2)
+            expected = np.concatenate(await trainer.logprobs(second, replay=True))
+        async with open_trainer("balanced", balance=measured) as trainer:
+            balanced = await trainer.step(first, measure_without_replay=True, step=1)
+            await trainer.load(tmp_path / "plain-checkpoint")
+            await trainer.step(second, measure_without_replay=False, step=2)
+            continued = np.concatenate(await trainer.logprobs(second, replay=True))
+            await trainer.save(tmp_path / "balanced-checkpoint")
+        async with open_trainer("again") as trainer:
+            await trainer.load(tmp_path / "balanced-checkpoint")
+            back = np.concatenate(await trainer.logprobs(second, replay=True))
     np.testing.assert_allclose(continued, expected, atol=1e-4)
     np.testing.assert_allclose(back, continued, atol=1e-6)
     mismatches = ("mismatch/k3_kl", "mismatch_without_replay/k3_kl", "mismatch_without_replay/router_mismatch")

@@ -14,7 +14,7 @@ from agent_rl.errors import TrainerError
 from agent_rl.train.ray_trainer import RayTrainer
 from agent_rl.types import Sample
 
-pytestmark = [pytest.mark.megatron, pytest.mark.slow]
+pytestmark = [pytest.mark.megatron, pytest.mark.slow, pytest.mark.usefixtures("one_ray")]
 
 Config = Callable[..., RunConfig]
 Make = Callable[..., Sample]

@@ -12,7 +12,7 @@ from support.trajectories import trajectory
 torch = pytest.importorskip("torch")
 
 from agent_rl.config import OldLogprobSource, RolloutConfig, RunConfig, TrainConfig  # noqa: E402
-from agent_rl.config.builtin import install_model  # noqa: E402
+from agent_rl.config.loader import install_model  # noqa: E402
 from agent_rl.controller.advantages import build_samples  # noqa: E402
 from agent_rl.controller.preflight import check_lengths  # noqa: E402
 from agent_rl.errors import TrainerError, UserError  # noqa: E402

@@ -18,6 +18,7 @@ from support.train_samples import VOCAB, samples
 from agent_rl.config import GuardConfig, RunConfig
 from agent_rl.controller.advantages import group_advantages
 from agent_rl.errors import ConfigError, TrainerDied, TrainerError
+from agent_rl.train.ray_session import ray_cluster
 from agent_rl.train.ray_trainer import RayTrainer
 from agent_rl.types import Sample
 from r3.mismatch.report import differing_experts, route_mismatch
@@ -153,26 +154,27 @@ async def test_two_data_ranks_equal_one(run_config: Config, tmp_path: Path) -> N
     kl = {"coefficient": 0.05, "estimator": "k1", "apply_to": "reward"}
     more = {"kl": kl, "entropy_coefficient": 0.02, "aggregation": "sequence"}
     results = []
-    for world in (1, 2):
-        config = run_config(parallel={"world_size": world}, mini_steps=2, lr=1e-3, **more)
-        config = config.model_copy(update={"guard": GuardConfig(on_spike="skip")})
-        async with RayTrainer(config) as trainer:
-            assert trainer.data_size == world
-            reference = sampled(data, await trainer.logprobs(data, replay=True))
-            metrics = [dict(await trainer.step(data, measure_without_replay=True))]
-            policy = sampled(data, await trainer.logprobs(data, replay=True))
-            metrics.append(dict(await trainer.step(data, measure_without_replay=True)))
-            to_come = [np.cumsum((p - r)[::-1]) for p, r in zip(policy, reference, strict=True)]
-            taken = 0.05 * np.concatenate(to_come).mean()
-            assert abs(taken) > 1e-3
-            assert metrics[0]["train/kl_penalty"] == 0, "the reference is still the policy"
-            assert metrics[1]["train/kl_penalty"] == pytest.approx(taken, rel=1e-3)
-            results.append((metrics, await trainer.logprobs(data, replay=True)))
-            alone = await trainer.step(data[:1], measure_without_replay=True)  # the second rank has no work
-            assert alone["mismatch_without_replay/router_mismatch"] > 0
-            assert alone["train/updates"] == 1
-            if world == 2:
-                await assert_broken_updates_change_nothing(trainer, data, tmp_path / "step-000002")
+    with ray_cluster(None, cpus=2):  # both trainers share it
+        for world in (1, 2):
+            config = run_config(parallel={"world_size": world}, mini_steps=2, lr=1e-3, **more)
+            config = config.model_copy(update={"guard": GuardConfig(on_spike="skip")})
+            async with RayTrainer(config) as trainer:
+                assert trainer.data_size == world
+                reference = sampled(data, await trainer.logprobs(data, replay=True))
+                metrics = [dict(await trainer.step(data, measure_without_replay=True))]
+                policy = sampled(data, await trainer.logprobs(data, replay=True))
+                metrics.append(dict(await trainer.step(data, measure_without_replay=True)))
+                to_come = [np.cumsum((p - r)[::-1]) for p, r in zip(policy, reference, strict=True)]
+                taken = 0.05 * np.concatenate(to_come).mean()
+                assert abs(taken) > 1e-3
+                assert metrics[0]["train/kl_penalty"] == 0, "the reference is still the policy"
+                assert metrics[1]["train/kl_penalty"] == pytest.approx(taken, rel=1e-3)
+                results.append((metrics, await trainer.logprobs(data, replay=True)))
+                alone = await trainer.step(data[:1], measure_without_replay=True)  # the second rank has no work
+                assert alone["mismatch_without_replay/router_mismatch"] > 0
+                assert alone["train/updates"] == 1
+                if world == 2:
+                    await assert_broken_updates_change_nothing(trainer, data, tmp_path / "step-000002")
     (one, logprobs_one), (two, logprobs_two) = results
     for before, after in zip(one, two, strict=True):
         assert before.keys() == after.keys()

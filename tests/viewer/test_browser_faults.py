@@ -16,10 +16,10 @@ from support.viewer_pages import eventually, opened
 from support.viewer_runs import branched, damage, detail, episode, evaluation, write_run, write_step
 from support.viewer_samples import SampleRun, SampleSource, Served
 
-from agent_rl.config.builtin import MODELS
+from agent_rl.config.loader import MODELS
 from agent_rl.monitoring.metrics_log import MetricsLog
 from agent_rl.render import ChatRenderer
-from agent_rl.rollout.framed_log import encode_frame
+from agent_rl.rollout.jsonl_zst import encode_frame
 from agent_rl.rollout.records import encode_trajectory, rows_path, step_stem, write_trajectories
 from agent_rl.types import Group, StopReason, TrainingDecision, TrainingStatus, Trajectory, VersionSpan
 from agent_rl.viewer.api import Resources

@@ -11,7 +11,7 @@ import orjson
 import pytest
 from support.viewer_samples import SampleRun, SampleSource
 
-from agent_rl.commands.view import run_view
+from agent_rl.commands.runs import run_view
 from agent_rl.errors import UserError
 from agent_rl.viewer.export import export, select_trajectories
 

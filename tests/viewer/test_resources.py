@@ -18,11 +18,10 @@ from safetensors.numpy import load_file, save_file
 from support.trajectories import trajectory
 from support.viewer_runs import EXPERTS, GROUPS, LAYERS, branched, damage, episode, evaluation, write_run, write_step
 
-from agent_rl.config.builtin import MODELS
+from agent_rl.config.loader import MODELS
 from agent_rl.errors import UserError
 from agent_rl.monitoring.metrics_log import MetricsLog
-from agent_rl.rollout.framed_log import encode_frame
-from agent_rl.rollout.jsonl_zst import encode_rows, read_rows
+from agent_rl.rollout.jsonl_zst import encode_frame, encode_rows, read_rows
 from agent_rl.rollout.records import encode_trajectory, read_trajectories, rows_path, step_stem, write_trajectories
 from agent_rl.rollout.token_details import read_detail
 from agent_rl.types import BranchCause, Group, StopReason, TrainingDecision, TrainingStatus

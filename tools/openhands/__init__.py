@@ -4,7 +4,4 @@ github.com/SWE-Gym/OpenHands at e644a2ca (OpenHands 0.13.1, MIT), the scaffold o
 distribution openhands-aci 0.1.1 (MIT). Each module names the file that it reproduces.
 """
 
-from tools.openhands.format import OpenHandsFormat
-from tools.openhands.toolset import openhands_tools
-
-__all__ = ["OpenHandsFormat", "openhands_tools"]
+from tools.openhands.toolset import OpenHandsFormat, openhands_tools

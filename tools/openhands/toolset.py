@@ -1,17 +1,64 @@
-"""OpenHands' tools. Their arguments are checked as in ``openhands/llm/fn_call_converter.py``."""
+"""OpenHands' tools and text format of calls: ``openhands/llm/fn_call_converter.py``, which also checks arguments."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sandbox import Sandbox, SessionResult, open_session
-from tools.errors import ToolError
 from tools.openhands.editor import EditorError, StrReplaceEditor
 from tools.runtime import ToolRuntime
 from tools.schema import ToolSpec, check_nesting, check_text, function_schemas, read_json
-from tools.text import Style
-from tools.types import ToolCall, ToolResult, ToolSet
+from tools.text import Style, elements, through_last
+from tools.types import ParseFailure, ToolCall, ToolError, ToolResult, ToolSet
+
+CONTINUE = (
+    "Please continue working on the task on whatever approach you think is suitable.\n"
+    "If you think you have solved the task, please first send your answer to user through message and then finish the "
+    "interaction.\n"
+    "IMPORTANT: YOU SHOULD NEVER ASK FOR HUMAN HELP.\n"
+)
+"""The observation after a turn without a call: ``codeact_user_response`` of ``evaluation/utils/shared.py``."""
+
+_NAME = re.compile(r"<function=([^>]+)>")
+_PARAMETER = re.compile(r"<parameter=([^>]+)>")
+
+
+class OpenHandsFormat:
+    """Implements :class:`tools.types.ToolCallFormat`. The closing tag may be missing at the end of a turn."""
+
+    name = "openhands"
+
+    def parse(self, text: str) -> ToolCall | ParseFailure:
+        text = through_last(_close_tag(text), ">")
+        name_tag = next((tag for tag in _NAME.finditer(text) if text.startswith("\n", tag.end())), None)
+        end = -1 if name_tag is None else text.find("</function>", name_tag.end() + 1)
+        if name_tag is None or end < 0:
+            return ParseFailure(CONTINUE)
+        parameters = elements(through_last(text[name_tag.end() + 1 : end], ">"), _PARAMETER, "</parameter>")
+        return ToolCall(name_tag[1], {key: value.strip() for key, value in parameters})
+
+    def render(self, call: ToolCall) -> str:
+        fields = "".join(
+            f"<parameter={key}>{_render_value(value)}</parameter>\n" for key, value in call.arguments.items()
+        )
+        return f"<function={call.name}>\n{fields}</function>"
+
+    def describe(self, schemas: Sequence[Mapping[str, Any]]) -> str:
+        """Empty: the scaffold's system prompt describes the tools."""
+        return ""
+
+
+def _close_tag(text: str) -> str:
+    if text.count("<function=") != 1:
+        return text
+    return f"{text.rstrip()}function>" if text.endswith("</") else f"{text}\n</function>"
+
+
+def _render_value(value: Any) -> str:
+    return f"\n{value}\n" if isinstance(value, str) and "\n" in value else str(value)
+
 
 _MAX_CHARS = 30_000
 _MAX_COMMAND_BYTES = 100_000  # below the kernel's 128 KiB for an argument, with space for the session's own script

@@ -4,7 +4,4 @@ Each module names the file that it reproduces. Observations are identical except
 docs/reference/tools.md. The tools need no script and no Python in the sandbox.
 """
 
-from tools.r2egym.format import R2EGymFormat
-from tools.r2egym.toolset import r2egym_tools
-
-__all__ = ["R2EGymFormat", "r2egym_tools"]
+from tools.r2egym.toolset import R2EGymFormat, r2egym_tools

@@ -1,19 +1,64 @@
-"""R2E-Gym's four tools: ``run_action`` and ``step`` in ``src/r2egym/agenthub/environment/env.py``."""
+"""R2E-Gym's four tools and its text format of calls.
+
+Tools: ``run_action`` and ``step`` in ``src/r2egym/agenthub/environment/env.py``. Format:
+``src/r2egym/agenthub/agent/agent.py`` (``parse_response``) and ``action/action.py``. The parser is lenient. It takes
+the text from the first ``<function=...>`` to the first ``</function>`` and ignores text between the parameters. An
+unclosed parameter extends to the next closing tag; without one it is ignored. The last of several parameters with one
+name counts. Values are stripped. ``<think>`` blocks are not skipped.
+"""
 
 from __future__ import annotations
 
 import posixpath
+import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from sandbox import ExecResult, Sandbox
-from tools.errors import ToolError
 from tools.r2egym.command import CommandStopped, Output, format_crash, parse_arguments
 from tools.r2egym.editor import FileEditor
 from tools.runtime import ToolRuntime
 from tools.schema import ToolSpec, check_nesting, check_text, function_schemas
-from tools.text import Style, split_lines
-from tools.types import ToolCall, ToolResult, ToolSet
+from tools.text import Style, elements, split_lines
+from tools.types import ParseFailure, ToolCall, ToolError, ToolResult, ToolSet
+
+CONTINUE = """
+You forgot to use a function call in your response. 
+YOU MUST USE A FUNCTION CALL IN EACH RESPONSE.
+
+IMPORTANT: YOU SHOULD NEVER ASK FOR HUMAN HELP.
+"""
+"""``CONTINUE_MSG`` of ``src/r2egym/agenthub/__init__.py``, unchanged."""
+
+_OPEN, _CLOSE = "<function=", "</function>"
+_NAME = re.compile(r"<function\s*=\s*([^>]+)>")
+_PARAMETER = re.compile(r"<parameter\s*=\s*([^>]+)>")
+
+
+class R2EGymFormat:
+    """Implements :class:`tools.types.ToolCallFormat`. Values are strings."""
+
+    name = "r2egym"
+
+    def parse(self, text: str) -> ToolCall | ParseFailure:
+        start = text.find(_OPEN)
+        end = text.find(_CLOSE, start)
+        block = text[start : end + len(_CLOSE)] if 0 <= start < end else ""
+        name_tag = _NAME.search(block)
+        if name_tag is None or not name_tag[1].strip():
+            return ParseFailure(CONTINUE)
+        parameters = elements(block, _PARAMETER, "</parameter>")
+        return ToolCall(name_tag[1].strip(), {key.strip(): value.strip() for key, value in parameters})
+
+    def render(self, call: ToolCall) -> str:
+        """The layout of past turns in R2E-Gym's training data."""
+        parameters = [f"  <parameter={key}>{value}</parameter>\n" for key, value in call.arguments.items()]
+        return f"<function={call.name}>\n{''.join(parameters)}</function>"
+
+    def describe(self, schemas: Sequence[Mapping[str, Any]]) -> str:
+        """Empty: the scaffold's system prompt describes the tools."""
+        return ""
+
 
 _MAX_ARGUMENTS = 64  # argparse takes quadratic time
 _BLOCKED = ("cd", "ipython", "jupyter", "pip", "nohup")

@@ -30,12 +30,12 @@ from agent_rl.rollout.group import (
     EpisodeRunner,
     GroupCollector,
     GroupSettings,
+    Limiter,
     OnEvent,
     Rescore,
     RolloutEvent,
     check_dropped,
 )
-from agent_rl.rollout.limiter import Limiter
 from agent_rl.rollout.turn_log import LoggedRunner
 from agent_rl.types import Group, StopReason, Trajectory
 from agent_rl.utils.concurrency import first_error

@@ -8,16 +8,27 @@
                          └─▶ left out ───┘
 
 Positions are admitted in order without gaps; they may be closed in another order.
+
+``ledger.jsonl`` of a run has one line per step with the outcome of every position that the step took. ``agent-rl
+ledger`` verifies it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from types import MappingProxyType
 
+import orjson
+
 from agent_rl.errors import AgentRlError
+from agent_rl.rollout.jsonl_zst import read_rows
+from agent_rl.rollout.records import rows_path, step_stem
+from agent_rl.rollout.step_index import columns, read_step_index
+from agent_rl.utils.run_files import write_atomic
 
 
 class Outcome(StrEnum):
@@ -105,3 +116,106 @@ class TaskLedger:
     def _pass_closed(self) -> None:
         while self._next in self._ahead:
             self._next += 1
+
+
+NAME = "ledger.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerRow:
+    """The outcomes of the positions in a step's batch, and the task of each group of trajectories."""
+
+    step: int
+    outcomes: Mapping[int, Outcome]
+    tasks: tuple[str, ...]
+
+
+class LedgerFile:
+    """The file while a run writes it. It is small, so it is rewritten at every step; a kill leaves the old or the
+    new version."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / NAME
+        self._rows = read_ledger(run_dir)
+
+    def forget_after(self, step: int) -> None:
+        """Remove the rows of steps after ``step``, which will be repeated."""
+        self._rows = [row for row in self._rows if row.step <= step]
+        self._write()
+
+    def append(self, row: LedgerRow) -> dict[str, float]:
+        """Write the row of a step; returns the counts."""
+        self._rows.append(row)
+        self._write()
+        return self.counts()
+
+    def counts(self) -> dict[str, float]:
+        """``ledger/*``: number of positions by outcome, over all steps so far."""
+        totals = Counter(outcome for each in self._rows for outcome in each.outcomes.values())
+        return {f"ledger/{name}": float(totals[outcome]) for outcome, name in NAMES.items()}
+
+    def _write(self) -> None:
+        write_atomic(self._path, b"".join(_line(row) for row in self._rows))
+
+
+NAMES = {
+    Outcome.KEPT: "trained",
+    Outcome.DISCARDED: "discarded",
+    Outcome.DROPPED: "dropped",
+    Outcome.LEFT_OUT: "left_out",
+}
+
+
+def _line(row: LedgerRow) -> bytes:
+    outcomes = {str(position): outcome.value for position, outcome in row.outcomes.items()}
+    return orjson.dumps({"step": row.step, "outcomes": outcomes, "tasks": row.tasks}) + b"\n"
+
+
+def read_ledger(run_dir: Path) -> list[LedgerRow]:
+    """The rows of a run's ``ledger.jsonl``; empty without the file. Raises AgentRlError for invalid content."""
+    path = run_dir / NAME
+    try:
+        rows = [orjson.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
+        return [
+            LedgerRow(
+                row["step"],
+                {int(position): Outcome(outcome) for position, outcome in row["outcomes"].items()},
+                tuple(row["tasks"]),
+            )
+            for row in rows
+        ]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise AgentRlError(f"{path}: invalid ledger: {error}") from None
+
+
+def faults(run_dir: Path, rows: Iterable[LedgerRow]) -> list[str]:
+    """Contradictions, one line each: a position that ended more than once, steps out of order, or trajectories on
+    disk that do not belong to a step's groups."""
+    rows, errors, seen = list(rows), list[str](), dict[int, int]()
+    if (steps := [row.step for row in rows]) != list(range(1, len(steps) + 1)):
+        errors.append(f"steps out of order: {steps}")
+    for row in rows:
+        for position in row.outcomes:
+            if position in seen:
+                errors.append(f"position {position} ended in step {seen[position]} and again in step {row.step}")
+            seen[position] = row.step
+        errors += _check_trajectories(run_dir, row)
+    return errors
+
+
+def gaps(rows: Iterable[LedgerRow]) -> list[int]:
+    """The positions before the last ended one that did not end: groups that were still open."""
+    ended = {position for row in rows for position in row.outcomes}
+    return sorted(set(range(max(ended, default=-1) + 1)) - ended)
+
+
+def _check_trajectories(run_dir: Path, row: LedgerRow) -> list[str]:
+    stem = step_stem(run_dir, row.step)
+    if not (path := rows_path(stem)).exists():
+        return [f"step {row.step} has no trajectories: {path} does not exist"]
+    index = read_step_index(stem)
+    table = columns(read_rows(path)) if index is None else index[0]
+    groups = dict(zip(table["group"], table["task"], strict=True))
+    if tuple(groups[number] for number in sorted(groups)) == row.tasks:
+        return []
+    return [f"step {row.step}: the trajectories in {path} belong to other tasks than its groups"]

@@ -9,6 +9,9 @@
 Plans are not sent. A plan belongs to a pass: passes before the update combine the ranks' micro-batches of the whole
 step, an update those of its mini step. Axes: M micro-batches of a pass, C MoE layers of this rank's pipeline stage
 (columns), E experts, R ranks of the expert group.
+
+The training step uses :class:`PassBalancer`: it says which routes its passes replay and asks for the plans of each
+pass. Without ``train.balance``, and before routes are known, a pass has no plans: every rank computes its own experts.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -32,10 +35,11 @@ from agent_rl.errors import TrainerError
 from agent_rl.train.batching.packing import MicroBatch
 from agent_rl.train.expert_balancing.exchange import communicator, leave
 from agent_rl.train.expert_balancing.report import BalancedPass, BalanceReport, PassBalance
+from agent_rl.train.megatron.packed_batch import PassPlans
 from r3.balance import ExpertLayout, LayerPlan, PlanArrays
 from r3.balance.cost import borrowed, busiest_link, imbalance, rank_load
 from r3.balance.plan import measured_placement
-from r3.balance.planners import PlannerOptions, plan_pass
+from r3.balance.transport import PlannerOptions, plan_pass
 from r3.shard import Packing, RouteShard, ShardSpec, router_places
 
 if TYPE_CHECKING:
@@ -398,3 +402,48 @@ def _pass_balance(kind: BalancedPass, plans: PlanArrays, layers: tuple[int, ...]
         link_after=busiest_link(plans),
         borrowed=borrowed(plans),
     )
+
+
+class PassBalancer:
+    """The expert balancing of one rank. ``balance`` None: balancing is off, and no pass has plans."""
+
+    def __init__(self, balance: RankBalancer | None = None) -> None:
+        self._balance = balance
+        self._foreseen: ForeseenLoads | None = None
+
+    def begin_step(self) -> None:
+        """Forget the routes of the step before."""
+        self._foreseen = None
+
+    def use_routes(self, batches: Sequence[MicroBatch], routes: Sequence[RouteShard] | None) -> None:
+        """Count the routes that the following passes over ``batches`` replay, one shard per micro-batch."""
+        if self._balance is not None:
+            self._foreseen = self._balance.count_foreseen(batches, routes or ())
+
+    def plans(self, kind: BalancedPass, micro_batches: slice = slice(None)) -> AbstractContextManager[PassPlans | None]:
+        """A context around one pass over ``micro_batches`` of the step, which gives its plans or None. Collective."""
+        if self._balance is None or self._foreseen is None:
+            return nullcontext()
+        return self._balance.planned(kind, self._foreseen.part(micro_batches))
+
+    def weights_changed(self) -> None:
+        """To be called after every optimizer update and every load of weights."""
+        if self._balance is not None:
+            self._balance.weights_changed()
+
+    def measure_placement(
+        self, batches: Sequence[MicroBatch], routes: Sequence[RouteShard], moe_layers: int, device: torch.device
+    ) -> NDArray[np.int32]:
+        """Choose where experts live from the loads of these routes over all ranks; ``[moe_layers, E]``, the same on
+        every rank. Plans follow this placement from now on. Collective."""
+        assert self._balance is not None, "train.balance is off"
+        return self._balance.measure_placement(self._balance.count_foreseen(batches, routes), moe_layers, device)
+
+    def report(self) -> BalanceReport | None:
+        """What balancing did since the last report; None where it is off."""
+        return None if self._balance is None else self._balance.report()
+
+    def close(self) -> None:
+        """Release communicators, threads and buffers. Idempotent."""
+        if self._balance is not None:
+            self._balance.close()

@@ -1,4 +1,4 @@
-"""An engine that returns scripted tokens: for tests, gold solutions and benchmarks of the loop around it."""
+"""An engine that returns scripted tokens: with routes, for tests and benchmarks of the loop around it."""
 
 from __future__ import annotations
 
