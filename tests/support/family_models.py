@@ -162,14 +162,16 @@ _WIDE = ("embed_tokens", "lm_head", "gate.weight")
 
 def write_model(directory: Path, kind: str, seed: int, **changes: Any) -> Path:
     """A checkpoint in ``directory`` of random weights, large enough that sampling and routing are not near-ties.
-    ``changes``: other values of its config. A value of None is left out."""
+    ``changes``: other values of its config. A value of None is left out, but for ``q_lora_rank``, which is required."""
     directory.mkdir(exist_ok=True)
     config = {"model_type": kind, **FAMILIES[kind]}
     if "text_config" in config:
         config["text_config"] = config["text_config"] | changes
     else:
         config = {**COMMON, **config, **changes}
-    (directory / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+    (directory / "config.json").write_text(
+        json.dumps({k: v for k, v in config.items() if v is not None or k == "q_lora_rank"})
+    )
     generator = np.random.default_rng(seed)
     spec, weights = read_model_spec(directory), {}
     for name, shape in expected_shapes(spec).items():
