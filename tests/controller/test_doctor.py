@@ -22,7 +22,7 @@ from envs import Finding
 from envs.mini.generator import generate, to_record
 from envs.new_project import write_template
 from envs.swe.diff.git_diff import diff_files
-from envs.swe.records import SweRecord, write_jsonl
+from envs.swe.records import write_jsonl
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -73,9 +73,10 @@ def test_no_task_is_quarantined_if_no_task_could_be_graded() -> None:
 def valid_and_invalid_tasks(directory: Path) -> Path:
     """Five tasks: a valid one, one whose gold patch fixes nothing, one that is fixed already, one whose tests print no
     summary, and one with an unreadable reference fix."""
-    healthy, other, solved, silent, torn = (to_record(task) for task in generate("heldout", 5, 0))
+    tasks = list(generate("heldout", 5, 0))
+    healthy, other, solved, silent, torn = map(to_record, tasks)
     wrong = other.model_copy(update={"gold_patch": commenting(other.files)})
-    fixed = fixed_files(solved)
+    fixed = dict(tasks[2].fixed)
     done = solved.model_copy(update={"files": fixed, "gold_patch": commenting(fixed), "verified": True})
     mute = silent.model_copy(update={"calls": {}, "test_command": "echo nothing"})
     unread = torn.model_copy(update={"parsed_commit_content": "{", "gold_patch": ""})
@@ -86,11 +87,6 @@ def valid_and_invalid_tasks(directory: Path) -> Path:
 def commenting(files: dict[str, str]) -> str:
     """A patch that adds a comment to every file."""
     return diff_files(files, {path: f"# a comment\n{text}" for path, text in files.items()})
-
-
-def fixed_files(record: SweRecord) -> dict[str, str]:
-    diffs = json.loads(record.parsed_commit_content)["file_diffs"]
-    return {**record.files, **{diff["header"]["file"]["path"]: diff["new_file_content"] for diff in diffs}}
 
 
 def test_markup_and_control_characters_in_findings_are_escaped() -> None:

@@ -79,11 +79,11 @@ class FileTrainer:
 
     async def publish(self, engine_urls: Sequence[str], weight_version: str) -> PublishReport:
         link = self._links.pop(0) if self._links else WeightPublisher
-        config, kv_heads = (
+        config, model_spec = (
             self._config.model_copy(update={"weight_bucket_mb": 0.3}),
-            read_model_spec(self.directory).kv_heads,
+            read_model_spec(self.directory),
         )
-        sender = link(engine_urls, torch.device("cpu"), kv_heads, config)
+        sender = link(engine_urls, torch.device("cpu"), model_spec, config)
         try:
             weights = exported(self.directory)
             return await asyncio.to_thread(sender.publish, weights, weight_version)

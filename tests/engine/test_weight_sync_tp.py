@@ -78,7 +78,7 @@ class TestTwoRanks:
         base, config = BaseWeights(model), engine_config.model_copy(update={"weight_bucket_mb": 0.3})
 
         def publish(link: type[WeightPublisher]) -> tuple[PublishReport, RankDigests]:
-            publisher = link([two_ranks], torch.device("cpu"), read_model_spec(model).kv_heads, config)
+            publisher = link([two_ranks], torch.device("cpu"), read_model_spec(model), config)
             try:
                 report = publisher.publish(changes.items(), "6", base)
             finally:

@@ -162,12 +162,12 @@ def test_same_tokens_as_transformers(tmp_path: Path) -> None:
         reference = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
         renderer = ChatRenderer(tmp_path)
         grown = renderer.initial_prompt(MESSAGES, TOOLS)
-        assert grown == reference.apply_chat_template(MESSAGES, TOOLS, add_generation_prompt=True)
+        assert grown == reference.apply_chat_template(MESSAGES, TOOLS, add_generation_prompt=True, return_dict=False)
         messages = [*MESSAGES, {"role": "assistant", "content": "<think>\nhm\n</think>\n\nact"}]
         messages.append({"role": "tool", "content": "def f(x):\n\n    return 'é'"})
         grown += ids(messages[-2]["content"])
         grown += renderer.observation(messages[-1]["content"], stop_included=False)
-        assert grown == reference.apply_chat_template(messages, TOOLS, add_generation_prompt=True)
+        assert grown == reference.apply_chat_template(messages, TOOLS, add_generation_prompt=True, return_dict=False)
 
 
 @pytest.mark.parametrize(
