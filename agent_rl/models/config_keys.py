@@ -73,6 +73,18 @@ class ConfigKeys:
             raise ConfigError(f"{self._path}: mlp_layer_types differs from first_k_dense_replace={first}")
         return first
 
+    def sigmoid_router(self) -> dict[str, Any]:
+        """The router and the shared experts of DeepSeek-V3 and GLM-4, by the names of
+        :func:`agent_rl.models.families.read_config`."""
+        shared = self.count("n_shared_experts", 0)
+        return {
+            "shared_expert_intermediate_size": shared * self.positive("moe_intermediate_size"),
+            "scoring": "sigmoid",
+            "routed_scaling_factor": float(self.get("routed_scaling_factor", 1.0)),
+            "expert_groups": self.count("n_group", 1),
+            "top_groups": self.count("topk_group", 1),
+        }
+
     def windows(self, layer_types: Sequence[str], window: int) -> tuple[int, ...]:
         """By layer the number of keys that a query sees, 0 for all, from ``layer_types``."""
         widths = {"full_attention": 0, "sliding_attention": window}

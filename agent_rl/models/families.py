@@ -33,7 +33,8 @@ class Family:
     ``use_sliding_window``. ``read``: reads the family's own keys; it returns values by the names of
     :func:`read_config`. ``unused``: keys of the family that do not change the logits; ``unused_rope``: such keys of
     ``rope_parameters``. ``outer``: the config of the text model is nested under ``text_config``, beside these keys.
-    ``yarn_keys``: keys of YaRN that engines read for the family only.
+    ``yarn_keys``: keys of YaRN that engines read for the family only. ``together``: endings of the names of a layer's
+    tensors that an engine must receive in one request of a weight update: its loader joins them.
 
     ``root``: the Hugging Face name of the module with the embedding, the layers and the last norm. ``router``,
     ``expert``, ``expert_parts`` (gate, up, down), ``shared`` (expert) and ``correction`` (bias that is added to the
@@ -90,11 +91,7 @@ def _glm4_moe(keys: ConfigKeys) -> dict[str, Any]:
         "qkv_bias": keys.get("attention_bias", False),
         "rotary_dim": keys.rotary_dim(),
         "mlp_only_layers": tuple(range(keys.count("first_k_dense_replace", 0))),
-        "shared_expert_intermediate_size": keys.count("n_shared_experts", 0) * keys.require("moe_intermediate_size"),
-        "scoring": "sigmoid",
-        "routed_scaling_factor": float(keys.get("routed_scaling_factor", 1.0)),
-        "expert_groups": keys.count("n_group", 1),
-        "top_groups": keys.count("topk_group", 1),
+        **keys.sigmoid_router(),
     }
 
 
@@ -115,25 +112,27 @@ def _minimax_m2(keys: ConfigKeys) -> dict[str, Any]:
     }
 
 
-_NEXT_LAYER = ("model.layers.{layers}.",)
-"""The layer after the last, which predicts a further token."""
+_SIGMOID_ROUTED: Mapping[str, Any] = {
+    "experts": True,
+    "keys": {"num_experts": "n_routed_experts"},
+    "fixed": {"decoder_sparse_step": 1, "mlp_only_layers": ()},
+    "untrained": ("model.layers.{layers}.",),  # the layer after the last, which predicts a further token
+    "correction": "mlp.gate.e_score_correction_bias",
+    "shared": "mlp.shared_experts",
+    "shared_gate": False,
+    "serves_dense_layers": True,
+}
+"""What DeepSeek-V3 and GLM-4 share."""
 
 
 def _latent(read: Callable[[ConfigKeys], Mapping[str, Any]]) -> Family:
     """A family like DeepSeek-V3; ``read`` reads its keys."""
     return Family(
-        experts=True,
+        **_SIGMOID_ROUTED,
         read=read,
-        keys={"num_experts": "n_routed_experts"},
-        fixed={"decoder_sparse_step": 1, "mlp_only_layers": ()},
         unused=latent.UNUSED,
         yarn_keys=latent.YARN_KEYS,
         together=(("self_attn.q_a_proj.weight", "self_attn.kv_a_proj_with_mqa.weight"),),
-        untrained=_NEXT_LAYER,
-        correction="mlp.gate.e_score_correction_bias",
-        shared="mlp.shared_experts",
-        shared_gate=False,
-        serves_dense_layers=True,
     )
 
 
@@ -262,18 +261,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 | {"vision_start_token_id"}
             ),
         ),
-        "glm4_moe": Family(
-            experts=True,
-            read=_glm4_moe,
-            keys={"num_experts": "n_routed_experts"},
-            fixed={"decoder_sparse_step": 1, "mlp_only_layers": ()},
-            unused=frozenset({"num_nextn_predict_layers"}),
-            untrained=_NEXT_LAYER,
-            correction="mlp.gate.e_score_correction_bias",
-            shared="mlp.shared_experts",
-            shared_gate=False,
-            serves_dense_layers=True,
-        ),
+        "glm4_moe": Family(**_SIGMOID_ROUTED, read=_glm4_moe, unused=frozenset({"num_nextn_predict_layers"})),
         "deepseek_v3": _latent(latent.read_latent),
         "kimi_k2": _latent(latent.read_latent),
         "deepseek_v32": _latent(latent.read_deepseek_v32),

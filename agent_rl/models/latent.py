@@ -39,11 +39,7 @@ def read_latent(keys: ConfigKeys) -> dict[str, Any]:
         "head_dim": latent.plain_dim + latent.rotary_dim,
         "rotary_dim": latent.rotary_dim,
         "mlp_only_layers": tuple(range(keys.dense_layers(layers))),
-        "shared_expert_intermediate_size": keys.count("n_shared_experts", 0) * keys.positive("moe_intermediate_size"),
-        "scoring": "sigmoid",
-        "routed_scaling_factor": float(keys.get("routed_scaling_factor", 1.0)),
-        "expert_groups": keys.count("n_group", 1),
-        "top_groups": keys.count("topk_group", 1),
+        **keys.sigmoid_router(),
     }
 
 

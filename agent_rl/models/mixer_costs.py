@@ -27,7 +27,7 @@ from agent_rl.models.parts import Delta, Latent
 from agent_rl.models.spec import ModelSpec
 
 CHUNK = 64
-"""Tokens of a chunk of the delta rule (agent_rl/train/megatron/delta_rule.py)."""
+"""Tokens of a chunk of the delta rule in the trainer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +67,6 @@ def mixer_cost(model: ModelSpec, layer: int) -> MixerCost:
             return _latent(model, model.latent)
         case "delta" if model.delta is not None:
             return _delta(model.hidden, model.delta)
-        case "none":
-            return MixerCost()
         case other:
             raise ValueError(f"{model.kind}: no cost of the mixer {other} is known")
 
@@ -76,7 +74,7 @@ def mixer_cost(model: ModelSpec, layer: int) -> MixerCost:
 def shares_prompts_late(model: ModelSpec) -> bool:
     """Whether engines share a prompt only after a request with it has ended: they keep a state, or a window's keys, at
     the end of a request and not at each of its tokens."""
-    return any(model.windows) or bool({"delta", "mamba"}.intersection(model.mixers))
+    return any(model.windows) or "delta" in model.mixers
 
 
 def _grouped(model: ModelSpec, window: int) -> MixerCost:

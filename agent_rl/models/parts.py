@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Mixer = Literal["grouped", "latent", "delta", "mamba", "none"]
-"""What mixes the tokens of a layer: grouped-query attention, multi-head latent attention, the gated delta rule,
-Mamba-2, or nothing (a layer that only has an MLP or experts)."""
+Mixer = Literal["grouped", "latent", "delta"]
+"""What mixes the tokens of a layer: grouped-query attention, multi-head latent attention, or the gated
+delta rule."""
 
 ExpertForm = Literal["gated", "clamped"]
 """An expert's inner layer from gate g and up u. ``gated``: silu(g) u. ``clamped``, with biases on both projections:

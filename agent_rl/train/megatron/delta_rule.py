@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK = 64
+from agent_rl.models.mixer_costs import CHUNK
 
 
 def causal_convolution(x: Tensor, weight: Tensor, lengths: Sequence[int]) -> Tensor:

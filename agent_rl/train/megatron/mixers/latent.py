@@ -82,6 +82,9 @@ class LatentAttention(torch.nn.Module):
         """``[T, 1, H * width]`` as ``[T, H, width]``."""
         return projected[:, 0].unflatten(-1, (-1, width))
 
+    def _rotate(self, packed: PackedAttention, x: Tensor) -> Tensor:
+        return rotate_part(x, packed.cos, packed.sin, interleaved=self.latent.interleaved)
+
     def _core(
         self,
         packed: PackedAttention,
@@ -94,8 +97,8 @@ class LatentAttention(torch.nn.Module):
         latent = self.latent
         key, value = key_value.split((latent.plain_dim, latent.value_dim), dim=-1)
         plain, rotary = query.split((latent.plain_dim, latent.rotary_dim), dim=-1)
-        query = torch.cat((plain, rotate_pairs(rotary, packed, latent.interleaved)), dim=-1)
-        shared = rotate_pairs(shared_key, packed, latent.interleaved).expand(-1, key.shape[1], -1)
+        query = torch.cat((plain, self._rotate(packed, rotary)), dim=-1)
+        shared = self._rotate(packed, shared_key).expand(-1, key.shape[1], -1)
         key, value = packed.gather(torch.cat((key, shared), dim=-1)), packed.gather(value)
         if visible is None:
             return self._attend(query, key, value, packed.segments, self.scale)
@@ -141,7 +144,8 @@ class LightningIndexer(torch.nn.Module):
             hidden, q_latent = (gather_from_sequence_parallel_region(part) for part in (hidden, q_latent))
         query = F.linear(q_latent, self.query)[:, 0].unflatten(-1, (self.indexer.heads, -1))
         key = self._normed(F.linear(hidden, self.key))
-        query, key = (rotate_pairs(part, packed, self.indexer.interleaved) for part in (query, key))
+        interleaved = self.indexer.interleaved
+        query, key = (rotate_part(part, packed.cos, packed.sin, interleaved=interleaved) for part in (query, key))
         weight = F.linear(hidden[:, 0].float(), self.head_weight.float())
         weight = weight * (self.indexer.heads * self.indexer.head_dim) ** -0.5
         segments = packed.segments
@@ -164,16 +168,6 @@ def softmax_factor(spec: ModelSpec) -> float:
     """DeepSeek-V3's change of the softmax scale under YaRN: the square of its factor with ``mscale_all_dim``."""
     yarn = spec.rope_scaling or {}
     return yarn_scale(yarn.get("factor", 1.0), yarn.get("mscale_all_dim", 0.0)) ** 2
-
-
-def rotate_pairs(x: Tensor, packed: PackedAttention, interleaved: bool) -> Tensor:
-    """Rotary position embedding of the first dimensions of ``x [T, heads, D]``. Pairs of ``interleaved`` neighbors are
-    moved to halves; queries and keys alike, so that their products stay."""
-    width = packed.cos.shape[-1]
-    if interleaved:
-        halves = x[..., :width].unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-        x = torch.cat((halves, x[..., width:]), dim=-1)
-    return rotate_part(x, packed.cos, packed.sin)
 
 
 def causal(query: Tensor, key: Tensor) -> Tensor:
