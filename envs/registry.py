@@ -10,7 +10,7 @@ from typing import Any, get_args, get_type_hints
 
 from envs.context import EnvContext
 from envs.scaffold import DEFAULT_SCAFFOLD, HasScaffold, ScaffoldError
-from envs.tool_environment import ToolClassEnvironment, is_tool_class, takes_sandbox
+from envs.tool_environment import ToolClassEnvironment, is_tool_class, takes_sandbox, validate_options
 from envs.types import Environment, EnvsError
 from sandbox.registry import Registry
 
@@ -57,6 +57,16 @@ def _create(name: str, context: EnvContext, options: Mapping[str, Any] | None) -
     if missing:
         raise EnvironmentLoadError(f"environment {name!r} is not an environment, it lacks {', '.join(missing)}")
     return environment
+
+
+def check_environment(name: str, options: Mapping[str, Any]) -> None:
+    """Check the name and the options without creating anything. Raises as :func:`load_environment` for an unknown name
+    or option, and ToolClassError for the wrong options of a tool class."""
+    cls = ENVIRONMENTS.load(name)
+    if _uses_tool_class(cls):
+        validate_options(cls, name, options)
+    elif callable(cls):
+        _check_options(name, cls, options)
 
 
 def needs_sandbox(name: str) -> bool:

@@ -97,7 +97,7 @@ class ToolClassEnvironment:
 
     def __init__(self, context: EnvContext, cls: type[Any], name: str, options: Mapping[str, Any]) -> None:
         self._context, self._class, self._name = context, cls, name
-        self._options = _validate_options(cls, name, options)
+        self._options = validate_options(cls, name, options)
         self._parameters = _check_constructor(cls, name)
         _check_tools(cls, name)
 
@@ -175,7 +175,7 @@ def _check_tools(cls: type[Any], name: str) -> None:
         raise ToolClassError(f"environment {name!r}: {cls.__name__}: {error}") from None
 
 
-def _validate_options(cls: type[Any], name: str, options: Mapping[str, Any]) -> BaseModel:
+def validate_options(cls: type[Any], name: str, options: Mapping[str, Any]) -> BaseModel:
     schema: type[BaseModel] = getattr(cls, "Options", NoOptions)
     known = list(schema.model_fields)
     if unknown := [key for key in options if key not in known]:

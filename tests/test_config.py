@@ -220,3 +220,11 @@ def test_async_training_accepts_rollout_log_probs_or_a_correction() -> None:
     for train in ({"old_logprob": {"source": "rollout"}}, {"correction": {"weight": "token"}}):
         config = RunConfig.model_validate({"name": "n", "model": "m", "async_rollout": {"depth": 2}, "train": train})
         assert config.async_rollout.staleness == 2
+
+
+@pytest.mark.parametrize("section", ["name: a\nname: b\n", "name: a\nmodel: m\ntrain:\n  lr: 1.0e-4\n  lr: 1.0e-5\n"])
+def test_a_key_that_occurs_twice_is_refused_with_its_line(tmp_path: Path, section: str) -> None:
+    path = tmp_path / "twice.yaml"
+    path.write_text(section)
+    with pytest.raises(ConfigError, match=rf"yaml:{section.count(chr(10))}: not valid YAML: key '\w+' occurs twice"):
+        load_config(path)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from agent_rl.cli.common import Overrides
+
 app = typer.Typer()
+
+RunAtStep = Annotated[
+    str, typer.Argument(metavar="RUN[@STEP]", help="Directory of a run, and the step of a checkpoint. Default: newest.")
+]
 
 
 @app.command("runs")
@@ -74,3 +81,36 @@ def ledger(run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of
     from agent_rl.commands.runs import check_ledger
 
     check_ledger(run, Console(highlight=False))
+
+
+@app.command()
+def fork(
+    run: RunAtStep,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the new run, in the same directory.")],
+    overrides: Overrides = None,
+) -> None:
+    """Start a new run from a checkpoint of another, with config overrides. Training continues with the next step."""
+    from agent_rl.controller.fork import fork as fork_run
+
+    directory, _, step = run.partition("@")
+    target = fork_run(Path(directory), step, name, overrides or ())
+    typer.echo(f"{target}: created from {run}\nnext: agent-rl train {shlex.quote(str(target / 'config.yaml'))}")
+
+
+@app.command("export")
+def export_run(
+    run: RunAtStep,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="New directory of the Hugging Face checkpoint.")],
+) -> None:
+    """Export a checkpoint of a run as a Hugging Face checkpoint, with adapters merged. Needs no GPU.
+
+    A config accepts RUN[@STEP] too: model=runs/NAME@STEP.
+    """
+    from agent_rl.controller.run_models import export, find_checkpoint
+    from agent_rl.errors import UserError
+
+    directory, _, step = run.partition("@")
+    if out.exists():
+        raise UserError(f"{out}: exists; name a new directory")
+    export(find_checkpoint(Path(directory), step, "export"), Path(directory), out)
+    typer.echo(f"{out}: written")

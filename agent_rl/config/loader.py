@@ -132,9 +132,22 @@ def _read_layers(path: Path, derived: tuple[Path, ...]) -> list[tuple[Path, dict
     return [*_read_layers(below, (*derived, path)), (path.parent, data)]
 
 
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """Refuses a mapping with a key twice, where YAML's own loader takes the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        for key in keys:
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key.value!r} occurs twice", key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        data = yaml.safe_load(path.read_text()) or {}
+        data = yaml.load(path.read_text(), _UniqueKeyLoader) or {}
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         raise ConfigError(

@@ -12,9 +12,9 @@ from typing import Literal
 from agent_rl.config import EngineConfig, RolloutConfig, RunConfig, TrainConfig
 from agent_rl.config.loader import MODELS
 from agent_rl.controller.cluster_resources import ClusterRequest
+from agent_rl.controller.run_models import resolve_models
 from agent_rl.engine.factory import check_engines
 from agent_rl.errors import UserError
-from agent_rl.models.hub import fetch_models
 from agent_rl.models.spec import ModelSpec, check_same_architecture, read_model_spec
 from agent_rl.monitoring.sinks import check_sinks
 from agent_rl.train.batching.partition import over_budget
@@ -23,6 +23,7 @@ from agent_rl.train.parallel_checks import check_layout
 from agent_rl.train.ray_session import check_ray
 from agent_rl.train.route_trace import check_trace
 from agent_rl.utils.concurrency import first_error
+from envs.registry import check_environment
 
 MIN_FREE_BYTES = 1 << 30
 TRAINER_PACKAGES = ("torch", "megatron-core", "ray")
@@ -52,11 +53,12 @@ def run(config: RunConfig, purpose: Purpose = "serve") -> Checked:
     """
     if purpose == "train":
         check_trainer()
-    config = fetch_models(config)
+    config = resolve_models(config)
     reference = config.train.kl.reference
     model_spec = _check_models(config.model, reference)
     if purpose != "model":
         _check_programs(config.engine, config.rollout)
+        check_environment(config.env.name, config.env.options)
         check_disk_space(config.runs_dir)
     if purpose in ("rollout", "train"):
         check_replay(config.train, config.model, model_spec)

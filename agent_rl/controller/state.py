@@ -4,7 +4,8 @@
 
     runs/<name>/
       config.yaml                      the resolved config
-      state.json                       the run's id, the steps after which it was resumed, evaluations by step
+      config_history.jsonl             accepted changes of the config
+      state.json                       the run's id, origin, steps after which it was resumed, evaluations
       metrics.jsonl  tensorboard/      one object per step
       balance.jsonl                    expert loads before and after balancing, if experts are borrowed
       quarantine.json                  undecidable tasks, which are drawn no more
@@ -30,32 +31,13 @@ from typing import Any
 import yaml
 
 from agent_rl.config import RunConfig
-from agent_rl.errors import ConfigError
+from agent_rl.controller.config_changes import ConfigChange, accept, append_change, differences
 from agent_rl.evaluation.report import EvalReport
 from agent_rl.evaluation.saved import report_path
 from agent_rl.rollout.records import DIRECTORY, EVALUATIONS
+from agent_rl.train.checkpoint.directory import checkpoint_step, latest_checkpoint
 from agent_rl.train.expert_balancing.report import forget_balance
 from agent_rl.utils.run_files import read_json, write_atomic, write_json
-
-# Keys that may differ between a run and its resumption: duration, monitoring, and placement of the parts.
-MAY_CHANGE = (
-    {"engine"},
-    {"sandbox"},
-    {"runs_dir"},
-    {"guard"},
-    {"hardware"},
-    {"monitoring"},
-    {"r3", "trace"},
-    {"rollout", "recover"},
-    {"train", "steps"},
-    {"train", "checkpoint_every"},
-    {"train", "keep_checkpoints"},
-    {"train", "keep_every"},
-    {"train", "parallel"},
-    {"train", "balance"},
-    {"train", "ray_address"},
-    {"train", "restarts"},
-)
 
 
 class RunState:
@@ -66,17 +48,35 @@ class RunState:
         self.checkpoints = self.dir / "checkpoints"
         self._evaluations: dict[str, dict[str, Any]] = {}
         self.dir.mkdir(parents=True, exist_ok=True)
-        path, resolved = self.dir / "config.yaml", config.model_dump(mode="json")
-        if path.exists():
-            _check_same(yaml.safe_load(path.read_text()), resolved, self.dir)
-        write_atomic(path, yaml.safe_dump(resolved, sort_keys=False).encode())
+        self.change = self._bind(config.model_dump(mode="json"))
         self._path = self.dir / "state.json"
         saved = read_json(self._path) if self._path.exists() else {}
         self._evaluations.update(saved.get("evaluations", {}))
         self.run_id: str = saved.get("run_id") or uuid.uuid4().hex[:12]
         self._resumes: list[int] = saved.get("resumes", [])
+        self._forked_from: str | None = saved.get("forked_from")
         self._started_before = bool(saved)
         self._write()
+
+    def _bind(self, resolved: dict[str, Any]) -> ConfigChange | None:
+        """Record the resolved config, and how it differs from that of an earlier start. A run that has produced nothing
+        yet takes any config. Raises ConfigError for a change that is not accepted."""
+        path, change = self.dir / "config.yaml", None
+        if path.exists() and self._has_results():
+            values = differences(yaml.safe_load(path.read_text()), resolved)
+            if values:
+                latest = latest_checkpoint(self.checkpoints)
+                change = accept(values, self.dir, 0 if latest is None else checkpoint_step(latest))
+                if change.changes_episodes:
+                    shutil.rmtree(self.dir / "journal", ignore_errors=True)
+                append_change(self.dir, change)
+        write_atomic(path, yaml.safe_dump(resolved, sort_keys=False).encode())
+        return change
+
+    def _has_results(self) -> bool:
+        """Whether an episode, a step or an evaluation has ended."""
+        kept = ("journal", "checkpoints", DIRECTORY, EVALUATIONS)
+        return any(any((self.dir / name).glob("step-*")) for name in kept)
 
     @property
     def evaluations(self) -> Mapping[str, Mapping[str, Any]]:
@@ -100,7 +100,7 @@ class RunState:
         self._started_before = True
         self._evaluations = {key: value for key, value in self._evaluations.items() if evaluation_step(key) <= step}
         for path in (*(self.dir / DIRECTORY).glob("step-*"), *(self.dir / EVALUATIONS).glob("step-*")):
-            if int(path.name.split("-")[1].split(".")[0]) > step:
+            if file_step(path) > step:
                 path.unlink() if path.is_file() else shutil.rmtree(path)
         self._write()
 
@@ -109,6 +109,8 @@ class RunState:
 
     def _write(self) -> None:
         saved = {"run_id": self.run_id, "resumes": self._resumes, "evaluations": self._evaluations}
+        if self._forked_from is not None:
+            saved["forked_from"] = self._forked_from
         write_json(self._path, saved)
 
 
@@ -119,26 +121,10 @@ def keep_tokenizer(model: Path, directory: Path) -> None:
         write_atomic(directory / "tokenizer.json", source.read_bytes())
 
 
+def file_step(path: Path) -> int:
+    """N of a file or directory of a step, named ``step-N`` with any ending."""
+    return int(path.name.split("-")[1].split(".")[0])
+
+
 def evaluation_step(key: str) -> int:
     return int(key.split("/")[0].removeprefix("step-"))
-
-
-def _check_same(old: Mapping[str, Any], new: Mapping[str, Any], directory: Path) -> None:
-    """Raises ConfigError that names the first key that differs and must not."""
-    for key in sorted(_flatten(old).keys() | _flatten(new).keys()):
-        parts = set(key.split("."))
-        if any(changeable <= parts for changeable in MAY_CHANGE):
-            continue
-        before, after = _flatten(old).get(key), _flatten(new).get(key)
-        if before != after:
-            raise ConfigError(
-                f"{key}: {directory} was started with {before!r}, the config now has {after!r}; "
-                "choose another name, or remove the directory to start over"
-            )
-
-
-def _flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, item in value.items():
-        flat.update(_flatten(item, f"{prefix}{key}.") if isinstance(item, Mapping) else {f"{prefix}{key}": item})
-    return flat

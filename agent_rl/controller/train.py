@@ -85,6 +85,8 @@ async def train(checked: Checked) -> None:
             if reservations.note is not None:
                 display.note(reservations.note)
             state = RunState(config)
+            if state.change is not None:
+                display.note(f"config changed {state.change.text}")
             if config.r3.ablation != "none":
                 display.fact("experiment", f"r3.ablation {config.r3.ablation}: routes are kept from the trainer")
             keep_tokenizer(config.model, state.dir)

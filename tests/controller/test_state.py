@@ -4,9 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 from support.evaluations import eval_report
 
 from agent_rl.config import RunConfig, TrainConfig
+from agent_rl.controller.config_changes import read_changes
 from agent_rl.controller.state import RunState
 from agent_rl.errors import ConfigError
 from agent_rl.evaluation.paired import Score
@@ -46,9 +48,22 @@ def test_a_run_keeps_its_id(tmp_path: Path) -> None:
     assert list(adopted.evaluations) == ["step-0/sampled"]
 
 
-def test_a_resumed_run_must_be_the_same_run(tmp_path: Path) -> None:
-    RunState(config(tmp_path, lr=1e-3))
-    RunState(config(tmp_path, lr=1e-3, steps=99, checkpoint_every=2, keep_every=10, parallel={"world_size": 2}))
-    RunState(config(tmp_path, lr=1e-3, parallel={"world_size": 2, "expert": 2}, balance={"enabled": True}))
-    with pytest.raises(ConfigError, match=r"train\.lr: .* was started with 0.001, the config now has 0.002"):
-        RunState(config(tmp_path, lr=2e-3))
+def test_a_run_with_results_accepts_changes_and_records_them(tmp_path: Path) -> None:
+    first = RunState(config(tmp_path, lr=1e-3))
+    (first.dir / "journal").mkdir()
+    (first.dir / "journal/step-000001.journal").touch()
+    assert RunState(config(tmp_path, lr=1e-3)).change is None
+    changed = RunState(config(tmp_path, lr=2e-3, parallel={"world_size": 2})).change
+    assert changed is not None
+    assert changed.text == "after step 0: train.lr 0.001 -> 0.002, train.parallel.world_size 1 -> 2"
+    assert (first.dir / "journal/step-000001.journal").exists(), "episodes do not depend on the learning rate"
+    assert read_changes(first.dir) == [changed]
+    with pytest.raises(ConfigError, match=r"train\.lora\.\w+: .* started with None, .* state depends on it"):
+        RunState(config(tmp_path, lr=2e-3, lora={"rank": 8}))
+
+
+def test_a_run_without_results_takes_any_config(tmp_path: Path) -> None:
+    RunState(config(tmp_path))
+    other = RunConfig(name="demo", runs_dir=tmp_path, model=Path("other"), seed=7)
+    assert RunState(other).change is None
+    assert yaml.safe_load((tmp_path / "demo/config.yaml").read_text())["seed"] == 7

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.checkpoint_files import assert_same_tensors
 from support.family_models import FAMILIES, write_model
 
 from agent_rl.config import EngineConfig, RunConfig
@@ -18,6 +19,7 @@ from agent_rl.types import Sample, SamplingParams
 from r3.stitch import RouteStitcher
 
 torch = pytest.importorskip("torch", reason="needs the trainer environment")
+from agent_rl.train.checkpoint.export import export_checkpoint  # noqa: E402
 from agent_rl.train.ray_trainer import RayTrainer  # noqa: E402
 from agent_rl.weight_sync.receivers import WeightReceivers  # noqa: E402
 from agent_rl.weight_sync.served import check_served_weights  # noqa: E402
@@ -75,6 +77,7 @@ async def test_engine_and_trainer_agree_before_and_after_an_update(
                 assert metrics["mismatch/logprob_abs_diff"] < LIMITS.get(kind, 2e-5)
                 assert (await sync.publish(version))["weight_sync/verified"] == 1
             await trainer.export(tmp_path / "export")
+            await trainer.save(tmp_path / "step-000002")
             with WeightReceivers([server.url]) as receiver:
                 sent = receiver.checksums()[0]
                 receiver.load_from_disk(tmp_path / "export", "loaded")
@@ -82,3 +85,5 @@ async def test_engine_and_trainer_agree_before_and_after_an_update(
     finally:
         await server.stop()
     assert json.loads((tmp_path / "export/config.json").read_text()) == json.loads((model / "config.json").read_text())
+    export_checkpoint(tmp_path / "step-000002", config, tmp_path / "offline")
+    assert_same_tensors(tmp_path / "offline/model.safetensors", tmp_path / "export/model.safetensors")

@@ -117,11 +117,11 @@ def in_shards(export: Path, directory: Path) -> Path:
     """The same checkpoint in several files with an index, as a large model's is written."""
     from safetensors.torch import load_file
 
-    from agent_rl.train.megatron import hf_weights as hf
+    from agent_rl.train import hf_writer
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hf, "_SHARD_BYTES", 300_000)
-        hf.write_checkpoint(load_file(export / "model.safetensors").items(), export, directory, torch.float32)
+        patch.setattr(hf_writer, "_SHARD_BYTES", 300_000)
+        hf_writer.write_checkpoint(load_file(export / "model.safetensors").items(), export, directory, torch.float32)
     assert len(list(directory.glob("*.safetensors"))) > 1
     assert (directory / "model.safetensors.index.json").exists()
     return directory

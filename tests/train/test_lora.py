@@ -8,9 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from support.checkpoint_files import assert_same_tensors
 
 from agent_rl.config import RunConfig
 from agent_rl.errors import TrainerError
+from agent_rl.train.checkpoint.export import export_checkpoint
 from agent_rl.train.ray_trainer import RayTrainer
 from agent_rl.types import Sample
 
@@ -47,6 +49,7 @@ async def test_several_ranks_learn_what_one_rank_learns(
                 await trainer.load(saved)
             rows[name].append(await trainer.step(data, measure_without_replay=True))
             await trainer.export(tmp_path / name)
+            await trainer.save(tmp_path / f"{name}-2/step-000002")
         exports[name] = load_file(tmp_path / name / "model.safetensors")
     base = load_file(tiny_moe / "model.safetensors")
     for one, other in zip(rows["one"], rows[kind], strict=True):
@@ -58,6 +61,10 @@ async def test_several_ranks_learn_what_one_rank_learns(
         assert np.array_equal(exports[kind][key], before) == ("_proj." not in key), key
     adapters = [load_file(tmp_path / name / "adapter/adapter_model.safetensors") for name in layouts]
     assert adapters[0].keys() == adapters[1].keys()
+    for name in layouts:
+        export_checkpoint(tmp_path / f"{name}-2/step-000002", run_config(lora=LORA), tmp_path / f"{name}-offline")
+        for file in ("model.safetensors", "adapter/adapter_model.safetensors"):
+            assert_same_tensors(tmp_path / f"{name}-offline" / file, tmp_path / name / file)
 
 
 async def test_adapters_from_a_checkpoint_go_on_bit_for_bit(

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints: map parameters to tensors, read, export and write them.
+"""Hugging Face checkpoints: map parameters to tensors, read and export them.
 
 Every parameter of this rank has a :class:`ParamMapping` with its description (:mod:`agent_rl.models.tensors`): the
 Hugging Face tensors that it is made of, and its cut. Reading copies slices of the tensors into the parameter. Exporting
@@ -8,10 +8,7 @@ of every pipeline stage.
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,14 +16,11 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from agent_rl.config import LoraConfig
 from agent_rl.errors import ConfigError
 from agent_rl.models.cuts import Experts, Place
-from agent_rl.models.families import keeps_float32
 from agent_rl.models.spec import ModelSpec
 from agent_rl.models.tensors import (
     OUTPUT,
@@ -37,11 +31,9 @@ from agent_rl.models.tensors import (
     is_adapter,
     model_parameters,
 )
-from agent_rl.train.hf_index import LoadProgress, read_headers
+from agent_rl.train.hf_index import LoadProgress
 from agent_rl.train.megatron.parallel import ParallelState
-from agent_rl.train.megatron.safetensors_slices import SliceReader, TensorSlice
-
-_SHARD_BYTES = 4 << 30
+from agent_rl.train.megatron.safetensors_slices import SliceReader, TensorSlice, fill_tensors
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -197,13 +189,7 @@ def _assemble(mapping: ParamMapping, ranks: ParallelState, full: dict[str, Tenso
         parts = _gather(parts[0], parallel_state.get_expert_model_parallel_group())
     for rank, part in enumerate(parts):
         owner = replace(ranks, **{f"{kind}_rank": rank}) if kind else ranks
-        for each in replace(mapping, parameter=part).slices(owner):
-            if each.name not in full:
-                if each.target.shape == each.full_shape:
-                    full[each.name] = each.target
-                    continue
-                full[each.name] = part.new_empty(each.full_shape)
-            each.region(full[each.name]).copy_(each.target)
+        fill_tensors(full, replace(mapping, parameter=part).slices(owner))
 
 
 def _gather(local: Tensor, group: Any) -> list[Tensor]:
@@ -212,97 +198,3 @@ def _gather(local: Tensor, group: Any) -> list[Tensor]:
     parts = [torch.empty_like(local) for _ in range(group.size())]
     torch.distributed.all_gather(parts, local, group=group)
     return parts
-
-
-def write_checkpoint(weights: Iterable[tuple[str, Tensor]], source: Path, directory: Path, dtype: torch.dtype) -> None:
-    """Write ``weights`` as safetensors, with copies of the other files and of the other tensors of ``source`` (a vision
-    tower, layers that predict further tokens). The directory appears atomically."""
-    partial = directory.with_name(f".{directory.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    for file in source.iterdir():
-        if file.is_file() and ".safetensors" not in file.name and file.suffix not in (".bin", ".pt"):
-            shutil.copy2(file, partial / file.name)
-    _write_shards(_completed(weights, source, dtype), partial)
-    if directory.exists():
-        old = directory.with_name(f".{directory.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
-        os.rename(directory, old)
-        os.rename(partial, directory)
-        shutil.rmtree(old)
-    else:
-        os.rename(partial, directory)
-
-
-def write_adapter(deltas: Sequence[tuple[str, Tensor, Tensor]], base: Path, directory: Path, lora: LoraConfig) -> None:
-    """Write the result of :func:`export_adapters` in PEFT's format, with ``base`` as the base model."""
-    tensors: dict[str, Tensor] = {}
-    for name, a, b in deltas:
-        module = f"base_model.model.{name.removesuffix('.weight')}"
-        tensors |= {f"{module}.lora_A.weight": _stored(a), f"{module}.lora_B.weight": _stored(b)}
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(base),
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
-        "target_modules": sorted({name.rsplit(".", 2)[1] for name, _, _ in deltas}),
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "inference_mode": True,
-    }
-    directory.mkdir(parents=True)
-    save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
-    (directory / "adapter_config.json").write_text(json.dumps(config, indent=2))
-
-
-def _stored(tensor: Tensor) -> Tensor:
-    return tensor.detach().to(device="cpu", copy=True).contiguous()
-
-
-def _completed(weights: Iterable[tuple[str, Tensor]], source: Path, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """``weights`` on the CPU in the dtype of the checkpoint, then the other tensors of ``source`` as they are."""
-    names = set()
-    for name, tensor in weights:
-        names.add(name)
-        kept = torch.float32 if keeps_float32(name) else dtype
-        yield name, tensor.to(device="cpu", dtype=kept, copy=True).contiguous()
-    for name, entry in read_headers(source).items():
-        if name not in names:
-            with safe_open(entry.file, "pt") as file:
-                yield name, file.get_tensor(name)
-
-
-def _write_shards(tensors: Iterable[tuple[str, Tensor]], directory: Path) -> None:
-    shards: list[list[str]] = []
-    pending: dict[str, Tensor] = {}
-    total = size = 0
-
-    def flush() -> None:
-        save_file(pending, directory / f"part-{len(shards)}.safetensors", metadata={"format": "pt"})
-        shards.append(list(pending))
-        pending.clear()
-
-    for name, tensor in tensors:
-        pending[name] = tensor
-        size += tensor.nbytes
-        total += tensor.nbytes
-        if size >= _SHARD_BYTES:
-            flush()
-            size = 0
-    if pending:
-        flush()
-    _name_shards(directory, shards, total)
-
-
-def _name_shards(directory: Path, shards: list[list[str]], total: int) -> None:
-    if len(shards) == 1:
-        os.rename(directory / "part-0.safetensors", directory / "model.safetensors")
-        return
-    index: dict[str, str] = {}
-    for number, names in enumerate(shards):
-        file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
-        os.rename(directory / f"part-{number}.safetensors", directory / file)
-        index |= dict.fromkeys(names, file)
-    text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2)
-    (directory / "model.safetensors.index.json").write_text(text)

@@ -19,6 +19,7 @@ from agent_rl.config import LoraConfig, ParallelConfig, Recompute
 from agent_rl.models.spec import ModelSpec, read_model_spec
 from agent_rl.train.expert_balancing.plan_feed import BalancingSpec, ExpertBalancer
 from agent_rl.train.hf_index import LoadProgress
+from agent_rl.train.hf_writer import write_adapter, write_checkpoint
 from agent_rl.train.megatron import hf_weights as hf
 from agent_rl.train.megatron.forward_backward import ForwardBackward
 from agent_rl.train.megatron.kernel_choice import choose_kernels
@@ -211,7 +212,7 @@ class PolicyModel(ForwardBackward):
         """
         weights = self.export_weights()
         if self.ranks.rank == 0:
-            hf.write_checkpoint(weights, self.directory, directory, dtype or self.config.params_dtype)
+            write_checkpoint(weights, self.directory, directory, dtype or self.config.params_dtype)
         else:
             for _ in weights:
                 pass
@@ -222,7 +223,7 @@ class PolicyModel(ForwardBackward):
         assert self.lora is not None
         adapters = list(hf.export_adapters(self.param_mappings(), self.ranks))
         if self.ranks.rank == 0:
-            hf.write_adapter(adapters, self.directory, directory, self.lora)
+            write_adapter(adapters, self.directory, directory, self.lora)
         torch.distributed.barrier()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +53,18 @@ class TensorSlice:
     def region(self, full: Tensor) -> Tensor:
         """The slice of ``full``, the checkpoint's tensor, in the shape of the target."""
         return full.narrow(self.axis, self.start, self.length).view(self.target.shape)
+
+
+def fill_tensors(full: dict[str, Tensor], slices: Iterable[TensorSlice]) -> None:
+    """Copy the targets of ``slices`` into the tensors ``full``; make those that ``full`` lacks, without a copy where a
+    slice is a full tensor."""
+    for each in slices:
+        if each.name not in full:
+            if each.target.shape == each.full_shape:
+                full[each.name] = each.target
+                continue
+            full[each.name] = each.target.new_empty(each.full_shape)
+        each.region(full[each.name]).copy_(each.target)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,107 @@
+"""A new run from a checkpoint of another: weights, optimizer and position in the data, under a changed config.
+
+The new directory is made beside its place and renamed, so a kill leaves a hidden directory that the next fork removes.
+Files are linked and not copied, where the file system has links: no run changes a complete file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from agent_rl.config.loader import load_recorded
+from agent_rl.controller.async_rollout.task_ledger import LedgerFile
+from agent_rl.controller.config_changes import accept, append_change, differences
+from agent_rl.controller.run_models import find_checkpoint, is_run
+from agent_rl.controller.state import evaluation_step, file_step
+from agent_rl.errors import UserError
+from agent_rl.monitoring.metrics_log import MetricsLog
+from agent_rl.rollout.records import DIRECTORY, EVALUATIONS
+from agent_rl.train.checkpoint.directory import checkpoint_step
+from agent_rl.utils.run_files import read_json, write_atomic, write_json
+
+_COPIED = ("config_history.jsonl", "metrics.jsonl", "ledger.jsonl", "quarantine.json", "tokenizer.json")
+
+
+def fork(run: Path, step: str, name: str, overrides: Sequence[str] = ()) -> Path:
+    """Make the run ``name`` beside ``run`` from its checkpoint of ``step`` ("": the newest); returns its directory.
+
+    It has the metrics, trajectories, evaluations and ledger up to that step. Raises UserError for a run or checkpoint
+    that does not exist and a name that is taken, ConfigError for a change that a resumption would refuse.
+    """
+    if not is_run(run):
+        raise UserError(f"{run}: not the directory of a training run")
+    source = find_checkpoint(run, step, "fork")
+    config = load_recorded(run / "config.yaml", [*overrides, f"name={json.dumps(name)}"])
+    target = run.parent / name
+    if target.exists():
+        raise UserError(f"{target}: exists; choose another name")
+    last = checkpoint_step(source)
+    place = {"name": name, "runs_dir": str(run.parent)}
+    resolved = config.model_dump(mode="json") | place
+    values = differences(yaml.safe_load((run / "config.yaml").read_text()) | place, resolved)
+    change = accept(values, run, last)
+    partial = run.parent / f".{name}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    for file in _COPIED:
+        if (run / file).is_file():
+            shutil.copy2(run / file, partial / file)
+    _forget_after(partial, last)
+    if values:
+        append_change(partial, change)
+    write_atomic(partial / "config.yaml", yaml.safe_dump(resolved, sort_keys=False).encode())
+    state, run_id = read_json(run / "state.json"), uuid.uuid4().hex[:12]
+    write_json(
+        partial / "state.json",
+        {
+            "run_id": run_id,
+            "resumes": [each for each in state["resumes"] if each < last],
+            "evaluations": {key: value for key, value in state["evaluations"].items() if evaluation_step(key) <= last},
+            "forked_from": f"{run}@{last}",
+        },
+    )
+    for part in (DIRECTORY, EVALUATIONS):
+        for path in (run / part).glob("step-*"):
+            if file_step(path) <= last:
+                _link(path, partial / part / path.name)
+    _link_checkpoint(source, partial / "checkpoints" / source.name, run_id)
+    partial.rename(target)
+    return target
+
+
+def _forget_after(directory: Path, step: int) -> None:
+    """Remove the rows of later steps."""
+    MetricsLog(directory).forget_after(step)
+    LedgerFile(directory).forget_after(step)
+
+
+def _link_checkpoint(source: Path, target: Path, run_id: str) -> None:
+    """Link a checkpoint's files; its manifest names the new run."""
+    for file in source.iterdir():
+        if file.name != "manifest.json":
+            _link(file, target / file.name)
+    manifest = json.loads((source / "manifest.json").read_text())
+    manifest["run"]["run_id"] = run_id
+    target.mkdir(parents=True, exist_ok=True)
+    (target / "manifest.json").write_text(json.dumps(manifest, indent=1))
+
+
+def _link(source: Path, target: Path) -> None:
+    """Link a file or the files of a directory; copy them where links are not possible."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        if source.is_dir():
+            shutil.copytree(source, target, copy_function=os.link)
+        else:
+            os.link(source, target)
+    except (OSError, shutil.Error):  # a file system without links
+        copy = shutil.copytree if source.is_dir() else shutil.copy2
+        shutil.rmtree(target, ignore_errors=True)
+        copy(source, target)
