@@ -1,8 +1,8 @@
 """Two text formats of tool calls: Qwen's Hermes JSON and R2E-Gym's XML.
 
 Both parsers are total: any text gives a :class:`ToolCall` or a :class:`ParseFailure` with one line for the agent. As in
-R2E-Gym, ``parse`` takes the *first* call of a turn and ignores the rest; :func:`parse_turn` returns all calls. Both
-skip a leading ``<think>`` block, so that a call in the reasoning does not run.
+R2E-Gym, ``parse`` takes the *first* call of a turn and ignores the rest; :func:`parse_turn` returns all calls. Parsers
+are given the text outside of the model's thoughts (:mod:`tools.reasoning`).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 import orjson
 
 from sandbox.registry import Registry
+from tools.reasoning import THINK, Reasoning, split_reasoning, unclosed_failure
 from tools.schema import accepts_string
 from tools.types import CallScanner, ParsedTurn, ParseFailure, ToolCall, ToolCallFormat, ToolFormatError
 
-_THINK, _END_THINK = "<think>", "</think>"
 _SPACE = re.compile(r"\s*")
 _ESCAPED = re.compile(r"<\\(\\*)/parameter>")
 
@@ -148,31 +148,23 @@ def tool_format(name: str) -> ToolCallFormat:
     return fmt
 
 
-def parse_turn(fmt: ToolCallFormat, text: str, schemas: Sequence[Mapping[str, Any]]) -> ParsedTurn:
+def parse_turn(
+    fmt: ToolCallFormat, text: str, schemas: Sequence[Mapping[str, Any]], reasoning: Reasoning = THINK
+) -> ParsedTurn:
     """Split a model's turn into reasoning, text and calls, for an agent program that speaks a chat API.
 
     ``schemas`` are the OpenAI function schemas of the offered tools. Without schemas the text is not searched for
     calls. A string argument whose schema requires another type is read as JSON.
     """
-    reasoning, content, closed = split_reasoning(text)
+    thoughts, said = split_reasoning(text, reasoning)
+    content = said.strip()
     if not schemas:
-        return ParsedTurn(reasoning, content)
-    if not closed:
-        return ParsedTurn(reasoning, content, failure=f"no tool call found; {_THINK} is not closed")
+        return ParsedTurn(thoughts, content)
+    if reasoning.unclosed(text):
+        return ParsedTurn(thoughts, failure=unclosed_failure(reasoning).reason)
     calls, text_around, failure = _scan_calls(fmt, content)
     typed = tuple(with_typed_arguments(call, schemas) for call in calls)
-    return ParsedTurn(reasoning, text_around.strip() if calls else content, typed, failure)
-
-
-def split_reasoning(text: str) -> tuple[str, str, bool]:
-    """``(reasoning, content, closed)``. The turn or its prompt may have opened the ``<think>`` block. ``closed`` is
-    False for a block without an end; the content is then empty."""
-    before, closed, after = text.partition(_END_THINK)
-    opened = before.lstrip().startswith(_THINK)
-    reasoning = before.lstrip().removeprefix(_THINK).strip()
-    if closed:
-        return reasoning, after.strip(), True
-    return (reasoning, "", False) if opened else ("", text.strip(), True)
+    return ParsedTurn(thoughts, text_around.strip() if calls else content, typed, failure)
 
 
 def with_typed_arguments(call: ToolCall, schemas: Sequence[Mapping[str, Any]]) -> ToolCall:
@@ -214,13 +206,8 @@ def _scan_calls(fmt: ToolCallFormat, content: str) -> tuple[list[ToolCall], str,
 
 
 def _first_call(scanner: CallScanner, text: str, failure: str) -> ToolCall | ParseFailure:
-    """The first call of a turn, or a failure with the reason ``failure``."""
-    content = text
-    if text.lstrip().startswith(_THINK):
-        _, closed, content = text.partition(_END_THINK)
-        if not closed:
-            return ParseFailure(f"no tool call found; {_THINK} is not closed")
-    match = scanner.scan(content, 0)
+    """The first call of ``text``, or a failure with the reason ``failure``."""
+    match = scanner.scan(text, 0)
     if match is None:
         return ParseFailure(failure)
     return match if isinstance(match, ParseFailure) else match[0]

@@ -9,7 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sandbox import registry as plugins
-from tools import HermesFormat, ParseFailure, ToolCall, ToolCallFormat, ToolFormatError, XmlFormat, tool_format
+from tools import (
+    HermesFormat,
+    ParseFailure,
+    ToolCall,
+    ToolCallFormat,
+    ToolFormatError,
+    XmlFormat,
+    parse_call,
+    tool_format,
+)
 
 FORMATS = [HermesFormat(), XmlFormat()]
 NAMES = st.from_regex(r"[A-Za-z_][\w.-]{0,12}", fullmatch=True)
@@ -35,7 +44,8 @@ def test_a_rendered_call_is_read_back_to_the_character(
 ) -> None:
     call = ToolCall(name, arguments)
     assert fmt.parse(fmt.render(call)) == call
-    assert fmt.parse(f"<think>\n{fmt.render(ToolCall('no', {}))}\n</think>\nI call:\n{fmt.render(call)}{after}") == call
+    thoughts = f"<think>\n{fmt.render(ToolCall('no', {}))}\n</think>"
+    assert parse_call(fmt, f"{thoughts}\nI call:\n{fmt.render(call)}{after}") == call
 
 
 @given(name=NAMES, arguments=st.dictionaries(CODE, JSON, max_size=4))
@@ -69,7 +79,6 @@ def hermes(text: str) -> str:
 WRONG = {
     "hermes": [
         ("I am done.", "no tool call found; write <tool_call>"),
-        ("<think>\nshould I <tool_call>", "<think> is not closed"),
         (hermes('{"name": "f", }'), "bad JSON in the tool call, line 1 column 15: Expecting property name"),
         (hermes('\n{"name": "f"\n "arguments": {}}'), "line 2 column 2: Expecting ',' delimiter"),
         ('<tool_call>{"name": "f", "arguments": {}}', "not closed; write </tool_call>"),
