@@ -158,6 +158,7 @@ WRONG = {
         ("<|channel|>analysis to=functions.f<|message|>{}<|call|>", "no tool call found"),
         ("<|channel|>commentary to=functions.f<|message|>{} so<|call|>", "only a JSON object may stand in the message"),
         ("<|channel|>commentary to=functions.f<|message|>so<|call|>", "bad JSON"),
+        ("<|channel|>commentary to=functions.f<|call|><|start|>assistant<|channel|>final<|message|>{}", "no tool call"),
     ],
 }
 

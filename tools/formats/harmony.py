@@ -19,9 +19,9 @@ from tools.types import CallBlock, ParseFailure, ToolCall
 HARMONY = Reasoning("<|channel|>analysis<|message|>", "<|end|>", prompt_opens=False)
 _MESSAGE, _CALL = "<|message|>", "<|call|>"
 _ENDS = re.compile(r"<\|(?:end|call|return|start)\|>")
-_RECIPIENT = re.compile(r"(?<![^\s>])to=(?:functions\.)?([^\s<>]+)")
-_EMPTY = re.compile(rf"\s*(?:{_ENDS.pattern}|\Z)")
-_ANALYSIS = re.compile(r"<\|channel\|>\s*analysis\b")
+_RECIPIENT = re.compile(r"(?<![^\s>])to=(?:functions\.)?([^\s<>]+)(?=\s|<\||$)")
+_EMPTY = re.compile(rf"\s*(?:{_ENDS.pattern})")
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 
 
 class HarmonyFormat:
@@ -35,7 +35,7 @@ class HarmonyFormat:
     def scan(self, content: str, position: int) -> CallBlock | ParseFailure | None:
         for start, header, body in _messages(content, position):
             recipient = _RECIPIENT.search(header)
-            if recipient is None or _ANALYSIS.search(header):
+            if recipient is None or _channel(header) in (None, "analysis"):
                 continue
             return _read_call(content, start, recipient[1], body)
         return None
@@ -46,7 +46,7 @@ class HarmonyFormat:
             return content
         texts = []
         for _, header, body in _messages(content, 0):
-            if not _ANALYSIS.search(header):
+            if _channel(header) != "analysis":
                 ended = _ENDS.search(content, body)
                 texts.append(content[body : ended.start() if ended else None].strip())
         return "\n".join(texts)
@@ -62,8 +62,13 @@ class HarmonyFormat:
         return describe_as_json(schemas, example)
 
 
+def _channel(header: str) -> str | None:
+    match = _CHANNEL.search(header)
+    return match[1] if match else None
+
+
 def _read_call(content: str, start: int, name: str, body: int) -> CallBlock | ParseFailure:
-    """The call in the message that begins at ``start`` and has its text at ``body``. No text means no arguments."""
+    """The call in the message at ``start`` whose text begins at ``body``. No text before an end means no arguments."""
     arguments: Any = {}
     end = body
     if not _EMPTY.match(content, body):
@@ -82,6 +87,8 @@ def _messages(content: str, position: int) -> Iterator[tuple[int, str, int]]:
     """The start, the header and the start of the body of each message from ``position`` on."""
     while (mark := content.find(_MESSAGE, position)) >= 0:
         body = mark + len(_MESSAGE)
+        ends = [ended.end() for ended in _ENDS.finditer(content, position, mark)]
+        position = ends[-1] if ends else position  # an earlier message without its marker
         yield position, content[position:mark], body
         ended = _ENDS.search(content, body)
         if ended is None:
