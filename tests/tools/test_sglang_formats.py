@@ -31,7 +31,8 @@ PARSERS = {
     "harmony": "gpt-oss",
 }
 """The name of SGLang's parser for each format."""
-PROPERTIES = {"a": {"type": "string"}, "n": {"type": "integer"}, "o": {"type": "object"}, "l": {"type": "array"}}
+TYPES = {"a": "string", "n": "integer", "o": "object", "l": "array", "b": "boolean"}
+PROPERTIES = {name: {"type": kind} for name, kind in TYPES.items()}
 TOOLS = [
     {
         "type": "function",
@@ -60,6 +61,7 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     "n": (0, -3, 2**40),
     "o": ({}, {"k": [1, None, "v"]}, {"é": {"x": True}}),
     "l": ([], [1, 2], ["a\n", {}]),
+    "b": (True, False),
 }
 Calls = list[list[Any]]
 
@@ -91,6 +93,7 @@ def written_turns(name: str) -> Iterator[Turn]:
             "without its beginning": call[4:],
             "spaces around": f"  {call}\n\n",
             "line ends dropped": call.replace(">\n<", "><"),
+            "Python's words": call.replace("true", "True") if name in ("qwen3-coder", "glm", "minimax") else call,
         }.items():
             yield Turn(name, kind, text, [meant])
 
@@ -169,7 +172,7 @@ VALUES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "deepseek-dsml": ("SGLang strips text, DeepSeek's own parser does not", str.strip),
     "qwen3-coder": ("SGLang reads the text null as null", lambda text: None if text.lower() == "null" else text),
 }
-INTACT = ("one call", "two calls", "unknown tool", "spaces around", "line ends dropped", "sound")
+INTACT = ("one call", "Python's words", "two calls", "unknown tool", "spaces around", "line ends dropped", "sound")
 
 
 WHOLE_JSON = ("hermes", "kimi", "deepseek-v3", "deepseek-v3.1")

@@ -49,6 +49,15 @@ def test_calls_of_one_section_are_all_found() -> None:
         assert parse_turn(fmt, text, SCHEMA) == ParsedTurn(calls=(VIEW, VIEW))
 
 
+def test_pythons_words_are_values_where_the_schema_takes_no_text() -> None:
+    properties = {"all": {"type": "boolean"}, "text": {"type": "string"}, "line": {"type": ["integer", "null"]}}
+    schema = [{"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}]
+    fmt, call = tool_format("qwen3-coder"), ToolCall("f", {"all": "True", "text": "True", "line": "None"})
+    assert parse_turn(fmt, fmt.render(call), schema).calls == (
+        ToolCall("f", {"all": True, "text": "True", "line": None}),
+    )
+
+
 def test_harmonys_channels_are_thoughts_text_and_calls() -> None:
     fmt = tool_format("harmony")
     thought = "<|channel|>analysis<|message|>so<|end|><|start|>assistant"

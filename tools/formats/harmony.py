@@ -20,7 +20,7 @@ HARMONY = Reasoning("<|channel|>analysis<|message|>", "<|end|>", prompt_opens=Fa
 _MESSAGE, _CALL = "<|message|>", "<|call|>"
 _ENDS = re.compile(r"<\|(?:end|call|return|start)\|>")
 _RECIPIENT = re.compile(r"(?<![^\s>])to=(?:functions\.)?([^\s<>]+)(?=\s|<\||$)")
-_EMPTY = re.compile(rf"\s*(?:{_ENDS.pattern})")
+_EMPTY = re.compile(r"\s*<\|call\|>")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 
 
@@ -68,7 +68,7 @@ def _channel(header: str) -> str | None:
 
 
 def _read_call(content: str, start: int, name: str, body: int) -> CallBlock | ParseFailure:
-    """The call in the message at ``start`` whose text begins at ``body``. No text before an end means no arguments."""
+    """The call in the message at ``start`` whose text begins at ``body``. No text means no arguments."""
     arguments: Any = {}
     end = body
     if not _EMPTY.match(content, body):

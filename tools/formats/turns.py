@@ -18,6 +18,8 @@ from tools.reasoning import THINK, Reasoning, split_reasoning, unclosed_failure
 from tools.schema import accepts_string
 from tools.types import CallScanner, MarksText, ParsedTurn, ParseFailure, ToolCall, ToolCallFormat
 
+# Qwen3-Coder's template writes these values as Python does, so that its models write them too.
+_PYTHON_WORDS = {"True": True, "False": False, "None": None}
 NAME = re.compile(r"[^\s<>]+")
 """A name that can stand between markers."""
 
@@ -58,7 +60,7 @@ def _convert(value: Any, schema: Mapping[str, Any]) -> Any:
     try:
         return orjson.loads(value)
     except orjson.JSONDecodeError:
-        return value
+        return _PYTHON_WORDS.get(value, value)
 
 
 def first_call(scanner: CallScanner, text: str, failure: str) -> ToolCall | ParseFailure:
