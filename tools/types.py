@@ -46,6 +46,10 @@ class ParseFailure:
     reason: str
 
 
+CallBlock = tuple[tuple[ToolCall, ...], int, int]
+"""Calls that stand together, one at least, and where their text starts and ends."""
+
+
 @dataclass(frozen=True, slots=True)
 class ParsedTurn:
     """One turn of a model: its reasoning, its text and all its calls in order.
@@ -90,9 +94,18 @@ class ToolCallFormat(Protocol):
 class CallScanner(Protocol):
     """A format that can find every call of a turn. Optional: other formats yield the first call only."""
 
-    def scan(self, content: str, position: int) -> tuple[ToolCall, int, int] | ParseFailure | None:
-        """The next call from ``position`` on, with its start and end; a failure if it is malformed; None if no further
-        call begins. ``content`` is a turn without its reasoning."""
+    def scan(self, content: str, position: int) -> CallBlock | ParseFailure | None:
+        """The next calls that stand together, from ``position`` on; a failure if the first one is malformed; None if no
+        further call begins. ``content`` is a turn without its reasoning."""
+        ...
+
+
+@runtime_checkable
+class MarksText(Protocol):
+    """A format that also marks the text of a turn. Optional."""
+
+    def plain_text(self, content: str) -> str:
+        """``content`` without the format's markers."""
         ...
 
 

@@ -68,7 +68,7 @@ class RolloutConfig(Section):
     )
     tool_format: ToolFormat = Field(
         "hermes",
-        description="Text format of tool calls: hermes, xml, r2egym, openhands, mini-swe-agent, or a registered format "
+        description="Text format of tool calls: hermes, qwen3-coder, glm or another registered format "
         "(docs/reference/tools.md).",
     )
     describe_tools: bool = Field(

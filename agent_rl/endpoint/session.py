@@ -245,9 +245,8 @@ class Session:
         try:
             await self._sample_until_complete(node, request, prompt)
             text = self.rendering.renderer.decode(node.sampled)
-            self.tree.commit(
-                node, text, parse_turn(self.rendering.fmt, text, [*request.tools, *request.deferred_tools])
-            )
+            tools = [*request.tools, *request.deferred_tools]
+            self.tree.commit(node, text, parse_turn(self.rendering.fmt, text, tools, self.rendering.renderer.reasoning))
         except Exception as error:
             self._fail(error)
             raise

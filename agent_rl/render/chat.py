@@ -20,7 +20,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from agent_rl.errors import TemplateError
-from agent_rl.render.prefix_check import TAILS, Delta, Probed, Role, after_turn, check_tail, probe
+from agent_rl.render.prefix_check import TAILS, Delta, Probed, Role, after_turn, check_tail, probe, reasoning_of
 from agent_rl.render.template import ChatModel, ChatTemplate, Messages, Tools
 from agent_rl.render.template_limits import check_limits
 
@@ -146,6 +146,7 @@ class ChatRenderer:
             self._template = ChatTemplate(source.template, source.special, options)
             self._deltas = self._probe_roles(thinking, (observation_role,) if observation_role else ("tool", "user"))
             self.observation_role: Role = next(iter(self._deltas))
+            self.reasoning = reasoning_of(self._template)
             self.end_of_turn_id = self._end_of_turn()
             self.stop_token_ids = self._stop_tokens(source.eos_token_ids)
         except TemplateError as error:

@@ -12,11 +12,12 @@ The probes never end with an assistant message, because a template may close a l
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from agent_rl.errors import TemplateError
 from agent_rl.render.template import ChatTemplate, Messages, Tools
+from tools import THINK, Reasoning
 
 Role = Literal["tool", "user"]
 
@@ -99,6 +100,11 @@ def check_tail(template: ChatTemplate, roles: Sequence[Role]) -> None:
             rendered = template.render([*start, {"role": "assistant", "content": "act 2"}, *tail], tools)
             if not _opens_thinking(template.render(start, tools)) and rendered != expected + after:
                 raise TemplateError(f"the text between a turn and messages of roles {', '.join(roles)} is not constant")
+
+
+def reasoning_of(template: ChatTemplate) -> Reasoning:
+    """The markers of thoughts under ``template``."""
+    return replace(THINK, prompt_opens=_opens_thinking(template.render(_start(template), None)))
 
 
 def _start(template: ChatTemplate) -> list[dict[str, Any]]:

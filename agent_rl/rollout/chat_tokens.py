@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from agent_rl.types import TokenIds
-from tools import ParseFailure, ToolCall
+from tools import THINK, ParseFailure, ToolCall, parse_call
 from tools.formats import HermesFormat
 
 STOP = 256
@@ -36,6 +36,7 @@ class ChatTextRenderer:
     """
 
     stop_token_ids = (STOP,)
+    reasoning = THINK
 
     def __init__(self, *, native_tools: bool = False) -> None:
         self._native_tools = native_tools
@@ -104,7 +105,7 @@ def _native_message(role: str, text: str, before: Sequence[Mapping[str, Any]]) -
     """One message of a request; ``before`` are the messages before it."""
     if role == "user" and before and "tool_calls" in before[-1]:
         return {"role": "tool", "tool_call_id": before[-1]["tool_calls"][0]["id"], "content": text}
-    call = NativeToolCalls().parse(text) if role == "assistant" else None
+    call = parse_call(NativeToolCalls(), text) if role == "assistant" else None
     if not isinstance(call, ToolCall):
         return {"role": role, "content": text}
     function = {"name": call.name, "arguments": json.dumps(dict(call.arguments))}

@@ -44,7 +44,7 @@ from envs import (
 )
 from sandbox import ImageMissingError, SandboxError, SandboxNodeLostError, SandboxUnavailableError, bounded, printable
 from sandbox.timeouts import PausableTimeout
-from tools import ParseFailure, ToolCallFormat, ToolDefinitionError, ToolResult, ToolSet
+from tools import ParseFailure, ToolCallFormat, ToolDefinitionError, ToolResult, ToolSet, parse_call
 
 TurnHandler = Callable[[str], Awaitable[ToolResult] | ParseFailure]
 """Starts to execute a turn, or returns why it holds no tool call. Resolved once per episode, because ``isinstance``
@@ -332,7 +332,7 @@ class EpisodeRun:
         )
 
     def _call(self, tools: ToolSet, text: str) -> Awaitable[ToolResult] | ParseFailure:
-        parsed = self.fmt.parse(text)
+        parsed = parse_call(self.fmt, text, self.renderer.reasoning)
         if isinstance(parsed, ParseFailure):
             return parsed
         self.parse_failures_in_a_row = 0

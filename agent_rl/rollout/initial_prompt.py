@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from agent_rl.types import TokenIds
-from tools import ToolCallFormat
+from tools import Reasoning, ToolCallFormat
 
 Messages = list[Mapping[str, str]]
 
@@ -19,6 +19,11 @@ class Renderer(Protocol):
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
         """Tokens that end a turn."""
+        ...
+
+    @property
+    def reasoning(self) -> Reasoning:
+        """The markers around the thoughts of a sampled turn."""
         ...
 
     def initial_prompt(

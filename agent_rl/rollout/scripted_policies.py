@@ -22,7 +22,7 @@ from agent_rl.rollout.group import EpisodeRunner
 from agent_rl.rollout.jsonl_zst import read_rows
 from agent_rl.types import Completion, FinishReason, SamplingParams, TokenIds, Trajectory
 from envs import Environment, HasScaffold, Scaffold, Solvable, Task, load_scaffold
-from tools import ToolCall
+from tools import THINK, ToolCall
 from tools.formats import tool_format
 
 Solver = Callable[[Environment, Task], Sequence[ToolCall | str]]
@@ -138,6 +138,7 @@ class ByteRenderer:
 
     STOP = 256
     stop_token_ids = (STOP,)
+    reasoning = THINK
 
     def initial_prompt(
         self, messages: Sequence[Mapping[str, str]], tools: Sequence[Mapping[str, Any]] | None

@@ -17,13 +17,13 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from envs.types import EnvsError, GradingError
 from sandbox import printable
-from tools.formats import split_reasoning
+from tools import THINK, split_reasoning
 
 TAIL = 4096
 """The answer is searched in the last 4096 characters of a turn."""
@@ -52,7 +52,8 @@ class AnswerCheck:
 def extract_answer(text: str) -> str | None:
     r"""The answer of a turn: the content of its last ``\boxed{}``; without one, the rest of the last line with ``####``
     or ``Answer:``; else None. A ``<think>`` block is ignored."""
-    end = split_reasoning(text)[1][-TAIL:]
+    reasoning = replace(THINK, prompt_opens=THINK.close in text)  # the environment does not see the prompt's end
+    end = split_reasoning(text, reasoning)[1][-TAIL:]
     if _BOXED in end:
         return _braces_content(end.rpartition(_BOXED)[2])
     if matches := _MARKED.findall(end):

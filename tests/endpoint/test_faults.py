@@ -23,6 +23,7 @@ from agent_rl.endpoint.session import Session
 from agent_rl.errors import UserError
 from agent_rl.render import ChatModel, ChatRenderer
 from agent_rl.types import BranchCause, FinishReason
+from tools import Reasoning
 
 
 @asynccontextmanager
@@ -208,6 +209,17 @@ async def test_a_reply_that_ends_early_has_no_calls(serve: Any) -> None:
         open_thought = (await opened.post(CHAT, messages=[*HELLO, *HELLO], tools=[BASH])).json()["choices"][0]
         assert open_thought["message"]["reasoning_content"] == "so"
         assert open_thought["message"]["parse_failure"] == "no tool call found; <think> is not closed"
+
+
+async def test_a_call_in_thoughts_that_the_prompt_opened_is_not_sent() -> None:
+    renderer = ChatRenderer(MODEL)
+    renderer.reasoning = Reasoning("<think>", "</think>", prompt_opens=True)
+    async with served(renderer, f"I could {call('ls')} but no.\n</think>\n\nDone.", call("ls")) as opened:
+        reply = await opened.reply(HELLO, tools=[BASH])
+        assert (reply["content"], reply.get("tool_calls")) == ("Done.", None)
+        assert reply["reasoning_content"].startswith("I could <tool_call>")
+        reply = await opened.reply([*HELLO, *HELLO], tools=[BASH])
+        assert (reply["content"], reply.get("tool_calls")) == (None, None)
 
 
 async def test_a_wrong_key_and_the_key_of_an_ended_episode_are_refused(serve: Any) -> None:

@@ -92,6 +92,7 @@ def test_prefix_preserving_templates_pass(name: str) -> None:
     renderer = renderer_of(name)
     assert renderer.observation_role == "tool"
     assert renderer.stop_token_ids == (token_id("<|im_end|>"),)
+    assert renderer.reasoning.prompt_opens == (name == "opens_thought")
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from agent_rl.rollout.scripted_policies import ByteRenderer
 from agent_rl.types import StopReason, Trajectory
 from envs import Grade, GradingError, TaskRecordError, UndecidableError
 from sandbox import ImageMissingError, SandboxLostError, SandboxUnavailableError
-from tools import FunctionToolSet, ToolDefinitionError, ToolResult
+from tools import FunctionToolSet, Reasoning, ToolDefinitionError, ToolResult
 
 ROUTES = R3Config()
 HOOKS = ["on_start", "on_call", "on_grade"]
@@ -149,6 +149,17 @@ async def test_a_parse_failure_is_an_observation_and_too_many_in_a_row_end_the_e
     shown = trajectory.turns[0].observation
     assert shown == trajectory.turns[0].parse_failure
     assert ByteRenderer().decode(engine.prompts[1]).endswith(shown)
+
+
+async def test_a_call_in_thoughts_that_the_prompt_opened_is_not_executed() -> None:
+    class Opened(ByteRenderer):
+        reasoning = Reasoning("<think>", "</think>", prompt_opens=True)
+
+    thought = f"I could run {call('fix')} but no."
+    turns = [ByteRenderer().encode(text) for text in (thought, f"{thought}\n</think>\n\nDone.")]
+    trajectory = await drive(TurnsEngine([*turns, SUBMIT]), renderer=Opened(), max_turns=2)
+    assert [turn.tool for turn in trajectory.turns] == [None, None]
+    assert trajectory.turns[0].parse_failure == "no tool call found; <think> is not closed"
 
 
 async def test_a_wrong_tool_is_an_observation_not_a_parse_failure() -> None:

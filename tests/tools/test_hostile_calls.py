@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
+from support.call_formats import MARKERS
 
 from sandbox import Sandbox
 from tools import ToolCall, ToolResult, ToolSet, parse_turn, swe_tools, tool_format
+from tools.formats import TOOL_FORMATS
 from tools.mini_swe_agent import mini_swe_agent_tools
 from tools.openhands import openhands_tools
 from tools.r2egym import r2egym_tools
@@ -113,16 +116,24 @@ FLOODS = {
     "blocks without an end": "```mswea_bash_command\n" * 5000,
     "newlines of a block": "```mswea_bash_command" + "\n" * 104_000,
     "calls": '<tool_call>{"name": "f"}</tool_call>' * 3000,
+    "markers of every format": "".join(MARKERS) * (104_000 // len("".join(MARKERS))),
 }
 
 
-@pytest.mark.parametrize("name", ["hermes", "xml", "r2egym", "openhands", "mini-swe-agent"])
+@pytest.mark.parametrize("name", TOOL_FORMATS.built_in)
 @pytest.mark.parametrize("text", FLOODS.values(), ids=FLOODS)
 def test_a_turn_of_104_kb_is_read_in_linear_time(name: str, text: str) -> None:
     """A format that searches for the same missing tag again and again takes seconds."""
     fmt, schemas = tool_format(name), [{"type": "function", "function": {"name": "f"}}]
     assert seconds(lambda: fmt.parse(text)) < 0.5
     assert seconds(lambda: parse_turn(fmt, text, schemas)) < 0.5
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS.built_in)
+def test_104_kb_of_one_marker_are_read_in_linear_time(name: str) -> None:
+    fmt = tool_format(name)
+    for marker in MARKERS:
+        assert seconds(partial(fmt.parse, marker * (104_000 // len(marker)))) < 0.5
 
 
 def test_elements_stop_at_a_tag_that_has_no_end() -> None:

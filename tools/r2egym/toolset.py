@@ -4,7 +4,7 @@ Tools: ``run_action`` and ``step`` in ``src/r2egym/agenthub/environment/env.py``
 ``src/r2egym/agenthub/agent/agent.py`` (``parse_response``) and ``action/action.py``. The parser is lenient. It takes
 the text from the first ``<function=...>`` to the first ``</function>`` and ignores text between the parameters. An
 unclosed parameter extends to the next closing tag; without one it is ignored. The last of several parameters with one
-name counts. Values are stripped. ``<think>`` blocks are not skipped.
+name counts. Values are stripped.
 """
 
 from __future__ import annotations
