@@ -45,7 +45,7 @@ class Family:
     such as layers that predict further tokens or a vision tower; an export has them as the start checkpoint does.
     ``{layers}`` stands for the number of layers. ``serves_dense_layers``: SGLang loads dense layers beside MoE layers.
     ``engine_arguments`` and ``engine_environment``: SGLang's arguments and environment variables, in which ``{dtype}``
-    stands for the engine's.
+    stands for the engine's. ``gpu_arguments``: its arguments on a GPU, which ``engine.extra_args`` may replace.
     """
 
     qk_norm: QkNorm = ""
@@ -74,6 +74,7 @@ class Family:
     untrained: tuple[str, ...] = ()
     serves_dense_layers: bool = False
     engine_arguments: tuple[str, ...] = ()
+    gpu_arguments: tuple[str, ...] = ()
     engine_environment: Mapping[str, str] = field(default_factory=dict)
 
     def key(self, name: str) -> str:
@@ -273,6 +274,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             fixed={**_MIXED, "norm_topk_prob": True},
             unused=frozenset({"initial_context_length"}),
             router="mlp.router.weight",
+            # SGLang would use triton_kernel, which captures no routes.
+            gpu_arguments=("--moe-runner-backend", "triton"),
         ),
         "ernie4_5_moe": Family(
             experts=True,
