@@ -81,13 +81,13 @@ def evaluate(
     from agent_rl.commands.eval import EvalOptions, run_evaluation
     from agent_rl.commands.policy import PolicyChoice, request_fields, with_harness
     from agent_rl.config.loader import load_config
-    from agent_rl.models.hub import fetch_models
+    from agent_rl.train.quantized.copies import local_models
 
     fields, native = request_fields(request or ()), tool_calls is ToolCalls.NATIVE
     options = EvalOptions(PolicyChoice(policy, model, greedy, native, fields), tasks, samples, split, out)
     loaded = load_config(config, overrides or ())
     if policy == "engine":
-        loaded = fetch_models(loaded)  # blocks, so before run_async handles Ctrl-C
+        loaded = local_models(loaded, print)  # blocks, so before run_async handles Ctrl-C
     loaded = with_harness(loaded, harness, options.policy)
     if (failure := run_async(run_evaluation(loaded, options), RESUMABLE)) is not None:
         print(f"error: {failure}", file=sys.stderr)

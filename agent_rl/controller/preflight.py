@@ -14,12 +14,12 @@ from agent_rl.config.loader import MODELS
 from agent_rl.controller.cluster_resources import ClusterRequest
 from agent_rl.engine.factory import check_engines
 from agent_rl.errors import UserError
-from agent_rl.models.hub import fetch_models
 from agent_rl.models.spec import ModelSpec, check_same_architecture, read_model_spec
 from agent_rl.monitoring.sinks import check_sinks
 from agent_rl.train.batching.partition import over_budget
 from agent_rl.train.hf_index import check_checkpoint
 from agent_rl.train.parallel_checks import check_layout
+from agent_rl.train.quantized.copies import local_models
 from agent_rl.train.ray_session import check_ray
 from agent_rl.train.route_trace import check_trace
 from agent_rl.utils.concurrency import first_error
@@ -46,13 +46,13 @@ class Checked:
 
 def run(config: RunConfig, purpose: Purpose = "serve") -> Checked:
     """Check ``config`` for ``purpose`` and read the model's ``config.json``, once for the run. Blocks; models that the
-    config names by a hub id are downloaded.
+    config names by a hub id are downloaded, and quantized ones converted.
 
     Raises UserError or ConfigError, one line, for what would fail later.
     """
     if purpose == "train":
         check_trainer()
-    config = fetch_models(config)
+    config = local_models(config, print)
     reference = config.train.kl.reference
     model_spec = _check_models(config.model, reference)
     if purpose != "model":

@@ -43,9 +43,10 @@ class Family:
     tensor for each expert there is one of all, ``gate_up_proj`` and ``down_proj``. ``shared_gate``: the shared expert
     has a sigmoid gate. ``untrained``: beginnings of the names of tensors that are neither trained nor sent to engines,
     such as layers that predict further tokens or a vision tower; an export has them as the start checkpoint does.
-    ``{layers}`` stands for the number of layers, and for the next two numbers. ``serves_dense_layers``: SGLang loads dense layers beside MoE layers.
-    ``engine_arguments`` and ``engine_environment``: SGLang's arguments and environment variables, in which ``{dtype}``
-    stands for the engine's. ``gpu_arguments``: its arguments on a GPU, which ``engine.extra_args`` may replace.
+    ``{layers}`` stands for the number of layers, and for the next two numbers. ``serves_dense_layers``: SGLang loads
+    dense layers beside MoE layers. ``engine_arguments`` and ``engine_environment``: SGLang's arguments and environment
+    variables, in which ``{dtype}`` stands for the engine's. ``gpu_arguments``: its arguments on a GPU, which
+    ``engine.extra_args`` may replace.
     """
 
     qk_norm: QkNorm = ""
