@@ -133,8 +133,8 @@ class Digests:
         if name in _VOCABULARY:
             return _block(rows, rank, size, _VOCABULARY_MULTIPLE // size)
         if self._delta is not None and _DELTA_PARTS.search(name):
-            parts = np.split(rows, (self._delta.key_width, 2 * self._delta.key_width))
-            return np.concatenate([_block(part, rank, size, 1) for part in parts])
+            projections = np.split(rows, (self._delta.key_width, 2 * self._delta.key_width))
+            return np.concatenate([_block(each, rank, size, 1) for each in projections])
         if _OF_HEADS.search(name):
             parts = min(size, self._kv_heads)
             return _block(rows, rank * parts // size, parts, 1)
