@@ -47,13 +47,13 @@ class Checked:
 
 def run(config: RunConfig, purpose: Purpose = "serve") -> Checked:
     """Check ``config`` for ``purpose`` and read the model's ``config.json``, once for the run. Blocks; models that the
-    config names by a hub id are downloaded.
+    config names by a hub id are downloaded, and quantized ones converted.
 
     Raises UserError or ConfigError, one line, for what would fail later.
     """
     if purpose == "train":
         check_trainer()
-    config = resolve_models(config)
+    config = resolve_models(config, print)
     reference = config.train.kl.reference
     model_spec = _check_models(config.model, reference)
     if purpose != "model":

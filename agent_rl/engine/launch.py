@@ -170,7 +170,7 @@ class EngineServer:
             # An idle scheduler would use a whole core for polling.
             command += ["--attention-backend", "torch_native", "--disable-overlap-schedule", "--sleep-on-idle"]
         if (family := _family(self._model)) is not None:
-            command += family.engine_arguments
+            command += (*family.engine_arguments, *(family.gpu_arguments if self.device == "cuda" else ()))
         return [*command, *config.extra_args]
 
     @property

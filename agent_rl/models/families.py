@@ -43,9 +43,10 @@ class Family:
     tensor for each expert there is one of all, ``gate_up_proj`` and ``down_proj``. ``shared_gate``: the shared expert
     has a sigmoid gate. ``untrained``: beginnings of the names of tensors that are neither trained nor sent to engines,
     such as layers that predict further tokens or a vision tower; an export has them as the start checkpoint does.
-    ``{layers}`` stands for the number of layers. ``serves_dense_layers``: SGLang loads dense layers beside MoE layers.
-    ``engine_arguments`` and ``engine_environment``: SGLang's arguments and environment variables, in which ``{dtype}``
-    stands for the engine's.
+    ``{layers}`` stands for the number of layers, and for the next two numbers. ``serves_dense_layers``: SGLang loads
+    dense layers beside MoE layers. ``engine_arguments`` and ``engine_environment``: SGLang's arguments and environment
+    variables, in which ``{dtype}`` stands for the engine's. ``gpu_arguments``: its arguments on a GPU, which
+    ``engine.extra_args`` may replace.
     """
 
     qk_norm: QkNorm = ""
@@ -74,6 +75,7 @@ class Family:
     untrained: tuple[str, ...] = ()
     serves_dense_layers: bool = False
     engine_arguments: tuple[str, ...] = ()
+    gpu_arguments: tuple[str, ...] = ()
     engine_environment: Mapping[str, str] = field(default_factory=dict)
 
     def key(self, name: str) -> str:
@@ -112,11 +114,13 @@ def _minimax_m2(keys: ConfigKeys) -> dict[str, Any]:
     }
 
 
+_FURTHER_LAYERS = ("model.layers.{layers}.",)
+"""Layers after the last, each of which predicts a further token."""
 _SIGMOID_ROUTED: Mapping[str, Any] = {
     "experts": True,
     "keys": {"num_experts": "n_routed_experts"},
     "fixed": {"decoder_sparse_step": 1, "mlp_only_layers": ()},
-    "untrained": ("model.layers.{layers}.",),  # the layer after the last, which predicts a further token
+    "untrained": _FURTHER_LAYERS,
     "correction": "mlp.gate.e_score_correction_bias",
     "shared": "mlp.shared_experts",
     "shared_gate": False,
@@ -273,6 +277,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             fixed={**_MIXED, "norm_topk_prob": True},
             unused=frozenset({"initial_context_length"}),
             router="mlp.router.weight",
+            # SGLang would use triton_kernel, which captures no routes.
+            gpu_arguments=("--moe-runner-backend", "triton"),
         ),
         "ernie4_5_moe": Family(
             experts=True,
@@ -303,6 +309,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 {"auto_map", "mlp_intermediate_size", "mtp_transformer_layers", "num_mtp_modules", "shared_moe_mode"}
                 | {"use_mtp"}
             ),
+            untrained=_FURTHER_LAYERS,
             correction="block_sparse_moe.e_score_correction_bias",
             **_BLOCK_SPARSE,
         ),

@@ -132,6 +132,7 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "GLM-4.5-Air": _GLM_AIR,
         "GLM-4.5": _GLM_LARGE,
         "GLM-4.6": _GLM_LARGE | {"max_position_embeddings": 202752},
+        "GLM-4.7": _GLM_LARGE | {"max_position_embeddings": 202752},
         "GLM-5": _GLM_5,
         "OLMoE-1B-7B-0924": _OLMOE,
         "MiniMax-M2": _MINIMAX_M2,

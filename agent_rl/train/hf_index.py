@@ -23,6 +23,8 @@ DTYPES: Mapping[str, str] = MappingProxyType({"F64": "float64", "F32": "float32"
 
 _DERIVED = ".rotary_emb.inv_freq"
 """Tensors that old checkpoints have and every program computes."""
+_FURTHER_LAYERS = 3
+"""The most layers for multi-token prediction that a published config has (``num_mtp_modules`` of MiniMax-M2)."""
 _MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors library."""
 
@@ -52,7 +54,8 @@ def check_checkpoint(directory: Path, model_spec: ModelSpec, key: str = "model")
     present, expected = read_headers(directory, key), expected_shapes(model_spec)
     for name, shape in expected.items():
         check_tensor(present, name, shape, f"{key}: {directory}")
-    known = tuple(prefix.format(layers=model_spec.num_layers) for prefix in model_spec.family.untrained)
+    further = range(model_spec.num_layers, model_spec.num_layers + _FURTHER_LAYERS)
+    known = tuple(prefix.format(layers=layer) for prefix in model_spec.family.untrained for layer in further)
     others = present.keys() - expected.keys() - {OUTPUT}  # a tied output layer may be saved too
     unknown = sorted(name for name in others if not name.startswith(known) and not name.endswith(_DERIVED))
     if unknown:

@@ -18,8 +18,8 @@ Tensors arrive in this order, so each hash is updated as they come. A tensor tha
 another name gives another checksum.
 
 An engine with several tensor ranks has checksums per rank. A rank has a block of rows (q, k, v, sinks, gate, up,
-embedding, output) or columns (o, down) of a matrix, and all of other tensors. With fewer key-value heads than ranks,
-neighbours have the same head.
+embedding, output, projections of the delta rule) or columns (o, out, down) of a matrix, and all of other tensors. With
+fewer key-value heads than ranks, neighbours have the same head.
 """
 
 from __future__ import annotations
@@ -61,9 +61,11 @@ _CONSTANT = ".axis_map"
 _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 _VOCABULARY_MULTIPLE = 64  # SGLang pads the vocabulary with rows of zeros
 _INNER_MULTIPLE = 32  # and each rank's part of an MLP's inner dimension (on a CPU)
-_BY_ROWS = re.compile(r"\.(q|k|v|q_b|kv_b|gate|up)_proj\.|\.w[13]\.|\.sinks$")
-_NOT_PADDED = re.compile(r"\.(q|q_b|kv_b|o)_proj\.|\.sinks$")
-_BY_COLUMNS = re.compile(r"\.(o|down)_proj\.weight|\.w2\.")
+_BY_ROWS = re.compile(r"\.(q|k|v|q_b|kv_b|gate|up)_proj\.|\.w[13]\.|\.sinks$|\.in_proj_|\.(A_log|dt_bias)$")
+_NOT_PADDED = re.compile(r"\.(q|q_b|kv_b|o|out)_proj\.|\.sinks$|\.linear_attn\.")
+_BY_COLUMNS = re.compile(r"\.(o|out|down)_proj\.weight|\.w2\.")
+_DELTA_PARTS = re.compile(r"\.(in_proj_qkv|conv1d)\.")
+"""Tensors whose rows are queries, keys and values of the delta rule: each of the three is divided among the ranks."""
 _OF_HEADS = re.compile(r"\.[kv]_proj\.")
 
 _HASHES: Mapping[str, Callable[[], Any]] = {"xxh3:": xxhash.xxh3_64, "": hashlib.sha256}
@@ -102,7 +104,7 @@ class Digests:
 
     def __init__(self, model_spec: ModelSpec, kinds: Collection[DigestKind]) -> None:
         self._kv_heads, self._form = model_spec.kv_heads, model_spec.expert_form
-        self._zero_centered = model_spec.zero_centered_norms
+        self._zero_centered, self._delta = model_spec.zero_centered_norms, model_spec.delta
         self._hashes: dict[DigestKind, list[dict[str, Any]]] = {kind: [{} for _ in range(kind.ranks)] for kind in kinds}
 
     def add(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], size: int, data: NDArray[np.uint8]) -> None:
@@ -130,6 +132,9 @@ class Digests:
         """The part of a tensor (``rows`` uint8 ``[first axis, bytes]``) on tensor rank ``rank`` of ``size``."""
         if name in _VOCABULARY:
             return _block(rows, rank, size, _VOCABULARY_MULTIPLE // size)
+        if self._delta is not None and _DELTA_PARTS.search(name):
+            projections = np.split(rows, (self._delta.key_width, 2 * self._delta.key_width))
+            return np.concatenate([_block(each, rank, size, 1) for each in projections])
         if _OF_HEADS.search(name):
             parts = min(size, self._kv_heads)
             return _block(rows, rank * parts // size, parts, 1)

@@ -1,4 +1,7 @@
-"""Every family that SGLang serves on a CPU: real server and real trainer agree, and the server takes its weights."""
+"""Every family that SGLang serves on a CPU: real server and real trainer agree, and the server takes its weights.
+
+``qwen3_moe`` and ``mixtral`` are those of the other tests of engines.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,7 @@ async def two_turns(engine: SGLangEngine, spec: ModelSpec, seed: int) -> Sample:
 
 
 @pytest.mark.usefixtures("megatron_shim", "one_ray")
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", [kind for kind in FAMILIES if kind not in ("qwen3_moe", "mixtral")])
 async def test_engine_and_trainer_agree_before_and_after_an_update(
     kind: str, engine_config: EngineConfig, tmp_path: Path
 ) -> None:

@@ -12,10 +12,13 @@ import subprocess
 import sys
 import textwrap
 import time
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from server_control import shared_files
+from support.family_models import write_model
 
 from agent_rl.config import EngineConfig
 from agent_rl.engine.factory import open_engine
@@ -131,6 +134,22 @@ async def test_a_missing_interpreter_is_refused(model: Path, tmp_path: Path) -> 
 )
 def test_the_reason_is_found_in_the_log(log: str, reason: str) -> None:
     assert reason_in_log(log).startswith(reason)
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cuda", "triton"), ("cpu", None)])
+def test_gpt_oss_on_a_gpu_gets_experts_that_capture_routes(device: str, expected: str | None, tmp_path: Path) -> None:
+    """What the user sets comes later, so it counts."""
+    model = write_model(tmp_path / "model", "gpt_oss", seed=0)
+
+    def backends(**options: Any) -> list[str]:
+        command = EngineServer(
+            EngineConfig(python=sys.executable, device=device, **options), model, tmp_path
+        )._command()
+        return [value for flag, value in pairwise(command) if flag == "--moe-runner-backend"]
+
+    default = [expected] if expected else []
+    assert backends() == default
+    assert backends(extra_args=("--moe-runner-backend", "cutlass")) == [*default, "cutlass"]
 
 
 def test_group_members_are_running_processes() -> None:

@@ -27,6 +27,7 @@ from agent_rl.engine.response import RequestContext, read_completion
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.errors import WeightSyncError
 from agent_rl.models.spec import read_model_spec
+from agent_rl.train.hf_index import expected_shapes
 from agent_rl.types import Completion, FinishReason, Sample, SamplingParams
 from agent_rl.weight_sync.receivers import WeightReceivers
 from r3.routing import SpanKind
@@ -51,16 +52,8 @@ Weights = list[tuple[str, Any]]
 
 def exported(directory: Path) -> Weights:
     """A checkpoint's tensors in the order in which the trainer exports them: parts of one parameter in a row."""
-    parts = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj")
-
-    def place(name: str) -> tuple[str, bool, int, int]:
-        layer = re.sub(r"(self_attn\.[qkv]_proj|mlp\.experts).*", r"\1", name).replace("k_proj", "q_proj")
-        expert = re.search(r"experts\.(\d+)", name)
-        part = next((index for index, part in enumerate(parts) if part in name), 0)
-        return layer.replace("v_proj", "q_proj"), "down_proj" in name, int(expert[1]) if expert else 0, part
-
     weights = load_file(directory / "model.safetensors")
-    return [(name, weights[name]) for name in sorted(weights, key=place)]
+    return [(name, weights[name]) for name in expected_shapes(read_model_spec(directory))]
 
 
 class FileTrainer:

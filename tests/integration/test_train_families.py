@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 from integration_run import REAL, Run
-from support.family_models import write_model
+from support.family_models import FAMILIES, write_model
+from support.quantized_model import write_float8_model
 
 from agent_rl.models.spec import read_model_spec
 from agent_rl.monitoring.metrics_log import read_metrics
@@ -24,10 +25,32 @@ SETTINGS = (
 TOKENS = 1024
 """The vocabulary of the shipped model, whose tokenizer the models have."""
 
+ORDINARY = ("deepseek_v3", "glm4_moe", "gpt_oss", "qwen3_5_moe")
+GAPS = {"olmoe": 1e-4}
+"""SGLang norms OLMoE's queries and keys with a fixed epsilon."""
 
-@pytest.mark.parametrize("model_type", ["deepseek_v3", "glm4_moe", "gpt_oss", "qwen3_5_moe"])
+
+@pytest.mark.parametrize("model_type", ORDINARY)
 def test_a_family_trains_three_steps(model_type: str, start: Start, tmp_path: Path) -> None:
     train_three_steps(model_type, start, tmp_path)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("model_type", [kind for kind in FAMILIES if kind not in ORDINARY])
+def test_every_other_family_trains_three_steps(model_type: str, start: Start, tmp_path: Path) -> None:
+    train_three_steps(model_type, start, tmp_path, gap=GAPS.get(model_type, 2e-5))
+
+
+@pytest.mark.exhaustive
+def test_a_float8_checkpoint_is_converted_and_trained(start: Start, tmp_path: Path) -> None:
+    write_float8_model(tmp_path / "model", "deepseek_v3", vocab_size=TOKENS)
+    run = start(*SETTINGS)
+    assert run.finish() == 0, run.text
+    for row in read_metrics(tmp_path / "small"):
+        assert row["mismatch/logprob_abs_diff"] < 2e-5
+        assert (row["r3/router_mismatch"], row["weight_sync/verified"]) == (0, 1)
+    (copy,) = (tmp_path / "converted").iterdir()
+    assert read_model_spec(tmp_path / "small/model") == read_model_spec(copy)
 
 
 def train_three_steps(model_type: str, start: Start, directory: Path, *, gap: float = 2e-5) -> None:

@@ -86,10 +86,12 @@ def packed(seed: int = 1, lengths: tuple[int, ...] = LENGTHS) -> PackedBatch:
     return PackedBatch.from_sequences(sequences(seed, lengths))
 
 
-def random_routes(tokens: int, layers: int = LAYERS, seed: int = 2) -> torch.Tensor:
-    """Distinct random experts, ``[tokens, layers, TOP_K]`` uint8: rows can be told apart."""
+def random_routes(
+    tokens: int, layers: int = LAYERS, seed: int = 2, *, experts: int = EXPERTS, top_k: int = TOP_K
+) -> torch.Tensor:
+    """Distinct random experts, ``[tokens, layers, top_k]`` uint8: rows can be told apart."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.rand(tokens, layers, EXPERTS, generator=generator).argsort(-1)[..., :TOP_K].to(torch.uint8)
+    return torch.rand(tokens, layers, experts, generator=generator).argsort(-1)[..., :top_k].to(torch.uint8)
 
 
 def everywhere(experts: torch.Tensor) -> PackedRoutes:

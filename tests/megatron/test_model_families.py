@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import megatron_tiny as tiny
 import pytest
+from other_sizes import other_sizes
 from support.model_sizes import (
     DEEPSEEK_V3_SIZES,
     DELTA_SIZES,
@@ -91,10 +92,29 @@ CASES = {
 }
 
 
-@pytest.fixture(params=CASES)
+SEEDS = (1, 2)
+
+
+def case_of_other_sizes(plain: Case, seed: int) -> Case:
+    """``plain`` with sizes drawn for its family."""
+    changes, moe = other_sizes(plain.kind, seed)
+    return replace(plain, changes=plain.changes | changes, moe=moe)
+
+
+FIRST = {case.kind: case for case in reversed(CASES.values())}
+OTHER_SIZES = {f"{kind}-sizes-{seed}": case_of_other_sizes(FIRST[kind], seed) for kind in FIRST for seed in SEEDS}
+EVERY = CASES | OTHER_SIZES
+
+
+def parameters(cases: Mapping[str, Case]) -> list[Any]:
+    """Cases of other sizes are exhaustive."""
+    return [pytest.param(name, marks=[pytest.mark.exhaustive] if name in OTHER_SIZES else []) for name in cases]
+
+
+@pytest.fixture(params=parameters(EVERY))
 def member(request: pytest.FixtureRequest, tmp_path: Path, build: Build) -> tuple[Case, Any, Any]:
     """A case, transformers' model of it, and ours made from its checkpoint."""
-    case = CASES[request.param]
+    case = EVERY[request.param]
     reference = tiny.write_model(tmp_path / "model", case.kind, SIZES | case.changes, published=case.published)
     return case, reference, build(tmp_path / "model")
 
@@ -153,7 +173,7 @@ def is_frozen(name: str) -> bool:
     return "correction_bias" in name or ".indexer." in name
 
 
-@pytest.mark.parametrize("member", [name for name, case in CASES.items() if case.moe], indirect=True)
+@pytest.mark.parametrize("member", parameters({name: case for name, case in EVERY.items() if case.moe}), indirect=True)
 def test_replay_keeps_the_familys_own_gates(member: tuple[Case, Any, Any]) -> None:
     """The model's own experts change no bit; other experts give what transformers computes with them."""
     case, reference, ours = member
@@ -163,13 +183,14 @@ def test_replay_keeps_the_familys_own_gates(member: tuple[Case, Any, Any]) -> No
     own = ours.forward_logprobs([batch], [tiny.everywhere(native.routes)])[0]
     assert torch.equal(own.logprobs, native.logprobs)
 
-    given = tiny.random_routes(len(batch), len(case.moe))
+    spec = ours.model_spec
+    given = tiny.random_routes(len(batch), len(case.moe), experts=spec.num_experts, top_k=spec.top_k)
     replayed = ours.forward_logprobs([batch], [tiny.everywhere(given)])[0]
     assert (replayed.logprobs - native.logprobs).abs().max() > 0.1
     pinned = iter(given.split([len(tokens) for tokens in sequences]))
     expected = []
     for tokens in sequences:
-        with routed(reference, next(pinned).long()):
+        with routed(spec.num_experts, next(pinned).long()):
             expected.append(tiny.reference(reference, [tokens])[0])
     torch.testing.assert_close(replayed.logprobs, torch.cat(expected).detach(), rtol=0, atol=1e-4)
 
@@ -177,15 +198,15 @@ def test_replay_keeps_the_familys_own_gates(member: tuple[Case, Any, Any]) -> No
 class routed:
     """Makes transformers use the experts ``routes [tokens, moe_layers, k]`` instead of ``torch.topk``'s."""
 
-    def __init__(self, model: Any, routes: Tensor) -> None:
-        self._layers = iter(routes.unbind(1))
+    def __init__(self, experts: int, routes: Tensor) -> None:
+        self._experts, self._layers = experts, iter(routes.unbind(1))
 
     def __enter__(self) -> None:
         self._topk = torch.topk
         torch.topk = self._chosen  # type: ignore[assignment]
 
     def _chosen(self, scores: Tensor, k: int, dim: int = -1, **options: Any) -> tuple[Tensor, Tensor]:
-        if scores.ndim != 2 or scores.shape[-1] != tiny.EXPERTS:  # the choice of groups
+        if scores.ndim != 2 or scores.shape[-1] != self._experts:  # the choice of groups
             return self._topk(scores, k, dim, **options)
         experts = next(self._layers)
         return scores.gather(dim, experts), experts

@@ -23,12 +23,26 @@ def test_only_declared_tensors_may_be_beside_those_of_the_model(kind: str, tmp_p
     spec, file = read_model_spec(write_model(tmp_path, kind, seed=0)), tmp_path / "model.safetensors"
     tensors = load_file(file)
     some = next(iter(tensors.values()))
-    declared = [f"{prefix.format(layers=spec.num_layers)}x.weight" for prefix in spec.family.untrained]
+    prefixes = [prefix.format(layers=spec.num_layers + last) for prefix in spec.family.untrained for last in (0, 2)]
+    declared = [f"{prefix}x.weight" for prefix in prefixes]
     save_file(tensors | dict.fromkeys(declared, some), file)
     check_checkpoint(tmp_path, spec)
     save_file(tensors | dict.fromkeys([*declared, "model.layers.0.x.weight"], some), file)
     message = rf"has 1 tensors that a {kind} model .* first 'model\.layers\.0\.x\.weight'$"
     with pytest.raises(ConfigError, match=message):
+        check_checkpoint(tmp_path, spec)
+
+
+def test_minimax_m2_may_have_the_three_layers_of_its_config(tmp_path: Path) -> None:
+    spec = read_model_spec(write_model(tmp_path, "minimax_m2", seed=0, num_mtp_modules=3))
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    layers = [f"model.layers.{spec.num_layers + number}.self_attn.q_proj.weight" for number in range(4)]
+    some = next(iter(tensors.values()))
+    save_file(tensors | dict.fromkeys(layers[:3], some), file)
+    check_checkpoint(tmp_path, spec)
+    save_file(tensors | dict.fromkeys(layers, some), file)
+    with pytest.raises(ConfigError, match=rf"first '{layers[3]}'"):
         check_checkpoint(tmp_path, spec)
 
 

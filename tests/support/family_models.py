@@ -149,6 +149,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "text_config": COMMON | QWEN3_5 | {"model_type": "qwen3_5_moe_text"},
         "vision_config": {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "out_hidden_size": 64},
     },
+    "mixtral": {
+        "architectures": ["MixtralForCausalLM"],
+        "num_local_experts": 8,
+    },
+    "qwen3_moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "head_dim": 16,
+        "num_experts": 8,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+    },
     "olmoe": {
         "architectures": ["OlmoeForCausalLM"],
         "num_key_value_heads": 4,

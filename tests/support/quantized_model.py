@@ -1,0 +1,32 @@
+"""A tiny checkpoint as it is published in float8."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from support.family_models import write_model
+
+BLOCK = 16
+
+
+def write_float8_model(directory: Path, kind: str, **changes: Any) -> Path:
+    """As ``write_model``, with the projections in float8 and a scale for each block of 16 x 16."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    model = write_model(directory, kind, seed=0, torch_dtype="bfloat16", **changes)
+    tensors = {}
+    for name, tensor in load_file(model / "model.safetensors").items():
+        if not name.endswith("_proj.weight"):
+            tensors[name] = tensor
+            continue
+        sizes = [-(-size // BLOCK) for size in tensor.shape]
+        tensors[name] = (tensor * 100).to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = torch.linspace(0.008, 0.012, sizes[0] * sizes[1]).view(sizes)
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((model / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
+    (model / "config.json").write_text(json.dumps(config))
+    return model
