@@ -19,14 +19,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TRAINER = ROOT / ".venv"
 DOCS = ROOT / ".venv-docs"
-ENGINE_REQUIREMENTS = ROOT / "agent_rl" / "engine" / "requirements.txt"
+ENGINE = ROOT / "agent_rl" / "engine"
+NVIDIA = Path("/dev/nvidiactl")
 TRAINER_CONSTRAINTS = ROOT / "constraints" / "trainer.txt"
 DOCS_CONSTRAINTS = ROOT / "constraints" / "docs.txt"
 MINI_SWE_AGENT = ROOT / ".cache" / "agents" / "mini-swe-agent"
 MINI_SWE_AGENT_REQUIREMENTS = ROOT / "tests" / "endpoint" / "programs" / "mini-swe-agent.txt"
-ENGINE_CONSTRAINTS = ROOT / "agent_rl" / "engine" / "constraints.txt"
-ENGINE_NODEPS = ROOT / "agent_rl" / "engine" / "requirements-nodeps.txt"
-ENGINE_FILES = (ENGINE_REQUIREMENTS, ENGINE_NODEPS, ENGINE_CONSTRAINTS)
 PYPROJECT = ROOT / "pyproject.toml"
 TORCH = "torch==2.13.0"
 
@@ -49,6 +47,14 @@ def engine_venv() -> Path:
 def engine_python() -> Path:
     """Path of the engine environment's interpreter. The file may not exist."""
     return engine_venv() / "bin" / "python"
+
+
+def engine_files(*, cuda: bool) -> tuple[Path, Path, Path, Path]:
+    """The engine's requirements, those without dependencies, the constraints, and what both devices share."""
+    device = "-cuda" if cuda else ""
+    names = (f"requirements{device}", f"requirements{device}-nodeps", f"constraints{device}", "requirements-common")
+    requirements, nodeps, constraints, common = (ENGINE / f"{name}.txt" for name in names)
+    return requirements, nodeps, constraints, common
 
 
 def log_step(text: str) -> None:
@@ -104,10 +110,11 @@ def add_trainer_packages() -> None:
 
 
 def build_engine() -> None:
-    pip = make_venv(engine_venv())
+    """Install the files of this machine's device. On a machine with an NVIDIA device these include CUDA kernels."""
+    pip, (requirements, nodeps, constraints, _) = make_venv(engine_venv()), engine_files(cuda=NVIDIA.exists())
     run(pip, "install", "--quiet", "--progress-bar=on", TORCH)
-    run(pip, "install", "--quiet", "--no-deps", "--progress-bar=on", "--requirement", ENGINE_NODEPS)
-    run(pip, "install", "--quiet", "--progress-bar=on", "-c", ENGINE_CONSTRAINTS, "-r", ENGINE_REQUIREMENTS)
+    run(pip, "install", "--quiet", "--no-deps", "--progress-bar=on", "--requirement", nodeps)
+    run(pip, "install", "--quiet", "--progress-bar=on", "-c", constraints, "-r", requirements)
 
 
 def build_docs() -> None:
@@ -159,7 +166,9 @@ def main(steps: Sequence[str]) -> int:
         return 2
     actions = {
         "trainer": lambda: build_once(TRAINER, [PYPROJECT, TRAINER_CONSTRAINTS], build_trainer, "trainer environment"),
-        "engine": lambda: build_once(engine_venv(), ENGINE_FILES, build_engine, "engine environment"),
+        "engine": lambda: build_once(
+            engine_venv(), engine_files(cuda=NVIDIA.exists()), build_engine, "engine environment"
+        ),
         "trainer-packages": add_trainer_packages,
         "docs": lambda: build_once(DOCS, [PYPROJECT, DOCS_CONSTRAINTS], build_docs, "documentation environment"),
         "sandbox": ensure_sandbox,

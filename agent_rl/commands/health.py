@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from agent_rl.commands.gpu_checks import GPU_CHECKS, needs_gpus
 from agent_rl.config import RunConfig, SandboxConfig
 from agent_rl.config.loader import load_config
 from agent_rl.controller import preflight
@@ -65,6 +66,7 @@ async def check_parts(config: RunConfig) -> list[Check]:
         await _check("model", lambda: _check_model(config.model)),
         *await check_engines_of(config),
         await _check("trainer", _check_trainer),
+        *await _check_gpus(config),
         *([await _check("ray", partial(_check_cluster, address))] if (address := config.train.ray_address) else ()),
         *await check_sandboxes(config),
         await _check("disk", lambda: _check_disk(config.runs_dir)),
@@ -76,6 +78,12 @@ async def _check(name: str, check: Callable[[], Awaitable[str]]) -> Check:
         return Check(name, True, await check())
     except (AgentRlError, SandboxError) as error:
         return Check(name, False, str(error))
+
+
+async def _check_gpus(config: RunConfig) -> list[Check]:
+    """What the config's GPUs on this machine need; nothing for a config without them."""
+    checks = GPU_CHECKS if needs_gpus(config) else {}
+    return [await _check(name, partial(asyncio.to_thread, check, config)) for name, check in checks.items()]
 
 
 async def _check_model(model: Path) -> str:

@@ -25,6 +25,7 @@ from agent_rl.train.route_trace import check_trace
 from agent_rl.utils.concurrency import first_error
 from envs.registry import check_environment
 
+NVIDIA = Path("/dev/nvidiactl")
 MIN_FREE_BYTES = 1 << 30
 TRAINER_PACKAGES = ("torch", "megatron-core", "ray")
 
@@ -53,6 +54,7 @@ def run(config: RunConfig, purpose: Purpose = "serve") -> Checked:
     """
     if purpose == "train":
         check_trainer()
+        _check_gpu(config.train)
     config = resolve_models(config, print)
     reference = config.train.kl.reference
     model_spec = _check_models(config.model, reference)
@@ -93,6 +95,12 @@ def check_trainer() -> None:
     missing = [name for name in TRAINER_PACKAGES if importlib.util.find_spec(name.partition("-")[0]) is None]
     if missing:
         raise UserError(f"not installed: {', '.join(missing)}; `agent-rl install trainer` installs them")
+
+
+def _check_gpu(train: TrainConfig) -> None:
+    """Raises UserError where ranks of this machine need GPUs and it has none."""
+    if train.device == "cuda" and train.ray_address is None and not NVIDIA.exists():
+        raise UserError("train.device is cuda and this machine has no NVIDIA GPU: set it to cpu, or train.ray_address")
 
 
 def _check_models(model: Path, reference: Path | None) -> ModelSpec:

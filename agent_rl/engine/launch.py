@@ -26,7 +26,7 @@ from agent_rl.models.files import read_object
 from agent_rl.models.spec import ModelSpec
 from agent_rl.utils.concurrency import shielded
 from agent_rl.utils.http import AsyncHttp
-from agent_rl.utils.sockets import LOOPBACK, LOOPBACK_INTERFACE, family_of, is_loopback
+from agent_rl.utils.sockets import LOOPBACK, LOOPBACK_INTERFACE, NCCL_SETTINGS, family_of, is_loopback
 
 _SERVE = Path(__file__).resolve().parent / "server" / "serve.py"
 _DEVICES = Path("/dev")
@@ -197,7 +197,10 @@ class EngineServer:
             environment["OMP_NUM_THREADS"] = str(self._config.threads or len(os.sched_getaffinity(0)))
             # Threads spinning at a barrier would starve the sandboxes that share these cores, and each other.
             environment["OMP_WAIT_POLICY"] = "PASSIVE"
-        elif self._config.count > 1:
+            return environment
+        environment = {**NCCL_SETTINGS, **environment}
+        environment.pop("PYTORCH_CUDA_ALLOC_CONF", None)  # the trainer's; torch-memory-saver refuses its option
+        if self._config.count > 1:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpus())
         return environment
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from agent_rl.config import TrainConfig
 from agent_rl.errors import TrainerError
 from agent_rl.train.requests import WorkerDevice
+from agent_rl.utils.sockets import NCCL_SETTINGS
 
 if TYPE_CHECKING:
     from ray.actor import ActorClass, ActorProxy
@@ -38,9 +40,18 @@ def start_actors(
     device = _device(train, planned_gpu_gb) if placement_group is None else _device_of(placement_group)
     options: dict[str, Any] = {"num_cpus": 1, "num_gpus": int(device == "cuda"), "max_restarts": 0}
     options["concurrency_groups"] = {BACKGROUND_GROUP: 1}  # missing in Ray's types
+    if device == "cuda":
+        options["runtime_env"] = {"env_vars": cuda_environment(os.environ)}
     actor_class: ActorClass[WorkerActor] = ray.remote(**options)(WorkerActor)
     placements = [{}] * world if placement_group is None else placement_options(placement_group)
     return [actor_class.options(**placement).remote() for placement in placements], device
+
+
+def cuda_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Environment variables of ranks on GPUs; those set in ``environment`` stay. Engines must not get the allocator's
+    option: torch-memory-saver refuses it."""
+    defaults = {**NCCL_SETTINGS, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    return {name: environment.get(name, value) for name, value in defaults.items()}
 
 
 def _check_cpus(world: int) -> None:

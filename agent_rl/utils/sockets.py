@@ -10,6 +10,8 @@ from urllib.parse import urlsplit
 LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE: Mapping[str, str] = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 """Environment variables that keep the sockets of gloo and NCCL on loopback. Both read them when a group is created."""
+NCCL_SETTINGS: Mapping[str, str] = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+"""NCCL settings of SGLang's processes. Trainer ranks have the same, because one weight-update group has both."""
 _DISCARD_PORT = 9
 
 

@@ -328,8 +328,9 @@ class WeightPublisher:
         for url, info in zip(self.urls, infos, strict=True):
             if info.get("dtype") not in (None, "auto", dtype):
                 raise WeightSyncError(f"{url} holds its weights in {info['dtype']}, not in {dtype}: set engine.dtype")
+        checksums = self._receivers.checksums()  # may raise: an engine is predictable only with known checksums
         self._predictable = frozenset(url for url, info in zip(self.urls, infos, strict=True) if predictable(info))
-        self._checksums = dict(zip(self.urls, self._receivers.checksums(), strict=True))
+        self._checksums = dict(zip(self.urls, checksums, strict=True))
         self._join()
 
     def _join(self) -> None:
@@ -423,10 +424,16 @@ def join_group(host: str, port: int, rank: int, world_size: int, name: str, back
         c10d.PrefixStore(name, store),
         group_name=c10d.GroupName(name),
         backend_options=None,
-        timeout=limit,
+        timeout=timedelta(seconds=collective_seconds(backend, timeout)),
     )
     c10d._world.pg_group_ranks[group] = {index: index for index in range(world_size)}
     return group
+
+
+def collective_seconds(backend: str, timeout: float) -> float:
+    """The limit of a collective whose caller waits ``timeout`` seconds. NCCL's watchdog ends the process when its limit
+    is over, so the caller must have aborted the group long before; gloo raises an error that the caller catches."""
+    return 3 * timeout + 60 if backend == "nccl" else timeout
 
 
 def _rendezvous_host(urls: Sequence[str]) -> str:

@@ -12,10 +12,12 @@ from rich.console import Console
 
 from agent_rl.commands.doctor import diagnose, run_doctor, tasks_table
 from agent_rl.commands.eval import EvalOptions, run_evaluation
+from agent_rl.commands.gpu_checks import check_kernels
 from agent_rl.commands.health import Check, check_installation, check_parts, check_sandboxes, checks_table
 from agent_rl.commands.policy import PolicyChoice
 from agent_rl.config.loader import load_config
-from agent_rl.errors import ConfigError
+from agent_rl.controller import preflight
+from agent_rl.errors import ConfigError, UserError
 from agent_rl.evaluation.quarantine import read_quarantine, write_quarantine
 from agent_rl.evaluation.report import EpisodeResult
 from envs import Finding
@@ -173,6 +175,47 @@ async def test_missing_parts_name_their_install(tmp_path: Path, monkeypatch: Any
     assert engine.detail.startswith("engine.urls: http://127.0.0.1:1/model_info: no response (ClientConnectorError")
     assert not await check_installation()
     assert "notthere" in capsys.readouterr().out
+
+
+async def test_a_gpu_config_on_a_machine_without_gpus_fails(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    config = load_config(Path("quickstart"), ["train.device=cuda", "engine.device=cuda"])
+    found = {check.name: check for check in await check_parts(config)}
+    assert not any(found[name].ok for name in ("gpu", "gpu tool chain", "gpu kernels"))
+    assert found["gpu"].detail == (
+        "the config asks for GPUs and this machine has no nvidia-smi: install an NVIDIA driver"
+    )
+    assert "g++" in found["gpu tool chain"].detail
+    monkeypatch.setattr("agent_rl.controller.preflight.NVIDIA", tmp_path / "nvidiactl")
+    with pytest.raises(UserError, match=r"train\.device is cuda and this machine has no NVIDIA GPU"):
+        preflight.run(config, "train")
+
+
+@pytest.mark.parametrize(
+    ("trainer", "reason"),
+    [
+        ("2.13.0 2.29.7", None),
+        ("2.14.1 2.29.7", "torch is 2.13.0 in the engine and 2.14.1 in the trainer"),
+        ("2.13.0 2.30.7", "nccl is 2.29.7 in the engine and 2.30.7 in the trainer"),
+    ],
+)
+def test_two_releases_of_torch_or_nccl_fail(
+    trainer: str, reason: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interpreter(name: str, torch: str, nccl: str) -> str:
+        program = tmp_path / name
+        program.write_text(f"""#!/bin/sh\necho '{{"torch": "{torch}", "nccl": "{nccl}", "cuda": true}}'\n""")
+        program.chmod(0o755)
+        return str(program)
+
+    monkeypatch.setattr("sys.executable", interpreter("trainer", *trainer.split()))
+    engine = interpreter("engine", "2.13.0", "2.29.7")
+    config = load_config(Path("quickstart"), [f"engine.python={engine}", "engine.device=cuda"])
+    if reason is None:
+        assert "NCCL 2.29.7 in both environments" in check_kernels(config)
+    else:
+        with pytest.raises(ConfigError, match=reason):
+            check_kernels(config)
 
 
 async def test_a_cluster_without_a_token_fails(monkeypatch: Any) -> None:

@@ -24,8 +24,16 @@ from agent_rl.models.transfer import fill_buckets
 
 torch = pytest.importorskip("torch", reason="needs the trainer environment")
 
+from agent_rl.train.ray_launch import cuda_environment  # noqa: E402
 from agent_rl.weight_sync.digests import DigestKind, Digests, rank_difference  # noqa: E402
-from agent_rl.weight_sync.publisher import Bucket, InFlightBucket, StageTimer, WeightPublisher, buckets  # noqa: E402
+from agent_rl.weight_sync.publisher import (  # noqa: E402
+    Bucket,
+    InFlightBucket,
+    StageTimer,
+    WeightPublisher,
+    buckets,
+    collective_seconds,
+)
 from agent_rl.weight_sync.receivers import PendingReplies  # noqa: E402
 
 
@@ -191,3 +199,30 @@ def test_an_engine_that_refuses_a_bucket_does_not_block_the_publisher(monkeypatc
     with pytest.raises(WeightSyncError, match="the engine refused"):
         Refusing()._send(next(buckets(weights(), torch.float32, limit=48)), "1")
     joined.set()
+
+
+def test_an_engine_whose_first_checksums_fail_is_reported_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing(Recording):
+        def query_info(self) -> list[dict[str, Any]]:
+            return [{"weight_checksum": "sha256"}]
+
+        def checksums(self) -> list[Any]:
+            raise WeightSyncError("the engine died")
+
+    monkeypatch.setattr("agent_rl.weight_sync.publisher.predictable", lambda info: True)
+    report = Failing().publish(weights(), "1")
+    assert report.failures == {"http://127.0.0.1:9": "the engine died"}
+
+
+def test_nccl_s_watchdog_waits_longer_than_the_publisher() -> None:
+    """The watchdog ends the process; the publisher aborts the group and goes on."""
+    assert collective_seconds("nccl", 120.0) == 420.0
+    assert collective_seconds("gloo", 120.0) == 120.0
+
+
+def test_ranks_on_gpus_have_the_settings_of_nccl_that_engines_have() -> None:
+    assert cuda_environment({"NCCL_NVLS_ENABLE": "1"}) == {
+        "NCCL_CUMEM_ENABLE": "0",
+        "NCCL_NVLS_ENABLE": "1",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    }

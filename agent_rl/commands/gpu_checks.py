@@ -1,0 +1,118 @@
+"""What a run on this machine's GPUs needs, for ``agent-rl doctor``: driver, tool chain, kernels and limits."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from agent_rl.config import RunConfig
+from agent_rl.errors import ConfigError
+
+MIN_DRIVER, MIN_NVCC, MIN_COMPILER = 580, 13, 11
+MIN_SHARED_BYTES = 64 << 30
+_SHARED = Path("/dev/shm")
+_SECONDS = 120.0
+_QUERY = ("nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader")
+_PROBE = """
+import json, pynvml, sgl_kernel, torch
+print(json.dumps({"torch": torch.__version__, "nccl": torch.cuda.nccl.version(), "cuda": torch.cuda.is_available()}))
+"""
+_TRAINER_PROBE = _PROBE.replace("pynvml, sgl_kernel, ", "")
+
+GpuCheck = Callable[[RunConfig], str]
+
+
+def needs_gpus(config: RunConfig) -> bool:
+    """Whether ``config`` puts its trainer or its launched engines on GPUs of this machine."""
+    engine, train = config.engine, config.train
+    local_engine = engine.launched and engine.placement == "local"
+    trainer = train.device == "cuda" and train.ray_address is None
+    return trainer or (local_engine and (engine.device == "cuda" or engine.colocate))
+
+
+def check_driver(config: RunConfig) -> str:
+    """The GPUs and their driver. Raises ConfigError without a GPU or with an older driver."""
+    if shutil.which(_QUERY[0]) is None:
+        raise ConfigError("the config asks for GPUs and this machine has no nvidia-smi: install an NVIDIA driver")
+    rows = [line.partition(",") for line in _output(*_QUERY).splitlines()]
+    if not rows:
+        raise ConfigError("the config asks for GPUs and nvidia-smi lists none")
+    driver = rows[0][0]
+    if _major(driver) < MIN_DRIVER:
+        raise ConfigError(f"driver {driver}: CUDA 13 needs driver {MIN_DRIVER} or newer")
+    return f"{len(rows)} x {rows[0][2].strip()}, driver {driver}"
+
+
+def check_tool_chain(config: RunConfig) -> str:
+    """The programs with which SGLang compiles kernels at their first use. Raises ConfigError where one is missing."""
+    python = Path(config.engine.python)
+    path = os.pathsep.join([str(python.parent), os.environ.get("PATH", ""), "/usr/local/cuda/bin"])
+    programs = {name: shutil.which(name, path=path) for name in ("nvcc", "g++", "ninja")}
+    if missing := [name for name, program in programs.items() if program is None]:
+        raise ConfigError(f"not installed: {', '.join(missing)}; SGLang compiles kernels at their first use")
+    found = {name: _output(str(program), "--version") for name, program in programs.items()}
+    release = re.search(r"release (\d+)", found["nvcc"])
+    compiler = re.search(r"\) (\d+)\.", found["g++"])
+    for name, match, least in (("nvcc", release, MIN_NVCC), ("g++", compiler, MIN_COMPILER)):
+        if match is None or int(match.group(1)) < least:
+            raise ConfigError(f"{name} {match.group(1) if match else 'of unknown release'}: {least} or newer is needed")
+    return f"nvcc {release and release.group(1)}, g++ {compiler and compiler.group(1)}, ninja {found['ninja'].strip()}"
+
+
+def check_kernels(config: RunConfig) -> str:
+    """SGLang's kernels, imported in the engine's interpreter, and torch and NCCL, which must be those of the trainer.
+    Raises ConfigError."""
+    engine, trainer = _probe(config.engine.python, _PROBE), _probe(sys.executable, _TRAINER_PROBE)
+    for name in ("torch", "nccl"):
+        if engine[name] != trainer[name]:
+            raise ConfigError(f"{name} is {engine[name]} in the engine and {trainer[name]} in the trainer")
+    if not engine["cuda"]:
+        raise ConfigError(f"torch {engine['torch']} in {config.engine.python} finds no GPU")
+    return f"sgl_kernel imported, torch {engine['torch']}, NCCL {engine['nccl']} in both environments"
+
+
+def check_limits(config: RunConfig) -> str:
+    """The limits of pinned and shared memory. Raises ConfigError where they are too low."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft != resource.RLIM_INFINITY:
+        raise ConfigError(f"ulimit -l is {soft >> 10} KiB: NCCL and offloading pin memory, set it to unlimited")
+    size = shutil.disk_usage(_SHARED).total
+    if size < MIN_SHARED_BYTES:
+        raise ConfigError(f"{_SHARED} has {size >> 30} GiB: {MIN_SHARED_BYTES >> 30} GiB or more are needed")
+    return f"pinned memory unlimited, {_SHARED} {size >> 30} GiB"
+
+
+GPU_CHECKS: dict[str, GpuCheck] = {
+    "gpu": check_driver,
+    "gpu tool chain": check_tool_chain,
+    "gpu kernels": check_kernels,
+    "gpu limits": check_limits,
+}
+
+
+def _probe(python: str, code: str) -> dict[str, Any]:
+    return dict(json.loads(_output(python, "-c", code).splitlines()[-1]))
+
+
+def _output(*command: str) -> str:
+    """What ``command`` prints. Raises ConfigError where it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"{command[0]}: {error}") from None
+    if done.returncode:
+        reason = (done.stderr or done.stdout).strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+        raise ConfigError(f"{command[0]}: {reason[0]}")
+    return done.stdout
+
+
+def _major(text: str) -> int:
+    return int(text.partition(".")[0]) if text.partition(".")[0].isdigit() else 0
