@@ -87,7 +87,7 @@ def test_decode_leaves_control_tokens_out(renderer: ChatRenderer) -> None:
     assert renderer.decode(ids("<tool_response>é x<|im_end|>")) == "<tool_response>é x"
 
 
-@pytest.mark.parametrize("name", ["plain", "keeps_thoughts_of_the_task", "opens_thought", "trims"])
+@pytest.mark.parametrize("name", ["plain", "keeps_thoughts_of_the_task", "drops_thoughts", "opens_thought", "trims"])
 def test_prefix_preserving_templates_pass(name: str) -> None:
     renderer = renderer_of(name)
     assert renderer.observation_role == "tool"
@@ -98,7 +98,6 @@ def test_prefix_preserving_templates_pass(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("drops_thoughts", "drops <think> blocks from earlier turns"),
         ("counts_messages", "changes the text before a turn once more messages follow: '2 messages"),
         ("system_last", "changes the text before a turn"),
         ("no_end_token", "must end with a special token"),
@@ -114,15 +113,11 @@ def test_other_templates_are_refused_with_the_reason(name: str, reason: str) -> 
     assert "\n" not in message
 
 
-def test_a_model_without_thoughts_accepts_a_template_that_drops_them() -> None:
-    renderer = renderer_of("drops_thoughts", thinking=False)
-    assert renderer.observation_role == "tool"
-
-
-def test_thoughts_dropped_after_a_user_message_make_that_role_unusable() -> None:
-    with pytest.raises(TemplateError, match="role user; use tool"):
-        renderer_of("keeps_thoughts_of_the_task").observation("seen", "user", stop_included=True)
-    assert renderer_of("keeps_thoughts_of_the_task", thinking=False).observation("seen", "user", stop_included=True)
+@pytest.mark.parametrize("role", ["tool", "user"])
+def test_thoughts_that_the_template_drops_from_its_history_leave_the_delta_as_it_is(role: Any) -> None:
+    delta = renderer_of("plain").observation("seen", role, stop_included=True)
+    for name in ("drops_thoughts", "keeps_thoughts_of_the_task"):
+        assert renderer_of(name).observation("seen", role, stop_included=True) == delta
 
 
 @pytest.mark.parametrize("name", ["no_tool_role", "escapes_tool_text"])
@@ -200,9 +195,8 @@ def test_an_eos_token_that_content_could_spell_is_refused() -> None:
 
 def test_template_options_reach_the_template() -> None:
     source = TEMPLATES["plain"] + "{% if add_generation_prompt and mood %}[{{ mood }}]{% endif %}"
-    with pytest.raises(TemplateError, match="changes the text"):
-        renderer_of(source, options={"mood": "calm"})
-    assert renderer_of(source).initial_prompt(MESSAGES)
+    plain = renderer_of(source).initial_prompt(MESSAGES)
+    assert renderer_of(source, options={"mood": "calm"}).initial_prompt(MESSAGES) == [*plain, *ids("[calm]")]
 
 
 TAILS = [["tool"], ["tool", "tool"], ["user"], ["tool", "user"], ["user", "user"]]
@@ -211,7 +205,7 @@ TAILS = [["tool"], ["tool", "tool"], ["user"], ["tool", "user"], ["user", "user"
 @pytest.mark.parametrize("roles", TAILS)
 @pytest.mark.parametrize("name", ["plain", "trims", "keeps_thoughts_of_the_task"])
 def test_an_extension_is_the_text_of_the_template_after_a_turn(name: str, roles: list[str]) -> None:
-    renderer = renderer_of(name, thinking=False)
+    renderer = renderer_of(name)
     renderer.check_tails()
     start = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
     tail = [{"role": role, "content": f"<|im_end|> seen {at}"} for at, role in enumerate(roles)]
@@ -225,6 +219,6 @@ def test_an_extension_is_the_text_of_the_template_after_a_turn(name: str, roles:
 def test_tails_that_depend_on_earlier_messages_are_refused() -> None:
     shown = "<|im_start|>{{ m.role }}\n{{ m.content }}{{ ' last' if m.role == 'user' and loop.index > 5 }}<|im_end|>\n"
     template = "{% for m in messages %}" + shown + "{% endfor %}{{ '<|im_start|>assistant\n' }}"
-    renderer = renderer_of(template, thinking=False, observation_role="tool")
+    renderer = renderer_of(template, observation_role="tool")
     with pytest.raises(TemplateError, match="roles user is not constant"):
         renderer.check_tails()
