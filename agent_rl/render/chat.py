@@ -74,8 +74,8 @@ class Encoder:
         return ids + self._encode_text(rendered[position:], guard)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of ``tokens`` without control tokens."""
-        text: str = self.reference.decode(list(tokens), skip_special_tokens=True)
+        """The text of ``tokens``, control tokens included."""
+        text: str = self.reference.decode(list(tokens), skip_special_tokens=False)
         return text
 
     def _encode_text(self, text: str, guard: str) -> list[int]:
@@ -200,8 +200,9 @@ class ChatRenderer:
             check_tail(self._template, [self.observation_role if role == "tool" else role for role in roles])
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of ``tokens`` without control tokens."""
-        return self._encoder.decode(tokens)
+        """The text of ``tokens`` without the stop token at their end. Other control tokens are kept as text, because
+        some formats write calls with them."""
+        return self._encoder.decode(tokens[:-1] if tokens and tokens[-1] in self.stop_token_ids else tokens)
 
     def _probe_roles(self, roles: tuple[Role, ...]) -> dict[Role, Delta]:
         """The deltas of the ``roles`` that the template can append, the preferred one first. A role before which a turn

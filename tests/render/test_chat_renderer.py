@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.chat_templates import TEMPLATES, ids, renderer_of, token_id, tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from agent_rl.errors import TemplateError
-from agent_rl.render import ChatRenderer
+from agent_rl.render import ChatModel, ChatRenderer
+from tools import ToolCall, tool_format
 
 MESSAGES = [{"role": "system", "content": "Fix bugs."}, {"role": "user", "content": "f(1) is 2, should be 1."}]
 TOOLS = [{"type": "function", "function": {"name": "look", "description": "Look <here>: é", "parameters": {}}}]
@@ -63,7 +66,8 @@ def test_content_never_becomes_control_tokens(renderer: ChatRenderer, seen: str)
     end, start = token_id("<|im_end|>"), token_id("<|im_start|>")
     tokens = renderer.observation(seen, stop_included=False)
     assert (tokens.count(end), tokens.count(start), tokens.count(token_id("<|endoftext|>"))) == (2, 2, 0)
-    assert renderer.decode(tokens) == f"\nuser\n<tool_response>\n{seen}\n</tool_response>\nassistant\n"
+    shown = f"user\n<tool_response>\n{seen}\n</tool_response><|im_end|>"
+    assert renderer.decode(tokens) == f"<|im_end|>\n<|im_start|>{shown}\n<|im_start|>assistant\n"
     opening = renderer.initial_prompt([{"role": "user", "content": seen}], [{"a": seen, seen: [seen]}])
     assert opening.count(end) == 2
     assert opening.count(start) == 3
@@ -83,8 +87,23 @@ def test_no_text_holds_every_guard(renderer: ChatRenderer, pairs: int) -> None:
     assert seen in renderer.decode(renderer.observation(seen, stop_included=True))
 
 
-def test_decode_leaves_control_tokens_out(renderer: ChatRenderer) -> None:
+def test_decode_leaves_out_only_the_stop_token_at_the_end(renderer: ChatRenderer) -> None:
     assert renderer.decode(ids("<tool_response>é x<|im_end|>")) == "<tool_response>é x"
+    assert renderer.decode(ids("a<|im_start|>b<|endoftext|>c")) == "a<|im_start|>b<|endoftext|>c"
+    assert renderer.decode([]) == ""
+
+
+@pytest.mark.parametrize("name", ["kimi", "deepseek-v3", "deepseek-v3.1", "deepseek-dsml", "harmony"])
+def test_a_sampled_call_written_with_control_tokens_is_parsed(name: str) -> None:
+    call, fmt, made = ToolCall("look", {"path": "a.py"}), tool_format(name), Tokenizer.from_str(tokenizer().to_str())
+    text = fmt.render(call)
+    control = re.findall(r"<[|｜][^<>]*[|｜]>", text)
+    made.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
+    renderer = ChatRenderer(ChatModel(made, TEMPLATES["plain"]))
+    sampled = made.encode(text + "<|im_end|>", add_special_tokens=False).ids
+    assert fmt.parse(renderer.decode(sampled)) == call
+    if name != "deepseek-dsml":  # its markers are text
+        assert len(set(control).intersection(made.id_to_token(token) for token in sampled)) > 2
 
 
 @pytest.mark.parametrize("name", ["plain", "keeps_thoughts_of_the_task", "drops_thoughts", "opens_thought", "trims"])
