@@ -13,6 +13,8 @@ MAX_STALENESS = 8
 """Largest allowed age of a trained token's weights, in weight updates."""
 OFF = BeforeValidator(lambda value: "off" if value is False else value)
 """YAML reads a bare ``off`` as false."""
+ON = BeforeValidator(lambda value: "on" if value is True else value)
+"""YAML reads a bare ``on`` as true."""
 
 
 def registered_name(key: str, load: Callable[[str], object], error: type[Exception]) -> AfterValidator:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from agent_rl.config.base import MAX_STALENESS, OFF, Section, registered_name
+from agent_rl.config.base import MAX_STALENESS, OFF, ON, Section, registered_name
 from tools import ToolFormatError, tool_format
 
 ToolFormat = Annotated[str, registered_name("rollout.tool_format", tool_format, ToolFormatError)]
@@ -70,6 +70,15 @@ class RolloutConfig(Section):
         "hermes",
         description="Text format of tool calls: hermes, qwen3-coder, glm or another registered format "
         "(docs/reference/tools.md).",
+    )
+    thinking: Annotated[Literal["default", "on", "off"], OFF, ON] = Field(
+        "default",
+        description="Whether the model thinks before it acts. default: as its chat template does. on, off: set the "
+        "template's switch; refused for a template without one (docs/how-to/thinking-models.md).",
+    )
+    template_options: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Variables of the chat template, for example {reasoning_effort: low}. Unknown ones are refused.",
     )
     describe_tools: bool = Field(
         True,

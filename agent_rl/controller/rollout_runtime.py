@@ -159,7 +159,12 @@ async def open_rollout_runtime(
         if reservations is None:
             reserved = await stack.enter_async_context(open_reservations(checked.cluster, ranks=False))
             reservations = reserved.engines
-        renderer = ChatRenderer(config.model, observation_role=load_scaffold(config.env.scaffold).observation_role)
+        renderer = ChatRenderer(
+            config.model,
+            thinking=config.rollout.thinking,
+            options=config.rollout.template_options,
+            observation_role=load_scaffold(config.env.scaffold).observation_role,
+        )
         harness, endpoint = config.rollout.harness, None
         if harness is not None:
             renderer.check_tails()

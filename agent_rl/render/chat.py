@@ -23,6 +23,7 @@ from agent_rl.errors import TemplateError
 from agent_rl.render.prefix_check import TAILS, Delta, Probed, Role, after_turn, check_tail, probe, reasoning_of
 from agent_rl.render.template import ChatModel, ChatTemplate, Messages, Tools
 from agent_rl.render.template_limits import check_limits
+from agent_rl.render.thinking import Thinking, check_thinking, template_variables
 
 _GUARDS = tuple(map(chr, range(0xE000, 0xF900)))  # the private use area
 
@@ -73,8 +74,8 @@ class Encoder:
         return ids + self._encode_text(rendered[position:], guard)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of ``tokens`` without control tokens."""
-        text: str = self.reference.decode(list(tokens), skip_special_tokens=True)
+        """The text of ``tokens``, control tokens included."""
+        text: str = self.reference.decode(list(tokens), skip_special_tokens=False)
         return text
 
     def _encode_text(self, text: str, guard: str) -> list[int]:
@@ -124,9 +125,9 @@ class ChatRenderer:
     """Renders one model's conversations.
 
     ``model`` is a Hugging Face directory (``tokenizer.json`` and a chat template) or a :class:`ChatModel`. The template
-    is probed once here; a template that is not prefix-preserving is refused with ``TemplateError`` (see
-    :mod:`agent_rl.render.prefix_check`). ``thinking=False`` means that the model's turns hold no ``<think>`` blocks, so
-    a template that drops them from earlier turns is accepted. ``options`` are the template's own variables.
+    is probed once here; a template without a constant opening and delta is refused with ``TemplateError`` (see
+    :mod:`agent_rl.render.prefix_check`). ``thinking`` and ``options`` are the keys of ``rollout`` (see
+    :mod:`agent_rl.render.thinking`).
     ``observation_role`` is the role of observations; None selects tool if the template can append it, else user.
     """
 
@@ -134,7 +135,7 @@ class ChatRenderer:
         self,
         model: Path | ChatModel,
         *,
-        thinking: bool = True,
+        thinking: Thinking = "default",
         options: Mapping[str, Any] = _NO_OPTIONS,
         observation_role: Role | None = None,
     ) -> None:
@@ -142,12 +143,15 @@ class ChatRenderer:
         source = model if isinstance(model, ChatModel) else ChatModel.from_dir(model)
         try:
             self._encoder = Encoder(source.tokenizer)
-            check_limits(source.template, source.special, options)
-            self._template = ChatTemplate(source.template, source.special, options)
-            self._deltas = self._probe_roles(thinking, (observation_role,) if observation_role else ("tool", "user"))
+            check_limits(source.template, source.special, {})
+            variables = template_variables(source.template, thinking, options)
+            check_limits(source.template, source.special, variables)
+            self._template = ChatTemplate(source.template, source.special, variables)
+            self._deltas = self._probe_roles((observation_role,) if observation_role else ("tool", "user"))
             self.observation_role: Role = next(iter(self._deltas))
             self.reasoning = reasoning_of(self._template)
-            self.end_of_turn_id = self._end_of_turn()
+            check_thinking(thinking, self.reasoning)
+            self.end_of_turn_id = self._end_of_turn(self._deltas[self.observation_role])
             self.stop_token_ids = self._stop_tokens(source.eos_token_ids)
         except TemplateError as error:
             raise TemplateError(f"{where}{error}") from error
@@ -196,23 +200,26 @@ class ChatRenderer:
             check_tail(self._template, [self.observation_role if role == "tool" else role for role in roles])
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of ``tokens`` without control tokens."""
-        return self._encoder.decode(tokens)
+        """The text of ``tokens`` without the stop token at their end. Other control tokens are kept as text, because
+        some formats write calls with them."""
+        return self._encoder.decode(tokens[:-1] if tokens and tokens[-1] in self.stop_token_ids else tokens)
 
-    def _probe_roles(self, thinking: bool, roles: tuple[Role, ...]) -> dict[Role, Delta]:
-        """The deltas of the ``roles`` that the template can append, the preferred one first."""
+    def _probe_roles(self, roles: tuple[Role, ...]) -> dict[Role, Delta]:
+        """The deltas of the ``roles`` that the template can append, the preferred one first. A role before which a turn
+        ends with another token (GLM ends a turn with the next role's token) is left out."""
         passed: dict[Role, Delta] = {}
         reasons = []
         for role in roles:
             try:
-                probed = probe(self._template, role, thinking=thinking)
+                probed = probe(self._template, role)
                 self._check_tokens(probed)
                 passed[role] = probed.delta
             except TemplateError as error:
                 reasons.append(f"with observations of role {role}, {error}")
         if not passed:
             raise TemplateError(f"the chat template is not prefix-preserving: {'; '.join(reasons)}")
-        return passed
+        end = self._end_of_turn(next(iter(passed.values())))
+        return {role: delta for role, delta in passed.items() if self._end_of_turn(delta) == end}
 
     def _check_tokens(self, probed: Probed) -> None:
         """Raises ``TemplateError`` if an observation encoded alone gets other tokens than within the whole
@@ -228,11 +235,8 @@ class ChatRenderer:
         if whole[-len(observation) :] != observation or prompt != encoder.encode(probed.prompt):
             raise TemplateError("the tokenizer merges text across special tokens")
 
-    def _end_of_turn(self) -> int:
-        ends = {self._encoder.encode(delta.before)[0] for delta in self._deltas.values()}
-        if len(ends) > 1:
-            raise TemplateError("the chat template ends an assistant's turn differently before a tool's message")
-        return ends.pop()
+    def _end_of_turn(self, delta: Delta) -> int:
+        return self._encoder.encode(delta.before)[0]
 
     def _stop_tokens(self, eos_token_ids: Sequence[int]) -> tuple[int, ...]:
         unsafe = set(eos_token_ids).difference(self._encoder.special.values())

@@ -1,9 +1,10 @@
-"""Checks that a chat template is prefix-preserving, by rendering growing conversations.
+"""Checks that a chat template gives a constant opening and delta, by rendering growing conversations.
 
 The loop builds ``initial prompt + turn 1 + delta(observation 1) + turn 2 + ...``, where the turns are the model's own
-tokens. The template must render the same text for the same conversation: for one, two and three observations, with and
-without tools. A template that drops ``<think>`` from earlier turns, moves the system prompt, or renders differently
-once more messages follow would show the model another past than the one it acted on. Such a template is refused.
+tokens, which stay as they were sampled. So the template must write the same opening however many messages follow, and
+the same text around every observation: for one, two and three observations, with and without tools, after turns with
+and without thoughts. It may rewrite earlier turns, for example drop their ``<think>`` blocks: the loop does not use
+them. A template that moves the system prompt or counts messages is refused.
 
 The probes never end with an assistant message, because a template may close a last assistant message in a special way
 (Qwen3 inserts an empty ``<think>`` block), which the loop never requests.
@@ -62,17 +63,13 @@ class Probed:
     observation: str
 
 
-def probe(template: ChatTemplate, role: Role, *, thinking: bool) -> Probed:
-    """Check ``template`` with observations of ``role``.
-
-    ``thinking`` also requires that ``<think>`` blocks in earlier turns are kept. Raises ``TemplateError`` with the
-    reason.
-    """
+def probe(template: ChatTemplate, role: Role) -> Probed:
+    """Check ``template`` with observations of ``role``. Raises ``TemplateError`` with the reason."""
     start = _start(template)
     results = [
         _grow(template, start, role, tools, thought)
         for tools in (None, [_TOOL])
-        for thought in _kinds_of_turn(template.render(start, tools), thinking)
+        for thought in _kinds_of_turn(template.render(start, tools))
     ]
     if len({result.delta for result in results}) > 1:
         raise TemplateError("the text around an observation depends on the tools or on the turn before it")
@@ -96,9 +93,8 @@ def check_tail(template: ChatTemplate, roles: Sequence[Role]) -> None:
     for tools in (None, [_TOOL]):
         for before in ([], earlier):
             start = [*_start(template), *before]
-            expected = template.render(start, tools) + "act 2"
             rendered = template.render([*start, {"role": "assistant", "content": "act 2"}, *tail], tools)
-            if not _opens_thinking(template.render(start, tools)) and rendered != expected + after:
+            if rendered.rpartition("act 2")[2] != after:
                 raise TemplateError(f"the text between a turn and messages of roles {', '.join(roles)} is not constant")
 
 
@@ -118,11 +114,9 @@ def _start(template: ChatTemplate) -> list[dict[str, Any]]:
     return [system, user]
 
 
-def _kinds_of_turn(prompt: str, thinking: bool) -> list[bool]:
-    """Which turns to probe with: plain (False), with thinking (True), or both."""
-    if _opens_thinking(prompt):
-        return [True]
-    return [False, True] if thinking else [False]
+def _kinds_of_turn(prompt: str) -> list[bool]:
+    """Which turns to probe with: with thoughts (True), and without (False) unless the prompt opens them."""
+    return [True] if _opens_thinking(prompt) else [False, True]
 
 
 def _opens_thinking(prompt: str) -> bool:
@@ -133,24 +127,24 @@ def _opens_thinking(prompt: str) -> bool:
 def _grow(
     template: ChatTemplate, start: list[dict[str, Any]], role: Role, tools: Tools | None, thought: bool
 ) -> Probed:
-    prompt = built = template.render(start, tools)
+    prompt, opening = template.render(start, tools), template.render(start, tools, generation_prompt=False)
     messages = list(start)
     delta = None
     conversation = ""
     for number in range(1, _TURNS + 1):
-        turn = f"<think>\nthought {number}\n</think>\n\nact {number}" if thought else f"act {number}"
-        seen = f"seen {number}"
+        said, seen = f"act {number}", f"seen {number}"
+        turn = f"<think>\nthought {number}\n</think>\n\n{said}" if thought else said
         messages += [{"role": "assistant", "content": turn}, {"role": role, "content": seen}]
         rendered = template.render(messages, tools)
-        sampled = turn.removeprefix("<think>").lstrip("\n") if _opens_thinking(prompt) else turn
-        if not rendered.startswith(built + sampled):
-            raise TemplateError(_why(rendered, built, turn, thought))
+        if not rendered.startswith(opening):
+            raise TemplateError(_why(rendered, opening))
+        _, separator, tail = rendered.rpartition(said)
+        if not separator:
+            raise TemplateError(f"it changes the assistant's text: {said!r} is missing")
         if delta is None:
-            delta = _delta(rendered.removeprefix(built + sampled), seen, role)
-            delta = _with_trimming(template, messages, tools, delta)
+            delta = _with_trimming(template, messages, tools, _delta(tail, seen, role))
             conversation = rendered
-        built += sampled + delta.text(seen)
-        if rendered != built:
+        if tail != delta.text(seen):
             raise TemplateError(f"the text around observation {number} differs from the text around the first one")
     assert delta is not None
     return Probed(delta, start, prompt, conversation, "seen 1")
@@ -172,12 +166,7 @@ def _with_trimming(template: ChatTemplate, messages: list[dict[str, Any]], tools
     raise TemplateError("it changes the text of an observation, for example by escaping it")
 
 
-def _why(rendered: str, built: str, turn: str, thought: bool) -> str:
-    if not rendered.startswith(built):
-        first = next(index for index, (a, b) in enumerate(zip(rendered + "\0", built, strict=False)) if a != b)
-        before, now = built[first : first + 40], rendered[first : first + 40]
-        dropped = " (it drops <think> blocks from earlier turns)" if before.startswith("<think>") else ""
-        return f"it changes the text before a turn once more messages follow: {before!r} becomes {now!r}{dropped}"
-    if thought and turn.partition("</think>")[0] not in rendered:
-        return "it drops <think> blocks from earlier turns"
-    return f"it changes the assistant's text: {turn!r} becomes {rendered[len(built) :][:60]!r}"
+def _why(rendered: str, opening: str) -> str:
+    first = next(index for index, (a, b) in enumerate(zip(rendered + "\0", opening, strict=False)) if a != b)
+    before, now = opening[first : first + 40], rendered[first : first + 40]
+    return f"it changes the text before a turn once more messages follow: {before!r} becomes {now!r}"

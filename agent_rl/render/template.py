@@ -48,18 +48,22 @@ class ChatModel:
         return cls(tokenizer, _template_source(directory, config), special, _eos_token_ids(directory))
 
 
+def variables_of(source: str) -> set[str]:
+    """The names that the template ``source`` reads, found without compiling it. Raises ``TemplateError``."""
+    try:
+        tree = _environment().parse(source)
+        return {name.name for name in tree.find_all(nodes.Name) if name.ctx == "load"}
+    except jinja2.TemplateSyntaxError as error:
+        raise TemplateError(f"the chat template is not valid Jinja: line {error.lineno}: {error.message}") from None
+
+
 class ChatTemplate:
     """A compiled template. ``options`` are its own variables, for example ``enable_thinking``."""
 
     def __init__(self, source: str, special: Mapping[str, str], options: Mapping[str, Any]) -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
         self._variables = {**special, **options}
         try:
-            self._template = environment.from_string(source)
+            self._template = _environment().from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise TemplateError(f"the chat template is not valid Jinja: line {error.lineno}: {error.message}") from None
 
@@ -86,6 +90,15 @@ class _GenerationTag(Extension):
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
+    return environment
 
 
 def _template_source(directory: Path, config: Mapping[str, Any]) -> str:

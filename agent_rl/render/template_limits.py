@@ -104,7 +104,7 @@ def _used_seconds() -> int:
 def _render_all(template: ChatTemplate) -> None:
     for role in ("tool", "user"):
         with suppress(TemplateError):
-            probe(template, role, thinking=True)
+            probe(template, role)
     for roles in TAILS:
         with suppress(TemplateError):
             check_tail(template, roles)

@@ -80,5 +80,5 @@ async def test_a_demonstration_is_encoded_as_an_episode_would_be(tmp_path: Path)
         assert seen == [task.files[task.path].rstrip("\n"), "edited"]
         said = "".join(message["content"] for message in dialogue if message["role"] == "assistant")
         spoken = tokens[weights == 1.0].tolist()
-        assert renderer.decode(spoken) == said
+        assert renderer.decode(spoken).replace("<|im_end|>", "") == said
         assert spoken.count(renderer.end_of_turn_id) == 3

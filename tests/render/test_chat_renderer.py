@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.chat_templates import TEMPLATES, ids, renderer_of, token_id, tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from agent_rl.errors import TemplateError
-from agent_rl.render import ChatRenderer
+from agent_rl.render import ChatModel, ChatRenderer
+from tools import ToolCall, tool_format
 
 MESSAGES = [{"role": "system", "content": "Fix bugs."}, {"role": "user", "content": "f(1) is 2, should be 1."}]
 TOOLS = [{"type": "function", "function": {"name": "look", "description": "Look <here>: é", "parameters": {}}}]
@@ -63,7 +66,8 @@ def test_content_never_becomes_control_tokens(renderer: ChatRenderer, seen: str)
     end, start = token_id("<|im_end|>"), token_id("<|im_start|>")
     tokens = renderer.observation(seen, stop_included=False)
     assert (tokens.count(end), tokens.count(start), tokens.count(token_id("<|endoftext|>"))) == (2, 2, 0)
-    assert renderer.decode(tokens) == f"\nuser\n<tool_response>\n{seen}\n</tool_response>\nassistant\n"
+    shown = f"user\n<tool_response>\n{seen}\n</tool_response><|im_end|>"
+    assert renderer.decode(tokens) == f"<|im_end|>\n<|im_start|>{shown}\n<|im_start|>assistant\n"
     opening = renderer.initial_prompt([{"role": "user", "content": seen}], [{"a": seen, seen: [seen]}])
     assert opening.count(end) == 2
     assert opening.count(start) == 3
@@ -83,11 +87,26 @@ def test_no_text_holds_every_guard(renderer: ChatRenderer, pairs: int) -> None:
     assert seen in renderer.decode(renderer.observation(seen, stop_included=True))
 
 
-def test_decode_leaves_control_tokens_out(renderer: ChatRenderer) -> None:
+def test_decode_leaves_out_only_the_stop_token_at_the_end(renderer: ChatRenderer) -> None:
     assert renderer.decode(ids("<tool_response>é x<|im_end|>")) == "<tool_response>é x"
+    assert renderer.decode(ids("a<|im_start|>b<|endoftext|>c")) == "a<|im_start|>b<|endoftext|>c"
+    assert renderer.decode([]) == ""
 
 
-@pytest.mark.parametrize("name", ["plain", "keeps_thoughts_of_the_task", "opens_thought", "trims"])
+@pytest.mark.parametrize("name", ["kimi", "deepseek-v3", "deepseek-v3.1", "deepseek-dsml", "harmony"])
+def test_a_sampled_call_written_with_control_tokens_is_parsed(name: str) -> None:
+    call, fmt, made = ToolCall("look", {"path": "a.py"}), tool_format(name), Tokenizer.from_str(tokenizer().to_str())
+    text = fmt.render(call)
+    control = re.findall(r"<[|｜][^<>]*[|｜]>", text)
+    made.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
+    renderer = ChatRenderer(ChatModel(made, TEMPLATES["plain"]))
+    sampled = made.encode(text + "<|im_end|>", add_special_tokens=False).ids
+    assert fmt.parse(renderer.decode(sampled)) == call
+    if name != "deepseek-dsml":  # its markers are text
+        assert len(set(control).intersection(made.id_to_token(token) for token in sampled)) > 2
+
+
+@pytest.mark.parametrize("name", ["plain", "keeps_thoughts_of_the_task", "drops_thoughts", "opens_thought", "trims"])
 def test_prefix_preserving_templates_pass(name: str) -> None:
     renderer = renderer_of(name)
     assert renderer.observation_role == "tool"
@@ -98,7 +117,6 @@ def test_prefix_preserving_templates_pass(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("drops_thoughts", "drops <think> blocks from earlier turns"),
         ("counts_messages", "changes the text before a turn once more messages follow: '2 messages"),
         ("system_last", "changes the text before a turn"),
         ("no_end_token", "must end with a special token"),
@@ -114,15 +132,11 @@ def test_other_templates_are_refused_with_the_reason(name: str, reason: str) -> 
     assert "\n" not in message
 
 
-def test_a_model_without_thoughts_accepts_a_template_that_drops_them() -> None:
-    renderer = renderer_of("drops_thoughts", thinking=False)
-    assert renderer.observation_role == "tool"
-
-
-def test_thoughts_dropped_after_a_user_message_make_that_role_unusable() -> None:
-    with pytest.raises(TemplateError, match="role user; use tool"):
-        renderer_of("keeps_thoughts_of_the_task").observation("seen", "user", stop_included=True)
-    assert renderer_of("keeps_thoughts_of_the_task", thinking=False).observation("seen", "user", stop_included=True)
+@pytest.mark.parametrize("role", ["tool", "user"])
+def test_thoughts_that_the_template_drops_from_its_history_leave_the_delta_as_it_is(role: Any) -> None:
+    delta = renderer_of("plain").observation("seen", role, stop_included=True)
+    for name in ("drops_thoughts", "keeps_thoughts_of_the_task"):
+        assert renderer_of(name).observation("seen", role, stop_included=True) == delta
 
 
 @pytest.mark.parametrize("name", ["no_tool_role", "escapes_tool_text"])
@@ -200,9 +214,8 @@ def test_an_eos_token_that_content_could_spell_is_refused() -> None:
 
 def test_template_options_reach_the_template() -> None:
     source = TEMPLATES["plain"] + "{% if add_generation_prompt and mood %}[{{ mood }}]{% endif %}"
-    with pytest.raises(TemplateError, match="changes the text"):
-        renderer_of(source, options={"mood": "calm"})
-    assert renderer_of(source).initial_prompt(MESSAGES)
+    plain = renderer_of(source).initial_prompt(MESSAGES)
+    assert renderer_of(source, options={"mood": "calm"}).initial_prompt(MESSAGES) == [*plain, *ids("[calm]")]
 
 
 TAILS = [["tool"], ["tool", "tool"], ["user"], ["tool", "user"], ["user", "user"]]
@@ -211,7 +224,7 @@ TAILS = [["tool"], ["tool", "tool"], ["user"], ["tool", "user"], ["user", "user"
 @pytest.mark.parametrize("roles", TAILS)
 @pytest.mark.parametrize("name", ["plain", "trims", "keeps_thoughts_of_the_task"])
 def test_an_extension_is_the_text_of_the_template_after_a_turn(name: str, roles: list[str]) -> None:
-    renderer = renderer_of(name, thinking=False)
+    renderer = renderer_of(name)
     renderer.check_tails()
     start = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
     tail = [{"role": role, "content": f"<|im_end|> seen {at}"} for at, role in enumerate(roles)]
@@ -225,6 +238,6 @@ def test_an_extension_is_the_text_of_the_template_after_a_turn(name: str, roles:
 def test_tails_that_depend_on_earlier_messages_are_refused() -> None:
     shown = "<|im_start|>{{ m.role }}\n{{ m.content }}{{ ' last' if m.role == 'user' and loop.index > 5 }}<|im_end|>\n"
     template = "{% for m in messages %}" + shown + "{% endfor %}{{ '<|im_start|>assistant\n' }}"
-    renderer = renderer_of(template, thinking=False, observation_role="tool")
+    renderer = renderer_of(template, observation_role="tool")
     with pytest.raises(TemplateError, match="roles user is not constant"):
         renderer.check_tails()
