@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from functools import cached_property
 from itertools import pairwise
@@ -137,14 +137,8 @@ class CheckReport:
             "holds": self.holds,
             "steps": list(self.steps),
             "records": self.records,
-            "hand_overs": [
-                {"hand_over": t.hand_over.title, "stage": t.stage, "checked": t.checked, "broken": t.broken}
-                for t in self.tallies
-            ],
-            "breaks": [
-                {name: getattr(b, name) for name in Break.__slots__} | {"hand_over": b.hand_over.title}
-                for b in self.breaks
-            ],
+            "hand_overs": [asdict(tally) | {"hand_over": tally.hand_over.title} for tally in self.tallies],
+            "breaks": [asdict(each) | {"hand_over": each.hand_over.title} for each in self.breaks],
         }
 
 
