@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,57 +30,32 @@ class SftConfig:
     steps: int
     batch: int = 8
     lr: float = 3e-3
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = 0.01
-    grad_clip: float = 1.0
     warmup_steps: int = 30
-    min_lr_ratio: float = 0.1
     seed: int = 0
     checkpoint_every: int = 100
 
     def optimizer(self) -> OptimizerSpec:
-        """AdamW with warm-up, then a cosine down to ``min_lr_ratio``."""
+        """AdamW with warm-up, then a cosine down to a tenth of ``lr``."""
         return OptimizerSpec(
             lr=self.lr,
-            betas=self.betas,
-            weight_decay=self.weight_decay,
-            grad_clip=self.grad_clip,
+            betas=(0.9, 0.95),
+            weight_decay=0.01,
+            grad_clip=1.0,
             warmup_steps=self.warmup_steps,
             total_steps=self.steps,
             schedule="cosine",
-            min_lr_ratio=self.min_lr_ratio,
+            min_lr_ratio=0.1,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class SftProgress:
-    """After an update: ``loss`` is the weighted mean over its tokens; ``tokens`` and ``seconds`` are totals so far."""
+    """After update ``step``: ``loss`` is the weighted mean over its tokens; ``seconds`` are those of all starts."""
 
-    step: int
-    steps: int
-    loss: float
-    lr: float
-    grad_norm: float
-    tokens: int
-    seconds: float
-
-
-@dataclass(slots=True)
-class _Progress:
-    """Over all starts: the loss of every update, tokens and seconds."""
-
-    losses: list[float] = field(default_factory=list)
-    tokens: int = 0
+    step: int = 0
+    loss: float = 0.0
+    lr: float = 0.0
     seconds: float = 0.0
-
-    def totals(self) -> dict[str, float]:
-        last = self.losses[-max(1, len(self.losses) // 10) :]
-        return {
-            "sft/loss": float(np.mean(last)),
-            "sft/tokens": float(self.tokens),
-            "sft/seconds": self.seconds,
-            "sft/tokens_per_second": self.tokens / self.seconds,
-        }
 
 
 async def sft(
@@ -89,13 +64,12 @@ async def sft(
     config: SftConfig,
     progress: Callable[[SftProgress], None] | None = None,
     checkpoints: Path | None = None,
-) -> dict[str, float]:
+) -> None:
     """Train a started trainer on ``(tokens, weights)`` pairs; ``weights`` ``[S]`` scale each token's cross entropy.
 
     The optimizer is new, unless the directory ``checkpoints`` has a checkpoint of the same sequences and config: then
-    training continues from it and reaches the same weights. Returns ``sft/loss`` (mean of the
-    last tenth of the updates), ``sft/tokens_per_second``, ``sft/tokens`` and ``sft/seconds``. Raises TrainerError for
-    tokens and weights of different lengths.
+    training continues from it and reaches the same weights. Raises TrainerError for tokens and weights of different
+    lengths.
     """
     _check(sequences)
     lengths = [len(tokens) for tokens, _ in sequences]
@@ -104,36 +78,32 @@ async def sft(
     done = await _resumed(trainer, checkpoints)
     stored = trainer.workers.put(sequences)
     weights = [float(np.sum(weights[1:], dtype=np.float64)) for _, weights in sequences]
-    before, started = done.seconds, time.perf_counter()
-    for ids in batches(len(sequences), config)[len(done.losses) :]:
+    started = time.perf_counter() - done.seconds
+    for step, ids in enumerate(batches(len(sequences), config)[done.step :], start=done.step + 1):
         partition = trainer.partition_sequences([lengths[i] for i in ids])
         shares = [[[ids[i] for i in micro] for micro in rank] for rank in partition]
         loss, update = await _update(trainer.workers, stored, shares, max(sum(weights[i] for i in ids), 1e-9))
-        done.losses.append(loss)
-        done.tokens += sum(lengths[i] for i in ids)
-        done.seconds = before + time.perf_counter() - started
-        step = len(done.losses)
+        done = SftProgress(step, loss, update.lr, time.perf_counter() - started)
         if progress is not None:
-            progress(SftProgress(step, config.steps, loss, update.lr, update.grad_norm, done.tokens, done.seconds))
+            progress(done)
         if checkpoints is not None and step % config.checkpoint_every == 0:
             await _save(trainer, checkpoints, done)
-    return done.totals()
 
 
-async def _resumed(trainer: RayTrainer, checkpoints: Path | None) -> _Progress:
+async def _resumed(trainer: RayTrainer, checkpoints: Path | None) -> SftProgress:
     """Load the newest checkpoint; the progress at that time."""
     if checkpoints is None:
-        return _Progress()
+        return SftProgress()
     checkpoint.remove_partial(checkpoints)
     if (latest := checkpoint.latest_checkpoint(checkpoints)) is None:
-        return _Progress()
+        return SftProgress()
     run: dict[str, Any] = dict((await trainer.load(latest)).run)
-    return _Progress(**run)
+    return SftProgress(**run)
 
 
-async def _save(trainer: RayTrainer, checkpoints: Path, done: _Progress) -> None:
+async def _save(trainer: RayTrainer, checkpoints: Path, done: SftProgress) -> None:
     """Write a checkpoint and remove older ones."""
-    await trainer.save(checkpoints / f"step-{len(done.losses):06d}", asdict(done))
+    await trainer.save(checkpoints / f"step-{done.step:06d}", asdict(done))
     for older in checkpoint.complete_checkpoints(checkpoints)[:-1]:
         checkpoint.remove(older)
 

@@ -213,7 +213,7 @@ async def _train(
 
     def report(state: SftProgress) -> None:
         if state.step % 50 == 0:
-            progress(f"warm-up step {state.step} of {state.steps}: loss {state.loss:.3f}, {state.seconds:.0f} s")
+            progress(f"warm-up step {state.step} of {settings.steps}: loss {state.loss:.3f}, {state.seconds:.0f} s")
 
     config = SftConfig(steps=settings.steps, batch=settings.batch, lr=settings.lr, seed=settings.seed)
     run = RunConfig(name="warmup", model=blank, train=TrainConfig(microbatch_tokens=4096))

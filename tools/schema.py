@@ -81,17 +81,12 @@ class ToolFunction:
 
     def schema(self) -> dict[str, Any]:
         """The OpenAI function schema, ``{"type": "function", "function": {...}}``."""
-        parameters: dict[str, Any] = {
-            "type": "object",
-            "properties": {name: dict(argument.schema) for name, argument in self.arguments.items()},
-            "required": [name for name, argument in self.arguments.items() if argument.required],
-        }
+        properties = {name: dict(argument.schema) for name, argument in self.arguments.items()}
+        required = [name for name, argument in self.arguments.items() if argument.required]
+        schema = function_schema(self.name, (self.description, properties, required))
         if self.definitions:
-            parameters["$defs"] = dict(self.definitions)
-        return {
-            "type": "function",
-            "function": {"name": self.name, "description": self.description, "parameters": parameters},
-        }
+            schema["function"]["parameters"]["$defs"] = dict(self.definitions)
+        return schema
 
     def bind(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """The keyword arguments for the function. Raises ``ToolError`` for the first wrong argument."""
@@ -212,17 +207,14 @@ def accepts_string(schema: Mapping[str, Any]) -> bool:
 
 def function_schemas(tools: Mapping[str, ToolSpec]) -> list[Mapping[str, Any]]:
     """The OpenAI function schemas of ``tools``, by name."""
-    return [
-        {
-            "type": "function",
-            "function": {
-                "name": name,
-                "description": description,
-                "parameters": {"type": "object", "properties": dict(properties), "required": list(required)},
-            },
-        }
-        for name, (description, properties, required) in tools.items()
-    ]
+    return [function_schema(name, spec) for name, spec in tools.items()]
+
+
+def function_schema(name: str, spec: ToolSpec) -> dict[str, Any]:
+    """The OpenAI function schema of the tool ``name``."""
+    description, properties, required = spec
+    parameters = {"type": "object", "properties": dict(properties), "required": list(required)}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
 
 def check_text(name: str, value: str) -> None:

@@ -94,10 +94,8 @@ def bootstrap_interval(differences_n: NDArray[np.float64], seed: int) -> tuple[f
 
 def sign_test(fewer: int, more: int) -> float:
     """The exact two-sided p-value of a split at least this uneven under equal probabilities; 1 without tasks."""
-    count, ways, tail = fewer + more, 1, 0
-    for k in range(min(fewer, more) + 1):
-        tail += ways
-        ways = ways * (count - k) // (k + 1)
+    count = fewer + more
+    tail = sum(math.comb(count, k) for k in range(min(fewer, more) + 1))
     return min(1.0, 2 * tail / 2**count)
 
 

@@ -69,21 +69,18 @@ async def call_with_retries(
     retries: int,
     first_pause: float,
     *,
-    worth: Callable[[Exception], bool] = lambda error: isinstance(error, INFRASTRUCTURE),
     before_pause: Callable[[Exception], None] = lambda error: None,
 ) -> T:
     """Call ``attempt`` once and up to ``retries`` times more, and return its first result. Raises the last error.
 
-    The pauses double from ``first_pause`` seconds up to 30, with jitter. ``worth`` decides whether an error is retried;
-    ``before_pause`` receives every error that is. tenacity is not used here: it makes 45 objects per request that refer
-    to each other, and only full garbage collections, which stop the loop, free them.
+    The pauses double from ``first_pause`` seconds up to 30, with jitter. Only :data:`INFRASTRUCTURE` errors are
+    retried; ``before_pause`` receives each of them. tenacity is not used here: it makes 45 objects per request that
+    refer to each other, and only full garbage collections, which stop the loop, free them.
     """
     for number in range(retries):
         try:
             return await attempt()
-        except Exception as error:
-            if not worth(error):
-                raise
+        except INFRASTRUCTURE as error:
             before_pause(error)
         await asyncio.sleep(min(first_pause * 2**number, _MOST_PAUSE) + random.uniform(0, first_pause))
     return await attempt()

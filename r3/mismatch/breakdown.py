@@ -87,7 +87,7 @@ class _Labeled:
         return _Labeled(self.values[keep], self.sequence[keep], self.turn[keep], self.version[keep])
 
 
-def mismatch_report(pairs: Sequence[Pair], taus: Sequence[float] = TAUS) -> MismatchReport:
+def mismatch_report(pairs: Sequence[Pair]) -> MismatchReport:
     """Compare the two passes of all ``pairs``.
 
     Raises ValueError for log-probs that are not finite or of the wrong shape, RoutingError for routes of different
@@ -99,7 +99,7 @@ def mismatch_report(pairs: Sequence[Pair], taus: Sequence[float] = TAUS) -> Mism
 
     def mismatch(tokens: _Labeled, rows: _Labeled) -> Mismatch:
         return Mismatch(
-            logprob_mismatch(tokens.values, tokens.sequence, taus) if len(tokens.values) else None,
+            logprob_mismatch(tokens.values, tokens.sequence, TAUS) if len(tokens.values) else None,
             route_mismatch(rows.values, rows.sequence, top_k) if len(rows.values) else None,
         )
 

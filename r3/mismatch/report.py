@@ -87,9 +87,9 @@ def logprob_abs_diff(trainer: Floats, engine: Floats, mask: Mask | None = None) 
     return float(np.abs(log_ratios(trainer, engine, mask)).mean())
 
 
-def mismatch_metrics(trainer: Floats, engine: Floats, mask: Mask | None = None) -> dict[str, float]:
+def mismatch_metrics(trainer: Floats, engine: Floats) -> dict[str, float]:
     """Returns all figures by the names of the ``mismatch/*`` metrics, without prefix; ``f_tau`` at tau = 2."""
-    log_r = log_ratios(trainer, engine, mask)
+    log_r = log_ratios(trainer, engine)
     means = {name: float(values(log_r).mean()) for name, values in TOKEN_VALUES.items()}
     return means | {"logprob_abs_diff_max": float(np.abs(log_r).max())}
 
@@ -133,15 +133,15 @@ class Estimate:
     high: float
 
 
-def resampled_sums(table: NDArray[np.float64], *, draws: int = DRAWS, seed: int = 0) -> NDArray[np.float64]:
-    """Column sums of ``table`` ``[sequences, columns]`` under a bootstrap of its rows, ``[draws, columns]``.
+def resampled_sums(table: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Column sums of ``table`` ``[sequences, columns]`` under a bootstrap of its rows, ``[DRAWS, columns]``.
 
     Tokens of a sequence are not independent, so whole sequences are drawn. Tables with equal numbers of rows get the
     same draws, so figures of two passes over the same sequences are paired.
     """
-    generator, rows = np.random.default_rng(seed), len(table)
-    sums = np.empty((draws, table.shape[1]))
-    for draw in range(draws):
+    generator, rows = np.random.default_rng(0), len(table)
+    sums = np.empty((DRAWS, table.shape[1]))
+    for draw in range(DRAWS):
         sums[draw] = np.bincount(generator.integers(0, rows, rows), minlength=rows) @ table
     return sums
 

@@ -18,12 +18,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from r3.trace.events import (
     FETCH_STAGE,
@@ -46,7 +46,6 @@ from r3.trace.events import (
     read_trace,
 )
 
-E = TypeVar("E", bound=Event)
 BatchKey = tuple[Stage, int, int]
 """Stage, rank, micro-batch."""
 LayerKey = tuple[Stage, int, int, int]
@@ -138,14 +137,8 @@ class CheckReport:
             "holds": self.holds,
             "steps": list(self.steps),
             "records": self.records,
-            "hand_overs": [
-                {"hand_over": t.hand_over.title, "stage": t.stage, "checked": t.checked, "broken": t.broken}
-                for t in self.tallies
-            ],
-            "breaks": [
-                {name: getattr(b, name) for name in Break.__slots__} | {"hand_over": b.hand_over.title}
-                for b in self.breaks
-            ],
+            "hand_overs": [asdict(tally) | {"hand_over": tally.hand_over.title} for tally in self.tallies],
+            "breaks": [asdict(each) | {"hand_over": each.hand_over.title} for each in self.breaks],
         }
 
 
@@ -352,7 +345,7 @@ class _StepChecker:
             for index in range(min(plan.micro_batches, len(shards) + 1) if plan.layers else 0)
         ]
         segments: dict[str, tuple[Shard, SampleRows]] = {}
-        for key in self._match_keys(HandOver.SHARD, expected, shards, _batch_location):
+        for key in self._match_keys(HandOver.SHARD, expected, shards, _key_location):
             shard = shards[key]
             self._shard_alone(shard)
             segments |= {segment.key: (shard, segment) for segment in shard.segments}
@@ -393,13 +386,13 @@ class _StepChecker:
 
     def _router(self, stage: Stage) -> None:
         assigned = {key: given for key, given in self.of.assigned.items() if key[0] == stage}
-        for key in self._match_keys(HandOver.ROUTER, self._layer_keys(stage), assigned, _layer_location):
+        for key in self._match_keys(HandOver.ROUTER, self._layer_keys(stage), assigned, _key_location):
             self._count(HandOver.ROUTER, stage)
             given, shard = assigned[key], self.of.shards[key[:3]]
             layer_hashes = dict(zip(shard.layers, shard.layer_sha256, strict=True))
             columns = {layer: column for column, layer in enumerate(self.of.plan.layers)}
             if given.layer_number not in layer_hashes or columns.get(given.layer_number) != given.payload_idx:
-                self._break(HandOver.ROUTER, f"column {given.payload_idx} is not this layer's", **_layer_location(key))
+                self._break(HandOver.ROUTER, f"column {given.payload_idx} is not this layer's", **_key_location(key))
             elif given.tensor.sha256 != layer_hashes[given.layer_number] or given.differs_at is not None:
                 others = [layer for layer, sha in layer_hashes.items() if sha == given.tensor.sha256]
                 what = f"was given layer {others[0]}'s routes" if others else "was given other routes than the shard's"
@@ -417,11 +410,11 @@ class _StepChecker:
         verifiable = expected if action == "replay_forward" or self.of.plan.recompute else []
         actions = {key[1]: event for key, event in self.of.actions.items() if key[0] == action and key[1][0] == stage}
         verified = {key[1]: event for key, event in self.of.verified.items() if key[0] == action and key[1][0] == stage}
-        switched = self._match_keys(hand_over, expected, actions, _layer_location)
+        switched = self._match_keys(hand_over, expected, actions, _key_location)
         self.counts[hand_over, stage] += len(switched)
         if not (self.verify or verified):
             return
-        for key in self._match_keys(hand_over, verifiable, verified, _layer_location):
+        for key in self._match_keys(hand_over, verifiable, verified, _key_location):
             if problem := check(key, verified[key]):
                 self._break(hand_over, problem, **self._row_location(key, verified[key].differs_at))
 
@@ -449,7 +442,7 @@ class _StepChecker:
 
     def _row_location(self, key: LayerKey, local: int | None) -> dict[str, Any]:
         """Returns the location of ``key``, and the sample and row at index ``local`` of the micro-batch."""
-        places = _layer_location(key)
+        places = _key_location(key)
         if local is None:
             return places
         for segment in self.of.shards[key[:3]].segments:
@@ -576,9 +569,6 @@ def _location(event: Event) -> dict[str, Any]:
     return named | {"rank": event.rank, "stage": _PASS_OF.get(stage, stage) if stage else None}
 
 
-def _batch_location(key: BatchKey) -> dict[str, Any]:
-    return dict(zip(("stage", "rank", "microbatch"), key, strict=True))
-
-
-def _layer_location(key: LayerKey) -> dict[str, Any]:
-    return dict(zip(("stage", "rank", "microbatch", "layer"), key, strict=True))
+def _key_location(key: BatchKey | LayerKey) -> dict[str, Any]:
+    """Returns the location of a key; the key of a micro-batch has no layer."""
+    return dict(zip(("stage", "rank", "microbatch", "layer"), key, strict=False))

@@ -174,13 +174,12 @@ async def test_supervised_training_learns_and_reports(trainer: RayTrainer) -> No
     weights = np.where(np.arange(30) < 4, 0.2, 1).astype(np.float32)
     sequences = [(((start + np.arange(30)) % VOCAB).astype(np.int32), weights) for start in range(24)]
     seen: list[SftProgress] = []
-    result = await sft(trainer, sequences, SftConfig(steps=60, batch=8, warmup_steps=5), seen.append)
+    await sft(trainer, sequences, SftConfig(steps=60, batch=8, warmup_steps=5), seen.append)
     assert [progress.step for progress in seen] == list(range(1, 61))
     assert seen[0].loss > 3
-    assert result["sft/loss"] < 0.5
+    assert np.mean([progress.loss for progress in seen[-6:]]) < 0.5
     assert seen[4].lr == pytest.approx(3e-3)
     assert seen[-1].lr == pytest.approx(3e-4)
-    assert result["sft/tokens"] == 60 * 8 * 30
 
 
 async def test_stopped_supervised_training_resumes_exactly(trainer: RayTrainer, tmp_path: Path) -> None:
@@ -200,9 +199,8 @@ async def test_stopped_supervised_training_resumes_exactly(trainer: RayTrainer, 
     with pytest.raises(InterruptedError):
         await sft(trainer, sequences, config, stop, tmp_path / "checkpoints")
     rest: list[SftProgress] = []
-    totals = await sft(trainer, sequences, config, rest.append, tmp_path / "checkpoints")
+    await sft(trainer, sequences, config, rest.append, tmp_path / "checkpoints")
     assert [progress.step for progress in rest] == [3, 4, 5]
     assert [progress.loss for progress in rest] == [progress.loss for progress in whole[2:]]
-    assert totals["sft/tokens"] == whole[-1].tokens
     assert await trainer.logprobs(samples(), replay=False) == expected
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000004"]
