@@ -184,12 +184,9 @@ GROUPS = (
     Group(
         "Evaluation scripts of SWE-bench-like rows",
         "tests/redteam/test_eval_scripts.py",
-        "bubblewrap",
+        EVERYWHERE,
         ZERO,
-        _all(
-            {**test_eval_scripts.CODE, **test_eval_scripts.FILES, "puts a link in the place of the tests": None},
-            "the negative control, or the change is left out",
-        ),
+        _all(test_eval_scripts.PATCHES, "the negative control, or the change is left out"),
     ),
     Group(
         "Sockets of the host and of other sandboxes",
