@@ -221,6 +221,13 @@ GROUPS = (
         },
     ),
     Group(
+        "Routes of a launched engine",
+        "tests/redteam/test_engine_keys.py",
+        "the real server",
+        REFUSED,
+        _all(("calls a route without a key", "calls a route with a guessed key"), "the engines' key, on every route"),
+    ),
+    Group(
         "Addresses and keys",
         "tests/redteam/test_addresses.py",
         "the controller",
