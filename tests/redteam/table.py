@@ -184,12 +184,9 @@ GROUPS = (
     Group(
         "Evaluation scripts of SWE-bench-like rows",
         "tests/redteam/test_eval_scripts.py",
-        "bubblewrap",
+        "bubblewrap and docker",
         ZERO,
-        _all(
-            {**test_eval_scripts.CODE, **test_eval_scripts.FILES, "puts a link in the place of the tests": None},
-            "the negative control, or the change is left out",
-        ),
+        _all(test_eval_scripts.PATCHES, "the negative control, or the change is left out"),
     ),
     Group(
         "Sockets of the host and of other sandboxes",
@@ -222,6 +219,13 @@ GROUPS = (
             for kind, stop in test_listeners.PROTECTION.items()
             if not stop.startswith(test_listeners.NONE)
         },
+    ),
+    Group(
+        "Routes of a launched engine",
+        "tests/redteam/test_engine_keys.py",
+        "the real server",
+        REFUSED,
+        _all(("calls a route without a key", "calls a route with a guessed key"), "the engines' key, on every route"),
     ),
     Group(
         "Addresses and keys",

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import pytest
+from support.containers import built_image
 from support.contexts import context_of
 
 from envs import EnvContext
 from envs.swe import SweRecord, diff_files, grade_patch
 from envs.swe.datasets.scripts import CONDA, END, START, apply_test_patch, eval_script
 from envs.swe.records import SWEBENCH_SCRIPT, parse_record
-from sandbox import ImagePolicy
-from tests.envs.dataset_rows import BROKEN, FAIL_TO_PASS, FIX, PASS_TO_PASS, TEST_PATCH, image
-from tests.envs.images import BUILT, limits_with_pytest
+from sandbox import ImagePolicy, SandboxSpec
+from tests.envs.dataset_rows import BROKEN, FAIL_TO_PASS, FIX, PASS_TO_PASS, TEST_PATCH, conda_files, image
+from tests.envs.images import BUILT, GIT_WITH_A_FUTURE, limits_with_pytest
 from tests.redteam.attack import report_stopped
 
-pytestmark = [pytest.mark.redteam, pytest.mark.bubblewrap, pytest.mark.slow]
+pytestmark = [pytest.mark.redteam, pytest.mark.slow]
 
 PASSES = "".join(f"PASSED {test}\n" for test in (*FAIL_TO_PASS, *PASS_TO_PASS))
 COMMON = f"""
@@ -103,20 +105,40 @@ new file mode 120000
 +/tmp
 \\ No newline at end of file
 """
-ORDINARY = ("installs a hook that git runs after the tests",)
+PATCHES = {
+    **{
+        name: diff_files(BROKEN, {**BROKEN, "calc.py": f"{BROKEN['calc.py']}\n\n{COMMON}\n{code}\n"})
+        for name, code in CODE.items()
+    },
+    **{name: diff_files(BROKEN, {**BROKEN, **files}) for name, files in FILES.items()},
+    "puts a link in the place of the tests": LINKED_TESTS,
+}
+ORDINARY = "installs a hook that git runs after the tests"
 
 
 @pytest.fixture(scope="module")
-def record(tmp_path_factory: pytest.TempPathFactory) -> SweRecord:
-    if not BUILT.is_file():
+def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    """A backend and its image."""
+    backend = request.param
+    if backend != "bubblewrap":
+        files = {**{f"testbed/{path}": text for path, text in BROKEN.items()}, **conda_files()}
+        set_up = f"chmod +x /opt/miniconda3/envs/testbed/bin/pytest; cd /testbed\n{GIT_WITH_A_FUTURE}"
+        with built_image(backend, {f"/{path}": text.encode() for path, text in files.items()}, set_up) as name:
+            yield backend, name
+    elif BUILT.is_file():
+        yield backend, image(tmp_path_factory.mktemp("images") / "broken", BROKEN)
+    else:
         pytest.skip("the real tasks are not built (make real-tasks)")
+
+
+@pytest.fixture
+def record(place: tuple[str, str]) -> SweRecord:
     pytest.importorskip("swebench")
-    path = image(tmp_path_factory.mktemp("images") / "broken", BROKEN)
     tests = ["python3 -m pytest -rA -p no:cacheprovider tests/test_calc.py"]
     script = eval_script([*CONDA, *apply_test_patch(TEST_PATCH, "HEAD")], tests)
     row = {
         "repo": "calc/calc", "instance_id": "calc__calc-1", "base_commit": "HEAD", "patch": FIX,
-        "test_patch": TEST_PATCH, "problem_statement": "add(2, 3) gives -1.", "version": "1", "image": path,
+        "test_patch": TEST_PATCH, "problem_statement": "add(2, 3) gives -1.", "version": "1", "image": place[1],
         "FAIL_TO_PASS": FAIL_TO_PASS, "PASS_TO_PASS": PASS_TO_PASS, "log_parser": "parse_log_pytest",
         "eval_script": script + "git checkout HEAD tests/test_calc.py\n", "eval_type": "pass_and_fail",
     }  # fmt: skip
@@ -124,39 +146,37 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> SweRecord:
 
 
 @pytest.fixture
-async def context(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[EnvContext]:
+async def context(place: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[EnvContext]:
+    limits = limits_with_pytest(512) if place[0] == "bubblewrap" else SandboxSpec(memory_mb=512)
     images = ImagePolicy(root=tmp_path_factory.getbasetemp())
-    async with context_of("bubblewrap", limits_with_pytest(512), images=images, grade_timeout=60.0) as context:
+    async with context_of(place[0], limits, images=images, grade_timeout=60.0) as context:
         yield context
 
 
-async def check(context: EnvContext, record: SweRecord, name: str, patch: str) -> None:
-    grade = await grade_patch(context, record, patch)
+def on_every_backend(*names: str) -> list[Any]:
+    """Parameters ``place`` and ``name``; the ordinary suite runs one attack on each backend."""
+    return [
+        pytest.param(
+            backend,
+            name,
+            marks=[getattr(pytest.mark, backend), *([] if name == ORDINARY else [pytest.mark.exhaustive])],
+        )
+        for backend in ("bubblewrap", "docker", "podman")
+        for name in names
+    ]
+
+
+@pytest.mark.parametrize(("place", "name"), on_every_backend(*PATCHES), indirect=["place"])
+async def test_a_patch_that_attacks_the_script_gets_no_reward(
+    context: EnvContext, record: SweRecord, name: str
+) -> None:
+    grade = await grade_patch(context, record, PATCHES[name])
     report_stopped(f"a patch that {name}", "; ".join(grade.suspected_hack) or f"the tests fail: {grade.log[-150:]}")
     assert (grade.reward, grade.resolved) == (0.0, False)
     assert grade.log or grade.suspected_hack, "there is a record"
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in ORDINARY else [pytest.mark.exhaustive]) for name in CODE]
-)
-async def test_code_that_attacks_the_script_gets_no_reward(context: EnvContext, record: SweRecord, name: str) -> None:
-    attacked = {**BROKEN, "calc.py": f"{BROKEN['calc.py']}\n\n{COMMON}\n{CODE[name]}\n"}
-    await check(context, record, name, diff_files(BROKEN, attacked))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", FILES)
-async def test_files_that_attack_the_script_get_no_reward(context: EnvContext, record: SweRecord, name: str) -> None:
-    await check(context, record, name, diff_files(BROKEN, {**BROKEN, **FILES[name]}))
-
-
-@pytest.mark.exhaustive
-async def test_a_link_in_the_place_of_the_tests_gets_no_reward(context: EnvContext, record: SweRecord) -> None:
-    await check(context, record, "puts a link in the place of the tests", LINKED_TESTS)
-
-
-@pytest.mark.exhaustive
-async def test_the_reference_fix_passes(context: EnvContext, record: SweRecord) -> None:
+@pytest.mark.parametrize(("place", "name"), on_every_backend("the reference fix"), indirect=["place"])
+async def test_the_reference_fix_passes(context: EnvContext, record: SweRecord, name: str) -> None:
     grade = await grade_patch(context, record, record.gold)
     assert (grade.reward, grade.suspected_hack) == (1.0, ()), grade.log

@@ -9,14 +9,13 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from support import containers
+from support.containers import built_image
 from support.contexts import context_of
 
 from envs import EnvContext
 from envs.swe import SweRecord, diff_files, start_episode
 from envs.swe.diff.git_diff import patched_paths
-from sandbox import ImagePolicy, SandboxSpec, SandboxStartError, SandboxUnavailableError, open_backend
-from sandbox.docker.client import connect
+from sandbox import ImagePolicy, SandboxSpec, SandboxStartError, open_backend
 from tests.envs.images import GIT_WITH_A_FUTURE, SYSTEM, directory_image
 from tests.redteam.attack import report_stopped
 
@@ -124,16 +123,9 @@ async def directories(tmp_path: Path) -> AsyncIterator[tuple[EnvContext, SweReco
 @pytest.fixture(scope="module")
 def built(request: pytest.FixtureRequest) -> Iterator[tuple[str, str]]:
     """An engine and the name of its image."""
-    try:
-        api = connect(request.param)
-    except SandboxUnavailableError as error:
-        pytest.skip(str(error))
-    name = f"docker.io/test-{uuid.uuid4().hex[:8]}"
     files = {f"/testbed/{path}": text.encode() for path, text in FILES.items()}
-    containers.build(api, f"{name}/calc:1", files, f"cd /testbed\n{GIT_WITH_A_FUTURE}")
-    yield request.param, f"{name}/calc:1"
-    containers.forget_images(api, name)
-    api.close()
+    with built_image(request.param, files, f"cd /testbed\n{GIT_WITH_A_FUTURE}") as name:
+        yield request.param, name
 
 
 @pytest.fixture

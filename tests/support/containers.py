@@ -18,8 +18,9 @@ from pathlib import Path
 import docker.errors
 import pytest
 
+from sandbox import SandboxUnavailableError
 from sandbox.docker.backend import DEFAULT_IMAGE
-from sandbox.docker.client import EngineClient
+from sandbox.docker.client import EngineClient, connect
 
 
 def build(api: EngineClient, tag: str, files: Mapping[str, bytes], set_up: str) -> None:
@@ -42,6 +43,20 @@ def build(api: EngineClient, tag: str, files: Mapping[str, bytes], set_up: str) 
     context.seek(0)
     said = list(api.build(fileobj=context, custom_context=True, tag=tag, network_mode="none", rm=True, decode=True))
     assert "error" not in said[-1], "".join(line.get("stream", line.get("error", "")) for line in said)
+
+
+@contextmanager
+def built_image(engine: str, files: Mapping[str, bytes], set_up: str) -> Iterator[str]:
+    """The name of an image as :func:`build` makes it in ``engine``, removed at the end."""
+    try:
+        api = connect(engine)
+    except SandboxUnavailableError as error:
+        pytest.skip(str(error))
+    name = f"docker.io/test-{uuid.uuid4().hex[:8]}"
+    build(api, f"{name}/calc:1", files, set_up)
+    yield f"{name}/calc:1"
+    forget_images(api, name)
+    api.close()
 
 
 @contextmanager
