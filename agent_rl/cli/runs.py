@@ -24,12 +24,30 @@ def runs_list(
         typer.Argument(help="Directories of runs or evaluations, or parents of such directories. Default: runs."),
     ] = None,
 ) -> None:
-    """List runs and evaluations with steps, Pass@1, state and number of guard warnings."""
+    """List runs and evaluations with steps, Pass@1, state, number of guard warnings, age and size."""
     from rich.console import Console
 
     from agent_rl.commands.runs import list_runs
 
     list_runs(directories or [Path("runs")], Console())
+
+
+@app.command()
+def clean(
+    directories: Annotated[
+        list[Path] | None, typer.Argument(help="Directories of runs, or their parents. Default: runs.")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Remove it. Default: only list it.")] = False,
+) -> None:
+    """List or remove what runs no longer need: failed starts, exported models, weights for engines.
+
+    Checkpoints, trajectories and results stay. A running run keeps everything.
+    """
+    from rich.console import Console
+
+    from agent_rl.commands.clean import clean as clean_runs
+
+    clean_runs(directories or [Path("runs")], Console(), remove=yes)
 
 
 @app.command()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 import webbrowser
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.filesize import decimal
+from rich.table import Column, Table
 from rich.text import Text
 
+from agent_rl.commands.clean import size
 from agent_rl.controller.async_rollout.task_ledger import NAME, NAMES, faults, gaps, read_ledger
 from agent_rl.errors import AgentRlError, UserError
 from agent_rl.monitoring.console import cell
@@ -27,6 +30,7 @@ from agent_rl.viewer.runs import overview
 from agent_rl.viewer.server import HOST, listen, web_server
 from sandbox import printable
 
+UNITS = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
 STYLES = {"running": "green", "guard": "red", "stopped": "yellow"}
 
 
@@ -35,7 +39,7 @@ def list_runs(directories: Sequence[Path], console: Console) -> None:
 
     Raises UserError if there is none.
     """
-    table = Table("run", "kind", "steps", "Pass@1", "state", "guard")
+    table = Table(Column("run", overflow="fold"), "kind", "steps", "Pass@1", "state", "guard", "age", "size")
     rows = [row for directory in directories for row in _runs(directory)]
     if not rows:
         raise UserError(
@@ -47,23 +51,42 @@ def list_runs(directories: Sequence[Path], console: Console) -> None:
         steps = "" if summary["kind"] != "train" else f"{done} of {total}" if total else str(done)
         crossed = str(summary["guard"]) if summary["guard"] else ""
         table.add_row(
-            cell(str(path)), summary["kind"], steps, _pass_rate(summary), Text(state, STYLES.get(state, "")), crossed
+            *(
+                cell(str(path)),
+                summary["kind"],
+                steps,
+                _pass_rate(summary),
+                Text(state, STYLES.get(state, "")),
+                crossed,
+            ),
+            *(_age(path), decimal(size(path))),
         )
     console.print(table)
 
 
 def _runs(directory: Path) -> Iterator[tuple[Path, Mapping[str, Any]]]:
-    """``directory`` if it is a run, else the runs in it, each with its summary."""
+    """``directory`` if it is a run or evaluation, else those in it, and the evaluations of each; with summaries."""
     if not directory.is_dir():
         raise UserError(f"{directory}: not a directory; expected the directory of a run, or its parent")
-    summary = overview(Index(directory))
-    if summary["kind"] != "empty":
-        yield directory, summary
-        return
-    for path in sorted(path for path in directory.iterdir() if path.is_dir()):
+    found = list(_with_evaluations(directory))
+    for path in sorted(path for path in directory.iterdir() if path.is_dir()) if not found else ():
+        found += _with_evaluations(path)
+    yield from found
+
+
+def _with_evaluations(run: Path) -> Iterator[tuple[Path, Mapping[str, Any]]]:
+    for path in (run, *sorted(path for path in run.glob("eval/*") if path.is_dir())):
         summary = overview(Index(path))
         if summary["kind"] != "empty":
             yield path, summary
+
+
+def _age(directory: Path) -> str:
+    """The time since a file of the directory last changed, in its largest unit."""
+    newest = max((path.stat().st_mtime for path in directory.iterdir() if path.is_file()), default=time.time())
+    seconds = max(0.0, time.time() - newest)
+    unit, length = next(one for one in UNITS if seconds >= one[1] or one[1] == 1)
+    return f"{seconds / length:.0f} {unit}"
 
 
 def _pass_rate(summary: Mapping[str, Any]) -> str:

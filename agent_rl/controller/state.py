@@ -62,7 +62,7 @@ class RunState:
         """Record the resolved config, and how it differs from that of an earlier start. A run that has produced nothing
         yet takes any config. Raises ConfigError for a change that is not accepted."""
         path, change = self.dir / "config.yaml", None
-        if path.exists() and self._has_results():
+        if path.exists() and has_results(self.dir):
             values = differences(yaml.safe_load(path.read_text()), resolved)
             if values:
                 latest = latest_checkpoint(self.checkpoints)
@@ -72,11 +72,6 @@ class RunState:
                 append_change(self.dir, change)
         write_atomic(path, yaml.safe_dump(resolved, sort_keys=False).encode())
         return change
-
-    def _has_results(self) -> bool:
-        """Whether an episode, a step or an evaluation has ended."""
-        kept = ("journal", "checkpoints", DIRECTORY, EVALUATIONS)
-        return any(any((self.dir / name).glob("step-*")) for name in kept)
 
     @property
     def evaluations(self) -> Mapping[str, Mapping[str, Any]]:
@@ -112,6 +107,11 @@ class RunState:
         if self._forked_from is not None:
             saved["forked_from"] = self._forked_from
         write_json(self._path, saved)
+
+
+def has_results(run: Path) -> bool:
+    """Whether an episode, a step or an evaluation of the run has ended."""
+    return any(any((run / name).glob("step-*")) for name in ("journal", "checkpoints", DIRECTORY, EVALUATIONS))
 
 
 def keep_tokenizer(model: Path, directory: Path) -> None:

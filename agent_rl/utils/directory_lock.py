@@ -42,6 +42,18 @@ def lock_directory(directory: Path) -> Iterator[None]:
         yield
 
 
+def is_locked(directory: Path) -> bool:
+    """Whether a process on this machine owns the lock. Does not wait, and does not create the lock."""
+    try:
+        with (directory / LOCK).open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
 def _remove_unfinished(directory: Path) -> None:
     """Remove unfinished files of a killed owner, except in subdirectories with their own lock."""
     for parent, directories, names in os.walk(directory):

@@ -65,6 +65,7 @@ def run(index: Index) -> Json:
     if steps and all(stop in _UNGRADED for step in steps for stop in step.columns["stop"]):
         notes.append("infrastructure failures only: no trajectory was graded")
     notes += [note for step in steps for note in step.notes]
+    notes += _history(directory, state, notes)
     return {
         **_summary(index, config, evaluations, guard),
         "model": str(config["model"]) if "model" in config else None,
@@ -255,6 +256,15 @@ def _last_step(directory: Path) -> int:
 
 def _events(directory: Path, notes: list[str]) -> list[Json]:
     return _by_step(directory, "guard.jsonl", notes)
+
+
+def _history(directory: Path, state: Mapping[str, Any], notes: list[str]) -> list[str]:
+    """The run's origin, and the changes of its config, a line each."""
+    lines = [f"forked from {str(state['forked_from'])[:200]}"] if "forked_from" in state else []
+    for row in _by_step(directory, "config_history.jsonl", notes):
+        keys = ", ".join(sorted(map(str, _mapping(row.get("values")))))
+        lines.append(f"config changed after step {row['step']}: {keys[:500]}")
+    return lines
 
 
 def _by_step(directory: Path, name: str, notes: list[str]) -> list[Json]:

@@ -19,6 +19,7 @@ from support.trajectories import trajectory
 from support.viewer_runs import EXPERTS, GROUPS, LAYERS, branched, damage, episode, evaluation, write_run, write_step
 
 from agent_rl.config.loader import MODELS
+from agent_rl.controller.config_changes import ConfigChange, append_change
 from agent_rl.errors import UserError
 from agent_rl.monitoring.metrics_log import MetricsLog
 from agent_rl.rollout.jsonl_zst import encode_frame, encode_rows, read_rows
@@ -59,6 +60,17 @@ def test_a_run_is_summarized(run: Path) -> None:
     assert found["facts"] == {"group_size": 2, "moe_layers": LAYERS, "num_experts": EXPERTS, "top_k": 2}
     (line,) = Resources([run]).read("runs")["runs"]
     assert (line["name"], line["pass_at_1"], line["guard"]) == ("demo", [0.5, 0.1, 0.9], 0)
+
+
+def test_a_run_says_where_it_comes_from_and_what_changed(run: Path) -> None:
+    state = json.loads((run / "state.json").read_text())
+    (run / "state.json").write_text(json.dumps(state | {"forked_from": "runs/first@2"}))
+    append_change(run, ConfigChange(2, 0.0, {"train.lr": (1e-3, 1e-4), "train.steps": (2, 4)}))
+    assert {"forked from runs/first@2", "config changed after step 2: train.lr, train.steps"} <= set(
+        read(run, "run")["notes"]
+    )
+    (run / "config_history.jsonl").write_text('{"step": 1, "values": [3]}\n{"step": "x"}\n')
+    assert "config_history.jsonl, line 2: damaged; shown up to there" in read(run, "run")["notes"]
 
 
 def test_metrics_are_read_without_the_trajectories(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
