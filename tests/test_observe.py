@@ -100,6 +100,19 @@ def test_display_shows_the_step_it_was_given(terminal: bool) -> None:
     assert all(text in out.getvalue() for text in ("sglang", "0.250"))
 
 
+def test_a_long_stage_without_a_terminal_says_how_much_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    out, clock = io.StringIO(), iter([0.0, 10.0, 40.0, 50.0, 80.0])
+    monkeypatch.setattr("agent_rl.monitoring.console.time.monotonic", lambda: next(clock))
+    display = Display("demo", Console(file=out, width=120))
+    display.stage("Pass@1 of engine", total=8)
+    for _ in range(3):
+        display.advance()
+    assert out.getvalue().splitlines() == [
+        "[demo] Pass@1 of engine ...",
+        "[demo] Pass@1 of engine: 2 of 8, 120 s left",
+    ]
+
+
 def run_picture(rows: list[dict[str, float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Figure:
     """The figure that is drawn of ``rows``, as it was saved."""
     drawn: list[Figure] = []

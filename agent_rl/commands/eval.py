@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from rich.table import Column, Table
 
@@ -45,8 +45,8 @@ class EvalOptions:
         return self.split or ("train" if self.policy.is_recording else config.split)
 
     def directory(self, config: RunConfig) -> Path:
-        model = "" if self.policy.model is None else f"-{quote(self.policy.model, safe='')}"
-        policy = f"{quote(self.policy.name, safe='')}{model}"
+        parts = (self.policy.name.removesuffix("/v1").rpartition("://")[2], self.policy.model or "")
+        policy = "-".join(re.sub(r"[^\w.-]+", "-", part) for part in parts if part)
         name = f"{policy}-{self.split_name(config.eval)}{'-greedy' if self.policy.greedy else ''}"
         return self.out or config.run_dir / "eval" / name
 
@@ -64,6 +64,10 @@ async def run_evaluation(config: RunConfig, options: EvalOptions) -> str | None:
         with display:
             async with open_policy(config, options.policy, path, display) as policy:
                 picked = await pick_tasks(policy, options.split_name(config.eval), options.max_tasks(config.eval))
+                if options.tasks is not None and len(picked) < options.tasks:
+                    left_out = len(policy.task_runtime.quarantined)
+                    quarantine = f" without the {left_out} in env.quarantine" if left_out else ""
+                    display.note(f"{options.tasks} tasks asked for; the split has {len(picked)}{quarantine}")
                 report = await _evaluate(config.rollout, options, policy, picked, directory, display)
         directory.finish(report, picked, options.policy.model or options.policy.name)
     return _print_report(display, report, path)

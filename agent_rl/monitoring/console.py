@@ -15,12 +15,21 @@ from pathlib import Path
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
 from sandbox import printable
 
+PROGRESS_SECONDS = 30.0
 BARS = "▁▂▃▄▅▆▇█"
 PANEL_METRICS = (
     ("reward", "reward/mean", "{:.3f}"),
@@ -68,13 +77,14 @@ class _UntilStopped:
         return Text() if self.task is not None and self.task.cancelling() else self.panel
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Stage:
-    """A stage that goes on: its bar, its text, and when it began."""
+    """A stage that goes on: its bar, its text, when it began, and when its progress was last printed."""
 
     task: TaskID
     text: str
     started: float
+    printed: float
 
 
 class Display:
@@ -85,9 +95,8 @@ class Display:
         self._console = console or Console()
         self._live: Live | None = None
         self._task: asyncio.Task[object] | None = None
-        self._progress = Progress(
-            TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-        )
+        times = (TimeElapsedColumn(), TimeRemainingColumn())
+        self._progress = Progress(TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), *times)
         self._stages: dict[str, _Stage] = {}
         self._steps: TaskID | None = None
         self._rows: list[Mapping[str, float]] = []
@@ -127,7 +136,8 @@ class Display:
     def stage(self, text: str, total: int | None = None, lane: str = "") -> None:
         """Begin a stage and end the previous one of its lane. ``advance`` updates its progress."""
         self._end_stage(lane)
-        self._stages[lane] = _Stage(self._progress.add_task(text, total=total), text, time.monotonic())
+        now = time.monotonic()
+        self._stages[lane] = _Stage(self._progress.add_task(text, total=total), text, now, now)
         if self._live is None:
             self.note(f"[{self._name}] {text} ...")
         self._refresh()
@@ -140,6 +150,8 @@ class Display:
     def advance(self, count: int = 1, lane: str = "") -> None:
         if lane in self._stages:
             self._progress.advance(self._stages[lane].task, count)
+            if self._live is None:
+                self._print_progress(self._stages[lane])
             self._refresh()
 
     def start_steps(self, done: int, total: int) -> None:
@@ -159,6 +171,17 @@ class Display:
             text = "  ".join(f"{name} {form.format(values[key])}" for name, key, form in PANEL_METRICS if key in values)
             self.note(f"[{self._name}] step {step}: {text}  ({values.get('time/step', 0.0):.1f} s)")
         self._refresh()
+
+    def _print_progress(self, stage: _Stage) -> None:
+        """Print how far the stage is and how long it will take, every PROGRESS_SECONDS."""
+        now = time.monotonic()
+        if now - stage.printed < PROGRESS_SECONDS:
+            return
+        stage.printed = now
+        task = next(task for task in self._progress.tasks if task.id == stage.task)
+        if task.total:
+            left = (now - stage.started) / task.completed * (task.total - task.completed)
+            self.note(f"[{self._name}] {stage.text}: {task.completed:.0f} of {task.total:.0f}, {left:.0f} s left")
 
     def _end_stage(self, lane: str) -> None:
         if (stage := self._stages.pop(lane, None)) is not None:

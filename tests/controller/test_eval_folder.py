@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from support.trajectories import trajectory
 
 from agent_rl.commands.eval import EvalOptions
+from agent_rl.commands.policy import PolicyChoice
 from agent_rl.config import EvalConfig, RunConfig
 from agent_rl.errors import ConfigError
 from agent_rl.evaluation.directory import EvaluationDirectory, swebench_report
@@ -198,3 +199,10 @@ def test_a_run_without_evaluations_can_be_evaluated() -> None:
     assert EvalOptions().max_tasks(config.eval) is None, "all tasks of the split"
     assert EvalOptions(tasks=3).max_tasks(config.eval) == 3
     assert EvalOptions().max_tasks(EvalConfig()) == 256
+
+
+def test_an_evaluation_is_named_after_its_host_and_model(tmp_path: Path) -> None:
+    config = RunConfig(name="demo", runs_dir=tmp_path, model=Path("m"))
+    choice = PolicyChoice("http://127.0.0.1:31999/v1", "maker/good:1")
+    assert EvalOptions(choice).directory(config).name == "127.0.0.1-31999-maker-good-1-heldout"
+    assert EvalOptions(PolicyChoice("engine", greedy=True)).directory(config).name == "engine-heldout-greedy"
