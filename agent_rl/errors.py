@@ -20,6 +20,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 
 class AgentRlError(Exception):
     """Base of all errors of agent_rl."""
@@ -94,7 +96,11 @@ class TrainerDied(TrainerError):
 
 
 class GuardStop(AgentRlError):
-    """The guard ended the run."""
+    """The guard ended the run. ``last_good``: the newest checkpoint from before the collapse."""
+
+    def __init__(self, message: str, last_good: Path | None = None) -> None:
+        super().__init__(message)
+        self.last_good = last_good
 
 
 class RolloutFailed(AgentRlError):

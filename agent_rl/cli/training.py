@@ -7,11 +7,14 @@ import shlex
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from agent_rl.cli.common import RESUMABLE, ConfigPath, Overrides, run_async
+
+if TYPE_CHECKING:
+    from agent_rl.config import RunConfig
 
 app = typer.Typer()
 
@@ -31,12 +34,16 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
     """
     from agent_rl.config.loader import load_config
     from agent_rl.controller import preflight
+    from agent_rl.controller.collapse import train_with_forks
     from agent_rl.controller.train import train as run
     from agent_rl.planner.suggestions import check_expert_slots
 
-    checked = preflight.run(load_config(config, overrides or ()), "train")
-    check_expert_slots(checked.config, checked.model_spec)
-    run_async(run(checked), RESUMABLE)
+    def train_once(loaded: RunConfig) -> None:
+        checked = preflight.run(loaded, "train")
+        check_expert_slots(checked.config, checked.model_spec)
+        run_async(run(checked), RESUMABLE)
+
+    train_with_forks(load_config(config, overrides or ()), train_once, typer.echo)
 
 
 @app.command("eval")

@@ -25,6 +25,18 @@ class LimitConfig(Section):
     )
 
 
+class OnCollapseConfig(Section):
+    """Forks of a run that the guard stopped."""
+
+    forks: int = Field(
+        0,
+        ge=0,
+        description="How often a run that the guard stops goes on by itself, in a fork of its last checkpoint from "
+        "before the first warning. 0: it ends.",
+    )
+    lr_factor: float = Field(0.3, gt=0, le=1, description="A fork's `train.lr` is multiplied by this.")
+
+
 class GuardConfig(Section):
     """Detection of collapsing runs and broken gradients; see docs/how-to/debug-a-run.md."""
 
@@ -46,6 +58,7 @@ class GuardConfig(Section):
     reward: LimitConfig = Field(LimitConfig(deviations=10.0), description="Limits on `reward/mean`.")
     audit: LimitConfig = Field(LimitConfig(above=0.2), description="Limits on `r3/audit_mismatch`.")
     audit_cached: LimitConfig = Field(LimitConfig(above=0.1), description="Limits on `r3/audit_cached_mismatch`.")
+    on_collapse: OnCollapseConfig = Field(OnCollapseConfig(), description="Continuation of a run that was stopped.")
     max_skipped: int = Field(
         3, ge=0, description="Skipped updates allowed within window. One more ends the run, always."
     )

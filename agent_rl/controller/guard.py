@@ -27,6 +27,7 @@ import orjson
 
 from agent_rl.config import GuardConfig, LimitConfig
 from agent_rl.errors import GuardStop
+from agent_rl.train.checkpoint.directory import checkpoint_step
 from agent_rl.utils.run_files import write_atomic
 
 Row = Mapping[str, float]
@@ -239,8 +240,8 @@ class Guard:
         if self._reason is None:
             return
         last = None if self.good_step is None else newest(self.good_step)
-        back = "" if last is None else f", or remove everything after {last.name}, the last checkpoint before it began"
-        raise GuardStop(f"{self._reason}; saved in {checkpoint}: restart to continue from there{back}")
+        back = "" if last is None else f", or fork {last.parent.parent}@{checkpoint_step(last)}, from before it began"
+        raise GuardStop(f"{self._reason}; saved in {checkpoint}: restart to continue from there{back}", last)
 
     def _skipped(self, rows: Sequence[Row]) -> float:
         recent = [row for row in rows[-self._config.window :] if row["step"] > self._since]

@@ -82,8 +82,8 @@ def test_a_collapse_warns_then_stops_and_names_what_crossed_which_limit(tmp_path
     limit = "mismatch/f_tau_2 is 0.35, above its limit 0.1 (guard.f_tau_2.above), 3 steps in a row"
     assert notes[0] == "guard, step 27: mismatch/f_tau_2 is 0.12, above its limit 0.1 (guard.f_tau_2.above)"
     assert notes[-1] == (
-        f"{limit}; saved in {tmp_path}/step-000029: restart to continue from there, or remove everything after "
-        "step-000025, the last checkpoint before it began"
+        f"{limit}; saved in {tmp_path}/step-000029: restart to continue from there, or fork "
+        f"{tmp_path.parent}@25, from before it began"
     )
     found = events(tmp_path)
     assert [event["event"] for event in found] == ["warn", "warn", "warn", "stop"]
