@@ -30,6 +30,14 @@ from agent_rl.weight_sync.sync import WeightSync  # noqa: E402
 
 pytestmark = [pytest.mark.megatron, pytest.mark.sglang, pytest.mark.slow]
 
+ORDINARY = ("deepseek_v32", "ernie4_5_moe", "minimax_m2", "olmoe", "qwen3_next")
+"""With the families of tests/integration/test_train_families.py, a case of each mixer, expert form and loader. The
+others differ in settings; their cases are exhaustive."""
+CASES = [
+    kind if kind in ORDINARY else pytest.param(kind, marks=pytest.mark.exhaustive)
+    for kind in FAMILIES
+    if kind not in ("qwen3_moe", "mixtral")
+]
 LIMITS = {"olmoe": 1e-4}
 """SGLang norms OLMoE's queries and keys with a fixed epsilon."""
 
@@ -56,7 +64,7 @@ async def two_turns(engine: SGLangEngine, spec: ModelSpec, seed: int) -> Sample:
 
 
 @pytest.mark.usefixtures("megatron_shim", "one_ray")
-@pytest.mark.parametrize("kind", [kind for kind in FAMILIES if kind not in ("qwen3_moe", "mixtral")])
+@pytest.mark.parametrize("kind", CASES)
 async def test_engine_and_trainer_agree_before_and_after_an_update(
     kind: str, engine_config: EngineConfig, tmp_path: Path
 ) -> None:

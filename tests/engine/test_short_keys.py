@@ -23,6 +23,7 @@ PROMPT = [int(token) for token in np.random.default_rng(5).integers(2, 250, 60)]
 OPTION = ("--kv-cache-dtype", "fp8_e4m3")
 
 
+@pytest.mark.exhaustive
 async def test_an_8_bit_cache_changes_log_probs_and_routes_by_rounding(
     server: str, engine_config: EngineConfig, model: Path, tmp_path: Path
 ) -> None:
