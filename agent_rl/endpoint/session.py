@@ -17,6 +17,7 @@ from agent_rl.errors import EngineAborted, TemplateError
 from agent_rl.rollout.conversation_tree import ChatMessage, ConversationTree, Node, RequestPlan, Tokens, Tools
 from agent_rl.rollout.episode import MAX_ABORTS, EpisodeRules
 from agent_rl.rollout.initial_prompt import Renderer, build_initial_prompt
+from agent_rl.rollout.thoughts import measure_thoughts
 from agent_rl.types import FinishReason, StopReason, Turn
 from tools import ParsedTurn, ToolCall, ToolCallFormat, ToolResult, ToolSet, parse_turn
 
@@ -311,4 +312,5 @@ class Session:
             tool_seconds=0.0,
             began=stats.began,
             retractions=stats.retractions,
+            **measure_thoughts(self.rendering.renderer, node.sampled, node.text)._asdict(),
         )
