@@ -10,7 +10,7 @@ from agent_rl.types import TokenIds
 
 
 class ThoughtLength(NamedTuple):
-    """Length of a turn's thoughts, with the marker that closes them. The names are fields of ``agent_rl.types.Turn``."""
+    """Length of a turn's thoughts, with the marker that closes them; fields of ``agent_rl.types.Turn``."""
 
     thinking_tokens: int
     thinking_chars: int
