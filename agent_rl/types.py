@@ -148,7 +148,8 @@ class Turn:
     """One turn of an episode: sampled text, tool call, observation, and times in seconds.
 
     ``retractions``: how often the engine requeued the turn's requests. ``began``: start of the turn, in seconds since
-    the start of the episode.
+    the start of the episode. ``thinking_tokens``, ``thinking_chars``: length of the thoughts at the start of the
+    sampled tokens and of ``text``, with the marker that closes them.
     """
 
     text: str
@@ -165,6 +166,8 @@ class Turn:
     tool_seconds: float
     retractions: int = 0
     began: float = 0.0
+    thinking_tokens: int = 0
+    thinking_chars: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -66,6 +66,12 @@ class PolicyChoice:
         own model does not, the config's ``max_tokens`` has no space for them, and the key's default applies."""
         rules = EpisodeRules.from_config(config).for_evaluation(greedy=self.greedy)
         scaffold = load_scaffold(config.env.scaffold)
+        for key, default in (("thinking", "default"), ("template_options", {})):
+            if self.model is not None and getattr(config.rollout, key) != default:
+                raise UserError(
+                    f"rollout.{key}: a chat endpoint applies its own template: leave the key out and pass the "
+                    "endpoint's fields, for example --request chat_template_kwargs='{enable_thinking: false}'"
+                )
         if self.native_tools and "tool_format" in scaffold.required_rollout:
             raise UserError(f"--tool-calls native: env.scaffold {scaffold.name} has calls of its own: leave it out")
         if self.model is None or config.rollout.describe_tools or "describe_tools" in scaffold.required_rollout:

@@ -192,8 +192,10 @@ def _render_turn(number: int, turn: Mapping[str, Any]) -> list[RenderableType]:
     times = f"generation {turn['generate_seconds']:.1f} s, tool {turn['tool_seconds']:.1f} s"
     parts: list[RenderableType] = [
         Rule(cell(f"turn {number} {call} ({turn['completion_tokens']} tokens, {times})"), align="left"),
-        _printable_text(_before_call(turn) or "(no text before the call)"),
     ]
+    if thoughts := turn.get("thinking_chars"):
+        parts.append(Text(f"thoughts: {thoughts} characters", style="dim"))
+    parts.append(_printable_text(_before_call(turn) or "(no text before the call)"))
     for name, value in turn["arguments"].items():
         text = value if isinstance(value, str) else json.dumps(value)
         parts += [_printable_text(f"{name}:", "cyan"), Padding(_printable_text(text, "cyan"), (0, 0, 0, 2))]
@@ -206,8 +208,8 @@ def _render_turn(number: int, turn: Mapping[str, Any]) -> list[RenderableType]:
 
 
 def _before_call(turn: Mapping[str, Any]) -> str:
-    """The model's text before the tool call; the call's arguments are printed separately."""
-    text = str(turn["text"])
+    """The model's text after its thoughts and before the tool call, whose arguments are printed separately."""
+    text = str(turn["text"])[turn.get("thinking_chars", 0) :].lstrip("\n")
     if not turn["tool"]:
         return text
     return min((text.partition(tag)[0] for tag in CALL_TAGS), key=len).rstrip()

@@ -65,6 +65,7 @@ class ChatResponse:
     finish: Finish
     prompt_tokens: int
     sampled_tokens: int
+    thinking_tokens: int
     cached_tokens: int
     created: int
     model: str

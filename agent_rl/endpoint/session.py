@@ -17,6 +17,7 @@ from agent_rl.errors import EngineAborted, TemplateError
 from agent_rl.rollout.conversation_tree import ChatMessage, ConversationTree, Node, RequestPlan, Tokens, Tools
 from agent_rl.rollout.episode import MAX_ABORTS, EpisodeRules
 from agent_rl.rollout.initial_prompt import Renderer, build_initial_prompt
+from agent_rl.rollout.thoughts import ThoughtLength, measure_thoughts
 from agent_rl.types import FinishReason, StopReason, Turn
 from tools import ParsedTurn, ToolCall, ToolCallFormat, ToolResult, ToolSet, parse_turn
 
@@ -67,7 +68,8 @@ class HarnessRenderer:
         """The message for the renderer. System messages inside a conversation become user messages: templates accept
         only one, at the start."""
         role = "user" if message.role == "system" and not first else message.role
-        thoughts = f"<think>\n{message.reasoning}\n</think>\n\n" if message.reasoning else ""
+        open_, close = self.renderer.reasoning.open, self.renderer.reasoning.close
+        thoughts = f"{open_}\n{message.reasoning}\n{close}\n\n" if message.reasoning else ""
         calls = [self.fmt.render(call) for call in message.calls]
         return {"role": role, "content": thoughts + "\n".join(part for part in (message.text, *calls) if part)}
 
@@ -289,9 +291,12 @@ class Session:
         if stats.finish is FinishReason.LENGTH and not spoken.calls:
             finish = "length"
         return ChatResponse(
-            node.id, spoken, finish, node.prompt, len(node.sampled), min(stats.cached, node.prompt), int(time.time()),
-            request.model,
+            node.id, spoken, finish, node.prompt, len(node.sampled), self._thoughts(node).thinking_tokens,
+            min(stats.cached, node.prompt), int(time.time()), request.model,
         )  # fmt: skip
+
+    def _thoughts(self, node: Node) -> ThoughtLength:
+        return measure_thoughts(self.rendering.renderer, node.sampled, node.text)
 
     def _turn(self, node: Node, spoken: ParsedTurn) -> Turn:
         stats, call = self._stats[node], spoken.calls[0] if spoken.calls else None
@@ -311,4 +316,5 @@ class Session:
             tool_seconds=0.0,
             began=stats.began,
             retractions=stats.retractions,
+            **self._thoughts(node)._asdict(),
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import orjson
 
 from agent_rl.errors import EngineError, EngineOverloaded, EngineRejected, UserError
-from agent_rl.rollout.chat_tokens import STOP, encode, message_text, read_messages, read_native
+from agent_rl.rollout.chat_tokens import STOP, message_tokens, read_messages, read_native
 from agent_rl.types import Completion, FinishReason, SamplingParams, TokenIds
 from agent_rl.utils.http import AsyncHttp, HttpResponse, call_with_retries, check, server_message
 
@@ -100,8 +100,7 @@ class ChatEngine:
             "top_p": sampling.top_p,
             "max_tokens": max(1, sampling.max_new_tokens // BYTES_A_TOKEN),
         }
-        text, finished = await self._complete(self._body(conversation | limits))
-        encoded = encode(text)
+        encoded, finished = await self._complete(self._body(conversation | limits))
         if len(encoded) > _MAX_TEXT_BYTES:
             raise EngineRejected(f"{self._url}: a text of more than {_MAX_TEXT_BYTES} bytes")
         sampled = (*encoded, STOP) if finished else tuple(encoded)
@@ -118,20 +117,20 @@ class ChatEngine:
         body = {"model": self._endpoint.model, **fields, **self._endpoint.request}
         return {key: value for key, value in body.items() if value is not None}
 
-    async def _complete(self, body: Mapping[str, Any]) -> tuple[str, bool]:
-        """``(text, finished)``: the response's text, and whether it was not truncated."""
+    async def _complete(self, body: Mapping[str, Any]) -> tuple[Sequence[int], bool]:
+        """``(tokens, finished)``: the response's tokens, and whether it was not truncated."""
         try:
             response = await call_with_retries(partial(self._post, body), self._retries, self._backoff)
         except EngineRejected as error:
             if not _too_long(str(error)):
                 raise
             if "max_tokens" not in body:
-                return "", False
+                return (), False
             # Without max_tokens the endpoint uses the rest of its context.
             return await self._complete({key: value for key, value in body.items() if key != "max_tokens"})
         try:
             choice = response["choices"][0]
-            return message_text(choice["message"]), choice["finish_reason"] != "length"
+            return message_tokens(choice["message"]), choice["finish_reason"] != "length"
         except (KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
             raise EngineRejected(
                 f"{self._url}: the response holds no chat completion ({type(error).__name__})"

@@ -9,6 +9,9 @@ to 255) with a role token before each message::
 If the endpoint supports tool calls, the tools' schemas come first as JSON after a role token of their own. A call of
 the endpoint is stored in the turn's text in the Hermes format, which the loop parses. In the next request it becomes a
 ``tool_calls`` field again, and the observation after it a message with role ``tool``.
+
+The field ``reasoning_content`` of a response comes first in its turn, between the markers of :data:`tools.THINK`. It is
+kept in the transcript and is not sent back.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from tools.formats import HermesFormat
 
 STOP = 256
 _ROLES = {"system": 257, "user": 258, "assistant": 259, "tools": 260}
+_END_OF_REASONING = 261
 _ROLE_OF_TOKEN = {mark: role for role, mark in _ROLES.items()}
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
@@ -85,11 +89,19 @@ def read_native(tokens: TokenIds) -> dict[str, Any]:
     return fields
 
 
-def message_text(message: Mapping[str, Any]) -> str:
-    """The text of a turn: the content of the endpoint's ``message`` and its first tool call.
+def message_tokens(message: Mapping[str, Any]) -> list[int]:
+    """The tokens of a turn: the reasoning and content of the endpoint's ``message`` and its first tool call.
 
     Raises AttributeError, KeyError, IndexError or TypeError for a message of another form.
     """
+    said = encode(_spoken_text(message))
+    if not (reasoning := message.get("reasoning_content")):
+        return list(said)
+    unclosed = reasoning.replace(THINK.close, "<\\/think>")  # must not end the thoughts before their end
+    return [*encode(f"{THINK.open}\n{unclosed}\n{THINK.close}\n\n"), _END_OF_REASONING, *said]
+
+
+def _spoken_text(message: Mapping[str, Any]) -> str:
     text = message.get("content") or ""
     if not message.get("tool_calls"):
         return str(text)
@@ -115,13 +127,16 @@ def _native_message(role: str, text: str, before: Sequence[Mapping[str, Any]]) -
 
 
 def _parts(tokens: TokenIds) -> Iterator[tuple[str, str]]:
-    """``(role, text)`` of each message in ``tokens``; assistant messages without text are skipped."""
+    """``(role, text)`` of each message in ``tokens``, without reasoning; assistant messages without text are
+    skipped."""
     role, text = "", bytearray()
     for token in [*tokens, _ROLES["assistant"]]:
         if token in _ROLE_OF_TOKEN:
             if role and (text or role != "assistant"):
                 yield role, text.decode(errors="replace")
             role = _ROLE_OF_TOKEN[token]
+            text.clear()
+        elif token == _END_OF_REASONING:
             text.clear()
         elif token < STOP:
             text.append(token)

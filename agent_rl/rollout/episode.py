@@ -28,6 +28,7 @@ from agent_rl.engine.types import Engine
 from agent_rl.errors import AgentRlError, EngineAborted, EngineError, HarnessError, RoutesMissingError
 from agent_rl.rollout.initial_prompt import Renderer, build_initial_prompt
 from agent_rl.rollout.route_audit import Auditor
+from agent_rl.rollout.thoughts import measure_thoughts
 from agent_rl.rollout.transcript import Transcript
 from agent_rl.rollout.turn_log import LoggedTurn, ReplayDiffers, ReplayEngine, TurnLog
 from agent_rl.types import Completion, FinishReason, SamplingParams, StopReason, Trajectory, Turn
@@ -329,6 +330,7 @@ class EpisodeRun:
             weight_version=weight_version,
             generate_seconds=seconds,
             retractions=retractions,
+            **measure_thoughts(self.renderer, sampled, text)._asdict(),
         )
 
     def _call(self, tools: ToolSet, text: str) -> Awaitable[ToolResult] | ParseFailure:

@@ -272,6 +272,8 @@ def _conversation(row: Mapping[str, Any]) -> Json:
                 "observation_message": observed.get(number),
                 "span": _span(turn),
                 "began": turn.get("began"),
+                "thinking_tokens": turn.get("thinking_tokens", 0),
+                "thinking_chars": turn.get("thinking_chars", 0),
             }
             for number, turn in enumerate(turns)
         ],

@@ -56,6 +56,16 @@ def test_episode_is_printed_turn_by_turn(run: Path) -> None:
     assert "\x1b" not in text, "what a command printed does not steer the terminal"
 
 
+def test_thoughts_are_folded_into_one_line(tmp_path: Path) -> None:
+    thought = "Is it [red]?\n</think>"
+    known = episode(1.0)
+    turns = (replace(known.turns[0], text=f"{thought}\n\nI look.", thinking_tokens=5, thinking_chars=len(thought)),)
+    write_trajectories(tmp_path, 1, [Group("fix-sum", (replace(known, turns=turns),))])
+    text = output_of(tmp_path)
+    assert re.search(r"thoughts: 21 characters\s*\nI look\.", text)
+    assert not re.search("Is it|</think>", text)
+
+
 def test_several_episodes_are_listed(run: Path) -> None:
     text = output_of(run)
     assert "step-000002.jsonl.zst" in text, "the last step"

@@ -7,11 +7,11 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-from support.endpoint_sessions import BASH, call
+from support.endpoint_sessions import BASH, MODEL, call, served
 
 from agent_rl.render import ChatRenderer
 from agent_rl.types import BranchCause
-from tools import ToolCall, tool_format
+from tools import Reasoning, ToolCall, tool_format
 
 TOOL = {"name": "bash", "description": "Runs a command."}
 PARAMETERS = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
@@ -125,6 +125,41 @@ async def test_messages(serve: Any, texts: list[str], stream: bool) -> None:
         counted = await client.messages.count_tokens(messages=messages[:3], **request)
         assert counted.input_tokens == served.session.tree.nodes[1].prompt
         linear(served)
+
+
+@pytest.mark.parametrize("history", ["keep", "follow"])
+async def test_a_program_that_drops_thoughts_begins_no_branch(history: str) -> None:
+    renderer = ChatRenderer(MODEL)
+    renderer.reasoning = Reasoning("<think>", "</think>", prompt_opens=True)
+    thought, tool = f"I could {call('rm')}\n</think>\n\n", call("ls")
+    async with served(renderer, f"{thought}First. {tool}", f"{thought}Done.", history=history) as opened:
+        client = await opened.clients(anthropic.AsyncAnthropic(base_url=opened.url, api_key="x", max_retries=0))
+        tools = [{**TOOL, "input_schema": PARAMETERS}]
+        messages: list[Any] = [{"role": "user", "content": "u"}]
+        reply = await client.messages.create(model="m", max_tokens=500, messages=messages, tools=tools)
+        assert [block.type for block in reply.content] == ["thinking", "text", "tool_use"]
+        said = [block.model_dump(exclude_none=True) for block in reply.content[1:]]
+        seen = {"type": "tool_result", "tool_use_id": reply.content[2].id, "content": "seen"}
+        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": [seen]}]
+        reply = await client.messages.create(model="m", max_tokens=500, messages=messages, tools=tools)
+        assert [block.type for block in reply.content] == ["thinking", "text"]
+        linear(opened)
+
+
+@pytest.mark.parametrize("history", ["keep", "follow"])
+async def test_responses_without_their_reasoning_items_begin_no_branch(renderer: ChatRenderer, history: str) -> None:
+    thought = "<think>\nlook\n</think>\n\n"
+    async with served(renderer, f"{thought}First. {call('ls')}", f"{thought}Done.", history=history) as opened:
+        client = await opened.clients(openai.AsyncOpenAI(base_url=f"{opened.url}/v1", api_key="x", max_retries=0))
+        request = {"model": "m", "tools": [{"type": "function", **TOOL, "parameters": PARAMETERS}]}
+        items: list[Any] = [{"role": "user", "content": "u"}]
+        reply = await client.responses.create(input=items, **request)
+        assert [item.type for item in reply.output] == ["reasoning", "message", "function_call"]
+        assert 0 < reply.usage.output_tokens_details.reasoning_tokens < reply.usage.output_tokens
+        items += [item.model_dump(exclude_none=True) for item in reply.output[1:]]
+        items.append({"type": "function_call_output", "call_id": reply.output[2].call_id, "output": "seen"})
+        assert (await client.responses.create(input=items, **request)).output_text == "Done."
+        linear(opened)
 
 
 async def test_tools_found_later_are_described_where_they_are_found(

@@ -222,6 +222,24 @@ async def test_a_call_in_thoughts_that_the_prompt_opened_is_not_sent() -> None:
         assert (reply["content"], reply.get("tool_calls")) == (None, None)
 
 
+async def test_thoughts_that_a_program_invented_have_the_markers_of_the_renderer() -> None:
+    renderer = ChatRenderer(MODEL)
+    renderer.reasoning = Reasoning("<thought>", "</thought>", prompt_opens=False)
+    async with served(renderer, "<thought>why</thought>Done.") as opened:
+        earlier = {"role": "assistant", "content": "yes", "reasoning_content": "so"}
+        body = {"messages": [*HELLO, earlier, *HELLO], "model": "m"}
+        answer = (await opened.client.post(CHAT, json=body)).json()
+        (branch,) = opened.session.tree.branches()
+        assert "<thought>\nso\n</thought>\n\nyes" in renderer.decode(branch.tokens.tolist())
+        assert answer["choices"][0]["message"]["reasoning_content"] == "why"
+        (turn,) = opened.session.turns()
+        assert turn.thinking_chars == len("<thought>why</thought>")
+        assert renderer.decode(opened.session.tree.nodes[0].sampled[: turn.thinking_tokens]).startswith(
+            "<thought>why</thought>"
+        )
+        assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == turn.thinking_tokens
+
+
 async def test_a_wrong_key_and_the_key_of_an_ended_episode_are_refused(serve: Any) -> None:
     async with serve("ok") as opened:
         port = opened.endpoint.port

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -14,6 +15,8 @@ from hypothesis import strategies as st
 from support.local_server import serving
 from support.memory_env import TASK, MemoryEnvironment
 
+from agent_rl.commands.policy import PolicyChoice
+from agent_rl.config import RunConfig
 from agent_rl.errors import EngineRejected, EngineUnreachable, UserError
 from agent_rl.rollout.chat_policy import ChatEndpoint, ChatEngine
 from agent_rl.rollout.chat_tokens import ChatTextRenderer, NativeToolCalls, read_messages, read_native
@@ -147,6 +150,28 @@ async def test_an_episode_with_native_tool_calls() -> None:
     assert asked[2]["messages"][-1] == {"role": "tool", "tool_call_id": "call00004", "content": "fix"}
 
 
+@pytest.mark.parametrize("native", [False, True])
+async def test_reasoning_of_a_response_is_kept_and_neither_parsed_nor_sent_back(native: bool) -> None:
+    fmt, asked = NativeToolCalls() if native else tool_format("hermes"), list[dict[str, Any]]()
+    submit = fmt.render(ToolCall("submit", {}))
+    thought = f"I could</think>{submit} but no. é"
+
+    def answer(body: dict[str, Any]) -> tuple[int, Any]:
+        asked.append(body)
+        message = {"role": "assistant", "content": "First." if len(asked) == 1 else submit}
+        return 200, {"choices": [{"message": {**message, "reasoning_content": thought}, "finish_reason": "stop"}]}
+
+    async with endpoint(answer) as url, ChatEngine(ChatEndpoint(url, "m", native), timeout=5, retries=0) as engine:
+        renderer = ChatTextRenderer(native_tools=native)
+        trajectory = await run_episode(MemoryEnvironment(), TASK, engine, renderer, fmt, PLAIN)
+    first, second = trajectory.turns
+    assert (first.tool, second.tool, trajectory.stop) == (None, "submit", StopReason.SUBMITTED)
+    kept = f"<think>\nI could<\\/think>{submit} but no. é\n</think>"
+    assert first.text == f"{kept}\n\nFirst."
+    assert (first.thinking_chars, first.thinking_tokens) == (len(kept), len(kept.encode()))
+    assert [m["content"] for m in asked[1]["messages"] if m["role"] == "assistant"] == ["First."]
+
+
 @pytest.mark.parametrize(
     ("status", "body", "message"),
     [
@@ -188,3 +213,11 @@ async def test_a_busy_endpoint_is_waited_for_and_an_absent_one_is_not() -> None:
     async with ChatEngine(ChatEndpoint("http://127.0.0.1:9/v1", "m"), timeout=5, retries=9) as engine:
         with pytest.raises(UserError, match="check that the server is running"):
             await engine.check_ready()
+
+
+@pytest.mark.parametrize("keys", [{"thinking": "off"}, {"template_options": {"reasoning_effort": "low"}}])
+def test_keys_of_the_template_are_refused_for_an_endpoint(keys: dict[str, Any]) -> None:
+    config = RunConfig(name="x", model=Path("m"), env={"name": "mini"}, rollout=keys)
+    with pytest.raises(UserError, match=rf"rollout\.{next(iter(keys))}: .* --request chat_template_kwargs="):
+        PolicyChoice("http://localhost/v1", "m").rules(config)
+    PolicyChoice("gold").rules(config)

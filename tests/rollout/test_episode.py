@@ -160,6 +160,9 @@ async def test_a_call_in_thoughts_that_the_prompt_opened_is_not_executed() -> No
     trajectory = await drive(TurnsEngine([*turns, SUBMIT]), renderer=Opened(), max_turns=2)
     assert [turn.tool for turn in trajectory.turns] == [None, None]
     assert trajectory.turns[0].parse_failure == "no tool call found; <think> is not closed"
+    closed = len(f"{thought}\n</think>")
+    assert [turn.thinking_tokens for turn in trajectory.turns] == [len(turns[0]), closed]
+    assert [turn.thinking_chars for turn in trajectory.turns] == [len(thought), closed]
 
 
 async def test_a_wrong_tool_is_an_observation_not_a_parse_failure() -> None:

@@ -42,8 +42,14 @@ def test_the_metrics_of_a_step() -> None:
         | {f"rollout/{name}_mean": value for name, value in means.items()}
         | {f"rollout/stop/{name}": value for name, value in stops.items()}
         | {"rollout/tokens_per_second": 180 / 2, "rollout/sampled_tokens_per_second": 120 / 2}
-        | {"rollout/suspected_hacks": 0, "rollout/retractions": 0}
+        | {"rollout/suspected_hacks": 0, "rollout/retractions": 0, "rollout/thinking_tokens": 0}
     )
+
+
+def test_tokens_of_thoughts_are_averaged_over_trajectories() -> None:
+    thought = trajectory(1.0, StopReason.SUBMITTED, (replace(turn(10), thinking_tokens=6), turn(5)), 60)
+    plain = trajectory(0.0, StopReason.SUBMITTED, (turn(30),), 40)
+    assert metrics_of(thought, plain)["rollout/thinking_tokens"] == 3
 
 
 def test_retractions_are_counted() -> None:

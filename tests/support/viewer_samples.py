@@ -32,7 +32,7 @@ TRAJECTORY = json.loads("""
 TURN = json.loads("""
 {"branch": 0, "message": null, "observation_message": null, "tool": "execute_bash", "parse_failure": null,
  "text": "I look.", "cached_tokens": 0, "retractions": 0, "weight_version": "6", "generate_seconds": 0.6,
- "tool_seconds": 0.2}
+ "tool_seconds": 0.2, "thinking_tokens": 0, "thinking_chars": 0}
 """)
 BRANCH = json.loads('{"parent": null, "shared": 0, "cause": "start"}')
 """The constant values of resources."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -16,9 +17,10 @@ import numpy as np
 import pytest
 from playwright.sync_api import BrowserContext, Page, expect
 from support.viewer_pages import eventually, opened
+from support.viewer_runs import branched
 from support.viewer_samples import SampleRun, SampleSource, Served
 
-from agent_rl.rollout.records import read_trajectories, step_stem
+from agent_rl.rollout.records import read_trajectories, step_stem, write_trajectories
 from agent_rl.rollout.token_details import read_detail
 from agent_rl.viewer.api import Resources
 from agent_rl.viewer.export import export
@@ -153,6 +155,28 @@ def test_tokens_are_coloured_and_clickable_without_an_element_each(page: Page, s
     page.locator(".prompt .text").click(position={"x": 16, "y": 14})
     expect(page.locator("aside h2")).to_contain_text("Token 0 ")
     assert page.evaluate("CSS.highlights.get('selected').priority > CSS.highlights.get('bin-15').priority")
+
+
+def test_thoughts_are_folded_until_one_of_their_tokens_is_selected(page: Page, tmp_path: Path) -> None:
+    run = branched(tmp_path)
+    (group,) = read_trajectories(run, 1)
+    first, *others = group.trajectories[0].turns
+    turns = (replace(first, thinking_tokens=3, thinking_chars=2), *others)
+    write_trajectories(run, 1, [replace(group, trajectories=(replace(group.trajectories[0], turns=turns),))])
+    with Served(Resources([run])) as server:
+        opened(page, server.address, "#/t/0/1-0")
+        thoughts = page.locator(".thoughts details")
+        expect(thoughts.locator("summary")).to_have_text("thoughts: 3 tokens")
+        expect(thoughts).not_to_have_attribute("open", "")
+        assert page.locator(".thoughts h2, .sampled h2").count() == 2
+        opened(page, server.address, "#/t/0/1-0?token=6")
+        expect(thoughts).to_have_attribute("open", "")
+        (run / "tokenizer.json").unlink()
+        opened(page, server.address, "#/t/0/1-0")
+        page.reload()
+        expect(page.locator("details summary", has_text="thoughts")).to_have_text("thoughts: 2 characters")
+        expect(page.get_by_label("Turn 1", exact=True)).to_have_text("ok")
+        page.goto("about:blank")  # before the server stops
 
 
 def test_by_keyboard_alone(page: Page, served: Served) -> None:

@@ -186,6 +186,7 @@ def _usage(reply: ChatResponse) -> dict[str, Any]:
         "completion_tokens": reply.sampled_tokens,
         "total_tokens": reply.prompt_tokens + reply.sampled_tokens,
         "prompt_tokens_details": {"cached_tokens": reply.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": reply.thinking_tokens},
     }
 
 

@@ -208,6 +208,6 @@ def _usage(reply: ChatResponse) -> dict[str, Any]:
         "input_tokens": reply.prompt_tokens,
         "input_tokens_details": {"cached_tokens": reply.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": reply.sampled_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": reply.thinking_tokens},
         "total_tokens": reply.prompt_tokens + reply.sampled_tokens,
     }

@@ -75,13 +75,13 @@ function madeBy(rows: number[] | null | undefined): Float64Array | null {
 }
 
 export interface Part {
-  kind: "prompt" | "sampled" | "observed";
+  kind: "prompt" | "thoughts" | "sampled" | "observed";
   turn: Turn | null;
   number: number;
   stretch: Stretch;
 }
 
-/** The prompt, then each turn's sampled tokens and what it was shown in return; null where texts of tokens are absent. */
+/** The prompt, then each turn's thoughts, its other sampled tokens and what it was shown in return; null where texts of tokens are absent. */
 export function partsOf(branch: Branch, turns: Turn[], index: number): Part[] | null {
   const { pieces, tokens } = branch;
   if (!pieces) return null;
@@ -96,7 +96,9 @@ export function partsOf(branch: Branch, turns: Turn[], index: number): Part[] | 
   });
   const parts = [part("prompt", null, 0, 0, spans[0]?.span[0] ?? tokens.length)];
   spans.forEach(({ turn, number, span: [from, to] }, i) => {
-    parts.push(part("sampled", turn, number, from, to));
+    const said = from + turn.thinking_tokens;
+    if (said > from) parts.push(part("thoughts", turn, number, from, said));
+    if (to > said) parts.push(part("sampled", turn, number, said, to));
     const next = spans[i + 1]?.span[0] ?? tokens.length;
     if (next > to) parts.push(part("observed", turn, number, to, next));
   });

@@ -1,5 +1,6 @@
 /** One trajectory: its conversation with coloured tokens, where its time went, its patch, its tests. */
 
+import type { ComponentChildren } from "preact";
 import { useCallback, useEffect, useMemo, useRef } from "preact/hooks";
 import { stepOf, useResource } from "./data";
 import { mark, paint, type Shown, tokenAt } from "./highlights";
@@ -254,6 +255,7 @@ function TokenText({ parts, measure, tokens, values, token, select }: Colouring 
 function bring(range: Range | null): void {
   const element = range?.startContainer.parentElement;
   if (!range || !element) return;
+  element.closest("details")?.setAttribute("open", "");
   const inSight = ({ top, bottom }: DOMRect) => top > 60 && bottom < innerHeight - 20;
   if (inSight(range.getBoundingClientRect())) return;
   element.scrollIntoView({ block: "nearest" }); // what is far away is laid out only now
@@ -264,15 +266,29 @@ function bring(range: Range | null): void {
 }
 
 function TextPart({ part: { kind, turn, number: at, stretch } }: { part: Part }) {
+  const text = (
+    <div class="text" dir="ltr">
+      {stretch.text}
+    </div>
+  );
+  const begins = turn && (kind === "thoughts" || (kind === "sampled" && !turn.thinking_tokens));
   return (
     <div class={`part ${kind}`}>
       {kind === "prompt" && <h2>Prompt</h2>}
-      {kind === "sampled" && turn && <TurnHead turn={turn} at={at} />}
+      {begins && <TurnHead turn={turn} at={at} />}
       {kind === "observed" && <h3>observed</h3>}
-      <div class="text" dir="ltr">
-        {stretch.text}
-      </div>
+      {kind === "thoughts" && turn ? <Thoughts length={plural(turn.thinking_tokens, "token")}>{text}</Thoughts> : text}
     </div>
+  );
+}
+
+/** Folded; a token that is selected in them unfolds them. */
+function Thoughts({ length, children }: { length: string; children: ComponentChildren }) {
+  return (
+    <details>
+      <summary class="dim">thoughts: {length}</summary>
+      {children}
+    </details>
   );
 }
 
@@ -304,12 +320,26 @@ function PlainText({ trajectory }: { trajectory: Trajectory }) {
       {trajectory.turns.map((turn, i) => (
         <div class="part sampled" key={i}>
           <TurnHead turn={turn} at={i + 1} />
-          <LongText text={turn.text} name={`Turn ${i + 1}`} />
+          <TurnText turn={turn} at={i + 1} />
           <h3>observed</h3>
           <LongText text={turn.observation} name={`Observation of turn ${i + 1}`} />
         </div>
       ))}
     </div>
+  );
+}
+
+function TurnText({ turn, at }: { turn: Turn; at: number }) {
+  const thoughts = [...turn.text].slice(0, turn.thinking_chars).join(""); // counted in code points
+  return (
+    <>
+      {thoughts && (
+        <Thoughts length={plural(turn.thinking_chars, "character")}>
+          <LongText text={thoughts} name={`Thoughts of turn ${at}`} />
+        </Thoughts>
+      )}
+      <LongText text={turn.text.slice(thoughts.length)} name={`Turn ${at}`} />
+    </>
   );
 }
 

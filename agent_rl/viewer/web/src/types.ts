@@ -123,6 +123,8 @@ export interface Turn {
   began: number | null;
   generate_seconds: number;
   tool_seconds: number;
+  thinking_tokens: number;
+  thinking_chars: number;
 }
 
 export interface Detail {
