@@ -154,7 +154,7 @@ def compare(
     ratios = statistics.quantiles([a / b for a, b in zip(took, baseline, strict=True)], n=4)
     middle, floor = statistics.median(took), statistics.median(baseline)
     print(
-        f"{name}: {size / 1e6:.1f} MB, buckets of {config.weight_bucket_mb:g} MiB: publish {1e3 * middle:.0f} ms, "
+        f"{name}: {size / 1e6:.1f} MB, buckets of {config.bucket_mb(cuda=False):g} MiB: publish {1e3 * middle:.0f} ms, "
         f"plain broadcast {1e3 * floor:.1f} ms, ratio {middle / floor:.2f} (quartiles {ratios[0]:.2f}, {ratios[2]:.2f})"
     )
     stages = {stage: statistics.median(report.seconds[stage] for report in reports) for stage in STAGES}
@@ -168,7 +168,7 @@ def main() -> None:
     torch.set_num_threads(1)  # beside other work OpenMP's waiting threads would be what is measured
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rounds", nargs="?", type=int, default=7)
-    parser.add_argument("buckets", nargs="*", type=float, default=[EngineConfig().weight_bucket_mb], help="MiB")
+    parser.add_argument("buckets", nargs="*", type=float, default=[EngineConfig().bucket_mb(cuda=False)], help="MiB")
     options = parser.parse_args()
     for name in SIZES:
         with tempfile.TemporaryDirectory() as directory:

@@ -15,6 +15,7 @@ from typing import Any
 
 from agent_rl.config import RunConfig
 from agent_rl.errors import ConfigError
+from agent_rl.utils.concurrency import MAX_OPEN_FILES
 
 MIN_DRIVER, MIN_NVCC, MIN_COMPILER = 580, 13, 11
 MIN_SHARED_BYTES = 64 << 30
@@ -80,14 +81,17 @@ def check_kernels(config: RunConfig) -> str:
 
 
 def check_limits(config: RunConfig) -> str:
-    """The limits of pinned and shared memory. Raises ConfigError where they are too low."""
+    """The limits of pinned memory, shared memory and open files. Raises ConfigError where one is too low."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft != resource.RLIM_INFINITY:
         raise ConfigError(f"ulimit -l is {soft >> 10} KiB: NCCL and offloading pin memory, set it to unlimited")
     size = shutil.disk_usage(_SHARED).total
     if size < MIN_SHARED_BYTES:
         raise ConfigError(f"{_SHARED} has {size >> 30} GiB: {MIN_SHARED_BYTES >> 30} GiB or more are needed")
-    return f"pinned memory unlimited, {_SHARED} {size >> 30} GiB"
+    _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files != resource.RLIM_INFINITY and files < MAX_OPEN_FILES:
+        raise ConfigError(f"ulimit -Hn is {files}: set the hard limit of open files to {MAX_OPEN_FILES} or more")
+    return f"pinned memory unlimited, {_SHARED} {size >> 30} GiB, open files {files if files >= 0 else 'unlimited'}"
 
 
 GPU_CHECKS: dict[str, GpuCheck] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -24,9 +25,11 @@ from agent_rl.engine.factory import open_engine
 from agent_rl.engine.launch import sglang_version
 from agent_rl.engine.ray_actor import CallResult
 from agent_rl.engine.ray_servers import check_nodes
-from agent_rl.errors import AgentRlError, ConfigError
+from agent_rl.errors import AgentRlError, ConfigError, UserError
 from agent_rl.models.spec import read_model_spec
 from agent_rl.monitoring.console import cell
+from agent_rl.planner.plan import gib
+from agent_rl.planner.planner import plan_once
 from agent_rl.train.ray_session import check_ray, requires_token
 from envs import EnvsError, needs_sandbox
 from sandbox import SandboxBackend, SandboxError
@@ -69,7 +72,7 @@ async def check_parts(config: RunConfig) -> list[Check]:
         *await _check_gpus(config),
         *([await _check("ray", partial(_check_cluster, address))] if (address := config.train.ray_address) else ()),
         *await check_sandboxes(config),
-        await _check("disk", lambda: _check_disk(config.runs_dir)),
+        await _check("disk", lambda: check_disk(config)),
     ]
 
 
@@ -209,6 +212,13 @@ async def _check_image(config: SandboxConfig, cluster: ClusterBackend) -> str:
     return f"{image}: {', '.join(sorted(set(ids.values())))} on {len(ids)} of {len(cluster.nodes)} nodes"
 
 
-async def _check_disk(runs_dir: Path) -> str:
-    preflight.check_disk_space(runs_dir)
-    return f"{runs_dir}: more than {preflight.MIN_FREE_BYTES >> 20} MiB free"
+async def check_disk(config: RunConfig) -> str:
+    free = preflight.check_disk_space(config.runs_dir)
+    found, disk = f"{config.runs_dir}: {gib(free)} free", None
+    with contextlib.suppress(UserError):  # an unknown model has no plan, and a row of its own
+        disk = plan_once(config).resource("disk of runs_dir")
+    if disk is None:
+        return found
+    if disk.total > free:
+        raise ConfigError(f"{found}, the plan needs up to {gib(disk.total)}; `agent-rl plan` lists its parts")
+    return f"{found}, the plan needs up to {gib(disk.total)}"

@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from agent_rl.bootstrap import engine_python
+from agent_rl.bootstrap import NVIDIA, engine_python
 from agent_rl.config.base import Precision, Section
 from agent_rl.errors import ConfigError, UserError
 
@@ -79,7 +79,12 @@ class EngineConfig(Section):
     max_total_tokens: int = Field(65536, gt=0, description="KV cache capacity of a launched server, in tokens.")
     max_running_requests: int = Field(64, gt=0, description="Requests that a launched server runs concurrently.")
     extra_args: tuple[str, ...] = Field((), description="Additional command-line arguments of launched servers.")
-    start_timeout: float = Field(180.0, gt=0, description="Seconds until a launched server must report healthy.")
+    start_timeout: float | None = Field(
+        None,
+        gt=0,
+        description="Seconds until a launched server must report healthy. null: 180 on a CPU, and 1800 on a GPU, where "
+        "SGLang compiles kernels at the first start.",
+    )
     request_timeout: float = Field(600.0, gt=0, description="Timeout of one request, in seconds.")
     retries: int = Field(5, ge=0, description="Retries of a request after an infrastructure failure.")
     pause_mode: Literal["turn", "retract", "in_place"] = Field(
@@ -89,17 +94,38 @@ class EngineConfig(Section):
         "in_place: continue them with the old KV cache.",
     )
     weight_sync_timeout: float = Field(120.0, gt=0, description="Seconds for one call or broadcast of a weight update.")
-    weight_bucket_mb: float = Field(
-        30,
+    weight_bucket_mb: float | None = Field(
+        None,
         gt=0,
-        description="Size of one transfer of a weight update, in MiB. From 32 MiB on, every transfer allocates new "
-        "host memory, which takes longer than the copy.",
+        description="Size of one transfer of a weight update, in MiB. null: 512 where the trainer is on GPUs, else 30. "
+        "On a CPU, every transfer of 32 MiB or more allocates new host memory, which takes longer than the copy.",
     )
 
     @property
     def launched(self) -> bool:
         """Whether agent-rl launches the servers."""
         return not self.urls and self.urls_file is None
+
+    @property
+    def local_device(self) -> str:
+        """``cpu`` or ``cuda``: ``device``, or what this machine has."""
+        if self.device != "auto":
+            return self.device
+        return "cuda" if NVIDIA.exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != "" else "cpu"
+
+    @property
+    def may_use_gpus(self) -> bool:
+        """Whether launched servers run on GPUs, or may: a Ray cluster can have GPUs that this machine lacks."""
+        return self.local_device == "cuda" or (self.placement == "ray" and self.device == "auto")
+
+    @property
+    def start_seconds(self) -> float:
+        """``start_timeout`` or its default."""
+        return self.start_timeout or (1800.0 if self.may_use_gpus else 180.0)
+
+    def bucket_mb(self, *, cuda: bool) -> float:
+        """``weight_bucket_mb`` or its default. ``cuda``: whether the trainer is on GPUs."""
+        return self.weight_bucket_mb or (512.0 if cuda else 30.0)
 
     @property
     def merges_adapters(self) -> bool:

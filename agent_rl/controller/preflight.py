@@ -161,8 +161,9 @@ def check_model(directory: Path, key: str = "model") -> None:
         raise UserError(f"{key}: {directory}: no Hugging Face checkpoint there (no config.json); {hint}")
 
 
-def check_disk_space(runs_dir: Path) -> None:
-    """Raises UserError unless run directories can be made in ``runs_dir`` and 1 GiB is free there."""
+def check_disk_space(runs_dir: Path) -> int:
+    """The free bytes of the disk of ``runs_dir``. Raises UserError unless run directories can be made there and 1 GiB
+    is free."""
     existing = runs_dir.absolute()
     while not existing.exists():
         existing = existing.parent
@@ -174,3 +175,4 @@ def check_disk_space(runs_dir: Path) -> None:
             f"runs_dir: {runs_dir}: {free / 2**20:.0f} MiB free, a run needs {MIN_FREE_BYTES / 2**20:.0f} MiB; "
             "free some space or set runs_dir to another disk"
         )
+    return free

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from agent_rl.config import RunConfig
+from agent_rl.config import EngineConfig, RunConfig
 from agent_rl.controller.cluster_resources import ClusterRequest
 from agent_rl.controller.placement import open_reservations
 from agent_rl.controller.preflight import Checked
@@ -29,6 +30,7 @@ from agent_rl.rollout.route_audit import Auditor
 from agent_rl.rollout.shared_prompts import SharedPrompts
 from agent_rl.rollout.turn_log import LoggedRunner, TurnLog
 from agent_rl.types import Trajectory
+from agent_rl.utils.sockets import NCCL_SETTINGS
 from agent_rl.weight_sync.served import check_served_weights
 from envs import Environment, Task, load_scaffold
 from envs.context import EnvContext
@@ -130,6 +132,14 @@ async def open_task_runtime(
         yield TaskRuntime(backend, env, quarantined)
 
 
+def describe_gpu_start(engine: EngineConfig, log_dir: Path, display: Display) -> None:
+    """Print what an engine's start on GPUs waits for, and the NCCL settings of ranks and engines."""
+    log, settings = log_dir / "engine-0.log", {name: os.environ.get(name, own) for name, own in NCCL_SETTINGS.items()}
+    display.note(f"the first start compiles kernels for minutes; the limit is {engine.start_seconds:g} s; log: {log}")
+    listed = ", ".join(f"{name}={value}" for name, value in settings.items())
+    display.note(f"NCCL: {listed}; in an engine, variables of its node take precedence")
+
+
 async def _refuse_other_weights(checked: Checked, engine: SGLangEngine, display: Display) -> None:
     """Raise UserError where running engines serve other weights than the config's model; note what was not compared."""
     config = checked.config
@@ -173,6 +183,8 @@ async def open_rollout_runtime(
         binds = agent_binds(endpoint, harness) if endpoint and harness else {}
         task_runtime = await stack.enter_async_context(open_task_runtime(config, display, binds))
         display.stage("starting the engine")
+        if config.engine.launched and config.engine.may_use_gpus:
+            describe_gpu_start(config.engine, log_dir, display)
         opening = open_engine(
             config.engine,
             config.model,

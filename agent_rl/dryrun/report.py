@@ -126,9 +126,9 @@ def _lines(config: RunConfig, result: DryRunResult, plan: PlannedFigures) -> Ite
         )
     if buckets := result.extrapolate(lambda record: record.phases["publish"].calls.get(ENGINE_GROUP, 0)):
         size = result.extrapolate(lambda record: record.phases["publish"].sent[ENGINE_GROUP])
-        beside = result.extrapolate(lambda record: record.phases["publish"].peak - record.static)
+        beside = max(record.phases["publish"].peak - record.static for record in result.records)
         yield (
-            f"weight sync: {gib(size)} in {buckets:.0f} buckets of {config.engine.weight_bucket_mb:g} MiB, "
+            f"weight sync: {gib(size)} in {buckets:.0f} buckets of {config.engine.bucket_mb(cuda=True):g} MiB, "
             f"{gib(beside)} beside the state; planned {gib(plan.publish.bytes)} in {plan.publish.buckets}, "
             f"{gib(plan.publish.memory)}"
         )

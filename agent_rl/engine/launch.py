@@ -175,10 +175,7 @@ class EngineServer:
 
     @property
     def device(self) -> str:
-        """``cpu`` or ``cuda``: as configured, or detected."""
-        if self._config.device != "auto":
-            return self._config.device
-        return "cuda" if Path("/dev/nvidiactl").exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != "" else "cpu"
+        return self._config.local_device
 
     def _environment(self) -> dict[str, str]:
         # The engine environment has its own packages: remove the paths of the trainer's interpreter.
@@ -217,7 +214,7 @@ class EngineServer:
         return available[self._number * self._config.gpus :][: self._config.gpus]
 
     async def _wait_healthy(self) -> None:
-        deadline = time.monotonic() + self._config.start_timeout
+        deadline = time.monotonic() + self._config.start_seconds
         async with AsyncHttp(_HEALTH_SECONDS) as http:
             while time.monotonic() < deadline:
                 reason = self.death()
@@ -229,7 +226,7 @@ class EngineServer:
                     return
                 await asyncio.sleep(0.1)
         raise EngineStartError(
-            f"the engine was not healthy within engine.start_timeout={self._config.start_timeout:g} s; log: {self._log}"
+            f"the engine was not healthy within engine.start_timeout={self._config.start_seconds:g} s; log: {self._log}"
         )
 
     def _reason(self, code: int) -> str:

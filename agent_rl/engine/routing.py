@@ -101,7 +101,7 @@ class RequestRouter:
         self._affinity = SessionAffinity()
         self._slots: dict[str, asyncio.Semaphore] = {}
         self._retries, self._backoff = config.retries, backoff
-        self._wait_seconds = config.start_timeout + config.weight_sync_timeout
+        self._wait_seconds = config.start_seconds + config.weight_sync_timeout
 
     def set_limit(self, url: str, max_running: int) -> None:
         """Send the engine at ``url`` at most ``max_running`` requests at once (0: no limit)."""

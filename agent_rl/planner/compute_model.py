@@ -121,9 +121,9 @@ def forward_flops(model: ModelSpec, config: RunConfig, *, stage: int, skew: floa
 
 
 def planned_publish(model: ModelSpec, train: TrainConfig, engine: EngineConfig) -> PlannedPublish:
-    """Plan a weight sync. Buckets are filled in the order of the checkpoint; a tied output layer is sent apart. With
-    merged adapters only the adapters are sent."""
-    width, limit = BYTES[engine.dtype], int(engine.weight_bucket_mb * 2**20)
+    """Plan a weight sync of a trainer on GPUs. Buckets are filled in the order of the checkpoint; a tied output layer
+    is sent apart. With merged adapters only the adapters are sent."""
+    width, limit = BYTES[engine.dtype], int(engine.bucket_mb(cuda=True) * 2**20)
     if train.lora and engine.merges_adapters:
         shapes = adapter_update_shapes(model, train.lora.rank)
         sent = [(name, math.prod(shape) * 4) for name, shape in shapes.items()]
@@ -141,7 +141,7 @@ def publishing_bytes(model: ModelSpec, train: TrainConfig, engine: EngineConfig)
     """Returns the bytes of a weight sync in addition to a rank's state: the largest gathered weight plus its shards or
     the bucket that it fills; the bucket in transfer, the ones before and after it, and one whose broadcast an engine
     may have refused; and all adapters."""
-    width, limit = BYTES[engine.dtype], int(engine.weight_bucket_mb * 2**20)
+    width, limit = BYTES[engine.dtype], int(engine.bucket_mb(cuda=True) * 2**20)
     vocabulary = model.vocab_size * model.hidden
     experts = 2 * model.num_experts * model.expert_inner * model.hidden
     own = BYTES[train.dtype]

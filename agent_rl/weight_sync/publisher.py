@@ -167,7 +167,8 @@ class WeightPublisher:
         self._name = f"agent-rl-{uuid.uuid4().hex[:8]}"  # unique: an engine may still have the group of a dead trainer
         self._receivers = WeightReceivers(urls, timeout=self._timeout, headers=headers)
         self._hashing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-digests")
-        self._model_spec, self._bucket_bytes = model_spec, int(config.weight_bucket_mb * 2**20)
+        self._model_spec = model_spec
+        self._bucket_bytes = int(config.bucket_mb(cuda=device.type == "cuda") * 2**20)
         self._predictable = frozenset[str]()
         self._checksums: Mapping[str, Checksums] = {}
         self._group: Any = None

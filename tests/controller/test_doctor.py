@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ from rich.console import Console
 
 from agent_rl.commands.doctor import diagnose, run_doctor, tasks_table
 from agent_rl.commands.eval import EvalOptions, run_evaluation
-from agent_rl.commands.gpu_checks import check_kernels
-from agent_rl.commands.health import Check, check_installation, check_parts, check_sandboxes, checks_table
+from agent_rl.commands.gpu_checks import check_kernels, check_limits
+from agent_rl.commands.health import Check, check_disk, check_installation, check_parts, check_sandboxes, checks_table
 from agent_rl.commands.policy import PolicyChoice
 from agent_rl.config.loader import load_config
 from agent_rl.controller import preflight
@@ -216,6 +217,24 @@ def test_two_releases_of_torch_or_nccl_fail(
     else:
         with pytest.raises(ConfigError, match=reason):
             check_kernels(config)
+
+
+def test_too_few_open_files_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {resource.RLIMIT_MEMLOCK: (resource.RLIM_INFINITY,) * 2, resource.RLIMIT_NOFILE: (1024, 4096)}
+    monkeypatch.setattr("resource.getrlimit", limits.__getitem__)
+    monkeypatch.setattr("agent_rl.commands.gpu_checks.MIN_SHARED_BYTES", 0)
+    config = load_config(Path("quickstart"))
+    with pytest.raises(ConfigError, match=r"ulimit -Hn is 4096: set the hard limit of open files to 65536 or more"):
+        check_limits(config)
+    limits[resource.RLIMIT_NOFILE] = (1024, resource.RLIM_INFINITY)
+    assert check_limits(config).endswith("open files unlimited")
+
+
+async def test_a_disk_smaller_than_the_plan_fails(monkeypatch: Any) -> None:
+    monkeypatch.setattr("agent_rl.controller.preflight.check_disk_space", lambda runs_dir: 50 << 30)
+    with pytest.raises(ConfigError, match=r"runs: 50\.0 GiB free, the plan needs up to [12]\d{3}\.\d GiB"):
+        await check_disk(load_config(ROOT / "configs/two-nodes.yaml"))
+    assert "50.0 GiB free, the plan needs up to" in await check_disk(load_config(Path("quickstart")))
 
 
 async def test_a_cluster_without_a_token_fails(monkeypatch: Any) -> None:

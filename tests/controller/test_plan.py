@@ -117,7 +117,7 @@ def test_models_with_windows_and_states_fit_one_machine(name: str, per_token: in
         ("hardware.gpus_per_node=4", "world_size=8 is more than hardware.gpus_per_node=4: take fewer ranks"),
         (
             "engine.max_total_tokens=2097152",
-            "shared GPU, the engine awake: 92.8 GiB do not fit in 70.4 GiB; what helps",
+            "shared GPU, the engine awake: 94.3 GiB do not fit in 70.4 GiB; what helps",
         ),
         ("train.device=auto", "shares GPUs, and the plan is for CPUs"),
     ],

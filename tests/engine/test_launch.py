@@ -21,11 +21,13 @@ from server_control import shared_files
 from support.family_models import write_model
 
 from agent_rl.config import EngineConfig
+from agent_rl.controller.rollout_runtime import describe_gpu_start
 from agent_rl.engine.factory import open_engine
 from agent_rl.engine.launch import EngineServer, group_members, reason_in_log, sglang_version
 from agent_rl.engine.shared_memory import SHARED_MEMORY, remove_stale
 from agent_rl.errors import ConfigError, EngineStartError
 from agent_rl.models.spec import read_model_spec
+from agent_rl.monitoring.console import Display
 
 OWNER = """
     import asyncio, sys
@@ -150,6 +152,36 @@ def test_gpt_oss_on_a_gpu_gets_experts_that_capture_routes(device: str, expected
     default = [expected] if expected else []
     assert backends() == default
     assert backends(extra_args=("--moe-runner-backend", "cutlass")) == [*default, "cutlass"]
+
+
+@pytest.mark.parametrize(
+    ("options", "gpu", "seconds"),
+    [
+        ({"device": "cpu"}, True, 180),
+        ({"device": "cuda"}, False, 1800),
+        ({"device": "auto"}, False, 180),
+        ({"device": "auto"}, True, 1800),
+        ({"device": "auto", "placement": "ray"}, False, 1800),
+        ({"device": "cuda", "start_timeout": 7}, True, 7),
+    ],
+)
+def test_an_engine_on_a_gpu_has_time_to_compile_kernels(
+    options: dict[str, Any], gpu: bool, seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agent_rl.config.engine.NVIDIA", tmp_path if gpu else tmp_path / "nvidiactl")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert EngineConfig(**options).start_seconds == seconds
+
+
+def test_what_a_start_on_gpus_waits_for_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
+    monkeypatch.setenv("COLUMNS", "200")
+    describe_gpu_start(EngineConfig(device="cuda"), Path("runs/a"), Display("a"))
+    compiling, settings = capsys.readouterr().out.splitlines()
+    assert compiling.endswith("kernels for minutes; the limit is 1800 s; log: runs/a/engine-0.log")
+    assert settings.startswith("NCCL: NCCL_CUMEM_ENABLE=0, NCCL_NVLS_ENABLE=1;")
 
 
 def test_group_members_are_running_processes() -> None:
