@@ -67,6 +67,39 @@ def delta_rule(
     return out.movedim(1, 2).flatten(0, 1)[places]
 
 
+def decayed_sums(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, lengths: Sequence[int], chunk: int = CHUNK
+) -> Tensor:
+    """The outputs ``o_t = S_t^T q_t`` ``[T, H, V]`` of the states ``S_t [K, V]``, at first zero in each sequence::
+
+        S_t = exp(decay_t) S_(t-1) + k_t v_t^T
+
+    Axes as in :func:`delta_rule`; the state space of Mamba-2 (arXiv 2405.21060, section 6), by chunks.
+    """
+    places, total = _places(lengths, multiple=chunk)
+    places = places.to(query.device)
+
+    def chunked(x: Tensor) -> Tensor:
+        padded = x.new_zeros(total, *x.shape[1:]).index_copy(0, places, x)
+        return padded.unflatten(0, (-1, chunk)).movedim(2, 1)  # [N, H, C, ...]
+
+    q, k, v, since = (chunked(x) for x in (query, key, value, decay))
+    since = since.cumsum(-1)  # the decay from the chunk's start to each token
+    upper = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).triu(1)
+    between = (since[..., :, None] - since[..., None, :]).masked_fill(upper, -torch.inf).exp()
+    last = since[..., -1:, None]
+    out = _carry(
+        v,
+        torch.zeros_like(k),
+        since.exp()[..., None] * q,
+        q @ k.mT * between,
+        ((last - since[..., None]).exp() * k).mT,
+        last.exp(),
+        [-(-length // chunk) for length in lengths],
+    )
+    return out.movedim(1, 2).flatten(0, 1)[places]
+
+
 def _carry(
     written: Tensor, read: Tensor, query: Tensor, weights: Tensor, key: Tensor, decay: Tensor, counts: Sequence[int]
 ) -> Tensor:
