@@ -1,4 +1,5 @@
-"""The gated delta rule (Gated DeltaNet, arXiv 2412.06464) and its short convolution over packed sequences, in torch.
+"""The gated delta rule (Gated DeltaNet, arXiv 2412.06464), the state space of Mamba-2 (arXiv 2405.21060), and their
+short convolution over packed sequences, in torch.
 
 Axes: T tokens of all sequences, one after the other, H heads, K and V widths of keys and values, C tokens of a chunk,
 N chunks of all sequences.
