@@ -16,7 +16,7 @@ from agent_rl.errors import ConfigError
 from agent_rl.models import latent
 from agent_rl.models.config_keys import ConfigKeys
 from agent_rl.models.files import read_object
-from agent_rl.models.parts import Delta
+from agent_rl.models.parts import Delta, Mamba, Mixer
 
 QkNorm = Literal["", "head", "all"]
 
@@ -36,7 +36,8 @@ class Family:
     ``yarn_keys``: keys of YaRN that engines read for the family only. ``together``: endings of the names of a layer's
     tensors that an engine must receive in one request of a weight update: its loader joins them.
 
-    ``root``: the Hugging Face name of the module with the embedding, the layers and the last norm. ``router``,
+    ``root``: the Hugging Face name of the module with the embedding, the layers and the last norm. ``embedding``,
+    ``last_norm``, ``mixer_norm``, ``attention``, ``mlp_norm`` and ``mlp``: names of modules within it. ``router``,
     ``expert``, ``expert_parts`` (gate, up, down), ``shared`` (expert) and ``correction`` (bias that is added to the
     router's scores only to choose experts; "" without one): names of an MoE layer's tensors.
     ``correction_axes``: the sizes of the correction bias before its axis of experts. ``stacked_experts``: instead of a
@@ -64,6 +65,12 @@ class Family:
     yarn_keys: frozenset[str] = frozenset()
     together: tuple[tuple[str, ...], ...] = ()
     root: str = "model"
+    embedding: str = "embed_tokens"
+    last_norm: str = "norm"
+    mixer_norm: str = "input_layernorm"
+    attention: str = "self_attn"
+    mlp_norm: str = "post_attention_layernorm"
+    mlp: str = "mlp"
     router: str = "mlp.gate.weight"
     correction: str = ""
     correction_axes: tuple[int, ...] = ()
@@ -214,12 +221,73 @@ def _qwen3_5_moe(keys: ConfigKeys) -> dict[str, Any]:
     return _delta_hybrid(keys, fused=False)
 
 
+_NEMOTRON_H_LAYERS: Mapping[str, tuple[str, Mixer]] = {
+    "M": ("linear_attention", "mamba"),
+    "*": ("full_attention", "grouped"),
+    "E": ("moe", "none"),
+    "-": ("mlp", "none"),
+}
+"""By the letter of ``hybrid_override_pattern``: the name in ``layers_block_type`` of transformers, and the mixer."""
+
+
+def _nemotron_h(keys: ConfigKeys) -> dict[str, Any]:
+    """Each layer is a mixer or an MLP. Engines have no lower bound of the time step (``time_step_min``), so the trainer
+    has none either."""
+    pattern = keys.require("hybrid_override_pattern")  # of SGLang
+    if not pattern or not set(pattern) <= _NEMOTRON_H_LAYERS.keys():
+        raise ValueError(f"hybrid_override_pattern={pattern!r} may only have {' '.join(_NEMOTRON_H_LAYERS)}")
+    keys.expect("layers_block_type", [_NEMOTRON_H_LAYERS[letter][0] for letter in pattern])
+    keys.expect("num_hidden_layers", len(pattern))
+    for key, value in _NEMOTRON_H_VALUES.items():
+        keys.expect(key, value)
+    mamba = Mamba(
+        heads=keys.positive("mamba_num_heads"),
+        head_dim=keys.positive("mamba_head_dim"),
+        groups=keys.positive("n_groups"),
+        state=keys.positive("ssm_state_size"),
+        kernel=keys.positive("conv_kernel"),
+    )
+    if mamba.heads % mamba.groups:
+        raise ValueError(f"mamba_num_heads={mamba.heads} is not a multiple of n_groups={mamba.groups}")
+    return {
+        **keys.sigmoid_router(),
+        "num_hidden_layers": len(pattern),
+        "mixers": tuple(_NEMOTRON_H_LAYERS[letter][1] for letter in pattern),
+        "mlp_only_layers": tuple(layer for layer, letter in enumerate(pattern) if letter != "E"),
+        "single": True,
+        "rotary": False,
+        "mamba": mamba,
+        "expert_form": "squared",
+        "shared_expert_intermediate_size": keys.positive("moe_shared_expert_intermediate_size"),
+    }
+
+
+_NEMOTRON_H_VALUES: Mapping[str, Any] = {
+    "mlp_hidden_act": "relu2",
+    "mamba_hidden_act": "silu",
+    "n_shared_experts": 1,
+    "moe_latent_size": None,
+    "use_conv_bias": True,
+    "use_bias": False,
+    "mamba_proj_bias": False,
+    "residual_in_fp32": False,
+    "hidden_dropout": 0.0,
+}
+
 _MIXED = {"decoder_sparse_step": 1, "mlp_only_layers": ()}
 _BLOCK_SPARSE: Mapping[str, Any] = {
     "router": "block_sparse_moe.gate.weight",
     "expert": "block_sparse_moe.experts.{}",
     "expert_parts": ("w1", "w3", "w2"),
 }
+
+_NEMOTRON_H_UNUSED = frozenset(
+    {"auto_map", "chunk_size", "expand", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap", "mtp_layers_block_type"}
+    | {"mtp_hybrid_override_pattern", "norm_eps", "num_logits_to_keep", "num_nextn_predict_layers"}
+    | {"rescale_prenorm_residual", "time_step_floor", "time_step_limit", "time_step_max", "time_step_min"}
+    | {"use_mamba_kernels"}
+)
+"""Initial values, settings of kernels, and layers that predict further tokens."""
 
 # SGLang would keep the last inputs of convolutions in bfloat16: a cached prefix would continue with rounded ones.
 _DELTA_ENVIRONMENT = {"SGLANG_MAMBA_CONV_DTYPE": "{dtype}"}
@@ -292,6 +360,28 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             shared="mlp.shared_experts",
             shared_gate=False,
             serves_dense_layers=True,
+        ),
+        "nemotron_h": Family(
+            experts=True,
+            read=_nemotron_h,
+            keys={"num_experts": "n_routed_experts", "rms_norm_eps": "layer_norm_epsilon"},
+            fixed=_MIXED,
+            unused=_NEMOTRON_H_UNUSED,
+            root="backbone",
+            embedding="embeddings",
+            last_norm="norm_f",
+            mixer_norm="norm",
+            attention="mixer",
+            mlp_norm="norm",
+            mlp="mixer",
+            router="mixer.gate.weight",
+            correction="mixer.gate.e_score_correction_bias",
+            expert="mixer.experts.{}",
+            shared="mixer.shared_experts",
+            shared_gate=False,
+            untrained=("mtp.",),
+            serves_dense_layers=True,
+            engine_environment=_DELTA_ENVIRONMENT,
         ),
         "olmoe": Family(
             qk_norm="all",
@@ -407,11 +497,12 @@ def _checked(raw: Mapping[str, Any], path: Path) -> dict[str, Any]:
     _check_keys(raw, family, keys.known, path)
     _check_values(raw, family, keys.known, path)
     required = _REQUIRED + (_EXPERTS if family.experts else ())
-    config = {"model_type": kind, **{name: _value(raw, family, name, path) for name in required}}
+    config = {"model_type": kind, **{name: _value(raw, family, name, path) for name in required if name not in own}}
     config |= {name: raw.get(name, default) for name, default in _OPTIONAL.items()}
     config |= {"qkv_bias": raw.get("qkv_bias", family.qkv_bias), "qk_norm": family.qk_norm, **own}
     _check_sizes(config, family, path)
-    config["rope_theta"], config["rope_scaling"] = _rope(raw, family, path)
+    if own.get("rotary", True):
+        config["rope_theta"], config["rope_scaling"] = _rope(raw, family, path)
     return config
 
 
@@ -478,6 +569,7 @@ def _check_keys(raw: Mapping[str, Any], family: Family, read: set[str], path: Pa
     specific = {family.key(name) for name in _EXPERTS if name not in family.fixed} if family.experts else set()
     if family.qkv_bias:
         specific.add("qkv_bias")
+    specific.update(map(family.key, _REQUIRED))
     known = specific | read | family.unused | {*_REQUIRED, *_OPTIONAL, *_ROPE, *_SUPPORTED_VALUES, *_IGNORED}
     unknown = sorted(key for key in raw if key not in known and not key.startswith("_") and raw[key] is not None)
     if unknown:

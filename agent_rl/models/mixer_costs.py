@@ -14,6 +14,10 @@ indexer    one more key a token              its heads x width a pair     DeepSe
 delta      heads K V float32 and the         heads C (6 K + 4 V) +        Gated DeltaNet, arXiv 2412.06464
            convolution's last inputs         6 heads K V a token
            a sequence, nothing a token
+mamba      heads D N float32 and the         2 C heads (N + D) +          Mamba-2, arXiv 2405.21060, section 6; N the
+           convolution's last inputs         4 heads D N a token          width of the state
+           a sequence, nothing a token
+none       nothing                           nothing                      the layer is an MLP
 =========  ================================  ===========================  ============================================
 
 Trainers compute latent attention with full keys and values, and all pairs of a sequence with an indexer.
@@ -23,11 +27,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from agent_rl.models.parts import Delta, Latent
+from agent_rl.models.parts import Delta, Latent, Mamba
 from agent_rl.models.spec import ModelSpec
 
 CHUNK = 64
-"""Tokens of a chunk of the delta rule in the trainer."""
+"""Tokens of a chunk of the delta rule and of Mamba-2 in the trainer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,10 @@ def mixer_cost(model: ModelSpec, layer: int) -> MixerCost:
             return _latent(model, model.latent)
         case "delta" if model.delta is not None:
             return _delta(model.hidden, model.delta)
+        case "mamba" if model.mamba is not None:
+            return _mamba(model.hidden, model.mamba)
+        case "none":
+            return MixerCost()
         case other:
             raise ValueError(f"{model.kind}: no cost of the mixer {other} is known")
 
@@ -74,7 +82,7 @@ def mixer_cost(model: ModelSpec, layer: int) -> MixerCost:
 def shares_prompts_late(model: ModelSpec) -> bool:
     """Whether engines share a prompt only after a request with it has ended: they keep a state, or a window's keys, at
     the end of a request and not at each of its tokens."""
-    return any(model.windows) or "delta" in model.mixers
+    return any(model.windows) or not {"delta", "mamba"}.isdisjoint(model.mixers)
 
 
 def _grouped(model: ModelSpec, window: int) -> MixerCost:
@@ -135,4 +143,21 @@ def _delta(hidden: int, delta: Delta) -> MixerCost:
         heads=heads,
         state_float32=state,
         state=convolved * (delta.kernel - 1),
+    )
+
+
+def _mamba(hidden: int, mamba: Mamba) -> MixerCost:
+    width, convolved, spread = mamba.width, sum(mamba.convolved), mamba.heads * mamba.state
+    rows, state = width + convolved + mamba.heads, width * mamba.state
+    return MixerCost(
+        projections=2 * (hidden * rows + width * hidden + convolved * mamba.kernel),
+        joined=width,
+        token=2 * CHUNK * (spread + width) + 4 * state,
+        projected=rows + convolved,
+        # Input and output vectors by head, values, the outputs, two chunk x chunk matrices, two states of each chunk.
+        core_float32=2 * spread + 3 * width + 2 * mamba.heads * CHUNK + 2 * state // CHUNK,
+        core_inputs=rows,
+        heads=mamba.heads,
+        state_float32=state,
+        state=convolved * (mamba.kernel - 1),
     )

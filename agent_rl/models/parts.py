@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Mixer = Literal["grouped", "latent", "delta"]
-"""What mixes the tokens of a layer: grouped-query attention, multi-head latent attention, or the gated
-delta rule."""
+Mixer = Literal["grouped", "latent", "delta", "mamba", "none"]
+"""What mixes the tokens of a layer: grouped-query attention, multi-head latent attention, the gated delta rule, or
+Mamba-2. ``none``: the layer is an MLP or experts only."""
 
-ExpertForm = Literal["gated", "clamped"]
-"""An expert's inner layer from gate g and up u. ``gated``: silu(g) u. ``clamped``, with biases on both projections:
+ExpertForm = Literal["gated", "clamped", "squared"]
+"""The inner layer of an expert and of an MLP, from gate g and up u. ``gated``: silu(g) u. ``squared``: relu(u)^2,
+without a gate (Primer, arXiv 2109.08668). ``clamped``, of experts only, with biases on both projections:
 g sigmoid(1.702 g) (u + 1), with g at most 7 and u within -7 and 7 (gpt-oss, arXiv 2508.10925)."""
 
 
@@ -71,3 +72,27 @@ class Delta:
     @property
     def value_width(self) -> int:
         return self.value_heads * self.value_dim
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba:
+    """A Mamba-2 state space (arXiv 2405.21060) with a short causal convolution before it.
+
+    Each of ``groups`` has an input and an output vector of ``state`` dimensions, which equally many heads of width
+    ``head_dim`` share. ``kernel`` is the convolution's width in tokens.
+    """
+
+    heads: int
+    head_dim: int
+    groups: int
+    state: int
+    kernel: int
+
+    @property
+    def width(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def convolved(self) -> tuple[int, int, int]:
+        """The widths of the convolution's parts: values, input vectors and output vectors."""
+        return self.width, self.groups * self.state, self.groups * self.state

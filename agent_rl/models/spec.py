@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from agent_rl.errors import ConfigError
 from agent_rl.models.families import FAMILIES, Family, QkNorm, is_moe, read_config
-from agent_rl.models.parts import Delta, ExpertForm, Indexer, Latent, Mixer
+from agent_rl.models.parts import Delta, ExpertForm, Indexer, Latent, Mamba, Mixer
 from r3.payload import RouteLayout
 
 
@@ -27,7 +27,8 @@ class ModelSpec:
     takes a share of the softmax and has no value. ``out_bias``: the output projection has a bias.
     ``output_gate``: grouped attention's output is multiplied by the sigmoid of a gate that is projected beside the
     queries. ``zero_centered_norms``: norms multiply by 1 + weight. ``mixers``: by layer; empty: all ``grouped``.
-    ``latent``, ``indexer`` and ``delta``: sizes of these mixers.
+    ``latent``, ``indexer``, ``delta`` and ``mamba``: sizes of these mixers. ``single``: a layer is either a mixer or an
+    MLP. ``rotary``: attention rotates queries and keys.
 
     The router scores experts by ``scoring`` of its logits. It chooses by score, plus the correction bias where the
     family has one, among the experts of the best ``top_groups`` of ``expert_groups``. Gates are the scores of the
@@ -73,6 +74,9 @@ class ModelSpec:
     output_gate: bool = False
     zero_centered_norms: bool = False
     delta: Delta | None = None
+    mamba: Mamba | None = None
+    single: bool = False
+    rotary: bool = True
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> ModelSpec:
@@ -92,6 +96,15 @@ class ModelSpec:
     def mixer(self, layer: int) -> Mixer:
         """The mixer of ``layer`` (from 0)."""
         return self.mixers[layer] if self.mixers else "grouped"
+
+    def has_mlp(self, layer: int) -> bool:
+        """Whether ``layer`` (from 0) has an MLP or experts."""
+        return not self.single or self.mixer(layer) == "none"
+
+    @property
+    def mlp_matrices(self) -> int:
+        """The number of matrices of an MLP or an expert: gate, up and down, or up and down."""
+        return 2 if self.expert_form == "squared" else 3
 
     @property
     def num_layers(self) -> int:
@@ -153,6 +166,9 @@ _KEYS = {
     "output_gate": "output_gate",
     "zero_centered_norms": "zero_centered_norms",
     "delta": "delta",
+    "mamba": "mamba",
+    "single": "single",
+    "rotary": "rotary",
 }
 _EXPERT_KEYS = {"num_experts": "num_experts", "top_k": "num_experts_per_tok", "expert_inner": "moe_intermediate_size"}
 

@@ -55,27 +55,31 @@ def model_parameters(
     for layer in range(spec.num_layers) if layers is None else layers:
         yield from ((layer, parameter) for parameter in layer_parameters(spec, layer))
     if last:
-        yield None, _norm("decoder.final_layernorm.weight", f"{spec.family.root}.norm.weight", spec.hidden)
+        norm = f"{spec.family.root}.{spec.family.last_norm}.weight"
+        yield None, _norm("decoder.final_layernorm.weight", norm, spec.hidden)
         output = embedding if spec.tied else HfTensor(OUTPUT, embedding.shape)
         yield None, Parameter("output_layer.weight", (output,), Rows(), copied=spec.tied)
 
 
 def embedding_tensor(spec: ModelSpec) -> HfTensor:
     """The embedding of the vocabulary."""
-    return HfTensor(f"{spec.family.root}.embed_tokens.weight", (spec.vocab_size, spec.hidden))
+    return HfTensor(f"{spec.family.root}.{spec.family.embedding}.weight", (spec.vocab_size, spec.hidden))
 
 
 def layer_parameters(spec: ModelSpec, layer: int) -> Iterator[Parameter]:
     """The parameters of one layer (from 0). Layers with the same mixer, with or without experts, differ in nothing but
     the layer's number in the names of tensors."""
     at = f"{spec.family.root}.layers.{layer}."
-    yield _norm("input_layernorm.weight", f"{at}input_layernorm.weight", spec.hidden)
-    yield from _MIXERS[spec.mixer(layer)](spec, at)
-    yield _norm("pre_mlp_layernorm.weight", f"{at}post_attention_layernorm.weight", spec.hidden)
+    if (mixer := spec.mixer(layer)) != "none":
+        yield _norm("input_layernorm.weight", f"{at}{spec.family.mixer_norm}.weight", spec.hidden)
+        yield from _MIXERS[mixer](spec, at)
+    if not spec.has_mlp(layer):
+        return
+    yield _norm("pre_mlp_layernorm.weight", f"{at}{spec.family.mlp_norm}.weight", spec.hidden)
     if spec.moe[layer]:
         yield from _experts(spec, at)
     else:
-        yield from _mlp("mlp", f"{at}mlp", spec.hidden, spec.inner)
+        yield from _mlp(spec, "mlp", at + spec.family.mlp, spec.inner)
 
 
 def adapters(parameter: Parameter, rank: int) -> tuple[Parameter, Parameter]:
@@ -112,7 +116,7 @@ def _norm(name: str, tensor: str, width: int, cut: Cut = REPLICATED) -> Paramete
 
 def _grouped(spec: ModelSpec, at: str) -> Iterator[Parameter]:
     """Grouped-query attention: queries, key and value of a key-value group are neighbours in ``linear_qkv``."""
-    module, attention, by_group = "self_attention", f"{at}self_attn", Rows(groups=spec.kv_heads)
+    module, attention, by_group = "self_attention", at + spec.family.attention, Rows(groups=spec.kv_heads)
     widths = {"q": spec.q_width, "k": spec.kv_width, "v": spec.kv_width}
     if spec.output_gate:  # each head's query and its gate
         widths["q"] *= 2
@@ -192,13 +196,30 @@ def _delta(spec: ModelSpec, at: str) -> Iterator[Parameter]:
     yield Parameter(f"{module}.out_proj.weight", (out,), Columns())
 
 
+def _mamba(spec: ModelSpec, at: str) -> Iterator[Parameter]:
+    """Mamba-2, cut by group. ``in_proj`` has gates, the convolution's inputs, and a time step of each head."""
+    assert spec.mamba is not None
+    mamba, module, name = spec.mamba, "self_attention", f"{at}{spec.family.attention}"
+    parts = (mamba.width, *mamba.convolved, mamba.heads)
+    projection = HfTensor(f"{name}.in_proj.weight", (sum(parts), spec.hidden))
+    yield Parameter(f"{module}.in_proj.weight", (projection,), Rows(parts=parts))
+    convolved, mixed = Rows(parts=mamba.convolved), sum(mamba.convolved)
+    yield Parameter(f"{module}.conv1d", (HfTensor(f"{name}.conv1d.weight", (mixed, 1, mamba.kernel)),), convolved)
+    yield Parameter(f"{module}.conv1d_bias", (HfTensor(f"{name}.conv1d.bias", (mixed,)),), convolved)
+    for own, tensor in {"dt_bias": "dt_bias", "decay_log": "A_log", "skip": "D"}.items():
+        yield Parameter(f"{module}.{own}", (HfTensor(f"{name}.{tensor}", (mamba.heads,)),), Rows())
+    yield _norm(f"{module}.norm", f"{name}.norm.weight", mamba.width, Rows())
+    out = HfTensor(f"{name}.out_proj.weight", (spec.hidden, mamba.width))
+    yield Parameter(f"{module}.out_proj.weight", (out,), Columns())
+
+
 _MIXERS: Mapping[Mixer, Callable[[ModelSpec, str], Iterator[Parameter]]] = MappingProxyType(
-    {"grouped": _grouped, "latent": _latent, "delta": _delta}
+    {"grouped": _grouped, "latent": _latent, "delta": _delta, "mamba": _mamba}
 )
 """The parameters of each mixer, from the prefix of the layer's tensors."""
 
 
-def _gated_experts(spec: ModelSpec, at: str) -> Iterator[Parameter]:
+def _plain_experts(spec: ModelSpec, at: str) -> Iterator[Parameter]:
     """A tensor of each expert and projection."""
     family, count, hidden, inner = spec.family, spec.num_experts, spec.hidden, spec.expert_inner
     if family.stacked_experts:
@@ -209,7 +230,8 @@ def _gated_experts(spec: ModelSpec, at: str) -> Iterator[Parameter]:
         return
     names = [at + family.expert.format(expert) for expert in range(count)]
     gate, up, down = family.expert_parts
-    gate_up = tuple(HfTensor(f"{name}.{part}.weight", (inner, hidden)) for name in names for part in (gate, up))
+    inputs = (up,) if spec.expert_form == "squared" else (gate, up)
+    gate_up = tuple(HfTensor(f"{name}.{part}.weight", (inner, hidden)) for name in names for part in inputs)
     yield Parameter("mlp.experts.weight1", gate_up, Experts(count), adapted=True)
     yield Parameter(
         "mlp.experts.weight2",
@@ -232,7 +254,7 @@ def _clamped_experts(spec: ModelSpec, at: str) -> Iterator[Parameter]:
 
 
 _EXPERT_FORMS: Mapping[ExpertForm, Callable[[ModelSpec, str], Iterator[Parameter]]] = MappingProxyType(
-    {"gated": _gated_experts, "clamped": _clamped_experts}
+    {"gated": _plain_experts, "clamped": _clamped_experts, "squared": _plain_experts}
 )
 
 
@@ -251,10 +273,11 @@ def _experts(spec: ModelSpec, at: str) -> Iterator[Parameter]:
         if family.shared_gate:
             shared_gate = HfTensor(f"{at}{family.shared}_gate.weight", (1, hidden))
             yield Parameter("mlp.shared_experts.gate_weight", (shared_gate,))
-        yield from _mlp("mlp.shared_experts", at + family.shared, hidden, spec.shared_inner)
+        yield from _mlp(spec, "mlp.shared_experts", at + family.shared, spec.shared_inner)
 
 
-def _mlp(module: str, name: str, hidden: int, inner: int) -> Iterator[Parameter]:
-    gate_up = tuple(HfTensor(f"{name}.{part}_proj.weight", (inner, hidden)) for part in ("gate", "up"))
+def _mlp(spec: ModelSpec, module: str, name: str, inner: int) -> Iterator[Parameter]:
+    hidden, inputs = spec.hidden, ("up",) if spec.expert_form == "squared" else ("gate", "up")
+    gate_up = tuple(HfTensor(f"{name}.{part}_proj.weight", (inner, hidden)) for part in inputs)
     yield Parameter(f"{module}.linear_fc1.weight", gate_up, Rows())
     yield Parameter(f"{module}.linear_fc2.weight", (HfTensor(f"{name}.down_proj.weight", (hidden, inner)),), Columns())

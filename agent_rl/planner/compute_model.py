@@ -106,7 +106,7 @@ def forward_flops(model: ModelSpec, config: RunConfig, *, stage: int, skew: floa
         projections=sum(mixer.projections for mixer in mixers) * tokens,
         attention=sum(mixer.pair * pairs + mixer.token * tokens for mixer in mixers),
         experts=moe * tokens * (model.top_k * skew * parts.expert + parts.beside_experts),
-        dense=(len(layers) - moe) * tokens * parts.dense,
+        dense=sum(model.has_mlp(layer) and not model.moe[layer] for layer in layers) * tokens * parts.dense,
         logprobs=last * (tokens - count / ranks) * parts.logprobs,
     )
     if train.lora is None:

@@ -1,10 +1,10 @@
 """Shapes of well-known models, for planning a run before its checkpoint is downloaded. An existing directory has
 priority.
 
-Source: the ``config.json`` on the Hugging Face hub (https://huggingface.co/<organization>/<name>, of Qwen, zai-org and
-allenai). DeepSeek-V3.2, GLM-5, gpt-oss, MiniMax-M2, Qwen3-Next and Qwen3.5 have the defaults of their configuration
-classes in transformers 5.19, which are those of these checkpoints; Qwen's context length is of the checkpoints. Kimi-K2
-is DeepSeek-V3's architecture with the sizes of moonshotai/Kimi-K2-Instruct.
+Source: the ``config.json`` on the Hugging Face hub (https://huggingface.co/<organization>/<name>, of Qwen, zai-org,
+allenai and nvidia). DeepSeek-V3.2, GLM-5, gpt-oss, MiniMax-M2, Qwen3-Next and Qwen3.5 have the defaults of their
+configuration classes in transformers 5.19, which are those of these checkpoints; Qwen's context length is of the
+checkpoints. Kimi-K2 is DeepSeek-V3's architecture with the sizes of moonshotai/Kimi-K2-Instruct.
 """
 
 from __future__ import annotations
@@ -50,6 +50,15 @@ _GLM_AIR = _GLM | {
 _GLM_LARGE = _GLM | {
     "first_k_dense_replace": 3, "hidden_size": 5120, "intermediate_size": 12288, "moe_intermediate_size": 1536,
     "n_routed_experts": 160, "num_hidden_layers": 92, "routed_scaling_factor": 2.5, "use_qk_norm": True,
+}  # fmt: skip
+_NEMOTRON_3_NANO = {
+    "model_type": "nemotron_h", "conv_kernel": 4, "head_dim": 128, "hidden_size": 2688,
+    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", "intermediate_size": 1856,
+    "layer_norm_epsilon": 1e-5, "mamba_head_dim": 64, "mamba_num_heads": 64, "max_position_embeddings": 262144,
+    "moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712, "n_group": 1, "n_groups": 8,
+    "n_routed_experts": 128, "norm_topk_prob": True, "num_attention_heads": 32, "num_experts_per_tok": 6,
+    "num_key_value_heads": 2, "routed_scaling_factor": 2.5, "ssm_state_size": 128, "topk_group": 1,
+    "vocab_size": 131072,
 }  # fmt: skip
 _OLMOE = {
     "model_type": "olmoe", "hidden_size": 2048, "intermediate_size": 1024, "max_position_embeddings": 4096,
@@ -140,6 +149,7 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "gpt-oss-120b": _gpt_oss(36, 128),
         "DeepSeek-V3.2": _DEEPSEEK_V32,
         "Kimi-K2-Instruct": _KIMI_K2,
+        "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": _NEMOTRON_3_NANO,
         "Qwen3-Next-80B-A3B-Instruct": _QWEN3_NEXT,
         "Qwen3.5-35B-A3B": _QWEN35_35B,
     }

@@ -247,7 +247,9 @@ def layer_bytes(model: ModelSpec, train: TrainConfig, tokens: int, *, layer: int
         attention += mixer.core_inputs * width * tokens // tensor
     else:
         attention += _core_bytes(model, mixer, train, tokens, device)
-    if not moe:
+    if not model.has_mlp(layer):
+        mlp = 0
+    elif not moe:
         mlp = 0 if "mlp" in recomputed else 4 * model.inner * width * tokens // tensor
     elif "moe" in recomputed:
         mlp = 0

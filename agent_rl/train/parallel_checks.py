@@ -106,13 +106,23 @@ def model_problems(parallel: ParallelConfig, model: ModelSpec) -> list[str]:
     problems = []
     for name, field, key in _DIVISIONS:
         size, parts = getattr(model, field), getattr(parallel, name)
-        if size % parts and not (field == "inner" and all(model.moe)):  # no layer has an MLP of that size
+        if size % parts and not (field == "inner" and not _dense(model)):  # no layer has an MLP of that size
             problems.append(f"train.parallel.{name}={parts} does not divide the model's {key}={size}")
     if (delta := model.delta) and delta.key_heads % parallel.tensor:
         problems.append(
             f"train.parallel.tensor={parallel.tensor} does not divide the model's "
             f"linear_num_key_heads={delta.key_heads}"
         )
+    if mamba := model.mamba:
+        if mamba.groups % parallel.tensor:
+            problems.append(
+                f"train.parallel.tensor={parallel.tensor} does not divide the model's n_groups={mamba.groups}"
+            )
+        if parallel.context > 1:
+            problems.append(
+                f"train.parallel.context={parallel.context}: Mamba layers carry a state from token to token and run "
+                "whole sequences on a rank; set it to 1"
+            )
     stages, layers = parallel.pipeline * parallel.virtual_pipeline, model.num_layers
     if layers < stages:
         problems.append(
@@ -126,12 +136,17 @@ def model_problems(parallel: ParallelConfig, model: ModelSpec) -> list[str]:
 
 def recompute_problems(modules: tuple[str, ...], model: ModelSpec) -> list[str]:
     """Modules of a selective recomputation that ``model`` lacks."""
-    available = {"core_attn": True, "moe": any(model.moe), "mlp": not all(model.moe)}
+    available = {"core_attn": True, "moe": any(model.moe), "mlp": _dense(model)}
     return [
         f"train.recompute_modules: {name} would recompute nothing: this model has {_MISSING_LAYERS[name]}"
         for name in modules
         if not available[name]
     ]
+
+
+def _dense(model: ModelSpec) -> bool:
+    """Whether a layer has an MLP without experts."""
+    return any(model.has_mlp(layer) and not moe for layer, moe in enumerate(model.moe))
 
 
 def expert_problems(dtype: str, model: ModelSpec) -> list[str]:
@@ -146,12 +161,13 @@ def expert_problems(dtype: str, model: ModelSpec) -> list[str]:
 
 
 def expert_form_problems(train: TrainConfig, model: ModelSpec) -> list[str]:
-    """Options that do not support the biases of clamped experts."""
+    """Options that support gated experts only."""
     options = {"train.balance": train.balance.enabled, "train.lora": bool(train.lora)}
     return [
-        f"{option}: the experts of {model.kind} have biases, which it does not support: turn it off"
+        f"{option}: the experts of {model.kind} {_EXPERT_FORMS[model.expert_form]}, which it does not support: turn it "
+        "off"
         for option, enabled in options.items()
-        if enabled and model.expert_form == "clamped"
+        if enabled and model.expert_form in _EXPERT_FORMS
     ]
 
 
@@ -229,4 +245,5 @@ _DIVISIONS = (
     ("tensor", "shared_inner", "shared_expert_intermediate_size"),
     ("expert", "num_experts", "num_experts"),
 )
+_EXPERT_FORMS = {"clamped": "have biases", "squared": "have no gate"}
 _MISSING_LAYERS = {"moe": "no layer with experts", "mlp": "no layer without experts"}

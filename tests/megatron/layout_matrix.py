@@ -19,6 +19,7 @@ from support.model_sizes import (
     GLM4_MOE_SIZES,
     GPT_OSS_SIZES,
     INDEXER_SIZES,
+    NEMOTRON_H_SIZES,
 )
 from support.rank_processes import place_of, reserved_port, run_ranks
 from torch import Tensor
@@ -71,6 +72,8 @@ _OLMOE = {"kind": "olmoe", "tied": False, "head_dim": None, "moe_intermediate_si
 _QWEN3_NEXT = DELTA_SIZES | {"kind": "qwen3_next", "tied": False, "initializer_range": 0.2}
 _QWEN3_NEXT |= {"published": tiny.DELTA_KEYS}
 _QWEN3_5 = _QWEN3_NEXT | {"kind": "qwen3_5_moe_text"}
+_NEMOTRON_H = NEMOTRON_H_SIZES | {"kind": "nemotron_h", "tied": False, "initializer_range": 0.2}
+_NEMOTRON_H |= {"published": ("hybrid_override_pattern",)}
 RUNS: dict[str, Run] = {
     "none": Run(updates=2),
     "full": Run(options={"recompute": "full"}),
@@ -91,6 +94,7 @@ RUNS: dict[str, Run] = {
     # The norms of queries, keys and outputs of the delta rule amplify rounding: gradients of up to 8 differ by 3e-4.
     "qwen3-next": Run(_QWEN3_NEXT, {"recompute": "selective", "recompute_modules": ["core_attn", "moe"]}, limit=5e-4),
     "qwen3.5": Run(_QWEN3_5, {"recompute": "full"}, limit=5e-4),
+    "nemotron-h": Run(_NEMOTRON_H, {"recompute": "selective", "recompute_modules": ["core_attn", "moe"]}, limit=5e-4),
     # One update only: a weight that is rounded differently changes all later ones.
     "bfloat16": Run(options={"dtype": "bfloat16"}),
 }
@@ -105,13 +109,13 @@ def two_rank_cases() -> list[tuple[str, str]]:
     more = {
         "data": "dense",
         "data-optimizer": "bfloat16",
-        "pipeline": "dense dense-full three-layers gpt-oss qwen3-next qwen3.5",
-        "expert": "glm4-moe deepseek-v3 gpt-oss ernie4-5-moe olmoe qwen3.5",
+        "pipeline": "dense dense-full three-layers gpt-oss qwen3-next qwen3.5 nemotron-h",
+        "expert": "glm4-moe deepseek-v3 gpt-oss ernie4-5-moe olmoe qwen3.5 nemotron-h",
         "expert-allgather": "shared-expert",
         "virtual": "glm4-moe deepseek-v3 ernie4-5-moe moe dense-first shared-expert dense dense-full",
         "context": "glm4-moe deepseek-v3 glm-5 gpt-oss ernie4-5-moe dense-first dense qwen3-next qwen3.5",
         "tensor": "glm4-moe deepseek-v3 glm-5 gpt-oss gpt-oss-core ernie4-5-moe olmoe qwen3-next qwen3.5 moe "
-        "without-routers shared-expert",
+        "nemotron-h without-routers shared-expert",
         "tensor-alone": "dense dense-full",
     }
     return [

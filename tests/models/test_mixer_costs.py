@@ -9,6 +9,7 @@ from agent_rl.planner.known_models import KNOWN
 from agent_rl.planner.memory_model import kv_bytes_per_token, state_bytes_per_sequence
 
 KIMI, GLM_5, DEEPSEEK = KNOWN["Kimi-K2-Instruct"], KNOWN["GLM-5"], KNOWN["DeepSeek-V3.2"]
+NANO = KNOWN["NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"]
 GPT_OSS, NEXT, QWEN3 = KNOWN["gpt-oss-20b"], KNOWN["Qwen3-Next-80B-A3B-Instruct"], KNOWN["Qwen3-30B-A3B"]
 
 
@@ -21,6 +22,7 @@ GPT_OSS, NEXT, QWEN3 = KNOWN["gpt-oss-20b"], KNOWN["Qwen3-Next-80B-A3B-Instruct"
         ("DeepSeek-V3.2", 61, 512 + 64 + 128),  # with the indexer's key
         ("gpt-oss-120b", 18, 2 * 8 * 64),  # every other layer has a window
         ("Qwen3-Next-80B-A3B-Instruct", 12, 2 * 2 * 256),  # every fourth layer has attention
+        ("NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", 6, 2 * 2 * 128),
     ],
 )
 def test_an_engine_caches_these_numbers_of_a_token(name: str, layers: int, numbers: int) -> None:
@@ -51,6 +53,10 @@ def test_flops_follow_the_products_of_the_weights() -> None:
     delta = mixer_cost(NEXT, 0)
     assert delta.pair == 0
     assert delta.token == 32 * (CHUNK * 10 * 128 + 6 * 128 * 128)
+    mamba, width, mixed = mixer_cost(NANO, 0), 64 * 64, 64 * 64 + 2 * 8 * 128
+    assert mamba.projections == 2 * (2688 * (width + mixed + 64) + width * 2688 + mixed * 4)
+    assert mamba.token == 2 * CHUNK * 64 * (128 + 64) + 4 * 64 * 64 * 128
+    assert mixer_cost(NANO, 1).projections == 0  # experts only
     assert mixer_cost(NEXT, 3).projections == 2 * 2048 * (3 * 4096 + 2 * 512)  # with the output gate
 
 

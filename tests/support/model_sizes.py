@@ -76,3 +76,24 @@ DEEPSEEK_V3_SIZES: dict[str, Any] = EXPERT_SIZES | {
 }
 INDEXER_SIZES: dict[str, Any] = {"index_n_heads": 16, "index_head_dim": 16, "index_topk": 12}
 """An indexer that leaves out most tokens of a sequence."""
+NEMOTRON_H_SIZES: dict[str, Any] = _OTHER_NAMES | {
+    "num_hidden_layers": None,
+    "hybrid_override_pattern": "ME*-ME",
+    "n_routed_experts": EXPERT_SIZES["num_experts"],
+    "num_experts_per_tok": EXPERT_SIZES["num_experts_per_tok"],
+    "moe_intermediate_size": EXPERT_SIZES["moe_intermediate_size"],
+    "moe_shared_expert_intermediate_size": 40,
+    "norm_topk_prob": True,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+    "head_dim": 16,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 12,
+    "n_groups": 2,
+    "ssm_state_size": 8,
+    "conv_kernel": 4,
+    "time_step_min": 1e-9,
+    "rope_theta": None,
+}
+"""Engines and the trainer have no lower bound of the time step, transformers has ``time_step_min``."""

@@ -65,9 +65,9 @@ class LayerFlops:
     def of(cls, model: ModelSpec) -> LayerFlops:
         hidden = model.hidden
         return cls(
-            expert=6 * hidden * model.expert_inner,
-            beside_experts=6 * hidden * model.shared_inner + 2 * hidden * model.num_experts,
-            dense=6 * hidden * model.inner,
+            expert=2 * model.mlp_matrices * hidden * model.expert_inner,
+            beside_experts=2 * model.mlp_matrices * hidden * model.shared_inner + 2 * hidden * model.num_experts,
+            dense=2 * model.mlp_matrices * hidden * model.inner,
             logprobs=2 * hidden * model.vocab_size,
         )
 

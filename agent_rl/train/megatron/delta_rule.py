@@ -1,4 +1,5 @@
-"""The gated delta rule (Gated DeltaNet, arXiv 2412.06464) and its short convolution over packed sequences, in torch.
+"""The gated delta rule (Gated DeltaNet, arXiv 2412.06464), the state space of Mamba-2 (arXiv 2405.21060), and their
+short convolution over packed sequences, in torch.
 
 Axes: T tokens of all sequences, one after the other, H heads, K and V widths of keys and values, C tokens of a chunk,
 N chunks of all sequences.
@@ -58,6 +59,39 @@ def delta_rule(
     out = _carry(
         written,
         read,
+        since.exp()[..., None] * q,
+        q @ k.mT * between,
+        ((last - since[..., None]).exp() * k).mT,
+        last.exp(),
+        [-(-length // chunk) for length in lengths],
+    )
+    return out.movedim(1, 2).flatten(0, 1)[places]
+
+
+def decayed_sums(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, lengths: Sequence[int], chunk: int = CHUNK
+) -> Tensor:
+    """The outputs ``o_t = S_t^T q_t`` ``[T, H, V]`` of the states ``S_t [K, V]``, at first zero in each sequence::
+
+        S_t = exp(decay_t) S_(t-1) + k_t v_t^T
+
+    Axes as in :func:`delta_rule`; the state space of Mamba-2 (arXiv 2405.21060, section 6), by chunks.
+    """
+    places, total = _places(lengths, multiple=chunk)
+    places = places.to(query.device)
+
+    def chunked(x: Tensor) -> Tensor:
+        padded = x.new_zeros(total, *x.shape[1:]).index_copy(0, places, x)
+        return padded.unflatten(0, (-1, chunk)).movedim(2, 1)  # [N, H, C, ...]
+
+    q, k, v, since = (chunked(x) for x in (query, key, value, decay))
+    since = since.cumsum(-1)  # the decay from the chunk's start to each token
+    upper = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).triu(1)
+    between = (since[..., :, None] - since[..., None, :]).masked_fill(upper, -torch.inf).exp()
+    last = since[..., -1:, None]
+    out = _carry(
+        v,
+        torch.zeros_like(k),
         since.exp()[..., None] * q,
         q @ k.mT * between,
         ((last - since[..., None]).exp() * k).mT,

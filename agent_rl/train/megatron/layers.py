@@ -65,17 +65,16 @@ def _layer_spec(
     submodules = MoESubmodules(router=gate, experts=own, shared_experts=shared)
     experts = ModuleSpec(module=_moe_layer(config, balanced), submodules=submodules)
     mixing = {"model_spec": model_spec, "kernels": kernels, **adapted}
-    return ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=norm_class(model_spec),
-            self_attention=ModuleSpec(module=MIXERS[model_spec.mixer(layer)], params=mixing),
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=norm_class(model_spec),
-            mlp=experts if model_spec.moe[layer] else ModuleSpec(module=MLP, submodules=linears),
-            mlp_bda=get_bias_dropout_add,
-        ),
-    )
+    parts = TransformerLayerSubmodules()  # of identities
+    if (mixer := model_spec.mixer(layer)) != "none":
+        parts.input_layernorm = norm_class(model_spec)
+        parts.self_attention = ModuleSpec(module=MIXERS[mixer], params=mixing)
+        parts.self_attn_bda = get_bias_dropout_add
+    if model_spec.has_mlp(layer):
+        parts.pre_mlp_layernorm = norm_class(model_spec)
+        parts.mlp = experts if model_spec.moe[layer] else ModuleSpec(module=MLP, submodules=linears)
+        parts.mlp_bda = get_bias_dropout_add
+    return ModuleSpec(module=TransformerLayer, submodules=parts)
 
 
 def _moe_layer(config: TransformerConfig, balanced: bool) -> type[ReleasingMoELayer]:

@@ -34,6 +34,8 @@ def matmul_per_expert(tokens: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 class Experts(torch.nn.Module):
     """This rank's experts with stacked weights: ``weight1 [E, 2 I, H]`` (gate over up) and ``weight2 [E, H, I]``."""
 
+    inputs = 2  # projections in weight1
+
     def __init__(
         self, num_local_experts: int, config: TransformerConfig, pg_collection: Any = None, *, product: ExpertMatmul
     ) -> None:
@@ -42,7 +44,7 @@ class Experts(torch.nn.Module):
         if pg_collection.expt_tp.size() != 1:
             raise ValueError("expert_tensor_parallel_size must be 1: single experts are never sharded")
         inner, hidden = config.moe_ffn_hidden_size, config.hidden_size
-        self.weight1 = self._weight(config, num_local_experts, 2 * inner, hidden)
+        self.weight1 = self._weight(config, num_local_experts, self.inputs * inner, hidden)
         self.weight2 = self._weight(config, num_local_experts, hidden, inner)
 
     @staticmethod
@@ -61,7 +63,10 @@ class Experts(torch.nn.Module):
         """Tokens ``[N, H]`` sorted by expert and their gate weights ``probs [N]``; returns ``[N, H]`` and no bias."""
         ends = tokens_per_expert.cumsum(0).to(device=tokens.device, dtype=torch.int32)
         hidden = self._times(tokens, "weight1", ends)
-        return self._times(gated_activation(hidden, probs), "weight2", ends), None
+        return self._times(self._activation(hidden, probs), "weight2", ends), None
+
+    def _activation(self, hidden: Tensor, probs: Tensor) -> Tensor:
+        return gated_activation(hidden, probs)
 
     def _times(self, tokens: Tensor, name: str, ends: Tensor) -> Tensor:
         return self._product(tokens, getattr(self, name), ends)
@@ -71,6 +76,15 @@ def gated_activation(hidden: Tensor, probs: Tensor) -> Tensor:
     """An expert's inner layer ``[N, I]``: from gate over up ``[N, 2 I]``, times each token's gate weight ``[N]``."""
     gate, up = hidden.chunk(2, dim=-1)
     return (F.silu(gate) * up * probs[:, None]).to(hidden.dtype)
+
+
+class SquaredExperts(Experts):
+    """Experts of Nemotron-H without gates: ``weight1 [E, I, H]``."""
+
+    inputs = 1
+
+    def _activation(self, hidden: Tensor, probs: Tensor) -> Tensor:
+        return (F.relu(hidden).square() * probs[:, None]).to(hidden.dtype)
 
 
 class ClampedExperts(Experts):
@@ -104,7 +118,9 @@ def clamped_activation(hidden: Tensor) -> Tensor:
 
 
 _CLAMP, _SIGMOID_FACTOR = 7.0, 1.702
-EXPERTS: Mapping[ExpertForm, type[Experts]] = MappingProxyType({"gated": Experts, "clamped": ClampedExperts})
+EXPERTS: Mapping[ExpertForm, type[Experts]] = MappingProxyType(
+    {"gated": Experts, "clamped": ClampedExperts, "squared": SquaredExperts}
+)
 
 PASS_STATE = (
     *("probs", "local_probs"),  # gates

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.activations import squared_relu
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from agent_rl.config import ParallelConfig, Recompute
@@ -39,8 +40,8 @@ def transformer_config(
         ffn_hidden_size=model.inner,
         normalization="RMSNorm",
         layernorm_epsilon=model.norm_eps,
-        gated_linear_unit=True,
-        activation_func=F.silu,
+        gated_linear_unit=model.expert_form != "squared",
+        activation_func=squared_relu if model.expert_form == "squared" else F.silu,
         add_bias_linear=False,
         attention_dropout=0.0,
         hidden_dropout=0.0,

@@ -15,7 +15,8 @@ from agent_rl.models.parts import Mixer
 from agent_rl.train.megatron.mixers.delta import GatedDeltaNet
 from agent_rl.train.megatron.mixers.grouped import GroupedAttention
 from agent_rl.train.megatron.mixers.latent import LatentAttention
+from agent_rl.train.megatron.mixers.mamba import Mamba2
 
 MIXERS: Mapping[Mixer, type[torch.nn.Module]] = MappingProxyType(
-    {"grouped": GroupedAttention, "latent": LatentAttention, "delta": GatedDeltaNet}
+    {"grouped": GroupedAttention, "latent": LatentAttention, "delta": GatedDeltaNet, "mamba": Mamba2}
 )

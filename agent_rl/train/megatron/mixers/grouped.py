@@ -39,7 +39,7 @@ class GroupedAttention(torch.nn.Module):
         super().__init__()
         spec = model_spec
         self.config, self._kernels, self.scale = config, kernels, spec.head_dim**-0.5
-        self._interleaved = spec.rotary_interleaved
+        self._rotary, self._interleaved = spec.rotary, spec.rotary_interleaved
         self._groups = spec.kv_heads // config.tensor_model_parallel_size
         self._gated, rows = spec.output_gate, spec.q_width * (2 if spec.output_gate else 1)
         self._widths = rows // spec.kv_heads, spec.head_dim, spec.head_dim
@@ -81,7 +81,10 @@ class GroupedAttention(torch.nn.Module):
         self, packed: PackedAttention, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
         """The attended values ``[T, H, D]``."""
-        query, key = (rotate_part(part, packed.cos, packed.sin, interleaved=self._interleaved) for part in (query, key))
+        if self._rotary:
+            query, key = (
+                rotate_part(part, packed.cos, packed.sin, interleaved=self._interleaved) for part in (query, key)
+            )
         key, value, attend_with_sinks = packed.gather(key), packed.gather(value), self._kernels.attend_with_sinks
         if sinks is None or attend_with_sinks is None:
             return self._kernels.attend(query, key, value, packed.segments, self.scale)
