@@ -163,21 +163,22 @@ class ChatRenderer:
         messages, tools = self._encoder.guarded(content, guard)
         return self._encoder.encode(self._template.render(messages, tools), guard)
 
-    def observation(self, text: str, role: Role | None = None, *, stop_included: bool) -> list[int]:
+    def observation(self, text: str, role: Role | None = None, *, stop: int | None) -> list[int]:
         """The tokens after a sampled turn: the end of the turn, the observation ``text``, the next generation prompt.
 
-        ``stop_included``: the sampled tokens end with one of ``stop_token_ids``. Otherwise (the turn hit its length
-        limit) the end-of-turn token comes first here. ``role`` defaults to ``observation_role``. Raises
+        ``stop``: the one of ``stop_token_ids`` that the sampled tokens end with; None if the turn hit its length limit.
+        Unless it is the template's own end of the turn, that comes first here. ``role`` defaults to
+        ``observation_role``, or to a role whose message begins with ``stop`` (GLM's ``<|user|>``). Raises
         ``TemplateError`` for a role that the template cannot append.
         """
-        delta = self._deltas.get(role or self.observation_role)
+        role = role or self._role_after(stop)
+        delta = self._deltas.get(role)
         if delta is None:
             raise TemplateError(f"the chat template cannot append messages of role {role}; use {self.observation_role}")
         guard = self._encoder.guard_for(text)
-        tokens = self._encoder.encode(delta.text(self._encoder.guarded(text, guard)), guard)
-        return tokens[1:] if stop_included else tokens
+        return _after_stop(self._encoder.encode(delta.text(self._encoder.guarded(text, guard)), guard), stop)
 
-    def extension(self, messages: Messages, *, stop_included: bool) -> list[int]:
+    def extension(self, messages: Messages, *, stop: int | None) -> list[int]:
         """Like :meth:`observation` for any ``messages`` (``{"role", "content"}``) that follow a sampled turn.
 
         Tool messages get ``observation_role`` if the template has no role for tools. Raises ``TemplateError`` if the
@@ -185,13 +186,13 @@ class ChatRenderer:
         """
         normalized = [{**m, "role": self.observation_role} if m["role"] == "tool" else dict(m) for m in messages]
         if len(normalized) == 1 and normalized[0]["role"] in self._deltas:
-            return self.observation(normalized[0]["content"], normalized[0]["role"], stop_included=stop_included)
+            return self.observation(normalized[0]["content"], normalized[0]["role"], stop=stop)
         guard = self._encoder.guard_for(normalized)
         text = after_turn(self._template, self._encoder.guarded(normalized, guard))
         tokens = self._encoder.encode(text, guard)
-        if not tokens or tokens[0] != self.end_of_turn_id:
+        if not tokens or tokens[0] not in self.stop_token_ids:
             raise TemplateError("the chat template does not end an assistant's turn before these messages")
-        return tokens[1:] if stop_included else tokens
+        return _after_stop(tokens, stop)
 
     def check_tails(self) -> None:
         """Raises ``TemplateError`` if the template renders the messages after a turn differently from
@@ -205,8 +206,7 @@ class ChatRenderer:
         return self._encoder.decode(tokens[:-1] if tokens and tokens[-1] in self.stop_token_ids else tokens)
 
     def _probe_roles(self, roles: tuple[Role, ...]) -> dict[Role, Delta]:
-        """The deltas of the ``roles`` that the template can append, the preferred one first. A role before which a turn
-        ends with another token (GLM ends a turn with the next role's token) is left out."""
+        """The deltas of the ``roles`` that the template can append, the preferred one first."""
         passed: dict[Role, Delta] = {}
         reasons = []
         for role in roles:
@@ -218,8 +218,7 @@ class ChatRenderer:
                 reasons.append(f"with observations of role {role}, {error}")
         if not passed:
             raise TemplateError(f"the chat template is not prefix-preserving: {'; '.join(reasons)}")
-        end = self._end_of_turn(next(iter(passed.values())))
-        return {role: delta for role, delta in passed.items() if self._end_of_turn(delta) == end}
+        return passed
 
     def _check_tokens(self, probed: Probed) -> None:
         """Raises ``TemplateError`` if an observation encoded alone gets other tokens than within the whole
@@ -235,6 +234,14 @@ class ChatRenderer:
         if whole[-len(observation) :] != observation or prompt != encoder.encode(probed.prompt):
             raise TemplateError("the tokenizer merges text across special tokens")
 
+    def _role_after(self, stop: int | None) -> Role:
+        """The role of an observation after ``stop``."""
+        if stop not in (None, self.end_of_turn_id):
+            return next(
+                (role for role in self._deltas if self._end_of_turn(self._deltas[role]) == stop), self.observation_role
+            )
+        return self.observation_role
+
     def _end_of_turn(self, delta: Delta) -> int:
         return self._encoder.encode(delta.before)[0]
 
@@ -243,3 +250,8 @@ class ChatRenderer:
         if unsafe:
             raise TemplateError(f"the eos tokens {sorted(unsafe)} are not marked special in tokenizer.json")
         return tuple(dict.fromkeys([self.end_of_turn_id, *eos_token_ids]))
+
+
+def _after_stop(tokens: list[int], stop: int | None) -> list[int]:
+    """``tokens``, which begin with the end of a turn, after a turn that ends with ``stop``."""
+    return tokens[1:] if tokens[0] == stop else tokens

@@ -48,8 +48,8 @@ class ChatTextRenderer:
         tokens = [token for m in messages for token in (_ROLES[m["role"]], *encode(m["content"]))]
         return [*tool_tokens, *tokens, _ROLES["assistant"]]
 
-    def observation(self, text: str, *, stop_included: bool) -> list[int]:
-        end = [] if stop_included else [STOP]
+    def observation(self, text: str, *, stop: int | None) -> list[int]:
+        end = [STOP] if stop is None else []
         return [*end, _ROLES["user"], *encode(text), _ROLES["assistant"]]
 
     def decode(self, tokens: TokenIds) -> str:

@@ -357,9 +357,9 @@ class EpisodeRun:
 
     def _observe(self, text: str, sampled: Sequence[int]) -> StopReason | None:
         """Append the observation; returns CONTEXT_FULL if no token is left to respond to it."""
-        stop_included = bool(sampled) and sampled[-1] in self.renderer.stop_token_ids
+        stop = sampled[-1] if sampled and sampled[-1] in self.renderer.stop_token_ids else None
         text = self._with_remark(text)
-        tokens = self.renderer.observation(text, stop_included=stop_included)
+        tokens = self.renderer.observation(text, stop=stop)
         self.messages.append({"role": self.scaffold.observation_role or "tool", "content": text})
         self.turns[-1]["observation_tokens"] = len(tokens)
         if len(tokens) >= self.transcript.remaining:

@@ -32,9 +32,9 @@ class Renderer(Protocol):
         """The tokens of ``messages`` up to the start of the agent's first turn."""
         ...
 
-    def observation(self, text: str, *, stop_included: bool) -> list[int]:
-        """The tokens between the last sampled token and the agent's next turn. ``stop_included``: the last sampled
-        token is a stop token, so none is added."""
+    def observation(self, text: str, *, stop: int | None) -> list[int]:
+        """The tokens between the last sampled token and the agent's next turn. ``stop``: the last sampled token
+        if it is a stop token."""
         ...
 
     def decode(self, tokens: TokenIds) -> str:

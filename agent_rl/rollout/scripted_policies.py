@@ -145,8 +145,8 @@ class ByteRenderer:
     ) -> list[int]:
         return [token for message in messages for token in self.encode(message["content"])]
 
-    def observation(self, text: str, *, stop_included: bool) -> list[int]:
-        return list(text.encode()) if stop_included else [self.STOP, *text.encode()]
+    def observation(self, text: str, *, stop: int | None) -> list[int]:
+        return [self.STOP, *text.encode()] if stop is None else list(text.encode())
 
     def encode(self, text: str) -> list[int]:
         """``text`` and the stop token: a complete turn."""

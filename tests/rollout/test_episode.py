@@ -113,9 +113,9 @@ async def test_each_token_is_rendered_and_decoded_once() -> None:
             handled.append(len(tokens))
             return super().decode(tokens)
 
-        def observation(self, text: str, *, stop_included: bool) -> list[int]:
+        def observation(self, text: str, *, stop: int | None) -> list[int]:
             handled.append(len(text))
-            return super().observation(text, stop_included=stop_included)
+            return super().observation(text, stop=stop)
 
     class SameList(TurnsEngine):
         prompt: Any = None
