@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from agent_rl.types import TokenIds
+from agent_rl.types import SampledCall, TokenIds
 from tools import Reasoning, ToolCallFormat
 
 Messages = list[Mapping[str, str]]
@@ -32,9 +32,9 @@ class Renderer(Protocol):
         """The tokens of ``messages`` up to the start of the agent's first turn."""
         ...
 
-    def observation(self, text: str, *, stop: int | None) -> list[int]:
+    def observation(self, text: str, *, stop: int | None, call: SampledCall | None = None) -> list[int]:
         """The tokens between the last sampled token and the agent's next turn. ``stop``: the last sampled token
-        if it is a stop token."""
+        if it is a stop token. ``call``: the call whose result the observation is."""
         ...
 
     def decode(self, tokens: TokenIds) -> str:

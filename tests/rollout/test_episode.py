@@ -22,7 +22,7 @@ from agent_rl.errors import ConfigError, EngineUnreachable, GuardStop, RoutesMis
 from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.records import decode_trajectory, encode_trajectory
 from agent_rl.rollout.scripted_policies import ByteRenderer
-from agent_rl.types import StopReason, Trajectory
+from agent_rl.types import SampledCall, StopReason, Trajectory
 from envs import Grade, GradingError, TaskRecordError, UndecidableError
 from sandbox import ImageMissingError, SandboxLostError, SandboxUnavailableError
 from tools import FunctionToolSet, Reasoning, ToolDefinitionError, ToolResult
@@ -113,9 +113,9 @@ async def test_each_token_is_rendered_and_decoded_once() -> None:
             handled.append(len(tokens))
             return super().decode(tokens)
 
-        def observation(self, text: str, *, stop: int | None) -> list[int]:
+        def observation(self, text: str, *, stop: int | None, call: SampledCall | None = None) -> list[int]:
             handled.append(len(text))
-            return super().observation(text, stop=stop)
+            return super().observation(text, stop=stop, call=call)
 
     class SameList(TurnsEngine):
         prompt: Any = None
