@@ -21,6 +21,7 @@ from tokenizers import Tokenizer
 
 from agent_rl.errors import TemplateError
 from agent_rl.render.prefix_check import TAILS, Delta, Probed, Role, after_turn, check_tail, probe, reasoning_of
+from agent_rl.render.profiles import profile_of
 from agent_rl.render.template import ChatModel, ChatTemplate, Messages, Tools
 from agent_rl.render.template_limits import check_limits
 from agent_rl.render.thinking import Thinking, check_thinking, template_variables
@@ -139,6 +140,7 @@ class ChatRenderer:
     is probed once here; a template without a constant opening and delta is refused with ``TemplateError`` (see
     :mod:`agent_rl.render.prefix_check`). ``thinking`` and ``options`` are the keys of ``rollout`` (see
     :mod:`agent_rl.render.thinking`).
+    ``tool_format`` is the name of the family's tool-call format.
     ``observation_role`` is the role of observations; None selects tool if the template can append it, else user.
     """
 
@@ -160,7 +162,9 @@ class ChatRenderer:
             self._template = ChatTemplate(source.template, source.special, variables)
             self._deltas = self._probe_roles(observation_role, source.eos_token_ids)
             self.observation_role: Role = self._preferred if observation_role is None else observation_role
-            self.reasoning = reasoning_of(self._template)
+            profile = profile_of(source.model_type)
+            self.tool_format = profile.tool_format(source.template)
+            self.reasoning = reasoning_of(self._template, profile.reasoning)
             check_thinking(thinking, self.reasoning)
             self.end_of_turn_id = self._end_of_turn(self._deltas[self._preferred])
             self.stop_token_ids = self._stop_tokens(source.eos_token_ids)

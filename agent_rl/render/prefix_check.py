@@ -129,9 +129,9 @@ def check_tail(template: ChatTemplate, roles: Sequence[Role]) -> None:
                 raise TemplateError(f"the text between a turn and messages of roles {', '.join(roles)} is not constant")
 
 
-def reasoning_of(template: ChatTemplate) -> Reasoning:
-    """The markers of thoughts under ``template``."""
-    return replace(THINK, prompt_opens=_opens_thinking(template.render(_start(template), None)))
+def reasoning_of(template: ChatTemplate, markers: Reasoning) -> Reasoning:
+    """The ``markers`` of thoughts, and whether the prompt of ``template`` opens thoughts."""
+    return replace(markers, prompt_opens=template.render(_start(template), None).rstrip().endswith(markers.open))
 
 
 def _start(template: ChatTemplate) -> list[dict[str, Any]]:
@@ -152,7 +152,7 @@ def _kinds_of_turn(prompt: str) -> list[bool]:
 
 def _opens_thinking(prompt: str) -> bool:
     """Whether the generation prompt opens ``<think>``, so that a sampled turn starts inside it."""
-    return prompt.rstrip().endswith("<think>")
+    return prompt.rstrip().endswith(THINK.open)
 
 
 def _grow(
