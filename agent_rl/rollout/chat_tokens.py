@@ -36,7 +36,7 @@ class ChatTextRenderer:
     """
 
     stop_token_ids = (STOP,)
-    reasoning = THINK
+    reasoning, tool_format = THINK, "hermes"
 
     def __init__(self, *, native_tools: bool = False) -> None:
         self._native_tools = native_tools

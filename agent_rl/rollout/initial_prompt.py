@@ -26,6 +26,11 @@ class Renderer(Protocol):
         """The markers around the thoughts of a sampled turn."""
         ...
 
+    @property
+    def tool_format(self) -> str:
+        """The name of the format in which ``initial_prompt`` describes tools."""
+        ...
+
     def initial_prompt(
         self, messages: Sequence[Mapping[str, str]], tools: Sequence[Mapping[str, Any]] | None
     ) -> list[int]:
@@ -52,13 +57,13 @@ def build_initial_prompt(
 ) -> tuple[Messages, list[int]]:
     """``(messages, tokens)`` of the initial prompt as the agent reads it.
 
-    Chat templates describe tools only in the Hermes format, and some ignore tools. In those cases, and for other
-    formats, the format's own description is appended to the system message. Without tools nothing is described.
+    A chat template describes tools in its family's format, or ignores them. If it ignores them, and for other formats,
+    the format's own description is appended to the system message. Without tools nothing is described.
     """
     plain = renderer.initial_prompt(messages, None)
     if not (describe_tools and schemas):
         return list(messages), plain
-    if fmt.name == "hermes" and (templated := renderer.initial_prompt(messages, schemas)) != plain:
+    if fmt.name == renderer.tool_format and (templated := renderer.initial_prompt(messages, schemas)) != plain:
         return list(messages), templated
     described = _append_to_system(messages, fmt.describe(schemas))
     return described, renderer.initial_prompt(described, None)

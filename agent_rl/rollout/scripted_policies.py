@@ -138,7 +138,7 @@ class ByteRenderer:
 
     STOP = 256
     stop_token_ids = (STOP,)
-    reasoning = THINK
+    reasoning, tool_format = THINK, "hermes"
 
     def initial_prompt(
         self, messages: Sequence[Mapping[str, str]], tools: Sequence[Mapping[str, Any]] | None
