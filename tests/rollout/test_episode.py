@@ -162,6 +162,18 @@ async def test_a_call_in_thoughts_that_the_prompt_opened_is_not_executed() -> No
     assert trajectory.turns[0].parse_failure == "no tool call found; <think> is not closed"
 
 
+async def test_the_renderer_is_given_the_sampled_call_and_the_stop_token() -> None:
+    given: list[Any] = []
+
+    class Recording(ByteRenderer):
+        def observation(self, text: str, *, stop: int | None, call: SampledCall | None = None) -> list[int]:
+            given.append((stop, call))
+            return super().observation(text, stop=stop, call=call)
+
+    await drive(TurnsEngine(["hm", FIX]), renderer=Recording(), max_turns=2)
+    assert given == [(ByteRenderer.STOP, None), (ByteRenderer.STOP, SampledCall("echo", FIX))]
+
+
 async def test_a_wrong_tool_is_an_observation_not_a_parse_failure() -> None:
     trajectory = await drive(TurnsEngine([call("ecko"), SUBMIT]), max_parse_failures=1)
     assert (trajectory.stop, trajectory.turns[0].observation) == (StopReason.SUBMITTED, "no tool 'ecko'")
