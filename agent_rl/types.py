@@ -144,6 +144,14 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
+class SampledCall:
+    """The tool call that a turn made: the tool's ``name``, and the text of the ``turn``."""
+
+    name: str
+    turn: str
+
+
+@dataclass(frozen=True, slots=True)
 class Turn:
     """One turn of an episode: sampled text, tool call, observation, and times in seconds.
 

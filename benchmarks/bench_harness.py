@@ -47,7 +47,7 @@ class Words(ByteRenderer):
     def initial_prompt(self, messages: Sequence[Any], tools: Any) -> list[int]:
         return [len(message["content"]) % 251 for message in messages for _ in range(len(message["content"]) // 64 + 1)]
 
-    def extension(self, messages: Sequence[Any], *, stop_included: bool) -> list[int]:
+    def extension(self, messages: Sequence[Any], *, stop: int | None) -> list[int]:
         return self.initial_prompt(messages, None)
 
 

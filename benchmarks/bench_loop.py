@@ -139,7 +139,7 @@ async def stand_ins(episodes: int, turns: int, answer: float, tool: float) -> No
             completion = await engine.generate(range(length), sampling, routes_from=held, session=session)
             held = length + len(completion.tokens) - 1
             renderer.decode(completion.tokens)
-            length = held + 1 + len(renderer.observation(await env.execute_bash(""), stop_included=True))
+            length = held + 1 + len(renderer.observation(await env.execute_bash(""), stop=renderer.STOP))
 
     async with asyncio.TaskGroup() as scope:
         for number in range(episodes):

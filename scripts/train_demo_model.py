@@ -194,7 +194,7 @@ def _encode(
             more = [*tokenizer.encode(message["content"], add_special_tokens=False).ids, renderer.end_of_turn_id]
             weights += [1.0] * len(more)
         else:
-            more = renderer.observation(message["content"], stop_included=True)
+            more = renderer.observation(message["content"], stop=renderer.end_of_turn_id)
             weights += [_OBSERVED_WEIGHT] * len(more)
         tokens += more
     return np.array(tokens, np.int32), np.array(weights, np.float32)

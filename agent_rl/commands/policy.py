@@ -137,7 +137,7 @@ def _open_solver(choice: PolicyChoice, task_runtime: TaskRuntime, rules: Episode
     if not choice.is_recording:
         return Policy(task_runtime, solver_runner(task_runtime.env, choice.name, rules))
     solver, only = recorded(Path(choice.name.removeprefix(REPLAY)))
-    run = solver_runner(task_runtime.env, solver, rules, tool_format_name=rules.rollout.tool_format)
+    run = solver_runner(task_runtime.env, solver, rules, tool_format_name=rules.rollout.tool_format or "hermes")
     return Policy(task_runtime, run, only)
 
 
@@ -146,7 +146,7 @@ def _chat_runner(env: Environment, engine: ChatEngine, endpoint: ChatEndpoint, r
     scaled = rules.override(
         max_tokens=rules.rollout.max_tokens * BYTES_A_TOKEN, max_new_tokens=rules.rollout.max_new_tokens * BYTES_A_TOKEN
     )
-    fmt = NativeToolCalls() if endpoint.native_tools else tool_format(rules.rollout.tool_format)
+    fmt = NativeToolCalls() if endpoint.native_tools else tool_format(rules.rollout.tool_format or "hermes")
     renderer = ChatTextRenderer(native_tools=endpoint.native_tools)
 
     async def run(task: Task) -> Trajectory:

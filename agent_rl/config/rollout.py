@@ -66,10 +66,10 @@ class RolloutConfig(Section):
     top_p: float = Field(
         1.0, gt=0, le=1, description="Nucleus sampling threshold. Values below 1 do not renormalize the log-probs."
     )
-    tool_format: ToolFormat = Field(
+    tool_format: ToolFormat | None = Field(
         "hermes",
         description="Text format of tool calls: hermes, qwen3-coder, glm or another registered format "
-        "(docs/reference/tools.md).",
+        "(docs/reference/tools.md). null: the format of the model's family; hermes without a model.",
     )
     thinking: Annotated[Literal["default", "on", "off"], OFF, ON] = Field(
         "default",

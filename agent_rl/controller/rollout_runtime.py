@@ -204,7 +204,7 @@ async def open_rollout_runtime(
             task_runtime=task_runtime,
             engine=engine,
             renderer=renderer,
-            format=tool_format(config.rollout.tool_format),
+            format=tool_format(config.rollout.tool_format or renderer.tool_format),
             limiter=Limiter(config.rollout.concurrency),
             endpoint=endpoint,
         )

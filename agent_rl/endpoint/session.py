@@ -29,7 +29,7 @@ _BODIES_AT_ONCE = 8
 class ExtendingRenderer(Renderer, Protocol):
     """A renderer that can append any messages to a turn: :class:`agent_rl.render.ChatRenderer`."""
 
-    def extension(self, messages: Sequence[Mapping[str, str]], *, stop_included: bool) -> list[int]: ...
+    def extension(self, messages: Sequence[Mapping[str, str]], *, stop: int | None) -> list[int]: ...
 
 
 class HarnessRenderer:
@@ -60,9 +60,9 @@ class HarnessRenderer:
             return self.renderer.initial_prompt(rendered, None)
         return build_initial_prompt(self.renderer, self.fmt, rendered, tools, describe_tools=self._describe)[1]
 
-    def extension(self, messages: Sequence[ChatMessage], *, stop_included: bool) -> Sequence[int]:
+    def extension(self, messages: Sequence[ChatMessage], *, stop: int | None) -> Sequence[int]:
         rendered = [self._as_dict(message, first=False) for message in messages]
-        return self.renderer.extension(rendered, stop_included=stop_included)
+        return self.renderer.extension(rendered, stop=stop)
 
     def _as_dict(self, message: ChatMessage, *, first: bool) -> dict[str, str]:
         """The message for the renderer. System messages inside a conversation become user messages: templates accept

@@ -21,10 +21,13 @@ from tokenizers import Tokenizer
 
 from agent_rl.errors import TemplateError
 from agent_rl.render.prefix_check import TAILS, Delta, Probed, Role, after_turn, check_tail, probe, reasoning_of
+from agent_rl.render.profiles import profile_of
 from agent_rl.render.template import ChatModel, ChatTemplate, Messages, Tools
 from agent_rl.render.template_limits import check_limits
 from agent_rl.render.thinking import Thinking, check_thinking, template_variables
+from agent_rl.types import SampledCall
 
+_ROLES: tuple[Role, ...] = ("tool", "user")
 _GUARDS = tuple(map(chr, range(0xE000, 0xF900)))  # the private use area
 
 
@@ -118,6 +121,15 @@ def _strings(content: Any) -> Iterable[str]:
             yield from _strings(item)
 
 
+_CALL_ID = re.compile(r"<\|tool_call_begin\|>\s*(\S+?)\s*<\|tool_call_argument_begin\|>")
+
+
+def _id_of(call: SampledCall) -> str:
+    """The id of ``call``, which Kimi samples."""
+    match = _CALL_ID.search(call.turn)
+    return match[1] if match else ""
+
+
 _NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -128,6 +140,7 @@ class ChatRenderer:
     is probed once here; a template without a constant opening and delta is refused with ``TemplateError`` (see
     :mod:`agent_rl.render.prefix_check`). ``thinking`` and ``options`` are the keys of ``rollout`` (see
     :mod:`agent_rl.render.thinking`).
+    ``tool_format`` is the name of the family's tool-call format.
     ``observation_role`` is the role of observations; None selects tool if the template can append it, else user.
     """
 
@@ -147,11 +160,13 @@ class ChatRenderer:
             variables = template_variables(source.template, thinking, options)
             check_limits(source.template, source.special, variables)
             self._template = ChatTemplate(source.template, source.special, variables)
-            self._deltas = self._probe_roles((observation_role,) if observation_role else ("tool", "user"))
-            self.observation_role: Role = next(iter(self._deltas))
-            self.reasoning = reasoning_of(self._template)
+            self._deltas = self._probe_roles(observation_role, source.eos_token_ids)
+            self.observation_role: Role = self._preferred if observation_role is None else observation_role
+            profile = profile_of(source.model_type)
+            self.tool_format = profile.tool_format(source.template)
+            self.reasoning = reasoning_of(self._template, profile.reasoning)
             check_thinking(thinking, self.reasoning)
-            self.end_of_turn_id = self._end_of_turn(self._deltas[self.observation_role])
+            self.end_of_turn_id = self._end_of_turn(self._deltas[self._preferred])
             self.stop_token_ids = self._stop_tokens(source.eos_token_ids)
         except TemplateError as error:
             raise TemplateError(f"{where}{error}") from error
@@ -163,63 +178,69 @@ class ChatRenderer:
         messages, tools = self._encoder.guarded(content, guard)
         return self._encoder.encode(self._template.render(messages, tools), guard)
 
-    def observation(self, text: str, role: Role | None = None, *, stop_included: bool) -> list[int]:
+    def observation(
+        self, text: str, role: Role | None = None, *, stop: int | None, call: SampledCall | None = None
+    ) -> list[int]:
         """The tokens after a sampled turn: the end of the turn, the observation ``text``, the next generation prompt.
 
-        ``stop_included``: the sampled tokens end with one of ``stop_token_ids``. Otherwise (the turn hit its length
-        limit) the end-of-turn token comes first here. ``role`` defaults to ``observation_role``. Raises
+        ``stop``: the one of ``stop_token_ids`` that the sampled tokens end with; None if the turn hit its length limit.
+        Unless it is the template's own end of the turn, that comes first here. ``call``: the call that the turn made.
+        Without one, a role whose messages name the call gives way to the role user. ``role`` defaults to
+        ``observation_role``, or to a role whose message begins with ``stop`` (GLM's ``<|user|>``). Raises
         ``TemplateError`` for a role that the template cannot append.
         """
-        delta = self._deltas.get(role or self.observation_role)
+        role = role or self._role_after(stop, call)
+        delta = self._deltas.get(role)
         if delta is None:
             raise TemplateError(f"the chat template cannot append messages of role {role}; use {self.observation_role}")
-        guard = self._encoder.guard_for(text)
-        tokens = self._encoder.encode(delta.text(self._encoder.guarded(text, guard)), guard)
-        return tokens[1:] if stop_included else tokens
+        content = [text, call.name, _id_of(call)] if call else [text, "", ""]
+        guard = self._encoder.guard_for(content)
+        return _after_stop(self._encoder.encode(delta.text(*self._encoder.guarded(content, guard)), guard), stop)
 
-    def extension(self, messages: Messages, *, stop_included: bool) -> list[int]:
+    def extension(self, messages: Messages, *, stop: int | None) -> list[int]:
         """Like :meth:`observation` for any ``messages`` (``{"role", "content"}``) that follow a sampled turn.
 
-        Tool messages get ``observation_role`` if the template has no role for tools. Raises ``TemplateError`` if the
-        template cannot append the messages.
+        Tool messages get the role user if the template has no role for tools or names the call in their header. Raises
+        ``TemplateError`` if the template cannot append the messages.
         """
-        normalized = [{**m, "role": self.observation_role} if m["role"] == "tool" else dict(m) for m in messages]
+        normalized = [{**m, "role": self._role_of_results} if m["role"] == "tool" else dict(m) for m in messages]
         if len(normalized) == 1 and normalized[0]["role"] in self._deltas:
-            return self.observation(normalized[0]["content"], normalized[0]["role"], stop_included=stop_included)
+            return self.observation(normalized[0]["content"], normalized[0]["role"], stop=stop)
         guard = self._encoder.guard_for(normalized)
         text = after_turn(self._template, self._encoder.guarded(normalized, guard))
         tokens = self._encoder.encode(text, guard)
-        if not tokens or tokens[0] != self.end_of_turn_id:
+        if not tokens or tokens[0] not in self.stop_token_ids:
             raise TemplateError("the chat template does not end an assistant's turn before these messages")
-        return tokens[1:] if stop_included else tokens
+        return _after_stop(tokens, stop)
 
     def check_tails(self) -> None:
         """Raises ``TemplateError`` if the template renders the messages after a turn differently from
         :meth:`extension`. Checked for one tool message, two, a user message, and both."""
         for roles in TAILS:
-            check_tail(self._template, [self.observation_role if role == "tool" else role for role in roles])
+            check_tail(self._template, [self._role_of_results if role == "tool" else role for role in roles])
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of ``tokens`` without the stop token at their end. Other control tokens are kept as text, because
         some formats write calls with them."""
         return self._encoder.decode(tokens[:-1] if tokens and tokens[-1] in self.stop_token_ids else tokens)
 
-    def _probe_roles(self, roles: tuple[Role, ...]) -> dict[Role, Delta]:
-        """The deltas of the ``roles`` that the template can append, the preferred one first. A role before which a turn
-        ends with another token (GLM ends a turn with the next role's token) is left out."""
+    def _probe_roles(self, needed: Role | None, eos_token_ids: Sequence[int]) -> dict[Role, Delta]:
+        """The deltas of the roles that the template can append: tool, the preferred one, and user. ``needed`` must be
+        among them."""
         passed: dict[Role, Delta] = {}
-        reasons = []
-        for role in roles:
+        reasons = {}
+        ends = [text for text, id in self._encoder.special.items() if id in eos_token_ids]
+        for role in _ROLES:
             try:
-                probed = probe(self._template, role)
+                probed = probe(self._template, role, ends)
                 self._check_tokens(probed)
                 passed[role] = probed.delta
             except TemplateError as error:
-                reasons.append(f"with observations of role {role}, {error}")
-        if not passed:
-            raise TemplateError(f"the chat template is not prefix-preserving: {'; '.join(reasons)}")
-        end = self._end_of_turn(next(iter(passed.values())))
-        return {role: delta for role, delta in passed.items() if self._end_of_turn(delta) == end}
+                reasons[role] = f"with observations of role {role}, {error}"
+        if not passed or needed in reasons:
+            why = reasons[needed] if needed else "; ".join(reasons.values())
+            raise TemplateError(f"the chat template is not prefix-preserving: {why}")
+        return passed
 
     def _check_tokens(self, probed: Probed) -> None:
         """Raises ``TemplateError`` if an observation encoded alone gets other tokens than within the whole
@@ -235,6 +256,29 @@ class ChatRenderer:
         if whole[-len(observation) :] != observation or prompt != encoder.encode(probed.prompt):
             raise TemplateError("the tokenizer merges text across special tokens")
 
+    @property
+    def _preferred(self) -> Role:
+        return "tool" if "tool" in self._deltas else "user"
+
+    @property
+    def _role_of_results(self) -> Role:
+        """The role of a tool's message whose call is not known."""
+        return (
+            "user"
+            if self._deltas[self.observation_role].names_call and "user" in self._deltas
+            else self.observation_role
+        )
+
+    def _role_after(self, stop: int | None, call: SampledCall | None) -> Role:
+        """The role of an observation after ``stop``."""
+        if call is None and self._role_of_results != self.observation_role:
+            return self._role_of_results
+        if stop not in (None, self.end_of_turn_id):
+            return next(
+                (role for role in self._deltas if self._end_of_turn(self._deltas[role]) == stop), self.observation_role
+            )
+        return self.observation_role
+
     def _end_of_turn(self, delta: Delta) -> int:
         return self._encoder.encode(delta.before)[0]
 
@@ -243,3 +287,8 @@ class ChatRenderer:
         if unsafe:
             raise TemplateError(f"the eos tokens {sorted(unsafe)} are not marked special in tokenizer.json")
         return tuple(dict.fromkeys([self.end_of_turn_id, *eos_token_ids]))
+
+
+def _after_stop(tokens: list[int], stop: int | None) -> list[int]:
+    """``tokens``, which begin with the end of a turn, after a turn that ends with ``stop``."""
+    return tokens[1:] if tokens[0] == stop else tokens

@@ -6,13 +6,19 @@ the same text around every observation: for one, two and three observations, wit
 and without thoughts. It may rewrite earlier turns, for example drop their ``<think>`` blocks: the loop does not use
 them. A template that moves the system prompt or counts messages is refused.
 
+The header of a tool's message may name the tool (gpt-oss) or the call's id (Kimi): the delta depends on these two.
+Some templates accept a tool's message only after a turn with ``tool_calls`` (gpt-oss, MiniMax): a turn is probed as
+text first, then with a call.
+
 The probes never end with an assistant message, because a template may close a last assistant message in a special way
 (Qwen3 inserts an empty ``<think>`` block), which the loop never requests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -36,20 +42,33 @@ _TOOL = {
     },
 }
 # Quotes, markup and non-ASCII detect a template that escapes content; outer blanks detect one that trims it.
+_NAME, _ID = "agent_rl_tool", "agent_rl_call"
 _AWKWARD = "\n  <a href=\"b\">\u00e9 {{ c }} 'd'</a>\n\ttail \n"
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
     """The text that an observation adds: ``before + text + after``. ``before`` starts with the end of the
-    assistant's turn, ``after`` ends with the generation prompt. ``trims``: the template strips the text first."""
+    assistant's turn, ``after`` ends with the generation prompt. ``writes``: the template writes the text as it is,
+    strips it or quotes it as JSON."""
 
     before: str
     after: str
-    trims: bool
+    writes: Literal["plain", "stripped", "json"] = "plain"
 
-    def text(self, observation: str) -> str:
-        return self.before + (observation.strip() if self.trims else observation) + self.after
+    @property
+    def names_call(self) -> bool:
+        """Whether the text depends on the call before the observation."""
+        return _NAME in self.before + self.after or _ID in self.before + self.after
+
+    def text(self, observation: str, name: str = _NAME, call_id: str = _ID) -> str:
+        """The text for an ``observation`` of the call ``call_id`` of the tool ``name``."""
+        if self.writes == "stripped":
+            observation = observation.strip()
+        elif self.writes == "json":
+            observation = json.dumps(observation, ensure_ascii=False)
+        before, after = (part.replace(_NAME, name).replace(_ID, call_id) for part in (self.before, self.after))
+        return before + observation + after
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +82,23 @@ class Probed:
     observation: str
 
 
-def probe(template: ChatTemplate, role: Role) -> Probed:
-    """Check ``template`` with observations of ``role``. Raises ``TemplateError`` with the reason."""
+def probe(template: ChatTemplate, role: Role, ends: Collection[str]) -> Probed:
+    """Check ``template`` with observations of ``role``. ``ends``: the eos tokens. Raises ``TemplateError`` with the
+    reason."""
+    try:
+        return _probe(template, role, ())
+    except TemplateError as error:
+        if role == "tool":
+            with suppress(TemplateError):
+                return _probe(template, role, ends)
+        raise error
+
+
+def _probe(template: ChatTemplate, role: Role, ends: Collection[str]) -> Probed:
+    """Probe with turns of text, or with turns that call a tool and end with one of ``ends``."""
     start = _start(template)
     results = [
-        _grow(template, start, role, tools, thought)
+        _grow(template, start, role, tools, thought, ends)
         for tools in (None, [_TOOL])
         for thought in _kinds_of_turn(template.render(start, tools))
     ]
@@ -98,9 +129,9 @@ def check_tail(template: ChatTemplate, roles: Sequence[Role]) -> None:
                 raise TemplateError(f"the text between a turn and messages of roles {', '.join(roles)} is not constant")
 
 
-def reasoning_of(template: ChatTemplate) -> Reasoning:
-    """The markers of thoughts under ``template``."""
-    return replace(THINK, prompt_opens=_opens_thinking(template.render(_start(template), None)))
+def reasoning_of(template: ChatTemplate, markers: Reasoning) -> Reasoning:
+    """The ``markers`` of thoughts, and whether the prompt of ``template`` opens thoughts."""
+    return replace(markers, prompt_opens=template.render(_start(template), None).rstrip().endswith(markers.open))
 
 
 def _start(template: ChatTemplate) -> list[dict[str, Any]]:
@@ -121,11 +152,16 @@ def _kinds_of_turn(prompt: str) -> list[bool]:
 
 def _opens_thinking(prompt: str) -> bool:
     """Whether the generation prompt opens ``<think>``, so that a sampled turn starts inside it."""
-    return prompt.rstrip().endswith("<think>")
+    return prompt.rstrip().endswith(THINK.open)
 
 
 def _grow(
-    template: ChatTemplate, start: list[dict[str, Any]], role: Role, tools: Tools | None, thought: bool
+    template: ChatTemplate,
+    start: list[dict[str, Any]],
+    role: Role,
+    tools: Tools | None,
+    thought: bool,
+    ends: Collection[str],
 ) -> Probed:
     prompt, opening = template.render(start, tools), template.render(start, tools, generation_prompt=False)
     messages = list(start)
@@ -133,34 +169,59 @@ def _grow(
     conversation = ""
     for number in range(1, _TURNS + 1):
         said, seen = f"act {number}", f"seen {number}"
-        turn = f"<think>\nthought {number}\n</think>\n\n{said}" if thought else said
-        messages += [{"role": "assistant", "content": turn}, {"role": role, "content": seen}]
+        name, call_id = (_NAME, _ID) if number == 1 else (f"tool_{number}", f"call_{number}")
+        thoughts = f"<think>\nthought {number}\n</think>\n\n" if thought else ""
+        messages.append(_calling(thoughts, said, name, call_id) if ends else _saying(thoughts + said))
+        messages.append(
+            {"role": role, "content": seen} | ({"name": name, "tool_call_id": call_id} if role == "tool" else {})
+        )
         rendered = template.render(messages, tools)
         if not rendered.startswith(opening):
             raise TemplateError(_why(rendered, opening))
         _, separator, tail = rendered.rpartition(said)
         if not separator:
             raise TemplateError(f"it changes the assistant's text: {said!r} is missing")
+        if ends:
+            tail = _from_end_of_turn(tail, ends)
         if delta is None:
-            delta = _with_trimming(template, messages, tools, _delta(tail, seen, role))
+            delta = _with_writing(template, messages, tools, _delta(tail, seen, role))
             conversation = rendered
-        if tail != delta.text(seen):
+        if tail != delta.text(seen, name, call_id):
             raise TemplateError(f"the text around observation {number} differs from the text around the first one")
     assert delta is not None
     return Probed(delta, start, prompt, conversation, "seen 1")
+
+
+def _saying(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+def _calling(text: str, said: str, name: str, call_id: str) -> dict[str, Any]:
+    function = {"name": name, "arguments": {"text": said}}
+    return _saying(text) | {"tool_calls": [{"id": call_id, "type": "function", "function": function}]}
+
+
+def _from_end_of_turn(tail: str, ends: Collection[str]) -> str:
+    found = [position for end in ends if (position := tail.find(end)) >= 0]
+    if not found:
+        raise TemplateError("no eos token ends a turn with a call")
+    return tail[min(found) :]
 
 
 def _delta(tail: str, seen: str, role: Role) -> Delta:
     before, separator, after = tail.partition(seen)
     if not separator or seen in after:
         raise TemplateError(f"it must render the text of a message of role {role} exactly once")
-    return Delta(before, after, trims=False)
+    return Delta(before, after)
 
 
-def _with_trimming(template: ChatTemplate, messages: list[dict[str, Any]], tools: Tools | None, delta: Delta) -> Delta:
-    """``delta`` with ``trims`` set if the template strips an observation's text."""
+def _with_writing(template: ChatTemplate, messages: list[dict[str, Any]], tools: Tools | None, delta: Delta) -> Delta:
+    """``delta`` with how the template writes an observation's text."""
     rendered = template.render([*messages[:-1], {**messages[-1], "content": _AWKWARD}], tools)
-    for candidate in (delta, Delta(delta.before, delta.after, trims=True)):
+    candidates = [delta, replace(delta, writes="stripped")]
+    if delta.before.endswith('"') and delta.after.startswith('"'):
+        candidates.append(Delta(delta.before[:-1], delta.after[1:], writes="json"))
+    for candidate in candidates:
         if rendered.endswith(candidate.text(_AWKWARD)):
             return candidate
     raise TemplateError("it changes the text of an observation, for example by escaping it")

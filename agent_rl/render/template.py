@@ -26,12 +26,13 @@ Tools = Sequence[Mapping[str, Any]]
 @dataclass(frozen=True, slots=True)
 class ChatModel:
     """The parts of a model that rendering needs: its tokenizer, its template's source, its named special tokens
-    (``bos_token``, ...) and the token ids that end generation."""
+    (``bos_token``, ...), the token ids that end generation, and the ``model_type`` of its config."""
 
     tokenizer: Tokenizer
     template: str
     special: Mapping[str, str] = field(default_factory=dict)
     eos_token_ids: tuple[int, ...] = ()
+    model_type: str = ""
 
     @classmethod
     def from_dir(cls, directory: Path) -> ChatModel:
@@ -45,7 +46,8 @@ class ChatModel:
             raise TemplateError(f"{path}: not a tokenizer: {error}") from error
         config = _read_json(directory / "tokenizer_config.json")
         special = {key: _token_text(value) for key, value in config.items() if key.endswith("_token") and value}
-        return cls(tokenizer, _template_source(directory, config), special, _eos_token_ids(directory))
+        model_type = str(_read_json(directory / "config.json").get("model_type", ""))
+        return cls(tokenizer, _template_source(directory, config), special, _eos_token_ids(directory), model_type)
 
 
 def variables_of(source: str) -> set[str]:

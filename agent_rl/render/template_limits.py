@@ -90,7 +90,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
         with suppress(TemplateError):  # this process's own start reports it
-            _render_all(_Measured(source, special, options))
+            _render_all(_Measured(source, special, options), list(special.values()))
     except (_TooLargeError, MemoryError):
         os._exit(_TOO_LARGE)
     os._exit(0)
@@ -101,10 +101,10 @@ def _used_seconds() -> int:
     return int(used.ru_utime + used.ru_stime) + 1
 
 
-def _render_all(template: ChatTemplate) -> None:
+def _render_all(template: ChatTemplate, ends: list[str]) -> None:
     for role in ("tool", "user"):
         with suppress(TemplateError):
-            probe(template, role)
+            probe(template, role, ends)
     for roles in TAILS:
         with suppress(TemplateError):
             check_tail(template, roles)

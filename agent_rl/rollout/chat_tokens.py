@@ -20,7 +20,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from agent_rl.types import TokenIds
+from agent_rl.types import SampledCall, TokenIds
 from tools import THINK, ParseFailure, ToolCall, parse_call
 from tools.formats import HermesFormat
 
@@ -40,7 +40,7 @@ class ChatTextRenderer:
     """
 
     stop_token_ids = (STOP,)
-    reasoning = THINK
+    reasoning, tool_format = THINK, "hermes"
 
     def __init__(self, *, native_tools: bool = False) -> None:
         self._native_tools = native_tools
@@ -52,8 +52,8 @@ class ChatTextRenderer:
         tokens = [token for m in messages for token in (_ROLES[m["role"]], *encode(m["content"]))]
         return [*tool_tokens, *tokens, _ROLES["assistant"]]
 
-    def observation(self, text: str, *, stop_included: bool) -> list[int]:
-        end = [] if stop_included else [STOP]
+    def observation(self, text: str, *, stop: int | None, call: SampledCall | None = None) -> list[int]:
+        end = [STOP] if stop is None else []
         return [*end, _ROLES["user"], *encode(text), _ROLES["assistant"]]
 
     def decode(self, tokens: TokenIds) -> str:

@@ -70,7 +70,7 @@ class Rendering(Protocol):
         """A whole conversation, up to the start of the next reply."""
         ...
 
-    def extension(self, messages: Sequence[ChatMessage], *, stop_included: bool) -> Sequence[int]:
+    def extension(self, messages: Sequence[ChatMessage], *, stop: int | None) -> Sequence[int]:
         """The tokens between a reply's last sampled token and the next reply."""
         ...
 
@@ -306,9 +306,9 @@ class ConversationTree:
 
     def _extend(self, last: Node, new_messages: Sequence[ChatMessage]) -> Tokens:
         """The tokens of the conversation that continues from ``last`` with ``new_messages``."""
-        stopped = bool(last.sampled) and last.sampled[-1] in self._rendering.stop_token_ids
+        ended = bool(last.sampled) and last.sampled[-1] in self._rendering.stop_token_ids
         rendered = [self._with_sampled_text(message) for message in new_messages]
-        tail = self._rendering.extension(rendered, stop_included=stopped)
+        tail = self._rendering.extension(rendered, stop=last.sampled[-1] if ended else None)
         return np.concatenate([self.tokens(last), np.array(tail, np.int32)])
 
     def _with_sampled_text(self, message: ChatMessage, echoed: Node | None = None) -> ChatMessage:

@@ -31,7 +31,7 @@ from agent_rl.rollout.route_audit import Auditor
 from agent_rl.rollout.thoughts import measure_thoughts
 from agent_rl.rollout.transcript import Transcript
 from agent_rl.rollout.turn_log import LoggedTurn, ReplayDiffers, ReplayEngine, TurnLog
-from agent_rl.types import Completion, FinishReason, SamplingParams, StopReason, Trajectory, Turn
+from agent_rl.types import Completion, FinishReason, SampledCall, SamplingParams, StopReason, Trajectory, Turn
 from envs import (
     Dialogue,
     Environment,
@@ -359,9 +359,11 @@ class EpisodeRun:
 
     def _observe(self, text: str, sampled: Sequence[int]) -> StopReason | None:
         """Append the observation; returns CONTEXT_FULL if no token is left to respond to it."""
-        stop_included = bool(sampled) and sampled[-1] in self.renderer.stop_token_ids
+        stop = sampled[-1] if sampled and sampled[-1] in self.renderer.stop_token_ids else None
         text = self._with_remark(text)
-        tokens = self.renderer.observation(text, stop_included=stop_included)
+        turn = self.turns[-1]
+        call = SampledCall(turn["tool"], turn["text"]) if turn["tool"] else None
+        tokens = self.renderer.observation(text, stop=stop, call=call)
         self.messages.append({"role": self.scaffold.observation_role or "tool", "content": text})
         self.turns[-1]["observation_tokens"] = len(tokens)
         if len(tokens) >= self.transcript.remaining:

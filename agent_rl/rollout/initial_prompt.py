@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from agent_rl.types import TokenIds
+from agent_rl.types import SampledCall, TokenIds
 from tools import Reasoning, ToolCallFormat
 
 Messages = list[Mapping[str, str]]
@@ -26,15 +26,20 @@ class Renderer(Protocol):
         """The markers around the thoughts of a sampled turn."""
         ...
 
+    @property
+    def tool_format(self) -> str:
+        """The name of the format in which ``initial_prompt`` describes tools."""
+        ...
+
     def initial_prompt(
         self, messages: Sequence[Mapping[str, str]], tools: Sequence[Mapping[str, Any]] | None
     ) -> list[int]:
         """The tokens of ``messages`` up to the start of the agent's first turn."""
         ...
 
-    def observation(self, text: str, *, stop_included: bool) -> list[int]:
-        """The tokens between the last sampled token and the agent's next turn. ``stop_included``: the last sampled
-        token is a stop token, so none is added."""
+    def observation(self, text: str, *, stop: int | None, call: SampledCall | None = None) -> list[int]:
+        """The tokens between the last sampled token and the agent's next turn. ``stop``: the last sampled token
+        if it is a stop token. ``call``: the call whose result the observation is."""
         ...
 
     def decode(self, tokens: TokenIds) -> str:
@@ -52,13 +57,13 @@ def build_initial_prompt(
 ) -> tuple[Messages, list[int]]:
     """``(messages, tokens)`` of the initial prompt as the agent reads it.
 
-    Chat templates describe tools only in the Hermes format, and some ignore tools. In those cases, and for other
-    formats, the format's own description is appended to the system message. Without tools nothing is described.
+    A chat template describes tools in its family's format, or ignores them. If it ignores them, and for other formats,
+    the format's own description is appended to the system message. Without tools nothing is described.
     """
     plain = renderer.initial_prompt(messages, None)
     if not (describe_tools and schemas):
         return list(messages), plain
-    if fmt.name == "hermes" and (templated := renderer.initial_prompt(messages, schemas)) != plain:
+    if fmt.name == renderer.tool_format and (templated := renderer.initial_prompt(messages, schemas)) != plain:
         return list(messages), templated
     described = _append_to_system(messages, fmt.describe(schemas))
     return described, renderer.initial_prompt(described, None)

@@ -20,7 +20,7 @@ from agent_rl.errors import AgentRlError, UserError
 from agent_rl.rollout.episode import EpisodeRules, run_episode
 from agent_rl.rollout.group import EpisodeRunner
 from agent_rl.rollout.jsonl_zst import read_rows
-from agent_rl.types import Completion, FinishReason, SamplingParams, TokenIds, Trajectory
+from agent_rl.types import Completion, FinishReason, SampledCall, SamplingParams, TokenIds, Trajectory
 from envs import Environment, HasScaffold, Scaffold, Solvable, Task, load_scaffold
 from tools import THINK, ToolCall
 from tools.formats import tool_format
@@ -138,15 +138,15 @@ class ByteRenderer:
 
     STOP = 256
     stop_token_ids = (STOP,)
-    reasoning = THINK
+    reasoning, tool_format = THINK, "hermes"
 
     def initial_prompt(
         self, messages: Sequence[Mapping[str, str]], tools: Sequence[Mapping[str, Any]] | None
     ) -> list[int]:
         return [token for message in messages for token in self.encode(message["content"])]
 
-    def observation(self, text: str, *, stop_included: bool) -> list[int]:
-        return list(text.encode()) if stop_included else [self.STOP, *text.encode()]
+    def observation(self, text: str, *, stop: int | None, call: SampledCall | None = None) -> list[int]:
+        return [self.STOP, *text.encode()] if stop is None else list(text.encode())
 
     def encode(self, text: str) -> list[int]:
         """``text`` and the stop token: a complete turn."""

@@ -51,7 +51,7 @@ async def rendering(block: Block, directory: Path) -> None:
     install_model(directory / "model")
     messages = [{"role": "system", "content": "Repair it."}, {"role": "user", "content": "a.py is broken"}]
     names = {"ChatRenderer": ChatRenderer, "Path": lambda name: directory / name, "messages": messages, "tools": []}
-    names["sampled"] = ChatRenderer(directory / "model").observation("x", stop_included=True)
+    names["sampled"] = ChatRenderer(directory / "model").observation("x", stop=None)
     assert len(execute(block, names)["tokens"]) > len(names["sampled"])
 
 

@@ -102,7 +102,8 @@ async def main(directory: Path, overrides: Sequence[str]) -> None:
 def open_scripted(
     directory: Path, config: RunConfig, task_runtime: TaskRuntime, endpoint: EndpointServer
 ) -> RolloutRuntime:
-    renderer, fmt = ChatRenderer(config.model), tool_format(config.rollout.tool_format)
+    renderer = ChatRenderer(config.model)
+    fmt = tool_format(config.rollout.tool_format or renderer.tool_format)
     engine: Any = Scripted(directory, read_model_spec(config.model), task_runtime, renderer, fmt)
     return RolloutRuntime(task_runtime, engine, renderer, fmt, Limiter(config.rollout.concurrency), endpoint)
 

@@ -15,6 +15,7 @@ from agent_rl.errors import TemplateError
 from agent_rl.render import ChatModel, ChatRenderer
 from tools import ToolCall, tool_format
 
+END = token_id("<|im_end|>")
 MESSAGES = [{"role": "system", "content": "Fix bugs."}, {"role": "user", "content": "f(1) is 2, should be 1."}]
 TOOLS = [{"type": "function", "function": {"name": "look", "description": "Look <here>: é", "parameters": {}}}]
 CONTROL = ["<|im_end|>", "<|im_start|>", "<|im_", "end|>", "</tool_response>"]
@@ -38,10 +39,10 @@ def test_the_initial_prompt_is_the_text_of_the_template(renderer: ChatRenderer, 
 
 def test_observation_continues_after_the_stop_token(renderer: ChatRenderer) -> None:
     delta = "\n<|im_start|>user\n<tool_response>\nedited\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
-    assert renderer.observation("edited", stop_included=True) == ids(delta)
-    assert renderer.observation("edited", stop_included=False) == ids("<|im_end|>" + delta)
+    assert renderer.observation("edited", stop=END) == ids(delta)
+    assert renderer.observation("edited", stop=None) == ids("<|im_end|>" + delta)
     plain = "\n<|im_start|>user\nedited<|im_end|>\n<|im_start|>assistant\n"
-    assert renderer.observation("edited", "user", stop_included=True) == ids(plain)
+    assert renderer.observation("edited", "user", stop=END) == ids(plain)
 
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="|"), max_size=30)
@@ -54,7 +55,7 @@ def test_a_whole_episode_is_the_rendering_of_the_template(renderer: ChatRenderer
     tokens = renderer.initial_prompt(MESSAGES)
     text = tokenizer().decode(tokens, skip_special_tokens=False)
     for seen in turns:
-        tokens += ids("act<|im_end|>") + renderer.observation(seen, stop_included=True)
+        tokens += ids("act<|im_end|>") + renderer.observation(seen, stop=END)
         text += f"act<|im_end|>\n<|im_start|>user\n<tool_response>\n{seen}\n</tool_response><|im_end|>\n"
         text += "<|im_start|>assistant\n"
     assert tokens == ids(text)
@@ -63,8 +64,8 @@ def test_a_whole_episode_is_the_rendering_of_the_template(renderer: ChatRenderer
 @given(seen=TEXTS)
 @settings(max_examples=200)
 def test_content_never_becomes_control_tokens(renderer: ChatRenderer, seen: str) -> None:
-    end, start = token_id("<|im_end|>"), token_id("<|im_start|>")
-    tokens = renderer.observation(seen, stop_included=False)
+    end, start = END, token_id("<|im_start|>")
+    tokens = renderer.observation(seen, stop=None)
     assert (tokens.count(end), tokens.count(start), tokens.count(token_id("<|endoftext|>"))) == (2, 2, 0)
     shown = f"user\n<tool_response>\n{seen}\n</tool_response><|im_end|>"
     assert renderer.decode(tokens) == f"<|im_end|>\n<|im_start|>{shown}\n<|im_start|>assistant\n"
@@ -75,7 +76,7 @@ def test_content_never_becomes_control_tokens(renderer: ChatRenderer, seen: str)
 
 def test_text_of_control_tokens_comes_through_next_to_private_use_characters(renderer: ChatRenderer) -> None:
     seen = "\ue000<|im_end|>\ue001"
-    assert seen in renderer.decode(renderer.observation(seen, stop_included=True))
+    assert seen in renderer.decode(renderer.observation(seen, stop=END))
 
 
 @pytest.mark.parametrize("pairs", [0, 100])
@@ -84,7 +85,7 @@ def test_no_text_holds_every_guard(renderer: ChatRenderer, pairs: int) -> None:
     every = "".join(map(chr, range(0xE000, 0xF900)))
     first = "".join(every[0] + other for other in every[:pairs])
     seen = f"<|im_end|>{every}{first}"
-    assert seen in renderer.decode(renderer.observation(seen, stop_included=True))
+    assert seen in renderer.decode(renderer.observation(seen, stop=END))
 
 
 def test_decode_leaves_out_only_the_stop_token_at_the_end(renderer: ChatRenderer) -> None:
@@ -134,22 +135,22 @@ def test_other_templates_are_refused_with_the_reason(name: str, reason: str) -> 
 
 @pytest.mark.parametrize("role", ["tool", "user"])
 def test_thoughts_that_the_template_drops_from_its_history_leave_the_delta_as_it_is(role: Any) -> None:
-    delta = renderer_of("plain").observation("seen", role, stop_included=True)
+    delta = renderer_of("plain").observation("seen", role, stop=END)
     for name in ("drops_thoughts", "keeps_thoughts_of_the_task"):
-        assert renderer_of(name).observation("seen", role, stop_included=True) == delta
+        assert renderer_of(name).observation("seen", role, stop=END) == delta
 
 
 @pytest.mark.parametrize("name", ["no_tool_role", "escapes_tool_text"])
 def test_observations_have_the_role_user_where_tool_does_not_work(name: str) -> None:
     renderer = renderer_of(name)
     assert renderer.observation_role == "user"
-    assert "user\nseen" in renderer.decode(renderer.observation("seen", stop_included=True))
+    assert "user\nseen" in renderer.decode(renderer.observation("seen", stop=END))
 
 
 def test_a_trimming_template_s_delta_is_trimmed() -> None:
     renderer = renderer_of("trims")
-    spaced = renderer.observation("\n seen \n", stop_included=True)
-    assert spaced == renderer.observation("seen", stop_included=True)
+    spaced = renderer.observation("\n seen \n", stop=END)
+    assert spaced == renderer.observation("seen", stop=END)
 
 
 def write_dir(directory: Path, template: str, bos: object = "<|endoftext|>") -> None:
@@ -181,7 +182,7 @@ def test_same_tokens_as_transformers(tmp_path: Path) -> None:
         messages = [*MESSAGES, {"role": "assistant", "content": "<think>\nhm\n</think>\n\nact"}]
         messages.append({"role": "tool", "content": "def f(x):\n\n    return 'é'"})
         grown += ids(messages[-2]["content"])
-        grown += renderer.observation(messages[-1]["content"], stop_included=False)
+        grown += renderer.observation(messages[-1]["content"], stop=None)
         assert grown == reference.apply_chat_template(messages, TOOLS, add_generation_prompt=True, return_dict=False)
 
 
@@ -231,8 +232,16 @@ def test_an_extension_is_the_text_of_the_template_after_a_turn(name: str, roles:
     opening = renderer.initial_prompt(start)
     said = ids("done")
     whole = renderer.initial_prompt([*start, {"role": "assistant", "content": "done"}, *tail])
-    assert [*opening, *said, *renderer.extension(tail, stop_included=False)] == whole
-    assert renderer.extension(tail, stop_included=True) == renderer.extension(tail, stop_included=False)[1:]
+    assert [*opening, *said, *renderer.extension(tail, stop=None)] == whole
+    assert renderer.extension(tail, stop=END) == renderer.extension(tail, stop=None)[1:]
+
+
+def test_a_turn_that_ends_with_another_eos_token_gets_the_end_of_turn_token_of_the_template() -> None:
+    other = token_id("<|endoftext|>")
+    renderer = renderer_of("plain", eos_token_ids=(END, other))
+    tail = [{"role": "tool", "content": "seen"}, {"role": "user", "content": "next"}]
+    assert renderer.observation("seen", stop=other) == renderer.observation("seen", stop=None)
+    assert renderer.extension(tail, stop=other) == renderer.extension(tail, stop=None)
 
 
 def test_tails_that_depend_on_earlier_messages_are_refused() -> None:

@@ -10,6 +10,7 @@ from support.chat_templates import TEMPLATES, ids, renderer_of, token_id
 from agent_rl.config import RolloutConfig
 from agent_rl.errors import TemplateError
 
+END = token_id("<|im_end|>")
 MESSAGES = [{"role": "user", "content": "Fix it."}]
 TASK = "<|im_start|>user\nFix it.<|im_end|>\n<|im_start|>assistant\n"
 
@@ -59,7 +60,7 @@ def test_thinking_decides_how_the_prompt_ends(form: str, thinking: Any, opening:
     assert renderer.initial_prompt(MESSAGES) == ids(TASK + opening)
     seen = "user\n<tool_response>\nseen\n</tool_response>" if role == "tool" else "user\nseen"
     delta = f"\n<|im_start|>{seen}<|im_end|>\n<|im_start|>assistant\n{opening}"
-    assert renderer.observation("seen", stop_included=True) == ids(delta)
+    assert renderer.observation("seen", stop=END) == ids(delta)
 
 
 @pytest.mark.parametrize("thinking", ["on", "off"])
@@ -92,8 +93,8 @@ def test_a_turn_may_end_with_the_token_of_the_next_role(thinking: Any) -> None:
     opening = "<|im_end|>" + "<think></think>" * (thinking == "off")
     assert renderer.observation_role == "tool"
     assert renderer.stop_token_ids == (end, user)
-    assert renderer.observation("seen", stop_included=False) == ids(f"<|endoftext|>seen{opening}")
-    with pytest.raises(TemplateError, match="role user; use tool"):
-        renderer.observation("seen", "user", stop_included=False)
+    assert renderer.observation("seen", stop=None) == ids(f"<|endoftext|>seen{opening}")
+    assert renderer.observation("seen", stop=end) == ids(f"seen{opening}")
+    assert renderer.observation("seen", stop=user) == ids(f"userseen{opening}"), "the turn began a user message"
     by_user = renderer_of(GLM, thinking=thinking, observation_role="user")
-    assert by_user.observation("seen", stop_included=False) == ids(f"<|im_start|>userseen{opening}")
+    assert by_user.observation("seen", stop=None) == ids(f"<|im_start|>userseen{opening}")

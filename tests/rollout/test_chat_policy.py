@@ -52,7 +52,7 @@ def test_a_conversation_is_read_back_as_it_was_written(turns: list[tuple[str, st
     tokens = renderer.initial_prompt(messages, None)
     for observation, answer in turns:
         tokens += [*answer.encode(errors="replace"), 256]
-        tokens += renderer.observation(observation, stop_included=True)
+        tokens += renderer.observation(observation, stop=256)
         messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": observation}]
     plain = [{**m, "content": m["content"].encode(errors="replace").decode()} for m in messages]
     assert read_messages(tokens) == plain
@@ -113,7 +113,7 @@ def test_native_calls_are_sent_back_as_the_endpoint_made_them() -> None:
     tokens = renderer.initial_prompt([{"role": "system", "content": "S"}, {"role": "user", "content": "U"}], schemas)
     called = 'I look.\n<tool_call>\n{"name": "echo", "arguments": {"text": "é"}}\n</tool_call>'
     for answer, observation in ((called, "é"), ("no call", "no tool call found"), (called, "é")):
-        tokens += [*answer.encode(), 256, *renderer.observation(observation, stop_included=True)]
+        tokens += [*answer.encode(), 256, *renderer.observation(observation, stop=256)]
     fields = read_native(tokens)
     assert fields["tools"] == schemas
     calls = [message["tool_calls"][0] for message in fields["messages"] if "tool_calls" in message]

@@ -22,7 +22,7 @@ from agent_rl.errors import ConfigError, EngineUnreachable, GuardStop, RoutesMis
 from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.records import decode_trajectory, encode_trajectory
 from agent_rl.rollout.scripted_policies import ByteRenderer
-from agent_rl.types import StopReason, Trajectory
+from agent_rl.types import SampledCall, StopReason, Trajectory
 from envs import Grade, GradingError, TaskRecordError, UndecidableError
 from sandbox import ImageMissingError, SandboxLostError, SandboxUnavailableError
 from tools import FunctionToolSet, Reasoning, ToolDefinitionError, ToolResult
@@ -113,9 +113,9 @@ async def test_each_token_is_rendered_and_decoded_once() -> None:
             handled.append(len(tokens))
             return super().decode(tokens)
 
-        def observation(self, text: str, *, stop_included: bool) -> list[int]:
+        def observation(self, text: str, *, stop: int | None, call: SampledCall | None = None) -> list[int]:
             handled.append(len(text))
-            return super().observation(text, stop_included=stop_included)
+            return super().observation(text, stop=stop, call=call)
 
     class SameList(TurnsEngine):
         prompt: Any = None
@@ -163,6 +163,18 @@ async def test_a_call_in_thoughts_that_the_prompt_opened_is_not_executed() -> No
     closed = len(f"{thought}\n</think>")
     assert [turn.thinking_tokens for turn in trajectory.turns] == [len(turns[0]), closed]
     assert [turn.thinking_chars for turn in trajectory.turns] == [len(thought), closed]
+
+
+async def test_the_renderer_is_given_the_sampled_call_and_the_stop_token() -> None:
+    given: list[Any] = []
+
+    class Recording(ByteRenderer):
+        def observation(self, text: str, *, stop: int | None, call: SampledCall | None = None) -> list[int]:
+            given.append((stop, call))
+            return super().observation(text, stop=stop, call=call)
+
+    await drive(TurnsEngine(["hm", FIX]), renderer=Recording(), max_turns=2)
+    assert given == [(ByteRenderer.STOP, None), (ByteRenderer.STOP, SampledCall("echo", FIX))]
 
 
 async def test_a_wrong_tool_is_an_observation_not_a_parse_failure() -> None:

@@ -42,9 +42,9 @@ class LetterRendering:
         last = max((at for at, token in enumerate(whole) if token == ROLES["user"]), default=0)
         return [token for at, token in enumerate(whole) if at >= last or token != THOUGHT] if self.follow else whole
 
-    def extension(self, messages: Sequence[ChatMessage], *, stop_included: bool) -> list[int]:
+    def extension(self, messages: Sequence[ChatMessage], *, stop: int | None) -> list[int]:
         tail = [token for m in messages for token in self._message(m)]
-        return ([] if stop_included else [END]) + tail + [ROLES["assistant"]]
+        return ([END] if stop is None else []) + tail + [ROLES["assistant"]]
 
     def must_rerender(self, messages: Sequence[ChatMessage]) -> bool:
         return self.follow and any(message.role == "user" for message in messages)

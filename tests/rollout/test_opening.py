@@ -28,8 +28,11 @@ def opened(renderer: ByteRenderer, fmt: str, *, messages: Any = MESSAGES, descri
     return shown, renderer.decode(tokens)
 
 
-def test_a_template_with_tools_describes_them_for_hermes() -> None:
-    shown, text = opened(TemplateWithTools(), "hermes")
+@pytest.mark.parametrize("fmt", ["hermes", "glm"])
+def test_a_template_with_tools_describes_them_in_the_format_of_its_family(fmt: str) -> None:
+    renderer = TemplateWithTools()
+    renderer.tool_format = fmt
+    shown, text = opened(renderer, fmt)
     assert shown == MESSAGES
     assert text.count('"look"') == 1
 

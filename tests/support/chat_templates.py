@@ -58,7 +58,7 @@ TEMPLATES = {
     "{% endfor %}{{ '<|im_start|>assistant\n' }}",
     "no_tool_role": "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
     "{% endfor %}" + PLAIN,
-    "escapes_tool_text": PLAIN.replace("message.content + '\\n</tool", "(message.content | tojson) + '\\n</tool"),
+    "escapes_tool_text": PLAIN.replace("message.content + '\\n</tool", "(message.content | upper) + '\\n</tool"),
     "trims": PLAIN.replace("message.content", "(message.content | trim)"),
     "no_end_token": "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: ",
     "drops_observations": "{% for m in messages %}<|im_start|>{{ m.role }}\n"
