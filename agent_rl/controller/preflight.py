@@ -23,6 +23,7 @@ from agent_rl.train.parallel_checks import check_layout
 from agent_rl.train.ray_session import check_ray
 from agent_rl.train.route_trace import check_trace
 from agent_rl.utils.concurrency import first_error
+from agent_rl.utils.run_files import nearest_existing
 from envs.registry import check_environment
 
 NVIDIA = Path("/dev/nvidiactl")
@@ -164,9 +165,7 @@ def check_model(directory: Path, key: str = "model") -> None:
 def check_disk_space(runs_dir: Path) -> int:
     """The free bytes of the disk of ``runs_dir``. Raises UserError unless run directories can be made there and 1 GiB
     is free."""
-    existing = runs_dir.absolute()
-    while not existing.exists():
-        existing = existing.parent
+    existing = nearest_existing(runs_dir)
     if not existing.is_dir():
         raise UserError(f"runs_dir: {existing} is a file: name a directory")
     free = shutil.disk_usage(existing).free

@@ -40,6 +40,7 @@ from agent_rl.planner.memory_model import (
 )
 from agent_rl.planner.plan import GIB, Item, PlannedResource, RunPlan, gib
 from agent_rl.train.parallel_checks import layout_problems
+from agent_rl.utils.run_files import nearest_existing
 
 TRAINER_SHARE, ENGINE_SHARE, HOST_SHARE = 0.95, 0.88, 0.9
 """Usable share of a GPU or of host memory; the rest is for fragmentation, engine activations and graphs, the system."""
@@ -363,10 +364,7 @@ class _Planner:
         config = self.config
         if config.hardware.disk_gb is not None:
             return int(config.hardware.disk_gb * GIB)
-        directory = config.runs_dir.absolute()
-        while not directory.exists():
-            directory = directory.parent
-        return shutil.disk_usage(directory).free
+        return shutil.disk_usage(nearest_existing(config.runs_dir)).free
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import orjson
 from agent_rl.errors import AgentRlError, TrainerError, UserError
 from r3.atomic_write import replacing, write_atomic
 
-__all__ = ["disk_error", "read_json", "replacing", "write_atomic", "write_json"]
+__all__ = ["disk_error", "nearest_existing", "read_json", "replacing", "write_atomic", "write_json"]
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -20,6 +20,11 @@ def write_json(path: Path, value: Any) -> None:
 
 def read_json(path: Path) -> Any:
     return orjson.loads(path.read_bytes())
+
+
+def nearest_existing(path: Path) -> Path:
+    """``path``, or the nearest directory above it that exists."""
+    return next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
 
 
 def disk_error(path: Path, error: OSError) -> AgentRlError:

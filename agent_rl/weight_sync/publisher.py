@@ -306,7 +306,7 @@ class WeightPublisher:
     def close(self) -> None:
         """Close group and connections. Idempotent."""
         if self._group is not None:
-            self._receivers.leave(self._name, within=_LEAVE_SECONDS)
+            self._receivers.leave(self._name).wait_quietly(_LEAVE_SECONDS)
             # After a broadcast that an engine never joined, gloo's destructor blocks until its timeout, so a daemon
             # thread owns the last reference.
             last, self._group = [self._group], None
@@ -338,7 +338,7 @@ class WeightPublisher:
         host = _rendezvous_host(self.urls)
         port = free_port(host)
         with self._receivers.joining(host, port, backend=self._backend, group=self._name) as joining:
-            join = _BackgroundCall(
+            join = _in_background(
                 lambda: join_group(host, port, 0, self._receivers.world_size, self._name, self._backend, self._timeout)
             )
             self._wait(join.done, joining, "the rendezvous")
@@ -357,9 +357,7 @@ class WeightPublisher:
             group=self._name,
         )
         # In the first broadcast NCCL creates its communicator and blocks for engines that may have refused.
-        begin = _BackgroundCall(
-            lambda: torch.distributed.broadcast(data, group=self._group, group_src=0, async_op=True)
-        )
+        begin = _in_background(lambda: torch.distributed.broadcast(data, group=self._group, group_src=0, async_op=True))
         self._wait(begin.done, replies, "the broadcast")
         return InFlightBucket(begin.result(), replies)
 
@@ -381,29 +379,20 @@ class WeightPublisher:
             time.sleep(_POLL_SECONDS)
 
 
-class _BackgroundCall:
-    """A blocking call in a daemon thread, which the caller can abandon."""
+def _in_background(call: Callable[[], Any]) -> Future[Any]:
+    """Run a blocking ``call`` in a daemon thread, which the caller can abandon."""
+    future: Future[Any] = Future()
 
-    def __init__(self, call: Callable[[], Any]) -> None:
-        self._call = call
-        self._result: Any = None
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="weight-rendezvous", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
+    def run() -> None:
         try:
-            self._result = self._call()
+            future.set_result(call())
         except (RuntimeError, OSError, ValueError) as error:
-            self._error = error
+            reason = WeightSyncError(f"no process group with the engines: {error}")
+            reason.__cause__ = error
+            future.set_exception(reason)
 
-    def done(self) -> bool:
-        return not self._thread.is_alive()
-
-    def result(self) -> Any:
-        if self._error is not None:
-            raise WeightSyncError(f"no process group with the engines: {self._error}") from self._error
-        return self._result
+    threading.Thread(target=run, name="weight-rendezvous", daemon=True).start()
+    return future
 
 
 def join_group(host: str, port: int, rank: int, world_size: int, name: str, backend: str, timeout: float) -> Any:

@@ -2,9 +2,9 @@
 
 SGLang receives weights through a process group in which rank 0 is the trainer and the engines are the next ranks::
 
-    with receivers.joining(address, port, backend) as joining:   every engine blocks until rank 0 joins ...
+    with receivers.joining(address, port, ...) as joining:       every engine blocks until rank 0 joins ...
         group = <rank 0 joins>                                   ... so the caller joins inside the context
-    receivers.begin()
+    receivers.begin_paused(mode).wait()
     receiving = receivers.receive(names, dtypes, shapes, version)
     <rank 0 broadcasts one flattened bucket; receiving.check() raises at once if an engine refused>
     receiving.wait()
@@ -28,8 +28,6 @@ import orjson
 
 from agent_rl.errors import EngineError, WeightSyncError
 from agent_rl.utils.http import BlockingHttp, check, server_message
-
-GROUP_NAME = "agent-rl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +102,7 @@ class WeightReceivers:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     @contextmanager
-    def joining(self, address: str, port: int, *, backend: str, group: str = GROUP_NAME) -> Iterator[PendingReplies]:
+    def joining(self, address: str, port: int, *, backend: str, group: str) -> Iterator[PendingReplies]:
         """Let every engine join the group with its store at ``address:port``; the caller joins as rank 0 inside."""
         bodies = [
             {
@@ -121,27 +119,20 @@ class WeightReceivers:
         yield pending
         pending.wait()
 
-    def leave(self, group: str = GROUP_NAME, *, within: float | None = None) -> None:
-        """Let every engine leave the group. With ``within`` seconds nothing is raised: an engine that refused a
-        broadcast frees the others by leaving, and those that wait for it cannot reply."""
-        pending = self._post("destroy_weights_update_group", [{"group_name": group}] * len(self.urls))
-        if within is None:
-            pending.wait()
-        else:
-            pending.wait_quietly(within)
+    def leave(self, group: str) -> PendingReplies:
+        """Let every engine leave the group, without waiting: an engine that refused a broadcast frees the others by
+        leaving, and those that wait for it cannot reply."""
+        return self._post("destroy_weights_update_group", [{"group_name": group}] * len(self.urls))
 
     def begin_paused(self, mode: str) -> PendingReplies:
-        """Pause every engine and begin an update there, without waiting."""
+        """Pause every engine and begin an update there, without waiting. An engine with an open update (of a dead
+        sender) closes that one first."""
 
         def open_one(url: str) -> bytes:
             self._call(url, "pause_generation", {"mode": mode})
             return self._begin(url)
 
         return self._each(open_one, "begin_weight_update")
-
-    def begin(self) -> None:
-        """Begin an update. An engine with an open update (of a dead sender) closes that one first."""
-        self._each(self._begin, "begin_weight_update").wait()
 
     def _begin(self, url: str) -> bytes:
         try:
@@ -169,7 +160,7 @@ class WeightReceivers:
         *,
         weight_version: str,
         flush_cache: bool = True,
-        group: str = GROUP_NAME,
+        group: str,
     ) -> PendingReplies:
         """Announce one bucket to every engine. The caller then broadcasts it from rank 0 and waits for the replies,
         which arrive after loading.

@@ -44,19 +44,20 @@ async def test_weights_from_disk(engine: SGLangEngine, model: Path, other_model:
 async def test_a_refused_request_fails_at_once(engine: SGLangEngine) -> None:
     with WeightReceivers(engine.urls, timeout=30) as receivers:
         with pytest.raises(WeightSyncError, match="must run between begin_weight_update"):
-            receivers.receive(["x"], ["float32"], [(1,)], weight_version="1").wait()
+            receivers.receive(["x"], ["float32"], [(1,)], weight_version="1", group="no-group").wait()
         with pytest.raises(WeightSyncError, match="no weight-update session is open"):
             receivers.end()
         with pytest.raises(WeightSyncError, match="does not exist"):
-            receivers.leave()
+            receivers.leave("no-group").wait()
 
 
 async def test_an_update_left_open_by_a_dead_sender_is_closed(engine: SGLangEngine) -> None:
     with WeightReceivers(engine.urls, timeout=30) as dead:
-        dead.begin()
+        dead.begin_paused("abort").wait()
     with WeightReceivers(engine.urls, timeout=30) as receivers:
-        receivers.begin()
+        receivers.begin_paused("abort").wait()
         receivers.end()
+        receivers.resume()
     assert len(await engine.score(TOKENS)) == len(TOKENS)
 
 
@@ -65,7 +66,7 @@ def test_an_engine_that_is_gone_is_reported() -> None:
         WeightReceivers(["http://127.0.0.1:9"], timeout=5) as receivers,
         pytest.raises(WeightSyncError, match=r"no response \(NewConnectionError"),
     ):
-        receivers.begin()
+        receivers.begin_paused("abort").wait()
 
 
 async def test_a_load_from_disk_waits_for_the_last_batch(tmp_path: Path) -> None:

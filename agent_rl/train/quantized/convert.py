@@ -23,6 +23,7 @@ from agent_rl.train.hf_index import Entry, LoadProgress, read_headers
 from agent_rl.train.quantized import dequantize
 from agent_rl.train.quantized.formats import Weight, quantization, source_bytes, weights, without_quantization
 from agent_rl.utils.directory_lock import lock_directory
+from agent_rl.utils.run_files import nearest_existing
 from r3.atomic_write import replacing, write_atomic
 
 _SOURCE = ".source.json"
@@ -79,9 +80,7 @@ class Conversion:
             raise UserError(f"{self.target} exists; name a new directory")
         if self.partial.exists() and _read_claim(self.partial) not in (None, self._claimed()):
             raise UserError(f"{self.partial} has an unfinished conversion of another checkpoint; remove it first")
-        existing = self.target.absolute().parent
-        while not existing.exists():
-            existing = existing.parent
+        existing = nearest_existing(self.target.parent)
         needed = sum(weight.nbytes for file in self.missing() for weight in self.shards[file])
         if (free := shutil.disk_usage(existing).free) < needed:
             raise UserError(
