@@ -25,6 +25,8 @@ def other_sizes(kind: str, seed: int) -> tuple[Sizes, tuple[int, ...]]:
     own = _OWN[kind](draw, sizes, dense)
     if kind in ("qwen2", "qwen3"):
         return sizes | own, ()
+    if kind == "nemotron_h":
+        return sizes | own, tuple(i for i, letter in enumerate(own["hybrid_override_pattern"]) if letter == "E")
     first = dense if kind in _DENSE_FIRST else 0
     return sizes | own, tuple(range(first, layers))
 
@@ -130,7 +132,24 @@ def _delta(draw: random.Random, sizes: Sizes, dense: int) -> Sizes:
     }
 
 
+def _nemotron_h(draw: random.Random, sizes: Sizes, dense: int) -> Sizes:
+    groups = draw.choice((1, 2, 3))
+    return _grouped(draw, dense) | {
+        "first_k_dense_replace": None,
+        "n_shared_experts": 1,
+        "num_hidden_layers": None,
+        "hybrid_override_pattern": draw.choice(("EM*M", "M*E-ME", "MEM*E")),
+        "moe_shared_expert_intermediate_size": draw.choice((12, 52)),
+        "n_groups": groups,
+        "mamba_num_heads": groups * draw.choice((1, 2)),
+        "mamba_head_dim": draw.choice((8, 20)),
+        "ssm_state_size": draw.choice((4, 12)),
+        "conv_kernel": draw.choice((2, 3)),
+    }
+
+
 _OWN = {
+    "nemotron_h": _nemotron_h,
     "qwen2": _qwen2,
     "qwen3": _dense,
     "qwen2_moe": _qwen2_moe,

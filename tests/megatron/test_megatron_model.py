@@ -72,7 +72,7 @@ def test_bfloat16_log_probs_are_close_to_float32(build: Build) -> None:
 def test_a_sharded_checkpoint_replaces_another(build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build()
     model.save_hf(tmp_path / "saved")
-    monkeypatch.setattr("agent_rl.train.megatron.hf_weights._SHARD_BYTES", 50_000)
+    monkeypatch.setattr("agent_rl.train.hf_writer._SHARD_BYTES", 50_000)
     model.save_hf(tmp_path / "saved", dtype=torch.bfloat16)
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
     assert {"config.json", "tokenizer.json"} <= {path.name for path in (tmp_path / "saved").iterdir()}
