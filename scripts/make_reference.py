@@ -91,7 +91,8 @@ def _inner_models(path: str, model: type[BaseModel]) -> Mapping[type[BaseModel],
     paths: dict[type[BaseModel], list[str]] = {}
     for name, field in model.model_fields.items():
         if (section := _section_of(field.annotation)) is not None:
-            paths.setdefault(section, []).append(f"{path}.{name}".lstrip("."))
+            named = ".NAME" if typing.get_origin(field.annotation) is dict else ""
+            paths.setdefault(section, []).append(f"{path}.{name}{named}".lstrip("."))
     return {section: names[0] if len(names) == 1 else f"{path}.NAME" for section, names in paths.items()}
 
 
@@ -105,7 +106,8 @@ def _config_row(name: str, field: FieldInfo, inner: Mapping[type[BaseModel], str
     kind, default = _type_text(field), _default_text(field)
     if section is not None:
         anchor = re.sub(r"[^\w-]", "", inner[section]).lower()
-        kind = f"[section](#{anchor})" + (" or null" if section is not field.annotation else "")
+        forms = {dict: "sections by name", types.UnionType: "section or null"}
+        kind = f"[{forms.get(typing.get_origin(field.annotation), 'section')}](#{anchor})"
     return [f"`{name}`", kind, default, prose(field.description or (section.__doc__ if section else "") or "")]
 
 

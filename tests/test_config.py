@@ -228,3 +228,37 @@ def test_a_key_that_occurs_twice_is_refused_with_its_line(tmp_path: Path, sectio
     path.write_text(section)
     with pytest.raises(ConfigError, match=rf"yaml:{section.count(chr(10))}: not valid YAML: key '\w+' occurs twice"):
         load_config(path)
+
+
+SOURCES = ["train.sources.fixes.env=mini", "train.sources.sums={env: math, weight: 2}"]
+
+
+def test_a_run_evaluates_on_the_sources_of_training_unless_it_names_others() -> None:
+    assert list(load_config(QUICKSTART).evaluations) == [""]
+    assert list(load_config(QUICKSTART, SOURCES).evaluations) == ["fixes", "sums"]
+    named = load_config(QUICKSTART, [*SOURCES, "eval.sources.hard={env: math, tasks: 3, samples: 2}", "eval.every=5"])
+    settings = named.evaluations["hard"]
+    assert (settings.tasks, settings.samples, settings.every, settings.split) == (3, 2, 5, "heldout")
+    assert list(named.environments) == ["fixes", "sums", "hard"]
+    assert list(load_config(QUICKSTART, ["eval.sources.hard.env=math"]).environments) == ["", "hard"]
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("eval.sources.sums={env: math, options: {levels: [2]}}", "eval.sources.sums and train.sources.sums differ"),
+        ("eval.sources.heldout={env: math}", "'heldout' is the name of a split"),
+        ("train.sources.a/b={env: math}", "train.sources.a/b"),
+        ("train.sources.sums.weight=0", "train.sources.sums.weight: Input should be greater than 0"),
+    ],
+)
+def test_invalid_sources_are_refused(override: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        load_config(QUICKSTART, [*SOURCES, override])
+
+
+def test_paths_in_the_options_of_a_source_are_found_beside_the_config(tmp_path: Path) -> None:
+    (tmp_path / "problems.jsonl").write_text("")
+    file = tmp_path / "c.yaml"
+    file.write_text("{base: quickstart, eval: {sources: {sums: {env: math, options: {path: problems.jsonl}}}}}")
+    assert load_config(file).eval.sources["sums"].options["path"] == str(tmp_path / "problems.jsonl")

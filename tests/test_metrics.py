@@ -27,7 +27,7 @@ from agent_rl.monitoring.metrics import METRICS, NAMES
 from agent_rl.monitoring.metrics_log import MetricsLog, read_metrics
 from agent_rl.rollout.filters import filter_metrics
 from agent_rl.rollout.group import Rollout
-from agent_rl.rollout.metrics import rollout_metrics
+from agent_rl.rollout.metrics import rollout_metrics, source_metrics
 from agent_rl.rollout.rescore import rescore_metrics
 from agent_rl.rollout.route_audit import audit_metrics
 from agent_rl.train.expert_balancing.report import BalanceReport, PassBalance, balance_metrics
@@ -59,9 +59,10 @@ def made_by_calling() -> Mapping[str, set[str]]:
         won, mutant_seconds=1.0, audit=RouteAudit(2, 0, 2, 0), harness={"rewrites": 0, "retries": 0, "echo_differs": 0}
     )
     group = Group("t", (won, replace(trajectory(0.0), recovered=True)))
+    of_source = source_metrics([Group("<source>:t", (won,))], ["<source>"])
     audited, backend = set(audit_metrics([won])), ClusterBackend([], max_per_node=1)
     made = {
-        "rollout/metrics.py": set(rollout_metrics(Rollout((group,), (), seconds=1.0))) - audited,
+        "rollout/metrics.py": {*rollout_metrics(Rollout((group,), (), seconds=1.0)), *of_source} - audited,
         "rollout/route_audit.py": audited,
         "rollout/filters.py": filter_metrics([group], [Group("u", (won, won))]),
         "rollout/rescore.py": rescore_metrics([won]),

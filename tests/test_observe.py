@@ -118,7 +118,7 @@ def run_picture(rows: list[dict[str, float]], tmp_path: Path, monkeypatch: pytes
     drawn: list[Figure] = []
     save = Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda self, *args, **how: (drawn.append(self), save(self, *args, **how)))
-    draw_run(rows, tmp_path / "run.png", title="t", evaluations={0: (0.2, 0.1, 0.3), 3: (0.6, 0.5, 0.7)})
+    draw_run(rows, tmp_path / "run.png", title="t", evaluations={"": {0: (0.2, 0.1, 0.3), 3: (0.6, 0.5, 0.7)}})
     assert (tmp_path / "run.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     return drawn[0]
 

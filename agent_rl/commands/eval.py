@@ -138,11 +138,16 @@ def _identity(config: RunConfig, options: EvalOptions) -> dict[str, Any]:
         "env": config.env.name,
         "env_options": config.env.model_dump(mode="json")["options"],
         "tool_format": config.rollout.tool_format,
+        **({} if list(config.environments) == [""] else {"sources": _sources(config)}),
         **({} if config.env.scaffold == DEFAULT_SCAFFOLD else {"scaffold": config.env.scaffold}),
         **({} if (harness := config.rollout.harness) is None else {"harness": harness.model_dump(mode="json")}),
         **endpoint,
         **_settings(policy.rules(config)),
     }
+
+
+def _sources(config: RunConfig) -> dict[str, Any]:
+    return {name: source.model_dump(mode="json") for name, source in config.environments.items()}
 
 
 def _checkpoint_identity(model: Path, policy: str) -> str:

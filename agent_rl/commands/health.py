@@ -146,10 +146,10 @@ async def _check_trainer() -> str:
 
 async def check_sandboxes(config: RunConfig) -> list[Check]:
     """Check the sandbox of this machine, or of each node; with several nodes also that they have the same image."""
-    sandbox, env = config.sandbox, config.env.name
+    sandbox, names = config.sandbox, sorted({source.env for source in config.environments.values()})
     try:
-        if not needs_sandbox(env):
-            return [Check("sandbox", True, f"environment {env} starts no sandbox")]
+        if not any(map(needs_sandbox, names)):
+            return [Check("sandbox", True, f"{', '.join(names)}: starts no sandbox")]
         async with open_sandboxes(config, ClusterRequest.of(config), lambda line: None) as backend:
             if not isinstance(backend, ClusterBackend):
                 return [await _check("sandbox", lambda: _check_local_sandbox(config, backend))]

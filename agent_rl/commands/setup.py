@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from agent_rl.config import RunConfig, SandboxConfig
+from agent_rl.config import RunConfig
 from agent_rl.controller.preflight import check_disk_space
 from agent_rl.controller.rollout_runtime import open_task_runtime
 from agent_rl.monitoring.console import Display
@@ -19,7 +19,7 @@ async def prepare(config: RunConfig) -> None:
     check_disk_space(config.runs_dir)
     display = Display("setup")
     with display:
-        await ensure_image(config.sandbox, config.env.name, display)
+        await ensure_image(config, display)
         async with open_task_runtime(config, display) as task_runtime:
             display.stage("tasks: making and verifying those that are not cached")
             await task_runtime.env.prepare("train", config.eval.split)
@@ -27,10 +27,11 @@ async def prepare(config: RunConfig) -> None:
             display.fact("tasks", sizes)
 
 
-async def ensure_image(config: SandboxConfig, env: str, display: Display) -> None:
+async def ensure_image(run: RunConfig, display: Display) -> None:
     """Build the base image where the backend is a container engine that lacks it; other backends need none."""
-    if not needs_sandbox(env):
-        display.fact("sandbox image", f"environment {env} starts no sandbox")
+    config = run.sandbox
+    if not any(needs_sandbox(source.env) for source in run.environments.values()):
+        display.fact("sandbox image", "the environment starts no sandbox")
         return
     if config.placement == "ray":
         display.fact("sandbox image", "each node needs its own: `agent-rl doctor` says which lack it")

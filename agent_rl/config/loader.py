@@ -93,7 +93,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     the working directory. Raises ConfigError with a one-line message.
     """
     layers = _read_layers(find_config(path), ())
-    inputs = [*INPUT_PATHS, *(("env", "options", option) for option in _env_path_options([data for _, data in layers]))]
+    inputs = [*INPUT_PATHS, *_option_paths([data for _, data in layers])]
     merged: dict[str, Any] = {}
     for directory, data in layers:
         merged = _merge(_without_other_env_options(merged, data), _resolve_paths(data, directory, inputs))
@@ -165,10 +165,27 @@ def _section(data: Any, *keys: str) -> dict[str, Any]:
     return data if isinstance(data, dict) else {}
 
 
-def _env_path_options(layers: Sequence[dict[str, Any]]) -> frozenset[str]:
-    """Names of the environment's options that are paths. Loads the environment only if an option is a string."""
-    may_be_paths = any(isinstance(value, str) for data in layers for value in _section(data, "env", "options").values())
-    names = [name for data in layers if isinstance(name := _section(data, "env").get("name"), str)]
+def _option_paths(layers: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """The keys of the environments' options that are paths."""
+    sources = dict.fromkeys(
+        (section, "sources", name)
+        for section in ("train", "eval")
+        for data in layers
+        for name in _section(data, section, "sources")
+    )
+    keyed = [(("env",), "name"), *((source, "env") for source in sources)]
+    return [
+        (*place, "options", option)
+        for place, key in keyed
+        for option in _env_path_options([_section(data, *place) for data in layers], key)
+    ]
+
+
+def _env_path_options(layers: Sequence[dict[str, Any]], key: str) -> frozenset[str]:
+    """Names of an environment's options that are paths. ``key`` of ``layers`` names it. Loads the environment only if
+    an option is a string."""
+    may_be_paths = any(isinstance(value, str) for data in layers for value in _section(data, "options").values())
+    names = [name for data in layers if isinstance(name := data.get(key), str)]
     return path_options((names or [EnvConfig().name])[-1]) if may_be_paths else frozenset()
 
 

@@ -12,7 +12,7 @@ from agent_rl.config.engine import EngineConfig
 from agent_rl.config.monitoring import GuardConfig, MonitoringConfig
 from agent_rl.config.r3 import R3Config
 from agent_rl.config.rollout import AsyncRolloutConfig, RolloutConfig
-from agent_rl.config.tasks import DEFAULT_SCAFFOLD, EnvConfig, EvalConfig, SandboxConfig
+from agent_rl.config.tasks import DEFAULT_SCAFFOLD, EnvConfig, EvalConfig, EvalSettings, SandboxConfig, TaskSource
 from agent_rl.config.train import TrainConfig
 
 GpuName = Literal["A100 SXM", "H100 SXM", "H200 SXM", "B200 SXM"]
@@ -89,6 +89,19 @@ class RunConfig(Section):
                 f"env.tool_style {self.env.tool_style} requires env.scaffold {DEFAULT_SCAFFOLD}; remove it with "
                 f"env.scaffold {self.env.scaffold}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_sources(self) -> RunConfig:
+        for name, source in self.eval.sources.items():
+            same = self.train.sources.get(name)
+            if same is not None and any(getattr(same, key) != getattr(source, key) for key in TaskSource.model_fields):
+                raise ValueError(
+                    f"eval.sources.{name} and train.sources.{name} differ in {', '.join(TaskSource.model_fields)}: "
+                    "rename one"
+                )
+        if reserved := {"train", self.eval.split} & self.environments.keys():
+            raise ValueError(f"train.sources and eval.sources: {reserved.pop()!r} is the name of a split: rename it")
         return self
 
     @model_validator(mode="after")
@@ -196,6 +209,17 @@ class RunConfig(Section):
     @property
     def run_dir(self) -> Path:
         return self.runs_dir / self.name
+
+    @property
+    def environments(self) -> dict[str, TaskSource]:
+        """The environments of training and evaluation by source; "" is that of the section ``env``."""
+        own = {} if self.train.sources else {"": TaskSource(env=self.env.name, options=self.env.options)}
+        return own | self.train.sources | self.eval.sources
+
+    @property
+    def evaluations(self) -> dict[str, EvalSettings]:
+        """The settings of evaluation by source; "" is the environment of the section ``env``."""
+        return {name: self.eval.settings_of(name) for name in self.eval.sources or self.train.sources or ("",)}
 
     @property
     def captures_routes(self) -> bool:

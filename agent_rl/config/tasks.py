@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, StringConstraints
 
 from agent_rl.config.base import Section
 
 DEFAULT_SCAFFOLD = "agent-rl"
+SourceName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][\w.-]*$")]
 
 
 def _check_scaffold(name: str) -> str:
@@ -121,10 +122,59 @@ class EnvConfig(Section):
         return 8 * (self.start_timeout + self.grade_timeout)
 
 
-class EvalConfig(Section):
-    """Evaluation on held-out tasks before, during and after training."""
+class TaskSource(Section):
+    """An environment that provides tasks beside others. The other keys of the section `env` hold for all of them."""
+
+    env: str = Field(..., description="Name of the environment, as in `env.name`.")
+    options: dict[str, Any] = Field(default_factory=dict, description="Arguments of its constructor.")
+    grade_timeout: float | None = Field(None, gt=0, description="As `env.grade_timeout`, its value where null.")
+
+
+class TrainSource(TaskSource):
+    """An environment to train on beside others."""
+
+    split: str = Field("train", description="Split of the environment.")
+    weight: float = Field(1.0, gt=0, description="Share of the drawn tasks, relative to the other sources.")
+
+
+class EvalSource(TaskSource):
+    """An environment to evaluate on beside others. A null key takes the value of the section `eval`."""
+
+    split: str | None = Field(None, description="Split of the environment.")
+    tasks: int | None = Field(None, ge=0, description="Number of tasks. 0 disables the evaluation on this source.")
+    every: int | None = Field(None, ge=0, description="Steps between evaluations.")
+    greedy: bool | None = Field(None, description="Whether greedy decoding is evaluated too.")
+    samples: int | None = Field(None, gt=0, description="Sampled episodes per task.")
+    temperature: float | None = Field(None, gt=0, description="Sampling temperature.")
+
+
+class EvalSettings(Section):
+    """How often an environment is evaluated, on which tasks, and how."""
 
     tasks: int = Field(256, ge=0, description="Number of held-out tasks. 0 disables evaluation.")
     every: int = Field(0, ge=0, description="Steps between evaluations. 0: only before and after training.")
     greedy: bool = Field(True, description="Also evaluate with greedy decoding before and after training.")
     split: str = Field("heldout", description="Split of the environment to evaluate on.")
+    samples: int = Field(1, gt=0, description="Sampled episodes per task. Greedy decoding takes one.")
+    temperature: float | None = Field(
+        None, gt=0, description="Sampling temperature of evaluations. null: that of `rollout`."
+    )
+
+
+class EvalConfig(EvalSettings):
+    """Evaluation on held-out tasks before, during and after training."""
+
+    sources: dict[SourceName, EvalSource] = Field(
+        default_factory=dict,
+        description="Environments to evaluate on, by name. Empty: the environments of training (docs/how-to/train.md).",
+    )
+
+    def settings_of(self, name: str) -> EvalSettings:
+        """The settings of the source ``name``: its own keys, and those of this section where it has none."""
+        common = {key: getattr(self, key) for key in EvalSettings.model_fields}
+        own = (
+            self.sources[name].model_dump(exclude=set(TaskSource.model_fields), exclude_none=True)
+            if self.sources
+            else {}
+        )
+        return EvalSettings(**common | own)

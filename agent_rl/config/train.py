@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 
 from agent_rl.config.base import OFF, Precision, Section, registered_name
 from agent_rl.config.objectives import Aggregation, objective_spec
+from agent_rl.config.tasks import SourceName, TrainSource
 from agent_rl.errors import ConfigError
 
 FilterKind = Literal["none", "overlong", "compact"]
@@ -221,6 +222,11 @@ class TrainConfig(Section):
     """The policy-gradient trainer."""
 
     steps: int = Field(20, ge=0, description="Number of global steps.")
+    sources: dict[SourceName, TrainSource] = Field(
+        default_factory=dict,
+        description="Environments to train on, by name. They replace `env.name` and `env.options`. Empty: the "
+        "environment of the section `env` (docs/how-to/train.md).",
+    )
     replay: Annotated[Replay, OFF] = Field(
         "r3", description="Routing replay mode: r3 (rollout), r2 (trainer's first pass), off."
     )

@@ -28,6 +28,7 @@ FIXED: Mapping[str, str] = MappingProxyType(
         "env.options": _DATA,
         "env.scaffold": _DATA,
         "env.tool_style": _DATA,
+        "train.sources": _DATA,
         "train.lora": _STATE,
     }
 )

@@ -61,7 +61,8 @@ def run(config: RunConfig, purpose: Purpose = "serve") -> Checked:
     model_spec = _check_models(config.model, reference)
     if purpose != "model":
         _check_programs(config.engine, config.rollout)
-        check_environment(config.env.name, config.env.options)
+        for source in config.environments.values():
+            check_environment(source.env, source.options)
         check_disk_space(config.runs_dir)
     if purpose in ("rollout", "train"):
         check_replay(config.train, config.model, model_spec)

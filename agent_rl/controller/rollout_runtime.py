@@ -6,7 +6,8 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 
@@ -15,6 +16,7 @@ from agent_rl.controller.cluster_resources import ClusterRequest
 from agent_rl.controller.placement import open_reservations
 from agent_rl.controller.preflight import Checked
 from agent_rl.controller.sandboxes import open_sandboxes, sandbox_limits
+from agent_rl.controller.task_order import WeightedTasks
 from agent_rl.endpoint.episode import HarnessRun, agent_binds
 from agent_rl.endpoint.server import EndpointServer, serve_endpoint
 from agent_rl.engine.factory import open_engine
@@ -35,6 +37,7 @@ from agent_rl.weight_sync.served import check_served_weights
 from envs import Environment, Task, load_scaffold
 from envs.context import EnvContext
 from envs.registry import load_environment
+from envs.sources import SourcesEnvironment, source_of
 from sandbox import SandboxBackend
 from sandbox.ray.backend import ClusterBackend
 from tools.formats import ToolCallFormat, tool_format
@@ -51,6 +54,16 @@ class TaskRuntime:
     def tasks(self, split: str) -> list[Task]:
         """The environment's tasks of ``split`` that are not in quarantine."""
         return [task for task in self.env.tasks(split) if task.id not in self.quarantined]
+
+    def training_sources(self, config: RunConfig) -> dict[str, WeightedTasks]:
+        """The tasks to train on by source, with their weights; "" is the environment of the section ``env``."""
+        if not config.train.sources:
+            return {"": WeightedTasks(self.tasks("train"))}
+        tasks = self.tasks("train")
+        return {
+            name: WeightedTasks([task for task in tasks if source_of(task.id, (name,))], source.weight)
+            for name, source in config.train.sources.items()
+        }
 
     def metrics(self) -> dict[str, float]:
         """``nodes/*``: the nodes that sandboxes run on; empty where sandboxes are on this machine."""
@@ -128,8 +141,26 @@ async def open_task_runtime(
             grade_timeout=config.env.grade_timeout,
             agent_binds=agent_binds,
         )
-        env = load_environment(config.env.name, context, config.env.options)
+        env = _load_environments(config, context)
         yield TaskRuntime(backend, env, quarantined)
+
+
+def _load_environments(config: RunConfig, context: EnvContext) -> Environment:
+    """The environment of the config, or its sources as one. A source of evaluation is a split of that name."""
+    loaded = {
+        name: load_environment(
+            source.env,
+            replace(context, grade_timeout=source.grade_timeout or context.grade_timeout),
+            source.options,
+        )
+        for name, source in config.environments.items()
+    }
+    if list(loaded) == [""]:
+        return loaded[""]
+    evaluated = {name: [(name, settings.split)] for name, settings in config.evaluations.items()}
+    trained = [(name, source.split) for name, source in config.train.sources.items()] or [("", "train")]
+    splits = evaluated | {"train": trained, config.eval.split: list(chain.from_iterable(evaluated.values()))}
+    return SourcesEnvironment(loaded, splits)
 
 
 def describe_gpu_start(engine: EngineConfig, log_dir: Path, display: Display) -> None:

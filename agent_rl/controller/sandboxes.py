@@ -6,6 +6,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 from agent_rl.config import RunConfig, SandboxConfig
@@ -29,7 +30,7 @@ async def open_sandboxes(
     async with AsyncExitStack() as stack:
         backend: SandboxBackend
         config, images = run.sandbox, _images(run)
-        if not needs_sandbox(run.env.name):
+        if not any(needs_sandbox(source.env) for source in run.environments.values()):
             backend = NullBackend()
         elif config.placement == "ray":
             await stack.enter_async_context(open_ray(cluster))
@@ -73,7 +74,8 @@ def _pool(backend: SandboxBackend, config: SandboxConfig) -> SandboxPool:
 def _images(run: RunConfig) -> ImagePolicy:
     """The policy of images. Private are the directory of runs, and what the environment's options name (its tasks)."""
     config = run.sandbox
-    named = [Path(value) for value in run.env.options.values() if isinstance(value, str)]
+    options = chain.from_iterable(source.options.values() for source in run.environments.values())
+    named = [Path(value) for value in options if isinstance(value, str)]
     root = None if config.image_root is None else config.image_root.absolute()
     return ImagePolicy(
         pull=config.pull,

@@ -75,7 +75,7 @@ class RunState:
 
     @property
     def evaluations(self) -> Mapping[str, Mapping[str, Any]]:
-        """Reports by ``step-<n>/<sampled|greedy>``."""
+        """Reports by ``step-<n>/<sampled|greedy>``, or ``step-<n>/<source>/<sampled|greedy>``."""
         return self._evaluations
 
     def record_evaluation(self, key: str, report: EvalReport) -> None:
@@ -128,3 +128,8 @@ def file_step(path: Path) -> int:
 
 def evaluation_step(key: str) -> int:
     return int(key.split("/")[0].removeprefix("step-"))
+
+
+def evaluation_source(key: str) -> str:
+    """The source in the key of an evaluation, ``step-N/SOURCE/KIND``; "" where it has none."""
+    return "/".join(key.split("/")[1:-1])

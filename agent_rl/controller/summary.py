@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
-from agent_rl.controller.state import RunState, evaluation_step
+from agent_rl.controller.state import RunState, evaluation_source, evaluation_step
 from agent_rl.monitoring.plots import draw_run
 from agent_rl.utils.run_files import write_json
 
@@ -40,6 +40,7 @@ def summarize(
         "steps": steps,
         "seconds": _seconds(rows, evaluations),
         **facts,
+        **({"sources": by_source} if (by_source := _by_source(evaluations, steps)) else {}),
         "greedy_before": _rate(evaluations, "step-0/greedy"),
         "greedy_after": _rate(evaluations, f"step-{steps}/greedy"),
         "infrastructure_failures": {key: report["infrastructure_failures"] for key, report in evaluations.items()},
@@ -60,6 +61,9 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
             table.add_row(f"Pass@1 {side}", f"{100 * rate:.1f} %   [{100 * low:.1f}, {100 * high:.1f}]")
         if (rate := summary[f"greedy_{side}"]) is not None:
             table.add_row(f"Pass@1 {side}, greedy", f"{100 * rate:.1f} %")
+    for source, rates in summary.get("sources", {}).items():
+        for when, rate in rates.items():
+            table.add_row(f"{source}: Pass@1 {when}", "–" if rate is None else f"{100 * rate:.1f} %")
     table.add_row("infrastructure failures in evaluation", str(sum(summary["infrastructure_failures"].values())))
     for reason, count in summary["steps_without_update"].items():
         table.add_row("steps without an update", f"{count} of {summary['steps']}: {reason}")
@@ -80,17 +84,29 @@ def _rate(evaluations: Mapping[str, Mapping[str, Any]], key: str) -> float | Non
     return evaluations[key]["pass_at_1"] if key in evaluations else None
 
 
+def _by_source(evaluations: Mapping[str, Mapping[str, Any]], steps: int) -> dict[str, dict[str, float | None]]:
+    """Pass@1 before and after training by source, of the evaluations of sources (``step-N/SOURCE/KIND``)."""
+    rates: dict[str, dict[str, float | None]] = {}
+    for when, step in (("before", 0), ("after", steps)):
+        for key, report in evaluations.items():
+            if evaluation_step(key) == step and (source := evaluation_source(key)):
+                name = f"{when}, greedy" if key.endswith("/greedy") else when
+                rates.setdefault(source, {})[name] = report["pass_at_1"]
+    return rates
+
+
 def _seconds(rows: Sequence[Mapping[str, float]], evaluations: Mapping[str, Mapping[str, Any]]) -> float:
     """Wall time of all steps and evaluations, over all starts of the run."""
     return sum(row["time/step"] for row in rows) + sum(report["seconds"] for report in evaluations.values())
 
 
-def _points(evaluations: Mapping[str, Mapping[str, Any]]) -> dict[int, tuple[float, float, float]]:
-    return {
-        evaluation_step(key): (report["pass_at_1"], *report["interval"])
-        for key, report in evaluations.items()
-        if key.endswith("/sampled") and report["pass_at_1"] is not None
-    }
+def _points(evaluations: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[int, tuple[float, float, float]]]:
+    points: dict[str, dict[int, tuple[float, float, float]]] = {}
+    for key, report in evaluations.items():
+        if key.endswith("/sampled") and report["pass_at_1"] is not None:
+            of_source = points.setdefault(evaluation_source(key), {})
+            of_source[evaluation_step(key)] = (report["pass_at_1"], *report["interval"])
+    return points
 
 
 def why_idle(row: Mapping[str, float]) -> str | None:

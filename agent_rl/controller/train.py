@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,7 +27,7 @@ from agent_rl.config import RunConfig, TrainConfig
 from agent_rl.controller.advantages import GroupSamples, build_samples, overlong_penalty
 from agent_rl.controller.async_rollout.buffer import BufferRules, RolloutBuffer
 from agent_rl.controller.async_rollout.evaluations import Evaluations
-from agent_rl.controller.async_rollout.producer import RolloutProducer, check_enough
+from agent_rl.controller.async_rollout.producer import RolloutProducer
 from agent_rl.controller.async_rollout.task_ledger import LedgerFile, LedgerRow, Outcome, TaskLedger
 from agent_rl.controller.batch import Batch, batch_metrics, build_batch, check_filled, goodput, rescore_values
 from agent_rl.controller.checkpoints import Checkpoints, Progress, TrainerRestarts
@@ -39,6 +39,7 @@ from agent_rl.controller.preflight import Checked, check_remote_services
 from agent_rl.controller.rollout_runtime import RolloutRuntime, open_rollout_runtime
 from agent_rl.controller.state import RunState, keep_tokenizer
 from agent_rl.controller.summary import summarize, summary_table, why_idle
+from agent_rl.controller.task_order import TaskOrder
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.errors import TrainerDied
 from agent_rl.evaluation.quarantine import Quarantine
@@ -48,6 +49,7 @@ from agent_rl.monitoring.sinks import SinkRun, sink_factories
 from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.filters import length_report, masked_stops
 from agent_rl.rollout.group import GroupSettings, Limiter, RolloutEvent
+from agent_rl.rollout.metrics import source_metrics
 from agent_rl.rollout.records import write_trajectories
 from agent_rl.rollout.rescore import Rescorer
 from agent_rl.train.ray_trainer import RayTrainer
@@ -55,7 +57,6 @@ from agent_rl.types import TokenDetail
 from agent_rl.utils.concurrency import LoopLag, cancel_on_signals, run_alongside
 from agent_rl.utils.directory_lock import lock_directory
 from agent_rl.weight_sync.sync import WeightSync
-from envs import Task
 
 FILTER_REPORT_STEPS = 10
 
@@ -174,7 +175,7 @@ class TrainingRun:
         ahead = config.async_rollout.depth > 0
         self.lane = "rollout" if ahead else ""
         self.evaluations = Evaluations(
-            config.eval,
+            config.evaluations,
             self.rules,
             state,
             display,
@@ -188,8 +189,8 @@ class TrainingRun:
 
     async def run(self) -> dict[str, object]:
         """Run all remaining steps, with the evaluations before, between and after them. Returns the summary."""
-        total, env = self.config.train.steps, self.runtime.task_runtime.env
-        await env.prepare("train", self.config.eval.split)
+        total, tasks = self.config.train.steps, self.runtime.task_runtime
+        await tasks.env.prepare("train", self.config.eval.split)
         await self._resume()
         done = self.progress.step
         self.display.start_steps(done, total)
@@ -197,10 +198,10 @@ class TrainingRun:
             self.display.step(int(row["step"]), row)
         await self._publish(self.progress, Clock())
         await self.evaluations.begin(done)
-        tasks = self.runtime.task_runtime.tasks("train")
-        check_enough(tasks, self.config.rollout.tasks_per_step)
+        order = TaskOrder(tasks.training_sources(self.config), self.config.seed)
+        order.check(self.config.rollout.tasks_per_step)
         buffer = RolloutBuffer(self._buffer_rules(), TaskLedger(self.progress.position, self.progress.ahead), done)
-        producer = self._make_producer(buffer, tasks)
+        producer = self._make_producer(buffer, order)
         async with run_alongside(self.loop_lag.watch()), producer.running():
             for step in range(done + 1, total + 1):
                 await self._step(step, buffer, producer)
@@ -244,15 +245,14 @@ class TrainingRun:
             dynamic=rollout.dynamic_sampling.enabled,
         )
 
-    def _make_producer(self, buffer: RolloutBuffer, tasks: Sequence[Task]) -> RolloutProducer:
+    def _make_producer(self, buffer: RolloutBuffer, order: TaskOrder) -> RolloutProducer:
         rollout, uniform = self.config.rollout, self.config.train.baseline == "batch"
         return RolloutProducer(
             GroupSettings(rollout.group_size, retries=rollout.sandbox_retries, rescore_uniform=uniform),
-            tasks,
+            order,
             buffer,
             self.journal,
             self.runtime.runner(self.rules),
-            seed=self.config.seed,
             limiter=self.runtime.limiter,
             masked=self.masked,
             left_out=self.quarantine,
@@ -336,6 +336,7 @@ class TrainingRun:
         batch = build_batch(outcomes, await producer.hand_over(outcomes))
         check_filled(batch, rollout.tasks_per_step, rollout.dynamic_sampling)
         values = batch_metrics(batch, producer.seconds(), self.masked)
+        values |= source_metrics(batch.sampled, self.config.train.sources)
         if self.rescorer is not None:
             failed, self.rescorer.failed = self.rescorer.failed, 0
             values |= rescore_values(batch.sampled, failed, time.perf_counter() - producer.last_episode)

@@ -190,4 +190,4 @@ def wilson_interval(rate: float, trials: int, z: float = Z95) -> tuple[float, fl
     spread = z * z / trials
     centre = (rate + spread / 2) / (1 + spread)
     half = z * math.sqrt(rate * (1 - rate) / trials + spread / (4 * trials)) / (1 + spread)
-    return max(0.0, centre - half), min(1.0, centre + half)
+    return max(0.0, min(rate, centre - half)), min(1.0, max(rate, centre + half))  # rounding may exclude the rate

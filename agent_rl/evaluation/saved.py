@@ -25,7 +25,7 @@ from agent_rl.evaluation.report import EpisodeResult
 from agent_rl.rollout.records import evaluation_stem
 from agent_rl.utils import foreign
 
-_KEY = re.compile(r"step-\d{1,9}/(sampled|greedy)", re.ASCII)
+_KEY = re.compile(r"step-\d{1,9}/([A-Za-z0-9][\w.-]*/)?(sampled|greedy)", re.ASCII)
 _MAX_SAMPLES = 1_000_000
 EXPECTED = "expected an evaluation's directory, its results.jsonl or report.json, or RUN:step-N/sampled"
 

@@ -19,6 +19,7 @@ from agent_rl.types import StopReason
 class Metric:
     """One row of the registry. ``name`` may contain one ``<placeholder>`` for ``values``.
 
+    A source of a run (``train.sources``) is any value of ``<source>``.
     ``text`` is a one-sentence description; ``source`` is the file that computes the metric.
     """
 
@@ -103,6 +104,11 @@ METRICS: tuple[Metric, ...] = (
         ("reward/std", "reward", "Standard deviation of the rewards of the step's trajectories."),
         ("reward/pass_rate", "share", "Trajectories that solved their task."),
         ("reward/groups_uniform", "share", "Groups whose rewards are all equal: no advantage within the group."),
+        ("source/<source>/groups", "count", "Groups of a source (`train.sources`) in the step."),
+        ("source/<source>/reward", "reward", "Mean reward of the source's trajectories."),
+        ("source/<source>/pass_rate", "share", "Trajectories of the source that solved their task."),
+        ("source/<source>/turns_mean", "count", "Turns per trajectory of the source."),
+        ("source/<source>/tokens_mean", "tokens", "Tokens per trajectory of the source, observations included."),
         ("rollout/trajectories", "count", "Trajectories collected in the step."),
         ("rollout/groups_dropped", "count", "Tasks dropped after their retry budget."),
         ("rollout/infrastructure_failures", "count", "Episodes run again after an infrastructure failure."),
@@ -387,10 +393,11 @@ METRICS: tuple[Metric, ...] = (
 """All metrics, in the order of docs/reference/metrics.md."""
 
 NAMES = frozenset(name for metric in METRICS for name in metric.names)
+_SOURCE = re.compile("(?<=^source/)[^/]+")
 
 
 def check_registered(names: Iterable[str]) -> None:
     """Raises AgentRlError if a name is not registered."""
     for name in names:
-        if name not in NAMES:
+        if _SOURCE.sub("<source>", name) not in NAMES:
             raise AgentRlError(f"metric {name!r} is not registered: add it to agent_rl/monitoring/metrics.py")

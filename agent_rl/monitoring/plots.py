@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +16,12 @@ if TYPE_CHECKING:
 Rows = Sequence[Mapping[str, float]]
 
 
-def draw_run(rows: Rows, path: Path, *, title: str, evaluations: Mapping[int, tuple[float, float, float]]) -> None:
-    """Draw ``rows`` of metrics.jsonl. ``evaluations`` maps a step to Pass@1 and its interval ``(value, low, high)``."""
+Points = Mapping[int, tuple[float, float, float]]
+"""Pass@1 by step with its interval: ``(value, low, high)``."""
+
+
+def draw_run(rows: Rows, path: Path, *, title: str, evaluations: Mapping[str, Points]) -> None:
+    """Draw ``rows`` of metrics.jsonl. ``evaluations``: the evaluations of each source."""
     from matplotlib.figure import Figure  # the object interface needs no display and no global pyplot state
 
     figure = Figure(figsize=(12, 4), layout="constrained")
@@ -41,16 +46,18 @@ def _series(rows: Rows, key: str) -> tuple[list[float], list[float]]:
     return [step for step, _ in points], [value for _, value in points]
 
 
-def _draw_reward(axes: Any, rows: Rows, evaluations: Mapping[int, tuple[float, float, float]]) -> None:
+_EVALUATION_COLORS = ("tab:red", "tab:green", "tab:purple", "tab:brown", "tab:olive", "tab:cyan")
+
+
+def _draw_reward(axes: Any, rows: Rows, evaluations: Mapping[str, Points]) -> None:
     axes.plot(*_series(rows, "reward/mean"), marker=".", color="tab:blue", label="training reward (mean)")
-    if evaluations:
-        steps = sorted(evaluations)
-        values = [evaluations[step][0] for step in steps]
-        below = [evaluations[step][0] - evaluations[step][1] for step in steps]
-        above = [evaluations[step][2] - evaluations[step][0] for step in steps]
-        axes.errorbar(
-            steps, values, yerr=[below, above], fmt="o", color="tab:red", capsize=4, label="held-out Pass@1, 95 %"
-        )
+    for color, (source, points) in zip(cycle(_EVALUATION_COLORS), evaluations.items(), strict=False):
+        steps = sorted(points)
+        values = [points[step][0] for step in steps]
+        below = [points[step][0] - points[step][1] for step in steps]
+        above = [points[step][2] - points[step][0] for step in steps]
+        label = f"{source or 'held-out'} Pass@1, 95 %"
+        axes.errorbar(steps, values, yerr=[below, above], fmt="o", color=color, capsize=4, label=label)
     axes.set(ylim=(0, 1), title="reward")
 
 

@@ -95,11 +95,14 @@ class EpisodeRules:
     @classmethod
     def from_config(cls, config: RunConfig) -> EpisodeRules:
         """The rules of a training rollout under ``config``."""
-        return cls(config.rollout, config.env, config.routes_config)
+        timeouts = [source.grade_timeout or 0.0 for source in config.environments.values()]
+        longest = max(config.env.grade_timeout, *timeouts)
+        return cls(config.rollout, config.env.model_copy(update={"grade_timeout": longest}), config.routes_config)
 
-    def for_evaluation(self, *, greedy: bool) -> EpisodeRules:
-        """The same rules without routes; ``greedy`` also sets the temperature to 0."""
-        return replace(self.override(temperature=0.0) if greedy else self, routes=None)
+    def for_evaluation(self, *, greedy: bool, temperature: float | None = None) -> EpisodeRules:
+        """The same rules without routes, at ``temperature`` where one is given; ``greedy`` sets it to 0."""
+        chosen = 0.0 if greedy else temperature
+        return replace(self if chosen is None else self.override(temperature=chosen), routes=None)
 
     def override(self, **rollout: float | bool) -> EpisodeRules:
         """The same rules with other values for keys of ``rollout``."""

@@ -1,13 +1,15 @@
-"""Metrics of one rollout: ``reward/*``, ``rollout/*``, ``harness/*``, registered in agent_rl/monitoring/metrics.py."""
+"""Metrics of one rollout (agent_rl/monitoring/metrics.py registers them): rewards, work, sources, agent programs."""
 
 from __future__ import annotations
 
 import statistics
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from agent_rl.rollout.group import Rollout
 from agent_rl.rollout.route_audit import audit_metrics
 from agent_rl.types import Group, StopReason, Trajectory
+from envs.sources import source_of
 from r3.routing import SpanKind
 
 
@@ -27,6 +29,24 @@ def rollout_metrics(result: Rollout) -> dict[str, float]:
         metrics |= audit_metrics(trajectories)
     metrics |= _reward_metrics(result.groups, trajectories) | _work_metrics(result, trajectories)
     return metrics | harness_metrics([trajectory for trajectory in trajectories if trajectory.harness])
+
+
+def source_metrics(groups: Iterable[Group], sources: Iterable[str]) -> dict[str, float]:
+    """``source/*`` of the groups of each of ``sources`` (:class:`envs.sources.SourcesEnvironment`) that has any."""
+    names, by_source = tuple(sources), defaultdict[str, list[Group]](list)
+    for group in groups:
+        by_source[source_of(group.task_id, names)].append(group)
+    metrics = dict[str, float]()
+    for name in names:
+        if trajectories := [trajectory for group in by_source[name] for trajectory in group.trajectories]:
+            metrics |= {
+                f"source/{name}/groups": float(len(by_source[name])),
+                f"source/{name}/reward": _mean(reward_of(trajectory) for trajectory in trajectories),
+                f"source/{name}/pass_rate": _mean(trajectory.resolved for trajectory in trajectories),
+                f"source/{name}/turns_mean": _mean(len(trajectory.turns) for trajectory in trajectories),
+                f"source/{name}/tokens_mean": _mean(trajectory.total_tokens for trajectory in trajectories),
+            }
+    return metrics
 
 
 def harness_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:

@@ -184,9 +184,9 @@ def step_stem(run_dir: Path, step: int) -> Path:
 
 
 def evaluation_stem(run_dir: Path, key: str) -> Path:
-    """Path prefix of the files of evaluation ``key``, e.g. ``step-20/sampled``."""
-    step, _, decoding = key.partition("/")
-    return run_dir / EVALUATIONS / f"step-{int(step.removeprefix('step-')):06d}-{decoding}"
+    """Path prefix of the files of evaluation ``key``, e.g. ``step-20/sampled`` or ``step-20/SOURCE/sampled``."""
+    step, _, kind = key.partition("/")
+    return run_dir / EVALUATIONS / f"step-{int(step.removeprefix('step-')):06d}-{kind.replace('/', '-')}"
 
 
 def trajectories_path(run_dir: Path, step: int) -> Path:

@@ -32,7 +32,7 @@ from agent_rl.rollout.step_index import COLUMNS, columns, read_step_index, step_
 from agent_rl.rollout.token_details import details_path
 from agent_rl.utils import foreign
 
-_EVALUATION = re.compile(r"step-(\d{1,9})[/-](sampled|greedy)", re.ASCII)
+_EVALUATION = re.compile(r"step-(\d{1,9})[/-]((?:[A-Za-z0-9][\w.-]*[/-])?(?:sampled|greedy))", re.ASCII)
 EVAL = "eval"
 """The name of the trajectories of an ``agent-rl eval`` directory."""
 RESULTS, REPORT = "results.jsonl", "report.json"
@@ -143,10 +143,10 @@ def evaluation_key(n: str) -> str | None:
 
 
 def evaluation_of(key: str) -> tuple[int, str] | None:
-    """Step and decoding of an evaluation's key or of the name of its files; None for any other text. What is exported
-    is named after them."""
+    """Step and decoding of an evaluation's key or of the name of its files; None for any other text. The evaluation of
+    a source has its name before the decoding. What is exported is named after them."""
     found = _EVALUATION.fullmatch(key)
-    return None if found is None else (int(found[1]), found[2])
+    return None if found is None else (int(found[1]), found[2].replace("/", "-"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,11 @@ from support.trajectories import trajectory
 from agent_rl.config import RunConfig
 from agent_rl.controller.advantages import build_samples
 from agent_rl.controller.async_rollout.buffer import BufferRules, RolloutBuffer
-from agent_rl.controller.async_rollout.producer import RolloutProducer, task_at
+from agent_rl.controller.async_rollout.producer import RolloutProducer
 from agent_rl.controller.async_rollout.task_ledger import TaskLedger
 from agent_rl.controller.batch import batch_metrics, build_batch, check_filled, goodput, rescore_values
 from agent_rl.controller.journal import Journal
+from agent_rl.controller.task_order import TaskOrder, WeightedTasks, task_at
 from agent_rl.engine.types import Scores
 from agent_rl.errors import RolloutFailed
 from agent_rl.evaluation.quarantine import Quarantine, read_quarantine
@@ -74,8 +75,9 @@ async def collect(chosen: RunConfig, ends: Ends, position: int = 0, **parts: Any
         await journal.begin(1, "start")
         uniform, masked = chosen.train.baseline == "batch", masked_stops(chosen.train.filter)
         groups = GroupSettings(rollout.group_size, retries=rollout.sandbox_retries, rescore_uniform=uniform)
-        parts = {"seed": chosen.seed, "masked": masked, "limiter": Limiter(64), **parts}
-        pump = RolloutProducer(groups, TASKS, buffer, journal, ends, **parts)
+        parts = {"masked": masked, "limiter": Limiter(64), **parts}
+        order = TaskOrder({"": WeightedTasks(TASKS)}, chosen.seed)
+        pump = RolloutProducer(groups, order, buffer, journal, ends, **parts)
         async with pump.running():
             outcomes = await buffer.take()
         journal.close()

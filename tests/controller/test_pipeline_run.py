@@ -15,9 +15,9 @@ import pytest
 from support.pipeline_run import POINTS, TASKS, TURN_POINTS, Deaths, Life, run_config
 
 from agent_rl.config import RunConfig
-from agent_rl.controller.async_rollout.producer import task_at
 from agent_rl.controller.async_rollout.task_ledger import Outcome, faults, gaps, read_ledger
 from agent_rl.controller.checkpoints import TrainerRestarts
+from agent_rl.controller.task_order import task_at
 from agent_rl.controller.train import TrainingRun, run_to_last_step
 from agent_rl.errors import TrainerDied, UserError
 from agent_rl.monitoring.metrics_log import read_metrics

@@ -24,6 +24,7 @@ from rich.console import Console
 
 from agent_rl.config import ParallelConfig, RunConfig
 from agent_rl.controller.journal import EpisodeLog
+from agent_rl.controller.rollout_runtime import TaskRuntime
 from agent_rl.controller.state import RunState
 from agent_rl.controller.train import TrainingRun
 from agent_rl.engine.fleet import Fleet
@@ -129,10 +130,9 @@ class MemoryRuntime:
         self.engine.fleet.add("starting")  # one that never comes up
         self.engine.sleep = EngineSleep(Fleet(), GenerationGate(), {}, self.config.engine, AsyncHttp(1.0))
         self.engine.model_spec = SimpleNamespace(vocab_size=8)
-        env = SimpleNamespace(prepare=_nothing)
-        backend = SimpleNamespace(name="none")
         tasks = {"train": self.tasks, "heldout": HELD_OUT}
-        self.task_runtime = SimpleNamespace(env=env, tasks=tasks.__getitem__, backend=backend)
+        env = SimpleNamespace(prepare=_nothing, tasks=tasks.__getitem__)
+        self.task_runtime = TaskRuntime(SimpleNamespace(name="none"), env)
 
     def metrics(self) -> dict[str, float]:
         return {}

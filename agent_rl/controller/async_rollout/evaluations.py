@@ -7,9 +7,11 @@ the trainer computes its next step. Only the publish of that step waits.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 
-from agent_rl.config import EvalConfig
+from agent_rl.config import EvalSettings
 from agent_rl.controller.engine_admission import EngineAdmission
 from agent_rl.controller.rollout_runtime import RolloutRuntime
 from agent_rl.controller.state import RunState
@@ -24,12 +26,15 @@ from agent_rl.types import Group
 
 
 class Evaluations:
-    """Runs the evaluations that are due and not recorded yet: before, after, and every ``eval.every`` steps
-    of ``steps``. ``on_event`` is called as episodes end. ``concurrent``: rollout and training go on meanwhile."""
+    """Runs the evaluations that are due and not recorded yet: before, after, and every ``every`` steps of ``steps``.
+
+    ``settings`` are those of each source; "" is the environment of the section ``env``. ``on_event`` is called as
+    episodes end. ``concurrent``: rollout and training go on meanwhile.
+    """
 
     def __init__(
         self,
-        settings: EvalConfig,
+        settings: Mapping[str, EvalSettings],
         rules: EpisodeRules,
         state: RunState,
         display: Display,
@@ -48,14 +53,19 @@ class Evaluations:
 
     async def begin(self, step: int) -> None:
         """Start to evaluate the weights of ``step`` if that is due. At depth 0, wait for the result."""
-        settings, ends = self._settings, step in (0, self._steps)
-        if not settings.tasks or not (ends or (settings.every and step % settings.every == 0)):
+        due = [(source, kind) for source in self._settings for kind in self._kinds_due(step, source)]
+        if not due:
             return
-        kinds = ("sampled", "greedy") if settings.greedy and ends else ("sampled",)
-        due = [kind for kind in kinds if f"step-{step}/{kind}" not in self._state.evaluations]
         self._running = asyncio.create_task(self._evaluate(step, due), name=f"evaluation-{step}")
         if not self._concurrent:
             await self.finish()
+
+    def _kinds_due(self, step: int, source: str) -> list[str]:
+        settings, ends = self._settings[source], step in (0, self._steps)
+        if not settings.tasks or not (ends or (settings.every and step % settings.every == 0)):
+            return []
+        kinds = ("sampled", "greedy") if settings.greedy and ends else ("sampled",)
+        return [kind for kind in kinds if _key(step, source, kind) not in self._state.evaluations]
 
     async def finish(self) -> None:
         """Wait for the running evaluation, if any. Raises its error."""
@@ -69,31 +79,36 @@ class Evaluations:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
 
-    async def _evaluate(self, step: int, kinds: list[str]) -> None:
-        for kind in kinds:
-            key = f"step-{step}/{kind}"
-            report = await self._run_kind(key, f"Pass@1 at step {step}, {kind}", greedy=kind == "greedy")
+    async def _evaluate(self, step: int, due: list[tuple[str, str]]) -> None:
+        for source, kind in due:
+            key, title = _key(step, source, kind), f"Pass@1 at step {step}, {f'{source}, ' if source else ''}{kind}"
+            report = await self._run_kind(key, title, source, greedy=kind == "greedy")
             self._state.record_evaluation(key, report)
             self._display.end(self._lane)
 
-    async def _run_kind(self, key: str, title: str, *, greedy: bool) -> EvalReport:
-        chosen = self._runtime.task_runtime.tasks(self._settings.split)[: self._settings.tasks]
+    async def _run_kind(self, key: str, title: str, source: str, *, greedy: bool) -> EvalReport:
+        settings = self._settings[source]
+        chosen = self._runtime.task_runtime.tasks(source or settings.split)[: settings.tasks]
         tasks = [task for task in chosen if task.id not in self._left_out]
-        self._display.stage(title, total=len(tasks), lane=self._lane)
+        samples = 1 if greedy else settings.samples
+        self._display.stage(title, total=len(tasks) * samples, lane=self._lane)
         ended: dict[str, Group] = {}
 
         def on_event(event: RolloutEvent) -> None:
-            if event.group is not None:
-                ended[event.group.task_id] = event.group
+            if (group := event.group) is not None:
+                earlier = ended.get(group.task_id)
+                further = () if earlier is None else earlier.trajectories
+                ended[group.task_id] = replace(group, trajectories=further + group.trajectories)
             self._on_event(event)
 
         # During concurrent training the trainer's weights are not those that a new engine would need.
         async with nullcontext() if self._concurrent else self._admission.admit():
             report = await evaluate(
                 tasks,
-                self._runtime.runner(self._rules.for_evaluation(greedy=greedy)),
+                self._runtime.runner(self._rules.for_evaluation(greedy=greedy, temperature=settings.temperature)),
                 policy="engine",
                 limiter=self._runtime.limiter,
+                samples=samples,
                 on_event=on_event,
             )
         groups = [ended[task.id] for task in tasks if task.id in ended]
@@ -104,3 +119,8 @@ class Evaluations:
         low, high = report.interval
         self._display.fact(title, f"{100 * report.pass_at_1:.1f} % [{100 * low:.1f}, {100 * high:.1f}]")
         return report
+
+
+def _key(step: int, source: str, kind: str) -> str:
+    """The key of an evaluation in the run's state: ``step-20/sampled``, or ``step-20/SOURCE/sampled``."""
+    return f"step-{step}/{f'{source}/' if source else ''}{kind}"

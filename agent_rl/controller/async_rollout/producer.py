@@ -2,7 +2,7 @@
 
 ::
 
-    RolloutBuffer.admit ── position ──▶ task_at ──▶ n episodes (Limiter) ──▶ journal ──▶ group ──▶ RolloutBuffer.end
+    RolloutBuffer.admit ── position ──▶ TaskOrder ──▶ n episodes (Limiter) ──▶ journal ──▶ group ──▶ RolloutBuffer.end
                                         └── left out: the next position is drawn instead
 
 All groups of a run run under one TaskGroup, so however :meth:`RolloutProducer.running` is left, no episode keeps
@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Container, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 
@@ -23,7 +23,8 @@ import numpy as np
 from agent_rl.controller.async_rollout.buffer import RolloutBuffer
 from agent_rl.controller.async_rollout.task_ledger import Outcome
 from agent_rl.controller.journal import Journal
-from agent_rl.errors import ConfigError, RolloutFailed
+from agent_rl.controller.task_order import TaskOrder
+from agent_rl.errors import RolloutFailed
 from agent_rl.rollout.filters import teaches
 from agent_rl.rollout.group import (
     DroppedGroup,
@@ -46,27 +47,26 @@ DROP_WINDOW_BATCHES = 4
 
 
 class RolloutProducer:
-    """Fills ``buffer`` with the groups of ``tasks`` in data order, without tasks whose id is in ``left_out`` at that
-    time. ``seed`` determines that order, and trajectories that stopped for a reason in ``masked`` teach nothing.
-    ``last_episode``: when the last episode ended."""
+    """Fills ``buffer`` with the groups of the tasks in ``order``, without tasks whose id is in ``left_out`` at that
+    time. Trajectories that stopped for a reason in ``masked`` teach nothing. ``last_episode``: when the last episode
+    ended."""
 
     def __init__(
         self,
         settings: GroupSettings,
-        tasks: Sequence[Task],
+        order: TaskOrder,
         buffer: RolloutBuffer,
         journal: Journal,
         run: LoggedRunner,
         *,
-        seed: int,
         limiter: Limiter,
         masked: Collection[StopReason] = (),
         left_out: Container[str] = (),
         rescore: Rescore | None = None,
         on_event: OnEvent = lambda event: None,
     ) -> None:
-        self._tasks, self._buffer, self._journal, self._run = tasks, buffer, journal, run
-        self._seed, self._masked, self._left_out, self._on_event = seed, masked, left_out, on_event
+        self._order, self._buffer, self._journal, self._run = order, buffer, journal, run
+        self._masked, self._left_out, self._on_event = masked, left_out, on_event
         self._rules = buffer.rules
         self._collector = GroupCollector(settings, limiter, self._on_episode_event, rescore)
         self._ended: dict[int, Group | DroppedGroup] = {}
@@ -119,9 +119,9 @@ class RolloutProducer:
     async def _feed(self, scope: asyncio.TaskGroup) -> None:
         while True:
             position = await self._buffer.admit()
-            task = task_at(self._tasks, position, self._seed)
+            task = self._order.at(position)
             if task.id in self._left_out:
-                if all(task.id in self._left_out for task in self._tasks):
+                if all(task.id in self._left_out for task in self._order.tasks):
                     raise RolloutFailed("no task can be graded: see the run's quarantine.json")
                 self._buffer.end(position, Outcome.LEFT_OUT)
                 continue
@@ -168,19 +168,6 @@ class RolloutProducer:
         if event.trajectory is not None:
             self.last_episode = time.perf_counter()
         self._on_event(event)
-
-
-def check_enough(tasks: Sequence[Task], per_step: int) -> None:
-    """Raises ConfigError if there are fewer tasks than one step needs."""
-    if len(tasks) < per_step:
-        raise ConfigError(f"rollout.tasks_per_step: {per_step} tasks a step, but the train split has {len(tasks)}")
-
-
-def task_at(tasks: Sequence[Task], position: int, seed: int) -> Task:
-    """The task at ``position`` (from 0) of the data: shuffled epochs without repetition. A function of seed and
-    position, so that a resumed run draws the same tasks."""
-    epoch, offset = divmod(position, len(tasks))
-    return tasks[int(np.random.default_rng([seed, epoch]).permutation(len(tasks))[offset])]
 
 
 def spill(run: EpisodeRunner) -> EpisodeRunner:
