@@ -106,8 +106,9 @@ def _config_row(name: str, field: FieldInfo, inner: Mapping[type[BaseModel], str
     kind, default = _type_text(field), _default_text(field)
     if section is not None:
         anchor = re.sub(r"[^\w-]", "", inner[section]).lower()
-        forms = {dict: "sections by name", types.UnionType: "section or null"}
-        kind = f"[{forms.get(typing.get_origin(field.annotation), 'section')}](#{anchor})"
+        origin = typing.get_origin(field.annotation)
+        form = "sections by name" if origin is dict else "section" if origin is None else "section or null"
+        kind = f"[{form}](#{anchor})"
     return [f"`{name}`", kind, default, prose(field.description or (section.__doc__ if section else "") or "")]
 
 
