@@ -18,7 +18,9 @@ import torch
 from layout_matrix import RUNS, TWO_RANKS
 from support.checkpoint_pieces import whole_parameters, whole_part
 
+from agent_rl.config import RunConfig
 from agent_rl.train.checkpoint import directory as checkpoint
+from agent_rl.train.checkpoint.export import export_checkpoint
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 
@@ -149,6 +151,23 @@ def test_another_layout_holds_the_same_state_bit_for_bit(number: int, results: P
     for key, values in theirs.items():
         np.testing.assert_array_equal(ours[key].view(np.int32), values.view(np.int32), err_msg=str(key))
         assert values.any(), f"{key}: still zero"
+
+
+@pytest.mark.parametrize("number", range(1, len(RESUMED)), ids=RESUMED[1:])
+def test_the_export_of_a_checkpoint_is_the_same_in_every_layout(
+    number: int, results: Path, directories: dict[str, Path], tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    config, models = RunConfig(name="test", model=directories["none"]), []
+    for source in ("resumed", f"resumed-{number}"):
+        export_checkpoint(results / source, config, tmp_path / source)
+        models.append(AutoModelForCausalLM.from_pretrained(tmp_path / source, dtype=torch.float32).state_dict())
+    start = AutoModelForCausalLM.from_pretrained(directories["none"], dtype=torch.float32).state_dict()
+    assert models[0].keys() == models[1].keys() == start.keys()
+    for name, weight in models[0].items():
+        assert torch.equal(models[1][name], weight), name
+        assert not torch.equal(start[name], weight), f"{name}: not trained"
 
 
 def whole_state(directory: Path) -> dict[tuple[str, str], Any]:
