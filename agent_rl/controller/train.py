@@ -121,6 +121,7 @@ async def _open_parts(
                     routes=config.captures_routes,
                     publishing=True,
                     reservations=reservations.engines,
+                    split="train",
                 )
             )
             await probe_engines(config.routes_config, runtime.engine, config.engine.headers, display)
