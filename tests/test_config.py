@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 from agent_rl.config import RunConfig
 from agent_rl.config.loader import INPUT_PATHS, load_config
 from agent_rl.errors import ConfigError
+from agent_rl.train.requests import OptimizerSpec
 
 CONFIGS = sorted((Path(__file__).resolve().parent.parent / "configs").glob("*.yaml"))
 
@@ -228,3 +229,9 @@ def test_a_key_that_occurs_twice_is_refused_with_its_line(tmp_path: Path, sectio
     path.write_text(section)
     with pytest.raises(ConfigError, match=rf"yaml:{section.count(chr(10))}: not valid YAML: key '\w+' occurs twice"):
         load_config(path)
+
+
+def test_warm_up_and_decay_count_global_steps() -> None:
+    keys = ("steps=10", "mini_steps=2", "epochs=3", "lr_warmup_steps=2", "lr_schedule=cosine", "min_lr_ratio=0.1")
+    spec = OptimizerSpec.of(load_config(QUICKSTART, [f"train.{key}" for key in keys]).train)
+    assert (spec.warmup_steps, spec.total_steps, spec.schedule, spec.min_lr_ratio) == (12, 60, "cosine", 0.1)
