@@ -149,6 +149,44 @@ def test_class_of_tools_with_every_extension_of_the_tutorial(command: Command, t
     assert Path("closed.txt").read_text().count("closed") > 4
 
 
+DOORS = """
+class Doors:
+    opened = 0
+
+    def schemas(self) -> list[dict]:
+        return [{"type": "function", "function": {"name": "open", "description": "Open one door.", "parameters": {}}}]
+
+    async def call(self, call: ToolCall) -> ToolResult:
+        if call.name == "finish":
+            return ToolResult("", submitted=True)
+        if call.name != "open" or call.arguments:
+            return ToolResult("call open without arguments", failed=True)
+        self.opened += 1
+        return ToolResult(f"{self.opened} open")
+
+class DoorsEpisode:
+    messages = [{"role": "user", "content": "Open two doors."}]
+
+    def __init__(self) -> None:
+        self.tools = Doors()
+
+    async def grade(self) -> Grade:
+        return Grade(self.tools.opened / 2, self.tools.opened == 2)
+"""
+
+
+def test_tools_may_be_any_object_with_schemas_and_call(command: Command) -> None:
+    source = printed(2).replace("import EnvContext", "import EnvContext, ToolCall") + DOORS
+    for old, new in (
+        ('SentenceEpisode(task.record["length"])', "DoorsEpisode()"),
+        ('["word " * task.record["length"]]', '[ToolCall("open", {})] * 2'),
+    ):
+        assert source.count(old) == 1
+        source = source.replace(old, new)
+    Path("doors.py").write_text(source)
+    check(command, "doors:Sentences", count=2)
+
+
 def test_audit_of_a_users_environment_is_in_the_doctors_report(command: Command) -> None:
     audit = """
     async def audit(self, task: Task) -> list[Finding]:
