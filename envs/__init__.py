@@ -14,6 +14,7 @@ from envs.types import (
     GradingError,
     HasSandbox,
     Message,
+    ProtocolError,
     Solvable,
     Task,
     TaskRecordError,

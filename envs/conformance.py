@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 
-from envs.types import Dialogue, Environment, Episode, Finding, Grade, Solvable, Task
-from tools import ToolCall, ToolResult
+from envs.protocol import awaited, check_messages, grade, located, result_of, started, tasks_of, wrong_turn
+from envs.types import Dialogue, Environment, Episode, Finding, ProtocolError, Solvable, Task
+from tools import ToolCall
 
 TASKS = 2
 """Number of tasks that are started."""
@@ -24,7 +24,7 @@ async def check_environment(env: Environment, splits: Sequence[str] = ("train", 
     checks: dict[str, Callable[[Task], Awaitable[str]]] = {
         "start and close": lambda task: _starts(env, task),
         "tool schemas": lambda task: _schemas(env, task),
-        "a wrong call returns an error": lambda task: _wrong_call(env, task),
+        "a wrong turn returns a result": lambda task: _wrong_turn(env, task),
         "an untouched task is not resolved": lambda task: _untouched(env, task),
         "the solution is resolved": lambda task: _solution(env, task),
         "episodes don't share state": lambda task: _two_at_once(env, task),
@@ -39,7 +39,7 @@ async def _check(name: str, check: Callable[[], Awaitable[str]]) -> Finding:
     try:
         return Finding(name, True, await check())
     except Exception as error:
-        reason = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
+        reason = str(error) if isinstance(error, AssertionError | ProtocolError) else located(error)
         return Finding(name, False, " ".join(reason.split())[:300])
 
 
@@ -48,33 +48,27 @@ async def _each(check: Callable[[Task], Awaitable[str]], tasks: Sequence[Task]) 
 
 
 async def _tasks(env: Environment, split: str) -> str:
-    await env.prepare(split)
-    tasks, again = env.tasks(split), env.tasks(split)
-    assert tasks, "the split has no tasks: return at least one"
+    await awaited(env.prepare(split), "prepare")
+    tasks, again = tasks_of(env, split), env.tasks(split)
     twice = [task for task, count in Counter(task.id for task in tasks).items() if count > 1]
     assert not twice, f"task id {twice[0]!r} occurs twice: ids must be unique" if twice else ""
     assert list(tasks) == list(again), "a second call returned other tasks: the order must be fixed"
     for task in tasks:
-        assert task.env == env.name, f"task {task.id!r} has env {task.env!r}, but the environment is {env.name!r}"
         json.dumps(dict(task.record))
     return f"{len(tasks)} tasks"
 
 
 async def _starts(env: Environment, task: Task) -> str:
-    async with env.start(task) as episode:
-        roles = [message["role"] for message in episode.messages]
-        assert "user" in roles, f"the initial messages are {roles}: one must be of the user"
-        assert all(isinstance(message["content"], str) for message in episode.messages), "contents must be strings"
-    return f"initial messages: {', '.join(roles)}"
+    async with started(env, task) as episode:
+        return f"initial messages: {', '.join(check_messages(episode))}"
 
 
 async def _schemas(env: Environment, task: Task) -> str:
-    async with env.start(task) as episode:
+    async with started(env, task) as episode:
+        if isinstance(episode, Dialogue):
+            assert not hasattr(episode, "tools"), "the episode has respond, so its tools are never called: remove one"
+            return "none: the episode is a Dialogue"
         schemas = json.loads(json.dumps(list(episode.tools.schemas())))
-        is_dialogue = isinstance(episode, Dialogue)
-    if is_dialogue:
-        assert not schemas, "the episode is a Dialogue, which never calls tools: remove the tools"
-        return "none: the episode is a Dialogue"
     names = [schema["function"]["name"] for schema in schemas]
     assert names, "the episode has no tool"
     assert len(set(names)) == len(names), f"two tools have one name: {names}"
@@ -83,58 +77,40 @@ async def _schemas(env: Environment, task: Task) -> str:
     return ", ".join(names)
 
 
-async def _wrong_call(env: Environment, task: Task) -> str:
-    async with env.start(task) as episode:
-        if isinstance(episode, Dialogue):
-            _assert_result(await episode.respond(""))
-            return "an empty turn"
-        answer = await episode.tools.call(ToolCall("no_such_tool", {}))
-        _assert_result(answer)
-        assert answer.failed, "a call of an unknown tool must return a failed result"
-        name = episode.tools.schemas()[0]["function"]["name"]
-        _assert_result(await episode.tools.call(ToolCall(name, {"no_such_argument": 1})))
-    return answer.text[:80]
-
-
-def _assert_result(result: object) -> None:
-    assert isinstance(result, ToolResult), f"a tool returned a {type(result).__name__}, not a ToolResult"
+async def _wrong_turn(env: Environment, task: Task) -> str:
+    async with started(env, task) as episode:
+        return await wrong_turn(episode)
 
 
 async def _untouched(env: Environment, task: Task) -> str:
-    async with env.start(task) as episode:
-        grade = await _grade(episode)
-    assert not grade.resolved, f"task {task.id!r} is resolved by doing nothing"
-    return f"reward {grade.reward:g}"
-
-
-async def _grade(episode: Episode) -> Grade:
-    grade = await episode.grade()
-    assert isinstance(grade, Grade), f"grade() returned a {type(grade).__name__}, not a Grade"
-    assert math.isfinite(grade.reward), f"the reward is {grade.reward}: it must be finite"
-    return grade
+    async with started(env, task) as episode:
+        result = await grade(episode)
+    assert not result.resolved, f"task {task.id!r} is resolved by doing nothing"
+    return f"reward {result.reward:g}"
 
 
 async def _solution(env: Environment, task: Task) -> str:
     calls = _calls(env, task)
     if not calls:
         return "the environment has no solution"
-    async with env.start(task) as episode:
+    async with started(env, task) as episode:
         await _solve(episode, calls)
-        grade = await _grade(episode)
-    assert grade.resolved, f"task {task.id!r}: its solution is not resolved (reward {grade.reward:g})"
-    return f"{len(calls)} turn(s), reward {grade.reward:g}"
+        result = await grade(episode)
+    assert result.resolved, f"task {task.id!r}: its solution is not resolved (reward {result.reward:g})"
+    return f"{len(calls)} turn(s), reward {result.reward:g}"
 
 
 def _calls(env: Environment, task: Task) -> Sequence[ToolCall | str]:
     return env.solution(task) if isinstance(env, Solvable) else []
 
 
-async def _solve(episode: Episode, turns: Sequence[ToolCall | str]) -> None:
+async def _solve(episode: Episode | Dialogue, turns: Sequence[ToolCall | str]) -> None:
     for turn in turns:
-        if isinstance(turn, str):
-            assert isinstance(episode, Dialogue), "the solution is text, but the episode has no method respond"
-            await episode.respond(turn)
+        if isinstance(episode, Dialogue):
+            assert isinstance(turn, str), "the solution has a ToolCall, but the episode is a Dialogue: give texts"
+            await result_of(episode.respond(turn), "respond")
             continue
+        assert isinstance(turn, ToolCall), "the solution is text, but the episode has no method respond"
         answer = await episode.tools.call(turn)
         assert not answer.failed, f"the solution's call of {turn.name} failed: {answer.text[:200]}"
 
@@ -142,9 +118,9 @@ async def _solve(episode: Episode, turns: Sequence[ToolCall | str]) -> None:
 async def _two_at_once(env: Environment, task: Task) -> str:
     """One episode must not change another of the same task."""
     calls = _calls(env, task)
-    async with env.start(task) as first, env.start(task) as second:
+    async with started(env, task) as first, started(env, task) as second:
         await _solve(first, calls)
-        grades = await asyncio.gather(_grade(first), _grade(second))
+        grades = await asyncio.gather(grade(first), grade(second))
     assert not grades[1].resolved, "the grade of one episode depends on another"
     return "two concurrent episodes"
 

@@ -78,7 +78,11 @@ def needs_sandbox(name: str) -> bool:
 
 def _uses_tool_class(cls: Any) -> bool:
     """Whether ``cls`` is a tool class and not an implementation of the whole protocol."""
-    return is_tool_class(cls) and not hasattr(cls, "start")
+    if hasattr(cls, "start") or not all(hasattr(cls, name) for name in ("tasks", "setup", "grade")):
+        return False
+    if not is_tool_class(cls):
+        raise EnvironmentLoadError(f"{cls.__name__}: setup and grade have to be async: write async def")
+    return True
 
 
 def path_options(name: str) -> frozenset[str]:

@@ -7,7 +7,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from itertools import chain
 
-from envs.types import Auditable, Environment, EnvsError, Episode, Finding, Solvable, Task
+from envs.types import Auditable, Dialogue, Environment, EnvsError, Episode, Finding, Solvable, Task
 from tools import ToolCall
 
 
@@ -32,7 +32,7 @@ class SourcesEnvironment:
     def tasks(self, split: str) -> Sequence[Task]:
         return [task for source, own in self._splits.get(split, ()) for task in self._tasks_of(source, own)]
 
-    def start(self, task: Task) -> AbstractAsyncContextManager[Episode]:
+    def start(self, task: Task) -> AbstractAsyncContextManager[Episode | Dialogue]:
         environment, own = self._origin(task)
         return environment.start(own)
 

@@ -44,7 +44,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ValidationError
 
 from envs.context import EnvContext
-from envs.types import EnvsError, Grade, Message, Task
+from envs.types import EnvsError, Grade, Message, ProtocolError, Task
 from tools import FunctionToolSet, ToolCall, ToolDefinitionError, ToolResult, ToolSet
 
 _NOT_TOOLS = frozenset({"setup", "grade", "close", "tasks", "solution"})
@@ -113,6 +113,8 @@ class ToolClassEnvironment:
     def tasks(self, split: str) -> Sequence[Task]:
         """The class's rows of ``split``. A task's id is the row's ``id``, else ``SPLIT-INDEX``."""
         rows = list(self._class.tasks(split, self._options))
+        for row in rows:
+            self._expect(row, Mapping, "tasks", " in its list; expected dicts")
         return [Task(str(row.get("id", f"{split}-{index}")), self._name, row) for index, row in enumerate(rows)]
 
     @asynccontextmanager
@@ -126,6 +128,7 @@ class ToolClassEnvironment:
             if hasattr(instance, "close"):
                 stack.push_async_callback(instance.close)
             initial = await instance.setup(task)
+            self._expect(initial, Sequence, "setup", "; expected the user message")
             yield ToolEpisode(self._messages(initial), tool_set(instance), instance)
 
     def gold(self, task: Task) -> str:
@@ -135,6 +138,10 @@ class ToolClassEnvironment:
     def solution(self, task: Task) -> Sequence[ToolCall]:
         """The calls that solve ``task``; empty if the class has no ``solution``."""
         return list(self._class.solution(task)) if hasattr(self._class, "solution") else []
+
+    def _expect(self, value: object, kind: type[Any], method: str, expected: str) -> None:
+        if not isinstance(value, kind):
+            raise ProtocolError(f"{self._class.__name__}.{method} returned a {type(value).__name__}{expected}")
 
     def _messages(self, initial: str | Sequence[Message]) -> Sequence[Message]:
         if not isinstance(initial, str):

@@ -58,6 +58,10 @@ class EnvsError(Exception):
         super().__init__(printable(message))
 
 
+class ProtocolError(EnvsError):
+    """An environment that does not keep its protocol: one line for its author."""
+
+
 class TaskRecordError(EnvsError):
     """A broken task record. The message names the row, the field and the expected value."""
 
@@ -91,10 +95,19 @@ class Episode(Protocol):
 
 @runtime_checkable
 class Dialogue(Protocol):
-    """Optional: an episode without tools. It takes each turn of the agent as text."""
+    """An episode without tools, in place of :class:`Episode`. It takes each turn of the agent as text."""
+
+    @property
+    def messages(self) -> Sequence[Message]:
+        """The initial messages: system and user."""
+        ...
 
     async def respond(self, text: str) -> ToolResult:
-        """Take a turn of the agent. The result is its next observation; ``submitted`` ends the episode."""
+        """Take a turn of the agent. The result is the next message of the user; ``submitted`` ends the episode."""
+        ...
+
+    async def grade(self) -> Grade:
+        """Grade what the agent said."""
         ...
 
 
@@ -123,7 +136,7 @@ class Environment(Protocol):
         """The tasks of ``split`` (``train``, ``heldout`` or an environment-specific name), in a fixed order."""
         ...
 
-    def start(self, task: Task) -> AbstractAsyncContextManager[Episode]:
+    def start(self, task: Task) -> AbstractAsyncContextManager[Episode | Dialogue]:
         """Start ``task``. Leaving the context closes its sandbox, also on cancellation."""
         ...
 

@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 from agent_rl.config import RunConfig
 from agent_rl.config.loader import INPUT_PATHS, load_config
 from agent_rl.errors import ConfigError
+from agent_rl.train.requests import OptimizerSpec
 
 CONFIGS = sorted((Path(__file__).resolve().parent.parent / "configs").glob("*.yaml"))
 
@@ -262,3 +263,9 @@ def test_paths_in_the_options_of_a_source_are_found_beside_the_config(tmp_path: 
     file = tmp_path / "c.yaml"
     file.write_text("{base: quickstart, eval: {sources: {sums: {env: math, options: {path: problems.jsonl}}}}}")
     assert load_config(file).eval.sources["sums"].options["path"] == str(tmp_path / "problems.jsonl")
+
+
+def test_warm_up_and_decay_count_global_steps() -> None:
+    keys = ("steps=10", "mini_steps=2", "epochs=3", "lr_warmup_steps=2", "lr_schedule=cosine", "min_lr_ratio=0.1")
+    spec = OptimizerSpec.of(load_config(QUICKSTART, [f"train.{key}" for key in keys]).train)
+    assert (spec.warmup_steps, spec.total_steps, spec.schedule, spec.min_lr_ratio) == (12, 60, "cosine", 0.1)

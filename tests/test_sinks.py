@@ -1,11 +1,16 @@
 """Metrics of a run in the services beside TensorBoard, each by its own library and without a network.
 
 The libraries are in no environment of the project; where they are: ``pytest -m exhaustive tests/test_sinks.py``.
+Without them only the arguments are checked.
 """
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -13,7 +18,35 @@ from agent_rl.config import RunConfig
 from agent_rl.monitoring.metrics_log import MetricsLog
 from agent_rl.monitoring.sinks import SinkRun, check_sinks, sink_factories
 
-pytestmark = pytest.mark.exhaustive
+
+@pytest.mark.parametrize(
+    ("keys", "name", "group", "tags"),
+    [
+        ({}, "demo", None, ()),
+        ({"run_name": "fresh", "group": "ablation", "tags": ["a", "b"]}, "fresh", "ablation", ("a", "b")),
+    ],
+)
+def test_services_are_given_the_runs_name_group_and_tags(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    keys: dict[str, Any],
+    name: str,
+    group: str | None,
+    tags: tuple[str, ...],
+) -> None:
+    wandb, client = MagicMock(), MagicMock()
+    client.search_runs.return_value = []
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(MlflowClient=lambda: client))
+    monitoring = {"sinks": ["wandb", "mlflow"], **keys}
+    config = RunConfig.model_validate({"name": "demo", "model": "m", "monitoring": monitoring})
+    for sink in sink_factories(SinkRun(tmp_path, "abc123", config)).values():
+        sink()
+    sent = wandb.init.call_args.kwargs
+    assert (sent["name"], sent["group"], sent["tags"], sent["id"]) == (name, group, tags, "abc123")
+    sent = client.create_run.call_args.kwargs
+    grouped = {} if group is None else {"group": group}
+    assert sent == {"run_name": name, "tags": {"agent_rl.run_id": "abc123", **dict.fromkeys(tags, ""), **grouped}}
 
 
 def write(directory: Path, sink: str) -> None:
@@ -32,6 +65,7 @@ def write(directory: Path, sink: str) -> None:
     assert lines == []
 
 
+@pytest.mark.exhaustive
 def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -41,6 +75,7 @@ def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert any(b"reward/mean" in path.read_bytes() for path in files)
 
 
+@pytest.mark.exhaustive
 def test_mlflow_in_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from mlflow import MlflowClient
 

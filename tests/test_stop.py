@@ -32,6 +32,17 @@ root.main()
 """
 PATIENT = "await asyncio.sleep(600)"
 STUCK = "await agent_rl.utils.concurrency.shielded(asyncio.to_thread(threading.Event().wait))"
+RAY_SESSION = """from agent_rl.train.ray_session import ray_session
+async with ray_session(None, cpus=1):
+    print("ray started", flush=True)
+    await asyncio.sleep(600)"""
+RAY_WORKERS = """from contextlib import ExitStack
+from agent_rl.config import TrainConfig
+from agent_rl.train.worker_group import WorkerGroup
+with ExitStack() as ray:
+    await WorkerGroup(ray).launch(TrainConfig(device="cpu"), None)
+    print("ray started", flush=True)
+    await asyncio.sleep(600)"""
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -48,6 +59,21 @@ def test_stopped_command_prints_a_message_and_exits(number: signal.Signals, wait
     if wait == PATIENT:
         assert out == "cleaned up\n"
         assert error.splitlines()[-1] == "stopped; start again to resume"
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("source", [RAY_SESSION, RAY_WORKERS], ids=["session", "workers"])
+def test_sigterm_after_ray_started_is_as_clean_as_ctrl_c(source: str) -> None:
+    """Ray's own handler prints ten lines and aborts."""
+    program = WAITS.format(wait="\n        ".join(source.splitlines())).replace("SECONDS = 0.5", "SECONDS = 60")
+    command = [sys.executable, "-c", program]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert [process.stdout.readline() for _ in range(2)] == ["begun\n", "ray started\n"]
+    process.send_signal(signal.SIGTERM)
+    out, error = process.communicate(timeout=60)
+    assert (process.returncode, out) == (130, "cleaned up\n")
+    lines = [line for line in error.splitlines() if "Failed to register actor" not in line]  # one that was starting
+    assert lines == ["stopping: cleaning up (some seconds) ...", "stopped; start again to resume"]
 
 
 async def test_panel_is_removed_when_the_command_is_stopped() -> None:

@@ -1,4 +1,7 @@
-"""``agent-rl clean``: removes what runs no longer need. Lists it without ``--yes``."""
+"""``agent-rl clean``: removes what runs no longer need. Lists it without ``--yes``.
+
+A directory is renamed first, so a kill leaves only a hidden directory that the next start removes.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +50,14 @@ def clean(directories: Sequence[Path], console: Console, *, remove: bool) -> Non
         return
     for one in found:
         with lock_directory(one.run):  # a run that has started since is in use
-            shutil.rmtree(one.path)
+            _remove(one.path)
     console.print(f"removed {total}")
+
+
+def _remove(directory: Path) -> None:
+    if not _is_leftover(directory):
+        directory = directory.rename(directory.with_name(f".{directory.name}.partial"))
+    shutil.rmtree(directory)
 
 
 def removable(directory: Path) -> Iterator[Removable]:
@@ -57,8 +66,8 @@ def removable(directory: Path) -> Iterator[Removable]:
         raise UserError(f"{directory}: not a directory; expected the directory of a run, or its parent")
     runs = [directory] if _is_run(directory) else sorted(path for path in directory.iterdir() if path.is_dir())
     for run in runs:
-        if run.name.startswith(".") and run.name.endswith(".partial") and not run.is_symlink():
-            yield Removable(run, run, "left by a fork that was killed")
+        if _is_leftover(run):
+            yield Removable(run, run, "left by a fork or a clean that was killed")
         elif _is_run(run) and not is_locked(run):
             yield from _of_run(run)
 
@@ -68,8 +77,14 @@ def _of_run(run: Path) -> Iterator[Removable]:
         yield Removable(run, run, "a start that failed: no episode ended")
         return
     for name, reason in _REMADE.items():
+        if (run / f".{name}.partial").is_dir():
+            yield Removable(run, run / f".{name}.partial", "left by a clean that was killed")
         if (run / name).is_dir() and not (run / name).is_symlink():
             yield Removable(run, run / name, reason)
+
+
+def _is_leftover(directory: Path) -> bool:
+    return directory.name.startswith(".") and directory.name.endswith(".partial") and not directory.is_symlink()
 
 
 def _is_run(directory: Path) -> bool:

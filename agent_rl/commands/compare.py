@@ -37,7 +37,6 @@ from agent_rl.rollout.records import read_trajectories, steps_on_disk
 from agent_rl.train.ray_trainer import RayTrainer
 from agent_rl.types import Group, Sample, Trajectory
 from agent_rl.utils import foreign
-from agent_rl.utils.concurrency import cancel_on_signals
 from agent_rl.utils.run_files import write_atomic, write_json
 from r3.mismatch.breakdown import Mismatch, MismatchReport, Pair, mismatch_report
 from r3.mismatch.figures import differing_routers, f_tau_curves, probability_scatter
@@ -114,7 +113,6 @@ async def run_compare(
         compared = await rescore_trajectories(checked, out, display, sampled) if rescore else sampled
         display.stage("starting the trainer")
         async with RayTrainer(config, checked.model_spec) as trainer:
-            cancel_on_signals()
             passes = await _run_passes(trainer, config, compared, display)
         display.stage("reports")
         comparison = compare(compared, *passes)

@@ -62,8 +62,9 @@ async def run_evaluation(config: RunConfig, options: EvalOptions) -> str | None:
     with lock_directory(path):
         directory = EvaluationDirectory(path, _identity(config, options), defaults=_settings(EpisodeRules()))
         with display:
-            async with open_policy(config, options.policy, path, display) as policy:
-                picked = await pick_tasks(policy, options.split_name(config.eval), options.max_tasks(config.eval))
+            split = options.split_name(config.eval)
+            async with open_policy(config, options.policy, path, display, split) as policy:
+                picked = await pick_tasks(policy, split, options.max_tasks(config.eval))
                 if options.tasks is not None and len(picked) < options.tasks:
                     left_out = len(policy.task_runtime.quarantined)
                     quarantine = f" without the {left_out} in env.quarantine" if left_out else ""

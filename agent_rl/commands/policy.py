@@ -115,20 +115,22 @@ def with_harness(config: RunConfig, command: str | None, choice: PolicyChoice) -
 
 
 @asynccontextmanager
-async def open_policy(config: RunConfig, choice: PolicyChoice, logs: Path, display: Display) -> AsyncIterator[Policy]:
-    """Open the policy and its task runtime; launched engines log to ``logs``."""
+async def open_policy(
+    config: RunConfig, choice: PolicyChoice, logs: Path, display: Display, split: str
+) -> AsyncIterator[Policy]:
+    """Open the policy and its task runtime, for tasks of ``split``; launched engines log to ``logs``."""
     rules = choice.rules(config)
     if choice.name == "engine":
-        async with open_rollout_runtime(preflight.run(config), logs, display, routes=False) as runtime:
+        async with open_rollout_runtime(preflight.run(config), logs, display, routes=False, split=split) as runtime:
             yield Policy(runtime.task_runtime, runtime.runner(rules))
     elif (endpoint := choice.endpoint) is not None:
         engine = ChatEngine(endpoint, timeout=config.engine.request_timeout, retries=config.engine.retries)
         async with engine:
             await engine.check_ready()
-            async with open_task_runtime(config, display) as task_runtime:
+            async with open_task_runtime(config, display, split=split) as task_runtime:
                 yield Policy(task_runtime, _chat_runner(task_runtime.env, engine, endpoint, rules))
     else:
-        async with open_task_runtime(config, display) as task_runtime:
+        async with open_task_runtime(config, display, split=split) as task_runtime:
             yield _open_solver(choice, task_runtime, rules)
 
 

@@ -33,7 +33,7 @@ async def roll_out(checked: Checked, directory: Path, display: Display, *, tasks
     config = checked.config
     with lock_directory(directory):
         keep_tokenizer(config.model, directory)
-        opening = open_rollout_runtime(checked, directory / "logs", display, routes=config.captures_routes)
+        opening = open_rollout_runtime(checked, directory / "logs", display, routes=config.captures_routes, split=split)
         async with opening as runtime:
             policy = Policy(runtime.task_runtime, runtime.runner(EpisodeRules.from_config(config)))
             chosen = await pick_tasks(policy, split, tasks)

@@ -69,7 +69,8 @@ def _runs(directory: Path) -> Iterator[tuple[Path, Mapping[str, Any]]]:
     if not directory.is_dir():
         raise UserError(f"{directory}: not a directory; expected the directory of a run, or its parent")
     found = list(_with_evaluations(directory))
-    for path in sorted(path for path in directory.iterdir() if path.is_dir()) if not found else ():
+    visible = (path for path in directory.iterdir() if path.is_dir() and not path.name.startswith("."))
+    for path in sorted(visible) if not found else ():
         found += _with_evaluations(path)
     yield from found
 

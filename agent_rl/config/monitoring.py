@@ -88,3 +88,6 @@ class MonitoringConfig(Section):
         description="Services that receive the metrics in addition to metrics.jsonl: tensorboard, wandb, mlflow.",
     )
     project: str = Field("agent-rl", min_length=1, description="Project name for wandb, experiment name for mlflow.")
+    run_name: str | None = Field(None, min_length=1, description="Name of the run in wandb and mlflow. null: name.")
+    group: str | None = Field(None, min_length=1, description="Group of runs in wandb; the tag group in mlflow.")
+    tags: tuple[str, ...] = Field((), description="Tags of the run in wandb and mlflow.")

@@ -26,6 +26,7 @@ KlEstimator = Literal["k1", "k2", "k3"]
 Planner = Literal["foremoe", "eplb", "shadow"]
 ExpertPlacement = Literal["contiguous", "measured"]
 ExpertTransfer = Literal["pool", "exchange"]
+LrSchedule = Literal["constant", "linear", "cosine"]
 Objective = Annotated[str, registered_name("train.objective", objective_spec, ConfigError)]
 
 
@@ -232,6 +233,12 @@ class TrainConfig(Section):
     )
     lr: float = Field(2e-6, gt=0, description="Learning rate.")
     lr_warmup_steps: int = Field(0, ge=0, description="Global steps of linear learning-rate warm-up.")
+    lr_schedule: LrSchedule = Field(
+        "constant",
+        description="Learning rate after the warm-up. constant: lr. linear, cosine: down to lr * min_lr_ratio at the "
+        "last of train.steps.",
+    )
+    min_lr_ratio: float = Field(0.0, ge=0, le=1, description="Last learning rate of linear and cosine, divided by lr.")
     weight_decay: float = Field(0.0, ge=0, description="Weight decay of AdamW.")
     betas: tuple[float, float] = Field((0.9, 0.95), description="Adam's beta1 and beta2.")
     grad_clip: float = Field(1.0, gt=0, description="Global gradient-norm limit.")
@@ -364,4 +371,8 @@ class TrainConfig(Section):
     @property
     def total_updates(self) -> int:
         """Number of optimizer updates of the whole run, at least 1."""
-        return max(1, self.steps * self.mini_steps * self.epochs)
+        return max(1, self.steps * self.updates_per_step)
+
+    @property
+    def updates_per_step(self) -> int:
+        return self.mini_steps * self.epochs

@@ -34,11 +34,12 @@ from agent_rl.rollout.turn_log import LoggedRunner, TurnLog
 from agent_rl.types import Trajectory
 from agent_rl.utils.sockets import NCCL_SETTINGS
 from agent_rl.weight_sync.served import check_served_weights
-from envs import Environment, Task, load_scaffold
+from envs import ENVIRONMENTS, Environment, GradingError, ProtocolError, Task, load_scaffold
 from envs.context import EnvContext
+from envs.protocol import try_first_task
 from envs.registry import load_environment
 from envs.sources import SourcesEnvironment, source_of
-from sandbox import SandboxBackend
+from sandbox import SandboxBackend, SandboxError, bounded
 from sandbox.ray.backend import ClusterBackend
 from tools.formats import ToolCallFormat, tool_format
 
@@ -119,10 +120,16 @@ class RolloutRuntime:
 
 @asynccontextmanager
 async def open_task_runtime(
-    config: RunConfig, display: Display, agent_binds: Mapping[str, str] = MappingProxyType({})
+    config: RunConfig,
+    display: Display,
+    agent_binds: Mapping[str, str] = MappingProxyType({}),
+    *,
+    split: str | None = None,
 ) -> AsyncIterator[TaskRuntime]:
     """Open the sandbox backend and the environment, and remove sandboxes that dead runs left behind. ``agent_binds``:
-    what the agents' sandboxes see of the host (:class:`envs.context.EnvContext`)."""
+    what the agents' sandboxes see of the host (:class:`envs.context.EnvContext`). ``split``: a custom environment
+    starts and grades its first task of this split, and ProtocolError says in one line what its author has to change.
+    """
     quarantined = frozenset(read_quarantine(config.env.quarantine) if config.env.quarantine else ())
     cluster = ClusterRequest.of(config)
     async with open_sandboxes(config, cluster, display.note) as backend:
@@ -141,26 +148,48 @@ async def open_task_runtime(
             grade_timeout=config.env.grade_timeout,
             agent_binds=agent_binds,
         )
-        env = _load_environments(config, context)
-        yield TaskRuntime(backend, env, quarantined)
+        loaded = _load_environments(config, context)
+        if split is not None:
+            for name, source in config.environments.items():
+                if source.env not in ENVIRONMENTS.built_in:
+                    await _try_environment(source.env, loaded[name], _split_of(config, name, split), config, display)
+        yield TaskRuntime(backend, _as_one(loaded, config), quarantined)
 
 
-def _load_environments(config: RunConfig, context: EnvContext) -> Environment:
-    """The environment of the config, or its sources as one. A source of evaluation is a split of that name."""
-    loaded = {
-        name: load_environment(
-            source.env,
-            replace(context, grade_timeout=source.grade_timeout or context.grade_timeout),
-            source.options,
-        )
-        for name, source in config.environments.items()
-    }
+def _load_environments(config: RunConfig, context: EnvContext) -> dict[str, Environment]:
+    """The environments of the config by source."""
+    loaded = dict[str, Environment]()
+    for name, source in config.environments.items():
+        timeout = source.grade_timeout or context.grade_timeout
+        loaded[name] = load_environment(source.env, replace(context, grade_timeout=timeout), source.options)
+    return loaded
+
+
+def _split_of(config: RunConfig, source: str, split: str) -> str:
+    """The split of a source's tasks; ``split`` for the environment of the section ``env``."""
+    trained = config.train.sources.get(source)
+    return trained.split if trained else config.evaluations[source].split if source else split
+
+
+def _as_one(loaded: Mapping[str, Environment], config: RunConfig) -> Environment:
+    """The environments of the config as one. A source of evaluation is a split of that name."""
     if list(loaded) == [""]:
         return loaded[""]
     evaluated = {name: [(name, settings.split)] for name, settings in config.evaluations.items()}
     trained = [(name, source.split) for name, source in config.train.sources.items()] or [("", "train")]
     splits = evaluated | {"train": trained, config.eval.split: list(chain.from_iterable(evaluated.values()))}
     return SourcesEnvironment(loaded, splits)
+
+
+async def _try_environment(name: str, env: Environment, split: str, config: RunConfig, display: Display) -> None:
+    display.stage("trying the environment's first task")
+    try:
+        async with bounded(config.env.start_timeout + config.env.grading_timeout, "the first task"):
+            await try_first_task(env, split)
+    except ProtocolError as error:
+        raise ProtocolError(f"environment {name}: {error}; `agent-rl envs check {name}` runs all checks") from error
+    except (SandboxError, GradingError) as error:
+        display.note(f"the environment's first task was not tried: {error}")
 
 
 def describe_gpu_start(engine: EngineConfig, log_dir: Path, display: Display) -> None:
@@ -188,12 +217,14 @@ async def open_rollout_runtime(
     routes: bool,
     publishing: bool = False,
     reservations: Sequence[Reservation] | None = None,
+    split: str | None = None,
 ) -> AsyncIterator[RolloutRuntime]:
     """Open the task runtime and the engines that serve ``config.model``: those of ``engine.urls``, or own servers.
 
     ``routes``: whether the engines capture routes. ``publishing``: whether they receive weights before they are used.
-    ``reservations``: of engines on Ray; None reserves them here. Leaving stops everything that was started. Raises
-    ConfigError, SandboxError or EngineStartError, each one line.
+    ``reservations``: of engines on Ray; None reserves them here. ``split``: as in :func:`open_task_runtime`. Leaving
+    stops everything that was started. Raises ConfigError, SandboxError, ProtocolError or EngineStartError, each one
+    line.
     """
     config = checked.config
     async with AsyncExitStack() as stack:
@@ -212,7 +243,7 @@ async def open_rollout_runtime(
             endpoint = await stack.enter_async_context(serve_endpoint(harness.dialects))
             display.fact("harness", f"{harness.command}, in the {harness.location}, port {endpoint.port}")
         binds = agent_binds(endpoint, harness) if endpoint and harness else {}
-        task_runtime = await stack.enter_async_context(open_task_runtime(config, display, binds))
+        task_runtime = await stack.enter_async_context(open_task_runtime(config, display, binds, split=split))
         display.stage("starting the engine")
         if config.engine.launched and config.engine.may_use_gpus:
             describe_gpu_start(config.engine, log_dir, display)

@@ -54,7 +54,7 @@ from agent_rl.rollout.records import write_trajectories
 from agent_rl.rollout.rescore import Rescorer
 from agent_rl.train.ray_trainer import RayTrainer
 from agent_rl.types import TokenDetail
-from agent_rl.utils.concurrency import LoopLag, cancel_on_signals, run_alongside
+from agent_rl.utils.concurrency import LoopLag, run_alongside
 from agent_rl.utils.directory_lock import lock_directory
 from agent_rl.weight_sync.sync import WeightSync
 
@@ -122,6 +122,7 @@ async def _open_parts(
                     routes=config.captures_routes,
                     publishing=True,
                     reservations=reservations.engines,
+                    split="train",
                 )
             )
             await probe_engines(config.routes_config, runtime.engine, config.engine.headers, display)
@@ -129,7 +130,6 @@ async def _open_parts(
             if config.engine.colocate:  # SGLang needs the same free memory on all of its GPUs when it starts
                 await runtime.engine.sleep.begin()
                 starting.create_task(trainer.start())
-        cancel_on_signals()
         yield runtime, trainer
 
 

@@ -81,11 +81,11 @@ class HarnessRun(EpisodeRun):
         self.sandbox: Sandbox | None = None
         self.failed: HarnessError | None = None
 
-    def _open(self, episode: Episode, tools: ToolSet) -> None:
+    def _open(self, episode: Episode | Dialogue, target: ToolSet | Dialogue) -> None:
         """Nothing is rendered before the program's first request."""
         self.endpoint_session.messages = episode.messages
         if self.harness.location == "host":
-            self.endpoint_session.tools = tools
+            self.endpoint_session.tools = None if isinstance(target, Dialogue) else target
         elif isinstance(episode, HasSandbox):
             self.sandbox = episode.sandbox
         else:

@@ -176,7 +176,9 @@ class Session:
         the session."""
         self._check_open()
         if self.tools is None:
-            raise RequestRejected("bad", "this session has no tools, because its program runs in the sandbox")
+            raise RequestRejected(
+                "bad", "this session has no tools: its program runs in the sandbox, or its episode is text"
+            )
         try:
             result = await self.tools.call(call)
         except Exception as error:

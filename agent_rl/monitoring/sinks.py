@@ -40,6 +40,11 @@ class SinkRun:
     run_id: str
     config: RunConfig
 
+    @property
+    def name(self) -> str:
+        """The run's name in the services."""
+        return self.config.monitoring.run_name or self.config.name
+
 
 class TensorBoard:
     """Event files in the directory ``tensorboard`` of a run."""
@@ -66,7 +71,9 @@ class WeightsAndBiases:
 
         self._run: Any = wandb.init(
             project=run.config.monitoring.project,
-            name=run.config.name,
+            name=run.name,
+            group=run.config.monitoring.group,
+            tags=run.config.monitoring.tags,
             id=run.run_id,
             resume="allow",
             dir=str(run.directory),
@@ -89,11 +96,14 @@ class MLflow:
         from mlflow import MlflowClient
 
         self._client: Any = MlflowClient()
-        project, tag = run.config.monitoring.project, {"agent_rl.run_id": run.run_id}
+        monitoring = run.config.monitoring
+        project, tags = monitoring.project, {"agent_rl.run_id": run.run_id, **dict.fromkeys(monitoring.tags, "")}
+        if monitoring.group is not None:
+            tags["group"] = monitoring.group
         experiment = self._client.get_experiment_by_name(project)
         number = experiment.experiment_id if experiment else self._client.create_experiment(project)
         existing = self._client.search_runs([number], f"tags.`agent_rl.run_id` = '{run.run_id}'", max_results=1)
-        self._run = existing[0] if existing else self._client.create_run(number, run_name=run.config.name, tags=tag)
+        self._run = existing[0] if existing else self._client.create_run(number, run_name=run.name, tags=tags)
         if not existing:
             self._client.log_dict(self._run.info.run_id, run.config.model_dump(mode="json"), "config.yaml")
 

@@ -20,6 +20,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from agent_rl.render.prefix_check import Role
 from agent_rl.types import SampledCall, TokenIds
 from tools import THINK, ParseFailure, ToolCall, parse_call
 from tools.formats import HermesFormat
@@ -52,7 +53,9 @@ class ChatTextRenderer:
         tokens = [token for m in messages for token in (_ROLES[m["role"]], *encode(m["content"]))]
         return [*tool_tokens, *tokens, _ROLES["assistant"]]
 
-    def observation(self, text: str, *, stop: int | None, call: SampledCall | None = None) -> list[int]:
+    def observation(
+        self, text: str, role: Role | None = None, *, stop: int | None, call: SampledCall | None = None
+    ) -> list[int]:
         end = [STOP] if stop is None else []
         return [*end, _ROLES["user"], *encode(text), _ROLES["assistant"]]
 

@@ -26,6 +26,7 @@ from agent_rl.config import EnvConfig, R3Config, RolloutConfig, RunConfig
 from agent_rl.engine.generation_gate import GenerationGate
 from agent_rl.engine.types import Engine
 from agent_rl.errors import AgentRlError, EngineAborted, EngineError, HarnessError, RoutesMissingError
+from agent_rl.render.prefix_check import Role
 from agent_rl.rollout.initial_prompt import Renderer, build_initial_prompt
 from agent_rl.rollout.route_audit import Auditor
 from agent_rl.rollout.thoughts import measure_thoughts
@@ -163,6 +164,7 @@ class EpisodeRun:
         self.log, self.prompt_hash, self.completions, self.replayed = log, "", list[Completion](), 0
         self.renderer, self.fmt, self.rules, self.limits = renderer, fmt, rules, rules.rollout
         self.scaffold = load_scaffold(rules.env.scaffold)
+        self.observation_role: Role | None = None
         self.session = f"{task.id}-{uuid.uuid4().hex[:12]}"
         self.began, self.started = round(time.time(), 3), time.perf_counter()
         self.transcript = Transcript((), max_tokens=self.limits.max_tokens, routes=None)
@@ -181,9 +183,9 @@ class EpisodeRun:
         graded: Trajectory | None = None
         try:
             async with self._started_episode() as episode:
-                tools = episode.tools
-                self._open(episode, tools)
-                stop = await self._act(episode if isinstance(episode, Dialogue) else tools)
+                target = episode if isinstance(episode, Dialogue) else episode.tools
+                self._open(episode, target)
+                stop = await self._act(target)
                 graded = self._trajectory(stop, await self._grade(episode))
             return graded
         except Exception as error:
@@ -199,20 +201,22 @@ class EpisodeRun:
             return failed
 
     @asynccontextmanager
-    async def _started_episode(self) -> AsyncIterator[Episode]:
+    async def _started_episode(self) -> AsyncIterator[Episode | Dialogue]:
         async with AsyncExitStack() as stack:
             async with bounded(self.rules.env.start_timeout, "starting the task"):
                 episode = await stack.enter_async_context(self.env.start(self.task))
             self.start_seconds = _seconds_since(self.started)
             yield episode
 
-    def _open(self, episode: Episode, tools: ToolSet) -> None:
+    def _open(self, episode: Episode | Dialogue, target: ToolSet | Dialogue) -> None:
         *first, last = episode.messages
+        if isinstance(target, Dialogue):
+            self.observation_role = "user"
         self.messages, prompt = build_initial_prompt(
             self.renderer,
             self.fmt,
             [*first, {**last, "content": self._with_remark(last["content"])}],
-            tools.schemas(),
+            () if isinstance(target, Dialogue) else target.schemas(),
             describe_tools=self.limits.describe_tools,
         )
         self.transcript = Transcript(prompt, max_tokens=self.limits.max_tokens, routes=self.rules.routes)
@@ -366,8 +370,9 @@ class EpisodeRun:
         text = self._with_remark(text)
         turn = self.turns[-1]
         call = SampledCall(turn["tool"], turn["text"]) if turn["tool"] else None
-        tokens = self.renderer.observation(text, stop=stop, call=call)
-        self.messages.append({"role": self.scaffold.observation_role or "tool", "content": text})
+        tokens = self.renderer.observation(text, self.observation_role, stop=stop, call=call)
+        role = self.observation_role or self.scaffold.observation_role or "tool"
+        self.messages.append({"role": role, "content": text})
         self.turns[-1]["observation_tokens"] = len(tokens)
         if len(tokens) >= self.transcript.remaining:
             return StopReason.CONTEXT_FULL
@@ -377,7 +382,7 @@ class EpisodeRun:
     def _with_remark(self, text: str) -> str:
         return self.scaffold.with_turn_note(text, len(self.turns), self.limits.max_turns)
 
-    async def _grade(self, episode: Episode) -> Grade:
+    async def _grade(self, episode: Episode | Dialogue) -> Grade:
         started = time.perf_counter()
         self.grade_began = round(started - self.started, 6)
         async with bounded(self.rules.env.grading_timeout, "grading"):

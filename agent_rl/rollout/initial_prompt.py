@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from agent_rl.render.prefix_check import Role
 from agent_rl.types import SampledCall, TokenIds
 from tools import Reasoning, ToolCallFormat
 
@@ -37,9 +38,12 @@ class Renderer(Protocol):
         """The tokens of ``messages`` up to the start of the agent's first turn."""
         ...
 
-    def observation(self, text: str, *, stop: int | None, call: SampledCall | None = None) -> list[int]:
-        """The tokens between the last sampled token and the agent's next turn. ``stop``: the last sampled token
-        if it is a stop token. ``call``: the call whose result the observation is."""
+    def observation(
+        self, text: str, role: Role | None = None, *, stop: int | None, call: SampledCall | None = None
+    ) -> list[int]:
+        """The tokens between the last sampled token and the agent's next turn. ``role`` is that of the message, None
+        the renderer's choice. ``stop``: the last sampled token if it is a stop token. ``call``: the call whose result
+        the observation is."""
         ...
 
     def decode(self, tokens: TokenIds) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 
 from agent_rl.config import DEFAULT_SCAFFOLD
 from agent_rl.errors import AgentRlError, UserError
+from agent_rl.render.prefix_check import Role
 from agent_rl.rollout.episode import EpisodeRules, run_episode
 from agent_rl.rollout.group import EpisodeRunner
 from agent_rl.rollout.jsonl_zst import read_rows
@@ -40,13 +41,14 @@ def noop(env: Environment, task: Task) -> Sequence[ToolCall]:
 
 
 def gold(env: Environment, task: Task) -> Sequence[ToolCall | str]:
-    """The environment's own solution, or the reference fix applied with ``git apply``; then submit.
+    """The environment's own solution, or the reference fix applied with ``git apply``; then submit. A solution in
+    texts ends by itself.
 
     The patch is sent as base64 in a file under ``.git``, so that shell quoting, tool-call formats and the diff of the
     working tree cannot affect it. Raises UserError for a task without a gold patch.
     """
     if calls := _solution(env, task):
-        return [*calls, *noop(env, task)]
+        return calls if isinstance(calls[-1], str) else [*calls, *noop(env, task)]
     patch = env.gold(task)
     if not patch:
         raise UserError(f"task {task.id}: environment {env.name!r} has no gold patch")
@@ -145,7 +147,9 @@ class ByteRenderer:
     ) -> list[int]:
         return [token for message in messages for token in self.encode(message["content"])]
 
-    def observation(self, text: str, *, stop: int | None, call: SampledCall | None = None) -> list[int]:
+    def observation(
+        self, text: str, role: Role | None = None, *, stop: int | None, call: SampledCall | None = None
+    ) -> list[int]:
         return [self.STOP, *text.encode()] if stop is None else list(text.encode())
 
     def encode(self, text: str) -> list[int]:

@@ -58,7 +58,7 @@ class StateShard:
 
 
 class PolicyOptimizer:
-    """AdamW over Megatron's model chunks, with warm-up and a constant or cosine schedule."""
+    """AdamW over Megatron's model chunks, with warm-up and a constant, linear or cosine schedule."""
 
     def __init__(self, chunks: Sequence[torch.nn.Module], spec: OptimizerSpec, dtype: torch.dtype) -> None:
         self._chunks: list[Any] = list(chunks)

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 
 from agent_rl.errors import TrainerError, UserError
 from agent_rl.train import ray_leftovers as leftovers
-from agent_rl.utils.concurrency import shielded
+from agent_rl.utils.concurrency import restore_sigterm, shielded
 
 MIN_STORE_BYTES = 256 << 20
 RESPONSE_SECONDS = 10.0
@@ -101,6 +101,7 @@ async def ray_session(address: str | None, *, cpus: int) -> AsyncIterator[None]:
     try:
         # Shielded: after a cancelled start a thread would go on to start processes without an owner.
         await shielded(asyncio.to_thread(stack.enter_context, ray_cluster(address, cpus=cpus)))
+        restore_sigterm()
         yield
     finally:
         await shielded(asyncio.to_thread(stack.close))

@@ -8,6 +8,7 @@ from typing import Literal
 
 from agent_rl.config import RunConfig, TrainConfig
 from agent_rl.config.base import Precision
+from agent_rl.config.train import LrSchedule
 from agent_rl.models.spec import ModelSpec
 from r3.trace.recorders import TraceRequest
 
@@ -35,9 +36,9 @@ class WorkerRequest:
 class OptimizerSpec:
     """AdamW, its schedule and the gradient clip.
 
-    ``warmup_steps`` updates of linear warm-up, then ``lr`` (constant) or a cosine down to ``lr * min_lr_ratio`` at
-    update ``total_steps``. ``offload``: the state is in host memory between updates. ``moments``: the precision of
-    Adam's moments.
+    ``warmup_steps`` updates of linear warm-up, then ``lr`` (constant), or a line or cosine down to ``lr *
+    min_lr_ratio`` at update ``total_steps``. ``offload``: the state is in host memory between updates. ``moments``: the
+    precision of Adam's moments.
     """
 
     lr: float
@@ -47,21 +48,23 @@ class OptimizerSpec:
     grad_clip: float = 1.0
     warmup_steps: int = 0
     total_steps: int = 1
-    schedule: Literal["constant", "cosine"] = "constant"
+    schedule: LrSchedule = "constant"
     min_lr_ratio: float = 0.0
     offload: bool = False
     moments: Precision = "float32"
 
     @classmethod
     def of(cls, train: TrainConfig) -> OptimizerSpec:
-        """The optimizer of policy training: a constant learning rate after the warm-up."""
+        """The optimizer of policy training."""
         return cls(
             lr=train.lr,
             betas=train.betas,
             weight_decay=train.weight_decay,
             grad_clip=train.grad_clip,
-            warmup_steps=train.lr_warmup_steps,
+            warmup_steps=train.lr_warmup_steps * train.updates_per_step,
             total_steps=train.total_updates,
+            schedule=train.lr_schedule,
+            min_lr_ratio=train.min_lr_ratio,
             offload=train.offload_optimizer,
             moments=train.optimizer_moments,
         )

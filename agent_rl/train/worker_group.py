@@ -19,7 +19,7 @@ from agent_rl.train.ray_launch import start_actors
 from agent_rl.train.ray_session import check_ray
 from agent_rl.train.requests import OptimizerSpec, WorkerDevice, WorkerRequest
 from agent_rl.train.route_sharding import WorkerInfo
-from agent_rl.utils.concurrency import run_alongside, shielded
+from agent_rl.utils.concurrency import restore_sigterm, run_alongside, shielded
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -61,7 +61,9 @@ class WorkerGroup:
             return device
 
         # Shielded: after a cancelled start a thread would go on to start processes without an owner.
-        return await shielded(asyncio.to_thread(start))
+        device = await shielded(asyncio.to_thread(start))
+        restore_sigterm()
+        return device
 
     async def start(self, request: WorkerRequest, optimizer: OptimizerSpec, note: Callable[[str], None]) -> None:
         """Build the model in each actor. ``note`` receives lines about the progress and the kernels. Raises

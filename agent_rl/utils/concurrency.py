@@ -64,13 +64,19 @@ def cancel_on_signals() -> None:
     """Make Ctrl-C and SIGTERM cancel the current task and print a line at once.
 
     The process exits after ``STOP_SECONDS`` in any case, because a thread that waits for a dead node (in Ray, for
-    example) cannot be cancelled; engines and sandboxes end with their owner. Call this function again after Ray
-    started: Ray installs a SIGTERM handler that prints a stack trace and ends the process immediately.
+    example) cannot be cancelled; engines and sandboxes end with their owner.
     """
     task = asyncio.current_task()
     assert task is not None
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, _stop, task)
+
+
+def restore_sigterm() -> None:
+    """Give SIGTERM back to Python's handler. Ray replaces it, in C++, with one that prints a stack trace and aborts."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+        signal.siginterrupt(signal.SIGTERM, False)
 
 
 def _stop(task: asyncio.Task[object]) -> None:

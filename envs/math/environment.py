@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from envs.context import EnvContext
@@ -15,7 +15,7 @@ from envs.math.grader import Grader
 from envs.math.records import Problem, ProblemSet, read_problems
 from envs.rows import is_data_set_directory, select_split
 from envs.types import Grade, Message, Task, TaskRecordError
-from tools import FunctionToolSet, ToolResult, ToolSet
+from tools import ToolResult
 
 INSTRUCTION = r"Reason step by step. Write the final answer as \boxed{...} at the end."
 
@@ -29,7 +29,6 @@ class MathEpisode:
     problem: Problem
     grader: Grader
     turn: str | None = None
-    tools: ToolSet = field(default_factory=lambda: FunctionToolSet(()))
 
     @property
     def messages(self) -> Sequence[Message]:

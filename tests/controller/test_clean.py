@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import io
+import itertools
+import shutil
 from pathlib import Path
 
 import pytest
 from rich.console import Console
+from support.kill_points import contents, ends_before
 
 from agent_rl.commands.clean import clean, size
+from agent_rl.controller.run_models import resolve_run
 from agent_rl.utils.directory_lock import lock_directory
 
 
@@ -62,3 +66,31 @@ def test_a_linked_file_counts_once(tmp_path: Path) -> None:
     (tmp_path / "one").write_bytes(bytes(10))
     (tmp_path / "two").hardlink_to(tmp_path / "one")
     assert size(tmp_path) == 10
+
+
+def clean_all(directory: Path) -> None:
+    clean([directory], Console(quiet=True), remove=True)
+
+
+def test_clean_killed_at_each_change_of_a_file_can_be_run_again(tmp_path: Path) -> None:
+    for number in itertools.count(1):
+        runs = tmp_path / "runs"
+        run = make_run(runs, "whole", results=True)
+        make_run(runs, "failed", results=False)
+        (run / "checkpoints/step-000001/manifest.json").write_text("{}")
+        kept = {name: data for name, data in contents(runs).items() if name.startswith("whole/") and "exp" not in name}
+        (run / "exports/step-000001/config.json").write_text("{}")
+        (run / "weights").mkdir()
+        export = contents(run / "exports")
+        ended = ends_before(number, clean_all, runs)
+        assert kept.items() <= contents(runs).items()
+        if (run / "exports").exists():
+            assert resolve_run(run, "model") == run / "exports/step-000001"
+            assert contents(run / "exports") == export, "a half-removed export is used as a model"
+        clean_all(runs)
+        assert contents(runs) == kept
+        assert [path.name for path in runs.iterdir()] == ["whole"]
+        shutil.rmtree(runs)
+        if ended:
+            break
+    assert number > 10

@@ -137,7 +137,6 @@ async def test_engines_sleep_before_the_trainer_starts(tmp_path: Path, monkeypat
     trainer = SimpleNamespace(start=starting, close=_nothing)
     monkeypatch.setattr(train, "open_rollout_runtime", opened)
     monkeypatch.setattr(train, "RayTrainer", lambda *_, **__: trainer)
-    monkeypatch.setattr(train, "cancel_on_signals", lambda: None)
     display = Display("run", life.notes)
     checked = Checked(config, life.runtime.engine.model_spec, ClusterRequest.of(config))
     async with train._open_parts(checked, RunState(config), display, Reservations()):

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 import yaml
+from rich.console import Console
+from support.kill_points import contents, ends_before
 from support.pipeline_run import Deaths, Life, run_config
 
+from agent_rl.commands.runs import list_runs
 from agent_rl.config import RunConfig
 from agent_rl.config.loader import load_recorded
 from agent_rl.controller.async_rollout.task_ledger import faults, read_ledger
-from agent_rl.controller.config_changes import read_changes
+from agent_rl.controller.config_changes import HISTORY, read_changes
 from agent_rl.controller.fork import fork
 from agent_rl.errors import ConfigError, UserError
 from agent_rl.monitoring.metrics_log import read_metrics
@@ -75,9 +81,28 @@ async def test_a_fork_names_what_is_wrong(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["run"]
 
 
-async def test_a_fork_replaces_what_a_killed_one_left(tmp_path: Path) -> None:
+def remade(run: Path) -> dict[str, bytes]:
+    """The files of a fork, without its random id and the time."""
+    ids = yaml.safe_load((run / "state.json").read_text())["run_id"].encode()
+    found = {name: data.replace(ids, b"ID") for name, data in contents(run).items()}
+    return found | {HISTORY: re.sub(rb'"time":[\d.]+', b"", found[HISTORY])}
+
+
+async def test_fork_killed_at_each_change_of_a_file_is_absent_or_complete(tmp_path: Path) -> None:
     config = await half_a_run(tmp_path)
-    (tmp_path / ".forked.partial").mkdir()
-    (tmp_path / ".forked.partial/metrics.jsonl").write_text("half")
-    assert yaml.safe_load((fork(config.run_dir, "", "forked") / "config.yaml").read_text())["name"] == "forked"
-    assert not (tmp_path / ".forked.partial").exists()
+    arguments = (config.run_dir, "6", "forked", ["train.lr=1e-5"])
+    origin, target = contents(config.run_dir), tmp_path / "forked"
+    complete = remade(fork(*arguments))
+    for number in itertools.count(1):
+        shutil.rmtree(target)
+        if ends_before(number, fork, *arguments):
+            break
+        assert contents(config.run_dir) == origin
+        if not target.exists():
+            list_runs([tmp_path], console := Console(file=io.StringIO(), width=200))
+            assert "forked" not in console.file.getvalue(), "a half-made fork is no run"
+            fork(*arguments)
+        assert remade(target) == complete
+        assert sorted(os.listdir(tmp_path)) == ["forked", "run"]
+    assert number > 30
+    assert remade(target) == complete

@@ -89,6 +89,11 @@ class WordsInASandbox(Words):
     def __init__(self, sandbox: object) -> None: ...
 
 
+class AtOnce(Words):
+    def grade(self) -> float:  # type: ignore[override]
+        return 0.0
+
+
 def test_needs_sandbox() -> None:
     names = ("math", "mini", "swe", *(f"{HERE}:{name}" for name in ("PlainEnvironment", "Words", "WordsInASandbox")))
     assert [needs_sandbox(name) for name in names] == [False, True, True, True, False, True]
@@ -103,6 +108,7 @@ def test_needs_sandbox() -> None:
         (f"{HERE}:PlainEnvironmnt", {}, "did you mean 'PlainEnvironment'?"),
         (f"{HERE}:HERE", {}, "is a str, not a class"),
         (f"{HERE}:Nothing", {}, "is not an environment, it lacks name, prepare, tasks, start, gold"),
+        (f"{HERE}:AtOnce", {}, "AtOnce: setup and grade have to be async: write async def"),
         (f"{HERE}:PlainEnvironment", {}, "option 'greeting' is required"),
         (f"{HERE}:PlainEnvironment", {"greting": "x"}, r"unknown option 'greting': did you mean 'greeting'\?"),
         ("swe", {"xyz": 1}, "unknown option 'xyz': options: path, data_split, specs, heldout, repos, limit"),

@@ -160,6 +160,10 @@ def graded(value: Any) -> Callable[..., Awaitable[Any]]:
     return grade
 
 
+async def set_up(self: Counter, task: Task) -> None:
+    """Returns nothing."""
+
+
 def listed(tasks: Callable[[], list[dict[str, Any]]]) -> Any:
     return classmethod(lambda cls, split, options: tasks())
 
@@ -176,7 +180,13 @@ class Undescribed(Counter):
 @pytest.mark.parametrize(
     ("made", "check", "told"),
     [
-        (broken(tasks=listed(list)), "tasks of train", "the split has no tasks"),
+        (broken(tasks=listed(list)), "tasks of train", "returned no tasks; expected a list"),
+        (
+            broken(tasks=listed(lambda: [1])),
+            "tasks of train",
+            "Broken.tasks returned a int in its list; expected dicts",
+        ),
+        (broken(setup=set_up), "start and close", "Broken.setup returned a NoneType; expected the user message"),
         (broken(tasks=listed(lambda: [{"id": "one"}] * 2)), "tasks of train", "'one' occurs twice"),
         (broken(tasks=listed(lambda: [{"id": f"{next(numbers)}"}])), "tasks of train", "the order must be fixed"),
         (broken(grade=graded(1.0)), "an untouched task is not resolved", "resolved by doing nothing"),

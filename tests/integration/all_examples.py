@@ -1,4 +1,5 @@
-"""The worked examples of docs/ and the first environment of a new project as one, so that one run trains on all."""
+"""The worked examples of docs/, the printed dialogue and the first environment of a new project as one, so that one run
+trains on all."""
 
 from __future__ import annotations
 
@@ -7,10 +8,10 @@ from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
-from agent_rl.api import EnvContext, Episode, Task, load_environment
+from agent_rl.api import Dialogue, EnvContext, Episode, Task, load_environment
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "docs/examples"))
-EXAMPLES = ("sql_tools:SqlTools", "retrieval_tools:RetrievalTools", "letters:Letters")
+EXAMPLES = ("sql_tools:SqlTools", "retrieval_tools:RetrievalTools", "letters:Letters", "sentences:Sentences")
 
 
 class AllExamples:
@@ -19,7 +20,8 @@ class AllExamples:
     name = "all_examples:AllExamples"
 
     def __init__(self, context: EnvContext, count: int) -> None:
-        self._examples = {name: load_environment(name, context, {"count": count}) for name in EXAMPLES}
+        examples = (load_environment(name, context, {"count": count}) for name in EXAMPLES)
+        self._examples = {example.name.partition(":")[0]: example for example in examples}
 
     async def prepare(self, *splits: str) -> None:
         for example in self._examples.values():
@@ -27,9 +29,13 @@ class AllExamples:
 
     def tasks(self, split: str) -> Sequence[Task]:
         turns = zip(*(example.tasks(split) for example in self._examples.values()), strict=True)
-        return [Task(task.id, self.name, {**task.record, "example": task.env}) for turn in turns for task in turn]
+        return [
+            Task(f"{name}-{task.id}", self.name, {**task.record, "example": name})
+            for turn in turns
+            for name, task in zip(self._examples, turn, strict=True)
+        ]
 
-    def start(self, task: Task) -> AbstractAsyncContextManager[Episode]:
+    def start(self, task: Task) -> AbstractAsyncContextManager[Episode | Dialogue]:
         return self._examples[task.record["example"]].start(task)
 
     def gold(self, task: Task) -> str:

@@ -1,7 +1,7 @@
 """From an empty directory to updates: `agent-rl init`, `envs check`, `train`, with real SGLang and real Megatron.
 
-One run trains on the new project's environment and on the worked examples of docs/reference/environments.md, since
-starting its engine and trainer is most of its time.
+One run trains on the new project's environment, and on the worked examples and the dialogue of
+docs/reference/environments.md, since starting its engine and trainer is most of its time.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from integration_run import REAL, ROOT, Run
 from agent_rl.monitoring.metrics_log import read_metrics
 from agent_rl.rollout.records import read_trajectories
 
+EXAMPLES = ("sql_tools", "retrieval_tools", "letters", "sentences")
 pytestmark = [*REAL, pytest.mark.timeout(400)]
 
 
@@ -40,10 +41,13 @@ def begun(project: Path) -> Path:
 
 def test_a_run_trains_on_custom_environments(start: Callable[..., Run], tmp_path: Path) -> None:
     project = begun(tmp_path / "project")
+    page = (ROOT / "docs/reference/environments.md").read_text()
+    (dialogue,) = [code for code in page.split("```python\n") if "class Sentences" in code]
+    (project / "sentences.py").write_text(dialogue.split("```")[0])
     # Two turns are just too few for some episodes to finish in time, so that groups have something to compare.
     run = start(
         "env.name=all_examples:AllExamples", "env.options={count: 16}", "rollout.max_turns=2",
-        "rollout.tasks_per_step=9",
+        "rollout.tasks_per_step=12",
         "train.steps=2", "train.checkpoint_every=0", "eval.tasks=0",
         "rollout.dynamic_sampling={enabled: true, max_draws: 2}", "train.old_logprob.source=rescore",
         "train.old_logprob.rescore.n=2", project=project,
@@ -51,7 +55,10 @@ def test_a_run_trains_on_custom_environments(start: Callable[..., Run], tmp_path
     assert run.finish() == 0, run.text
     groups = [group for step in (1, 2) for group in read_trajectories(tmp_path / "small", step)]
     compared = {group.task_id.partition("-")[0] for group in groups if len({t.reward for t in group.trajectories}) > 1}
-    assert compared == {"shop", "town", "train"}, "every environment had a group to learn from"
+    assert compared == {*EXAMPLES}, "every environment had a group to learn from"
+    said = [t for group in groups if group.task_id.startswith("sentences") for t in group.trajectories]
+    assert {turn.tool for t in said for turn in t.turns} == {None}
+    assert {message["role"] for t in said for message in t.messages} == {"user", "assistant"}
     rows = read_metrics(tmp_path / "small")
     assert [row["step"] for row in rows] == [1, 2]
     updated = [row for row in rows if row["train/samples"]]

@@ -19,8 +19,12 @@ from support.journal_rows import read_journal
 
 from agent_rl.config.loader import install_model
 from agent_rl.controller.async_rollout.task_ledger import faults, gaps, read_ledger
+from agent_rl.controller.config_changes import read_changes
+from agent_rl.controller.fork import fork
 from agent_rl.monitoring.metrics_log import read_metrics
 from agent_rl.train.checkpoint import directory as checkpoint
+from agent_rl.viewer import runs as viewed
+from agent_rl.viewer.index import Index
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -104,6 +108,28 @@ def test_a_dead_rank_is_restarted_within_the_run(
     check_finished(life.run, reference)
     assert len(episodes(life.run)) == len(set(episodes(life.run))), "a finished episode was sampled again"
     assert life.left() == []
+
+
+def test_run_resumed_with_another_lr_equals_a_fork_bit_for_bit(live: Callable[..., Life]) -> None:
+    first = live("lowered")
+    run = first.run
+    assert first.until(lambda: len(read_metrics(run)) == 3), first.text
+    first.kill()
+    before = [exact(row) for row in read_metrics(run)]
+    forked = fork(run, "2", "forked", ["train.lr=1e-3"])
+
+    rows = metrics_of(live("lowered", "train.lr=1e-3"))
+    assert Life(forked).finish() == 0
+    assert rows == {int(row["step"]): exact(row) for row in read_metrics(forked)}
+    assert [rows[1], rows[2]] == before[:2], "the steps before the change stay"
+    assert rows[3]["train/lr"] == pytest.approx(before[2]["train/lr"] / 10)
+    for weights in (f"checkpoints/step-00000{STEPS}/rank-00000.safetensors", "model/model.safetensors"):
+        assert (run / weights).read_bytes() == (forked / weights).read_bytes()
+    for each in (run, forked):
+        assert faults(each, read_ledger(each)) == gaps(read_ledger(each)) == []
+        (change,) = read_changes(each)
+        assert change.text == "after step 2: train.lr 0.01 -> 0.001"
+        assert "config changed after step 2: train.lr" in viewed.run(Index(each))["notes"]
 
 
 @pytest.mark.exhaustive

@@ -25,7 +25,7 @@ from agent_rl.rollout.scripted_policies import ByteRenderer
 from agent_rl.types import SampledCall, StopReason, Trajectory
 from envs import Grade, GradingError, TaskRecordError, UndecidableError
 from sandbox import ImageMissingError, SandboxLostError, SandboxUnavailableError
-from tools import FunctionToolSet, Reasoning, ToolDefinitionError, ToolResult
+from tools import Reasoning, ToolDefinitionError, ToolResult
 
 ROUTES = R3Config()
 HOOKS = ["on_start", "on_call", "on_grade"]
@@ -113,9 +113,9 @@ async def test_each_token_is_rendered_and_decoded_once() -> None:
             handled.append(len(tokens))
             return super().decode(tokens)
 
-        def observation(self, text: str, *, stop: int | None, call: SampledCall | None = None) -> list[int]:
+        def observation(self, text: str, *args: Any, **options: Any) -> list[int]:
             handled.append(len(text))
-            return super().observation(text, stop=stop, call=call)
+            return super().observation(text, *args, **options)
 
     class SameList(TurnsEngine):
         prompt: Any = None
@@ -169,9 +169,9 @@ async def test_the_renderer_is_given_the_sampled_call_and_the_stop_token() -> No
     given: list[Any] = []
 
     class Recording(ByteRenderer):
-        def observation(self, text: str, *, stop: int | None, call: SampledCall | None = None) -> list[int]:
-            given.append((stop, call))
-            return super().observation(text, stop=stop, call=call)
+        def observation(self, text: str, *args: Any, **options: Any) -> list[int]:
+            given.append((options["stop"], options["call"]))
+            return super().observation(text, *args, **options)
 
     await drive(TurnsEngine(["hm", FIX]), renderer=Recording(), max_turns=2)
     assert given == [(ByteRenderer.STOP, None), (ByteRenderer.STOP, SampledCall("echo", FIX))]
@@ -450,7 +450,6 @@ class Talk:
     """A dialogue. It returns how many turns it received, and ends at ``bye``."""
 
     received: list[str] = field(default_factory=list)
-    tools: FunctionToolSet = field(default_factory=lambda: FunctionToolSet(()))
     messages: Sequence[Mapping[str, str]] = ({"role": "user", "content": "Talk."},)
 
     async def respond(self, text: str) -> ToolResult:
@@ -470,3 +469,4 @@ async def test_a_dialogue_receives_whole_turns_and_no_call_is_parsed(monkeypatch
     shown = [(turn.tool, turn.parse_failure, turn.observation) for turn in trajectory.turns]
     assert shown == [(None, None, str(count)) for count in (1, 2, 3, 4)]
     assert trajectory.messages[0] == talk.messages[0], "there are no tools to describe"
+    assert {message["role"] for message in trajectory.messages} == {"user", "assistant"}

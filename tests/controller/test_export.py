@@ -1,0 +1,72 @@
+"""``agent-rl export`` under kills."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from support.kill_points import contents, ends_before
+from support.moe_checkpoint import write_moe
+
+pytest.importorskip("torch", reason="needs the trainer environment")
+
+from agent_rl.config import LoraConfig, ParallelConfig, RunConfig
+from agent_rl.controller.run_models import export
+from agent_rl.models.cuts import Place
+from agent_rl.models.spec import read_model_spec
+from agent_rl.models.tensors import adapters, model_parameters
+from agent_rl.train.checkpoint import directory as checkpoint
+from agent_rl.train.checkpoint.export import _full_shape
+from agent_rl.train.checkpoint.pieces import FlatRange, write_pieces
+
+
+def write_run(runs: Path, lora: LoraConfig | None) -> Path:
+    """A run with a checkpoint of random weights of step 1."""
+    model = write_moe(
+        runs / "model", layers=1, hidden=16, heads=2, kv=1, head_dim=8, experts=4, inter=8, vocab=32
+    )  # fmt: skip
+    train = {"lora": None if lora is None else lora.model_dump()}
+    config = RunConfig.model_validate({"name": "run", "model": str(model), "runs_dir": str(runs), "train": train})
+    directory = config.run_dir / "checkpoints/step-000001"
+    spec, place = read_model_spec(model), Place(experts=tuple(range(4)))
+    parameters = [each for _, each in model_parameters(spec) if not (each.frozen or each.copied)]
+    if lora is not None:
+        parameters = [half for each in parameters if each.adapted for half in adapters(each, lora.rank)]
+    shards = [shard for each in parameters for shard in each.cut.shards(each.tensors, _full_shape(each), place)]
+    ranges = [FlatRange(shard, 0, math.prod(shard.shape)) for shard in shards]
+    values = np.random.default_rng(0).standard_normal(sum(each.size for each in ranges)).astype(np.float32)
+    partial = checkpoint.begin(directory)
+    with checkpoint.rank_file(partial, 0).open("wb") as file:
+        checksum = write_pieces(file, [(each, "master") for each in ranges], values)
+    layout = ParallelConfig().model_dump()
+    checkpoint.commit(directory, checkpoint.Manifest(checkpoint.FORMAT, 1, {}, layout, "float32", (checksum,), {}))
+    (config.run_dir / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    (config.run_dir / "state.json").write_text("{}")
+    return config.run_dir
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=8)], ids=["weights", "adapters"])
+def test_export_killed_at_each_change_of_a_file_is_absent_or_complete(tmp_path: Path, lora: LoraConfig | None) -> None:
+    run, out = write_run(tmp_path, lora), tmp_path / "out/model"
+    source = run / "checkpoints/step-000001"
+    export(source, run, out)
+    origin, complete = contents(run), contents(out)
+    assert {"config.json", "model.safetensors"} <= complete.keys()
+    assert ("adapter/adapter_model.safetensors" in complete) == (lora is not None)
+    for number in itertools.count(1):
+        shutil.rmtree(out.parent)
+        if ends_before(number, export, source, run, out):
+            break
+        assert contents(run) == origin
+        if not out.exists():
+            export(source, run, out)
+        assert contents(out) == complete
+        assert os.listdir(out.parent) == ["model"], "what a killed export left is removed"
+    assert number > 5
+    assert contents(out) == complete
