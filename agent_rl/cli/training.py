@@ -79,6 +79,9 @@ def evaluate(
     harness: Annotated[
         str | None, typer.Option(metavar="COMMAND", help="Agent program on this machine that drives the episodes.")
     ] = None,
+    prices: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="YAML list of prices per million tokens, for the report's cost.")
+    ] = None,
 ) -> None:
     """Measure Pass@1 on a split of the config's environment. A killed evaluation resumes.
 
@@ -91,7 +94,7 @@ def evaluate(
     from agent_rl.controller.run_models import resolve_models
 
     fields, native = request_fields(request or ()), tool_calls is ToolCalls.NATIVE
-    options = EvalOptions(PolicyChoice(policy, model, greedy, native, fields), tasks, samples, split, out)
+    options = EvalOptions(PolicyChoice(policy, model, greedy, native, fields), tasks, samples, split, out, prices)
     loaded = load_config(config, overrides or ())
     if policy == "engine":
         loaded = resolve_models(loaded, print)  # blocks, so before run_async handles Ctrl-C
