@@ -13,7 +13,9 @@ from typing import Any
 import orjson
 import pytest
 from support.local_server import serving
+from typer.testing import CliRunner
 
+from agent_rl.cli import app
 from tools import ToolCall
 from tools.formats import tool_format
 
@@ -112,6 +114,8 @@ async def test_the_report_has_the_tokens_that_the_endpoint_counted_and_their_cos
     assert (report["model"], report["requested"], report["available"] > 3) == ("m", 3, True)
     assert "6,000 in (2,400 cached), 360 out (240 reasoning)" in out
     assert "0.0120 USD" in out
+    listed = CliRunner().invoke(app, ["runs", str(tmp_path)], env={"COLUMNS": "160"}).output
+    assert re.search(r"cost .*\n(.*\n)*.* 0\.01 USD ", listed), listed
 
 
 async def test_tokens_of_an_endpoint_that_counts_none_are_unknown(tmp_path: Path) -> None:
