@@ -85,7 +85,7 @@ def evaluate(
 ) -> None:
     """Measure Pass@1 on a split of the config's environment. A killed evaluation resumes.
 
-    Compare two evaluations with agent-rl eval compare A B.
+    Compare evaluations with agent-rl eval compare A B.
     Exit code 1: no episode could be graded; the last line gives the reason.
     """
     from agent_rl.commands.eval import EvalOptions, run_evaluation
@@ -106,26 +106,31 @@ def evaluate(
 
 @app.command("eval compare")
 def eval_compare(
-    first: Annotated[
-        str,
+    evaluations: Annotated[
+        list[str],
         typer.Argument(
-            metavar="A", help="Directory, results.jsonl or report.json of an evaluation, or RUN:step-N/sampled."
+            metavar="A B...", help="Directory, results.jsonl or report.json of an evaluation, or RUN:step-N/sampled."
         ),
     ],
-    second: Annotated[str, typer.Argument(metavar="B", help="Second evaluation, on the same tasks.")],
     points: Annotated[
         float, typer.Option(min=0.1, max=100.0, help="Percentage points for the power calculation.")
     ] = 3.0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the bootstrap.")] = 0,
+    pool: Annotated[
+        bool, typer.Option("--pool", help="Count evaluations of one model with equal settings as one with all samples.")
+    ] = False,
+    tasks: Annotated[
+        bool, typer.Option("--tasks", help="Print the resolved samples of each task, most different tasks first.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Compare two evaluations task by task: difference in Pass@1, confidence interval and significance.
+    """Compare evaluations task by task: Pass@k with intervals, effort, and the differences to the first.
 
-    Tasks that only one evaluation graded are excluded and listed.
+    Tasks that one evaluation did not grade are excluded and listed.
     """
     from agent_rl.commands.eval_compare import run_eval_compare
 
-    run_eval_compare(first, second, points=points, seed=seed, json=json)
+    run_eval_compare(evaluations, points=points, seed=seed, pooled=pool, by_task=tasks, json=json)
 
 
 @app.command()

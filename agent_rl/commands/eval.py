@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +17,7 @@ from agent_rl.controller import preflight
 from agent_rl.evaluation.directory import EvaluationDirectory
 from agent_rl.evaluation.evaluate import evaluate
 from agent_rl.evaluation.prices import read_price, with_costs
-from agent_rl.evaluation.report import EpisodeResult, EvalReport, RepoOutcome
+from agent_rl.evaluation.report import EpisodeResult, EvalReport, PassAtK, RepoOutcome
 from agent_rl.monitoring.console import Display, cell
 from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.group import Limiter
@@ -181,13 +180,22 @@ def table(reports: Sequence[EvalReport]) -> Table:
         "turns, mean": lambda item: f"{item.turns_mean:.1f}",
         "seconds, mean": lambda item: f"{item.seconds_mean:.1f}",
         "tokens": _tokens,
-        "cost": lambda item: "unknown" if item.cost is None else f"{item.cost:.4f} USD",
     }
+    if any(item.price for item in reports):
+        rows["cost"] = lambda item: "unknown" if item.cost is None else f"{item.cost:.4f} USD"
     for name, value in rows.items():
         result.add_row(name, *map(value, reports))
     for k in list(reports[0].pass_at_k)[1:] if reports else ():
-        result.add_row(f"Pass@{k}", *(f"{item.pass_at_k.get(k, math.nan):.1%}" for item in reports))
+        result.add_row(f"Pass@{k}", *(_pass_at_k(item.pass_at_k.get(k), item.graded) for item in reports))
     return result
+
+
+def _pass_at_k(value: PassAtK | None, graded: int) -> str:
+    if value is None or not value.tasks:
+        return "-"
+    low, high = value.interval
+    share = "" if value.tasks == graded else f" ({value.tasks:,} of {graded:,} tasks)"
+    return f"{value.rate:.1%} [{low:.1%}, {high:.1%}]{share}"
 
 
 def _graded_tasks(report: EvalReport) -> str:

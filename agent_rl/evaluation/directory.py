@@ -182,8 +182,8 @@ def _short(value: Any) -> str:
 def _parse_result(path: Path, number: int, line: bytes) -> EpisodeResult:
     try:
         row = json.loads(line)
-        usage = None if row.get("usage") is None else Usage(**row["usage"])
-        result = EpisodeResult(**{**row, "suspected_hack": tuple(row["suspected_hack"]), "usage": usage})
+        parsed = {"suspected_hack": tuple(row["suspected_hack"]), "usage": Usage.parse(row.get("usage"))}
+        result = EpisodeResult(**{**row, **parsed})
         if not (isinstance(result.task_id, str) and isinstance(result.sample, int)):
             raise ValueError("task_id is not a text or sample not a number")
         return result

@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from agent_rl.evaluation.usage import Usage, total
 from agent_rl.utils.run_files import write_json
@@ -67,6 +67,29 @@ class TaskOutcome:
         return self.resolved / self.graded
 
 
+class Counted(Protocol):
+    """The samples of a task: the number of graded ones, and of those that resolved it."""
+
+    @property
+    def graded(self) -> int: ...
+
+    @property
+    def resolved(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PassAtK:
+    """Pass@k: the mean ``rate`` over ``tasks`` tasks, with Wilson's 95 % ``interval`` with the tasks as trials.
+
+    With k samples a task, the trials are binary as Wilson's are. With more, the interval is wider than needed, because
+    a task's estimate varies less than a binary trial.
+    """
+
+    rate: float
+    interval: tuple[float, float]
+    tasks: int
+
+
 @dataclass(frozen=True, slots=True)
 class RepoOutcome:
     """The tasks of one repository: graded and ungraded tasks, and Pass@1."""
@@ -83,7 +106,7 @@ class EvalReport:
     ``pass_at_1`` is the mean over graded tasks of the share of resolved samples; NaN without graded tasks. ``interval``
     is Wilson's 95 % interval with the graded *tasks* as trials, because samples of one task are not independent.
     ``ungraded`` tasks had only infrastructure failures and are excluded. ``pass_at_k`` has k = 1, 2, 4, ... up to
-    ``samples``, over the tasks with at least k graded samples (:func:`pass_at_k`). ``suspected_hacks`` counts samples
+    ``samples``, over the tasks with at least k graded samples (:func:`pass_at_ks`). ``suspected_hacks`` counts samples
     whose patch changes files that affect the grading. ``usage`` and ``cost`` (USD, at ``price``) are sums over the
     ``usage_tasks`` tasks whose tokens are known. ``model``: its name, or the policy's without a model.
     ``available``: tasks of the split that the policy can run; ``requested``: tasks that the user requested, None for
@@ -100,7 +123,7 @@ class EvalReport:
     suspected_hacks: int
     pass_at_1: float
     interval: tuple[float, float]
-    pass_at_k: dict[str, float]
+    pass_at_k: dict[str, PassAtK]
     turns_mean: float
     seconds: float
     stops: dict[str, int]
@@ -142,7 +165,7 @@ def report(
         suspected_hacks=sum(outcome.suspected_hacks for outcome in outcomes),
         pass_at_1=rate,
         interval=wilson_interval(rate, len(graded)),
-        pass_at_k=_pass_at_ks(outcomes, samples),
+        pass_at_k=pass_at_ks(outcomes, samples),
         turns_mean=statistics.fmean(outcome.turns_mean for outcome in graded) if graded else 0.0,
         seconds=seconds,
         stops=dict(sorted(Counter(stop for outcome in outcomes for stop in outcome.stops).items())),
@@ -201,9 +224,14 @@ def pass_at_k(samples: int, resolved: int, k: int) -> float:
     return 1.0 - math.comb(samples - resolved, k) / math.comb(samples, k)
 
 
-def _pass_at_ks(outcomes: Sequence[TaskOutcome], samples: int) -> dict[str, float]:
-    ks = [1 << power for power in range(samples.bit_length()) if 1 << power <= samples]
-    return {str(k): _mean(pass_at_k(o.graded, o.resolved, k) for o in outcomes if o.graded >= k) for k in ks}
+def pass_at_ks(tasks: Sequence[Counted], samples: int) -> dict[str, PassAtK]:
+    """Pass@k for k = 1, 2, 4, ... up to ``samples``, each over the tasks with at least k graded samples."""
+    result = dict[str, PassAtK]()
+    for k in (1 << power for power in range(samples.bit_length())):
+        rates = [pass_at_k(task.graded, task.resolved, k) for task in tasks if task.graded >= k]
+        rate = _mean(rates)
+        result[str(k)] = PassAtK(rate, wilson_interval(rate, len(rates)), len(rates))
+    return result
 
 
 def _mean(values: Iterable[float]) -> float:

@@ -7,7 +7,8 @@ are unknown for an endpoint that reports none, and for policies without a model.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from typing import Any
 
 from agent_rl.types import Trajectory, Turn
 
@@ -22,6 +23,16 @@ class Usage:
     completion: int = 0
     cached: int = 0
     reasoning: int = 0
+
+    @classmethod
+    def parse(cls, counts: Any) -> Usage | None:
+        """The usage in a stored row, or None. Raises TypeError or ValueError for anything else."""
+        if counts is None:
+            return None
+        usage = cls(**counts)
+        if not all(isinstance(count, int) and count >= 0 for count in astuple(usage)):
+            raise ValueError(f"usage {counts!r} has a value that is not a number of tokens")
+        return usage
 
     def __add__(self, other: Usage) -> Usage:
         return Usage(
