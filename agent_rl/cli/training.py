@@ -133,6 +133,23 @@ def eval_compare(
     run_eval_compare(evaluations, points=points, seed=seed, pooled=pool, by_task=tasks, json=json)
 
 
+@app.command("eval diff")
+def eval_diff(
+    first: Annotated[str, typer.Argument(metavar="A", help="Directory of an evaluation, or RUN:step-N/sampled.")],
+    second: Annotated[str, typer.Argument(metavar="B", help="Second evaluation, or the same.")],
+    task: Annotated[str, typer.Argument(metavar="TASK", help="Task id.")],
+    sample: Annotated[int, typer.Option(min=0, help="Number of the sample in A.")] = 0,
+    other: Annotated[int | None, typer.Option(min=0, help="Number of the sample in B. Default: that in A.")] = None,
+) -> None:
+    """Compare two episodes of a task: outcomes, where they first differ, calls side by side, and their patches."""
+    from rich.console import Console
+
+    from agent_rl.commands.eval_diff import run_eval_diff
+
+    samples = (sample, sample if other is None else other)
+    run_eval_diff((first, second), task, samples, Console(highlight=False))
+
+
 @app.command()
 def doctor(
     config: Annotated[

@@ -23,7 +23,7 @@ from agent_rl.evaluation.directory import last_graded, read_results
 from agent_rl.evaluation.paired import Score
 from agent_rl.evaluation.report import EpisodeResult
 from agent_rl.evaluation.usage import Usage
-from agent_rl.rollout.records import evaluation_stem
+from agent_rl.rollout.records import evaluation_stem, rows_path
 from agent_rl.utils import foreign
 
 _KEY = re.compile(r"step-\d{1,9}/(sampled|greedy)", re.ASCII)
@@ -94,6 +94,15 @@ def _reports(run: Path) -> dict[str, Any]:
     reports = state.get("evaluations") if isinstance(state, dict) else None
     known = reports.items() if isinstance(reports, dict) else ()
     return {key: report for key, report in known if _KEY.fullmatch(key)}
+
+
+def episodes_path(name: str) -> Path:
+    """The directory with the logs of evaluation ``name`` (:func:`read_evaluation`), or the file with its episodes."""
+    path = Path(name)
+    if not path.exists():
+        run, _, key = name.rpartition(":")
+        return rows_path(evaluation_stem(Path(run).resolve(), key))
+    return path.resolve() if path.is_dir() else path.resolve().parent
 
 
 def report_path(run_dir: Path, key: str) -> Path:

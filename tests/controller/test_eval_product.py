@@ -1,0 +1,105 @@
+"""What becomes of small real evaluations of ``mini``: comparison, diff of two episodes, leaderboard output."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from support.local_server import serving
+from typer.testing import CliRunner
+
+from agent_rl.cli import app
+from agent_rl.errors import UserError
+from tools import ToolCall
+from tools.formats import tool_format
+
+pytestmark = [pytest.mark.bubblewrap, pytest.mark.slow]
+ROOT = Path(__file__).resolve().parents[2]
+TASK = "mini-heldout-0-00000"
+PRICES = "- {model: '*', input: 1, output: 10}\n"
+
+
+async def scripted(path: str, body: dict[str, Any]) -> tuple[int, bytes]:
+    """Model "org/look-and-submit" looks at a file first; model "org/submit" submits at once."""
+    calls = [ToolCall("execute_bash", {"command": "ls"})] * ("look" in body["model"])
+    calls.append(ToolCall("finish", {"command": "submit"}))
+    said = sum(message["role"] == "assistant" for message in body["messages"])
+    text = tool_format("xml").render(calls[min(said, len(calls) - 1)])
+    message = {"message": {"content": text}, "finish_reason": "stop"}
+    return 200, orjson.dumps({"choices": [message], "usage": {"prompt_tokens": 1000, "completion_tokens": 100}})
+
+
+async def evaluate_all(directory: Path) -> None:
+    """Two samples of two tasks by two models at one endpoint, and by the reference fix."""
+    (directory / "prices.yaml").write_text(PRICES)
+    async with serving(scripted) as url:
+        endpoint = ["--policy", f"{url}/v1", "--prices", str(directory / "prices.yaml"), "--model"]
+        for name, policy in {
+            "look": [*endpoint, "org/look-and-submit"],
+            "submit": [*endpoint, "org/submit"],
+            "gold": ["--policy", "gold"],
+        }.items():
+            command = ["eval", "configs/quickstart.yaml", *policy, "--tasks", "2", "--samples", "2"]
+            command += ["--out", str(directory / name), f"runs_dir={directory}"]
+            process = await asyncio.create_subprocess_exec(sys.executable, "-m", "agent_rl.cli", *command, cwd=ROOT)
+            assert await asyncio.wait_for(process.wait(), 120) == 0
+
+
+@pytest.fixture(scope="module")
+def evaluations(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
+    """The directories of evaluations "look", "submit" and "gold"."""
+    directory = tmp_path_factory.mktemp("evaluations")
+    asyncio.run(evaluate_all(directory))
+    return {name: str(directory / name) for name in ("look", "submit", "gold")}
+
+
+def output_of(*arguments: str) -> str:
+    answer = CliRunner().invoke(app, ["eval", *arguments], catch_exceptions=False, env={"COLUMNS": "140"})
+    assert answer.exit_code == 0, answer.output
+    return answer.output
+
+
+def test_models_of_one_endpoint_are_compared_by_name(evaluations: Mapping[str, str]) -> None:
+    text = output_of("compare", *evaluations.values(), "--tasks")
+    header = next(line for line in text.splitlines() if "submit" in line)
+    assert re.search(r"org/look-and-submit .* org/submit .* gold ", header), header
+    assert re.search(r"tokens out, a task .* 400 .* 200 .* unknown", text)
+    assert re.search(r"cost, a task .* 0\.0080 USD .* 0\.0040 USD .* unknown", text)
+    assert re.search(rf"{TASK} .* 0/2 .* 0/2 .* 2/2", text)
+    assert "2 of 2 tasks differ" in text
+    assert re.search(r"Pass@2 .* 0\.0% \[0\.0%, 65\.8%\] .* 100\.0% \[34\.2%, 100\.0%\]", text)
+
+
+def test_diff_shows_where_two_episodes_of_a_task_differ(evaluations: Mapping[str, str]) -> None:
+    text = output_of("diff", evaluations["look"], evaluations["gold"], TASK, "--other", "1")
+    for part in (
+        "org/look-and-submit, sample 0", "gold, sample 1", "2,000 in, 200 out",
+        "first differences: initial prompt, text in turn 1, call in turn 1, observation in turn 1",
+        "execute_bash ls", "execute_bash printf", "no result and PASSED",
+        "--- patch of org/look-and-submit, sample 0", "+diff --git a/",
+    ):  # fmt: skip
+        assert part in text, (part, text)
+    same = output_of("diff", evaluations["look"], evaluations["look"], TASK, "--other", "1")
+    assert "first differences: none, the conversations are equal" in same
+    assert "neither has a patch" in same
+    assert re.search(r"1 .* execute_bash ls .* = ", same)
+
+
+def test_diff_of_a_missing_episode_is_one_line(evaluations: Mapping[str, str]) -> None:
+    with pytest.raises(UserError, match="no graded episode of task nowhere, sample 0"):
+        output_of("diff", evaluations["look"], evaluations["gold"], "nowhere")
+
+
+def test_report_names_each_denominator(evaluations: Mapping[str, str]) -> None:
+    report = json.loads((Path(evaluations["look"]) / "report.json").read_text())
+    assert (report["graded"], report["tasks"], report["requested"]) == (2, 2, 2)
+    assert report["available"] > 2
+    assert report["pass_at_k"]["2"]["tasks"] == 2
+    assert [outcome["cost"] for outcome in report["outcomes"]] == pytest.approx([0.008, 0.008])
