@@ -150,6 +150,18 @@ def eval_diff(
     run_eval_diff((first, second), task, samples, Console(highlight=False))
 
 
+@app.command("eval submission")
+def eval_submission(
+    evaluation: Annotated[Path, typer.Argument(metavar="EVALUATION", help="Directory of a finished evaluation.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="New directory, by convention DATE_MODEL.")],
+    sample: Annotated[int, typer.Option(min=0, help="Number of the sample of each task.")] = 0,
+) -> None:
+    """Write an evaluation as a submission to SWE-bench's leaderboard: predictions, trajectories, logs and metadata."""
+    from agent_rl.commands.eval_submission import run_eval_submission
+
+    run_eval_submission(evaluation, out, sample=sample)
+
+
 @app.command()
 def doctor(
     config: Annotated[

@@ -12,6 +12,7 @@ from typing import Any
 
 import orjson
 import pytest
+import yaml
 from support.local_server import serving
 from typer.testing import CliRunner
 
@@ -103,3 +104,53 @@ def test_report_names_each_denominator(evaluations: Mapping[str, str]) -> None:
     assert report["available"] > 2
     assert report["pass_at_k"]["2"]["tasks"] == 2
     assert [outcome["cost"] for outcome in report["outcomes"]] == pytest.approx([0.008, 0.008])
+
+
+SUBMISSION = {"all_preds.jsonl", "logs", "metadata.yaml", "trajs", "README.md", "results"}
+"""What analysis/get_results.py of SWE-bench/experiments keeps in a submission, and the directory that it writes."""
+
+
+def graded_again(submission: Path, tasks: list[str]) -> dict[str, list[str]]:
+    """How analysis/get_results.py sorts the tasks; it reads swebench's report in place of pytest's summary."""
+    results: dict[str, list[str]] = {"no_generation": [], "no_logs": [], "resolved": []}
+    for task in tasks:
+        logs = submission / "logs" / task
+        if not (logs / "patch.diff").exists():
+            results["no_generation"].append(task)
+        elif not (logs / "test_output.txt").exists():
+            results["no_logs"].append(task)
+        elif not re.search("^(FAILED|ERROR)", (logs / "test_output.txt").read_text(), re.MULTILINE):
+            results["resolved"].append(task)
+    return results
+
+
+@pytest.mark.parametrize("name", ["gold", "look"])
+def test_submission_has_the_form_of_the_leaderboard(evaluations: Mapping[str, str], tmp_path: Path, name: str) -> None:
+    out = tmp_path / "20260101_model"
+    assert "2 predictions" in output_of("submission", evaluations[name], str(out), "--sample", "1")
+    assert {path.name for path in out.iterdir()} | {"logs"} == SUBMISSION
+    rows = [json.loads(line) for line in (out / "all_preds.jsonl").read_text().splitlines()]
+    tasks = [row["instance_id"] for row in rows]
+    assert {tuple(row) for row in rows} == {("instance_id", "model_name_or_path", "model_patch")}
+    assert tasks == [TASK, "mini-heldout-0-00001"]
+    assert json.loads((out / "results/results.json").read_text()) == graded_again(out, tasks)
+    assert len(graded_again(out, tasks)["resolved" if name == "gold" else "no_generation"]) == 2
+    for task in tasks:
+        trajectory = json.loads((out / "trajs" / f"{task}.json").read_text())
+        assert trajectory["turns"]
+        assert "tests" not in trajectory, "the names of hidden tests stay out"
+    metadata = yaml.safe_load((out / "metadata.yaml").read_text())
+    assert metadata["tags"]["system"]["attempts"] == "1"
+    assert metadata["tags"]["model"] == [rows[0]["model_name_or_path"]]
+    assert {"name", "site", "report"} <= metadata["info"].keys()
+    if name == "gold":
+        report = json.loads((out / f"logs/{TASK}/report.json").read_text())[TASK]
+        assert report["resolved"] is report["patch_successfully_applied"] is True
+        assert (out / f"logs/{TASK}/patch.diff").read_text() == rows[0]["model_patch"]
+    with pytest.raises(UserError, match="not empty; give a new directory"):
+        output_of("submission", evaluations[name], str(out))
+
+
+def test_submission_of_a_directory_without_an_evaluation_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="expected the directory of a finished `agent-rl eval`"):
+        output_of("submission", str(tmp_path), str(tmp_path / "out"))
