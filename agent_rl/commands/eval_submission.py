@@ -1,4 +1,4 @@
-"""``agent-rl eval submission``: an evaluation in the form of SWE-bench's leaderboard (github.com/SWE-bench/experiments).
+"""``agent-rl eval submission``: an evaluation in the form of SWE-bench's leaderboard (SWE-bench/experiments on GitHub).
 
 ::
 
