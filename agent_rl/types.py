@@ -119,7 +119,7 @@ class Completion:
     requested or received. With ``finish`` ABORT they are the tokens before the abort; without tokens ``routing`` is
     None. ``weight_version`` sampled the last token. ``earlier``: spans (counted from 0) that older versions sampled.
     ``retractions``: how often the engine requeued the request and recomputed its tokens. ``cut``: a weight update
-    aborted the request. This can happen several times in one turn.
+    aborted the request. This can happen several times in one turn. ``usage``: as :attr:`Turn.usage`.
     """
 
     tokens: tuple[int, ...]
@@ -134,6 +134,7 @@ class Completion:
     cached_tokens: int = 0
     wire_bytes: int = 0
     seconds: float = 0.0
+    usage: Mapping[str, int] | None = None
 
     @property
     def versions(self) -> tuple[VersionSpan, ...]:
@@ -157,7 +158,9 @@ class Turn:
 
     ``retractions``: how often the engine requeued the turn's requests. ``began``: start of the turn, in seconds since
     the start of the episode. ``thinking_tokens``, ``thinking_chars``: length of the thoughts at the start of the
-    sampled tokens and of ``text``, with the marker that closes them.
+    sampled tokens and of ``text``, with the marker that closes them. ``usage``: tokens as a chat endpoint counts them,
+    by the fields of :class:`agent_rl.evaluation.usage.Usage`; empty if nobody counted the model's tokens, None if the
+    turn's own counts are the model's tokens.
     """
 
     text: str
@@ -176,6 +179,7 @@ class Turn:
     began: float = 0.0
     thinking_tokens: int = 0
     thinking_chars: int = 0
+    usage: Mapping[str, int] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

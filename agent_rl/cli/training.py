@@ -79,10 +79,13 @@ def evaluate(
     harness: Annotated[
         str | None, typer.Option(metavar="COMMAND", help="Agent program on this machine that drives the episodes.")
     ] = None,
+    prices: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="YAML list of prices per million tokens, for the report's cost.")
+    ] = None,
 ) -> None:
     """Measure Pass@1 on a split of the config's environment. A killed evaluation resumes.
 
-    Compare two evaluations with agent-rl eval compare A B.
+    Compare evaluations with agent-rl eval compare A B.
     Exit code 1: no episode could be graded; the last line gives the reason.
     """
     from agent_rl.commands.eval import EvalOptions, run_evaluation
@@ -91,7 +94,7 @@ def evaluate(
     from agent_rl.controller.run_models import resolve_models
 
     fields, native = request_fields(request or ()), tool_calls is ToolCalls.NATIVE
-    options = EvalOptions(PolicyChoice(policy, model, greedy, native, fields), tasks, samples, split, out)
+    options = EvalOptions(PolicyChoice(policy, model, greedy, native, fields), tasks, samples, split, out, prices)
     loaded = load_config(config, overrides or ())
     if policy == "engine":
         loaded = resolve_models(loaded, print)  # blocks, so before run_async handles Ctrl-C
@@ -103,26 +106,60 @@ def evaluate(
 
 @app.command("eval compare")
 def eval_compare(
-    first: Annotated[
-        str,
+    evaluations: Annotated[
+        list[str],
         typer.Argument(
-            metavar="A", help="Directory, results.jsonl or report.json of an evaluation, or RUN:step-N/sampled."
+            metavar="A B...", help="Directory, results.jsonl or report.json of an evaluation, or RUN:step-N/sampled."
         ),
     ],
-    second: Annotated[str, typer.Argument(metavar="B", help="Second evaluation, on the same tasks.")],
     points: Annotated[
         float, typer.Option(min=0.1, max=100.0, help="Percentage points for the power calculation.")
     ] = 3.0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the bootstrap.")] = 0,
+    pool: Annotated[
+        bool, typer.Option("--pool", help="Count evaluations of one model with equal settings as one with all samples.")
+    ] = False,
+    tasks: Annotated[
+        bool, typer.Option("--tasks", help="Print the resolved samples of each task, most different tasks first.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Compare two evaluations task by task: difference in Pass@1, confidence interval and significance.
+    """Compare evaluations task by task: Pass@k with intervals, effort, and the differences to the first.
 
-    Tasks that only one evaluation graded are excluded and listed.
+    Tasks that one evaluation did not grade are excluded and listed.
     """
     from agent_rl.commands.eval_compare import run_eval_compare
 
-    run_eval_compare(first, second, points=points, seed=seed, json=json)
+    run_eval_compare(evaluations, points=points, seed=seed, pooled=pool, by_task=tasks, json=json)
+
+
+@app.command("eval diff")
+def eval_diff(
+    first: Annotated[str, typer.Argument(metavar="A", help="Directory of an evaluation, or RUN:step-N/sampled.")],
+    second: Annotated[str, typer.Argument(metavar="B", help="Second evaluation, or the same.")],
+    task: Annotated[str, typer.Argument(metavar="TASK", help="Task id.")],
+    sample: Annotated[int, typer.Option(min=0, help="Number of the sample in A.")] = 0,
+    other: Annotated[int | None, typer.Option(min=0, help="Number of the sample in B. Default: that in A.")] = None,
+) -> None:
+    """Compare two episodes of a task: outcomes, where they first differ, calls side by side, and their patches."""
+    from rich.console import Console
+
+    from agent_rl.commands.eval_diff import run_eval_diff
+
+    samples = (sample, sample if other is None else other)
+    run_eval_diff((first, second), task, samples, Console(highlight=False))
+
+
+@app.command("eval submission")
+def eval_submission(
+    evaluation: Annotated[Path, typer.Argument(metavar="EVALUATION", help="Directory of a finished evaluation.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="New directory, by convention DATE_MODEL.")],
+    sample: Annotated[int, typer.Option(min=0, help="Number of the sample of each task.")] = 0,
+) -> None:
+    """Write an evaluation as a submission to SWE-bench's leaderboard: predictions, trajectories, logs and metadata."""
+    from agent_rl.commands.eval_submission import run_eval_submission
+
+    run_eval_submission(evaluation, out, sample=sample)
 
 
 @app.command()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,8 @@ from agent_rl.config import DEFAULT_SCAFFOLD, EvalConfig, RolloutConfig, RunConf
 from agent_rl.controller import preflight
 from agent_rl.evaluation.directory import EvaluationDirectory
 from agent_rl.evaluation.evaluate import evaluate
-from agent_rl.evaluation.report import EpisodeResult, EvalReport, RepoOutcome
+from agent_rl.evaluation.prices import read_price, with_costs
+from agent_rl.evaluation.report import EpisodeResult, EvalReport, PassAtK, RepoOutcome
 from agent_rl.monitoring.console import Display, cell
 from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.group import Limiter
@@ -36,6 +36,7 @@ class EvalOptions:
     samples: int = 1
     split: str | None = None
     out: Path | None = None
+    prices: Path | None = None
 
     def max_tasks(self, config: EvalConfig) -> int | None:
         """The largest number of tasks; None for all of the split, where the config turns its evaluations off."""
@@ -43,6 +44,10 @@ class EvalOptions:
 
     def split_name(self, config: EvalConfig) -> str:
         return self.split or ("train" if self.policy.is_recording else config.split)
+
+    def model(self, config: RunConfig) -> str:
+        """The model's name; the policy's, if it has no model."""
+        return self.policy.model or (config.model.name if self.policy.name == "engine" else self.policy.name)
 
     def directory(self, config: RunConfig) -> Path:
         parts = (self.policy.name.removesuffix("/v1").rpartition("://")[2], self.policy.model or "")
@@ -57,6 +62,8 @@ async def run_evaluation(config: RunConfig, options: EvalOptions) -> str | None:
     Returns why nothing could be graded; None where something was.
     """
     options.policy.check()
+    model = options.model(config)
+    price = None if options.prices is None else read_price(options.prices, model)
     preflight.check_disk_space(config.runs_dir)
     path, display = options.directory(config), Display(f"eval {config.name}")
     with lock_directory(path):
@@ -64,13 +71,17 @@ async def run_evaluation(config: RunConfig, options: EvalOptions) -> str | None:
         with display:
             split = options.split_name(config.eval)
             async with open_policy(config, options.policy, path, display, split) as policy:
-                picked = await pick_tasks(policy, split, options.max_tasks(config.eval))
-                if options.tasks is not None and len(picked) < options.tasks:
+                available = await pick_tasks(policy, split, None)
+                requested = options.max_tasks(config.eval)
+                picked = available[:requested]
+                if requested is not None and len(picked) < requested:
                     left_out = len(policy.task_runtime.quarantined)
                     quarantine = f" without the {left_out} in env.quarantine" if left_out else ""
-                    display.note(f"{options.tasks} tasks asked for; the split has {len(picked)}{quarantine}")
+                    display.note(f"{requested:,} tasks asked for; the split has {len(picked)}{quarantine}")
                 report = await _evaluate(config.rollout, options, policy, picked, directory, display)
-        directory.finish(report, picked, options.policy.model or options.policy.name)
+        report = replace(report, model=model, available=len(available), requested=requested)
+        report = report if price is None else with_costs(report, price)
+        directory.finish(report, picked, model)
     return _print_report(display, report, path)
 
 
@@ -161,22 +172,51 @@ def _checkpoint_identity(model: Path, policy: str) -> str:
 
 def table(reports: Sequence[EvalReport]) -> Table:
     """The reports side by side, one column each."""
-    result = Table("", *(Column(cell(f"{item.policy} on {item.env}")) for item in reports))
+    result = Table("", *(Column(cell(f"{item.model or item.policy} on {item.env}")) for item in reports))
     rows: dict[str, Callable[[EvalReport], str]] = {
         "Pass@1": lambda item: f"{item.pass_at_1:.1%}",
         "95 % interval": lambda item: f"{item.interval[0]:.1%} to {item.interval[1]:.1%}",
-        "tasks graded": lambda item: str(item.graded),
+        "tasks graded": _graded_tasks,
         "tasks not graded": lambda item: str(item.ungraded),
-        "samples a task": lambda item: str(item.samples),
+        "samples graded": lambda item: (
+            f"{sum(one.graded for one in item.outcomes):,} of {item.tasks * item.samples:,} ({item.samples} a task)"
+        ),
         "infrastructure failures": lambda item: str(item.infrastructure_failures),
         "suspected hacks": lambda item: str(item.suspected_hacks),
         "turns, mean": lambda item: f"{item.turns_mean:.1f}",
+        "seconds, mean": lambda item: f"{item.seconds_mean:.1f}",
+        "tokens": _tokens,
     }
+    if any(item.price for item in reports):
+        rows["cost"] = lambda item: "unknown" if item.cost is None else f"{item.cost:.4f} USD"
     for name, value in rows.items():
         result.add_row(name, *map(value, reports))
     for k in list(reports[0].pass_at_k)[1:] if reports else ():
-        result.add_row(f"Pass@{k}", *(f"{item.pass_at_k.get(k, math.nan):.1%}" for item in reports))
+        result.add_row(f"Pass@{k}", *(_pass_at_k(item.pass_at_k.get(k), item.graded) for item in reports))
     return result
+
+
+def _pass_at_k(value: PassAtK | None, graded: int) -> str:
+    if value is None or not value.tasks:
+        return "-"
+    low, high = value.interval
+    share = "" if value.tasks == graded else f" ({value.tasks:,} of {graded:,} tasks)"
+    return f"{value.rate:.1%} [{low:.1%}, {high:.1%}]{share}"
+
+
+def _graded_tasks(report: EvalReport) -> str:
+    counts = f"{report.graded:,} of {report.tasks:,}"
+    available = "" if report.available is None else f"; {report.available:,} available"
+    requested = "" if report.requested is None else f"; {report.requested:,} asked for"
+    return f"{counts}{available}{requested}"
+
+
+def _tokens(report: EvalReport) -> str:
+    if (usage := report.usage) is None:
+        return "unknown"
+    share = "" if report.usage_tasks == report.tasks else f"; {report.usage_tasks:,} of {report.tasks:,} tasks"
+    sampled = f"{usage.completion:,} out ({usage.reasoning:,} reasoning)"
+    return f"{usage.prompt:,} in ({usage.cached:,} cached), {sampled}{share}"
 
 
 def breakdown(by_repo: Mapping[str, RepoOutcome]) -> Table:

@@ -39,12 +39,15 @@ def list_runs(directories: Sequence[Path], console: Console) -> None:
 
     Raises UserError if there is none.
     """
-    table = Table(Column("run", overflow="fold"), "kind", "steps", "Pass@1", "state", "guard", "age", "size")
     rows = [row for directory in directories for row in _runs(directory)]
     if not rows:
         raise UserError(
             f"{', '.join(map(str, directories))}: no run found; expected the directory of a run, or its parent"
         )
+    costs = any(summary["cost"] is not None for _, summary in rows)
+    table = Table(
+        Column("run", overflow="fold"), "kind", "steps", "Pass@1", *["cost"] * costs, "state", "guard", "age", "size"
+    )
     for path, summary in rows:
         state = summary["state"]
         done, total = summary["steps"], summary["total"]
@@ -56,6 +59,7 @@ def list_runs(directories: Sequence[Path], console: Console) -> None:
                 summary["kind"],
                 steps,
                 _pass_rate(summary),
+                *["" if summary["cost"] is None else f"{summary['cost']:.2f} USD"] * costs,
                 Text(state, STYLES.get(state, "")),
                 crossed,
             ),

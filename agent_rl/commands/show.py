@@ -38,6 +38,8 @@ MAX_LISTED = 40
 MAX_TASKS = 5
 """Task ids in the message about no match."""
 MAX_LOG_BYTES = 64 << 20
+READ_ERRORS = (AgentRlError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
+"""Exceptions raised while reading a damaged file of episodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,7 @@ def show(
     """Print the selected episode of ``path``, or a list if several match. Raises UserError."""
     file = _episode_file(path, step)
     try:
-        selected = _select(_episodes(file), task, sample)
+        selected = _select(episodes(file), task, sample)
         if not selected.listed:
             tasks = ", ".join(sorted(selected.tasks))
             raise UserError(f"{file}: no episode matches (it contains {selected.episodes}); tasks: {tasks} ...")
@@ -82,7 +84,7 @@ def show(
             _print_list(path, file, selected, console)
     except UserError:
         raise
-    except (AgentRlError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except READ_ERRORS as error:
         raise UserError(f"{file}: no readable trajectories ({type(error).__name__}: {error})") from None
 
 
@@ -133,7 +135,7 @@ def _episode_file(path: Path, step: int | None) -> Path:
     )
 
 
-def _episodes(file: Path) -> Iterator[EpisodeRecord]:
+def episodes(file: Path) -> Iterator[EpisodeRecord]:
     """The episodes of a trajectory file, of one evaluation log, or of all logs of an evaluation directory."""
     if file.is_dir():
         for log in sorted(file.glob("logs/*/*.json")):

@@ -25,6 +25,7 @@ from urllib.parse import quote
 
 from agent_rl.errors import ConfigError
 from agent_rl.evaluation.report import EpisodeResult, EvalReport
+from agent_rl.evaluation.usage import Usage
 from agent_rl.types import Trajectory
 from agent_rl.utils.run_files import read_json, write_atomic, write_json
 from envs import Task
@@ -181,11 +182,12 @@ def _short(value: Any) -> str:
 def _parse_result(path: Path, number: int, line: bytes) -> EpisodeResult:
     try:
         row = json.loads(line)
-        result = EpisodeResult(**{**row, "suspected_hack": tuple(row["suspected_hack"])})
+        parsed = {"suspected_hack": tuple(row["suspected_hack"]), "usage": Usage.parse(row.get("usage"))}
+        result = EpisodeResult(**{**row, **parsed})
         if not (isinstance(result.task_id, str) and isinstance(result.sample, int)):
             raise ValueError("task_id is not a text or sample not a number")
         return result
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{path}:{number}: not a result of an evaluation ({error}); remove the line") from None
 
 

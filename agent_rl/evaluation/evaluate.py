@@ -6,6 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 
 from agent_rl.evaluation.report import EpisodeResult, EvalReport, report
+from agent_rl.evaluation.usage import Usage, total, usage_of
 from agent_rl.rollout.group import EpisodeRunner, GroupSettings, Limiter, OnEvent, RolloutEvent, collect_groups
 from agent_rl.types import StopReason, Trajectory
 from envs import Task
@@ -35,10 +36,13 @@ async def evaluate(
     waiting: dict[str, deque[int]] = defaultdict(deque)
     for task, sample in missing:
         waiting[task.id].append(sample)
+    failed: dict[str, list[Usage | None]] = defaultdict(list)
 
     def handle_event(event: RolloutEvent) -> None:
+        if event.trajectory is not None and event.trajectory.stop.infrastructure:
+            failed[event.trajectory.task_id].append(usage_of(event.trajectory))
         if (finished := event.group or event.dropped) is not None:
-            result = _result(event, waiting[finished.task_id].popleft())
+            result = _result(event, waiting[finished.task_id].popleft(), failed.pop(finished.task_id, []))
             results[result.task_id, result.sample] = result
             if on_result is not None:
                 on_result(result, event.group.trajectories[0] if event.group else None)
@@ -50,14 +54,16 @@ async def evaluate(
     return report(results.values(), tasks, policy=policy, samples=samples, seconds=rollout.seconds)
 
 
-def _result(event: RolloutEvent, sample: int) -> EpisodeResult:
-    """The result of a group of one episode, or of a dropped one."""
+def _result(event: RolloutEvent, sample: int, failed: list[Usage | None]) -> EpisodeResult:
+    """The result of a group of one episode, or of a dropped one. ``failed``: the tokens of its failed episodes, or of
+    another sample of the task; their sum counts."""
     if event.group is None:
         assert event.dropped is not None
         errors = event.dropped.errors
         stop = StopReason.UNDECIDABLE.value if event.dropped.undecidable else ""
+        usage, cause = total(failed), event.dropped.cause
         return EpisodeResult(
-            event.dropped.task_id, sample, None, stop, 0, 0.0, failures=len(errors), error=event.dropped.cause
+            event.dropped.task_id, sample, None, stop, 0, 0.0, failures=len(errors), error=cause, usage=usage
         )
     (trajectory,) = event.group.trajectories
     return EpisodeResult(
@@ -70,4 +76,5 @@ def _result(event: RolloutEvent, sample: int) -> EpisodeResult:
         failures=event.group.infrastructure_failures,
         patch=trajectory.patch,
         suspected_hack=trajectory.suspected_hack,
+        usage=total([*failed, usage_of(trajectory)]),
     )

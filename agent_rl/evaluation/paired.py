@@ -118,21 +118,21 @@ def detectable_difference(square: float, tasks: int) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class ExcludedTasks:
-    """Ids of excluded tasks: missing in one evaluation, or not graded by it."""
+    """Ids of tasks that a comparison excludes because one evaluation does not have them, or did not grade them."""
 
-    missing_first: tuple[str, ...]
-    missing_second: tuple[str, ...]
-    ungraded_first: tuple[str, ...]
-    ungraded_second: tuple[str, ...]
+    missing: tuple[str, ...]
+    ungraded: tuple[str, ...]
 
 
-def pair(first: Mapping[str, Score], second: Mapping[str, Score]) -> tuple[list[str], ExcludedTasks]:
-    """The sorted ids of the tasks that both graded, and the excluded tasks. A task that neither graded is listed for
-    both."""
-    common = sorted(first.keys() & second.keys())
-    return [task for task in common if first[task].graded and second[task].graded], ExcludedTasks(
-        missing_first=tuple(sorted(second.keys() - first.keys())),
-        missing_second=tuple(sorted(first.keys() - second.keys())),
-        ungraded_first=tuple(task for task in common if not first[task].graded),
-        ungraded_second=tuple(task for task in common if not second[task].graded),
-    )
+def common_tasks(evaluations: Sequence[Mapping[str, Score]]) -> tuple[list[str], list[ExcludedTasks]]:
+    """The sorted ids of the tasks that all ``evaluations`` graded, and for each the tasks for which it is the cause of
+    the exclusion."""
+    every = sorted(set[str]().union(*evaluations))
+    excluded = [
+        ExcludedTasks(
+            missing=tuple(task for task in every if task not in scores),
+            ungraded=tuple(task for task in every if task in scores and not scores[task].graded),
+        )
+        for scores in evaluations
+    ]
+    return [task for task in every if all(task in scores and scores[task].graded for scores in evaluations)], excluded

@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
+from agent_rl.evaluation.usage import Usage, total
 from agent_rl.utils.run_files import write_json
 from envs import Task
 
@@ -23,7 +25,8 @@ Z95 = 1.959963984540054
 @dataclass(frozen=True, slots=True)
 class EpisodeResult:
     """One sample of a task. ``resolved`` is None after an infrastructure failure beyond the retry budget and, with
-    ``stop`` "undecidable", for a task that cannot be graded. ``failures`` counts the infrastructure failures."""
+    ``stop`` "undecidable", for a task that cannot be graded. ``failures`` counts the infrastructure failures. ``usage``
+    includes the tokens of failed episodes; None if they are unknown."""
 
     task_id: str
     sample: int
@@ -35,11 +38,16 @@ class EpisodeResult:
     patch: str = ""
     suspected_hack: tuple[str, ...] = ()
     error: str = ""
+    usage: Usage | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TaskOutcome:
-    """The samples of one task: graded and resolved samples, and infrastructure failures."""
+    """The samples of one task: graded and resolved samples, and infrastructure failures.
+
+    ``turns_mean`` and ``seconds_mean`` are means over graded samples. ``usage`` and ``cost`` (USD) are sums over all
+    samples; None if unknown.
+    """
 
     task_id: str
     repo: str
@@ -50,10 +58,36 @@ class TaskOutcome:
     stops: tuple[str, ...]
     turns_mean: float
     error: str = ""
+    seconds_mean: float = 0.0
+    usage: Usage | None = None
+    cost: float | None = None
 
     @property
     def pass_rate(self) -> float:
         return self.resolved / self.graded
+
+
+class Counted(Protocol):
+    """The samples of a task: the number of graded ones, and of those that resolved it."""
+
+    @property
+    def graded(self) -> int: ...
+
+    @property
+    def resolved(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PassAtK:
+    """Pass@k: the mean ``rate`` over ``tasks`` tasks, with Wilson's 95 % ``interval`` with the tasks as trials.
+
+    With k samples a task, the trials are binary as Wilson's are. With more, the interval is wider than needed, because
+    a task's estimate varies less than a binary trial.
+    """
+
+    rate: float
+    interval: tuple[float, float]
+    tasks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +106,11 @@ class EvalReport:
     ``pass_at_1`` is the mean over graded tasks of the share of resolved samples; NaN without graded tasks. ``interval``
     is Wilson's 95 % interval with the graded *tasks* as trials, because samples of one task are not independent.
     ``ungraded`` tasks had only infrastructure failures and are excluded. ``pass_at_k`` has k = 1, 2, 4, ... up to
-    ``samples``, over the tasks with at least k graded samples (:func:`pass_at_k`). ``suspected_hacks`` counts samples
-    whose patch changes files that affect the grading.
+    ``samples``, over the tasks with at least k graded samples (:func:`pass_at_ks`). ``suspected_hacks`` counts samples
+    whose patch changes files that affect the grading. ``usage`` and ``cost`` (USD, at ``price``) are sums over the
+    ``usage_tasks`` tasks whose tokens are known. ``model``: its name, or the policy's without a model.
+    ``available``: tasks of the split that the policy can run; ``requested``: tasks that the user requested, None for
+    all.
     """
 
     policy: str
@@ -86,12 +123,20 @@ class EvalReport:
     suspected_hacks: int
     pass_at_1: float
     interval: tuple[float, float]
-    pass_at_k: dict[str, float]
+    pass_at_k: dict[str, PassAtK]
     turns_mean: float
     seconds: float
     stops: dict[str, int]
     by_repo: dict[str, RepoOutcome]
     outcomes: tuple[TaskOutcome, ...]
+    model: str = ""
+    seconds_mean: float = 0.0
+    available: int | None = None
+    requested: int | None = None
+    usage: Usage | None = None
+    usage_tasks: int = 0
+    cost: float | None = None
+    price: Mapping[str, Any] | None = None
 
     def write(self, path: Path) -> None:
         """Write the report as JSON, atomically; NaN becomes null."""
@@ -108,6 +153,7 @@ def report(
     outcomes = [_outcome(task, by_task[task.id]) for task in tasks]
     graded = [outcome for outcome in outcomes if outcome.graded]
     rate = _mean(outcome.pass_rate for outcome in graded)
+    usages = [outcome.usage for outcome in outcomes if outcome.usage is not None]
     return EvalReport(
         policy=policy,
         env=tasks[0].env if tasks else "",
@@ -119,12 +165,15 @@ def report(
         suspected_hacks=sum(outcome.suspected_hacks for outcome in outcomes),
         pass_at_1=rate,
         interval=wilson_interval(rate, len(graded)),
-        pass_at_k=_pass_at_ks(outcomes, samples),
+        pass_at_k=pass_at_ks(outcomes, samples),
         turns_mean=statistics.fmean(outcome.turns_mean for outcome in graded) if graded else 0.0,
         seconds=seconds,
         stops=dict(sorted(Counter(stop for outcome in outcomes for stop in outcome.stops).items())),
         by_repo=_by_repo(outcomes),
         outcomes=tuple(outcomes),
+        seconds_mean=statistics.fmean(outcome.seconds_mean for outcome in graded) if graded else 0.0,
+        usage=total(usages) if usages else None,
+        usage_tasks=len(usages),
     )
 
 
@@ -140,6 +189,8 @@ def _outcome(task: Task, results: Sequence[EpisodeResult]) -> TaskOutcome:
         stops=tuple(result.stop for result in graded),
         turns_mean=statistics.fmean(result.turns for result in graded) if graded else 0.0,
         error=next((result.error for result in results if result.error), ""),
+        seconds_mean=statistics.fmean(result.seconds for result in graded) if graded else 0.0,
+        usage=total(result.usage for result in results) if results else None,
     )
 
 
@@ -173,9 +224,14 @@ def pass_at_k(samples: int, resolved: int, k: int) -> float:
     return 1.0 - math.comb(samples - resolved, k) / math.comb(samples, k)
 
 
-def _pass_at_ks(outcomes: Sequence[TaskOutcome], samples: int) -> dict[str, float]:
-    ks = [1 << power for power in range(samples.bit_length()) if 1 << power <= samples]
-    return {str(k): _mean(pass_at_k(o.graded, o.resolved, k) for o in outcomes if o.graded >= k) for k in ks}
+def pass_at_ks(tasks: Sequence[Counted], samples: int) -> dict[str, PassAtK]:
+    """Pass@k for k = 1, 2, 4, ... up to ``samples``, each over the tasks with at least k graded samples."""
+    result = dict[str, PassAtK]()
+    for k in (1 << power for power in range(samples.bit_length())):
+        rates = [pass_at_k(task.graded, task.resolved, k) for task in tasks if task.graded >= k]
+        rate = _mean(rates)
+        result[str(k)] = PassAtK(rate, wilson_interval(rate, len(rates)), len(rates))
+    return result
 
 
 def _mean(values: Iterable[float]) -> float:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ from agent_rl.errors import AgentRlError, UserError
 from agent_rl.evaluation.directory import last_graded, read_results
 from agent_rl.evaluation.paired import Score
 from agent_rl.evaluation.report import EpisodeResult
-from agent_rl.rollout.records import evaluation_stem
+from agent_rl.evaluation.usage import Usage
+from agent_rl.rollout.records import evaluation_stem, rows_path
 from agent_rl.utils import foreign
 
 _KEY = re.compile(r"step-\d{1,9}/([A-Za-z0-9][\w.-]*/)?(sampled|greedy)", re.ASCII)
@@ -31,12 +32,27 @@ EXPECTED = "expected an evaluation's directory, its results.jsonl or report.json
 
 
 @dataclass(frozen=True, slots=True)
+class Effort:
+    """What a task took: mean turns and seconds of its samples; their tokens and cost (USD), None if unknown."""
+
+    turns: float
+    seconds: float
+    usage: Usage | None
+    cost: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class SavedEvaluation:
-    """One evaluation: each task's score by task id, and the known settings."""
+    """One evaluation: each task's score by task id, and the known settings.
+
+    ``model``: its name, or the policy's; empty if unknown. ``efforts``: by task id, from the report; empty without one.
+    """
 
     name: str
     scores: Mapping[str, Score]
     settings: Mapping[str, Any]
+    model: str = ""
+    efforts: Mapping[str, Effort] = field(default_factory=dict)
 
 
 def read_evaluation(name: str) -> SavedEvaluation:
@@ -52,7 +68,11 @@ def read_evaluation(name: str) -> SavedEvaluation:
         _require_regular(file)
         settings = file.with_name("settings.json")
         known = _json(settings) if settings.exists() else {}
-        return SavedEvaluation(name, _scores(read_results(file)), known if isinstance(known, dict) else {})
+        known = known if isinstance(known, dict) else {}
+        report = file.with_name("report.json")
+        finished = _from_report(name, _json(report)) if report.exists() else SavedEvaluation(name, {}, {})
+        model = finished.model or str(known.get("model" if "request" in known else "policy", ""))
+        return SavedEvaluation(name, _scores(read_results(file)), known, model, finished.efforts)
     return _from_report(name, _json(file))
 
 
@@ -76,6 +96,15 @@ def _reports(run: Path) -> dict[str, Any]:
     return {key: report for key, report in known if _KEY.fullmatch(key)}
 
 
+def episodes_path(name: str) -> Path:
+    """The directory with the logs of evaluation ``name`` (:func:`read_evaluation`), or the file with its episodes."""
+    path = Path(name)
+    if not path.exists():
+        run, _, key = name.rpartition(":")
+        return rows_path(evaluation_stem(Path(run).resolve(), key))
+    return path.resolve() if path.is_dir() else path.resolve().parent
+
+
 def report_path(run_dir: Path, key: str) -> Path:
     """The path of the full report of a training run's evaluation ``key``."""
     stem = evaluation_stem(run_dir, key)
@@ -85,8 +114,10 @@ def report_path(run_dir: Path, key: str) -> Path:
 def _from_report(name: str, report: Any) -> SavedEvaluation:
     try:
         scores = {str(row["task_id"]): _score(row) for row in report["outcomes"]}
-        return SavedEvaluation(name, scores, {"env": report["env"], "policy": report["policy"]})
-    except (TypeError, KeyError, ValueError):
+        efforts = {str(row["task_id"]): _effort(row) for row in report["outcomes"]}
+        model, settings = report.get("model") or report["policy"], {"env": report["env"], "policy": report["policy"]}
+        return SavedEvaluation(name, scores, settings, str(model), efforts)
+    except (TypeError, KeyError, ValueError, AttributeError):
         raise UserError(f"{name}: not a report of an evaluation; {EXPECTED}") from None
 
 
@@ -103,6 +134,17 @@ def _score(row: Mapping[str, Any]) -> Score:
     if not 0 <= resolved <= graded <= _MAX_SAMPLES:
         raise ValueError(f"{resolved} of {graded} samples")
     return Score(resolved, graded)
+
+
+def _effort(row: Mapping[str, Any]) -> Effort:
+    """Raises TypeError or ValueError for values of another kind."""
+    cost = row.get("cost")
+    return Effort(
+        turns=float(row["turns_mean"]),
+        seconds=float(row.get("seconds_mean", 0.0)),
+        usage=Usage.parse(row.get("usage")),
+        cost=None if cost is None else float(cost),
+    )
 
 
 def _json(path: Path) -> Any:

@@ -27,6 +27,14 @@ API_KEY = "OPENAI_API_KEY"
 READY_SECONDS = 60.0
 _MAX_TEXT_BYTES = 4 << 20  # a byte becomes a token, with a log-prob
 _QUESTION = {"messages": [{"role": "user", "content": "Answer with one word: ready?"}], "max_tokens": 16}
+_USAGE = {
+    "prompt": ("prompt_tokens",),
+    "completion": ("completion_tokens",),
+    "cached": ("prompt_tokens_details", "cached_tokens"),
+    "reasoning": ("completion_tokens_details", "reasoning_tokens"),
+}
+"""The place of each count in the ``usage`` of a response."""
+_MAX_COUNT = 1 << 40
 _NO_TOOL = {"name": "none", "description": "Does nothing.", "parameters": {"type": "object", "properties": {}}}
 
 
@@ -100,7 +108,7 @@ class ChatEngine:
             "top_p": sampling.top_p,
             "max_tokens": max(1, sampling.max_new_tokens // BYTES_A_TOKEN),
         }
-        encoded, finished = await self._complete(self._body(conversation | limits))
+        encoded, finished, usage = await self._complete(self._body(conversation | limits))
         if len(encoded) > _MAX_TEXT_BYTES:
             raise EngineRejected(f"{self._url}: a text of more than {_MAX_TEXT_BYTES} bytes")
         sampled = (*encoded, STOP) if finished else tuple(encoded)
@@ -111,26 +119,28 @@ class ChatEngine:
             weight_version=self._endpoint.model,
             engine=self._url,
             seconds=time.perf_counter() - started,
+            usage=usage,
         )
 
     def _body(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         body = {"model": self._endpoint.model, **fields, **self._endpoint.request}
         return {key: value for key, value in body.items() if value is not None}
 
-    async def _complete(self, body: Mapping[str, Any]) -> tuple[Sequence[int], bool]:
-        """``(tokens, finished)``: the response's tokens, and whether it was not truncated."""
+    async def _complete(self, body: Mapping[str, Any]) -> tuple[Sequence[int], bool, Mapping[str, int]]:
+        """``(tokens, finished, usage)``: the response's tokens, whether it was not truncated, and its token counts."""
         try:
             response = await call_with_retries(partial(self._post, body), self._retries, self._backoff)
         except EngineRejected as error:
             if not _too_long(str(error)):
                 raise
             if "max_tokens" not in body:
-                return (), False
+                return (), False, dict.fromkeys(_USAGE, 0)  # a refused request has no tokens
             # Without max_tokens the endpoint uses the rest of its context.
             return await self._complete({key: value for key, value in body.items() if key != "max_tokens"})
         try:
             choice = response["choices"][0]
-            return message_tokens(choice["message"]), choice["finish_reason"] != "length"
+            finished = choice["finish_reason"] != "length"
+            return message_tokens(choice["message"]), finished, _read_usage(response.get("usage"))
         except (KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
             raise EngineRejected(
                 f"{self._url}: the response holds no chat completion ({type(error).__name__})"
@@ -170,6 +180,18 @@ class ChatEngine:
     def _right_address(self) -> str:
         ends = self._endpoint.url.rstrip("/").endswith("/v1")
         return "--policy must be the address of a chat API" + ("" if ends else f", maybe {self._endpoint.url}/v1")
+
+
+def _read_usage(usage: Any) -> dict[str, int]:
+    """The counts of a response's ``usage``; a missing detail is 0. Empty without counts of prompt and completion."""
+    counts = dict[str, int]()
+    for name, keys in _USAGE.items():
+        value = usage
+        for key in keys:
+            value = value.get(key) if isinstance(value, Mapping) else None
+        if isinstance(value, int) and 0 <= value <= _MAX_COUNT:
+            counts[name] = value
+    return {name: counts.get(name, 0) for name in _USAGE} if {"prompt", "completion"} <= counts.keys() else {}
 
 
 def _reason(response: HttpResponse) -> str:

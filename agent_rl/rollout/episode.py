@@ -297,7 +297,7 @@ class EpisodeRun:
             retractions += completion.retractions
             if completion.tokens or not aborted:
                 if not sampled:
-                    self._begin_turn(prompt_tokens, completion.cached_tokens, _microseconds(started - self.started))
+                    self._begin_turn(prompt_tokens, completion, _microseconds(started - self.started))
                 sampled += completion.tokens
                 remaining -= len(completion.tokens)
                 self._update_turn(sampled, completion.weight_version, _seconds_since(started), retractions)
@@ -307,7 +307,7 @@ class EpisodeRun:
             f"engine {completion.engine} aborted a turn of {self.session} {aborts} times after {len(sampled)} tokens"
         )
 
-    def _begin_turn(self, prompt_tokens: int, cached_tokens: int, began: float) -> None:
+    def _begin_turn(self, prompt_tokens: int, completion: Completion, began: float) -> None:
         self.messages.append({"role": "assistant", "content": ""})
         self.turns.append(
             {
@@ -319,11 +319,12 @@ class EpisodeRun:
                 "prompt_tokens": prompt_tokens,
                 "completion_tokens": 0,
                 "observation_tokens": 0,
-                "cached_tokens": cached_tokens,
+                "cached_tokens": completion.cached_tokens,
                 "weight_version": "",
                 "generate_seconds": 0.0,
                 "tool_seconds": 0.0,
                 "began": began,
+                "usage": completion.usage,
             }
         )
 

@@ -132,6 +132,7 @@ class ScriptedEngine:
             finish=FinishReason.STOP if len(sampled) == len(turn) else FinishReason.LENGTH,
             weight_version="scripted",
             engine="scripted",
+            usage={},
         )
 
 

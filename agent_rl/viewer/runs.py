@@ -27,7 +27,10 @@ _LOCK_BYTES = 1 << 16
 _METRICS = {name: metric for metric in METRICS for name in metric.names}
 _UNGRADED = ("", *(stop for stop in StopReason if stop.infrastructure))
 """Endings without a reward; "" is a sample of an evaluation that never ran."""
-_REPORTED = (*("pass_at_1", "interval", "graded", "tasks", "ungraded", "infrastructure_failures", "seconds", "stops"),)
+_REPORTED = (
+    *("pass_at_1", "interval", "graded", "tasks", "ungraded", "infrastructure_failures", "seconds", "stops"),
+    "cost",
+)
 
 
 def overview(index: Index) -> Json:
@@ -49,6 +52,7 @@ def _summary(index: Index, config: Mapping[str, Any], evaluations: Sequence[Json
         "total": total,
         "state": _state(directory, kind, steps, total, guard),
         "pass_at_1": [last["pass_at_1"], *last["interval"]] if last and last["pass_at_1"] is not None else None,
+        "cost": last["cost"] if last else None,
         "guard": sum(event.get("event") in ("warn", "stop") for event in guard),
     }
 

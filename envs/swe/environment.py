@@ -34,7 +34,8 @@ class SweEnvironment:
     ``heldout`` None every split holds all tasks (an evaluation set). Options:
 
     - ``data_split``: the split to read from a data set with several splits.
-    - ``specs``: a source like ``path`` that supplies the grading of SWE-bench rows without one, by ``instance_id``.
+    - ``specs``: a source like ``path`` that supplies the grading of SWE-bench rows without one, by ``instance_id``, or
+      a wheel of swebench 4.
     - ``repos``: keep only the tasks of these repositories.
     - ``limit``: keep only the first ``limit`` tasks of a split.
     - ``skip_broken``: skip broken rows and count them in the log and in :attr:`broken`, instead of raising.

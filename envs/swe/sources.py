@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from envs.rows import BrokenRowsError, Row, first_line, is_data_set_directory, read_rows
 from envs.swe.datasets import has_grading_spec, join_spec
 from envs.swe.datasets.swebench import has_images
+from envs.swe.datasets.swebench_wheel import derive_specs, is_wheel
 from envs.swe.records import SweRecord, validation_problems
 from envs.types import TaskRecordError
 
@@ -44,7 +45,7 @@ def read_records(
     """All records of ``source``; ``split`` selects the split of a data set with several.
 
     ``specs`` is another source of SWE-bench rows with their grading. A row of ``source`` without grading takes it from
-    the row with the same ``instance_id`` there.
+    the row with the same ``instance_id`` there. A wheel of swebench 4 gives the grading of all its repositories.
 
     Raises ``BrokenRowsError`` for broken rows unless ``skip_broken`` is set, and ``TaskRecordError`` for a source that
     cannot be read or is empty.
@@ -52,7 +53,7 @@ def read_records(
     records: list[SweRecord] = []
     problems: list[str] = []
     first_rows: dict[str, int] = {}
-    specs_by_id = _by_instance(specs, split) if specs is not None else {}
+    specs_by_id = {} if specs is None else _by_instance(specs, split, source)
     with_images = 0
     for number, row in _rows(source, split):
         try:
@@ -83,8 +84,10 @@ def _is_task_repository(path: Path) -> bool:
     return (path / "sweb.yaml").is_file() and (path / "tasks").is_dir()
 
 
-def _by_instance(specs: Path | str, split: str | None) -> dict[str, Mapping[str, Any]]:
+def _by_instance(specs: Path | str, split: str | None, source: Path | str) -> dict[str, Mapping[str, Any]]:
     """The rows of ``specs`` by ``instance_id``. Raises ``TaskRecordError`` if none has a grading."""
+    if is_wheel(specs):
+        return derive_specs(specs, [row for _, row in _rows(source, split) if not isinstance(row, str)])
     rows = [row for _, row in _rows(specs, split) if not isinstance(row, str)]
     by_id = {str(row["instance_id"]): row for row in rows if row.get("instance_id") and has_grading_spec(row)}
     if not by_id:

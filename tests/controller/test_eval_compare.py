@@ -18,8 +18,9 @@ from agent_rl.cli import app
 from agent_rl.errors import UserError
 from agent_rl.evaluation import paired
 from agent_rl.evaluation.paired import Score, bootstrap_interval, detectable_difference, sign_test, tasks_needed
-from agent_rl.evaluation.report import EpisodeResult, EvalReport, report
-from agent_rl.evaluation.saved import read_evaluation
+from agent_rl.evaluation.report import EpisodeResult, EvalReport, report, wilson_interval
+from agent_rl.evaluation.saved import SavedEvaluation, read_evaluation
+from agent_rl.evaluation.side_by_side import labels, matrix
 from agent_rl.utils.run_files import write_json
 from envs import Task
 
@@ -110,8 +111,8 @@ def test_the_command_prints_the_difference_and_the_excluded_tasks(tmp_path: Path
     b = results(tmp_path / "b", {**MORE, "new": True, "broken": True}, top_p=0.9)
     text = output_of(a, b)
     figures = "50.0%", "75.0%", "difference: +25.0 points, 95 % interval +", "p = 0.00195 (exact", "detecting 3 points"
-    left = "excluded: 1 only in the first (only); 1 only in the second (new); 1 not graded in the first (broken)"
-    note = "note: top_p is 1 in the first and 0.9 in the second"
+    left = "excluded: 1 not in a (new); 1 not graded in a (broken); 1 not in b (only)"
+    note = "note: top_p is 1 in a, 0.9 in b"
     assert [part for part in (*figures, left, note) if part not in text] == []
 
 
@@ -119,18 +120,23 @@ def test_as_json_it_is_the_same(tmp_path: Path) -> None:
     a, b = results(tmp_path / "a", HALF), results(tmp_path / "b", MORE | {"new": True})
     options = "--json", "--points", 10, "--seed", 3
     answer = json.loads(output_of(a, b, *options))
-    assert (answer["difference"], answer["p_value"], answer["tasks"]) == (0.25, 2 / 1024, 40)
-    assert (answer["better_first"], answer["better_second"]) == (0, 10)
-    assert answer["left_out"]["missing_first"] == ["new"]
-    assert answer["tasks_needed"] == tasks_needed(0.25, 0.1)
-    files = a / "results.jsonl", b / "report.json"
-    assert json.loads(output_of(*files, *options)) == answer | {"first": str(files[0]), "second": str(files[1])}
+    (found,) = answer["comparisons"]
+    assert (found["difference"], found["p_value"], answer["tasks"]) == (0.25, 2 / 1024, 40)
+    assert (found["better_first"], found["better_second"]) == (0, 10)
+    assert answer["evaluations"][0]["excluded"] == {"missing": ["new"], "ungraded": []}
+    assert found["tasks_needed"] == tasks_needed(0.25, 0.1)
+    again = json.loads(output_of(a / "results.jsonl", b / "report.json", *options))
+    assert again["comparisons"] == answer["comparisons"]
+    columns = "samples", "pass_at_k", "effort"
+    assert [[side[key] for key in columns] for side in again["evaluations"]] == [
+        [side[key] for key in columns] for side in answer["evaluations"]
+    ]
 
 
 def test_identical_evaluations_have_no_power_calculation(tmp_path: Path) -> None:
     a = results(tmp_path / "a", HALF)
     assert "no power calculation" in output_of(a, a)
-    assert json.loads(output_of(a, a, "--json"))["tasks_needed"] is None
+    assert json.loads(output_of(a, a, "--json"))["comparisons"][0]["tasks_needed"] is None
 
 
 def test_a_runs_own_evaluations_go_by_their_step(tmp_path: Path) -> None:
@@ -152,8 +158,8 @@ def test_incomparable_evaluations_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text("[]")
     (tmp_path / "y.json").write_text("{")
     for names, message in {
-        (a, other): "have no graded task in common: 1 only in the first (t); 1 only in the second (u)",
-        (env, seeded): "the task ids are not comparable; evaluate both with the same environment",
+        (a, other): "have no graded task in common: 1 not in a (u); 1 not in b (t)",
+        (env, seeded): "the task ids are not comparable; evaluate all with the same environment",
         (a, tmp_path / "nowhere"): "no such evaluation; expected an evaluation's directory",
         (a, tmp_path / "empty"): "contains no evaluation; expected",
         (a, tmp_path / "x.json"): "not a report of an evaluation; expected",
@@ -163,3 +169,67 @@ def test_incomparable_evaluations_are_rejected(tmp_path: Path) -> None:
             output_of(*names)
         assert message in str(caught.value)
         assert "\n" not in str(caught.value)
+
+
+def saved(name: str, model: str, **scores: Score) -> SavedEvaluation:
+    return SavedEvaluation(name, scores, {"env": "mini", "model": model}, model)
+
+
+@pytest.mark.parametrize(
+    ("evaluations", "expected"),
+    [
+        ([("runs/a/eval/x", "gold"), ("runs/a/eval/y", "noop")], ["gold", "noop"]),
+        ([("runs/a/eval/x/", "m"), ("runs/b/eval/x", "m"), ("runs/b/eval/x", "n")], ["m a", "m b", "n"]),
+        ([("r:step-0/sampled", "engine"), ("r:step-20/sampled", "engine")], ["step-0", "step-20"]),
+        (
+            [("a", "Qwen/Qwen3-Coder-30B-A3B-Instruct-FP8"), ("b", "Qwen/Qwen3-Coder-30B-A3B-Instruct-BF16")],
+            ["...FP8", "...BF16"],
+        ),
+        ([("a/x", "m"), ("a/x", "m")], ["x", "x #2"]),
+        ([("a/x", "")], ["x"]),
+    ],
+)
+def test_columns_have_different_names(evaluations: list[tuple[str, str]], expected: list[str]) -> None:
+    assert labels([saved(*one) for one in evaluations]) == expected
+
+
+def test_matrix_lists_the_most_different_tasks_first() -> None:
+    first = saved("a", "m", easy=Score(2, 2), split=Score(2, 2), half=Score(1, 2), broken=Score(0, 0))
+    second = saved("b", "n", easy=Score(4, 4), split=Score(0, 4), half=Score(4, 4), new=Score(1, 1))
+    rows = matrix([first, second])
+    assert [(row.task_id, row.disagreement) for row in rows] == [
+        ("split", 1.0), ("half", 0.5), ("broken", 0.0), ("easy", 0.0), ("new", 0.0),
+    ]  # fmt: skip
+    assert rows[2].scores == (Score(0, 0), None)
+
+
+def test_three_evaluations_are_compared_with_the_first(tmp_path: Path) -> None:
+    paths = [results(tmp_path / name, tasks) for name, tasks in (("a", HALF), ("b", MORE), ("c", HALF))]
+    text = output_of(*paths, "--tasks")
+    for part in (
+        "b against a: difference: +25.0 points",
+        "c against a: difference: +0.0 points",
+        "0/1",
+        "tasks differ",
+    ):
+        assert part in text
+    answer = json.loads(output_of(*paths, "--tasks", "--json"))
+    assert [(one["first"], one["second"]) for one in answer["comparisons"]] == [(0, 1), (0, 2)]
+    assert answer["matrix"][0]["task_id"] == "t1"
+    assert answer["matrix"][0]["disagreement"] == 1.0
+    assert answer["matrix"][0]["scores"][1] == {"resolved": 1, "graded": 1}
+
+
+def test_repeated_evaluations_of_a_model_are_one_column_with_all_samples(tmp_path: Path) -> None:
+    """Pass@2 of two samples a task: a task counts if one of them resolved it."""
+    runs = [results(tmp_path / f"run-{n}", tasks, policy="p") for n, tasks in enumerate((HALF, MORE))]
+    other = results(tmp_path / "other", {task: True for task in HALF}, policy="q")
+    answer = json.loads(output_of(*runs, other, "--pool", "--json"))
+    pooled, single = answer["evaluations"]
+    assert list(pooled["members"].values()) == [0.5, 0.75]
+    assert (pooled["samples"], single["samples"]) == (80, 40)
+    assert pooled["pass_at_k"]["1"]["rate"] == 0.625
+    assert pooled["pass_at_k"]["2"] == {"rate": 0.75, "interval": list(wilson_interval(0.75, 40)), "tasks": 40}
+    text = output_of(*runs, "--pool")
+    assert "2, Pass@1 50.0% to 75.0%" in text
+    assert "difference" not in text

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ from typing import Any
 import orjson
 import pytest
 from support.local_server import serving
+from typer.testing import CliRunner
 
+from agent_rl.cli import app
 from tools import ToolCall
 from tools.formats import tool_format
 
@@ -30,10 +33,10 @@ async def evaluate(url: str, directory: Path, *options: str) -> tuple[int | None
     return process.returncode, out.decode(), error.decode().strip().splitlines()
 
 
-def answer_with(message: dict[str, Any], asked: list[dict[str, Any]]) -> Any:
+def answer_with(message: dict[str, Any], asked: list[dict[str, Any]], **fields: Any) -> Any:
     async def handle(path: str, body: dict[str, Any]) -> tuple[int, bytes]:
         asked.append(body)
-        return 200, orjson.dumps({"choices": [{"message": message, "finish_reason": "stop"}]})
+        return 200, orjson.dumps({"choices": [{"message": message, "finish_reason": "stop"}], **fields})
 
     return handle
 
@@ -77,3 +80,64 @@ async def test_nothing_graded_is_no_success_and_leaves_the_directory_free(tmp_pa
     async with serving(answer_with({"content": tool_format("xml").render(SUBMIT)}, [])) as url:
         code, out, errors = await evaluate(f"{url}/v1", tmp_path, "--out", str(tmp_path / "out"), "--greedy")
     assert code == 0, (out, errors)
+
+
+USAGE = {
+    "prompt_tokens": 1000,
+    "completion_tokens": 60,
+    "prompt_tokens_details": {"cached_tokens": 400},
+    "completion_tokens_details": {"reasoning_tokens": 40},
+}
+PRICES = "- {model: 'other*', input: 9, output: 9}\n- {model: 'm*', input: 2, cached_input: 0.5, output: 10}\n"
+
+
+async def test_the_report_has_the_tokens_that_the_endpoint_counted_and_their_cost(tmp_path: Path) -> None:
+    prices = tmp_path / "prices.yaml"
+    prices.write_text(PRICES)
+    message = {"content": tool_format("xml").render(SUBMIT)}
+    async with serving(answer_with(message, [], usage=USAGE)) as url:
+        code, out, errors = await evaluate(f"{url}/v1", tmp_path, "--samples", "2", "--tasks", "3")
+        assert code == 0, (out, errors)
+        code, out, errors = await evaluate(
+            f"{url}/v1", tmp_path, "--samples", "2", "--tasks", "3", "--prices", str(prices)
+        )
+    assert code == 0, (out, errors)
+    report = read_report(tmp_path)
+    each = {"requests": 2, "prompt": 2000, "completion": 120, "cached": 800, "reasoning": 80}
+    assert [outcome["usage"] for outcome in report["outcomes"]] == [each] * 3
+    assert report["usage"] == {name: 3 * count for name, count in each.items()}
+    cost = (1200 * 2 + 800 * 0.5 + 120 * 10) / 1e6
+    assert [outcome["cost"] for outcome in report["outcomes"]] == pytest.approx([cost] * 3)
+    assert report["cost"] == pytest.approx(3 * cost)
+    assert report["price"]["model"] == "m*"
+    assert report["seconds_mean"] > 0
+    assert (report["model"], report["requested"], report["available"] > 3) == ("m", 3, True)
+    assert "6,000 in (2,400 cached), 360 out (240 reasoning)" in out
+    assert "0.0120 USD" in out
+    listed = CliRunner().invoke(app, ["runs", str(tmp_path)], env={"COLUMNS": "160"}).output
+    assert re.search(r"cost .*\n(.*\n)*.* 0\.01 USD ", listed), listed
+
+
+async def test_tokens_of_an_endpoint_that_counts_none_are_unknown(tmp_path: Path) -> None:
+    async with serving(answer_with({"content": tool_format("xml").render(SUBMIT)}, [])) as url:
+        code, out, errors = await evaluate(f"{url}/v1", tmp_path)
+    assert code == 0, (out, errors)
+    assert re.search("tokens .* unknown", out)
+    assert read_report(tmp_path)["usage"] is None
+
+
+@pytest.mark.parametrize(
+    ("prices", "complaint"),
+    [
+        ("- {model: other, input: 1, output: 2}", "no pattern matches the model m; the patterns are other"),
+        ("- {model: m, input: -1, output: 2}", "entry 0 input: Input should be greater than or equal to 0; expected"),
+        ("m: 3", "Input should be a valid list; expected a YAML list of {model: PATTERN, input:"),
+        ("- [", "cannot be read"),
+    ],
+)
+async def test_bad_prices_end_the_command_with_one_line(tmp_path: Path, prices: str, complaint: str) -> None:
+    file = tmp_path / "prices.yaml"
+    file.write_text(prices)
+    code, _, errors = await evaluate("http://127.0.0.1:9/v1", tmp_path, "--prices", str(file))
+    assert (code, len(errors)) == (2, 1)
+    assert f"--prices {file}: {complaint}" in errors[0]

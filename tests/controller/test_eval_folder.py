@@ -100,7 +100,7 @@ async def test_predictions_and_reports_are_written(tmp_path: Path) -> None:
     report = await run_until(directory, None)
     assert list(report.by_repo) == ["repo-0", "repo-1", "repo-2"]
     assert list(report.pass_at_k) == ["1", "2"]
-    assert report.pass_at_k["1"] == pytest.approx(report.pass_at_1)
+    assert report.pass_at_k["1"].rate == pytest.approx(report.pass_at_1)
     for name in ("predictions.jsonl", "predictions-1.jsonl"):
         rows = [json.loads(line) for line in (directory.path / name).read_text().splitlines()]
         assert [row["instance_id"] for row in rows] == [task.id for task in TASKS]

@@ -22,6 +22,7 @@ from support.doc_pages import ROOT, Block
 
 from agent_rl.config import RunConfig
 from agent_rl.config.loader import install_model, load_config
+from agent_rl.evaluation.prices import read_price
 from agent_rl.render.chat import ChatRenderer
 from envs.new_project import FIRST, write_template
 from tools import ToolCall
@@ -111,9 +112,13 @@ def test_every_block_has_a_language() -> None:
 
 
 @pytest.mark.parametrize("block", [block for block in ALL if block.language == "yaml"], ids=str)
-def test_the_yaml_block_is_a_part_of_a_config(block: Block, tmp_path: Path) -> None:
+def test_the_yaml_block_is_a_part_of_a_config_or_a_price_table(block: Block, tmp_path: Path) -> None:
     for document in yaml.safe_load_all(block.text):
         config = tmp_path / "config.yaml"
+        if isinstance(document, list):
+            config.write_text(block.text)
+            assert read_price(config, document[0]["model"]).source
+            continue
         config.write_text(yaml.safe_dump({"name": "x", "model": "m"} | document))
         load_config(config)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import time
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import pytest
 from envs import EnvContext, TaskRecordError
 from envs.swe import SweEnvironment, read_records
 from envs.swe.sources import BrokenRowsError
+from envs.swe.swebench import eval_script, judge_swebench_log
 from tests.envs.test_swe_records import LOCAL, R2E
 
 CLASSIC: dict[str, Any] = {
@@ -94,6 +97,64 @@ def test_classic_rows_are_graded_as_the_rows_of_their_ids_in_specs(tmp_path: Pat
         SweEnvironment(NO_SANDBOXES, unknown, specs=specs).tasks("test")
     with pytest.raises(TaskRecordError, match=r"specs: .*classic\.jsonl: no row with instance_id and eval_script"):
         SweEnvironment(NO_SANDBOXES, unknown, specs=classic).tasks("test")
+
+
+WHEEL = {
+    "__init__": "import modal_is_not_needed",
+    "harness/__init__": "import modal_is_not_needed",
+    "harness/constants/__init__": """
+MAP_REPO_VERSION_TO_SPECS = {"psf/requests": {"1.1": {"test_cmd": "pytest"}}}
+FAIL_ONLY_REPOS = {"chartjs/Chart.js"}
+""",
+    "harness/log_parsers/__init__": """
+def parse_log_pytest(log): ...
+MAP_REPO_TO_PARSER = {"psf/requests": parse_log_pytest}
+""",
+    "harness/test_spec/__init__": "",
+    "harness/test_spec/create_scripts": """
+def make_eval_script_list(row, specs, env, directory, commit, patch):
+    return [f"cd {directory}", ": '>>>>> Start Test Output'", specs["test_cmd"], ": '>>>>> End Test Output'"]
+""",
+}
+"""The parts of swebench 4's wheel that are used."""
+
+
+def wheel_of(path: Path, files: Mapping[str, str] = WHEEL) -> Path:
+    with zipfile.ZipFile(path, "w") as wheel:
+        for name, text in files.items():
+            wheel.writestr(f"swebench/{name}.py", text)
+    return path
+
+
+def test_classic_rows_are_graded_offline_with_the_tables_of_a_swebench_4_wheel(tmp_path: Path) -> None:
+    pytest.importorskip("swebench")
+    wheel = wheel_of(tmp_path / "swebench-4.1.0-py3-none-any.whl")
+    rows = write(tmp_path / "rows.jsonl", CLASSIC | {"difficulty": "<15 min fix"})
+    (task,) = SweEnvironment(NO_SANDBOXES, rows, specs=wheel).tasks("test")
+    record = read_records(rows, specs=wheel).records[0]
+    assert task.id == record.id == "psf__requests-1142"
+    assert "cd /testbed" in eval_script(record)
+    passed = "".join(f"PASSED {test}\n" for test in record.expected)
+    for log, resolved in ((passed, True), (passed.replace("PASSED", "FAILED", 1), False)):
+        verdict = judge_swebench_log(record, f">>>>> Start Test Output\n{log}>>>>> End Test Output\n")
+        assert verdict is not None
+        assert verdict.resolved is resolved
+
+
+def test_a_wheel_that_cannot_grade_a_row_is_named_in_one_line(tmp_path: Path) -> None:
+    wheel = wheel_of(tmp_path / "swebench.whl")
+    rows = write(tmp_path / "rows.jsonl", CLASSIC, CLASSIC | {"instance_id": "b__b-1", "version": "99"})
+    with pytest.raises(TaskRecordError, match=r"1 of 2 rows \(b__b-1, \.\.\.\) lack eval_script"):
+        SweEnvironment(NO_SANDBOXES, rows, specs=wheel).tasks("test")
+    unknown = write(tmp_path / "unknown.jsonl", CLASSIC | {"version": "99"})
+    for row_file, specs, complaint in (
+        (unknown, wheel, "swebench.whl: knows the repository and version of none of the 1 rows"),
+        (rows, wheel_of(tmp_path / "other.whl", {}), "other.whl: cannot be read (ModuleNotFoundError"),
+        (rows, tmp_path / "absent.whl", "absent.whl: no such file; right would be a wheel of swebench 4"),
+    ):
+        with pytest.raises(TaskRecordError, match=re.escape(complaint)) as caught:
+            SweEnvironment(NO_SANDBOXES, row_file, specs=specs).tasks("test")
+        assert "\n" not in str(caught.value)
 
 
 def test_a_task_repository_of_swebenchs_holds_the_same_rows(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import io
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,13 @@ from agent_rl.config import RolloutConfig
 from agent_rl.errors import UserError
 from agent_rl.evaluation.evaluate import evaluate
 from agent_rl.evaluation.report import EvalReport, wilson_interval
+from agent_rl.evaluation.usage import Usage
 from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.group import Limiter
 from agent_rl.rollout.jsonl_zst import encode_rows
 from agent_rl.rollout.records import write_trajectories
 from agent_rl.rollout.scripted_policies import noop, recorded, solver_runner
-from agent_rl.types import Group, Trajectory
+from agent_rl.types import Group, StopReason, Trajectory
 from envs import Task
 from sandbox import SandboxLostError
 from tools import ToolCall
@@ -111,6 +113,29 @@ async def test_several_samples_are_averaged_within_a_task() -> None:
     report = await evaluate(env.tasks("heldout")[:1], run, policy="x", limiter=Limiter(1), samples=4)
     assert report.pass_at_1 == 0.25
     assert report.interval == wilson_interval(0.25, 1)
+
+
+async def test_failed_episodes_count_their_tokens(tmp_path: Path) -> None:
+    """An engine's tokens are exact; those of a policy without a model are unknown."""
+    env, broken = MemoryEnvironment(), 0
+    tasks, run = env.tasks("heldout")[:2], solver_runner(env, solver(set()), EpisodeRules())
+
+    async def counted(task: Task) -> Trajectory:
+        nonlocal broken
+        trajectory = await run(task)
+        turns = [replace(turn, usage=None, cached_tokens=1, thinking_tokens=2) for turn in trajectory.turns]
+        broken += task.id == "heldout-0"
+        stop = StopReason.SANDBOX_FAILURE if broken == 1 else trajectory.stop
+        return replace(trajectory, turns=tuple(turns), stop=stop, reward=None if broken == 1 else 0.0)
+
+    found = await evaluate(tasks, counted, policy="engine", limiter=Limiter(1), retries=1)
+    (turn,) = (await run(tasks[0])).turns
+    once = Usage(1, turn.prompt_tokens, turn.completion_tokens, 1, 2)
+    assert [outcome.usage for outcome in found.outcomes] == [once + once, once]
+    assert (found.usage, found.usage_tasks) == (once + once + once, 2)
+    assert written(found, tmp_path)["usage"]["requests"] == 3
+    unknown = await evaluate(tasks, run, policy="gold", limiter=Limiter(1))
+    assert (unknown.usage, unknown.usage_tasks) == (None, 0)
 
 
 async def test_nothing_graded_is_no_number(tmp_path: Path) -> None:
