@@ -157,7 +157,8 @@ class Turn:
 
     ``retractions``: how often the engine requeued the turn's requests. ``began``: start of the turn, in seconds since
     the start of the episode. ``thinking_tokens``, ``thinking_chars``: length of the thoughts at the start of the
-    sampled tokens and of ``text``, with the marker that closes them.
+    turn's tokens and of ``text``, with the marker that closes them. ``inserted_tokens``: tokens of the turn that were
+    not sampled, because the loop closed its thoughts (``rollout.max_thinking_tokens``); they end the thoughts.
     """
 
     text: str
@@ -176,6 +177,7 @@ class Turn:
     began: float = 0.0
     thinking_tokens: int = 0
     thinking_chars: int = 0
+    inserted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

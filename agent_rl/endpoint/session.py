@@ -17,7 +17,7 @@ from agent_rl.errors import EngineAborted, TemplateError
 from agent_rl.rollout.conversation_tree import ChatMessage, ConversationTree, Node, RequestPlan, Tokens, Tools
 from agent_rl.rollout.episode import MAX_ABORTS, EpisodeRules
 from agent_rl.rollout.initial_prompt import Renderer, build_initial_prompt
-from agent_rl.rollout.thoughts import ThoughtLength, measure_thoughts
+from agent_rl.rollout.thoughts import ThoughtLength, TurnBudget, measure_thoughts
 from agent_rl.types import FinishReason, StopReason, Turn
 from tools import ParsedTurn, ToolCall, ToolCallFormat, ToolResult, ToolSet, parse_turn
 
@@ -263,13 +263,17 @@ class Session:
     async def _sample_until_complete(self, node: Node, request: ChatRequest, prompt: Tokens) -> None:
         """After an abort the reply continues from the tokens received so far: without limit if new weights
         interrupted it, at most :data:`MAX_ABORTS` times if the engine aborted it on its own."""
-        stats, limit = self._stats[node], request.max_tokens or self.rules.rollout.max_new_tokens
-        remaining = min(limit, self.rules.rollout.max_new_tokens, self.context - node.prompt)
-        aborts = 0
+        stats, limits, aborts = self._stats[node], self.rules.rollout, 0
+        new_tokens = min(request.max_tokens or limits.max_new_tokens, limits.max_new_tokens)
+        renderer, context = self.rendering.renderer, self.context - node.prompt
+        budget = TurnBudget(renderer, limits.max_thinking_tokens, new_tokens, context)
         while aborts <= MAX_ABORTS:
+            if closing := budget.close_thoughts(node.sampled):
+                self.tree.insert(node, closing)
+                prompt = self.tree.tokens(node)
             completion = await self.engine.generate(
                 array("i", prompt.tobytes()),
-                self.rules.sampling(remaining, self.rendering.stop_token_ids),
+                self.rules.sampling(budget.request, self.rendering.stop_token_ids),
                 routes_from=self.tree.routes_from(node),
                 session=self.name,
             )
@@ -277,10 +281,8 @@ class Session:
             stats.retractions += completion.retractions
             stats.version, stats.finish = completion.weight_version, completion.finish
             self.tree.sampled(node, completion)
-            remaining -= len(completion.tokens)
-            aborted = completion.finish is FinishReason.ABORT
-            aborts += aborted and not completion.interrupted
-            if not aborted or remaining == 0:
+            aborts += completion.finish is FinishReason.ABORT and not completion.interrupted
+            if budget.ends(completion):
                 return
             prompt = self.tree.tokens(node)
         raise EngineAborted(f"the engine aborted a reply of {self.name} {aborts} times")
@@ -296,7 +298,7 @@ class Session:
         )  # fmt: skip
 
     def _thoughts(self, node: Node) -> ThoughtLength:
-        return measure_thoughts(self.rendering.renderer, node.sampled, node.text)
+        return measure_thoughts(self.rendering.renderer, node.sampled, node.text, node.closed)
 
     def _turn(self, node: Node, spoken: ParsedTurn) -> Turn:
         stats, call = self._stats[node], spoken.calls[0] if spoken.calls else None
@@ -308,7 +310,8 @@ class Session:
             parse_failure=spoken.failure,
             observation="\n".join(message.text for message in after.new_messages) if after else "",
             prompt_tokens=node.prompt,
-            completion_tokens=len(node.sampled),
+            completion_tokens=len(node.sampled) - node.inserted,
+            inserted_tokens=node.inserted,
             observation_tokens=len(after.context) if after else 0,
             cached_tokens=stats.cached,
             weight_version=stats.version,

@@ -100,7 +100,8 @@ class Node:
 
     ``id`` is issued with the reply. ``new_messages`` are the messages that ``context`` renders. ``text`` is the reply
     as sampled and ``spoken`` its parsed parts, set once it is complete. ``delivered``: it reached the program.
-    ``followed``: a later request continued from it.
+    ``followed``: a later request continued from it. ``inserted``: number of tokens in ``sampled`` with which the loop
+    closed the thoughts; they end at token ``closed`` of ``sampled``.
     """
 
     id: str
@@ -114,6 +115,8 @@ class Node:
     retried: tuple[Node, ...] = ()
     sampled: array[int] = field(default_factory=lambda: array("i"))
     logprobs: array[float] = field(default_factory=lambda: array("f"))
+    inserted: int = 0
+    closed: int = 0
     versions: list[VersionSpan] = field(default_factory=list)
     route_rows: list[_RouteRows] = field(default_factory=list)
     text: str = ""
@@ -135,7 +138,7 @@ class Node:
 
     @property
     def trained(self) -> bool:
-        return self.delivered and not self.superseded and len(self.sampled) > 0
+        return self.delivered and not self.superseded and len(self.sampled) > self.inserted
 
     def own_tokens(self, stop: int) -> Tokens:
         """Its own tokens, up to token ``stop`` of its path."""
@@ -254,6 +257,12 @@ class ConversationTree:
             append_version(node.versions, span, node.end)
         node.sampled.extend(completion.tokens)
         node.logprobs.extend(completion.logprobs)
+
+    def insert(self, node: Node, tokens: Sequence[int]) -> None:
+        """Append the tokens that close the thoughts of the reply. The next completion continues it."""
+        node.sampled.extend(tokens)
+        node.logprobs.extend([0.0] * len(tokens))
+        node.inserted, node.closed = len(tokens), len(node.sampled)
 
     def commit(self, node: Node, text: str, spoken: ParsedTurn) -> None:
         """Mark the reply as complete, so that later requests can continue from it."""
@@ -390,6 +399,8 @@ class ConversationTree:
                 continue
             if node.trained:
                 loss_mask[node.prompt : node.end] = True
+                closed = node.prompt + node.closed
+                loss_mask[closed - node.inserted : closed] = False
                 logprobs[node.prompt : node.end] = node.logprobs
                 for span in node.versions:
                     append_version(spans, span)

@@ -27,6 +27,11 @@ class Renderer(Protocol):
         ...
 
     @property
+    def end_of_thoughts(self) -> TokenIds:
+        """The tokens between a turn's thoughts and what it says; empty for a model without thoughts."""
+        ...
+
+    @property
     def tool_format(self) -> str:
         """The name of the format in which ``initial_prompt`` describes tools."""
         ...
