@@ -8,7 +8,7 @@ import time
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from agent_rl.config import RolloutConfig
 from agent_rl.endpoint.messages import ChatRequest, ChatResponse, Finish, RequestRejected
@@ -29,7 +29,12 @@ _BODIES_AT_ONCE = 8
 class ExtendingRenderer(Renderer, Protocol):
     """A renderer that can append any messages to a turn: :class:`agent_rl.render.ChatRenderer`."""
 
-    def extension(self, messages: Sequence[Mapping[str, str]], *, stop: int | None) -> list[int]: ...
+    @property
+    def history_fields(self) -> bool:
+        """Whether the chat template reads the thoughts and calls of earlier turns from fields of their messages."""
+        ...
+
+    def extension(self, messages: Sequence[Mapping[str, Any]], *, stop: int | None) -> list[int]: ...
 
 
 class HarnessRenderer:
@@ -50,28 +55,52 @@ class HarnessRenderer:
     def stop_token_ids(self) -> tuple[int, ...]:
         return self.renderer.stop_token_ids
 
+    @property
+    def history_fields(self) -> bool:
+        return self.renderer.history_fields
+
     def must_rerender(self, messages: Sequence[ChatMessage]) -> bool:
         """With ``follow``, after a user message: some templates then drop the reasoning of earlier turns."""
         return self._follow and any(message.role == "user" for message in messages)
 
     def initial_prompt(self, messages: Sequence[ChatMessage], tools: Tools) -> Sequence[int]:
-        rendered = [self._as_dict(message, first=index == 0) for index, message in enumerate(messages)]
+        rendered = [part for index, each in enumerate(messages) for part in self._as_dicts(each, first=index == 0)]
         if not tools:
             return self.renderer.initial_prompt(rendered, None)
         return build_initial_prompt(self.renderer, self.fmt, rendered, tools, describe_tools=self._describe)[1]
 
     def extension(self, messages: Sequence[ChatMessage], *, stop: int | None) -> Sequence[int]:
-        rendered = [self._as_dict(message, first=False) for message in messages]
+        rendered = [part for message in messages for part in self._as_dicts(message, first=False)]
         return self.renderer.extension(rendered, stop=stop)
 
-    def _as_dict(self, message: ChatMessage, *, first: bool) -> dict[str, str]:
+    def _as_dicts(self, message: ChatMessage, *, first: bool) -> list[dict[str, Any]]:
         """The message for the renderer. System messages inside a conversation become user messages: templates accept
         only one, at the start."""
+        if message.role == "assistant" and self.history_fields:
+            return self._as_fields(message)
         role = "user" if message.role == "system" and not first else message.role
         open_, close = self.renderer.reasoning.open, self.renderer.reasoning.close
         thoughts = f"{open_}\n{message.reasoning}\n{close}\n\n" if message.reasoning else ""
         calls = [self.fmt.render(call) for call in message.calls]
-        return {"role": role, "content": thoughts + "\n".join(part for part in (message.text, *calls) if part)}
+        return [{"role": role, "content": thoughts + _joined(message.text, *calls)}]
+
+    def _as_fields(self, message: ChatMessage) -> list[dict[str, Any]]:
+        """An assistant's message in gpt-oss's form: one call a message, and text before it is a thought. Calls in a
+        format that the template does not write are text."""
+        if self.fmt.name != self.renderer.tool_format or not message.calls:
+            text = _joined(message.text, *map(self.fmt.render, message.calls))
+            return [{"role": "assistant", "content": text, "thinking": message.reasoning}]
+        functions = [{"name": call.name, "arguments": dict(call.arguments)} for call in message.calls]
+        messages: list[dict[str, Any]] = [
+            {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+            for function in functions
+        ]
+        messages[0]["thinking"] = _joined(message.reasoning, message.text)
+        return messages
+
+
+def _joined(*parts: str) -> str:
+    return "\n".join(filter(None, parts))
 
 
 @dataclass(slots=True)

@@ -174,6 +174,7 @@ class ChatRenderer:
             self.observation_role: Role = self._preferred if observation_role is None else observation_role
             profile = profile_of(source.model_type)
             self.tool_format = profile.tool_format(source.template)
+            self.history_fields = profile.history_fields
             self.reasoning = reasoning_of(self._template, profile.reasoning)
             check_thinking(thinking, self.reasoning)
             closing = profile.end_of_thoughts or end_of_thoughts(self._template, self.reasoning)

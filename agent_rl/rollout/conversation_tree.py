@@ -81,6 +81,11 @@ class Rendering(Protocol):
     @property
     def stop_token_ids(self) -> tuple[int, ...]: ...
 
+    @property
+    def history_fields(self) -> bool:
+        """Whether earlier replies are rendered from their parsed parts; otherwise from their text."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class _RouteRows:
@@ -321,11 +326,13 @@ class ConversationTree:
         return np.concatenate([self.tokens(last), np.array(tail, np.int32)])
 
     def _with_sampled_text(self, message: ChatMessage, echoed: Node | None = None) -> ChatMessage:
-        """``message`` as rendered. A message that repeats a reply, also one of another branch, gets the sampled
-        text."""
+        """``message`` as rendered. A message that repeats a reply, also one of another branch, gets the sampled text
+        or its parts."""
         node = echoed or self._by_id.get(message.reply)
         if node is None or node.spoken is None or not (echoed or message.echoes(node.spoken)):
             return message
+        if self._rendering.history_fields:
+            return ChatMessage("assistant", node.spoken.text, node.spoken.calls, node.spoken.reasoning)
         return ChatMessage("assistant", node.text)
 
     def _attach(self, prompt: Tokens, last: Node | None) -> tuple[Node | None, int]:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from agent_rl.types import SampledCall, TokenIds
 from tools import Reasoning, ToolCallFormat
 
-Messages = list[Mapping[str, str]]
+Messages = list[Mapping[str, Any]]
 
 
 class Renderer(Protocol):
@@ -37,7 +37,7 @@ class Renderer(Protocol):
         ...
 
     def initial_prompt(
-        self, messages: Sequence[Mapping[str, str]], tools: Sequence[Mapping[str, Any]] | None
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
     ) -> list[int]:
         """The tokens of ``messages`` up to the start of the agent's first turn."""
         ...
@@ -55,7 +55,7 @@ class Renderer(Protocol):
 def build_initial_prompt(
     renderer: Renderer,
     fmt: ToolCallFormat,
-    messages: Sequence[Mapping[str, str]],
+    messages: Sequence[Mapping[str, Any]],
     schemas: Sequence[Mapping[str, Any]],
     *,
     describe_tools: bool,
@@ -74,7 +74,7 @@ def build_initial_prompt(
     return described, renderer.initial_prompt(described, None)
 
 
-def _append_to_system(messages: Sequence[Mapping[str, str]], text: str) -> Messages:
+def _append_to_system(messages: Sequence[Mapping[str, Any]], text: str) -> Messages:
     if not messages or messages[0]["role"] != "system":
         return [{"role": "system", "content": text}, *messages]
     first = messages[0]

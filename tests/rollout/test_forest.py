@@ -32,6 +32,7 @@ class LetterRendering:
     of a user are dropped."""
 
     stop_token_ids = (END,)
+    history_fields = False
 
     def __init__(self, *, follow: bool = False) -> None:
         self.follow = follow
