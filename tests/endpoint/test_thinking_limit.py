@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
-from support.endpoint_sessions import BASH, CHAT, HELLO, LAYOUT, MODEL, Saying, call, served
+from support.endpoint_sessions import BASH, CHAT, HELLO, LAYOUT, MODEL, Saying, call, drive, served
 from support.scripted_engine import scripted_rows
 
+from agent_rl.config import HarnessConfig
+from agent_rl.endpoint.server import EndpointServer
 from agent_rl.render import ChatRenderer
+from agent_rl.rollout.records import write_trajectories
+from agent_rl.types import Group
+from agent_rl.viewer.api import Resources
 from tools import Reasoning
+
+PROGRAMS = Path(__file__).parent / "programs"
 
 
 @pytest.fixture
@@ -44,3 +55,19 @@ async def test_closed_thoughts_of_a_program_s_reply_are_not_trained(thinking: Ch
         assert [turn.inserted_tokens for turn in (first, second)] == [len(close), 0]
         assert first.thinking_tokens == 12 + len(close)
         assert answer["usage"]["completion_tokens"] == first.completion_tokens + first.inserted_tokens
+
+
+async def test_the_viewer_finds_the_turns_of_each_branch(
+    thinking: ChatRenderer, endpoint: EndpointServer, tmp_path: Path
+) -> None:
+    engine = Saying(thinking, ["why " * 40, call("ls")] * 3)
+    command = shlex.join([sys.executable, str(PROGRAMS / "talk.py"), "compacts"])
+    harness = HarnessConfig(command=command, location="host")
+    driven = await drive(endpoint, thinking, engine, harness, max_turns=5, max_thinking_tokens=12)
+    assert [turn.inserted_tokens for turn in driven.turns] == [len(thinking.end_of_thoughts)] * 3
+    write_trajectories(tmp_path, 1, [Group("t", (driven,))])
+    found = Resources([tmp_path]).read("0/t/1-0")
+    assert [turn["branch"] for turn in found["turns"]] == [0, 0, 1]
+    for shown, turn in zip(found["turns"], driven.turns, strict=True):
+        length = turn.completion_tokens + turn.inserted_tokens
+        assert shown["span"] == [turn.prompt_tokens, turn.prompt_tokens + length]
