@@ -1,4 +1,4 @@
-"""Measures and bounds the thoughts at the start of a turn.
+"""Measures and limits the thoughts at the start of a turn.
 
 With ``rollout.max_thinking_tokens`` a request of a turn samples no more tokens than the limit allows. Thoughts that are
 still open then are closed with the tokens of the model's family, and the turn continues after them (``p`` prompt, ``a``
