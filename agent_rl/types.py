@@ -161,6 +161,9 @@ class Turn:
     sampled tokens and of ``text``, with the marker that closes them. ``usage``: tokens as a chat endpoint counts them,
     by the fields of :class:`agent_rl.evaluation.usage.Usage`; empty if nobody counted the model's tokens, None if the
     turn's own counts are the model's tokens.
+=======
+    turn's tokens and of ``text``, with the marker that closes them. ``inserted_tokens``: tokens of the turn that were
+    not sampled, because the loop closed its thoughts (``rollout.max_thinking_tokens``); they end the thoughts.
     """
 
     text: str
@@ -180,6 +183,7 @@ class Turn:
     thinking_tokens: int = 0
     thinking_chars: int = 0
     usage: Mapping[str, int] | None = None
+    inserted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -295,7 +295,7 @@ def _sampled(trajectories: Sequence[Trajectory], passed: TrainerPass) -> NDArray
 
 def turn_numbers(trajectory: Trajectory) -> NDArray[np.int64]:
     """Turn number of each token, from 1, ``[S]``. Prompt and observation tokens belong to the turn that follows."""
-    ends = [turn.prompt_tokens + turn.completion_tokens for turn in trajectory.turns]
+    ends = [turn.prompt_tokens + turn.completion_tokens + turn.inserted_tokens for turn in trajectory.turns]
     return np.searchsorted(ends, np.arange(len(trajectory.tokens)), side="right") + 1
 
 

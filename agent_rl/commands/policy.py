@@ -66,7 +66,7 @@ class PolicyChoice:
         own model does not, the config's ``max_tokens`` has no space for them, and the key's default applies."""
         rules = EpisodeRules.from_config(config).for_evaluation(greedy=self.greedy)
         scaffold = load_scaffold(config.env.scaffold)
-        for key, default in (("thinking", "default"), ("template_options", {})):
+        for key, default in (("thinking", "default"), ("max_thinking_tokens", None), ("template_options", {})):
             if self.model is not None and getattr(config.rollout, key) != default:
                 raise UserError(
                     f"rollout.{key}: a chat endpoint applies its own template: leave the key out and pass the "

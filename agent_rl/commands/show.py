@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shlex
 from collections import Counter
@@ -29,8 +30,10 @@ from agent_rl.rollout.jsonl_zst import SUFFIX, read_rows
 from agent_rl.rollout.records import DIRECTORY, row_messages, steps_on_disk, trajectories_path
 from agent_rl.utils import foreign
 from sandbox import printable
+from tools import ParseFailure, tool_format
+from tools.formats import TOOL_FORMATS
+from tools.types import CallScanner, MarksText
 
-CALL_TAGS = ("<tool_call>", "<function=")
 MAX_LISTED = 40
 """Episodes in a list. The line below it gives the number of hidden ones."""
 
@@ -196,7 +199,8 @@ def _render_turn(number: int, turn: Mapping[str, Any]) -> list[RenderableType]:
         Rule(cell(f"turn {number} {call} ({turn['completion_tokens']} tokens, {times})"), align="left"),
     ]
     if thoughts := turn.get("thinking_chars"):
-        parts.append(Text(f"thoughts: {thoughts} characters", style="dim"))
+        limited = ", closed at the limit" if turn.get("inserted_tokens") else ""
+        parts.append(Text(f"thoughts: {thoughts} characters{limited}", style="dim"))
     parts.append(_printable_text(_before_call(turn) or "(no text before the call)"))
     for name, value in turn["arguments"].items():
         text = value if isinstance(value, str) else json.dumps(value)
@@ -214,7 +218,25 @@ def _before_call(turn: Mapping[str, Any]) -> str:
     text = str(turn["text"])[turn.get("thinking_chars", 0) :].lstrip("\n")
     if not turn["tool"]:
         return text
-    return min((text.partition(tag)[0] for tag in CALL_TAGS), key=len).rstrip()
+    found = (_text_before(fmt, text, turn["tool"]) for fmt in _scanning_formats())
+    return min((before for before in found if before is not None), key=len, default=text).rstrip()
+
+
+def _text_before(fmt: CallScanner, text: str, tool: str) -> str | None:
+    """The text before the call of ``tool``; None if ``text`` has no such call in the format ``fmt``."""
+    calls = fmt.scan(text, 0)
+    if calls is None or isinstance(calls, ParseFailure) or calls[0][0].name != tool:
+        return None
+    before = text[: calls[1]]
+    return fmt.plain_text(before) if isinstance(fmt, MarksText) else before
+
+
+@functools.cache
+def _scanning_formats() -> tuple[CallScanner, ...]:
+    """The built-in formats that find a call's place. Rows do not name their format; no two formats read the same text
+    as a call, except that a format may read the inner part of another's."""
+    formats = [tool_format(name) for name in TOOL_FORMATS.built_in]
+    return tuple(fmt for fmt in formats if isinstance(fmt, CallScanner))
 
 
 def _printable_text(text: str, style: str = "") -> Text:

@@ -76,6 +76,12 @@ class RolloutConfig(Section):
         description="Whether the model thinks before it acts. default: as its chat template does. on, off: set the "
         "template's switch; refused for a template without one (docs/how-to/thinking-models.md).",
     )
+    max_thinking_tokens: int | None = Field(
+        None,
+        ge=0,
+        description="Maximum tokens sampled in the thoughts of one turn. Thoughts that are open then are closed and "
+        "the turn goes on; the closing tokens are not trained (docs/how-to/thinking-models.md). null: no limit.",
+    )
     template_options: dict[str, Any] = Field(
         default_factory=dict,
         description="Variables of the chat template, for example {reasoning_effort: low}. Unknown ones are refused.",
@@ -109,6 +115,15 @@ class RolloutConfig(Section):
     def logprob_temperature(self) -> float:
         """The temperature of the compared log-probs. Greedy decoding (0) returns log-probs at temperature 1."""
         return self.temperature or 1.0
+
+    @model_validator(mode="after")
+    def _check_thinking(self) -> RolloutConfig:
+        if self.max_thinking_tokens is not None and self.max_thinking_tokens >= self.max_new_tokens:
+            raise ValueError(
+                f"rollout.max_thinking_tokens is {self.max_thinking_tokens}; it must be below rollout.max_new_tokens "
+                f"({self.max_new_tokens}), so that a turn can go on after its thoughts"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_recovery(self) -> RolloutConfig:

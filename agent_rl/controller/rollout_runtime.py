@@ -237,6 +237,8 @@ async def open_rollout_runtime(
             options=config.rollout.template_options,
             observation_role=load_scaffold(config.env.scaffold).observation_role,
         )
+        if config.rollout.max_thinking_tokens is not None:
+            renderer.check_end_of_thoughts()
         harness, endpoint = config.rollout.harness, None
         if harness is not None:
             renderer.check_tails()

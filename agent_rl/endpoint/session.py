@@ -8,7 +8,7 @@ import time
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from agent_rl.config import RolloutConfig
 from agent_rl.endpoint.messages import ChatRequest, ChatResponse, Finish, RequestRejected
@@ -17,7 +17,7 @@ from agent_rl.errors import EngineAborted, TemplateError
 from agent_rl.rollout.conversation_tree import ChatMessage, ConversationTree, Node, RequestPlan, Tokens, Tools
 from agent_rl.rollout.episode import MAX_ABORTS, EpisodeRules
 from agent_rl.rollout.initial_prompt import Renderer, build_initial_prompt
-from agent_rl.rollout.thoughts import ThoughtLength, measure_thoughts
+from agent_rl.rollout.thoughts import ThoughtLength, TurnBudget, measure_thoughts
 from agent_rl.types import FinishReason, StopReason, Turn
 from tools import ParsedTurn, ToolCall, ToolCallFormat, ToolResult, ToolSet, parse_turn
 
@@ -29,7 +29,12 @@ _BODIES_AT_ONCE = 8
 class ExtendingRenderer(Renderer, Protocol):
     """A renderer that can append any messages to a turn: :class:`agent_rl.render.ChatRenderer`."""
 
-    def extension(self, messages: Sequence[Mapping[str, str]], *, stop: int | None) -> list[int]: ...
+    @property
+    def history_fields(self) -> bool:
+        """Whether the chat template reads the thoughts and calls of earlier turns from fields of their messages."""
+        ...
+
+    def extension(self, messages: Sequence[Mapping[str, Any]], *, stop: int | None) -> list[int]: ...
 
 
 class HarnessRenderer:
@@ -50,28 +55,52 @@ class HarnessRenderer:
     def stop_token_ids(self) -> tuple[int, ...]:
         return self.renderer.stop_token_ids
 
+    @property
+    def history_fields(self) -> bool:
+        return self.renderer.history_fields
+
     def must_rerender(self, messages: Sequence[ChatMessage]) -> bool:
         """With ``follow``, after a user message: some templates then drop the reasoning of earlier turns."""
         return self._follow and any(message.role == "user" for message in messages)
 
     def initial_prompt(self, messages: Sequence[ChatMessage], tools: Tools) -> Sequence[int]:
-        rendered = [self._as_dict(message, first=index == 0) for index, message in enumerate(messages)]
+        rendered = [part for index, each in enumerate(messages) for part in self._as_dicts(each, first=index == 0)]
         if not tools:
             return self.renderer.initial_prompt(rendered, None)
         return build_initial_prompt(self.renderer, self.fmt, rendered, tools, describe_tools=self._describe)[1]
 
     def extension(self, messages: Sequence[ChatMessage], *, stop: int | None) -> Sequence[int]:
-        rendered = [self._as_dict(message, first=False) for message in messages]
+        rendered = [part for message in messages for part in self._as_dicts(message, first=False)]
         return self.renderer.extension(rendered, stop=stop)
 
-    def _as_dict(self, message: ChatMessage, *, first: bool) -> dict[str, str]:
+    def _as_dicts(self, message: ChatMessage, *, first: bool) -> list[dict[str, Any]]:
         """The message for the renderer. System messages inside a conversation become user messages: templates accept
         only one, at the start."""
+        if message.role == "assistant" and self.history_fields:
+            return self._as_fields(message)
         role = "user" if message.role == "system" and not first else message.role
         open_, close = self.renderer.reasoning.open, self.renderer.reasoning.close
         thoughts = f"{open_}\n{message.reasoning}\n{close}\n\n" if message.reasoning else ""
         calls = [self.fmt.render(call) for call in message.calls]
-        return {"role": role, "content": thoughts + "\n".join(part for part in (message.text, *calls) if part)}
+        return [{"role": role, "content": thoughts + _joined(message.text, *calls)}]
+
+    def _as_fields(self, message: ChatMessage) -> list[dict[str, Any]]:
+        """An assistant's message in gpt-oss's form: one call a message, and text before it is a thought. Calls in a
+        format that the template does not write are text."""
+        if self.fmt.name != self.renderer.tool_format or not message.calls:
+            text = _joined(message.text, *map(self.fmt.render, message.calls))
+            return [{"role": "assistant", "content": text, "thinking": message.reasoning}]
+        functions = [{"name": call.name, "arguments": dict(call.arguments)} for call in message.calls]
+        messages: list[dict[str, Any]] = [
+            {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+            for function in functions
+        ]
+        messages[0]["thinking"] = _joined(message.reasoning, message.text)
+        return messages
+
+
+def _joined(*parts: str) -> str:
+    return "\n".join(filter(None, parts))
 
 
 @dataclass(slots=True)
@@ -265,13 +294,17 @@ class Session:
     async def _sample_until_complete(self, node: Node, request: ChatRequest, prompt: Tokens) -> None:
         """After an abort the reply continues from the tokens received so far: without limit if new weights
         interrupted it, at most :data:`MAX_ABORTS` times if the engine aborted it on its own."""
-        stats, limit = self._stats[node], request.max_tokens or self.rules.rollout.max_new_tokens
-        remaining = min(limit, self.rules.rollout.max_new_tokens, self.context - node.prompt)
-        aborts = 0
+        stats, limits, aborts = self._stats[node], self.rules.rollout, 0
+        new_tokens = min(request.max_tokens or limits.max_new_tokens, limits.max_new_tokens)
+        renderer, context = self.rendering.renderer, self.context - node.prompt
+        budget = TurnBudget(renderer, limits.max_thinking_tokens, new_tokens, context)
         while aborts <= MAX_ABORTS:
+            if closing := budget.close_thoughts(node.sampled):
+                self.tree.insert(node, closing)
+                prompt = self.tree.tokens(node)
             completion = await self.engine.generate(
                 array("i", prompt.tobytes()),
-                self.rules.sampling(remaining, self.rendering.stop_token_ids),
+                self.rules.sampling(budget.request, self.rendering.stop_token_ids),
                 routes_from=self.tree.routes_from(node),
                 session=self.name,
             )
@@ -279,10 +312,8 @@ class Session:
             stats.retractions += completion.retractions
             stats.version, stats.finish = completion.weight_version, completion.finish
             self.tree.sampled(node, completion)
-            remaining -= len(completion.tokens)
-            aborted = completion.finish is FinishReason.ABORT
-            aborts += aborted and not completion.interrupted
-            if not aborted or remaining == 0:
+            aborts += completion.finish is FinishReason.ABORT and not completion.interrupted
+            if budget.ends(completion):
                 return
             prompt = self.tree.tokens(node)
         raise EngineAborted(f"the engine aborted a reply of {self.name} {aborts} times")
@@ -298,7 +329,7 @@ class Session:
         )  # fmt: skip
 
     def _thoughts(self, node: Node) -> ThoughtLength:
-        return measure_thoughts(self.rendering.renderer, node.sampled, node.text)
+        return measure_thoughts(self.rendering.renderer, node.sampled, node.text, node.closed)
 
     def _turn(self, node: Node, spoken: ParsedTurn) -> Turn:
         stats, call = self._stats[node], spoken.calls[0] if spoken.calls else None
@@ -310,7 +341,8 @@ class Session:
             parse_failure=spoken.failure,
             observation="\n".join(message.text for message in after.new_messages) if after else "",
             prompt_tokens=node.prompt,
-            completion_tokens=len(node.sampled),
+            completion_tokens=len(node.sampled) - node.inserted,
+            inserted_tokens=node.inserted,
             observation_tokens=len(after.context) if after else 0,
             cached_tokens=stats.cached,
             weight_version=stats.version,

@@ -119,6 +119,7 @@ METRICS: tuple[Metric, ...] = (
         ("rollout/tokens_mean", "tokens", "Mean tokens per trajectory."),
         ("rollout/sampled_tokens_mean", "tokens", "Mean sampled tokens per trajectory."),
         ("rollout/thinking_tokens", "tokens", "Mean sampled tokens of thoughts and their end markers per trajectory."),
+        ("rollout/thinking_truncated", "share", "Turns whose thoughts were closed at `rollout.max_thinking_tokens`."),
         ("rollout/tokens_per_second", "tokens/s", "Tokens of trajectories run in this process over the rollout time."),
         ("rollout/sampled_tokens_per_second", "tokens/s", "Sampled tokens of these trajectories per rollout second."),
         (

@@ -20,7 +20,17 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from agent_rl.errors import TemplateError
-from agent_rl.render.prefix_check import TAILS, Delta, Probed, Role, after_turn, check_tail, probe, reasoning_of
+from agent_rl.render.prefix_check import (
+    TAILS,
+    Delta,
+    Probed,
+    Role,
+    after_turn,
+    check_tail,
+    end_of_thoughts,
+    probe,
+    reasoning_of,
+)
 from agent_rl.render.profiles import profile_of
 from agent_rl.render.template import ChatModel, ChatTemplate, Messages, Tools
 from agent_rl.render.template_limits import check_limits
@@ -164,8 +174,11 @@ class ChatRenderer:
             self.observation_role: Role = self._preferred if observation_role is None else observation_role
             profile = profile_of(source.model_type)
             self.tool_format = profile.tool_format(source.template)
+            self.history_fields = profile.history_fields
             self.reasoning = reasoning_of(self._template, profile.reasoning)
             check_thinking(thinking, self.reasoning)
+            closing = profile.end_of_thoughts or end_of_thoughts(self._template, self.reasoning)
+            self.end_of_thoughts = tuple(self._encoder.encode(closing))
             self.end_of_turn_id = self._end_of_turn(self._deltas[self._preferred])
             self.stop_token_ids = self._stop_tokens(source.eos_token_ids)
         except TemplateError as error:
@@ -212,6 +225,14 @@ class ChatRenderer:
         if not tokens or tokens[0] not in self.stop_token_ids:
             raise TemplateError("the chat template does not end an assistant's turn before these messages")
         return _after_stop(tokens, stop)
+
+    def check_end_of_thoughts(self) -> None:
+        """Raises ``TemplateError`` if thoughts cannot be closed (``rollout.max_thinking_tokens``)."""
+        if not self.end_of_thoughts:
+            raise TemplateError(
+                f"rollout.max_thinking_tokens: the chat template has no {self.reasoning.close}, so thoughts cannot be "
+                "closed: leave the key out"
+            )
 
     def check_tails(self) -> None:
         """Raises ``TemplateError`` if the template renders the messages after a turn differently from

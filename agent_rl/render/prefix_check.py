@@ -134,6 +134,19 @@ def reasoning_of(template: ChatTemplate, markers: Reasoning) -> Reasoning:
     return replace(markers, prompt_opens=template.render(_start(template), None).rstrip().endswith(markers.open))
 
 
+def end_of_thoughts(template: ChatTemplate, markers: Reasoning) -> str:
+    """The text that ``template`` writes between a turn's thoughts and its text. A template that has the closing marker
+    but writes no thoughts gets Qwen's form; one without the marker has no thoughts and gets ""."""
+    thought, said = "agent-rl: a thought", {"role": "assistant", "content": _SPOKEN}
+    thinking = said | {"reasoning_content": thought, "thinking": thought}
+    with suppress(TemplateError):
+        rendered = template.render([*_start(template), thinking], None, generation_prompt=False)
+        between, found, _ = rendered.partition(thought)[2].partition(_SPOKEN)
+        if found and markers.close in between:
+            return between
+    return f"\n{markers.close}\n\n" if markers.close in template.source else ""
+
+
 def _start(template: ChatTemplate) -> list[dict[str, Any]]:
     """Initial messages that the template accepts: with a system message unless it refuses one."""
     system = {"role": "system", "content": "Probe rules."}

@@ -14,10 +14,14 @@ from tools.formats.harmony import HARMONY
 @dataclass(frozen=True, slots=True)
 class Profile:
     """``formats``: tool-call formats, each with a text that the chat templates of its models hold; the first match
-    counts. ``reasoning``: the markers of thoughts."""
+    counts. ``reasoning``: the markers of thoughts. ``end_of_thoughts``: the text between thoughts and what follows; ""
+    where the chat template has it. ``history_fields``: the template writes control tokens around thoughts and calls of
+    earlier turns, so it needs them as fields of a message; otherwise they are part of the message's text."""
 
     formats: tuple[tuple[str, str], ...] = (("qwen3-coder", "<function="), ("hermes", ""))
     reasoning: Reasoning = THINK
+    end_of_thoughts: str = ""
+    history_fields: bool = False
 
     def tool_format(self, template: str) -> str:
         """The name of the tool-call format of a model with the chat template ``template``."""
@@ -30,7 +34,7 @@ PROFILES: Mapping[str, Profile] = MappingProxyType(
         "deepseek_v32": Profile((("deepseek-dsml", ""),)),
         "glm4_moe": Profile((("glm", ""),)),
         "glm_moe_dsa": Profile((("glm", ""),)),
-        "gpt_oss": Profile((("harmony", ""),), HARMONY),
+        "gpt_oss": Profile((("harmony", ""),), HARMONY, "<|end|><|start|>assistant", history_fields=True),
         "kimi_k2": Profile((("kimi", ""),)),
         "minimax_m2": Profile((("minimax", ""),)),
     }

@@ -63,7 +63,7 @@ class ChatTemplate:
     """A compiled template. ``options`` are its own variables, for example ``enable_thinking``."""
 
     def __init__(self, source: str, special: Mapping[str, str], options: Mapping[str, Any]) -> None:
-        self._variables = {**special, **options}
+        self.source, self._variables = source, {**special, **options}
         try:
             self._template = _environment().from_string(source)
         except jinja2.TemplateSyntaxError as error:

@@ -42,6 +42,7 @@ class ChatTextRenderer:
 
     stop_token_ids = (STOP,)
     reasoning, tool_format = THINK, "hermes"
+    end_of_thoughts = ()  # the endpoint closes its own
 
     def __init__(self, *, native_tools: bool = False) -> None:
         self._native_tools = native_tools

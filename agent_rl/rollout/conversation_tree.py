@@ -81,6 +81,11 @@ class Rendering(Protocol):
     @property
     def stop_token_ids(self) -> tuple[int, ...]: ...
 
+    @property
+    def history_fields(self) -> bool:
+        """Whether earlier replies are rendered from their parsed parts; otherwise from their text."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class _RouteRows:
@@ -100,7 +105,8 @@ class Node:
 
     ``id`` is issued with the reply. ``new_messages`` are the messages that ``context`` renders. ``text`` is the reply
     as sampled and ``spoken`` its parsed parts, set once it is complete. ``delivered``: it reached the program.
-    ``followed``: a later request continued from it.
+    ``followed``: a later request continued from it. ``inserted``: number of tokens in ``sampled`` with which the loop
+    closed the thoughts; they end at token ``closed`` of ``sampled``.
     """
 
     id: str
@@ -114,6 +120,8 @@ class Node:
     retried: tuple[Node, ...] = ()
     sampled: array[int] = field(default_factory=lambda: array("i"))
     logprobs: array[float] = field(default_factory=lambda: array("f"))
+    inserted: int = 0
+    closed: int = 0
     versions: list[VersionSpan] = field(default_factory=list)
     route_rows: list[_RouteRows] = field(default_factory=list)
     text: str = ""
@@ -135,7 +143,7 @@ class Node:
 
     @property
     def trained(self) -> bool:
-        return self.delivered and not self.superseded and len(self.sampled) > 0
+        return self.delivered and not self.superseded and len(self.sampled) > self.inserted
 
     def own_tokens(self, stop: int) -> Tokens:
         """Its own tokens, up to token ``stop`` of its path."""
@@ -255,6 +263,12 @@ class ConversationTree:
         node.sampled.extend(completion.tokens)
         node.logprobs.extend(completion.logprobs)
 
+    def insert(self, node: Node, tokens: Sequence[int]) -> None:
+        """Append the tokens that close the thoughts of the reply. The next completion continues it."""
+        node.sampled.extend(tokens)
+        node.logprobs.extend([0.0] * len(tokens))
+        node.inserted, node.closed = len(tokens), len(node.sampled)
+
     def commit(self, node: Node, text: str, spoken: ParsedTurn) -> None:
         """Mark the reply as complete, so that later requests can continue from it."""
         node.close(text, spoken)
@@ -312,11 +326,13 @@ class ConversationTree:
         return np.concatenate([self.tokens(last), np.array(tail, np.int32)])
 
     def _with_sampled_text(self, message: ChatMessage, echoed: Node | None = None) -> ChatMessage:
-        """``message`` as rendered. A message that repeats a reply, also one of another branch, gets the sampled
-        text."""
+        """``message`` as rendered. A message that repeats a reply, also one of another branch, gets the sampled text
+        or its parts."""
         node = echoed or self._by_id.get(message.reply)
         if node is None or node.spoken is None or not (echoed or message.echoes(node.spoken)):
             return message
+        if self._rendering.history_fields:
+            return ChatMessage("assistant", node.spoken.text, node.spoken.calls, node.spoken.reasoning)
         return ChatMessage("assistant", node.text)
 
     def _attach(self, prompt: Tokens, last: Node | None) -> tuple[Node | None, int]:
@@ -390,6 +406,8 @@ class ConversationTree:
                 continue
             if node.trained:
                 loss_mask[node.prompt : node.end] = True
+                closed = node.prompt + node.closed
+                loss_mask[closed - node.inserted : closed] = False
                 logprobs[node.prompt : node.end] = node.logprobs
                 for span in node.versions:
                     append_version(spans, span)

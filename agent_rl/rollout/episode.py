@@ -29,7 +29,7 @@ from agent_rl.errors import AgentRlError, EngineAborted, EngineError, HarnessErr
 from agent_rl.render.prefix_check import Role
 from agent_rl.rollout.initial_prompt import Renderer, build_initial_prompt
 from agent_rl.rollout.route_audit import Auditor
-from agent_rl.rollout.thoughts import measure_thoughts
+from agent_rl.rollout.thoughts import TurnBudget, measure_thoughts
 from agent_rl.rollout.transcript import Transcript
 from agent_rl.rollout.turn_log import LoggedTurn, ReplayDiffers, ReplayEngine, TurnLog
 from agent_rl.types import Completion, FinishReason, SampledCall, SamplingParams, StopReason, Trajectory, Turn
@@ -105,7 +105,7 @@ class EpisodeRules:
         chosen = 0.0 if greedy else temperature
         return replace(self if chosen is None else self.override(temperature=chosen), routes=None)
 
-    def override(self, **rollout: float | bool) -> EpisodeRules:
+    def override(self, **rollout: float | bool | None) -> EpisodeRules:
         """The same rules with other values for keys of ``rollout``."""
         return replace(self, rollout=self.rollout.model_copy(update=rollout))
 
@@ -267,25 +267,29 @@ class EpisodeRun:
         """Sample a turn, execute it, append the observation; returns the stop reason if the episode ends."""
         if self.transcript.remaining < 1:
             return StopReason.CONTEXT_FULL
-        sampled = await self._sample(engine)
+        tokens = await self._sample(engine)
         outcome = handle(self.turns[-1]["text"])
         text, stop = (
             self._record_parse_failure(outcome)
             if isinstance(outcome, ParseFailure)
             else await self._record_result(outcome)
         )
-        return stop or self._observe(text, sampled)
+        return stop or self._observe(text, tokens)
 
     async def _sample(self, engine: Engine) -> Sequence[int]:
         """The turn's tokens. After an abort the turn continues from the tokens received so far: without limit if new
         weights interrupted it, at most :data:`MAX_ABORTS` times if the engine aborted it on its own."""
         started, prompt_tokens = time.perf_counter(), len(self.transcript.tokens)
-        remaining, sampled, retractions = min(self.limits.max_new_tokens, self.transcript.remaining), list[int](), 0
-        aborts = 0
+        limits, tokens, began, retractions, aborts = self.limits, list[int](), False, 0, 0
+        context = self.transcript.remaining
+        budget = TurnBudget(self.renderer, limits.max_thinking_tokens, limits.max_new_tokens, context)
         while aborts <= MAX_ABORTS:
+            if closing := budget.close_thoughts(tokens):
+                self.transcript.observed(closing)
+                tokens += closing
             completion = await engine.generate(
                 self.transcript.tokens,
-                self.rules.sampling(remaining, self.renderer.stop_token_ids),
+                self.rules.sampling(budget.request, self.renderer.stop_token_ids),
                 routes_from=self.transcript.routes_from,
                 session=self.session,
             )
@@ -296,15 +300,15 @@ class EpisodeRun:
             aborts += aborted and not completion.interrupted
             retractions += completion.retractions
             if completion.tokens or not aborted:
-                if not sampled:
+                if not began:
                     self._begin_turn(prompt_tokens, completion, _microseconds(started - self.started))
-                sampled += completion.tokens
-                remaining -= len(completion.tokens)
-                self._update_turn(sampled, completion.weight_version, _seconds_since(started), retractions)
-            if not aborted or remaining == 0:
-                return sampled
+                    began = True
+                tokens += completion.tokens
+                self._update_turn(tokens, budget, completion.weight_version, _seconds_since(started), retractions)
+            if budget.ends(completion):
+                return tokens
         raise EngineAborted(
-            f"engine {completion.engine} aborted a turn of {self.session} {aborts} times after {len(sampled)} tokens"
+            f"engine {completion.engine} aborted a turn of {self.session} {aborts} times after {len(tokens)} tokens"
         )
 
     def _begin_turn(self, prompt_tokens: int, completion: Completion, began: float) -> None:
@@ -328,17 +332,20 @@ class EpisodeRun:
             }
         )
 
-    def _update_turn(self, sampled: Sequence[int], weight_version: str, seconds: float, retractions: int) -> None:
+    def _update_turn(
+        self, tokens: Sequence[int], budget: TurnBudget, weight_version: str, seconds: float, retractions: int
+    ) -> None:
         """Record the turn as far as it has been sampled."""
-        text = self.renderer.decode(sampled)
+        text = self.renderer.decode(tokens)
         self.messages[-1] = {"role": "assistant", "content": text}
         self.turns[-1].update(
             text=text,
-            completion_tokens=len(sampled),
+            completion_tokens=len(tokens) - budget.inserted,
+            inserted_tokens=budget.inserted,
             weight_version=weight_version,
             generate_seconds=seconds,
             retractions=retractions,
-            **measure_thoughts(self.renderer, sampled, text)._asdict(),
+            **measure_thoughts(self.renderer, tokens, text, budget.closed)._asdict(),
         )
 
     def _call(self, tools: ToolSet, text: str) -> Awaitable[ToolResult] | ParseFailure:
@@ -365,9 +372,9 @@ class EpisodeRun:
         self.turns[-1]["observation"] = text = _checked_text(result)
         return text, StopReason.SUBMITTED if result.submitted else None
 
-    def _observe(self, text: str, sampled: Sequence[int]) -> StopReason | None:
+    def _observe(self, text: str, turn_tokens: Sequence[int]) -> StopReason | None:
         """Append the observation; returns CONTEXT_FULL if no token is left to respond to it."""
-        stop = sampled[-1] if sampled and sampled[-1] in self.renderer.stop_token_ids else None
+        stop = turn_tokens[-1] if turn_tokens and turn_tokens[-1] in self.renderer.stop_token_ids else None
         text = self._with_remark(text)
         turn = self.turns[-1]
         call = SampledCall(turn["tool"], turn["text"]) if turn["tool"] else None

@@ -10,7 +10,7 @@ from agent_rl.render.prefix_check import Role
 from agent_rl.types import SampledCall, TokenIds
 from tools import Reasoning, ToolCallFormat
 
-Messages = list[Mapping[str, str]]
+Messages = list[Mapping[str, Any]]
 
 
 class Renderer(Protocol):
@@ -28,12 +28,17 @@ class Renderer(Protocol):
         ...
 
     @property
+    def end_of_thoughts(self) -> TokenIds:
+        """The tokens between a turn's thoughts and what it says; empty for a model without thoughts."""
+        ...
+
+    @property
     def tool_format(self) -> str:
         """The name of the format in which ``initial_prompt`` describes tools."""
         ...
 
     def initial_prompt(
-        self, messages: Sequence[Mapping[str, str]], tools: Sequence[Mapping[str, Any]] | None
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
     ) -> list[int]:
         """The tokens of ``messages`` up to the start of the agent's first turn."""
         ...
@@ -54,7 +59,7 @@ class Renderer(Protocol):
 def build_initial_prompt(
     renderer: Renderer,
     fmt: ToolCallFormat,
-    messages: Sequence[Mapping[str, str]],
+    messages: Sequence[Mapping[str, Any]],
     schemas: Sequence[Mapping[str, Any]],
     *,
     describe_tools: bool,
@@ -73,7 +78,7 @@ def build_initial_prompt(
     return described, renderer.initial_prompt(described, None)
 
 
-def _append_to_system(messages: Sequence[Mapping[str, str]], text: str) -> Messages:
+def _append_to_system(messages: Sequence[Mapping[str, Any]], text: str) -> Messages:
     if not messages or messages[0]["role"] != "system":
         return [{"role": "system", "content": text}, *messages]
     first = messages[0]

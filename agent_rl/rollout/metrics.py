@@ -104,7 +104,9 @@ def _work_metrics(rollout: Rollout, trajectories: Sequence[Trajectory]) -> dict[
         "rollout/turns_mean": len(turns) / len(trajectories),
         "rollout/tokens_mean": tokens / len(trajectories),
         "rollout/sampled_tokens_mean": sampled / len(trajectories),
-        "rollout/thinking_tokens": sum(turn.thinking_tokens for turn in turns) / len(trajectories),
+        "rollout/thinking_tokens": sum(turn.thinking_tokens - turn.inserted_tokens for turn in turns)
+        / len(trajectories),
+        "rollout/thinking_truncated": _mean(turn.inserted_tokens > 0 for turn in turns),
         "rollout/parse_failures": float(sum(turn.parse_failure is not None for turn in turns)),
         "rollout/retractions": float(sum(turn.retractions for turn in turns)),
         "rollout/generate_seconds_mean": _mean(turn.generate_seconds for turn in turns),

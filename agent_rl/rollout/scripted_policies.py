@@ -102,7 +102,7 @@ def solver_runner(
         raise UserError(f"solver {solver!r}: expected one of {', '.join(SOLVERS)}")
     solve = SOLVERS[solver] if isinstance(solver, str) else solver
     renderer, fmt = ByteRenderer(), tool_format(tool_format_name)
-    limits = rules.override(max_tokens=1 << 30, max_new_tokens=1 << 20, describe_tools=False)
+    limits = rules.override(max_tokens=1 << 30, max_new_tokens=1 << 20, describe_tools=False, max_thinking_tokens=None)
     limits = replace(limits, routes=None)
 
     async def run(task: Task) -> Trajectory:
@@ -142,6 +142,7 @@ class ByteRenderer:
     STOP = 256
     stop_token_ids = (STOP,)
     reasoning, tool_format = THINK, "hermes"
+    end_of_thoughts = tuple(b"\n</think>\n\n")
 
     def initial_prompt(
         self, messages: Sequence[Mapping[str, str]], tools: Sequence[Mapping[str, Any]] | None

@@ -141,7 +141,8 @@ class Transcript:
             self._missing.append(missed)
 
     def observed(self, tokens: Sequence[int]) -> None:
-        """Append an observation. It is kept only if a token is sampled after it."""
+        """Append an observation, or the tokens that close a turn's thoughts. They are kept only if a token is sampled
+        after them."""
         self._tokens.extend(array("i", tokens))
 
     def arrays(self) -> tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.float32], Routing | None]:

@@ -282,7 +282,7 @@ def _conversation(row: Mapping[str, Any]) -> Json:
 
 def _span(turn: Mapping[str, Any]) -> list[int] | None:
     count, start = turn["completion_tokens"], turn["prompt_tokens"]
-    return [start, start + count] if count else None
+    return [start, start + count + turn.get("inserted_tokens", 0)] if count else None
 
 
 def _assign_branches(turns: Sequence[Json], sampled: Sequence[Sequence[Sequence[int]]]) -> None:
@@ -292,6 +292,8 @@ def _assign_branches(turns: Sequence[Json], sampled: Sequence[Sequence[Sequence[
         if turn["span"] is None:
             continue
         start, stop = turn["span"]
+        if turn.get("inserted_tokens"):  # they end the thoughts; what follows is sampled
+            start += turn["thinking_tokens"]
         for branch, spans in enumerate(sampled):
             if (branch, start) not in assigned and any(first <= start and stop <= last for first, last in spans):
                 turn["branch"] = branch

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from support.call_formats import JSON_FORMATS, TAG_FORMATS
 from support.trajectories import trajectory
 
 from agent_rl.commands.show import show
@@ -18,6 +19,7 @@ from agent_rl.evaluation.directory import EvaluationDirectory
 from agent_rl.evaluation.report import EpisodeResult
 from agent_rl.rollout.records import write_trajectories
 from agent_rl.types import Group, Trajectory, Turn
+from tools import ToolCall, tool_format
 
 
 def episode(reward: float, task: str = "fix-sum") -> Trajectory:
@@ -59,11 +61,23 @@ def test_episode_is_printed_turn_by_turn(run: Path) -> None:
 def test_thoughts_are_folded_into_one_line(tmp_path: Path) -> None:
     thought = "Is it [red]?\n</think>"
     known = episode(1.0)
-    turns = (replace(known.turns[0], text=f"{thought}\n\nI look.", thinking_tokens=5, thinking_chars=len(thought)),)
-    write_trajectories(tmp_path, 1, [Group("fix-sum", (replace(known, turns=turns),))])
-    text = output_of(tmp_path)
+    turn = replace(known.turns[0], text=f"{thought}\n\nI look.", thinking_tokens=5, thinking_chars=len(thought))
+    members = [replace(known, turns=(replace(turn, inserted_tokens=count),)) for count in (0, 3)]
+    write_trajectories(tmp_path, 1, [Group("fix-sum", tuple(members))])
+    text = output_of(tmp_path, sample=0)
     assert re.search(r"thoughts: 21 characters\s*\nI look\.", text)
     assert not re.search("Is it|</think>", text)
+    assert "thoughts: 21 characters, closed at the limit" in output_of(tmp_path, sample=1)
+
+
+@pytest.mark.parametrize("name", [*JSON_FORMATS, *TAG_FORMATS, "r2egym", "openhands"])
+def test_a_call_is_cut_from_the_text_in_every_format(tmp_path: Path, name: str) -> None:
+    written = tool_format(name).render(ToolCall("execute_bash", {"cmd": "cat sum.py"}))
+    text = f"<|channel|>commentary<|message|>I look.<|end|>{written}" if name == "harmony" else f"I look.\n{written}"
+    known = episode(1.0)
+    rows = Group("fix-sum", (replace(known, turns=(replace(known.turns[0], text=text),)),))
+    write_trajectories(tmp_path, 1, [rows])
+    assert re.search(r"\n *I look\. *\n *cmd: *\n", output_of(tmp_path))
 
 
 def test_several_episodes_are_listed(run: Path) -> None:

@@ -11,20 +11,24 @@ import numpy as np
 import pytest
 from engine_proxy import Fault, proxy
 from server_control import idle, tell
+from support.memory_env import run_memory_episode
 from support.routing_rows import slice_rows
 from support.trajectories import trajectory
 
-from agent_rl.config import GuardConfig, R3Config
+from agent_rl.config import GuardConfig, R3Config, RolloutConfig
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.errors import EngineRejected
+from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.group import GroupSettings, Limiter, collect_groups
 from agent_rl.rollout.rescore import Rescorer
 from agent_rl.rollout.route_audit import Auditor, audit_metrics
+from agent_rl.rollout.scripted_policies import ByteRenderer
 from agent_rl.rollout.transcript import Transcript
 from agent_rl.types import FinishReason, RouteAudit, SamplingParams, Trajectory, VersionSpan
 from envs import Task
 from r3.routing import Routing, SpanKind, validate
 from r3.stitch import RouteStitcher
+from tools import Reasoning
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -151,6 +155,35 @@ async def test_turns_stitched_equal_one_prefill(engine: SGLangEngine) -> None:
     validate(stitched)
     assert received == len(tokens) - 1, "each row crosses the wire exactly once"
     same_sets(slice_rows(stitched, 0, len(tokens) - 1), await prefill(engine, tokens))
+
+
+class OpenThoughts(ByteRenderer):
+    """Its prompts open thoughts; all of its tokens are in the model's vocabulary."""
+
+    STOP = 255
+    stop_token_ids = (STOP,)
+    reasoning = Reasoning("<think>", "</think>", prompt_opens=True)
+
+
+async def test_tokens_that_close_thoughts_have_the_routes_and_no_log_probs(engine: SGLangEngine) -> None:
+    limits = {"max_turns": 4, "max_new_tokens": 24, "max_thinking_tokens": 8, "max_parse_failures": None}
+    rules = EpisodeRules(RolloutConfig(describe_tools=False, **limits))
+    made = await run_memory_episode(engine, rules=rules, renderer=OpenThoughts())
+    closing, tokens = list(OpenThoughts.end_of_thoughts), made.tokens.tolist()
+    closed = [turn for turn in made.turns if turn.inserted_tokens]
+    assert len(closed) >= 3, "few turns of a random model end in eight tokens"
+    for turn in closed:
+        start = turn.prompt_tokens + 8
+        assert tokens[start : start + len(closing)] == closing
+        assert not made.loss_mask[start : start + len(closing)].any()
+    assert int(made.loss_mask.sum()) == sum(turn.completion_tokens for turn in made.turns)
+    assert made.routes_missing == 0
+    audited = (await Auditor(engine, 1.0)(made, "audit")).audit
+    assert (audited.cached_differing, audited.prefilled_differing) == (0, 0)
+    assert audited.cached >= 0.9 * audited.prefilled > 0
+    scored = np.array(await engine.score(tokens))
+    np.testing.assert_allclose(made.logprobs[made.loss_mask], scored[made.loss_mask], atol=1e-4)
+    same_sets(slice_rows(made.routing, 0, len(tokens) - 1), await prefill(engine, tokens))
 
 
 class Mixes(Fault):

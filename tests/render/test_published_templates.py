@@ -84,3 +84,20 @@ def encoded(model: ChatModel, text: str) -> list[int]:
 @pytest.mark.parametrize("name", sorted(ROWS))
 def test_the_table_says_what_happens_to_a_published_template(name: str) -> None:
     assert tuple(outcome(name, *case) for case in CASES) == ROWS[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "closing"),
+    [
+        ("deepseekv3", "\n</think>\n\n"),
+        ("glm4moe", "</think>\n"),
+        ("nemotron_3_nano", "\n</think>\n"),
+        ("qwen2_5", ""),
+        ("qwen3", "\n</think>\n\n"),
+        ("qwen3_5_think", "\n</think>\n\n"),
+        ("qwen3_instruct_2507", ""),
+    ],
+)
+def test_thoughts_are_closed_as_the_published_template_writes_them(name: str, closing: str) -> None:
+    model = published(name)
+    assert ChatRenderer(model).end_of_thoughts == tuple(encoded(model, closing))

@@ -215,7 +215,9 @@ async def test_a_busy_endpoint_is_waited_for_and_an_absent_one_is_not() -> None:
             await engine.check_ready()
 
 
-@pytest.mark.parametrize("keys", [{"thinking": "off"}, {"template_options": {"reasoning_effort": "low"}}])
+@pytest.mark.parametrize(
+    "keys", [{"thinking": "off"}, {"max_thinking_tokens": 9}, {"template_options": {"reasoning_effort": "low"}}]
+)
 def test_keys_of_the_template_are_refused_for_an_endpoint(keys: dict[str, Any]) -> None:
     config = RunConfig(name="x", model=Path("m"), env={"name": "mini"}, rollout=keys)
     with pytest.raises(UserError, match=rf"rollout\.{next(iter(keys))}: .* --request chat_template_kwargs="):

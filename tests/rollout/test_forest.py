@@ -32,6 +32,7 @@ class LetterRendering:
     of a user are dropped."""
 
     stop_token_ids = (END,)
+    history_fields = False
 
     def __init__(self, *, follow: bool = False) -> None:
         self.follow = follow
@@ -120,6 +121,8 @@ class Program:
         cut = self.rng.randrange(len(letters) + 1) if self.rng.random() < 0.2 else 0
         if cut:
             self.sample(node, letters[:cut], FinishReason.ABORT)
+        if self.rng.random() < 0.3:
+            self.tree.insert(node, b"/>")
         self.sample(node, letters[cut:], FinishReason.STOP)
         text = bytes(token for token in letters if token != END).decode()
         calls = (ToolCall("bash", {"command": text}),) if self.rng.random() < 0.6 else ()
@@ -159,7 +162,7 @@ class Program:
 def check(program: Program) -> tuple[Branch, ...]:
     tree, branches = program.tree, program.tree.branches()
     trained = Counter(value for branch in branches for value in branch.logprobs[branch.loss_mask].tolist())
-    wanted = Counter(value for node in tree.nodes if node.trained for value in node.logprobs)
+    wanted = Counter(value for node in tree.nodes if node.trained for value in node.logprobs if value)
     assert trained == wanted
     assert all(count == 1 for count in trained.values())
     for number, branch in enumerate(branches):

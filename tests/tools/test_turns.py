@@ -64,6 +64,7 @@ def test_harmonys_channels_are_thoughts_text_and_calls() -> None:
     said = f"<|channel|>commentary<|message|>First.<|end|><|start|>assistant{fmt.render(VIEW)}"
     assert parse_turn(fmt, thought + said, SCHEMA, HARMONY) == ParsedTurn("so", "First.", (VIEW,))
     assert parse_turn(fmt, f"{thought}<|channel|>final<|message|>Yes.", [], HARMONY) == ParsedTurn("so", "Yes.")
+    assert parse_turn(fmt, thought + fmt.render(VIEW), SCHEMA, HARMONY) == ParsedTurn("so", "", (VIEW,))
     unclosed = parse_turn(fmt, "<|channel|>analysis<|message|>so " + fmt.render(VIEW), SCHEMA, HARMONY)
     assert unclosed.calls == ()
 

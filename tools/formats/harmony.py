@@ -87,10 +87,15 @@ def _messages(content: str, position: int) -> Iterator[tuple[int, str, int]]:
     """The start, the header and the start of the body of each message from ``position`` on."""
     while (mark := content.find(_MESSAGE, position)) >= 0:
         body = mark + len(_MESSAGE)
-        ends = [ended.end() for ended in _ENDS.finditer(content, position, mark)]
-        position = ends[-1] if ends else position  # an earlier message without its marker
+        starts = [_after(ended) for ended in _ENDS.finditer(content, position, mark)]
+        position = starts[-1] if starts else position  # an earlier message without its marker
         yield position, content[position:mark], body
         ended = _ENDS.search(content, body)
         if ended is None:
             return
-        position = ended.start() if ended[0] == "<|start|>" else ended.end()
+        position = _after(ended)
+
+
+def _after(ended: re.Match[str]) -> int:
+    """Where a message starts that follows ``ended``: ``<|start|>`` belongs to it."""
+    return ended.start() if ended[0] == "<|start|>" else ended.end()
