@@ -98,7 +98,9 @@ async def _evaluate(
     done = [result for result in directory.results() if result.task_id in known and result.sample < options.samples]
     if done:
         display.note(f"{directory.path}: {len(done)} of {len(tasks) * options.samples} episodes are there already")
-    display.stage(f"Pass@1 of {options.policy.name}", total=len(tasks) * options.samples - _graded(done))
+    display.stage(
+        f"Pass@1 of {options.policy.model or options.policy.name}", total=len(tasks) * options.samples - _graded(done)
+    )
     return await evaluate(
         tasks,
         policy.run,

@@ -12,13 +12,14 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from agent_rl.commands.show import READ_ERRORS, EpisodeRecord, episodes
+from agent_rl.commands.show import MAX_LOG_BYTES, READ_ERRORS, EpisodeRecord, episodes, logged
 from agent_rl.errors import UserError
 from agent_rl.evaluation.directory import log_path
 from agent_rl.evaluation.saved import episodes_path, read_evaluation
 from agent_rl.evaluation.side_by_side import labels
 from agent_rl.evaluation.usage import Usage
 from agent_rl.monitoring.console import cell
+from agent_rl.utils import foreign
 from sandbox import printable
 
 MAX_CALL = 400
@@ -47,17 +48,18 @@ def run_eval_diff(names: tuple[str, str], task: str, samples: tuple[int, int], c
 
 def _episode(name: str, task: str, sample: int) -> EpisodeRecord:
     place = episodes_path(name)
-    file = log_path(place, task, sample) if place.is_dir() else place
     try:
-        matches = (one for one in episodes(file) if (one.task_id, one.sample) == (task, sample))
-        episode = next(matches, None) if file.is_file() else None
-    except READ_ERRORS as error:
-        raise UserError(f"{file}: no readable episode ({type(error).__name__}: {error})") from None
-    if episode is None:
+        if place.is_dir():
+            log = log_path(place, task, sample).relative_to(place)
+            return logged(foreign.read(place, log.as_posix(), MAX_LOG_BYTES))
+        foreign.require_regular(place)
+        return next(one for one in episodes(place) if (one.task_id, one.sample) == (task, sample))
+    except (FileNotFoundError, StopIteration):
         raise UserError(
             f"{name}: no graded episode of task {task}, sample {sample}; `agent-rl show` lists the episodes"
-        )
-    return episode
+        ) from None
+    except READ_ERRORS as error:
+        raise UserError(f"{place}: no readable episode ({type(error).__name__}: {error})") from None
 
 
 def _outcomes(columns: Sequence[str], both: Sequence[EpisodeRecord]) -> Table:

@@ -142,11 +142,11 @@ def episodes(file: Path) -> Iterator[EpisodeRecord]:
     """The episodes of a trajectory file, of one evaluation log, or of all logs of an evaluation directory."""
     if file.is_dir():
         for log in sorted(file.glob("logs/*/*.json")):
-            yield _logged(foreign.read(file, log.relative_to(file).as_posix(), MAX_LOG_BYTES))
+            yield logged(foreign.read(file, log.relative_to(file).as_posix(), MAX_LOG_BYTES))
     elif file.name.endswith((".jsonl", SUFFIX)):
         yield from _numbered({**row, "messages": row_messages(row)} for row in read_rows(file))
     else:
-        yield _logged(foreign.read(file.parent, file.name, MAX_LOG_BYTES))
+        yield logged(foreign.read(file.parent, file.name, MAX_LOG_BYTES))
 
 
 def _regular(file: Path) -> Path:
@@ -157,7 +157,8 @@ def _regular(file: Path) -> Path:
     return file
 
 
-def _logged(log: bytes) -> EpisodeRecord:
+def logged(log: bytes) -> EpisodeRecord:
+    """The episode in a sample's log. Raises the errors in :data:`READ_ERRORS` for anything else."""
     row = json.loads(log)
     return EpisodeRecord(row["task_id"], row["sample"], row)
 
@@ -196,7 +197,7 @@ def _render_turn(number: int, turn: Mapping[str, Any]) -> list[RenderableType]:
     call = f"calls {turn['tool']}" if turn["tool"] else "makes no call"
     times = f"generation {turn['generate_seconds']:.1f} s, tool {turn['tool_seconds']:.1f} s"
     parts: list[RenderableType] = [
-        Rule(cell(f"turn {number} {call} ({turn['completion_tokens']} tokens, {times})"), align="left"),
+        Rule(cell(f"turn {number} {call} ({_tokens(turn)}, {times})"), align="left"),
     ]
     if thoughts := turn.get("thinking_chars"):
         limited = ", closed at the limit" if turn.get("inserted_tokens") else ""
@@ -211,6 +212,13 @@ def _render_turn(number: int, turn: Mapping[str, Any]) -> list[RenderableType]:
         Text("observation:", style=observation_style),
         Padding(_printable_text(turn["observation"] or "(empty)", observation_style), (0, 0, 0, 2)),
     ]
+
+
+def _tokens(turn: Mapping[str, Any]) -> str:
+    """The number of sampled tokens, as the endpoint counts them where the episode used one."""
+    counts = turn.get("usage")
+    count = turn["completion_tokens"] if counts is None else counts.get("completion", "an unknown number of")
+    return f"{count} tokens"
 
 
 def _before_call(turn: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ import inspect
 import json
 import random
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -175,7 +175,17 @@ def test_a_setting_that_only_the_directory_has_is_not_compared(tmp_path: Path) -
     EvaluationDirectory(tmp_path, SETTINGS)
 
 
-@pytest.mark.parametrize("line", ["[]", "{}", "nonsense", '{"task_id": "a", "suspected_hack": 3}'])
+RESULT = json.dumps(asdict(EpisodeResult("a", 0, True, "submitted", 1, 0.0)))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("[]", "{}", "nonsense", '{"task_id": "a", "suspected_hack": 3}'),
+        RESULT.replace('"usage": null', '"usage": {"prompt": "many"}'),
+        RESULT.replace('"usage": null', '"usage": {"prompt": -1}'),
+    ],
+)
 def test_a_malformed_result_line_is_a_config_error(tmp_path: Path, line: str) -> None:
     directory = EvaluationDirectory(tmp_path, SETTINGS)
     (tmp_path / "results.jsonl").write_text(f"{line}\n")

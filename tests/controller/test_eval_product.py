@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -93,9 +94,14 @@ def test_diff_shows_where_two_episodes_of_a_task_differ(evaluations: Mapping[str
     assert re.search(r"1 .* execute_bash ls .* = ", same)
 
 
-def test_diff_of_a_missing_episode_is_one_line(evaluations: Mapping[str, str]) -> None:
+def test_diff_of_a_missing_or_linked_episode_is_one_line(evaluations: Mapping[str, str], tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no graded episode of task nowhere, sample 0"):
         output_of("diff", evaluations["look"], evaluations["gold"], "nowhere")
+    linked = Path(shutil.copytree(evaluations["gold"], tmp_path / "linked"))
+    shutil.move(linked / "logs" / TASK, tmp_path / "elsewhere")
+    (linked / "logs" / TASK).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="linked: no readable episode"):
+        output_of("diff", evaluations["look"], str(linked), TASK)
 
 
 def test_report_names_each_denominator(evaluations: Mapping[str, str]) -> None:

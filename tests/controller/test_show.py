@@ -58,6 +58,17 @@ def test_episode_is_printed_turn_by_turn(run: Path) -> None:
     assert "\x1b" not in text, "what a command printed does not steer the terminal"
 
 
+@pytest.mark.parametrize(
+    ("usage", "printed"),
+    [(None, "(2 tokens,"), ({"completion": 9}, "(9 tokens,"), ({}, "(an unknown number of tokens,")],
+)
+def test_sampled_tokens_are_those_that_the_endpoint_counted(tmp_path: Path, usage: object, printed: str) -> None:
+    whole = episode(1.0)
+    counted = replace(whole, turns=tuple(replace(turn, usage=usage) for turn in whole.turns))
+    write_trajectories(tmp_path, 1, [Group("fix-sum", (counted,))])
+    assert printed in output_of(tmp_path)
+
+
 def test_thoughts_are_folded_into_one_line(tmp_path: Path) -> None:
     thought = "Is it [red]?\n</think>"
     known = episode(1.0)
