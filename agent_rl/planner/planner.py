@@ -330,7 +330,7 @@ class _Planner:
     def _notes(self) -> Iterator[str]:
         config, model, load = self.config, self.model, self.load
         if config_of_copy(config.model) is not None:
-            yield f"{config.model} is quantized: the run converts it once to bfloat16, and this is the plan of that copy"
+            yield f"{config.model} is quantized: the run converts it to bfloat16, once; this is the plan of the copy"
         slots, longest = config.engine.max_total_tokens * engine_count(config.engine), config.rollout.max_tokens
         running = min(config.rollout.concurrency, load.trajectories)
         fitting = slots // longest

@@ -52,8 +52,8 @@ def bfloat16_copy(model: Path, base: Path, print_line: Callable[[str], None]) ->
 
 
 def config_of_copy(model: Path) -> dict[str, Any] | None:
-    """The content of ``config.json`` in the bfloat16 copy of ``model``; None if ``model`` is not quantized, or cannot be
-    read: its reader reports that."""
+    """The content of ``config.json`` in the bfloat16 copy of ``model``; None if ``model`` is not quantized, or cannot
+    be read: its reader reports that."""
     try:
         config = read_object(model / "config.json")
     except (OSError, ValueError):
