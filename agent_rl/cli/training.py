@@ -237,17 +237,31 @@ def plan(
         int | None,
         typer.Option(min=1, help="Mean tokens per trajectory, for totals per step. Default: rollout.max_tokens."),
     ] = None,
+    time: Annotated[
+        bool, typer.Option("--time", help="Also predict seconds per step, hours and GPU hours, with all assumptions.")
+    ] = False,
+    assume: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="Replace an assumption of --time; repeatable.")
+    ] = None,
+    measured: Annotated[
+        Path | None,
+        typer.Option("--from", help="Run whose metrics replace assumptions of --time and correct its phases."),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Estimate memory, disk space and network traffic of a run on the config's hardware.
+    """Estimate memory, disk space, network traffic and, with --time, the duration of a run on the config's hardware.
 
     Exit code 1: the run does not fit, or the layout is not supported; the last line gives the reason and a remedy.
     """
     from agent_rl.config.loader import load_config
+    from agent_rl.planner.recorded import predict_time
     from agent_rl.planner.report import print_plan
     from agent_rl.planner.suggestions import make_plan
 
-    run_plan = make_plan(load_config(config, overrides or ()), tokens=tokens)
+    loaded = load_config(config, overrides or ())
+    run_plan = make_plan(loaded, tokens=tokens)
+    if time or assume or measured:
+        run_plan = predict_time(run_plan, loaded, tokens=tokens, settings=assume or (), run=measured)
     print_plan(run_plan, json=json)
     if (refusal := run_plan.refusal()) is not None:
         print(f"error: {refusal}", file=sys.stderr)

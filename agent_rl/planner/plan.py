@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from agent_rl.models.spec import ModelSpec
+from agent_rl.planner.assumptions import Assumption
 from agent_rl.planner.memory_model import RankBytes
 
 GIB = 1 << 30
@@ -48,6 +49,50 @@ class Advice:
 
 
 @dataclass(frozen=True, slots=True)
+class PhaseTime:
+    """``seconds`` of a phase, and what ``bound`` them."""
+
+    name: str
+    seconds: float
+    bound: str
+
+
+@dataclass(frozen=True, slots=True)
+class TimePlan:
+    """The duration of a run. A step has ``rollout``, ``training`` and ``sync``; with ``ahead``, rollout and training
+    run at once. ``outside`` of the steps: phases of the whole run. ``gpus``: 0 on CPUs."""
+
+    rollout: PhaseTime
+    training: tuple[PhaseTime, ...]
+    sync: PhaseTime
+    ahead: bool
+    steps: int
+    outside: tuple[PhaseTime, ...]
+    gpus: int
+    assumptions: tuple[Assumption, ...]
+
+    @property
+    def phases(self) -> tuple[PhaseTime, ...]:
+        """The phases of a step."""
+        return (self.rollout, *self.training, self.sync)
+
+    @property
+    def step(self) -> float:
+        """Seconds of a step."""
+        training = sum(phase.seconds for phase in self.training)
+        sampling = self.rollout.seconds
+        return (max(sampling, training) if self.ahead else sampling + training) + self.sync.seconds
+
+    @property
+    def hours(self) -> float:
+        return (self.steps * self.step + sum(phase.seconds for phase in self.outside)) / 3600
+
+    @property
+    def gpu_hours(self) -> float:
+        return self.hours * self.gpus
+
+
+@dataclass(frozen=True, slots=True)
 class RunPlan:
     """``rank``: memory of the fullest trainer rank. With ``problems``, the run is impossible on any hardware and
     ``rank`` is None."""
@@ -61,6 +106,7 @@ class RunPlan:
     problems: tuple[str, ...]
     notes: tuple[str, ...]
     advice: tuple[Advice, ...] = ()
+    time: TimePlan | None = None
 
     def resource(self, name: str) -> PlannedResource | None:
         return next((resource for resource in self.resources if resource.name == name), None)

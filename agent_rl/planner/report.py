@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -10,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from agent_rl.planner.memory_model import parameters
-from agent_rl.planner.plan import Item, PlannedResource, RunPlan, gib
+from agent_rl.planner.plan import Item, PhaseTime, PlannedResource, RunPlan, TimePlan, gib
 
 
 def print_plan(plan: RunPlan, *, json: bool) -> None:
@@ -33,12 +34,53 @@ def print_plan(plan: RunPlan, *, json: bool) -> None:
         console.print(f"{advice.resource}: {advice.change} gives {gib(advice.total)}, which {outcome}", highlight=False)
     for note in plan.notes:
         console.print(f"note: {note}", highlight=False)
+    if plan.time is not None:
+        for table in _time_tables(plan.time):
+            console.print(table)
+        console.print(_total(plan.time), highlight=False)
+        console.print(_assumptions(plan.time))
 
 
 def as_json(plan: RunPlan) -> dict[str, Any]:
     """Returns the plan with its totals, sizes in bytes."""
     resources = [asdict(resource) | {"total": resource.total, "fits": resource.fits} for resource in plan.resources]
-    return asdict(plan) | {"parameters": parameters(plan.model), "resources": resources, "refusal": plan.refusal()}
+    values = asdict(plan) | {"parameters": parameters(plan.model), "resources": resources, "refusal": plan.refusal()}
+    if plan.time is not None:
+        values["time"] |= {"step": plan.time.step, "hours": plan.time.hours, "gpu_hours": plan.time.gpu_hours}
+    return values
+
+
+def _time_tables(time: TimePlan) -> Iterator[Table]:
+    """The phases of a step, and what is outside of the steps."""
+    total = sum(phase.seconds for phase in time.phases)
+    yield _phase_table("seconds of a step", time.phases, total)
+    yield _phase_table("seconds outside of the steps", time.outside, sum(phase.seconds for phase in time.outside))
+
+
+def _phase_table(title: str, phases: tuple[PhaseTime, ...], total: float) -> Table:
+    table = Table("phase", title=title, title_justify="left", min_width=60)
+    table.add_column("seconds", justify="right")
+    table.add_column("share", justify="right")
+    table.add_column("bound by", overflow="fold")
+    for phase in phases:
+        table.add_row(phase.name, f"{phase.seconds:,.2f}", f"{phase.seconds / total:.0%}", phase.bound)
+    return table
+
+
+def _total(time: TimePlan) -> str:
+    ahead = ", rollout and training at once" if time.ahead else ""
+    gpu_hours = f"; {time.gpu_hours:,.0f} GPU hours on {time.gpus} GPUs" if time.gpus else ""
+    return f"time: {time.step:,.1f} s a step{ahead}; {time.hours:,.2f} hours for {time.steps} steps{gpu_hours}"
+
+
+def _assumptions(time: TimePlan) -> Table:
+    table = Table("assumption", title="assumptions (--assume NAME=VALUE)", title_justify="left", min_width=60)
+    table.add_column("value", justify="right")
+    table.add_column("unit")
+    table.add_column("source", overflow="fold")
+    for each in time.assumptions:
+        table.add_row(each.name, f"{each.value:.4g}", each.unit, each.source)
+    return table
 
 
 def _resource_table(resource: PlannedResource) -> Table:

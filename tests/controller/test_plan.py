@@ -250,6 +250,19 @@ def test_the_page_on_clusters_has_the_plan_of_its_config() -> None:
     assert plan.output.startswith(printed)
 
 
+def test_a_quantized_checkpoint_is_planned_as_its_bfloat16_copy(tmp_path: Path) -> None:
+    plain = json.loads((ROOT / "agent_rl/demo_model/data/tiny-moe/config.json").read_text())
+    quantized = tmp_path / "tiny-fp8"
+    quantized.mkdir()
+    (quantized / "config.json").write_text(json.dumps(plain | {"quantization_config": {"quant_method": "fp8"}}))
+    plan, copied = (make_plan(recipe("quickstart", *more)) for more in ((), (f"model={quantized}",)))
+    assert copied.model == plan.model
+    disk = resource(copied, "disk of runs_dir")
+    assert size_of(disk.items, "bfloat16 copy") == 2 * parameters_of(plan.model)
+    assert any(f"{quantized} is quantized" in note for note in copied.notes)
+    assert not any("quantized" in note for note in plan.notes)
+
+
 def test_known_figures_of_the_field() -> None:
     """Qwen3-30B-A3B: 98,304 bytes of bfloat16 KV a token (48 layers x 4 heads x 128 x 2 x 2), 384 of routes."""
     assert kv_bytes_per_token(QWEN, "bfloat16") == 98304

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from agent_rl.config import RunConfig
 from agent_rl.models.families import parse_config
@@ -35,11 +36,7 @@ def local_models(config: RunConfig, print_line: Callable[[str], None]) -> RunCon
 def bfloat16_copy(model: Path, base: Path, print_line: Callable[[str], None]) -> Path:
     """``model``, or the directory in ``base`` with its bfloat16 copy if its ``config.json`` says that it is quantized.
     Raises ConfigError for a model that could not be used, before anything is written."""
-    try:
-        config = read_object(model / "config.json")
-    except (OSError, ValueError):
-        return model  # the model's reader reports it
-    if config.pop("quantization_config", None) is None:
+    if (config := config_of_copy(model)) is None:
         return model
     parse_config(config, model / "config.json")
     copy = base / f"{model.resolve().name}-{_fingerprint(model)}"
@@ -52,6 +49,16 @@ def bfloat16_copy(model: Path, base: Path, print_line: Callable[[str], None]) ->
         conversion.run(reporter.progress, reporter.report)
         print_line(reporter.line())
     return copy
+
+
+def config_of_copy(model: Path) -> dict[str, Any] | None:
+    """The content of ``config.json`` in the bfloat16 copy of ``model``; None if ``model`` is not quantized, or cannot
+    be read: its reader reports that."""
+    try:
+        config = read_object(model / "config.json")
+    except (OSError, ValueError):
+        return None
+    return None if config.pop("quantization_config", None) is None else config
 
 
 def _fingerprint(model: Path) -> str:
