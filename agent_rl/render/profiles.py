@@ -28,13 +28,17 @@ class Profile:
         return next(name for name, text in self.formats if text in template)
 
 
+_HARMONY_END = "<|end|><|start|>assistant<|channel|>commentary"
+"""Closes an analysis message and opens one for a call or text. Without the channel the model may open another analysis
+message."""
+
 PROFILES: Mapping[str, Profile] = MappingProxyType(
     {
         "deepseek_v3": Profile((("deepseek-v3", "```json"), ("deepseek-v3.1", ""))),
         "deepseek_v32": Profile((("deepseek-dsml", ""),)),
         "glm4_moe": Profile((("glm", ""),)),
         "glm_moe_dsa": Profile((("glm", ""),)),
-        "gpt_oss": Profile((("harmony", ""),), HARMONY, "<|end|><|start|>assistant", history_fields=True),
+        "gpt_oss": Profile((("harmony", ""),), HARMONY, _HARMONY_END, history_fields=True),
         "kimi_k2": Profile((("kimi", ""),)),
         "minimax_m2": Profile((("minimax", ""),)),
     }

@@ -99,5 +99,18 @@ async def test_a_sampled_turn_that_is_rendered_again_has_the_family_s_form(gpt_o
         assert second.tokens[~second.loss_mask].tolist()[-len(expected) :] == expected
 
 
+async def test_closed_thoughts_of_gpt_oss_are_followed_by_a_call(gpt_oss: ChatRenderer) -> None:
+    open_thoughts, rest = "<|channel|>analysis<|message|>" + "I wonder. " * 30, CALL.partition("commentary")[2]
+    async with served(
+        gpt_oss, open_thoughts, "and so on " * 9, rest, fmt="harmony", max_thinking_tokens=20, max_new_tokens=400
+    ) as opened:
+        reply = await opened.reply(HELLO, tools=[BASH])
+        assert reply["tool_calls"][0]["function"] == {"name": "bash", "arguments": '{"command":"ls"}'}
+        assert reply["content"] is None
+        assert reply["reasoning_content"].startswith("I wonder. I wonder.")
+        (turn,) = opened.session.turns()
+        assert turn.inserted_tokens == len(gpt_oss.end_of_thoughts)
+
+
 def encoded(renderer: ChatRenderer, text: str) -> list[int]:
     return renderer._encoder.encode(text)

@@ -30,15 +30,15 @@ def test_a_template_that_drops_thoughts_gets_the_usual_form() -> None:
 
 def test_the_thoughts_of_gpt_oss_end_with_the_header_of_the_next_message() -> None:
     made = Tokenizer.from_str(tokenizer().to_str())
-    control = ["<|start|>", "<|end|>", "<|message|>", "<|return|>"]
+    control = ["<|start|>", "<|end|>", "<|message|>", "<|return|>", "<|channel|>"]
     made.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in control])
     template = (
         "{% for m in messages %}{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{% endfor %}"
         "{{ '<|start|>assistant' if add_generation_prompt }}"
     )
     renderer = ChatRenderer(ChatModel(made, template, model_type="gpt_oss"))
-    end, start = (made.token_to_id(text) for text in control[1::-1])
-    assert renderer.end_of_thoughts == (end, start, *ids("assistant"))
+    end, start, channel = (made.token_to_id(text) for text in ("<|end|>", "<|start|>", "<|channel|>"))
+    assert renderer.end_of_thoughts == (end, start, *ids("assistant"), channel, *ids("commentary"))
 
 
 def test_a_template_without_thoughts_cannot_close_them() -> None:
