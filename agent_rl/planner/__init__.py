@@ -1,1 +1,1 @@
-"""``agent-rl plan``: what memory, disk and traffic a config takes, and what would make it fit."""
+"""``agent-rl plan``: what memory, disk, traffic and time a config takes, and what would make it fit."""

@@ -135,6 +135,7 @@ _CPU = (
     _row("trainer_flops", 57e9, "FLOP/s of one thread in float32", _BENCH),
     _row("trainer_copy", 4.1e-7, "s of a token's copy to an expert, a thread", _BENCH),
     _row("trainer_serial", 0.4, "of a thread's time, the same with more threads", _QUICKSTART),
+    _row("adam", 5e9, "bytes/s of the optimizer's state", _GUESS),
     _row("engine_layer", 0.0015, "s of a layer in a decode step", _BENCH),
     _row("engine_request", 0.0013, "s of a request", _BENCH),
     _row("engine_copy", 8.4e-6, "s of a decoded token's copy to an expert", _BENCH),

@@ -79,7 +79,8 @@ def _assumptions(time: TimePlan) -> Table:
     table.add_column("unit")
     table.add_column("source", overflow="fold")
     for each in time.assumptions:
-        table.add_row(each.name, f"{each.value:.4g}", each.unit, each.source)
+        value = f"{each.value:,.0f}" if 1000 <= each.value < 1e6 else f"{each.value:.4g}"
+        table.add_row(each.name, value, each.unit, each.source)
     return table
 
 

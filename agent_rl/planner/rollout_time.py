@@ -37,21 +37,23 @@ class RolloutModel:
         at_once = min(episodes, self.config.rollout.concurrency)
         prefill, other = self._prefill(group), self._other(group)
         running = self._running(at_once / engines, prefill, other)
-        engine = assume["sampled_tokens"] * self.decode_step(running) + running * prefill
-        loop = assume["turns"] * assume["loop_turn"]
+        decoding = assume["sampled_tokens"] * self.decode_step(running)
+        engine = decoding + running * prefill
         bounds = {
-            "environment and engine" if engine < 2 * other else "engine": other + engine,
+            "environment" if other > engine else "engine": other + engine,
             "engine's capacity": at_once / engines * engine / running,
-            "the loop's process": at_once * loop,
+            "the loop's process": at_once * assume["turns"] * assume["loop_turn"],
         }
         if self.device == "cpu":
             bounds["processors"] = at_once * (other + engine / running) / assume["cores"]
         bound, seconds = max(bounds.items(), key=lambda item: item[1])
-        last = (assume["longest_episode"] if waits else 1.0) * seconds
+        rate = f"{assume['sampled_tokens'] * at_once / seconds:,.0f} sampled tokens/s"
         note = (
-            f"{running:.0f} requests in an engine, {assume['sampled_tokens'] * at_once / seconds:,.0f} sampled tokens/s"
+            f"{bound}; {rate}, {running:.0f} requests in an engine; an episode takes {seconds:,.1f} s, without waiting "
+            f"{decoding:,.1f} to decode, {running * prefill:,.1f} to prefill, {other:,.1f} in its environment"
         )
-        return PhaseTime(name, (episodes - at_once) / at_once * seconds + last, f"{bound}; {note}")
+        last = (assume["longest_episode"] if waits else 1.0) * seconds
+        return PhaseTime(name, (episodes - at_once) / at_once * seconds + last, note)
 
     def decode_step(self, running: float) -> float:
         """Seconds of a decode step of one engine with ``running`` requests."""

@@ -10,12 +10,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from agent_rl.config import RunConfig
+from agent_rl.config import ParallelConfig, RunConfig
 from agent_rl.models.spec import ModelSpec
 from agent_rl.planner.assumptions import Assumptions
 from agent_rl.planner.compute_model import forward_flops, planned_publish, planned_step
 from agent_rl.planner.hardware import GPUS
-from agent_rl.planner.memory_model import parameters, rank_bytes, trained_parameters
+from agent_rl.planner.memory_model import BYTES, parameters, rank_bytes, trained_parameters
 from agent_rl.planner.plan import PhaseTime, TimePlan, gib
 from agent_rl.planner.planner import STATE_BYTES, engine_count
 from agent_rl.planner.rollout_time import RolloutModel
@@ -114,21 +114,20 @@ class _TimePlanner:
             key=lambda each: each.update,
         )
         attention = forward_flops(self.model, mean, stage=stages - 1, skew=1.0).attention / full
-        again = train.recompute == "full" or (train.recompute == "selective" and "core_attn" in train.recompute_modules)
-        passes = 3 + (train.recompute == "full")
-        episodes = self._trained * sharing * stages / parallel.world_size * (train.epochs if update else 1)
+        again, moe_again = (
+            train.recompute == "full" or (train.recompute == "selective" and module in train.recompute_modules)
+            for module in ("core_attn", "moe")
+        )
+        trained = self._trained * (train.epochs if update else 1) * sharing * stages / parallel.world_size
+        exchanges = (2 + moe_again if update else 1) / (3 + moe_again + bool(train.kl.coefficient))
         copies = length / sharing * self.model.top_k * len(self.model.moe_layer_ids) / stages
         return _RankWork(
             flops=(planned.update if update else planned.logprobs) / stages / full,
-            attention=attention * ((3.5 + again) if update else 1),
-            copies=copies * (passes if update else 1),
-            exchanged=planned.exchanged
-            / stages
-            / full
-            / (passes + bool(train.kl.coefficient))
-            * (passes if update else 1),
-            idle=1 + (stages - 1) / parallel.virtual_pipeline / max(1.0, episodes / full),
-        ).times(episodes)
+            attention=attention * (3.5 + again if update else 1),
+            copies=copies * (3 + moe_again if update else 1),
+            exchanged=planned.exchanged / stages / full * exchanges,
+            idle=1 + (stages - 1) / parallel.virtual_pipeline / max(1.0, trained / full),
+        ).times(trained)
 
     def _optimizer(self) -> PhaseTime:
         """All optimizer steps of a global step: Adam, the gradients' sum over ranks, and what lies in host memory."""
@@ -136,14 +135,13 @@ class _TimePlanner:
         rank = rank_bytes(self.model, train, microbatches=1, device=self.device)
         updates = train.mini_steps * train.epochs
         if self.device == "cpu":
-            return PhaseTime("optimizer", updates * rank.optimizer * 2 / 5e9, "memory bandwidth")
+            return PhaseTime("optimizer", updates * 2 * rank.optimizer / assume["adam"], "memory bandwidth")
         gpu = GPUS[hardware.gpu]
-        across = train.parallel.world_size > hardware.gpus_per_node
+        link = gpu.network if train.parallel.world_size > hardware.gpus_per_node else gpu.link
+        summed = (rank.gradients + rank.weights) * (train.parallel.world_size > 1)
         bounds = {
-            "memory bandwidth": (2 * rank.optimizer + 2 * rank.gradients) / gpu.memory / assume["memory"],
-            "gradients between ranks": (rank.gradients + rank.weights)
-            * (train.parallel.world_size > 1)
-            / ((gpu.network if across else gpu.link) * assume["links"]),
+            "memory bandwidth": 2 * (rank.optimizer + rank.gradients) / gpu.memory / assume["memory"],
+            "gradients between ranks": summed / link / assume["links"],
             "offloaded optimizer over PCIe": 2 * rank.offloaded / gpu.host / assume["links"],
         }
         return PhaseTime("optimizer", updates * sum(bounds.values()), max(bounds, key=lambda key: bounds[key]))
@@ -153,7 +151,8 @@ class _TimePlanner:
         size, tensors = planned_publish(self.model, self.config.train, engine).bytes, len(expected_shapes(self.model))
         buckets = math.ceil(size / (engine.bucket_mb(cuda=cuda) * 2**20))
         calls = tensors * assume["sync_tensor"] + buckets * assume["sync_bucket"]
-        wire = size / GPUS[self.config.hardware.gpu].network / assume["links"] if cuda else 0.0
+        gpu = GPUS[self.config.hardware.gpu]
+        wire = size / (gpu.host if engine.colocate else gpu.network) / assume["links"] if cuda else 0.0
         bound = "calls" if calls > wire else "network"
         return PhaseTime(
             "weight sync", calls + wire, f"{bound}; {gib(size)}, {tensors:,} tensors in {buckets} bucket(s)"
@@ -171,12 +170,13 @@ class _TimePlanner:
             one = RolloutModel(config, self.model, self.device, assume).rollout("", evaluation.tasks, group=1)
             count = sum(kinds.values())
             yield PhaseTime("evaluations", count * one.seconds, f"{count} x {one.seconds:,.1f} s; {one.bound}")
-        written = sum(trained_parameters(self.model, train, train.parallel)) * STATE_BYTES / assume["disk"]
+        nodes = -(-train.parallel.world_size // config.hardware.gpus_per_node) if self.device == "cuda" else 1
+        state = sum(trained_parameters(self.model, train, ParallelConfig())) * STATE_BYTES
+        written = state / nodes / assume["disk"]
         saves = train.steps // train.checkpoint_every if train.checkpoint_every else 1
-        yield PhaseTime(
-            "checkpoints", saves * written * assume["checkpoint_blocks"], f"{saves} x {written:,.1f} s of writing"
-        )
-        yield PhaseTime("export", parameters(self.model) * 2 / assume["disk"], "disk")
+        blocked = saves * written * assume["checkpoint_blocks"]
+        yield PhaseTime("checkpoints", blocked, f"{saves} x {written:,.1f} s of writing, most of it during steps")
+        yield PhaseTime("export", parameters(self.model) * BYTES[train.dtype] / assume["disk"], "disk")
 
     @property
     def _trained(self) -> float:
