@@ -17,8 +17,9 @@ from agent_rl.errors import UserError
 from agent_rl.evaluation.directory import log_path
 from agent_rl.evaluation.saved import episodes_path, read_evaluation
 from agent_rl.evaluation.side_by_side import labels
-from agent_rl.evaluation.usage import Usage
+from agent_rl.evaluation.usage import total, usage_of_turn
 from agent_rl.monitoring.console import cell
+from agent_rl.types import Turn
 from agent_rl.utils import foreign
 from sandbox import printable
 
@@ -26,7 +27,7 @@ MAX_CALL = 400
 """Characters printed of one call."""
 MAX_TESTS = 10
 """Tests listed whose outcomes differ."""
-Turn = Mapping[str, Any]
+Row = Mapping[str, Any]
 
 
 def run_eval_diff(names: tuple[str, str], task: str, samples: tuple[int, int], console: Console) -> None:
@@ -69,20 +70,21 @@ def _outcomes(columns: Sequence[str], both: Sequence[EpisodeRecord]) -> Table:
         "stop": lambda one: one.row["stop"],
         "turns": lambda one: len(one.row["turns"]),
         "seconds": lambda one: f"{one.row['seconds']:.1f}",
-        "tokens": lambda one: _tokens(Usage.parse(one.row.get("usage"))),
+        "tokens": lambda one: _tokens(one.row["turns"]),
     }
     for name, value in rows.items():
         table.add_row(name, *(cell(str(value(one))) for one in both))
     return table
 
 
-def _tokens(usage: Usage | None) -> str:
+def _tokens(turns: Sequence[Row]) -> str:
+    usage = total(usage_of_turn(Turn(**turn)) for turn in turns)
     return "unknown" if usage is None else f"{usage.prompt:,} in, {usage.completion:,} out"
 
 
-def _first_differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
+def _first_differences(first: Row, second: Row) -> str:
     """The first turns in which text, call and observation differ."""
-    parts: Mapping[str, Callable[[Turn], object]] = {
+    parts: Mapping[str, Callable[[Row], object]] = {
         "text": lambda turn: turn["text"],
         "call": _call,
         "observation": lambda turn: turn["observation"],
@@ -94,17 +96,17 @@ def _first_differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> s
     return f"first differences: {', '.join(places) or 'none, the conversations are equal'}"
 
 
-def _initial_prompt(row: Mapping[str, Any]) -> Sequence[object]:
+def _initial_prompt(row: Row) -> Sequence[object]:
     return list(takewhile(lambda message: message["role"] != "assistant", row["messages"]))
 
 
-def _first_difference(first: Sequence[Turn], second: Sequence[Turn], part: Callable[[Turn], object]) -> int | None:
+def _first_difference(first: Sequence[Row], second: Sequence[Row], part: Callable[[Row], object]) -> int | None:
     """The number of the first turn in which ``part`` differs, or that only one conversation has."""
     pairs = enumerate(zip_longest(first, second), 1)
     return next((turn for turn, (a, b) in pairs if a is None or b is None or part(a) != part(b)), None)
 
 
-def _differing_tests(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
+def _differing_tests(first: Row, second: Row) -> list[str]:
     tests = first.get("tests", {}), second.get("tests", {})
     names = [name for name in sorted(set[str]().union(*tests)) if tests[0].get(name) != tests[1].get(name)]
     statuses = {name: " and ".join(each.get(name, "no result") for each in tests) for name in names[:MAX_TESTS]}
@@ -112,7 +114,7 @@ def _differing_tests(first: Mapping[str, Any], second: Mapping[str, Any]) -> lis
     return lines + [f"{len(names) - MAX_TESTS} more tests differ"] * (len(names) > MAX_TESTS)
 
 
-def _calls(columns: Sequence[str], first: Sequence[Turn], second: Sequence[Turn]) -> Table:
+def _calls(columns: Sequence[str], first: Sequence[Row], second: Sequence[Row]) -> Table:
     """The calls side by side; = for an equal one."""
     table = Table("turn", *(Column(cell(column), overflow="fold", ratio=1) for column in columns), expand=True)
     for number, (a, b) in enumerate(zip_longest(first, second), 1):
@@ -121,7 +123,7 @@ def _calls(columns: Sequence[str], first: Sequence[Turn], second: Sequence[Turn]
     return table
 
 
-def _call(turn: Turn) -> str:
+def _call(turn: Row) -> str:
     """The tool and its arguments, as one would type them."""
     if not turn["tool"]:
         return f"(no call: {turn['parse_failure'] or 'no tool'})"

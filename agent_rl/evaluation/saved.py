@@ -36,7 +36,7 @@ class Effort:
     """What a task took: mean turns and seconds of its samples; their tokens and cost (USD), None if unknown."""
 
     turns: float
-    seconds: float
+    seconds: float | None
     usage: Usage | None
     cost: float | None
 
@@ -45,7 +45,8 @@ class Effort:
 class SavedEvaluation:
     """One evaluation: each task's score by task id, and the known settings.
 
-    ``model``: its name, or the policy's; empty if unknown. ``efforts``: by task id, from the report; empty without one.
+    ``model``: its name, or the policy's; empty if it is not recorded. ``efforts``: by task id, from the report; empty
+    without one.
     """
 
     name: str
@@ -71,7 +72,7 @@ def read_evaluation(name: str) -> SavedEvaluation:
         known = known if isinstance(known, dict) else {}
         report = file.with_name("report.json")
         finished = _from_report(name, _json(report)) if report.exists() else SavedEvaluation(name, {}, {})
-        model = finished.model or str(known.get("model" if "request" in known else "policy", ""))
+        model = finished.model or _model_name(known.get("model") if "request" in known else "", known)
         return SavedEvaluation(name, _scores(read_results(file)), known, model, finished.efforts)
     return _from_report(name, _json(file))
 
@@ -115,10 +116,16 @@ def _from_report(name: str, report: Any) -> SavedEvaluation:
     try:
         scores = {str(row["task_id"]): _score(row) for row in report["outcomes"]}
         efforts = {str(row["task_id"]): _effort(row) for row in report["outcomes"]}
-        model, settings = report.get("model") or report["policy"], {"env": report["env"], "policy": report["policy"]}
-        return SavedEvaluation(name, scores, settings, str(model), efforts)
+        settings = {"env": report["env"], "policy": report["policy"]}
+        return SavedEvaluation(name, scores, settings, _model_name(report.get("model"), settings), efforts)
     except (TypeError, KeyError, ValueError, AttributeError):
         raise UserError(f"{name}: not a report of an evaluation; {EXPECTED}") from None
+
+
+def _model_name(model: object, settings: Mapping[str, Any]) -> str:
+    """``model``, or the policy if it has no model; empty for an engine whose model has no recorded name."""
+    policy = str(settings.get("policy", ""))
+    return str(model or ("" if policy == "engine" else policy))
 
 
 def _require_regular(path: Path) -> None:
@@ -138,10 +145,10 @@ def _score(row: Mapping[str, Any]) -> Score:
 
 def _effort(row: Mapping[str, Any]) -> Effort:
     """Raises TypeError or ValueError for values of another kind."""
-    cost = row.get("cost")
+    cost, seconds = row.get("cost"), row.get("seconds_mean")
     return Effort(
         turns=float(row["turns_mean"]),
-        seconds=float(row.get("seconds_mean", 0.0)),
+        seconds=None if seconds is None else float(seconds),
         usage=Usage.parse(row.get("usage")),
         cost=None if cost is None else float(cost),
     )

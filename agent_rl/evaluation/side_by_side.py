@@ -66,7 +66,7 @@ def _merge_efforts(efforts: Sequence[Effort]) -> Effort | None:
     costs = [effort.cost for effort in efforts]
     return Effort(
         turns=statistics.fmean(effort.turns for effort in efforts),
-        seconds=statistics.fmean(effort.seconds for effort in efforts),
+        seconds=_mean([effort.seconds for effort in efforts]),
         usage=total(effort.usage for effort in efforts),
         cost=None if None in costs else sum(cost for cost in costs if cost is not None),
     )

@@ -46,10 +46,11 @@ class Usage:
 
 def usage_of(trajectory: Trajectory) -> Usage | None:
     """The sum over an episode's turns; None if one of them is unknown."""
-    return total(map(_usage_of_turn, trajectory.turns))
+    return total(map(usage_of_turn, trajectory.turns))
 
 
-def _usage_of_turn(turn: Turn) -> Usage | None:
+def usage_of_turn(turn: Turn) -> Usage | None:
+    """The tokens of a turn's request; None if they are unknown."""
     if turn.usage is None:
         return Usage(1, turn.prompt_tokens, turn.completion_tokens, turn.cached_tokens, turn.thinking_tokens)
     return Usage(1, **turn.usage) if turn.usage else None
