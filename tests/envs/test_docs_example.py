@@ -214,7 +214,7 @@ WRONG = [
     ("sync prepare", "async def prepare", "def prepare", "prepare returned a NoneType at once: define it with async"),
     (
         "tasks",
-        'Task(f"{split}-{i}", self.name, {"length": first + 2 * i})',
+        'Task(f"{split}-{i}", self.name, {"length": first + 2 * (i % 10)})',
         "{}",
         "returned a dict in its list; expect",
     ),

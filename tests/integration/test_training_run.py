@@ -136,3 +136,4 @@ def test_a_run_stopped_in_a_rollout_leaves_nothing_behind(start: Start, tmp_path
     assert "stopping: " in run.text
     assert run.text.rstrip().endswith("stopped; start again to resume")
     assert "Traceback" not in run.text
+    assert "SIGTERM received" not in run.text, "Ray's handler"
