@@ -612,6 +612,11 @@ def _check_sizes(config: Mapping[str, Any], family: Family, path: Path) -> None:
             f"{path}: num_experts_per_tok is {config['num_experts_per_tok']}; it must be at most num_experts "
             f"({config['num_experts']})"
         )
+    if experts and config["num_experts_per_tok"] == 1 and config["norm_topk_prob"]:
+        raise ConfigError(
+            f"{path}: {family.key('num_experts_per_tok')} is 1; with normalized gates it must be at least 2, because a "
+            "single gate is always 1 and its router does not learn"
+        )
 
 
 def _rope(raw: Mapping[str, Any], family: Family, path: Path) -> tuple[float, dict[str, float] | None]:
