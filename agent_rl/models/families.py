@@ -249,6 +249,11 @@ def _nemotron_h(keys: ConfigKeys) -> dict[str, Any]:
     )
     if mamba.heads % mamba.groups:
         raise ValueError(f"mamba_num_heads={mamba.heads} is not a multiple of n_groups={mamba.groups}")
+    if (served := keys.get("mamba_n_groups", 8)) != mamba.groups:
+        raise ValueError(
+            f"n_groups={mamba.groups}, but engines read mamba_n_groups, which is {served} (8 if it is missing): set it "
+            f"to {mamba.groups}"
+        )
     return {
         **keys.sigmoid_router(),
         "num_hidden_layers": len(pattern),
