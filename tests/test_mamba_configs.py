@@ -35,7 +35,7 @@ def test_layouts_and_adapters_that_the_layers_do_not_allow_are_refused() -> None
         "train.parallel.context=2: Mamba layers carry a state from token to token and run whole sequences on a rank; "
         "set it to 1"
     )
-    (groups,) = model_problems(ParallelConfig(world_size=2, tensor=2), spec(n_groups=1))
+    (groups,) = model_problems(ParallelConfig(world_size=2, tensor=2), spec(n_groups=1, mamba_n_groups=1))
     assert groups == "train.parallel.tensor=2 does not divide the model's n_groups=1"
     (lora,) = expert_form_problems(TrainConfig(lora=LoraConfig()), spec())
     assert lora == "train.lora: the experts of nemotron_h have no gate, which it does not support: turn it off"
@@ -51,6 +51,7 @@ def test_layouts_and_adapters_that_the_layers_do_not_allow_are_refused() -> None
         ({"moe_latent_size": 16}, "moe_latent_size=16 is not supported"),
         ({"mlp_hidden_act": "silu"}, "mlp_hidden_act='silu' is not supported, only 'relu2' is"),
         ({"n_groups": 3}, "mamba_num_heads=4 is not a multiple of n_groups=3"),
+        ({"mamba_n_groups": None}, "n_groups=2, but engines read mamba_n_groups, which is 8 .*: set it to 2"),
         ({"mamba_gate": True}, "mamba_gate=True is not supported for nemotron_h"),
     ],
 )

@@ -75,6 +75,7 @@ def test_dense_layers_are_told_apart(tmp_path: Path, changes: dict[str, Any], la
         ({"decoder_sparse_step": 0}, "has no MoE layer"),
         (DENSE, "has no MoE layer"),
         ({"num_experts_per_tok": 129}, "num_experts_per_tok is 129"),
+        ({"num_experts_per_tok": 1}, "num_experts_per_tok is 1; with normalized gates it must be at least 2"),
     ],
 )
 def test_a_wrong_config_is_one_line(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

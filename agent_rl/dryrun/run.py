@@ -166,8 +166,9 @@ def _write_model(config: RunConfig, depth: int, directory: Path) -> Path:
     """Write the model's config.json with ``depth`` layers into ``directory``."""
     path = config.model / "config.json"
     known: Mapping[str, Any] = json.loads(path.read_text()) if path.is_file() else CONFIGS[config.model.name]
-    layers = known["num_hidden_layers"]
-    raw = {k: v[:depth] if isinstance(v, list) and len(v) == layers else v for k, v in known.items()}
+    layers = planned_model(config.model).num_layers
+    by_layer = {k for k, v in known.items() if isinstance(v, list) and len(v) == layers} | {"hybrid_override_pattern"}
+    raw = {k: v[:depth] if k in by_layer else v for k, v in known.items()}
     raw.pop("moe_layer_end_index", None)  # the last layer
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(raw | {"num_hidden_layers": depth}))

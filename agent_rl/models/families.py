@@ -249,6 +249,11 @@ def _nemotron_h(keys: ConfigKeys) -> dict[str, Any]:
     )
     if mamba.heads % mamba.groups:
         raise ValueError(f"mamba_num_heads={mamba.heads} is not a multiple of n_groups={mamba.groups}")
+    if (served := keys.get("mamba_n_groups", 8)) != mamba.groups:
+        raise ValueError(
+            f"n_groups={mamba.groups}, but engines read mamba_n_groups, which is {served} (8 if it is missing): set it "
+            f"to {mamba.groups}"
+        )
     return {
         **keys.sigmoid_router(),
         "num_hidden_layers": len(pattern),
@@ -611,6 +616,11 @@ def _check_sizes(config: Mapping[str, Any], family: Family, path: Path) -> None:
         raise ConfigError(
             f"{path}: num_experts_per_tok is {config['num_experts_per_tok']}; it must be at most num_experts "
             f"({config['num_experts']})"
+        )
+    if experts and config["num_experts_per_tok"] == 1 and config["norm_topk_prob"]:
+        raise ConfigError(
+            f"{path}: {family.key('num_experts_per_tok')} is 1; with normalized gates it must be at least 2, because a "
+            "single gate is always 1 and its router does not learn"
         )
 
 

@@ -13,13 +13,14 @@ their checksums. Several Hugging Face tensors are concatenated in one parameter:
     experts.gate_up_proj, experts.down_proj   experts.w13_weight, experts.w2_weight (of clamped experts transposed)
     in_proj_qkv, in_proj_z                    in_proj_qkvz
     in_proj_b, in_proj_a                      in_proj_ba
+    mixer.A_log                               mixer.A, which is -exp(A_log)
 
 Tensors arrive in this order, so each hash is updated as they come. A tensor that is lost, changed or loaded under
 another name gives another checksum.
 
 An engine with several tensor ranks has checksums per rank. A rank has a block of rows (q, k, v, sinks, gate, up,
-embedding, output, projections of the delta rule) or columns (o, out, down) of a matrix, and all of other tensors. With
-fewer key-value heads than ranks, neighbours have the same head.
+embedding, output, projections of the delta rule and of Mamba-2) or columns (o, out, down) of a matrix, and all of other
+tensors. With fewer key-value heads than ranks, neighbours have the same head.
 """
 
 from __future__ import annotations
@@ -39,20 +40,22 @@ from agent_rl.models.parts import ExpertForm
 from agent_rl.models.spec import ModelSpec
 
 _FUSED = (
-    (re.compile(r"\.self_attn\.[qkv]_proj\."), ".self_attn.qkv_proj."),
+    (re.compile(r"\.(self_attn|mixer)\.[qkv]_proj\."), r".\1.qkv_proj."),
     (re.compile(r"\.self_attn\.q_a_proj\."), ".self_attn.fused_qkv_a_proj_with_mqa."),
     (re.compile(r"\.experts\.\d+\.(gate_proj|up_proj|w1|w3)\.weight$"), ".experts.w13_weight"),
     (re.compile(r"\.experts\.\d+\.(down_proj|w2)\.weight$"), ".experts.w2_weight"),
     (re.compile(r"\.experts\.gate_up_proj(_bias)?$"), r".experts.w13_weight\1"),
     (re.compile(r"\.experts\.down_proj(_bias)?$"), r".experts.w2_weight\1"),
+    (re.compile(r"(\.mixer\.(shared_experts\.)?up_proj\.weight)$"), r"\1"),  # without a gate
     (re.compile(r"\.(gate|up)_proj\.weight$"), ".gate_up_proj.weight"),
     (re.compile(r"\.moe_statics\.e_score_correction_bias$"), ".gate.e_score_correction_bias"),
     (re.compile(r"\.in_proj_(qkv|z)\."), ".in_proj_qkvz."),
     (re.compile(r"\.in_proj_(b|a)\."), ".in_proj_ba."),
+    (re.compile(r"\.mixer\.A_log$"), ".mixer.A"),
 )
 _STACKED = re.compile(r"\.experts\.(?P<part>gate_up|down)_proj(?P<bias>_bias)?$")
-_OTHER_PREFIX = re.compile(r"^model\.language_model\.")
-"""Of a text model beside a vision tower; engines do without it."""
+_OTHER_PREFIX = re.compile(r"^(model\.language_model|backbone)\.")
+"""Of a text model beside a vision tower, and of Nemotron-H; engines do without it."""
 _ZERO_CENTERED = "gemma_weight"
 """The last part of the name of a norm's 1 + weight, which engines keep beside a weight that is near zero."""
 _OPTIONAL = ("lm_head.weight", _ZERO_CENTERED)
@@ -61,11 +64,14 @@ _CONSTANT = ".axis_map"
 _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 _VOCABULARY_MULTIPLE = 64  # SGLang pads the vocabulary with rows of zeros
 _INNER_MULTIPLE = 32  # and each rank's part of an MLP's inner dimension (on a CPU)
-_BY_ROWS = re.compile(r"\.(q|k|v|q_b|kv_b|gate|up)_proj\.|\.w[13]\.|\.sinks$|\.in_proj_|\.(A_log|dt_bias)$")
-_NOT_PADDED = re.compile(r"\.(q|q_b|kv_b|o|out)_proj\.|\.sinks$|\.linear_attn\.")
+_BY_ROWS = re.compile(
+    r"\.(q|k|v|q_b|kv_b|gate|up)_proj\.|\.w[13]\.|\.sinks$|\.in_proj_|\.(A_log|dt_bias|D)$|\.mixer\.norm\."
+)
+_NOT_PADDED = re.compile(r"\.(q|q_b|kv_b|o|out)_proj\.|\.sinks$|\.linear_attn\.|\.mixer\.(A_log|dt_bias|D$|norm)")
 _BY_COLUMNS = re.compile(r"\.(o|out|down)_proj\.weight|\.w2\.")
-_DELTA_PARTS = re.compile(r"\.(in_proj_qkv|conv1d)\.")
-"""Tensors whose rows are queries, keys and values of the delta rule: each of the three is divided among the ranks."""
+_CONVOLVED = re.compile(r"\.(in_proj_qkv|conv1d)\.")
+_MAMBA_INPUTS = ".mixer.in_proj."
+_MAMBA_DECAY = ".mixer.A_log"
 _OF_HEADS = re.compile(r"\.[kv]_proj\.")
 
 _HASHES: Mapping[str, Callable[[], Any]] = {"xxh3:": xxhash.xxh3_64, "": hashlib.sha256}
@@ -104,7 +110,8 @@ class Digests:
 
     def __init__(self, model_spec: ModelSpec, kinds: Collection[DigestKind]) -> None:
         self._kv_heads, self._form = model_spec.kv_heads, model_spec.expert_form
-        self._zero_centered, self._delta = model_spec.zero_centered_norms, model_spec.delta
+        self._zero_centered = model_spec.zero_centered_norms
+        self._delta, self._mamba = model_spec.delta, model_spec.mamba
         self._hashes: dict[DigestKind, list[dict[str, Any]]] = {kind: [{} for _ in range(kind.ranks)] for kind in kinds}
 
     def add(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], size: int, data: NDArray[np.uint8]) -> None:
@@ -113,7 +120,9 @@ class Digests:
         for name, shape in zip(names, shapes, strict=True):
             stop = start + size * math.prod(shape)
             rows = data[start:stop].reshape(shape[0], -1)
-            name = _OTHER_PREFIX.sub("model.", name)
+            name = _engine_path(name)
+            if name.endswith(_MAMBA_DECAY):
+                rows = (-np.exp(rows.view("<f4").astype(float))).astype("<f4").view(np.uint8)
             for kind, ranks in self._hashes.items():
                 for rank, hashes in enumerate(ranks):
                     digest = hashes.setdefault(_parameter(name, hashes), _HASHES[kind.prefix]())
@@ -132,9 +141,8 @@ class Digests:
         """The part of a tensor (``rows`` uint8 ``[first axis, bytes]``) on tensor rank ``rank`` of ``size``."""
         if name in _VOCABULARY:
             return _block(rows, rank, size, _VOCABULARY_MULTIPLE // size)
-        if self._delta is not None and _DELTA_PARTS.search(name):
-            projections = np.split(rows, (self._delta.key_width, 2 * self._delta.key_width))
-            return np.concatenate([_block(each, rank, size, 1) for each in projections])
+        if sizes := self._parts(name):
+            return np.concatenate([_block(part, rank, size, 1) for part in np.split(rows, np.cumsum(sizes)[:-1])])
         if _OF_HEADS.search(name):
             parts = min(size, self._kv_heads)
             return _block(rows, rank * parts // size, parts, 1)
@@ -144,6 +152,17 @@ class Digests:
             multiple = 1 if _NOT_PADDED.search(name) else _INNER_MULTIPLE
             return _block(rows.T, rank, size, multiple * itemsize).T
         return rows
+
+    def _parts(self, name: str) -> tuple[int, ...]:
+        """The numbers of rows of a tensor's parts, each of which is divided among the ranks; empty for other
+        tensors."""
+        if self._delta is not None and _CONVOLVED.search(name):
+            return self._delta.key_width, self._delta.key_width, self._delta.value_width
+        if self._mamba is not None and _CONVOLVED.search(name):
+            return self._mamba.convolved
+        if self._mamba is not None and _MAMBA_INPUTS in name:
+            return self._mamba.width, *self._mamba.convolved, self._mamba.heads
+        return ()
 
     def expected(self) -> dict[DigestKind, RankDigests]:
         """The expected checksums of each tensor rank, by engine kind."""
@@ -201,11 +220,15 @@ def round_to_bfloat16(bits: NDArray[np.uint32]) -> NDArray[np.uint16]:
 
 def engine_name(name: str) -> str:
     """The engine's parameter that contains the Hugging Face tensor ``name``."""
-    name = _OTHER_PREFIX.sub("model.", name)
+    name = _engine_path(name)
     for pattern, fused in _FUSED:
         if pattern.search(name):
             return pattern.sub(fused, name)
     return name
+
+
+def _engine_path(name: str) -> str:
+    return _OTHER_PREFIX.sub("model.", name).replace("model.embeddings.", "model.embed_tokens.")
 
 
 def rank_difference(expected: Mapping[str, str], actual: Mapping[str, str]) -> str | None:

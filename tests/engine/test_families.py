@@ -30,7 +30,7 @@ from agent_rl.weight_sync.sync import WeightSync  # noqa: E402
 
 pytestmark = [pytest.mark.megatron, pytest.mark.sglang, pytest.mark.slow]
 
-ORDINARY = ("deepseek_v32", "ernie4_5_moe", "minimax_m2", "olmoe", "qwen3_next")
+ORDINARY = ("deepseek_v32", "ernie4_5_moe", "minimax_m2", "nemotron_h", "olmoe", "qwen3_next")
 """With the families of tests/integration/test_train_families.py, a case of each mixer, expert form and loader. The
 others differ in settings; their cases are exhaustive."""
 CASES = [

@@ -110,7 +110,7 @@ class TestTwoRanks:
 
 @pytest.mark.sglang
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_moe"])
+@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_moe", "nemotron_h"])
 async def test_two_ranks_of_a_hybrid_hold_what_was_sent(
     kind: str, engine_config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

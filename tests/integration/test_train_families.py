@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from integration_run import REAL, Run
 from support.family_models import FAMILIES, write_model
-from support.quantized_model import write_float8_model
+from support.quantized_model import write_float8_model, write_mxfp4_model
 
 from agent_rl.models.spec import read_model_spec
 from agent_rl.monitoring.metrics_log import read_metrics
@@ -42,8 +42,11 @@ def test_every_other_family_trains_three_steps(model_type: str, start: Start, tm
 
 
 @pytest.mark.exhaustive
-def test_a_float8_checkpoint_is_converted_and_trained(start: Start, tmp_path: Path) -> None:
-    write_float8_model(tmp_path / "model", "deepseek_v3", vocab_size=TOKENS)
+@pytest.mark.parametrize(("write", "kind"), [(write_float8_model, "deepseek_v3"), (write_mxfp4_model, "gpt_oss")])
+def test_a_quantized_checkpoint_is_converted_and_trained(
+    write: Callable[..., Path], kind: str, start: Start, tmp_path: Path
+) -> None:
+    write(tmp_path / "model", kind, vocab_size=TOKENS)
     run = start(*SETTINGS)
     assert run.finish() == 0, run.text
     for row in read_metrics(tmp_path / "small"):

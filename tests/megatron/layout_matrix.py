@@ -67,13 +67,16 @@ _GLM4_MOE = GLM4_MOE_SIZES | {"kind": "glm4_moe", "tied": False}
 _GPT_OSS = GPT_OSS_SIZES | {"kind": "gpt_oss", "tied": False, "initializer_range": 0.2}
 _ERNIE4_5_MOE = ERNIE4_5_MOE_SIZES | {"kind": "ernie4_5_moe", "initializer_range": 0.2}
 _DEEPSEEK_V3 = DEEPSEEK_V3_SIZES | {"kind": "deepseek_v3", "tied": False}
+_DEEPSEEK_V32 = DEEPSEEK_V3_SIZES | INDEXER_SIZES | {"kind": "deepseek_v32", "tied": False}
 _GLM_5 = DEEPSEEK_V3_SIZES | INDEXER_SIZES | {"kind": "glm_moe_dsa", "tied": False, "indexer_rope_interleave": True}
+_MINIMAX_M2 = {"kind": "minimax_m2", "tied": False, "num_local_experts": 8, "num_experts_per_tok": 2, "rotary_dim": 8}
+_MIXTRAL = {"kind": "mixtral", "tied": False, "head_dim": None, "num_local_experts": 8, "num_experts_per_tok": 2}
 _OLMOE = {"kind": "olmoe", "tied": False, "head_dim": None, "moe_intermediate_size": None, "num_key_value_heads": 4}
 _QWEN3_NEXT = DELTA_SIZES | {"kind": "qwen3_next", "tied": False, "initializer_range": 0.2}
 _QWEN3_NEXT |= {"published": tiny.DELTA_KEYS}
 _QWEN3_5 = _QWEN3_NEXT | {"kind": "qwen3_5_moe_text"}
 _NEMOTRON_H = NEMOTRON_H_SIZES | {"kind": "nemotron_h", "tied": False, "initializer_range": 0.2}
-_NEMOTRON_H |= {"published": ("hybrid_override_pattern",)}
+_NEMOTRON_H |= {"published": tiny.MAMBA_KEYS}
 RUNS: dict[str, Run] = {
     "none": Run(updates=2),
     "full": Run(options={"recompute": "full"}),
@@ -89,7 +92,12 @@ RUNS: dict[str, Run] = {
     "gpt-oss-core": Run(_GPT_OSS, {"recompute": "selective", "recompute_modules": ["core_attn"]}),
     "ernie4-5-moe": Run(_ERNIE4_5_MOE, {"recompute": "full"}),
     "deepseek-v3": Run(_DEEPSEEK_V3, {"recompute": "full"}),
+    # Kimi-K2, which transformers does not have, is a DeepSeek-V3 without groups of experts.
+    "kimi-k2": Run(_DEEPSEEK_V3 | {"n_group": 1, "topk_group": 1}, {"recompute": "full"}),
+    "deepseek-v32": Run(_DEEPSEEK_V32, {"recompute": "selective", "recompute_modules": ["core_attn"]}),
     "glm-5": Run(_GLM_5, {"recompute": "selective", "recompute_modules": ["core_attn"]}),
+    "minimax-m2": Run(_MINIMAX_M2, {"recompute": "full"}),
+    "mixtral": Run(_MIXTRAL, {"recompute": "full"}),
     "olmoe": Run(_OLMOE, {"recompute": "full"}),
     # The norms of queries, keys and outputs of the delta rule amplify rounding: gradients of up to 8 differ by 3e-4.
     "qwen3-next": Run(_QWEN3_NEXT, {"recompute": "selective", "recompute_modules": ["core_attn", "moe"]}, limit=5e-4),
@@ -98,7 +106,7 @@ RUNS: dict[str, Run] = {
     # One update only: a weight that is rounded differently changes all later ones.
     "bfloat16": Run(options={"dtype": "bfloat16"}),
 }
-_WITHOUT_RERUN = ("none", "dense", "dense-full", "without-routers", "gpt-oss-core", "glm-5", "bfloat16")
+_WITHOUT_RERUN = ("none", "dense", "dense-full", "without-routers", "gpt-oss-core", "deepseek-v32", "glm-5", "bfloat16")
 ROUTERS_RERUN = tuple(name for name in RUNS if name not in _WITHOUT_RERUN)
 FORWARD = ("none", "dense")
 """The runs with passes without gradients, which also save their model."""
@@ -110,12 +118,13 @@ def two_rank_cases() -> list[tuple[str, str]]:
         "data": "dense",
         "data-optimizer": "bfloat16",
         "pipeline": "dense dense-full three-layers gpt-oss qwen3-next qwen3.5 nemotron-h",
-        "expert": "glm4-moe deepseek-v3 gpt-oss ernie4-5-moe olmoe qwen3.5 nemotron-h",
+        "expert": "glm4-moe deepseek-v3 kimi-k2 gpt-oss ernie4-5-moe minimax-m2 mixtral olmoe qwen3.5 nemotron-h",
         "expert-allgather": "shared-expert",
         "virtual": "glm4-moe deepseek-v3 ernie4-5-moe moe dense-first shared-expert dense dense-full",
-        "context": "glm4-moe deepseek-v3 glm-5 gpt-oss ernie4-5-moe dense-first dense qwen3-next qwen3.5",
-        "tensor": "glm4-moe deepseek-v3 glm-5 gpt-oss gpt-oss-core ernie4-5-moe olmoe qwen3-next qwen3.5 moe "
-        "nemotron-h without-routers shared-expert",
+        "context": "glm4-moe deepseek-v3 deepseek-v32 glm-5 gpt-oss ernie4-5-moe minimax-m2 dense-first dense "
+        "qwen3-next qwen3.5",
+        "tensor": "glm4-moe deepseek-v3 kimi-k2 deepseek-v32 glm-5 gpt-oss gpt-oss-core ernie4-5-moe minimax-m2 "
+        "mixtral olmoe qwen3-next qwen3.5 moe nemotron-h without-routers shared-expert",
         "tensor-alone": "dense dense-full",
     }
     return [

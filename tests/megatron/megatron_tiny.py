@@ -21,6 +21,7 @@ VOCAB, LAYERS = DENSE_SIZES["vocab_size"], DENSE_SIZES["num_hidden_layers"]
 EXPERTS, TOP_K = EXPERT_SIZES["num_experts"], EXPERT_SIZES["num_experts_per_tok"]
 LENGTHS = (17, 1, 30, 9)
 DELTA_KEYS = ("full_attention_interval", "partial_rotary_factor")
+MAMBA_KEYS = ("hybrid_override_pattern", "mamba_n_groups")
 """See :func:`write_model`."""
 
 

@@ -141,6 +141,7 @@ def _nemotron_h(draw: random.Random, sizes: Sizes, dense: int) -> Sizes:
         "hybrid_override_pattern": draw.choice(("EM*M", "M*E-ME", "MEM*E")),
         "moe_shared_expert_intermediate_size": draw.choice((12, 52)),
         "n_groups": groups,
+        "mamba_n_groups": groups,
         "mamba_num_heads": groups * draw.choice((1, 2)),
         "mamba_head_dim": draw.choice((8, 20)),
         "ssm_state_size": draw.choice((4, 12)),

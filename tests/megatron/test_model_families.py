@@ -89,7 +89,7 @@ CASES = {
     "minimax-m2": Case("minimax_m2", MINIMAX_M2, (0, 1, 2)),
     "qwen3-next": Case("qwen3_next", DELTA | {"decoder_sparse_step": 2}, (1,), tiny.DELTA_KEYS),
     "qwen3.5-moe-text": Case("qwen3_5_moe_text", DELTA, (0, 1, 2), tiny.DELTA_KEYS),
-    "nemotron-h": Case("nemotron_h", NEMOTRON_H_SIZES, (1, 5), ("hybrid_override_pattern",)),
+    "nemotron-h": Case("nemotron_h", NEMOTRON_H_SIZES, (1, 5), tiny.MAMBA_KEYS),
     "mixtral": Case("mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2}, (0, 1, 2)),
 }
 

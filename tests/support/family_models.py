@@ -135,6 +135,31 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "qk_norm_type": "per_layer",
         "num_mtp_modules": 0,
     },
+    "nemotron_h": {
+        "architectures": ["NemotronHForCausalLM"],
+        "hybrid_override_pattern": "ME*-ME",
+        "num_hidden_layers": 6,
+        "hidden_act": None,
+        "mlp_hidden_act": "relu2",
+        "rms_norm_eps": None,
+        "layer_norm_epsilon": 1e-5,
+        "rope_theta": None,
+        "head_dim": 16,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 24,
+        "n_groups": 2,
+        "mamba_n_groups": 2,
+        "ssm_state_size": 16,
+        "conv_kernel": 4,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 64,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+    },
     "qwen2_moe": {
         "architectures": ["Qwen2MoeForCausalLM"],
         "num_experts": 8,
@@ -167,7 +192,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": False,
     },
 }
-_WIDE = ("embed_tokens", "lm_head", "gate.weight")
+_WIDE = ("embed_tokens", "embeddings", "lm_head", "gate.weight", "mixer.conv1d.weight", "mixer.D")
 """Parts of the names of tensors with larger weights."""
 
 

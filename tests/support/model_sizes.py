@@ -91,6 +91,7 @@ NEMOTRON_H_SIZES: dict[str, Any] = _OTHER_NAMES | {
     "mamba_num_heads": 4,
     "mamba_head_dim": 12,
     "n_groups": 2,
+    "mamba_n_groups": 2,
     "ssm_state_size": 8,
     "conv_kernel": 4,
     "time_step_min": 1e-9,

@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 from support.fake_sglang import SPEC
 
+from agent_rl.models.parts import Mamba
 from agent_rl.weight_sync.digests import DigestKind, Digests, engine_name
 
 EXPERTS, HIDDEN, INNER = 3, 5, 64
 NAME = "model.layers.1.mlp.experts"
 
 
-def checksums(tensors: dict[str, Any], ranks: int) -> list[dict[str, str]]:
+def checksums(tensors: dict[str, Any], ranks: int, **changes: Any) -> list[dict[str, str]]:
     kind = DigestKind(ranks)
-    digests = Digests(replace(SPEC, expert_form="clamped"), [kind])
+    digests = Digests(replace(SPEC, **{"expert_form": "clamped"} | changes), [kind])
     for name, tensor in tensors.items():
         digests.add([name], [tensor.shape], tensor.itemsize, tensor.reshape(-1).view(np.uint8))
     return [dict(rank) for rank in digests.expected()[kind]]
@@ -62,3 +63,32 @@ def test_sinks_are_divided_and_the_bias_of_the_output_is_not() -> None:
 def test_the_correction_bias_of_ernie_has_the_engines_name() -> None:
     name = "model.layers.1.mlp.moe_statics.e_score_correction_bias"
     assert engine_name(name) == "model.layers.1.mlp.gate.e_score_correction_bias"
+
+
+def test_mamba_parts_are_divided_each_and_the_decay_is_not_its_logarithm() -> None:
+    """4 heads of width 1, 2 groups of width 3: rows are 4 gates, 4 values, 6 inputs, 6 outputs and 4 time steps."""
+    mixer = "layers.0.mixer"
+    rows, decay_log = np.arange(24, dtype=np.float32), np.array([-1, 0, 1, 2], np.float32)
+    tensors = {f"backbone.{mixer}.in_proj.weight": rows.reshape(24, 1), f"backbone.{mixer}.A_log": decay_log}
+    mamba = Mamba(heads=4, head_dim=1, groups=2, state=3, kernel=4)
+    for rank, actual in enumerate(checksums(tensors, 2, expert_form="squared", mamba=mamba)):
+        parts = [part.reshape(2, -1)[rank] for part in np.split(rows, [4, 8, 14, 20])]
+        assert actual == {
+            f"model.{mixer}.in_proj.weight": checksum(np.concatenate(parts)),
+            f"model.{mixer}.A": checksum(-np.exp(decay_log.astype(float)).astype("f4").reshape(2, -1)[rank]),
+        }
+
+
+@pytest.mark.parametrize(
+    ("published", "served"),
+    [
+        ("backbone.embeddings.weight", "model.embed_tokens.weight"),
+        ("backbone.norm_f.weight", "model.norm_f.weight"),
+        ("backbone.layers.1.mixer.k_proj.weight", "model.layers.1.mixer.qkv_proj.weight"),
+        ("backbone.layers.1.mixer.up_proj.weight", "model.layers.1.mixer.up_proj.weight"),
+        ("backbone.layers.1.mixer.shared_experts.up_proj.weight", "model.layers.1.mixer.shared_experts.up_proj.weight"),
+        ("backbone.layers.1.mixer.experts.3.up_proj.weight", "model.layers.1.mixer.experts.w13_weight"),
+    ],
+)
+def test_nemotron_h_has_the_engines_names(published: str, served: str) -> None:
+    assert engine_name(published) == served

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -24,16 +26,30 @@ def are_small(up_and_gate: Tensor) -> bool:
     return up_and_gate.numel() <= _MAX_WEIGHTS
 
 
-def mix_experts(x: Tensor, gates: Tensor, chosen: Tensor, up_and_gate: Tensor, down: Tensor) -> Tensor:
+def gate_with_silu(middle: Tensor) -> Tensor:
+    """SwiGLU of ``middle`` ``[T, 2 I]``, a gate and, next to it, what it scales."""
+    gate, up = middle.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def square_positive(middle: Tensor) -> Tensor:
+    """Squared ReLU."""
+    return F.relu(middle).square()
+
+
+def mix_experts(
+    x: Tensor, gates: Tensor, chosen: Tensor, up_and_gate: Tensor, down: Tensor,
+    activate: Callable[[Tensor], Tensor] = gate_with_silu,
+) -> Tensor:  # fmt: skip
     """The sum over the experts ``chosen`` ``[T, K]`` of their output for ``x`` ``[T, H]``, weighted by ``gates`` ``[T,
     K]``.
 
-    ``up_and_gate`` ``[E, 2 I, H]`` and ``down`` ``[E, H, I]`` are the weights, with SwiGLU between. Each expert's
+    ``up_and_gate`` ``[E, 2 I, H]`` and ``down`` ``[E, H, I]`` are the weights, with ``activate`` between. Each expert's
     tokens are padded, because a product of a new shape takes a millisecond more while oneDNN builds its kernel. With
     few tokens, or evenly spread ones, all experts get the same padding and one product. The bits equal those of
     unpadded products if both sum in the same order.
     """
-    slots, experts, inner = chosen.reshape(-1), len(down), down.shape[2]
+    slots, experts = chosen.reshape(-1), len(down)
     order = slots.argsort()
     expert = slots[order]
     tokens = torch.bincount(slots, minlength=experts)
@@ -42,8 +58,7 @@ def mix_experts(x: Tensor, gates: Tensor, chosen: Tensor, up_and_gate: Tensor, d
     position = torch.arange(len(slots)) + (starts - tokens.cumsum(0) + tokens)[expert]
     padded = x.new_zeros(sum(sizes), x.shape[1])
     padded[position] = x[order // chosen.shape[1]]
-    middle = _multiply(padded, up_and_gate, sizes)
-    outputs = _multiply(F.silu(middle[:, :inner]) * middle[:, inner:], down, sizes)
+    outputs = _multiply(activate(_multiply(padded, up_and_gate, sizes)), down, sizes)
     rows = x.new_empty(len(slots), x.shape[1])
     rows[order] = outputs[position]
     return (rows.view(*chosen.shape, x.shape[1]).to(gates.dtype) * gates.unsqueeze(-1)).sum(1).to(x.dtype)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import shims_delta
+import shims_mamba
 import shims_sinks
 import torch
 import xxhash
@@ -210,6 +211,7 @@ _BY_MODEL_TYPE = {
     "gpt_oss": shims_sinks.install,
     "kimi_k2": serve_latent,
     "minimax_m2": _norm_all_heads,
+    "nemotron_h": shims_mamba.install,
     "qwen2_moe": _add_shared_expert,
     "qwen3_5_moe": _serve_delta_hybrid,
     "qwen3_5_moe_text": _serve_delta_hybrid,
