@@ -26,7 +26,7 @@ from envs import EnvContext, Task, load_scaffold
 from envs.scaffold import Scaffold
 from envs.swe import SweRecord, start_episode
 from envs.swe.episode import SweEpisode
-from sandbox import SandboxSpec
+from sandbox import ImageMissingError, SandboxSpec, SandboxUnavailableError
 from sandbox.factory import open_backend
 from tests.envs.conftest import BROKEN, FIXED
 from tests.redteam.test_damage import DAMAGE, IMAGE, LOCAL, MINI
@@ -190,6 +190,7 @@ async def fuzz(backend: str, numbers: Iterable[int], at_once: int) -> Counter[st
                 print(json.dumps({"episode": number, "error": ended.error, "turns": repr(turns)[:4000]}), flush=True)
 
     try:
+        await (await opened.start(LIMITS)).close()  # without an image, no episode starts
         async with asyncio.TaskGroup() as group:
             for _ in range(at_once):
                 group.create_task(work())
@@ -207,7 +208,10 @@ def main(argv: Sequence[str]) -> None:
     options = parser.parse_args(argv)
     began = time.monotonic()
     numbers = range(options.first, options.first + options.count)
-    endings = asyncio.run(fuzz(options.backend, numbers, options.at_once))
+    try:
+        endings = asyncio.run(fuzz(options.backend, numbers, options.at_once))
+    except (ImageMissingError, SandboxUnavailableError) as error:
+        sys.exit(f"fuzz: {error}")
     seconds = round(time.monotonic() - began)
     print(json.dumps({"backend": options.backend, "first": options.first, "seconds": seconds, **endings}))
 

@@ -21,6 +21,7 @@ from tests.redteam import (
     test_repository_attacks,
     test_rows,
     test_stores,
+    web_page,
 )
 from tests.redteam.test_damage import DAMAGE
 from tests.redteam.test_disk import GROWTHS
@@ -184,7 +185,7 @@ GROUPS = (
     Group(
         "Evaluation scripts of SWE-bench-like rows",
         "tests/redteam/test_eval_scripts.py",
-        "bubblewrap and docker",
+        f"{EVERYWHERE}, also with gVisor",
         ZERO,
         _all(test_eval_scripts.PATCHES, "the negative control, or the change is left out"),
     ),
@@ -218,14 +219,33 @@ GROUPS = (
             f"uses a port of: {kind}": stop.partition(",")[0]
             for kind, stop in test_listeners.PROTECTION.items()
             if not stop.startswith(test_listeners.NONE)
-        },
+        }
+        | _all(("looks for Ray's dashboard", "looks for Ray's job API", "looks for metrics"), "a run starts none"),
+    ),
+    Group(
+        "Web pages of other sites, and DNS rebinding",
+        "tests/redteam/test_web_pages.py",
+        "the viewer, the endpoint, a launched engine and a quickstart",
+        REFUSED,
+        _all(web_page.REQUESTS, "ports need a key, which pages lack; the viewer names its host and no other site"),
     ),
     Group(
         "Routes of a launched engine",
         "tests/redteam/test_engine_keys.py",
         "the real server",
         REFUSED,
-        _all(("calls a route without a key", "calls a route with a guessed key"), "the engines' key, on every route"),
+        {
+            **_all(("calls a route without a key", "calls a route with a guessed key"), "the engines' key"),
+            "opens a websocket without a key": "engines speak no websockets",
+            **_all(web_page.HOSTS, "the server ignores a host that is no name"),
+        },
+    ),
+    Group(
+        "Open routes of a launched engine",
+        "tests/redteam/test_engine_keys.py",
+        "the real server",
+        STANDS,
+        _all(("makes an idle engine sample a token",), "one token, and none while it serves others; see SECURITY.md"),
     ),
     Group(
         "Addresses and keys",

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from support.containers import built_image
-from support.contexts import context_of
+from support.contexts import backend_of
 
 from envs import EnvContext
 from envs.swe import SweRecord, diff_files, grade_patch
@@ -114,19 +114,21 @@ PATCHES = {
     "puts a link in the place of the tests": LINKED_TESTS,
 }
 ORDINARY = "installs a hook that git runs after the tests"
+ENGINES = {"docker": "docker", "podman": "podman", "gVisor": "docker"}
+"""The container engine of each place that is not bubblewrap."""
 
 
 @pytest.fixture(scope="module")
 def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
-    """A backend and its image."""
-    backend = request.param
-    if backend != "bubblewrap":
+    """The name of a place and its image."""
+    place = request.param
+    if place in ENGINES:
         files = {**{f"testbed/{path}": text for path, text in BROKEN.items()}, **conda_files()}
         set_up = f"chmod +x /opt/miniconda3/envs/testbed/bin/pytest; cd /testbed\n{GIT_WITH_A_FUTURE}"
-        with built_image(backend, {f"/{path}": text.encode() for path, text in files.items()}, set_up) as name:
-            yield backend, name
+        with built_image(ENGINES[place], {f"/{path}": text.encode() for path, text in files.items()}, set_up) as name:
+            yield place, name
     elif BUILT.is_file():
-        yield backend, image(tmp_path_factory.mktemp("images") / "broken", BROKEN)
+        yield place, image(tmp_path_factory.mktemp("images") / "broken", BROKEN)
     else:
         pytest.skip("the real tasks are not built (make real-tasks)")
 
@@ -149,21 +151,20 @@ def record(place: tuple[str, str]) -> SweRecord:
 async def context(place: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[EnvContext]:
     limits = limits_with_pytest(512) if place[0] == "bubblewrap" else SandboxSpec(memory_mb=512)
     images = ImagePolicy(root=tmp_path_factory.getbasetemp())
-    async with context_of(place[0], limits, images=images, grade_timeout=60.0) as context:
-        yield context
+    runtime = {"runtime": "runsc"} if place[0] == "gVisor" else {}
+    async with backend_of(ENGINES.get(place[0], place[0]), images=images, **runtime) as backend:
+        yield EnvContext(backend, limits=limits, grade_timeout=60.0)
 
 
 def on_every_backend(*names: str) -> list[Any]:
-    """Parameters ``place`` and ``name``; the ordinary suite runs one attack on each backend."""
-    return [
-        pytest.param(
-            backend,
-            name,
-            marks=[getattr(pytest.mark, backend), *([] if name == ORDINARY else [pytest.mark.exhaustive])],
-        )
-        for backend in ("bubblewrap", "docker", "podman")
-        for name in names
-    ]
+    """Parameters ``place`` and ``name``; the ordinary suite runs one attack on each backend, without gVisor."""
+
+    def marks(place: str, name: str) -> list[pytest.MarkDecorator]:
+        ordinary = name == ORDINARY and place != "gVisor"
+        return [getattr(pytest.mark, ENGINES.get(place, place)), *([] if ordinary else [pytest.mark.exhaustive])]
+
+    places = ("bubblewrap", *ENGINES)
+    return [pytest.param(place, name, marks=marks(place, name)) for place in places for name in names]
 
 
 @pytest.mark.parametrize(("place", "name"), on_every_backend(*PATCHES), indirect=["place"])

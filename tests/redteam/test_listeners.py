@@ -20,6 +20,8 @@ import pytest
 from support.listeners import Listener, descendants, listeners_of
 
 from agent_rl.config.loader import install_model
+from tests.redteam.attack import report_stopped
+from tests.redteam.web_page import REQUESTS
 
 pytestmark = [pytest.mark.redteam, pytest.mark.sglang, pytest.mark.megatron, pytest.mark.bubblewrap, pytest.mark.slow]
 
@@ -36,6 +38,7 @@ PROTECTION = {
     "scheduler": f"{NONE} (torch's store, gloo)",
 }
 """The listening processes of a local run, and what a client without it meets."""
+PAGES = ("posts a form", "posts JSON as plain text", "opens a websocket", "reads by a name of its own")
 KINDS = {
     "gcs_server": r"/gcs_server ",
     "raylet": r"/raylet/raylet ",
@@ -127,6 +130,8 @@ def test_no_socket_of_a_run_is_open_to_the_network_or_serves_without_its_key(qui
     refuse_engine_without_key(run, now)
     refuse_endpoint_without_session(run, now)
     refuse_ray_without_token(run, now)
+    refuse_web_pages(now)
+    run.until(lambda: "step 6: " in run.output.read_text() or run.process.poll() is not None)
     assert not visible_secrets(run)
     assert not open_directories(run)
     run.look()
@@ -179,6 +184,16 @@ def refuse_endpoint_without_session(run: Running, now: set[Listener]) -> None:
         except httpx.HTTPError:
             continue
     assert statuses == [401], statuses
+
+
+def refuse_web_pages(now: set[Listener]) -> None:
+    """A page of another site at each port: the port needs a key, or speaks another protocol than HTTP."""
+    for name in PAGES:
+        replies = {each: REQUESTS[name].send(each.port, "/api/jobs/", each.address, 1.0) for each in now}
+        allowed = {each: reply for each, reply in replies.items() if reply.status not in (0, 401, 403, 404, 405)}
+        assert not allowed, (name, allowed)
+        statuses = {str(kind_of(each)): replies[each].status for each in sorted(now, key=lambda each: each.command)}
+        report_stopped(f"a page that {name} (every port of a run)", statuses)
 
 
 def open_directories(run: Running) -> list[Path]:

@@ -25,7 +25,9 @@ if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
 
 import lora_merge  # beside this file
 import store_address
+import uvicorn.config
 
+uvicorn.config.WS_PROTOCOLS["auto"] = None  # no websockets: SGLang checks the key of HTTP requests only
 lora_merge.install(Path(sys.argv[sys.argv.index("--model-path") + 1]))
 store_address.install()
 
