@@ -8,6 +8,7 @@
     R/t/N-K                                   of one trajectory
     R/routes/N-K  R/routes/N-K/map            of its first branch; branch B has N-K.B
     R/live                                    of the running step
+    R/search?text=...&n=N                     the texts of one step; without n, of all
 
 N is a global step, ``eval-20-sampled`` for an evaluation of a training run, or ``eval`` in an evaluation's directory. K
 is the index of the trajectory in N. Every resource has ``notes`` on missing data. An unknown path and a damaged file
@@ -30,6 +31,7 @@ from agent_rl.utils.directory_lock import LOCK
 from agent_rl.viewer import in_progress as live
 from agent_rl.viewer import runs, trajectory
 from agent_rl.viewer.index import Index, StepIndex, evaluation_key, file_stamp, output_columns, select
+from agent_rl.viewer.search import search
 from agent_rl.viewer.trajectory import Reader
 
 Json = dict[str, Any]
@@ -95,7 +97,7 @@ class Resources:
         return stamps
 
     def pages(self) -> Iterator[str]:
-        """All paths except those of single trajectories, their routes and the running step."""
+        """All paths except those of single trajectories, their routes, the running step and searches."""
         yield "runs"
         for number, index in enumerate(run.index for run in self._runs):
             index.refresh()
@@ -129,6 +131,7 @@ class Resources:
         "metrics": lambda run, query: runs.metrics(run.index.directory),
         "trajectories": lambda run, query: _trajectories(run.index, query),
         "live": lambda run, query: run.running.episodes(),
+        "search": lambda run, query: search(run.index, query.get("text", ""), query.get("n", "")),
     }
     _items: Mapping[str, Callable[[_Run, str, Mapping[str, str]], Json]] = {
         "steps": lambda run, n, query: _step(_step_index(run.index, n)),

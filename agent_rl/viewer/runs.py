@@ -19,7 +19,7 @@ from agent_rl.monitoring.metrics import METRICS
 from agent_rl.types import StopReason
 from agent_rl.utils import foreign
 from agent_rl.utils.directory_lock import LOCK
-from agent_rl.viewer.index import EVAL, REPORT, Index, evaluation_of
+from agent_rl.viewer.index import EVAL, REPORT, Index, StepIndex, evaluation_of, output_columns
 from agent_rl.viewer.trajectory import model_layout
 
 Json = dict[str, Any]
@@ -27,10 +27,13 @@ _LOCK_BYTES = 1 << 16
 _METRICS = {name: metric for metric in METRICS for name in metric.names}
 _UNGRADED = ("", *(stop for stop in StopReason if stop.infrastructure))
 """Endings without a reward; "" is a sample of an evaluation that never ran."""
+_SAMPLE = ("id", "reward", "resolved", "stop", "turns", "seconds", "tokens")
+"""Columns of a sample in the result of its task."""
 _REPORTED = (
     *("pass_at_1", "interval", "graded", "tasks", "ungraded", "infrastructure_failures", "seconds", "stops"),
-    "cost",
+    *("samples", "pass_at_k", "policy", "model", "available", "requested", "usage", "cost"),
 )
+"""Fields of a report that the viewer shows; None in reports without them."""
 
 
 def overview(index: Index) -> Json:
@@ -120,14 +123,21 @@ def evaluation(index: Index, key: str) -> Json | None:
         key, {}
     )
     outcomes = report.get("outcomes") or _unreported(index, key)
-    ids: dict[str, str] = {}
-    if (step_index := index.step_indexes.get(found["n"] or "")) is not None:
-        for number, task in enumerate(step_index.columns["task"]):
-            ids.setdefault(task, f"{step_index.n}-{number}")
-    else:
+    step_index = index.step_indexes.get(found["n"] or "")
+    if step_index is None:
         notes.append("its trajectories were not recorded")
-    outcomes = [{**outcome, "id": ids.get(outcome["task_id"])} for outcome in outcomes]
+    samples = {} if step_index is None else _samples(step_index)
+    outcomes = [{**outcome, "samples": samples.get(outcome["task_id"], [])} for outcome in outcomes]
     return {**found, "outcomes": outcomes, "notes": notes}
+
+
+def _samples(index: StepIndex) -> dict[str, list[Json]]:
+    """The trajectories of each task, in the order of their samples."""
+    columns, samples = output_columns(index), dict[str, list[Json]]()
+    numbers = sorted(range(len(index)), key=lambda number: index.results[number].sample if index.results else number)
+    for number in numbers:
+        samples.setdefault(columns["task"][number], []).append({name: columns[name][number] for name in _SAMPLE})
+    return samples
 
 
 def _unreported(index: Index, key: str) -> list[Json]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from agent_rl.rollout.records import arrays_path, fold_messages, read_arrays, re
 from agent_rl.rollout.token_details import Differing, StoredDetail, details_path, read_detail, read_loads
 from agent_rl.types import Branch
 from agent_rl.utils import foreign
+from agent_rl.viewer.chat import conversation
 from agent_rl.viewer.index import EVAL, Index, StepIndex, file_stamp, log_of, require_regular_files
 from agent_rl.viewer.token_text import TokenTexts
 from r3 import archive
@@ -135,21 +136,16 @@ class Reader:
 
     def _from_log(self, index: StepIndex, number: int) -> Json:
         """A sample of an evaluation's directory, which has no tokens."""
-        path, notes = log_of(index, number), ["the directory of an evaluation has no tokens"]
-        root, name = self._index.directory, str(path.relative_to(self._index.directory))
-        result = index.results[number]
-        row: dict[str, Any] = {"messages": [], "turns": [], "error": result.error, "patch": result.patch}
-        try:
-            row |= json.loads(foreign.read(root, name))
-        except FileNotFoundError:
-            notes.append("no log: it was not graded")
-        try:
-            row["test_log"] = foreign.read(root, f"{name.removesuffix('.json')}.log").decode(errors="replace")
-        except FileNotFoundError:
-            row["test_log"] = ""
-        row["seconds"], row["stop"] = result.seconds, result.stop
-        row["suspected_hack"] = list(result.suspected_hack)
+        notes = ["the directory of an evaluation has no tokens"]
+        row = _logged(index, number, notes)
         return {**_head(index, number, row), **_conversation(row), "branches": [], "notes": notes}
+
+
+def rows(index: StepIndex) -> Iterator[Mapping[str, Any]]:
+    """The rows of a step or an evaluation, in order. Raises AgentRlError at a damaged one."""
+    if index.n == EVAL:
+        return (_logged(index, number, []) for number in range(len(index)))
+    return read_rows(rows_path(index.stem)) if len(index) else iter(())
 
 
 def loads(index: StepIndex) -> Json:
@@ -197,6 +193,24 @@ def _row(index: StepIndex, number: int) -> dict[str, Any]:
     if found is None:
         raise AgentRlError(f"{path}: row {number} no longer exists")
     return found
+
+
+def _logged(index: StepIndex, number: int, notes: list[str]) -> dict[str, Any]:
+    """The row of a sample of an evaluation's directory, from its log."""
+    root, result = index.stem.parent, index.results[number]
+    name = str(log_of(index, number).relative_to(root))
+    row: dict[str, Any] = {"messages": [], "turns": [], "error": result.error, "patch": result.patch}
+    try:
+        row |= json.loads(foreign.read(root, name))
+    except FileNotFoundError:
+        notes.append("no log: it was not graded")
+    try:
+        row["test_log"] = foreign.read(root, f"{name.removesuffix('.json')}.log").decode(errors="replace")
+    except FileNotFoundError:
+        row["test_log"] = ""
+    row["task_id"], row["seconds"], row["stop"] = result.task_id, result.seconds, result.stop
+    row["suspected_hack"] = list(result.suspected_hack)
+    return row
 
 
 def _branch_of(index: StepIndex, row: Mapping[str, Any], branch: int, *, routes: bool = True) -> Branch:
@@ -274,8 +288,9 @@ def _conversation(row: Mapping[str, Any]) -> Json:
                 "began": turn.get("began"),
                 "thinking_tokens": turn.get("thinking_tokens", 0),
                 "thinking_chars": turn.get("thinking_chars", 0),
+                **spoken,
             }
-            for number, turn in enumerate(turns)
+            for number, (turn, spoken) in enumerate(zip(turns, conversation(turns), strict=True))
         ],
     }
 

@@ -32,7 +32,7 @@ TRAJECTORY = json.loads("""
 TURN = json.loads("""
 {"branch": 0, "message": null, "observation_message": null, "tool": "execute_bash", "parse_failure": null,
  "text": "I look.", "cached_tokens": 0, "retractions": 0, "weight_version": "6", "generate_seconds": 0.6,
- "tool_seconds": 0.2, "thinking_tokens": 0, "thinking_chars": 0}
+ "tool_seconds": 0.2, "thinking_tokens": 0, "thinking_chars": 0, "thoughts": ""}
 """)
 BRANCH = json.loads('{"parent": null, "shared": 0, "cause": "start"}')
 """The constant values of resources."""
@@ -160,6 +160,7 @@ class SampleRun:
     def _turn(self, turn: int) -> dict[str, Any]:
         span, tokens = self._span(turn), self.turn_tokens
         said = {"arguments": {"command": f"ls{self.hostile}"}, "observation": f"a.py{self.hostile}", "span": span}
+        said |= {"said": f"I look.{self.hostile}", "calls": [{"name": "execute_bash", "arguments": said["arguments"]}]}
         counts = {"prompt_tokens": span[0], "completion_tokens": tokens, "observation_tokens": tokens}
         return TURN | said | counts | {"began": 0.4 + 0.9 * turn}
 

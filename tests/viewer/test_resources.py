@@ -178,7 +178,10 @@ def test_a_step_has_its_groups(run: Path) -> None:
 
 def test_an_evaluation_leads_to_its_trajectories(run: Path) -> None:
     found = read(run, "eval/step-2/sampled")
-    assert [(one["task_id"], one["resolved"], one["id"]) for one in found["outcomes"]] == [("a", 1, "eval-2-sampled-0")]
+    (outcome,) = found["outcomes"]
+    (sample,) = outcome["samples"]
+    assert (outcome["task_id"], outcome["resolved"], sample["id"]) == ("a", 1, "eval-2-sampled-0")
+    assert (sample["resolved"], sample["turns"], sample["tokens"]) == (True, 0, 5)
     assert read(run, "t/eval-2-sampled-0")["task"] == "a"
 
 
@@ -337,7 +340,8 @@ def test_the_directory_of_an_evaluation_is_shown(tmp_path: Path) -> None:
     solved, failed = read(directory, "t/eval-0"), read(directory, "t/eval-1")
     assert (solved["test_log"], len(solved["turns"]), solved["branches"]) == ("log\n", 2, [])
     assert (failed["error"], failed["turns"]) == ("SandboxError: gone", [])
-    assert [one["id"] for one in read(directory, "eval/eval")["outcomes"]] == ["eval-0", "eval-1"]
+    samples = [one["samples"] for one in read(directory, "eval/eval")["outcomes"]]
+    assert [[sample["id"] for sample in one] for one in samples] == [["eval-0"], ["eval-1"]]
     resources = Resources([directory])
     before = resources.stamps()
     (directory / "report.json").write_text("{}")

@@ -27,6 +27,9 @@ export interface ChartProps {
   explain: string;
   lines: Line[];
   xName: string;
+  /** Whether it stays at the top, and what changes that; a chart without it always has its place. */
+  pinned?: boolean;
+  pin?: () => void;
 }
 
 const HEIGHT = 170;
@@ -53,7 +56,14 @@ export function Chart(props: ChartProps) {
   return (
     <figure class="chart" tabIndex={0} role="group" aria-label={summary(props)} onKeyDown={(e) => onKey(e, plot.current)}>
       <figcaption title={props.explain}>
-        <b>{props.name}</b> <span class="dim">{props.unit}</span>
+        <span class="name">
+          <b>{props.name}</b> <span class="dim">{props.unit}</span>
+        </span>
+        {props.pin && (
+          <button class="pin" aria-pressed={props.pinned} aria-label={`Pin ${props.name}`} onClick={props.pin}>
+            {props.pinned ? "unpin" : "pin"}
+          </button>
+        )}
       </figcaption>
       <div ref={place} class="plot" aria-hidden="true" style={{ height: `${HEIGHT}px` }} />
       <output aria-live={reading ? "polite" : "off"}>{reading || latest(props)}</output>

@@ -4,6 +4,7 @@ import { useMemo } from "preact/hooks";
 import { Chart, type Line, type Mark } from "./chart";
 import { useResource } from "./data";
 import { Notes } from "./parts";
+import { pinned, togglePin } from "./pins";
 import { link, route, setQuery } from "./route";
 import { number, percent, visible } from "./text";
 import type { Evaluation, Metrics, Run, RunLine } from "./types";
@@ -45,7 +46,7 @@ export function CurvesPage({ runs }: { runs: RunLine[] }) {
         <Notes key={line.run} notes={notes} />
       ))}
       <Controls axis={axis} search={query.get("metric") ?? ""} />
-      <Charts read={read} axis={axis} search={query.get("metric") ?? ""} />
+      <Charts read={read} axis={axis} search={query.get("metric") ?? ""} directories={runs.map(({ directory }) => directory)} />
       {runs.length > 1 && <ConfigDifference read={all} />}
       {read.map(({ line, run }) => run && <Evaluations key={line.run} line={line} evaluations={run.evaluations} />)}
     </main>
@@ -100,11 +101,27 @@ function Controls({ axis, search }: { axis: Axis; search: string }) {
 }
 
 /** A heading for each group of metrics, and below it a chart a metric. */
-function Charts({ read, axis, search }: { read: Read[]; axis: Axis; search: string }) {
-  const groups = useMemo(() => grouped(read, search), [read.map(({ line }) => line.run).join(), ...read.map((r) => r.metrics), search]);
+function Charts({ read, axis, search, directories }: { read: Read[]; axis: Axis; search: string; directories: string[] }) {
+  const pins = pinned(directories);
+  const groups = useMemo(
+    () => grouped(read, search, pins),
+    [read.map(({ line }) => line.run).join(), ...read.map((r) => r.metrics), search, pins.join()],
+  );
   const passes = useMemo(() => passLines(read, axis), [...read, axis]);
+  const section = ([group, names]: [string, string[]]) => (
+    <section key={group}>
+      <h2>{group}</h2>
+      <div class="charts">
+        {names.map((name) => (
+          <MetricChart key={name} {...{ name, read, axis }} pinned={group === PINNED} pin={() => togglePin(directories, name)} />
+        ))}
+      </div>
+    </section>
+  );
+  const top = groups.filter(([group]) => group === PINNED);
   return (
     <>
+      {top.map(section)}
       {passes.length > 0 && "pass@1 evaluation".includes(search.toLowerCase()) && (
         <section>
           <h2>evaluation</h2>
@@ -113,38 +130,30 @@ function Charts({ read, axis, search }: { read: Read[]; axis: Axis; search: stri
           </div>
         </section>
       )}
-      {groups.map(([group, names]) => (
-        <section key={group}>
-          <h2>{group}</h2>
-          <div class="charts">
-            {names.map((name) => (
-              <MetricChart key={name} {...{ name, read, axis }} />
-            ))}
-          </div>
-        </section>
-      ))}
+      {groups.slice(top.length).map(section)}
     </>
   );
 }
 
-const FIRST = ["reward", "mismatch_without_replay", "mismatch", "r3", "train", "rollout", "time"];
+const PINNED = "pinned";
+const FIRST = [PINNED, "reward", "mismatch_without_replay", "mismatch", "r3", "train", "rollout", "time"];
 
-function grouped(read: Read[], search: string): [string, string[]][] {
+function grouped(read: Read[], search: string, pins: string[]): [string, string[]][] {
   const names = [...new Set(read.flatMap(({ metrics }) => Object.keys(metrics?.columns ?? {})))];
   const groups = new Map<string, string[]>();
   for (const name of names.filter((one) => one.toLowerCase().includes(search.toLowerCase()))) {
-    const group = name.split("/")[0];
+    const group = pins.includes(name) ? PINNED : name.split("/")[0];
     groups.set(group, [...(groups.get(group) ?? []), name]);
   }
   const place = (group: string) => (FIRST.includes(group) ? FIRST.indexOf(group) : FIRST.length);
   return [...groups].sort(([a], [b]) => place(a) - place(b) || (a < b ? -1 : 1));
 }
 
-function MetricChart({ name, read, axis }: { name: string; read: Read[]; axis: Axis }) {
+function MetricChart({ name, read, axis, ...pin }: { name: string; read: Read[]; axis: Axis; pinned: boolean; pin: () => void }) {
   const holders = read.filter(({ metrics }) => metrics?.columns[name]);
   const lines = useMemo(() => holders.map((one) => lineOf(one, name, axis)), [...holders, name, axis]);
   const { help, units } = holders[0].metrics!;
-  return <Chart name={name} unit={units[name] ?? ""} explain={help[name] ?? ""} lines={lines} xName={AXES[axis]} />;
+  return <Chart name={name} unit={units[name] ?? ""} explain={help[name] ?? ""} lines={lines} xName={AXES[axis]} {...pin} />;
 }
 
 /** Where each step lies on the axis; NaN where that is not known. */

@@ -100,3 +100,28 @@ export function stretchOf(pieces: string[], first: number, end: number, show: (t
   for (let token = first; token < end; token++) offsets[token - first + 1] = offsets[token - first] + pieces[token].length;
   return { first, end, text: show(pieces.slice(first, end).join("")), offsets };
 }
+
+/** Mark the first place of `text` below `root`, unfold it and scroll there. Returns what takes the mark away. */
+export function markText(root: Element | null, text: string): () => void {
+  const highlight = named("found");
+  const range = root && rangeOfText(root, text.toLowerCase());
+  if (range) {
+    highlight.add(range);
+    range.startContainer.parentElement?.closest("details")?.setAttribute("open", "");
+  }
+  (range?.startContainer.parentElement ?? root)?.scrollIntoView({ block: "center" });
+  return () => highlight.clear();
+}
+
+function rangeOfText(root: Element, text: string): Range | null {
+  const walker = document.createTreeWalker(root, NodeFilter.SHOW_TEXT);
+  for (let node = walker.nextNode(); node; node = walker.nextNode()) {
+    const start = (node.nodeValue ?? "").toLowerCase().indexOf(text);
+    if (start < 0) continue;
+    const range = new Range();
+    range.setStart(node, start);
+    range.setEnd(node, Math.min(start + text.length, node.nodeValue!.length)); // lower case may be longer
+    return range;
+  }
+  return null;
+}

@@ -7,9 +7,14 @@ import "./app.css";
 import { CurvesPage } from "./curves";
 import { connected, hearChanges, live, useResource } from "./data";
 import { EvaluationPage } from "./evaluation";
+import { EvaluationsPage } from "./evaluations";
+import { GroupPage } from "./group";
+import { PairPage } from "./pair";
 import { Notes, Resource } from "./parts";
 import { link, route } from "./route";
-import { GroupPage, StepPage } from "./step";
+import { openRows } from "./rows";
+import { SearchPage } from "./search";
+import { StepPage } from "./step";
 import { visible } from "./text";
 import { TrajectoriesPage } from "./trajectories";
 import { TrajectoryPage } from "./trajectory";
@@ -28,14 +33,7 @@ function App() {
       </a>
       <header class="top">
         <b>agent-rl</b>
-        <nav aria-label="Pages">
-          <a href={link([])} aria-current={page === "" ? "page" : undefined}>
-            Curves
-          </a>
-          <a href={link(["trajectories", Number(route.value.path[1]) || 0])} aria-current={page === "trajectories" ? "page" : undefined}>
-            Trajectories
-          </a>
-        </nav>
+        <Pages page={page} runs={runs.value?.runs ?? []} />
         <span class="dim">{runs.value && runs.value.runs.map(({ name }) => visible(name)).join(", ")}</span>
         {live && <State />}
       </header>
@@ -61,15 +59,45 @@ function State() {
   );
 }
 
+/** Evaluations alone have no curves. */
+function onlyEvaluations(runs: RunLine[]): boolean {
+  return runs.length > 0 && runs.every(({ kind }) => kind === "eval");
+}
+
+function Pages({ page, runs }: { page: string; runs: RunLine[] }) {
+  const run = Number(route.value.path[1]) || 0;
+  const only = onlyEvaluations(runs);
+  const entries: [string, string, string][] = [
+    ...(only ? [] : [["Curves", "", link([])] as [string, string, string]]),
+    ...(runs.some(({ pass_at_1 }) => pass_at_1) || only ? [["Evaluations", "evals", link(["evals"])] as [string, string, string]] : []),
+    ["Trajectories", "trajectories", link(["trajectories", run])],
+  ];
+  return (
+    <nav aria-label="Pages">
+      {entries.map(([name, path, href]) => (
+        <a key={name} href={href} aria-current={page === path ? "page" : undefined}>
+          {name}
+        </a>
+      ))}
+    </nav>
+  );
+}
+
 function Page({ page, runs }: { page: string; runs: RunLine[] }) {
+  const [, run, name] = route.value.path;
   if (page === "trajectories") return <TrajectoriesPage runs={runs} />;
   if (page === "t") return <TrajectoryPage />;
   if (page === "group") return <GroupPage />;
   if (page === "step") return <StepPage />;
-  if (page === "eval") return <EvaluationPage />;
-  if (page === "") return <CurvesPage runs={runs} />;
-  return <Notes notes={[`There is no page ${page}.`]} />;
+  if (page === "pair") return <PairPage />;
+  if (page === "search") return <SearchPage />;
+  if (page === "eval") return <EvaluationPage {...{ runs, run, name }} />;
+  if (page === "evals") return <EvaluationsPage runs={runs} />;
+  if (page !== "") return <Notes notes={[`There is no page ${page}.`]} />;
+  if (!onlyEvaluations(runs)) return <CurvesPage runs={runs.filter(({ kind }) => kind !== "eval")} />;
+  return runs.length === 1 ? <EvaluationPage runs={runs} run="0" name="eval" /> : <EvaluationsPage runs={runs} />;
 }
 
 hearChanges();
+openRows();
 render(<App />, document.getElementById("app")!);

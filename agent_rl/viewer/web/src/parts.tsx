@@ -42,20 +42,56 @@ export function Fact({ name, children, title }: { name: string; children: Compon
   );
 }
 
-const FIRST = 20_000;
+interface Long {
+  text: string;
+  name: string;
+  /** How many characters are shown at first. */
+  first?: number;
+  open?: boolean;
+  /** That the text is a diff, although it has no head. */
+  diff?: boolean;
+}
 
-/** A text of which, where it is long, only the beginning is shown until the rest is asked for. */
-export function LongText({ text, name }: { text: string; name: string }) {
-  const [all, setAll] = useState(false);
-  const cut = !all && text.length > FIRST;
+/** A text of which, where it is long, only the beginning is shown until the rest is asked for. A diff is coloured. */
+export function LongText({ text, name, first = 20_000, open = false, diff }: Long) {
+  const [all, setAll] = useState(open);
+  const long = text.length > first;
   return (
     <>
       <pre tabIndex={0} role="region" aria-label={name}>
-        {visible(cut ? text.slice(0, FIRST) : text)}
+        <Lines text={long && !all ? beginning(text, first) : text} diff={diff} />
       </pre>
-      {cut && <button onClick={() => setAll(true)}>Show all {plural(text.length, "character")}</button>}
+      {long && (
+        <button aria-expanded={all} onClick={() => setAll(!all)}>
+          {all ? "Show less" : `Show all ${plural(text.length, "character")}`}
+        </button>
+      )}
     </>
   );
+}
+
+function beginning(text: string, first: number): string {
+  const end = text.lastIndexOf("\n", first);
+  return text.slice(0, end > 0 ? end : first);
+}
+
+const DIFF = /^(diff --git |@@ -\d|--- .*\n\+\+\+ )/m;
+
+/** Text, line by line where it is a diff of a size that can be shown so. */
+function Lines({ text, diff }: { text: string; diff?: boolean }) {
+  if (text.length > 200_000 || !(diff || DIFF.test(text))) return <>{visible(text)}</>;
+  return (
+    <>
+      {text.split("\n").map((line, i) => (
+        <span key={i} class={lineClass(line)}>{`${visible(line)}\n`}</span>
+      ))}
+    </>
+  );
+}
+
+function lineClass(line: string): string {
+  if (/^(\+\+\+|---|diff|index|@@)/.test(line)) return "hunk";
+  return line.startsWith("+") ? "added" : line.startsWith("-") ? "removed" : "";
 }
 
 /** How an episode came out, in a word and a colour. */

@@ -1,10 +1,10 @@
 /** Whether the reader's system asks for light or dark. */
 
-import { computed, signal } from "@preact/signals";
+import { computed } from "@preact/signals";
+import { media } from "./media";
 
-const asked = matchMedia("(prefers-color-scheme: dark)");
-export const scheme = signal<"light" | "dark">(asked.matches ? "dark" : "light");
-asked.addEventListener("change", () => (scheme.value = asked.matches ? "dark" : "light"));
+const dark = media("(prefers-color-scheme: dark)");
+export const scheme = computed(() => (dark.value ? "dark" : "light"));
 
 /** The page's colours for what is drawn on a canvas: read once, since reading lays the page's styles out anew. */
 export const colours = computed(() => {

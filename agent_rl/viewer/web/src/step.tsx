@@ -1,12 +1,12 @@
 /** One step: its groups, and how many tokens each expert of each layer got. */
 
 import { useMemo } from "preact/hooks";
-import { stepOf, useResource } from "./data";
+import { live, useResource } from "./data";
 import { type Heat, HeatMap } from "./heat";
-import { Outcome, Resource } from "./parts";
+import { Resource } from "./parts";
 import { link, route } from "./route";
 import { number, visible } from "./text";
-import type { Loads, Step, Trajectory } from "./types";
+import type { Loads, Step } from "./types";
 
 export function StepPage() {
   const [, run, n] = route.value.path;
@@ -15,7 +15,8 @@ export function StepPage() {
     <main id="main" class="page">
       <h1>{/^\d+$/.test(n) ? `Step ${n}` : n}</h1>
       <nav aria-label="Of this step">
-        <a href={link(["trajectories", run], { n })}>its trajectories</a>
+        <a href={link(["trajectories", run], { n })}>its trajectories</a>{" "}
+        {live && <a href={link(["search", run], { n })}>search in texts</a>}
       </nav>
       <ExpertLoads run={run} n={n} />
       <Resource of={loaded}>{(step) => <Groups run={run} step={step} />}</Resource>
@@ -90,69 +91,4 @@ function Groups({ run, step }: { run: string; step: Step }) {
       </div>
     </section>
   );
-}
-
-/** The trajectories of one group side by side. */
-export function GroupPage() {
-  const [, run, n, group] = route.value.path;
-  const loaded = useResource<Step>(`${run}/steps/${n}`);
-  return (
-    <main id="main" class="page wide">
-      <Resource of={loaded}>
-        {(step) => {
-          const found = step.groups.find((one) => one.group === Number(group));
-          if (!found) return <p class="note bad">{`There is no group ${visible(group)} in ${visible(n)}.`}</p>;
-          return (
-            <>
-              <h1>{visible(found.task)}</h1>
-              <p>
-                Group {group} of <a href={link(["step", run, n])}>{n}</a>: {found.members.length} trajectories,{" "}
-                {found.trained ? "trained on" : "not trained on"}
-              </p>
-              <div class="side" tabIndex={0} role="region" aria-label="Trajectories side by side">
-                {found.members.map((id) => (
-                  <Member key={id} run={run} id={id} />
-                ))}
-              </div>
-            </>
-          );
-        }}
-      </Resource>
-    </main>
-  );
-}
-
-function Member({ run, id }: { run: string; id: string }) {
-  const loaded = useResource<Trajectory>(`${run}/t/${id}`, stepOf(run, id));
-  return (
-    <article class="member-card">
-      <h2>
-        <a href={link(["t", run, id])}>{id}</a>
-      </h2>
-      <Resource of={loaded}>
-        {(value) => (
-          <>
-            <p>
-              <Outcome {...value} /> reward {number(value.reward)}, advantage {number(value.advantage)}, {value.stop}
-            </p>
-            <ol>
-              {value.turns.map((turn, i) => (
-                <li key={i}>
-                  <b>{visible(turn.tool ?? "no call")}</b>
-                  {Object.entries(turn.arguments).map(([name, argument]) => (
-                    <pre key={name}>{visible(`${name}: ${clip(typeof argument === "string" ? argument : JSON.stringify(argument))}`)}</pre>
-                  ))}
-                  {turn.observation && <pre class={turn.parse_failure ? "bad" : "dim"}>{visible(clip(turn.observation))}</pre>}
-                </li>
-              ))}
-            </ol>
-          </>
-        )}
-      </Resource>
-    </article>
-  );
-}
-
-function clip(text: string): string {
-  return text.length > 500 ? `${text.slice(0, 500)} …` : text;
 }

@@ -29,7 +29,7 @@ const COLUMNS: Column[] = [
   { key: "task", name: "task", text: (c, row) => visible(c.task[row]), explain: "The task's id." },
   numeric("reward", "reward", "Its reward; – where the infrastructure broke it."),
   { key: "stop", name: "ending", text: (c, row) => c.stop[row], explain: "Why the episode ended." },
-  { key: "training_status", name: "fate", text: (c, row) => c.training_status[row] ?? "–", explain: "What the trainer made of it." },
+  { key: "training_status", name: "training status", text: (c, row) => c.training_status[row] ?? "–", explain: "What the trainer made of it." },
   numeric("advantage", "advantage", "Its advantage within its group."),
   numeric("turns", "turns", "Turns that were taken."),
   numeric("tokens", "tokens", "All tokens of the trajectory."),
@@ -67,7 +67,7 @@ function List({ run, index }: { run: number; index: Index }) {
   const rows = useMemo(() => chosen(index.columns, query), [index, query]);
   return (
     <>
-      <Filters columns={index.columns} query={query} />
+      <Filters run={run} columns={index.columns} query={query} />
       <p role="status" class="count">
         {rows.length.toLocaleString("en")} of {index.columns.id.length.toLocaleString("en")} trajectories
         {opens && `; this export opens ${opens.size} of them`}
@@ -77,7 +77,7 @@ function List({ run, index }: { run: number; index: Index }) {
   );
 }
 
-function Filters({ columns, query }: { columns: Columns; query: URLSearchParams }) {
+function Filters({ run, columns, query }: { run: number; columns: Columns; query: URLSearchParams }) {
   const choices = useMemo(
     () => ({ n: unique(columns.n), stop: unique(columns.stop), training_status: unique(columns.training_status) }),
     [columns],
@@ -90,7 +90,7 @@ function Filters({ columns, query }: { columns: Columns; query: URLSearchParams 
       </label>
       <Choice name="filed under" param="n" values={choices.n} query={query} />
       <Choice name="ending" param="stop" values={choices.stop} query={query} />
-      <Choice name="training_status" param="fate" values={choices.training_status} query={query} />
+      <Choice name="training status" param="training_status" values={choices.training_status} query={query} />
       <Choice name="resolved" param="resolved" values={["true", "false"]} query={query} />
       {RANGES.map(({ key, name, hint }) => {
         const value = query.get(key) ?? "";
@@ -110,6 +110,7 @@ function Filters({ columns, query }: { columns: Columns; query: URLSearchParams 
       <a class="button" href={link(route.value.path)}>
         Clear
       </a>
+      {live && <a href={link(["search", run], { n: query.get("n") ?? "" })}>search in texts</a>}
     </form>
   );
 }

@@ -38,6 +38,22 @@ export interface Evaluation {
   infrastructure_failures: number;
   seconds: number | null;
   stops: Record<string, number>;
+  samples: number | null;
+  pass_at_k: Record<string, number | null> | null;
+  policy: string | null;
+  model: string | null;
+  available: number | null;
+  requested: number | null;
+  usage: Usage | null;
+  cost: number | null;
+}
+
+export interface Usage {
+  requests: number;
+  prompt: number;
+  completion: number;
+  cached: number;
+  reasoning: number;
 }
 
 export interface Run extends Answer {
@@ -125,6 +141,10 @@ export interface Turn {
   tool_seconds: number;
   thinking_tokens: number;
   thinking_chars: number;
+  /** The text as it reads: thoughts, what is said beside the calls, and the calls. */
+  thoughts: string;
+  said: string;
+  calls: { name: string; arguments: Record<string, unknown> }[];
 }
 
 export interface Detail {
@@ -215,7 +235,21 @@ export interface Outcome {
   stops: string[];
   turns_mean: number | null;
   error: string;
-  id: string | null;
+  seconds_mean?: number | null;
+  usage?: Usage | null;
+  cost?: number | null;
+  samples: Sample[];
+}
+
+/** One trajectory of a task. */
+export interface Sample {
+  id: string;
+  reward: number | null;
+  resolved: boolean;
+  stop: string;
+  turns: number;
+  seconds: number;
+  tokens: number | null;
 }
 
 export interface EvaluationPage extends Evaluation, Answer {
@@ -241,4 +275,21 @@ export interface Live extends Answer {
 /** Which trajectories an export holds, by the run's number. */
 export interface Exported extends Answer {
   trajectories: Record<string, string[]>;
+}
+
+/** A place where the searched text stands. */
+export interface Hit {
+  id: string;
+  task: string;
+  turn: number | null;
+  part: "prompt" | "turn" | "observation" | "patch" | "test_log" | "error";
+  before: string;
+  match: string;
+  after: string;
+}
+
+export interface Found extends Answer {
+  hits: Hit[];
+  searched: number;
+  total: number;
 }
