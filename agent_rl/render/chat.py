@@ -286,7 +286,7 @@ class ChatRenderer:
         """The role of a tool's message whose call is not known."""
         return (
             "user"
-            if self._deltas[self.observation_role].names_call and "user" in self._deltas
+            if self._deltas[self.observation_role].needs_call and "user" in self._deltas
             else self.observation_role
         )
 

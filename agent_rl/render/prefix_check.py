@@ -7,8 +7,8 @@ and without thoughts. It may rewrite earlier turns, for example drop their ``<th
 them. A template that moves the system prompt or counts messages is refused.
 
 The header of a tool's message may name the tool (gpt-oss) or the call's id (Kimi): the delta depends on these two.
-Some templates accept a tool's message only after a turn with ``tool_calls`` (gpt-oss, MiniMax): a turn is probed as
-text first, then with a call.
+Some templates accept a tool's message only after a turn with ``tool_calls`` (gpt-oss, MiniMax), or write it in another
+way there (DeepSeek-V3.2): a turn is probed as text and with a call.
 
 The probes never end with an assistant message, because a template may close a last assistant message in a special way
 (Qwen3 inserts an empty ``<think>`` block), which the loop never requests.
@@ -50,16 +50,17 @@ _AWKWARD = "\n  <a href=\"b\">\u00e9 {{ c }} 'd'</a>\n\ttail \n"
 class Delta:
     """The text that an observation adds: ``before + text + after``. ``before`` starts with the end of the
     assistant's turn, ``after`` ends with the generation prompt. ``writes``: the template writes the text as it is,
-    strips it or quotes it as JSON."""
+    strips it or quotes it as JSON. ``after_call``: it writes another text after a turn without a call."""
 
     before: str
     after: str
     writes: Literal["plain", "stripped", "json"] = "plain"
+    after_call: bool = False
 
     @property
-    def names_call(self) -> bool:
+    def needs_call(self) -> bool:
         """Whether the text depends on the call before the observation."""
-        return _NAME in self.before + self.after or _ID in self.before + self.after
+        return self.after_call or _NAME in self.before + self.after or _ID in self.before + self.after
 
     def text(self, observation: str, name: str = _NAME, call_id: str = _ID) -> str:
         """The text for an ``observation`` of the call ``call_id`` of the tool ``name``."""
@@ -85,13 +86,19 @@ class Probed:
 def probe(template: ChatTemplate, role: Role, ends: Collection[str]) -> Probed:
     """Check ``template`` with observations of ``role``. ``ends``: the eos tokens. Raises ``TemplateError`` with the
     reason."""
+    called = None
+    if role == "tool":
+        with suppress(TemplateError):
+            called = _probe(template, role, ends)
     try:
-        return _probe(template, role, ())
-    except TemplateError as error:
-        if role == "tool":
-            with suppress(TemplateError):
-                return _probe(template, role, ends)
-        raise error
+        said = _probe(template, role, ())
+    except TemplateError:
+        if called is None:
+            raise
+        return called
+    if called is None or called.delta == said.delta:
+        return said
+    return replace(called, delta=replace(called.delta, after_call=True))
 
 
 def _probe(template: ChatTemplate, role: Role, ends: Collection[str]) -> Probed:
@@ -104,6 +111,8 @@ def _probe(template: ChatTemplate, role: Role, ends: Collection[str]) -> Probed:
     ]
     if len({result.delta for result in results}) > 1:
         raise TemplateError("the text around an observation depends on the tools or on the turn before it")
+    if _opens_thinking(results[0].prompt) != _opens_thinking(results[0].delta.after):
+        raise TemplateError("the prompt opens thoughts either before the first turn or after an observation, not both")
     return results[0]
 
 

@@ -75,6 +75,18 @@ def test_a_switch_that_leaves_thoughts_open_is_refused() -> None:
         renderer_of(FORMS["minimax"] + "{% if enable_thinking %}{% endif %}", thinking="off")
 
 
+def test_thoughts_that_are_opened_before_the_first_turn_only_are_refused() -> None:
+    """As DeepSeek-V3.1 with thinking on: after a result of a tool nothing opens thoughts."""
+    form = (
+        TEMPLATES["drops_thoughts"]
+        + "{% if add_generation_prompt and messages[-1].role == 'user' %}{{ '<think>\n' }}{% endif %}"
+    )
+    with pytest.raises(TemplateError, match="opens thoughts either before the first turn or after an observation"):
+        renderer_of(form, observation_role="tool")
+    renderer = renderer_of(form)
+    assert (renderer.observation_role, renderer.reasoning.prompt_opens) == ("user", True)
+
+
 @pytest.mark.parametrize(("written", "thinking"), [(True, "on"), (False, "off"), ("on", "on"), ("off", "off")])
 def test_thinking_may_be_written_as_yaml_reads_on_and_off(written: Any, thinking: str) -> None:
     assert RolloutConfig.model_validate({"thinking": written}).thinking == thinking

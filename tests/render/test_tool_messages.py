@@ -38,6 +38,14 @@ FORMS = {
         "BODY", _CALLING + "{{ '<|im_start|>functions.' + ns.name + '\n' + (m.content | tojson) + '<|im_end|>' }}"
     ),
     "minimax": _FORM.replace("BODY", _CALLING + "{{ '<|im_start|>tool\n' + m.content + '<|im_end|>' }}"),
+    # the result of no call is written without its tags
+    "deepseek-v3.2": _FORM.replace(
+        "BODY",
+        _TURN
+        + "{{ '<|im_start|>assistant\n' + m.content + (m.tool_calls | tojson if m.tool_calls else '') + '<|im_end|>' }}"
+        + _TOOL
+        + "{{ '<|im_start|>' + ('results\n' if loop.previtem.tool_calls else '') + m.content + '<|im_end|>' }}",
+    ),
 }
 KIMI_CALL = "<|tool_call_begin|>functions.look:3<|tool_call_argument_begin|>{}"
 
@@ -46,6 +54,12 @@ def test_the_header_of_a_result_has_the_sampled_name_and_id() -> None:
     renderer = renderer_of(FORMS["kimi"], eos_token_ids=(END,))
     tokens = renderer.observation("seen", stop=END, call=SampledCall("look", KIMI_CALL))
     assert tokens == ids("<|im_start|>look\n## Return of functions.look:3\nseen<|im_end|><|im_start|>assistant")
+
+
+def test_a_result_is_written_as_after_a_call() -> None:
+    renderer = renderer_of(FORMS["deepseek-v3.2"], eos_token_ids=(END,))
+    tokens = renderer.observation("seen", stop=END, call=SampledCall("look", ""))
+    assert tokens == ids("<|im_start|>results\nseen<|im_end|><|im_start|>assistant")
 
 
 def test_a_result_may_need_a_call_in_the_turn_before_and_be_quoted() -> None:
@@ -57,7 +71,7 @@ def test_a_result_may_need_a_call_in_the_turn_before_and_be_quoted() -> None:
     assert plain.observation("seen", stop=OTHER) == ids("<|im_start|>tool\nseen<|im_end|><|im_start|>assistant")
 
 
-@pytest.mark.parametrize("form", ["kimi", "gpt-oss"])
+@pytest.mark.parametrize("form", ["kimi", "gpt-oss", "deepseek-v3.2"])
 def test_a_turn_without_a_call_is_answered_as_the_user(form: str) -> None:
     renderer = renderer_of(FORMS[form], eos_token_ids=(END, OTHER))
     renderer.check_tails()
