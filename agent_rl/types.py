@@ -156,14 +156,12 @@ class SampledCall:
 class Turn:
     """One turn of an episode: sampled text, tool call, observation, and times in seconds.
 
-        ``retractions``: how often the engine requeued the turn's requests. ``began``: start of the turn, in seconds since
-        the start of the episode. ``thinking_tokens``, ``thinking_chars``: length of the thoughts at the start of the
-        sampled tokens and of ``text``, with the marker that closes them. ``usage``: tokens as a chat endpoint counts them,
-        by the fields of :class:`agent_rl.evaluation.usage.Usage`; empty if nobody counted the model's tokens, None if the
-        turn's own counts are the model's tokens.
-    =======
-        turn's tokens and of ``text``, with the marker that closes them. ``inserted_tokens``: tokens of the turn that were
-        not sampled, because the loop closed its thoughts (``rollout.max_thinking_tokens``); they end the thoughts.
+    ``retractions``: how often the engine requeued the turn's requests. ``began``: start of the turn, in seconds since
+    the start of the episode. ``thinking_tokens``, ``thinking_chars``: length of the thoughts at the start of the
+    turn's tokens and of ``text``, with the marker that closes them. ``inserted_tokens``: tokens of the turn that were
+    not sampled, because the loop closed its thoughts (``rollout.max_thinking_tokens``); they end the thoughts.
+    ``usage``: tokens as a chat endpoint counts them, by the fields of :class:`agent_rl.evaluation.usage.Usage`; empty
+    if nobody counted the model's tokens, None if the turn's own counts are the model's tokens.
     """
 
     text: str
