@@ -4,12 +4,11 @@ Run: ``OMP_NUM_THREADS=1 python benchmarks/bench_plan_time.py [trainer] [engine]
 
 All figures are processor time (user and system): other load on the machine moves it less than the wall clock.
 
-- trainer: passes and updates of both demo models, fitted by ``FLOPs / gflops + expert calls x seconds``. A call is one
-  expert of one layer in one micro-batch; a backward pass counts as two.
+- trainer: passes and updates of both demo models, fitted by FLOPs and copies of tokens to experts.
 - engine: real servers of both demo models answer bursts of 1 to 64 requests with 1 and with 33 tokens each, fitted by
-  ``decode steps x layers x seconds + tokens x seconds + requests x seconds``. The first token of a request is a
-  prefill.
+  layers of decode steps, requests, decoded and prefilled copies of tokens to experts, and FLOPs.
 - sandbox: recorded episodes of the quickstart run again without an engine; two sizes remove the start of the program.
+  An episode is ``task_seconds + start_seconds + turns x (tool_seconds + loop_turn) + grade_seconds``.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ def measure_trainer() -> None:
                     print(f"  {name} {tokens} tokens {kind}: {spent:.3f} s, {passes * flops / spent / 1e9:.1f} GFLOP/s")
                     rows.append((passes * flops / 1e9, passes * copies))
                     seconds.append(spent)
-    fit("seconds_per_gflop seconds_per_copy", rows, seconds)
+    fit("seconds_per_gflop trainer_copy", rows, seconds)
 
 
 async def measure_engine() -> None:
@@ -96,11 +95,14 @@ async def measure_engine() -> None:
                             spent.append(cpu_seconds(server.pid) - before)
                         least = max(sorted(spent[1:])[0], 0.01)
                         print(f"  {name} {size} requests x {tokens} tokens: {least:.2f} s {spent}", flush=True)
-                        if least > 0.05:  # the kernel counts in hundredths of a second
-                            rows.append(((tokens - 1) * spec.num_layers, (tokens - 1) * size, size))
+                        if least >= 0.05:  # the kernel counts in hundredths of a second
+                            copies, decoded = spec.top_k * len(spec.moe_layer_ids), (tokens - 1) * size
+                            gflop = sequence_cost(spec).linear * (PROMPT * size + decoded) / 1e9
+                            steps = (tokens - 1) * spec.num_layers
+                            rows.append((steps, size, decoded * copies, PROMPT * size * copies, gflop))
                             seconds.append(least)
                 await engine.close()
-    fit("layer_step token request", rows, seconds)
+    fit("engine_layer engine_request engine_copy prefill_copy seconds_per_gflop", rows, seconds)
 
 
 def measure_sandbox() -> None:

@@ -5,6 +5,7 @@ A user replaces values with ``--assume name=value``. ``benchmarks/bench_plan_tim
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -62,8 +63,8 @@ class Assumptions:
                 values[name] = float(text)
             except ValueError:
                 raise UserError(f"--assume {setting}: {text!r} is not a number") from None
-            if values[name] < 0:
-                raise UserError(f"--assume {setting}: must not be negative")
+            if not 0 <= values[name] < math.inf:
+                raise UserError(f"--assume {setting}: must be finite and not negative")
         return self.changed("--assume", **values)
 
 
@@ -121,7 +122,6 @@ def _machine(config: RunConfig) -> tuple[Assumption, ...]:
 
 
 _BOTH = (
-    _row("loop_turn", 0.0025, "s of the loop for a turn", "measured: benchmarks/bench_http.py and bench_loop.py"),
     _row("sync_bucket", 0.06, "s of a bucket of a weight sync", "measured: benchmarks/bench_weight_sync.py"),
     _row("sync_tensor", 1.5e-4, "s of a tensor of a weight sync", "measured on a CPU engine with 3,000 tensors"),
     _row("checkpoint_blocks", 0.04, "of a checkpoint's writing time", "measured: benchmarks/bench_checkpoint.py"),
@@ -153,7 +153,7 @@ _GPU = (
     _row("memory", 0.83, "of the GPU's memory bandwidth", _ENERGY),
     _row("links", 0.7, "of the bandwidth of NVLink, network and PCIe", _GUESS),
     _row("engine_layer", 7e-5, "s of a layer in a decode step", _ENERGY),
-    _row("engine_exchange", 6e-5, "s of a layer in a decode step on several GPUs", _ENERGY),
+    _row("engine_exchange", 5e-5, "s of a layer in a decode step on several GPUs", _ENERGY),
     _row("engine_token", 5e-5, "s of each running request in a decode step", _ENERGY),
     _row("engine_request", 0.01, "s of a request", _GUESS),
     _row("run_start", 300, "s before the first episode", _GUESS),

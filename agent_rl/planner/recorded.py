@@ -58,7 +58,10 @@ def predict_time(
         factor = tokens / assume["tokens"]
         scaled = {name: factor * assume[name] for name in ("tokens", "sampled_tokens", "prompt_tokens")}
         assume = assume.changed("--tokens", **scaled)
-    time = plan_time(config, plan.model, plan.device, assume.overridden(settings))
+    try:
+        time = plan_time(config, plan.model, plan.device, assume.overridden(settings))
+    except ZeroDivisionError:
+        raise UserError("--assume: a speed, a share of one, cores or tokens are 0: give a positive number") from None
     return replace(plan, time=corrected(time, factors))
 
 

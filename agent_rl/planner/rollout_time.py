@@ -91,10 +91,8 @@ class RolloutModel:
         assume = self.assume
         shared = 1 if shares_prompts_late(self.model) else group
         observed = assume["tokens"] - assume["sampled_tokens"] - assume["prompt_tokens"]
-        tokens, requests = (
-            assume["prompt_tokens"] / shared + max(0.0, observed),
-            assume["turns"] * assume["engine_request"],
-        )
+        tokens = assume["prompt_tokens"] / shared + max(0.0, observed)
+        requests = assume["turns"] * assume["engine_request"]
         if self.device == "cpu":
             return requests + tokens * (self._copies * assume["prefill_copy"] + self._flops / assume["engine_flops"])
         peak = GPUS[self.config.hardware.gpu].flops[self.config.engine.dtype] * self.config.engine.gpus

@@ -92,10 +92,18 @@ def test_an_unknown_assumption_or_value_is_one_line() -> None:
     for setting, line in (
         ("speed=1", r"--assume speed=1: no assumption 'speed'; there are: turns, tokens"),
         ("turns=many", r"--assume turns=many: 'many' is not a number"),
-        ("turns=-1", r"--assume turns=-1: must not be negative"),
+        ("turns=-1", r"--assume turns=-1: must be finite and not negative"),
+        ("turns=nan", r"--assume turns=nan: must be finite and not negative"),
     ):
         with pytest.raises(UserError, match=line):
             timed("quickstart", assume=(setting,))
+
+
+def test_a_speed_of_zero_is_one_line() -> None:
+    config = load_config(ROOT / "configs" / "paper-swe.yaml", ())
+    for setting in ("products=0", "memory=0", "tokens=0"):
+        with pytest.raises(UserError, match=r"^--assume: a speed, "):
+            predict_time(make_plan(config), config, tokens=None, settings=(setting,), run=None)
 
 
 @pytest.fixture
