@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from agent_rl.config import ParallelConfig, RunConfig
+from agent_rl.config import EvalSettings, ParallelConfig, RunConfig
 from agent_rl.models.spec import ModelSpec
 from agent_rl.planner.assumptions import Assumptions
 from agent_rl.planner.compute_model import forward_flops, planned_publish, planned_step
@@ -161,15 +161,13 @@ class _TimePlanner:
     def _outside(self) -> Iterator[PhaseTime]:
         """What is not part of a step, for the whole run: start, evaluations, checkpoints, the exported model."""
         config, assume = self.config, self.assume
-        train, evaluation = config.train, config.eval
+        train = config.train
         yield PhaseTime("start", assume["run_start"], "processes and the model's weights")
-        kinds = {0: 1 + evaluation.greedy, train.steps: 1 + evaluation.greedy}
-        if evaluation.every:
-            kinds = dict.fromkeys(range(evaluation.every, train.steps, evaluation.every), 1) | kinds
-        if evaluation.tasks:
-            one = RolloutModel(config, self.model, self.device, assume).rollout("", evaluation.tasks, group=1)
-            count = sum(kinds.values())
-            yield PhaseTime("evaluations", count * one.seconds, f"{count} x {one.seconds:,.1f} s; {one.bound}")
+        if due := [each for settings in config.evaluations.values() for each in _evaluations(settings, train.steps)]:
+            model = RolloutModel(config, self.model, self.device, assume)
+            each = [model.rollout("", episodes, group=1) for episodes in due]
+            seconds = sum(one.seconds for one in each)
+            yield PhaseTime("evaluations", seconds, f"{len(due)} x {seconds / len(due):,.1f} s; {each[0].bound}")
         nodes = -(-train.parallel.world_size // config.hardware.gpus_per_node) if self.device == "cuda" else 1
         state = sum(trained_parameters(self.model, train, ParallelConfig())) * STATE_BYTES
         written = state / nodes / assume["disk"]
@@ -189,3 +187,12 @@ class _TimePlanner:
         """Time of a rank's threads relative to one thread (Amdahl's law)."""
         threads = max(1.0, min(self.assume["trainer_threads"], self.assume["cores"]))
         return self.assume["trainer_serial"] + (1 - self.assume["trainer_serial"]) / threads
+
+
+def _evaluations(settings: EvalSettings, steps: int) -> list[int]:
+    """The number of episodes of each evaluation of a run of ``steps``."""
+    if not settings.tasks:
+        return []
+    between = range(settings.every, steps, settings.every) if settings.every else ()
+    sampled = settings.tasks * settings.samples
+    return [sampled] * len({0, steps, *between}) + [settings.tasks] * (settings.greedy * len({0, steps}))
