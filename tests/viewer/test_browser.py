@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 from playwright.sync_api import BrowserContext, Page, expect
 from support.viewer_pages import eventually, opened
-from support.viewer_runs import branched
+from support.viewer_runs import branched, episode
 from support.viewer_samples import SampleRun, SampleSource, Served
 
+from agent_rl.evaluation.directory import EvaluationDirectory
+from agent_rl.evaluation.report import EpisodeResult
 from agent_rl.rollout.records import read_trajectories, step_stem, write_trajectories
 from agent_rl.rollout.token_details import read_detail
 from agent_rl.viewer.api import Resources
@@ -28,7 +30,17 @@ HOSTILE = "</script><img src=x onerror=alert(1)>\x1b[31m\u202eevil\u2066\x00\ud8
 SHOWN = "</script><img src=x onerror=alert(1)>␛[31m⎕evil⎕␀⎕ & <b>bold</b>"
 """The same with a sign in place of each character that would not be seen or would reorder the others."""
 CAPTURED = Path(__file__).parent.parent / "captured" / "quickstart"
-PAGES = ("#/", "#/trajectories/0", "#/t/0/1-3?by=gap_without_replay", "#/group/0/1/0", "#/step/0/1")
+PAGES = (
+    *(
+        "#/",
+        "#/trajectories/0",
+        "#/t/0/1-3?by=gap_without_replay",
+        "#/t/0/1-3?view=chat",
+        "#/group/0/1/0",
+        "#/step/0/1",
+    ),
+    "#/pair/0/1-3/0/1-2",
+)
 EXPORTED = (
     *("#/", "#/trajectories/0?sort=-worst_gap_without_replay", "#/t/0/2-61?by=gap_without_replay", "#/group/0/2/7"),
     *("#/step/0/2", "#/eval/0/step-6%2Fsampled", "#/evals"),
@@ -295,6 +307,24 @@ def test_hostile_text_is_shown_and_does_nothing(page: Page, tmp_path: Path) -> N
         expect(page.get_by_text(SHOWN).first).to_be_attached()
         assert page.locator("img, main b:text-is('bold')").count() == 0
         assert not page.evaluate("/[\\u0000\\u001b\\u202e\\u2066\\ud800-\\udfff]/.test(document.body.innerText)")
+
+
+def test_hostile_text_of_an_evaluation_does_nothing(page: Page, tmp_path: Path) -> None:
+    """Its task, what the agent wrote, and what a search finds of it. JSON has no lone surrogates."""
+    text, shown = HOSTILE.replace("\ud800", ""), SHOWN.replace("␀⎕", "␀")
+    first = replace(episode(1).turns[0], text=text, observation=text, arguments={"cmd": text})
+    result = EpisodeResult(text, 0, True, "submitted", 2, 1.0, patch=text, error=text)
+    directory = EvaluationDirectory(tmp_path / "run", {"env": "mini"})
+    directory.record(result, replace(episode(1), turns=(first,), task_id=text))
+    page.on("dialog", lambda dialog: pytest.fail("a script of the text ran"))
+    with Served(Resources([tmp_path / "run"])) as server:
+        for place in ("#/", "#/evals", "#/t/0/eval-0", "#/group/0/eval/0", "#/search/0?text=onerror"):
+            opened(page, server.address, place)
+            expect(page.get_by_text(shown).first).to_be_attached()
+            assert page.locator("img, main b:text-is('bold')").count() == 0
+        page.locator("tbody tr").first.click()
+        expect(page.locator("#prompt, [id^=turn]").first).to_be_attached()
+        page.goto("about:blank")  # before the server stops
 
 
 ONLY = re.compile("; this export opens 16 of them|search in texts")

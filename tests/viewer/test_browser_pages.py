@@ -39,7 +39,7 @@ EVALUATION_PAGES = {
     "evaluations": "#/",
     "result": "#/eval/0/eval",
     "result of a task": "#/t/0/eval-1",
-    "pair": "#/pair/0/eval-1/1/eval-1",
+    "pair": "#/pair/0/eval-22/1/eval-10",
 }
 PICTURES = ("curves", "trajectories", "trajectory", "group", "step", "evaluation", "evaluations", "pair")
 """The pages whose pictures the documentation shows."""
@@ -76,7 +76,7 @@ WIDTH = "document.scrollingElement.scrollWidth"
 
 
 def check_page(page: Page, address: str, name: str, fragment: str, width: int) -> None:
-    page.set_viewport_size({"width": width, "height": 860})
+    page.set_viewport_size({"width": width, "height": 760})
     opened(page, address, fragment)
     expect(page.locator("main :is(canvas, table, .text, article)").first).to_be_visible()
     expect(page.get_by_text("Reading …")).to_have_count(0)

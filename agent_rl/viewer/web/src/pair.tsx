@@ -13,13 +13,14 @@ export function PairPage() {
   const left = useResource<Trajectory>(`${run}/t/${id}`, stepOf(run, id));
   const right = useResource<Trajectory>(`${otherRun}/t/${otherId}`, stepOf(otherRun, otherId));
   const names = useResource<Runs>("runs").value?.runs.map(({ name }) => name) ?? [];
+  const tasks = [...new Set([left, right].flatMap(({ value }) => (value ? [value.task] : [])))];
   const sides = [
     { run, loaded: left, name: names[Number(run)] },
     { run: otherRun, loaded: right, name: names[Number(otherRun)] },
   ];
   return (
     <main id="main" class="page wide">
-      <h1>{visible(left.value?.task ?? "Two trajectories")}</h1>
+      <h1>{tasks.length ? visible(tasks.join(" and ")) : "Two trajectories"}</h1>
       <div class="row both">
         {sides.map((side, i) => (
           <Head key={i} {...side} />
