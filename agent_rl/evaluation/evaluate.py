@@ -31,12 +31,16 @@ async def evaluate(
     most ``retries`` times. Graded samples in ``done`` do not run again. ``on_result`` receives each finished sample,
     with its trajectory if it was graded. Raises the errors of :func:`collect_groups`.
     """
-    results = {(r.task_id, r.sample): r for r in done if r.resolved is not None}
+    known = {(r.task_id, r.sample): r for r in done}
+    results = {key: r for key, r in known.items() if r.resolved is not None}
     missing = [(task, s) for s in range(samples) for task in tasks if (task.id, s) not in results]
     waiting: dict[str, deque[int]] = defaultdict(deque)
     for task, sample in missing:
         waiting[task.id].append(sample)
     failed: dict[str, list[Usage | None]] = defaultdict(list)
+    for result in known.values():
+        if result.resolved is None:
+            failed[result.task_id].append(result.usage)
 
     def handle_event(event: RolloutEvent) -> None:
         if event.trajectory is not None and event.trajectory.stop.infrastructure:

@@ -18,7 +18,7 @@ from agent_rl.commands.eval import table
 from agent_rl.config import RolloutConfig
 from agent_rl.errors import UserError
 from agent_rl.evaluation.evaluate import evaluate
-from agent_rl.evaluation.report import EvalReport, wilson_interval
+from agent_rl.evaluation.report import EpisodeResult, EvalReport, wilson_interval
 from agent_rl.evaluation.usage import Usage
 from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.group import Limiter
@@ -134,6 +134,9 @@ async def test_failed_episodes_count_their_tokens(tmp_path: Path) -> None:
     assert [outcome.usage for outcome in found.outcomes] == [once + once, once]
     assert (found.usage, found.usage_tasks) == (once + once + once, 2)
     assert written(found, tmp_path)["usage"]["requests"] == 3
+    lost = EpisodeResult("heldout-0", 0, None, "", 0, 0.0, usage=once + once)
+    resumed = await evaluate(tasks, counted, policy="engine", limiter=Limiter(1), done=[lost])
+    assert [outcome.usage for outcome in resumed.outcomes] == [once + once + once, once], "of an earlier start"
     unknown = await evaluate(tasks, run, policy="gold", limiter=Limiter(1))
     assert (unknown.usage, unknown.usage_tasks) == (None, 0)
 
