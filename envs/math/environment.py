@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from envs.context import EnvContext
 from envs.math.families import LEVELS, SPLITS, generate
@@ -54,7 +55,8 @@ class MathEnvironment:
     Without ``path`` the problems are generated from ``seed``: ``train_tasks`` and ``heldout_tasks`` problems of the
     ``levels`` 1 (easy) to 5. ``path`` is a file of rows (JSONL, JSON, Parquet), a directory with a file for each split,
     or a data set's directory or name on the Hugging Face hub. ``data_split``, ``heldout``, ``limit`` and
-    ``skip_broken`` are as in the environment swe. Rows with the same question and answer are one problem.
+    ``skip_broken`` are as in the environment swe. ``where`` selects the rows whose fields have these values. Rows with
+    the same question and answer are one problem.
 
     Raises MathUnavailableError if math-verify is not installed.
     """
@@ -70,6 +72,7 @@ class MathEnvironment:
         heldout: int | None = None,
         limit: int | None = None,
         skip_broken: bool = False,
+        where: Mapping[str, Any] | None = None,
         train_tasks: int = 640,
         heldout_tasks: int = 256,
         seed: int = 0,
@@ -80,7 +83,7 @@ class MathEnvironment:
         self._path = None if path is None else Path(path)
         self._data_split, self._heldout, self._limit, self._skip_broken = data_split, heldout, limit, skip_broken
         self._counts = {"train": train_tasks, "heldout": heldout_tasks}
-        self._seed, self._levels = seed, tuple(levels)
+        self._seed, self._levels, self._where = seed, tuple(levels), where or {}
         self._grader = Grader()
         self._read: dict[str, ProblemSet] = {}
         self._tasks: dict[str, list[Task]] = {}
@@ -128,7 +131,9 @@ class MathEnvironment:
 
     def _problems(self, source: str) -> Sequence[Problem]:
         if source not in self._read:
-            problems = read_problems(source, self._grader, split=self._data_split, skip_broken=self._skip_broken)
+            problems = read_problems(
+                source, self._grader, split=self._data_split, skip_broken=self._skip_broken, where=self._where
+            )
             if problems.broken or problems.repeated:
                 counts = len(problems.problems), problems.repeated, len(problems.broken)
                 _log.warning("%s: %d problems; skipped %d duplicate rows and %d broken rows", source, *counts)

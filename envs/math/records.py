@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
+from types import MappingProxyType
 from typing import Any, TypeGuard
 
 from pydantic import BaseModel, ConfigDict
@@ -43,8 +44,15 @@ class ProblemSet:
     repeated: int = 0
 
 
-def read_problems(source: str, grader: Grader, *, split: str | None = None, skip_broken: bool = False) -> ProblemSet:
-    """The problems of a file or a data set.
+def read_problems(
+    source: str,
+    grader: Grader,
+    *,
+    split: str | None = None,
+    skip_broken: bool = False,
+    where: Mapping[str, Any] = MappingProxyType({}),
+) -> ProblemSet:
+    """The problems of a file or a data set, of the rows whose fields have the values in ``where``.
 
     Raises ``BrokenRowsError`` for rows without a question or a parsable answer, unless ``skip_broken``;
     ``TaskRecordError`` for a source that cannot be read or has no problem.
@@ -53,6 +61,8 @@ def read_problems(source: str, grader: Grader, *, split: str | None = None, skip
     faults: dict[int, str] = {}
     repeated = 0
     for number, row in read_rows(source, split):
+        if where and not (isinstance(row, Mapping) and where.items() <= row.items()):
+            continue
         try:
             problem = _problem(row)
         except ValueError as error:

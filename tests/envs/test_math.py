@@ -381,3 +381,12 @@ def test_the_commands_evaluate_and_show_it(monkeypatch: pytest.MonkeyPatch, tmp_
     assert "100.0%" in ran.output
     shown = CliRunner().invoke(app, ["show", "runs/quickstart/eval/gold-heldout", "--task", "math-heldout-0-00000"])
     assert r"\boxed{" in shown.output
+
+
+def test_rows_are_selected_by_the_values_of_fields(tmp_path: Path) -> None:
+    rows = [{"problem": f"{level} + {level}?", "answer": str(2 * level), "level": level} for level in (4, 5, 5, 3)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    env = MathEnvironment(CONTEXT, tmp_path / "rows.jsonl", where={"level": 5})
+    assert [task.record["answer"] for task in env.tasks("any")] == ["10"]
+    with pytest.raises(TaskRecordError, match="no problem"):
+        MathEnvironment(CONTEXT, tmp_path / "rows.jsonl", where={"level": 6}).tasks("any")
