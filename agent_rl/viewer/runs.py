@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 from agent_rl.errors import AgentRlError
-from agent_rl.evaluation.report import Z95, wilson_interval
+from agent_rl.evaluation.report import Z95, EpisodeResult, wilson_interval
 from agent_rl.evaluation.saved import report_path
 from agent_rl.monitoring.metrics import METRICS
 from agent_rl.types import StopReason
@@ -143,15 +143,22 @@ def _samples(index: StepIndex) -> dict[str, list[Json]]:
 def _unreported(index: Index, key: str) -> list[Json]:
     """The outcomes so far of an evaluation without a report."""
     step_index = index.step_indexes.get(key)
-    return [] if step_index is None else [
-        {
-            "task_id": result.task_id, "repo": "", "graded": int(result.resolved is not None),
-            "resolved": int(bool(result.resolved)), "infrastructure_failures": result.failures,
-            "suspected_hacks": int(bool(result.suspected_hack)), "stops": [result.stop], "turns_mean": result.turns,
-            "error": result.error,
-        }
-        for result in step_index.results
-    ]  # fmt: skip
+    by_task: dict[str, list[EpisodeResult]] = {}
+    for result in () if step_index is None else step_index.results:
+        by_task.setdefault(result.task_id, []).append(result)
+    return [_outcome_so_far(task, results) for task, results in by_task.items()]
+
+
+def _outcome_so_far(task: str, results: Sequence[EpisodeResult]) -> Json:
+    graded = [result for result in results if result.resolved is not None]
+    return {
+        "task_id": task, "repo": "", "graded": len(graded), "resolved": sum(bool(result.resolved) for result in graded),
+        "infrastructure_failures": sum(result.failures for result in results),
+        "suspected_hacks": sum(bool(result.suspected_hack) for result in graded),
+        "stops": [result.stop for result in graded],
+        "turns_mean": sum(result.turns for result in graded) / len(graded) if graded else 0.0,
+        "error": next((result.error for result in results if result.error), ""),
+    }  # fmt: skip
 
 
 def _kind(index: Index) -> str:

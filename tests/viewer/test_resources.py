@@ -21,6 +21,8 @@ from support.viewer_runs import EXPERTS, GROUPS, LAYERS, branched, damage, episo
 from agent_rl.config.loader import MODELS
 from agent_rl.controller.config_changes import ConfigChange, append_change
 from agent_rl.errors import UserError
+from agent_rl.evaluation.directory import EvaluationDirectory
+from agent_rl.evaluation.report import EpisodeResult
 from agent_rl.monitoring.metrics_log import MetricsLog
 from agent_rl.rollout.jsonl_zst import encode_frame, encode_rows, read_rows
 from agent_rl.rollout.records import encode_trajectory, read_trajectories, rows_path, step_stem, write_trajectories
@@ -342,6 +344,11 @@ def test_the_directory_of_an_evaluation_is_shown(tmp_path: Path) -> None:
     assert (failed["error"], failed["turns"]) == ("SandboxError: gone", [])
     samples = [one["samples"] for one in read(directory, "eval/eval")["outcomes"]]
     assert [[sample["id"] for sample in one] for one in samples] == [["eval-0"], ["eval-1"]]
+    again = EpisodeResult("a/b", 1, False, "submitted", 4, 1.0)
+    EvaluationDirectory(directory, {"env": "mini"}).record(again, episode(0))
+    (outcome, _) = read(directory, "eval/eval")["outcomes"]
+    assert (outcome["graded"], outcome["resolved"], outcome["turns_mean"]) == (2, 1, 3.0)
+    assert [sample["resolved"] for sample in outcome["samples"]] == [True, False]
     resources = Resources([directory])
     before = resources.stamps()
     (directory / "report.json").write_text("{}")

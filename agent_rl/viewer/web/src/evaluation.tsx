@@ -5,7 +5,7 @@ import { Fact, Resource } from "./parts";
 import { link, route, setQuery } from "./route";
 import { denominator, interval, secondsOf, shadeOf, titleOf, tokensOf, verdictOf } from "./tasks";
 import { number, percent, plural, seconds, visible } from "./text";
-import type { EvaluationPage as Evaluated, Outcome, RunLine } from "./types";
+import type { EvaluationPage as Evaluated, Outcome, PassAtK, RunLine } from "./types";
 
 export function EvaluationPage({ runs, run, name }: { runs: RunLine[]; run: string; name: string }) {
   const loaded = useResource<Evaluated>(`${run}/eval/${name}`);
@@ -42,7 +42,7 @@ function Result({ value }: { value: Evaluated }) {
       {samples !== null && samples > 1 && <Fact name="samples a task">{samples}</Fact>}
       {further.map(([k, rate]) => (
         <Fact key={k} name={`Pass@${k}`}>
-          {percent(rate)}
+          {passAtK(rate)}
         </Fact>
       ))}
       <Fact name="not graded">{number(value.ungraded)}</Fact>
@@ -55,7 +55,12 @@ function Result({ value }: { value: Evaluated }) {
   );
 }
 
-export function dollars(cost: number): string {
+function passAtK(value: number | null | PassAtK): string {
+  if (value === null || typeof value === "number") return percent(value);
+  return `${percent(value.rate)} [${value.interval.map(percent).join(", ")}]`;
+}
+
+function dollars(cost: number): string {
   return `$${cost < 0.1 ? cost.toPrecision(2) : cost.toFixed(2)}`;
 }
 

@@ -39,13 +39,20 @@ export interface Evaluation {
   seconds: number | null;
   stops: Record<string, number>;
   samples: number | null;
-  pass_at_k: Record<string, number | null> | null;
+  /** A rate, or a rate with the interval and the number of its tasks. */
+  pass_at_k: Record<string, number | null | PassAtK> | null;
   policy: string | null;
   model: string | null;
   available: number | null;
   requested: number | null;
   usage: Usage | null;
   cost: number | null;
+}
+
+export interface PassAtK {
+  rate: number | null;
+  interval: [number, number];
+  tasks: number;
 }
 
 export interface Usage {
