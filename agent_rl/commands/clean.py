@@ -66,7 +66,7 @@ def removable(directory: Path) -> Iterator[Removable]:
         raise UserError(f"{directory}: not a directory; expected the directory of a run, or its parent")
     runs = [directory] if _is_run(directory) else sorted(path for path in directory.iterdir() if path.is_dir())
     for run in runs:
-        if _is_leftover(run):
+        if _is_leftover(run) and not is_locked(run):
             yield Removable(run, run, "left by a fork or a clean that was killed")
         elif _is_run(run) and not is_locked(run):
             yield from _of_run(run)

@@ -1,6 +1,7 @@
 """A new run from a checkpoint of another: weights, optimizer and position in the data, under a changed config.
 
 The new directory is made beside its place and renamed, so a kill leaves a hidden directory that the next fork removes.
+It is locked meanwhile, so neither another fork nor `agent-rl clean` removes it.
 Files are linked and not copied, where the file system has links: no run changes a complete file.
 """
 
@@ -10,20 +11,22 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from agent_rl.config.loader import load_recorded
 from agent_rl.controller.async_rollout.task_ledger import LedgerFile
-from agent_rl.controller.config_changes import accept, append_change, differences
+from agent_rl.controller.config_changes import ConfigChange, accept, append_change, differences
 from agent_rl.controller.run_models import find_checkpoint, is_run
 from agent_rl.controller.state import evaluation_step, file_step
 from agent_rl.errors import UserError
 from agent_rl.monitoring.metrics_log import MetricsLog
 from agent_rl.rollout.records import DIRECTORY, EVALUATIONS
 from agent_rl.train.checkpoint.directory import checkpoint_step
+from agent_rl.utils.directory_lock import is_locked, lock_directory
 from agent_rl.utils.run_files import read_json, write_atomic, write_json
 
 _COPIED = ("config_history.jsonl", "metrics.jsonl", "ledger.jsonl", "quarantine.json", "tokenizer.json")
@@ -42,19 +45,28 @@ def fork(run: Path, step: str, name: str, overrides: Sequence[str] = ()) -> Path
     target = run.parent / name
     if target.exists():
         raise UserError(f"{target}: exists; choose another name")
-    last = checkpoint_step(source)
     place = {"name": name, "runs_dir": str(run.parent)}
     resolved = config.model_dump(mode="json") | place
     values = differences(yaml.safe_load((run / "config.yaml").read_text()) | place, resolved)
-    change = accept(values, run, last)
+    change = accept(values, run, checkpoint_step(source))
     partial = run.parent / f".{name}.partial"
+    if is_locked(partial):
+        raise UserError(f"{target}: another fork is making it")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
+    with lock_directory(partial):
+        _write(partial, run, source, resolved, change)
+        partial.rename(target)
+    return target
+
+
+def _write(partial: Path, run: Path, source: Path, resolved: Mapping[str, Any], change: ConfigChange) -> None:
+    """Write what the fork has of ``run`` up to its checkpoint ``source``."""
+    last = checkpoint_step(source)
     for file in _COPIED:
         if (run / file).is_file():
             shutil.copy2(run / file, partial / file)
     _forget_after(partial, last)
-    if values:
+    if change.values:
         append_change(partial, change)
     write_atomic(partial / "config.yaml", yaml.safe_dump(resolved, sort_keys=False).encode())
     state, run_id = read_json(run / "state.json"), uuid.uuid4().hex[:12]
@@ -72,8 +84,6 @@ def fork(run: Path, step: str, name: str, overrides: Sequence[str] = ()) -> Path
             if file_step(path) <= last:
                 _link(path, partial / part / path.name)
     _link_checkpoint(source, partial / "checkpoints" / source.name, run_id)
-    partial.rename(target)
-    return target
 
 
 def _forget_after(directory: Path, step: int) -> None:

@@ -15,6 +15,7 @@ from rich.console import Console
 from support.kill_points import contents, ends_before
 from support.pipeline_run import Deaths, Life, run_config
 
+from agent_rl.commands.clean import clean
 from agent_rl.commands.runs import list_runs
 from agent_rl.config import RunConfig
 from agent_rl.config.loader import load_recorded
@@ -24,6 +25,7 @@ from agent_rl.controller.fork import fork
 from agent_rl.errors import ConfigError, UserError
 from agent_rl.monitoring.metrics_log import read_metrics
 from agent_rl.train.checkpoint.directory import complete_checkpoints
+from agent_rl.utils.directory_lock import lock_directory
 
 BY_TIME = re.compile(r"^time/|seconds|per_second|^async_rollout/|^recover/|^loop/")
 
@@ -79,6 +81,17 @@ async def test_a_fork_names_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not the directory of a training run"):
         fork(tmp_path, "", "forked")
     assert sorted(os.listdir(tmp_path)) == ["run"]
+
+
+async def test_fork_in_progress_is_left_alone(tmp_path: Path) -> None:
+    config = await half_a_run(tmp_path)
+    with lock_directory(tmp_path / ".forked.partial"):
+        with pytest.raises(UserError, match="forked: another fork is making it"):
+            fork(config.run_dir, "", "forked")
+        clean([tmp_path], Console(quiet=True), remove=True)
+        assert (tmp_path / ".forked.partial").exists()
+    clean([tmp_path], Console(quiet=True), remove=True)
+    assert os.listdir(tmp_path) == ["run"]
 
 
 def remade(run: Path) -> dict[str, bytes]:
