@@ -87,8 +87,8 @@ def _messages(content: str, position: int) -> Iterator[tuple[int, str, int]]:
     """The start, the header and the start of the body of each message from ``position`` on."""
     while (mark := content.find(_MESSAGE, position)) >= 0:
         body = mark + len(_MESSAGE)
-        starts = [_after(ended) for ended in _ENDS.finditer(content, position, mark)]
-        position = starts[-1] if starts else position  # an earlier message without its marker
+        ends = list(_ENDS.finditer(content, position, mark))
+        position = _after(ends[-1]) if ends else position  # an earlier message without its marker
         yield position, content[position:mark], body
         ended = _ENDS.search(content, body)
         if ended is None:
