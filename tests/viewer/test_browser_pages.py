@@ -146,6 +146,14 @@ def test_chat_shows_calls_edits_and_output_beside_the_tokens(page: Page, capture
     assert "view=tokens" in page.url
 
 
+def test_a_selected_token_is_not_behind_the_panel_of_a_narrow_window(page: Page, captured: str) -> None:
+    page.set_viewport_size({"width": 390, "height": 760})
+    opened(page, captured, "#/t/0/2-61?by=logprob&token=160")
+    place = "[...CSS.highlights.get('selected')][0].getBoundingClientRect().bottom"
+    panel = "document.querySelector('.panel').getBoundingClientRect().top"
+    eventually(page, f"CSS.highlights.get('selected')?.size && {place} > 0 && {place} < {panel}")
+
+
 def test_long_output_is_collapsed(page: Page, tmp_path: Path) -> None:
     run = evaluation(tmp_path)
     log = next((run / "logs").rglob("0.json"))

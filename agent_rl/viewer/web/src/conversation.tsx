@@ -7,6 +7,7 @@ import { stepOf, useResource } from "./data";
 import { type Heat, HeatMap } from "./heat";
 import { mark, paint, type Shown, tokenAt } from "./highlights";
 import { binsOf, limitOf, measureOf, setPalette } from "./measures";
+import { media } from "./media";
 import { Notes } from "./parts";
 import { route, setQuery } from "./route";
 import { scheme } from "./scheme";
@@ -15,6 +16,9 @@ import { TokenPanel } from "./token_panel";
 import { type Colouring, Toolbar } from "./toolbar";
 import { type Part, partsOf, tokensOf } from "./tokens";
 import type { Branch, RouteMap, Trajectory, Turn } from "./types";
+
+/** Where the panel of the token is below the text. */
+const narrow = media("(max-width: 900px)");
 
 export type View = "chat" | "tokens" | "both";
 
@@ -152,7 +156,8 @@ function bring(range: Range | null): void {
   const element = range?.startContainer.parentElement;
   if (!range || !element) return;
   element.closest("details")?.setAttribute("open", "");
-  const inSight = ({ top, bottom }: DOMRect) => top > 60 && bottom < innerHeight - 20;
+  const end = narrow.value ? 0.65 * innerHeight : innerHeight; // in a narrow window the panel lies over the rest
+  const inSight = ({ top, bottom }: DOMRect) => top > 60 && bottom < end - 20;
   if (inSight(range.getBoundingClientRect())) return;
   element.scrollIntoView({ block: "nearest" }); // what is far away is laid out only now
   requestAnimationFrame(() => {

@@ -78,7 +78,7 @@ const COLUMNS: Column[] = [
   { key: "tokens in", explain: "Prompt tokens of all requests.", value: (one) => one.usage?.prompt },
   { key: "tokens out", explain: "Completion tokens of all requests.", value: (one) => one.usage?.completion },
   { key: "cost", explain: "Of all samples.", value: (one) => one.cost, text: dollars },
-  { key: "endings", explain: "Why the episodes ended.", value: (one) => one.stops.join(", ") },
+  { key: "endings", explain: "Why the episodes ended.", value: (one) => [...new Set(one.stops)].join(", ") },
   { key: "suspected hacks", explain: "Samples that a control suspects.", value: (one) => one.suspected_hacks },
   { key: "error", explain: "Why a sample could not be graded.", value: (one) => one.error || null },
 ];
