@@ -1,10 +1,11 @@
 """The CPU speeds that `agent-rl plan --time` assumes (agent_rl/planner/assumptions.py), measured on this machine.
 
-Run: ``OMP_NUM_THREADS=1 python benchmarks/bench_plan_time.py [trainer] [engine] [sandbox]``
+Run: ``OMP_NUM_THREADS=1 python benchmarks/bench_plan_time.py [trainer] [optimizer] [engine] [sandbox]``
 
 All figures are processor time (user and system): other load on the machine moves it less than the wall clock.
 
 - trainer: passes and updates of both demo models, fitted by FLOPs and copies of tokens to experts.
+- optimizer: torch's AdamW with clipping on the tensors of both demo models, fitted by bytes and tensors.
 - engine: real servers of both demo models answer bursts of 1 to 64 requests with 1 and with 33 tokens each, fitted by
   layers of decode steps, requests, decoded and prefilled copies of tokens to experts, and FLOPs.
 - sandbox: recorded episodes of the quickstart run again without an engine; two sizes remove the start of the program.
@@ -32,6 +33,7 @@ from agent_rl.engine.launch import EngineServer
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.models.spec import read_model_spec
 from agent_rl.train.batching.cost import sequence_cost
+from agent_rl.train.hf_index import expected_shapes
 
 ROUNDS = 3
 MODELS = {name: ROOT / "agent_rl" / "demo_model" / "data" / f"{name}-moe" for name in ("tiny", "paper")}
@@ -75,6 +77,27 @@ def measure_trainer() -> None:
                     rows.append((passes * flops / 1e9, passes * copies))
                     seconds.append(spent)
     fit("seconds_per_gflop trainer_copy", rows, seconds)
+
+
+def measure_optimizer() -> None:
+    import torch
+
+    rows, seconds = [], []
+    for directory in MODELS.values():
+        weights = [
+            torch.nn.Parameter(torch.zeros(shape)) for shape in expected_shapes(read_model_spec(directory)).values()
+        ]
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        adam = torch.optim.AdamW(weights, lr=1e-3)
+
+        def update(adam: torch.optim.AdamW = adam, weights: list[torch.nn.Parameter] = weights) -> None:
+            torch.nn.utils.clip_grad_norm_(weights, 1.0)
+            adam.step()
+
+        rows.append((2 * 8 * sum(weight.numel() for weight in weights) / 1e9, len(weights)))
+        seconds.append(fastest({"update": update})["update"])
+    fit("seconds_per_gigabyte adam_tensor", rows, seconds)
 
 
 async def measure_engine() -> None:
@@ -134,14 +157,20 @@ def measure_sandbox() -> None:
     print(f"  episode {(min(spent[64]) - min(spent[8])) / 56:.3g}", flush=True)
 
 
+PARTS = {
+    "trainer": measure_trainer,
+    "optimizer": measure_optimizer,
+    "engine": lambda: asyncio.run(measure_engine()),
+    "sandbox": measure_sandbox,
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", default=["trainer", "engine", "sandbox"])
+    parser.add_argument("parts", nargs="*", default=list(PARTS))
     for part in parser.parse_args().parts:
         print(part, flush=True)
-        {"trainer": measure_trainer, "engine": lambda: asyncio.run(measure_engine()), "sandbox": measure_sandbox}[
-            part
-        ]()
+        PARTS[part]()
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ def _episode(config: RunConfig) -> tuple[Assumption, ...]:
     """A mean episode. Without measurements, shares of the limits."""
     rollout = config.rollout
     if config.env.name == "mini":
-        turns, tokens, sampled, prompt, longest, trained = 2.9, 155.0, 42.0, 47.0, 1.3, 0.75
+        turns, tokens, sampled, prompt, longest, trained = 2.9, 155.0, 42.0, 47.0, 1.65, 0.75
         source = _QUICKSTART
     else:
         turns = 1.0 if rollout.max_turns == 1 else 0.6 * rollout.max_turns
@@ -135,12 +135,19 @@ _CPU = (
     _row("trainer_flops", 57e9, "FLOP/s of one thread in float32", _BENCH),
     _row("trainer_copy", 4.1e-7, "s of a token's copy to an expert, a thread", _BENCH),
     _row("trainer_serial", 0.4, "of a thread's time, the same with more threads", _QUICKSTART),
-    _row("adam", 5e9, "bytes/s of the optimizer's state", _GUESS),
+    _row("adam", 1e10, "bytes/s of the optimizer's state", _BENCH),
+    _row("adam_tensor", 2.4e-5, "s of a tensor in an update", _BENCH),
     _row("engine_layer", 0.0015, "s of a layer in a decode step", _BENCH),
     _row("engine_request", 0.0013, "s of a request", _BENCH),
     _row("engine_copy", 8.4e-6, "s of a decoded token's copy to an expert", _BENCH),
     _row("prefill_copy", 2.3e-6, "s of a prefilled token's copy to an expert", _BENCH),
     _row("engine_flops", 79e9, "FLOP/s in bfloat16", _BENCH),
+    _row(
+        "batch_share",
+        0.4,
+        "of an engine's requests decode at once, the others wait",
+        f"{_QUICKSTART}, engine/busy_fraction",
+    ),
     _row("run_start", 16, "s before the first episode", "measured: docs/research/benchmarks.md"),
 )
 _GPU = (

@@ -3,8 +3,8 @@
 With b requests running in an engine, a decode step takes s(b), and an episode costs the engine
 ``e(b) = sampled s(b) / b + prefill`` seconds. C of N episodes run at once on E engines, each of them for
 ``L = other + b e(b)``: ``other`` in its sandbox and in the loop. As many episodes leave an engine as enter it,
-``L = C / E e(b)``, which determines b. The rollout takes ``(N - C) / C L``, and then the longest of the last episodes.
-Pure; no torch.
+``L = C / E e(b)``, which determines b. The rollout takes ``N / C L``, and what the longest episode takes more than the
+mean, alone. Pure; no torch.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ class RolloutModel:
         at_once = min(episodes, self.config.rollout.concurrency)
         prefill, other = self._prefill(group), self._other(group)
         running = self._running(at_once / engines, prefill, other)
+        if self.device == "cpu":
+            running *= assume["batch_share"]
         decoding = assume["sampled_tokens"] * self.decode_step(running)
         engine = decoding + running * prefill
         bounds = {
@@ -52,8 +54,9 @@ class RolloutModel:
             f"{bound}; {rate}, {running:.0f} requests in an engine; an episode takes {seconds:,.1f} s, without waiting "
             f"{decoding:,.1f} to decode, {running * prefill:,.1f} to prefill, {other:,.1f} in its environment"
         )
-        last = (assume["longest_episode"] if waits else 1.0) * seconds
-        return PhaseTime(name, (episodes - at_once) / at_once * seconds + last, note)
+        alone = other + assume["sampled_tokens"] * self.decode_step(1) + prefill
+        last = (assume["longest_episode"] - 1) * alone if waits else 0.0
+        return PhaseTime(name, episodes / at_once * seconds + last, note)
 
     def decode_step(self, running: float) -> float:
         """Seconds of a decode step of one engine with ``running`` requests."""

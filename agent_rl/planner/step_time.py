@@ -135,7 +135,11 @@ class _TimePlanner:
         rank = rank_bytes(self.model, train, microbatches=1, device=self.device)
         updates = train.mini_steps * train.epochs
         if self.device == "cpu":
-            return PhaseTime("optimizer", updates * 2 * rank.optimizer / assume["adam"], "memory bandwidth")
+            bounds = {
+                "memory bandwidth": 2 * rank.optimizer / assume["adam"],
+                "calls": len(expected_shapes(self.model)) * assume["adam_tensor"],
+            }
+            return PhaseTime("optimizer", updates * sum(bounds.values()), max(bounds, key=lambda key: bounds[key]))
         gpu = GPUS[hardware.gpu]
         link = gpu.network if train.parallel.world_size > hardware.gpus_per_node else gpu.link
         summed = (rank.gradients + rank.weights) * (train.parallel.world_size > 1)
