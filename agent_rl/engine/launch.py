@@ -171,7 +171,7 @@ class EngineServer:
             command += ["--attention-backend", "torch_native", "--disable-overlap-schedule", "--sleep-on-idle"]
             # By default the states of linear attention take a share of all memory. A request uses at most three slots,
             # and the cache of prefixes one for each prefix.
-            command += ["--max-mamba-cache-size", str(4 * config.max_running_requests)]
+            command += ["--max-mamba-cache-size", str(16 * config.max_running_requests)]
         if (family := _family(self._model)) is not None:
             command += (*family.engine_arguments, *(family.gpu_arguments if self.device == "cuda" else ()))
         return [*command, *config.extra_args]

@@ -18,9 +18,7 @@ from torch.nn import functional as F
 
 
 def install() -> None:
-    """Provide the kernels that SGLang's modules for these models import, and limit the states that are kept. Before
-    these modules are imported."""
-    _limit_states()
+    """Provide the kernels that SGLang's modules for these models import. Before they are imported."""
     functions: tuple[Any, ...] = (
         fused_gdn_gating_cpu,
         fused_sigmoid_gating_delta_rule_update_cpu,
@@ -41,12 +39,6 @@ def install() -> None:
     plain.rms_norm_gated = lambda *, x, weight, bias, z, eps, activation, **_options: gated_norm(
         x, z, weight, bias, activation, eps
     )
-
-
-def _limit_states() -> None:
-    # By default SGLang gives states a third of the free memory and clears all of it at the start.
-    if not any(argument.startswith("--max-mamba-cache-size") for argument in sys.argv):
-        sys.argv += ["--max-mamba-cache-size", "1024"]
 
 
 def gated_norm(
