@@ -92,6 +92,22 @@ def show(
 
 
 @app.command()
+def rows(
+    source: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run or an evaluation.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT.jsonl", help="File to write.")],
+    unresolved: Annotated[bool, typer.Option("--all", help="Also write episodes that are not resolved.")] = False,
+    per_task: Annotated[int | None, typer.Option(min=1, help="Largest number of rows of a task.")] = None,
+) -> None:
+    """Write the resolved episodes as chat rows for supervised fine-tuning: messages with reasoning and tool calls.
+
+    Rows of a run have the sampled tokens and their loss mask too.
+    """
+    from agent_rl.commands.rows import RowChoice, write_rows
+
+    typer.echo(write_rows(source, out, RowChoice(unresolved, per_task)))
+
+
+@app.command()
 def ledger(run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run.")]) -> None:
     """Verify that every task a run drew was trained on, discarded, dropped or left out exactly once."""
     from rich.console import Console

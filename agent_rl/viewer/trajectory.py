@@ -12,12 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agent_rl.errors import AgentRlError
+from agent_rl.rollout.conversation import conversation
 from agent_rl.rollout.jsonl_zst import read_row, read_rows
 from agent_rl.rollout.records import arrays_path, fold_messages, read_arrays, read_branch, row_messages, rows_path
 from agent_rl.rollout.token_details import Differing, StoredDetail, details_path, read_detail, read_loads
 from agent_rl.types import Branch
 from agent_rl.utils import foreign
-from agent_rl.viewer.chat import conversation
 from agent_rl.viewer.index import EVAL, Index, StepIndex, file_stamp, log_of, require_regular_files
 from agent_rl.viewer.token_text import TokenTexts
 from r3 import archive
