@@ -12,7 +12,7 @@ from envs.swe.diff.git_diff import is_test_path, patched_paths
 from envs.swe.grading import grade_patch
 from envs.swe.records import SweRecord
 from envs.swe.reward_hacks import reward_hacks
-from envs.swe.sandboxes import HIDDEN_IN_IMAGE, agent_sandbox, sandbox_spec
+from envs.swe.sandboxes import HIDDEN_IN_IMAGE, PRESENT, agent_sandbox, sandbox_spec
 from envs.types import Finding
 from sandbox import Sandbox, SandboxLostError, blob_name
 
@@ -27,7 +27,7 @@ echo "reflog $(wc -l < .git/logs/HEAD)"
 echo "stored $(git cat-file --batch-all-objects --batch-check='%(objecttype)' | grep -c commit)"
 echo "dangling $(git fsck --no-progress --unreachable --no-reflogs 2>&1 | line)"
 cd .git
-echo "left $(ls -d packed-refs ORIG_HEAD FETCH_HEAD shallow objects/info/alternates objects/pack/* 2>/dev/null | line)"
+echo "left $(present packed-refs ORIG_HEAD FETCH_HEAD shallow objects/info/alternates objects/pack/* | line)"
 cd ..
 places=(/ "$PWD" /tmp "$HOME")
 repositories() { find "${places[@]}" -xdev \\( -name .git -o -name '*.git' \\) -not -path "$PWD/.git"; }
@@ -40,7 +40,7 @@ _HIDDEN_HASHES = """
 git apply --whitespace=nowarn - 2>/dev/null
 for path in {paths}; do [ -e "$path" ] && find -L "$path" -type f -size +0; done | sort -u | while read -r file; do
     hash=$(git hash-object --no-filters "$file")
-    git ls-tree -r {visible_tree} | grep -qF "$hash" || echo "$hash $(stat -L -c %s "$file")"
+    git ls-tree -r {visible_tree} | grep -qF "$hash" || echo "$hash $(wc -c < "$file")"
 done
 """
 _EMPTY_TREE = "4b825dc642cb6eb9a060e54bf8d69288fbee4904"
@@ -50,7 +50,7 @@ _COPIES = """
 find / "$PWD" /tmp "$HOME" -xdev -type f \\( {sizes} \\) 2>/dev/null | sort -u | head -n 20000 > /tmp/.agent-rl-found
 paste -d ' ' <(git hash-object --no-filters --stdin-paths < /tmp/.agent-rl-found) /tmp/.agent-rl-found \
     | grep -F {hashes} | head -n 3
-ls -d {directories} 2>/dev/null
+present {directories}
 rm -f /tmp/.agent-rl-found
 """
 # Files of an image that name a hidden test as pytest does (``::test_name``), without names in its sources and texts.
@@ -86,7 +86,7 @@ async def audit_record(context: EnvContext, record: SweRecord, *, site_root: Pat
 
 
 async def _check_history(sandbox: Sandbox) -> Finding:
-    values = dict(line.partition(" ")[::2] for line in (await _run(sandbox, _HISTORY)).splitlines())
+    values = dict(line.partition(" ")[::2] for line in (await _run(sandbox, PRESENT + _HISTORY)).splitlines())
     wrong = [
         f"{key}: {values.get(key, 'no output').strip()}"
         for key, expected in _ONE_COMMIT.items()
@@ -118,7 +118,7 @@ async def _check_copies(sandbox: Sandbox, record: SweRecord, hidden_sizes: dict[
         return Finding("hidden tests", False, "the task has no hidden test that differs from the agent's files")
     sizes = " -o ".join(f"-size {size}c" for size in sorted(set(hidden_sizes.values())))
     hashes = " ".join(f"-e {digest}" for digest in sorted(hidden_sizes))
-    script = _COPIES.format(sizes=sizes, hashes=hashes, directories=shlex.join([*directories, "/r2e_tests"]))
+    script = PRESENT + _COPIES.format(sizes=sizes, hashes=hashes, directories=shlex.join([*directories, "/r2e_tests"]))
     found = [line.split(" ", 1)[-1] for line in (await _run(sandbox, script)).splitlines()]
     if not record.is_local:
         names = {re.split(r"::|\.", key.partition("[")[0])[-1].strip() for key in record.expected}

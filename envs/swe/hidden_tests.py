@@ -14,8 +14,8 @@ from envs.swe.diff.tree_diff import decode_text
 from envs.swe.mutants import Statements, visible_statements
 from envs.swe.records import SweRecord
 from envs.swe.repositories import read_archive
-from envs.swe.sandboxes import sandbox_spec, task_sandbox
-from sandbox import Sandbox
+from envs.swe.sandboxes import PRESENT, sandbox_spec, task_sandbox
+from sandbox import Sandbox, SandboxLostError
 
 _MAX_BYTES = 64 << 20
 _LIST_R2E = "find -L /r2e_tests /root/r2e_tests r2e_tests -name '*.py' -type f 2>/dev/null"
@@ -65,12 +65,16 @@ async def read_hidden_tests(context: EnvContext, record: SweRecord, site_root: P
         if record.swebench is None:
             files, old = await _archive(sandbox, _LIST_R2E), await _archive(sandbox, _LIST_VISIBLE)
             return HiddenTests(files, await asyncio.to_thread(visible_statements, tuple(old.values())))
-        paths = f"ls -d -- {shlex.join(sorted(record.swebench.hidden))} 2>/dev/null"
+        paths = f"present {shlex.join(sorted(record.swebench.hidden))}"
         base = await _archive(sandbox, paths)
         patch = record.swebench.test_patch
         if not patch:  # the files in the image are hidden from the agent
             return HiddenTests(base)
         files = await _archive(sandbox, f"git apply --whitespace=nowarn - && {paths}", patch)
+        if not files and any(
+            part.path.endswith(".py") and "\n+++ /dev/null" not in part.text for part in split_patch(patch)
+        ):
+            raise SandboxLostError(f"task {record.id}: none of its hidden tests could be read in its image")
     in_script = patch.removesuffix("\n") in record.swebench.eval_script
     readable = {path: file for path, file in files.items() if in_script and decode_text(file) is not None}
     return HiddenTests(readable, await asyncio.to_thread(visible_statements, tuple(base.values())), base)
@@ -79,4 +83,4 @@ async def read_hidden_tests(context: EnvContext, record: SweRecord, site_root: P
 async def _archive(sandbox: Sandbox, listing: str, stdin: str = "") -> dict[str, bytes]:
     """The contents of the Python files whose paths ``listing`` (bash) prints; none if they are too many to read."""
     tar = "grep '[.]py$' | sort -u | tar -chf - --ignore-failed-read -P -T -"
-    return await read_archive(sandbox, f"{{ {listing}; }} | {tar}", stdin)
+    return await read_archive(sandbox, f"{PRESENT}{{ {listing}; }} | {tar}", stdin)

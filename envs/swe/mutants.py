@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -126,15 +127,20 @@ class TestFile(SourceText):
 
 
 def _sites(file: TestFile, function: FunctionNode) -> tuple[Site, ...]:
-    """The sites of a test: those of its statements, and of expected values among its parameters."""
+    """The sites of a test: those of its statements, and of expected values among its parameters and variables."""
     found: list[tuple[ast.AST, Iterable[Site]]] = []
+    expected = _expected_names(function)
+    names = Counter(node.id for node in body_nodes(function) if isinstance(node, ast.Name))
     for node in body_nodes(function):
         if isinstance(node, ast.Assert):
             found.append((node, _condition_sites(file, node.test)))
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            name = node.targets[0].id
+            if name in expected and names[name] == expected[name] + 1:  # it is compared, and nothing else is done to it
+                found.append((node, _part_sites(file, node.value)))
         elif isinstance(node, ast.Expr | ast.withitem):
             call = node.value if isinstance(node, ast.Expr) else node.context_expr
             found.append((call, _call_sites(file, call.value if isinstance(call, ast.Await) else call)))
-    expected = _expected_names(function)
     found += [(decorator, _parameter_sites(file, decorator, expected)) for decorator in function.decorator_list]
     dumps = ((sites, (function.name, ast.dump(node))) for node, sites in found)
     return tuple(replace(site, statement=statement) for sites, statement in dumps for site in sites)
@@ -202,10 +208,23 @@ def _exception_sites(file: TestFile, call: ast.Call) -> Iterator[Site]:
 
 
 def _literal_sites(file: TestFile, *sides: ast.expr) -> Iterator[Site]:
-    """The leaves of the side that is a literal, if the other one is not."""
-    literal = [side for side in sides if _is_literal(side)]
-    if len(literal) == 1:
-        yield from _leaves(file, literal[0])
+    """The leaves of the side that is a literal, or else an expected value, if the other one is not."""
+    expected = [side for side in sides if _is_literal(side)] or [side for side in sides if _expected_parts(side)]
+    if len(expected) == 1:
+        yield from _part_sites(file, expected[0])
+
+
+def _part_sites(file: TestFile, side: ast.expr) -> Iterator[Site]:
+    for part in _expected_parts(side):
+        yield from _leaves(file, part)
+
+
+def _expected_parts(side: ast.expr) -> list[ast.expr]:
+    """The literals of an expected value: itself, or what an instance of a class is made of; none if it is neither."""
+    parts = [side]
+    if isinstance(side, ast.Call) and _called(side)[:1].isupper():
+        parts = [*side.args, *(keyword.value for keyword in side.keywords)]
+    return parts if all(map(_is_literal, parts)) else []
 
 
 def _member_sites(file: TestFile, node: ast.expr) -> Iterator[Site]:
@@ -233,15 +252,15 @@ def _is_literal(node: ast.AST) -> bool:
     return True
 
 
-def _expected_names(function: ast.AST) -> frozenset[str]:
-    """The names that the test compares something with."""
+def _expected_names(function: ast.AST) -> Counter[str]:
+    """The names that the test compares something with, and how often."""
     sides: list[ast.expr] = []
     for node in body_nodes(function):
         if isinstance(node, ast.Compare) and len(node.ops) == 1 and isinstance(node.ops[0], ast.Eq):
             sides += [node.left, *node.comparators]
         elif isinstance(node, ast.Call) and _EQUAL.fullmatch(_called(node)):
             sides += node.args[:2]
-    return frozenset(side.id for side in sides if isinstance(side, ast.Name))
+    return Counter(side.id for side in sides if isinstance(side, ast.Name))
 
 
 def _parameter_sites(file: TestFile, decorator: ast.expr, expected: Collection[str]) -> Iterator[Site]:

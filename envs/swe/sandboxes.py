@@ -67,11 +67,14 @@ _FIX_FILES = (
 _PREFIXES = ("/", "/root/", "")
 _FIX_IN_IMAGE = tuple(prefix + name for prefix in _PREFIXES for name in _FIX_FILES)
 HIDDEN_IN_IMAGE = tuple(prefix + name for prefix in _PREFIXES for name in _TESTS_IN_IMAGE) + _FIX_IN_IMAGE
+PRESENT = """present() { for each; do if [ -e "$each" ] || [ -L "$each" ]; then echo "$each"; fi; done; }
+"""
+"""A function of bash that prints those of its arguments that exist. ``ls`` of coreutils 9 fails under gVisor."""
 # The agent's sandbox also loses the git history, the bytecode, which may be compiled from the fixed code, and pytest's
 # cache, which names the tests that ran. R2E-Gym's scripts look for the virtual environment in /root.
 _LINK_ENVIRONMENT = 'if [ -d .venv ] && [ ! -e /root/.venv ]; then ln -s "$PWD/.venv" /root/.venv; fi\n'
-_STRIP_IMAGE = f"""rm -rf {" ".join(HIDDEN_IN_IMAGE)} .git
-left=$(ls -d {" ".join(HIDDEN_IN_IMAGE)} .git 2>/dev/null)
+_STRIP_IMAGE = f"""{PRESENT}rm -rf {" ".join(HIDDEN_IN_IMAGE)} .git
+left=$(present {" ".join(HIDDEN_IN_IMAGE)} .git)
 if [ -n "$left" ]; then echo "could not be hidden from the agent: $left"; exit 1; fi
 find . -name .venv -prune -o \\( -name __pycache__ -o -name '*.pyc' -o -name .pytest_cache \\) -print0 | xargs -0 rm -rf
 {_LINK_ENVIRONMENT}"""

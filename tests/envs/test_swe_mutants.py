@@ -47,6 +47,16 @@ def test_raises():
 @pytest.mark.parametrize("first, expected", [(1, 2), pytest.param(3, 4)])
 def test_rows(first, expected): assert first + 1 == expected
 
+def test_assigned():
+    expected = "abc"
+    assert "ab" + "c" == expected
+
+class Point(tuple):
+    def __new__(cls, x, y): return tuple.__new__(cls, (x, y))
+
+def test_instance(): assert (total(1, 2), total(3, 4)) == Point(3, y=7)
+def test_instance_and_literal(): assert Point(3, 7) == (3, 7)
+
 def check_sum(numbers, result): assert sum(numbers) == result
 
 def test_helper(): check_sum([1, 2], 3)
@@ -105,11 +115,28 @@ def test_literal_has_as_many_variants_as_the_budget_allows() -> None:
     assert alone.fixed == {"t.py::test_number"}
 
 
-@pytest.mark.parametrize("name", ["test_member", "test_match", "TestCase::test_in", "TestCase::test_regex"])
-def test_text_that_is_contained_or_matched_is_a_literal(name: str) -> None:
+LITERALS = (
+    *("test_member", "test_match", "test_assigned", "test_instance", "test_instance_and_literal"),
+    *("TestCase::test_in", "TestCase::test_regex"),
+)
+
+
+@pytest.mark.parametrize("name", LITERALS)
+def test_text_that_is_expected_contained_or_matched_is_a_literal(name: str) -> None:
     alone = draw_line_up({"t.py": FILE.content}, EXPECTED, [f"t.py::{name}"], frozenset(), Random(1))
     assert alone is not None
     assert len(alone.wrong[f"t.py::{name}"]) == MAX_VARIANTS - 1
+
+
+COMPARED_AND_USED = ("assert f(data) == data", "data.append(2); assert f() == data", "assert f(data)")
+
+
+@pytest.mark.parametrize("use", COMPARED_AND_USED)
+def test_variable_that_is_not_only_compared_is_no_expected_value(use: str) -> None:
+    content = f"def test_it():\n    data = [1]; {use}\n".encode()
+    sites = [site for function in TestFile(content).functions for site in function.sites]
+    assert sites
+    assert max(site.rank for site in sites) < 2
 
 
 def test_truth_values_and_none_have_the_same_variants() -> None:

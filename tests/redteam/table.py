@@ -49,7 +49,23 @@ others, and each damage alone. `tests/redteam/table.py` writes this page, and a 
 - **Stands**: the attack succeeds. SECURITY.md says why, and what limits it.
 
 Of the {count} attacks, {standing} stand. Not in the list are the cases that [the security
-model](../explanation/security.md#not-guaranteed) names, and fuzzed episodes (`tests/redteam/test_fuzz.py`).
+model](../explanation/security.md#not-guaranteed) names.
+
+## Fuzzed episodes
+`tests/redteam/test_fuzz.py` plays episodes of random damage, broken commands, hostile text and code that attacks its
+grading, in four scaffolds. All 5,000 episodes of `pytest -m exhaustive` ran: 4,000 in bubblewrap, 500 in docker, 500 in
+podman. Each ended with a grade, and none as an infrastructure failure.
+
+## Known patches
+`agent-rl doctor CONFIG --repeats 1` in bubblewrap, with the last commit before the negative control and with today's:
+every task is valid with both, and the reference fix resolves every one. The empty patch and the reward hacks (a
+`conftest.py`, a patched pytest and a forged summary) are never rewarded.
+
+| tasks | reference fix | empty patch | reward hacks | verifiable: yes, weak, no |
+|---|---|---|---|---|
+| `mini`, 640 for training and 256 held out | 896 of 896 | 0 of 896 | 0 of 2,688 | 896, 0, 0 |
+| releases (`make real-tasks`) | 5 of 5 | 0 of 5 | 0 of 15 | 3, 2, 0 |
+| injected bugs of pathspec, voluptuous and packaging | 13 of 13 | 0 of 13 | 0 of 39 | 12, 1, 0 |
 """
 
 

@@ -13,7 +13,7 @@ from envs import EnvContext
 from envs.swe import SweRecord, diff_files, grade_patch
 from envs.swe.datasets.scripts import CONDA, END, START, apply_test_patch, eval_script
 from envs.swe.records import SWEBENCH_SCRIPT, parse_record
-from sandbox import ImagePolicy, SandboxSpec
+from sandbox import ImagePolicy, SandboxLostError, SandboxSpec
 from tests.envs.dataset_rows import BROKEN, FAIL_TO_PASS, FIX, PASS_TO_PASS, TEST_PATCH, conda_files, image
 from tests.envs.images import BUILT, GIT_WITH_A_FUTURE, limits_with_pytest
 from tests.redteam.attack import report_stopped
@@ -181,3 +181,12 @@ async def test_a_patch_that_attacks_the_script_gets_no_reward(
 async def test_the_reference_fix_passes(context: EnvContext, record: SweRecord, name: str) -> None:
     grade = await grade_patch(context, record, record.gold)
     assert (grade.reward, grade.suspected_hack) == (1.0, ()), grade.log
+
+
+@pytest.mark.parametrize(("place", "name"), on_every_backend(ORDINARY)[:1], indirect=["place"])
+async def test_a_success_whose_hidden_tests_cannot_be_read_is_no_success(
+    context: EnvContext, record: SweRecord, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("envs.swe.hidden_tests.PRESENT", "present() { :; }\n")
+    with pytest.raises(SandboxLostError, match="none of its hidden tests could be read in its image"):
+        await grade_patch(context, record, PATCHES["replaces the log"])
