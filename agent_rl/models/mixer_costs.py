@@ -137,8 +137,9 @@ def _delta(hidden: int, delta: Delta) -> MixerCost:
         joined=2 * value,
         token=heads * CHUNK * (6 * delta.key_dim + 4 * delta.value_dim) + 6 * state,
         projected=2 * convolved + value + 2 * heads,
-        # Queries, keys, values, both times beta, the outputs, three chunk x chunk matrices, two states of each chunk.
-        core_float32=3 * spread + 3 * value + 3 * heads * CHUNK + 2 * state // CHUNK,
+        # Queries and keys once by key head and six times, with decay and beta, by value head; values, outputs and their
+        # norm; five chunk x chunk matrices; a state of each chunk.
+        core_float32=6 * spread + 2 * key + 6 * value + 5 * heads * CHUNK + state // CHUNK,
         core_inputs=convolved,
         heads=heads,
         state_float32=state,
@@ -154,8 +155,9 @@ def _mamba(hidden: int, mamba: Mamba) -> MixerCost:
         joined=width,
         token=2 * CHUNK * (spread + width) + 4 * state,
         projected=rows + convolved,
-        # Input and output vectors by head, values, the outputs, two chunk x chunk matrices, two states of each chunk.
-        core_float32=2 * spread + 3 * width + 2 * mamba.heads * CHUNK + 2 * state // CHUNK,
+        # Input and output vectors by head, also with their decay; the convolved; values, outputs and their norm; three
+        # chunk x chunk matrices; a state of each chunk.
+        core_float32=4 * spread + convolved + 5 * width + 3 * mamba.heads * CHUNK + state // CHUNK,
         core_inputs=rows,
         heads=mamba.heads,
         state_float32=state,

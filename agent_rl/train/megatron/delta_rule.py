@@ -40,12 +40,7 @@ def delta_rule(
     """
     places, total = _places(lengths, multiple=chunk)
     places = places.to(query.device)
-
-    def chunked(x: Tensor) -> Tensor:
-        padded = x.new_zeros(total, *x.shape[1:]).index_copy(0, places, x)
-        return padded.unflatten(0, (-1, chunk)).movedim(2, 1)  # [N, H, C, ...]
-
-    q, k, v, since, beta = (chunked(x) for x in (query, key, value, decay, beta))
+    q, k, v, since, beta = (_chunked(x, places, total, chunk) for x in (query, key, value, decay, beta))
     since = since.cumsum(-1)  # the decay from the chunk's start to each token
     upper = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).triu(1)
     between = (since[..., :, None] - since[..., None, :]).masked_fill(upper, -torch.inf).exp()
@@ -79,19 +74,14 @@ def decayed_sums(
     """
     places, total = _places(lengths, multiple=chunk)
     places = places.to(query.device)
-
-    def chunked(x: Tensor) -> Tensor:
-        padded = x.new_zeros(total, *x.shape[1:]).index_copy(0, places, x)
-        return padded.unflatten(0, (-1, chunk)).movedim(2, 1)  # [N, H, C, ...]
-
-    q, k, v, since = (chunked(x) for x in (query, key, value, decay))
+    q, k, v, since = (_chunked(x, places, total, chunk) for x in (query, key, value, decay))
     since = since.cumsum(-1)  # the decay from the chunk's start to each token
     upper = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).triu(1)
     between = (since[..., :, None] - since[..., None, :]).masked_fill(upper, -torch.inf).exp()
     last = since[..., -1:, None]
     out = _carry(
         v,
-        torch.zeros_like(k),
+        None,
         since.exp()[..., None] * q,
         q @ k.mT * between,
         ((last - since[..., None]).exp() * k).mT,
@@ -101,17 +91,31 @@ def decayed_sums(
     return out.movedim(1, 2).flatten(0, 1)[places]
 
 
+def _chunked(x: Tensor, places: Tensor, total: int, chunk: int) -> Tensor:
+    """``x`` ``[T, H, ...]`` at its ``places`` of ``total``, by chunks: ``[N, H, C, ...]``. Contiguous, because products
+    would otherwise store a copy for the backward pass, as ``index_copy`` would store ``x``."""
+    padded = x.new_zeros(total, *x.shape[1:]).index_put((places,), x)
+    return padded.unflatten(0, (-1, chunk)).movedim(2, 1).contiguous()
+
+
 def _carry(
-    written: Tensor, read: Tensor, query: Tensor, weights: Tensor, key: Tensor, decay: Tensor, counts: Sequence[int]
+    written: Tensor,
+    read: Tensor | None,
+    query: Tensor,
+    weights: Tensor,
+    key: Tensor,
+    decay: Tensor,
+    counts: Sequence[int],
 ) -> Tensor:
     """The outputs ``[N, H, C, V]`` of all chunks, ``counts`` of them in each sequence. Chunks have the values
     ``written - read S`` if their state is S at first."""
-    out, chunks = [], zip(*(x.unbind(0) for x in (written, read, query, weights, key, decay)), strict=True)
+    reads = [None] * len(written) if read is None else read.unbind(0)
+    out, chunks = [], zip(reads, *(x.unbind(0) for x in (written, query, weights, key, decay)), strict=True)
     for count in counts:
         state = written.new_zeros(written.shape[1], key.shape[-2], written.shape[-1])
         for _ in range(count):
-            u, w, q, a, k, d = next(chunks)
-            new = u - w @ state
+            w, u, q, a, k, d = next(chunks)
+            new = u if w is None else u - w @ state
             out.append(q @ state + a @ new)
             state = d * state + k @ new
     return torch.stack(out)
