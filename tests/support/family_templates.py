@@ -163,6 +163,7 @@ FORMS: dict[str, Form] = {
     "qwen3_next": _chatml(opening="<think>\n"),
     "qwen3_5_moe": _QWEN3_5,
     "qwen3_5_moe_text": _QWEN3_5,
+    "nemotron_h": _QWEN3_5,
     "glm4_moe": _glm(line="\n"),
     "glm_moe_dsa": _glm("<think>"),
     "deepseek_v3": _deepseek("</think>", "<｜tool▁output▁begin｜>{{ m.content }}<｜tool▁output▁end｜>", ""),
