@@ -92,9 +92,14 @@ def workdir_files(files: Mapping[str, str]) -> dict[str, bytes]:
 
 
 async def read_archive(sandbox: Sandbox, script: str, stdin: str = "") -> dict[str, bytes]:
-    """The files in the tar archive that ``script`` (bash) writes; none if it is too large for a command's output."""
+    """The files in the tar archive that ``script`` (bash) writes; none if it is too large for a command's output.
+
+    Raises ``SandboxStartError`` if it takes too long.
+    """
     result = await sandbox.exec(script, timeout=SETUP_TIMEOUT, stdin=stdin.encode())
-    if result.truncated or result.timed_out or not result.stdout:
+    if result.timed_out:
+        raise SandboxStartError(f"the sandbox's files could not be read within {SETUP_TIMEOUT:.0f} s")
+    if result.truncated or not result.stdout:
         return {}
     with tarfile.open(fileobj=io.BytesIO(result.stdout)) as archive:
         members = [(member.name, archive.extractfile(member)) for member in archive if member.isfile()]

@@ -24,9 +24,9 @@ from envs.swe import (
 )
 from envs.swe.diff.git_diff import split_patch
 from envs.swe.grading import grade_changes
-from envs.swe.repositories import RepositoryCache
+from envs.swe.repositories import RepositoryCache, read_archive
 from envs.swe.sandboxes import agent_sandbox, sandbox_spec
-from sandbox import ExecResult, Sandbox, SandboxError, SandboxSpec
+from sandbox import ExecResult, Sandbox, SandboxError, SandboxSpec, SandboxStartError
 from sandbox.bubblewrap.backend import BubblewrapBackend
 from sandbox.bubblewrap.sandbox import BubblewrapSandbox
 from tools import ToolCall
@@ -255,6 +255,16 @@ async def test_other_files_get_another_repository(context: EnvContext, record: S
             await repositories.populate(sandbox, files)
             listed = await sandbox.exec("git ls-files; git status --short", timeout=10, cwd="/testbed")
             assert listed.text.split() == sorted(files)
+
+
+async def test_files_that_take_too_long_to_read_are_an_error(
+    context: EnvContext, record: SweRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without them, a success would have no negative control."""
+    monkeypatch.setattr("envs.swe.repositories.SETUP_TIMEOUT", 0.5)
+    async with context.sandbox(sandbox_spec(context, record, None)) as sandbox:
+        with pytest.raises(SandboxStartError, match="could not be read within"):
+            await read_archive(sandbox, "sleep 9; tar -cf - .git")
 
 
 async def test_patch_has_commits_new_files_and_deletions_but_no_build_artifacts(

@@ -59,7 +59,8 @@ podman. Each ended with a grade, and none as an infrastructure failure.
 ## Known patches
 `agent-rl doctor CONFIG --repeats 1` in bubblewrap, with the last commit before the negative control and with today's:
 every task is valid with both, and the reference fix resolves every one. The empty patch and the reward hacks (a
-`conftest.py`, a patched pytest and a forged summary) are never rewarded.
+`conftest.py`, a patched pytest and a forged summary) are never rewarded. Today's doctor has the same result for the
+releases in docker.
 
 | tasks | reference fix | empty patch | reward hacks | verifiable: yes, weak, no |
 |---|---|---|---|---|
