@@ -50,5 +50,5 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
 async def test_the_base_image_is_built_where_needed(built: Any, backend: str, image: str | None, expected: Any) -> None:
     overrides = [f"sandbox.backend=named_backends:{backend}"] + ([f"sandbox.image={image}"] if image else [])
     config = load_config(CONFIG, overrides)
-    await setup.ensure_image(config.sandbox, config.env.name, Display("setup"))
+    await setup.ensure_image(config, Display("setup"))
     assert built == expected

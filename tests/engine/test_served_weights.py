@@ -139,7 +139,7 @@ def _bytes(data: NDArray[np.uint8]) -> NDArray[np.uint8]:
     ("changes", "found"),
     [
         ({"num_hidden_layers": 3}, "it has layers with experts (True, True, True), not (True, True, True, True)"),
-        ({"num_experts_per_tok": 1}, "it has num_experts_per_tok 1, not 2"),
+        ({"num_experts_per_tok": 3}, "it has num_experts_per_tok 3, not 2"),
         ({"rope_theta": 1e6}, "it has rope_theta 1000000.0, not 10000.0"),
     ],
 )
