@@ -83,7 +83,8 @@ def _sections(path: str, model: type[BaseModel]) -> Iterator[tuple[str, str, lis
 
 
 def _heading(path: str) -> str:
-    return f"{'#' * min(path.count('.') + 2, 4)} {path or 'Top level'}"
+    depth = path.removesuffix(".sources.NAME").count(".") + path.endswith(".sources.NAME")
+    return f"{'#' * min(depth + 2, 4)} {path or 'Top level'}"
 
 
 def _inner_models(path: str, model: type[BaseModel]) -> Mapping[type[BaseModel], str]:
