@@ -44,6 +44,8 @@ def test_services_are_given_the_runs_name_group_and_tags(
         sink()
     sent = wandb.init.call_args.kwargs
     assert (sent["name"], sent["group"], sent["tags"], sent["id"]) == (name, group, tags, "abc123")
+    recorded, how = wandb.init.return_value.config.update.call_args
+    assert (recorded[0]["train"]["lr"], how) == (config.train.lr, {"allow_val_change": True})
     sent = client.create_run.call_args.kwargs
     grouped = {} if group is None else {"group": group}
     assert sent == {"run_name": name, "tags": {"agent_rl.run_id": "abc123", **dict.fromkeys(tags, ""), **grouped}}

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import re
+import shlex
 import shutil
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from agent_rl.config import EngineConfig, RolloutConfig, RunConfig, TrainConfig
+from agent_rl.config import EngineConfig, HarnessConfig, RolloutConfig, RunConfig, TrainConfig
 from agent_rl.config.loader import MODELS
 from agent_rl.controller.cluster_resources import ClusterRequest
 from agent_rl.controller.run_models import resolve_models
+from agent_rl.endpoint.episode import SANDBOX_HARNESS
 from agent_rl.engine.factory import check_engines
 from agent_rl.errors import UserError
 from agent_rl.models.spec import ModelSpec, check_same_architecture, read_model_spec
@@ -125,6 +129,27 @@ def _check_programs(engine: EngineConfig, rollout: RolloutConfig) -> None:
         raise UserError(
             f"rollout.harness.directory: {harness.directory}: no such directory; install the agent program there first"
         )
+    if harness is not None and (program := _missing_program(harness)) is not None:
+        raise UserError(f"rollout.harness.command: {program}: no such program; install it, or correct the command")
+
+
+def _missing_program(harness: HarnessConfig) -> str | None:
+    """The program that the agent's command begins with, if it is known not to exist. In a sandbox only programs of
+    ``harness.directory`` are known."""
+    try:
+        words = shlex.split(harness.command)
+    except ValueError as error:
+        raise UserError(f"rollout.harness.command: {error}") from None
+    first = next((word for word in words if "=" not in word), "")
+    if harness.location == "sandbox":
+        inside = Path(first)
+        if harness.directory is None or not inside.is_relative_to(SANDBOX_HARNESS):
+            return None
+        return None if (harness.directory / inside.relative_to(SANDBOX_HARNESS)).exists() else first
+    if not re.fullmatch(r"[\w./+-]+", first):  # the shell makes it from other text
+        return None
+    found = subprocess.run(["bash", "-c", 'type -- "$0"', first], capture_output=True, timeout=30, check=False)
+    return first if found.returncode else None
 
 
 def check_replay(train: TrainConfig, model: Path, model_spec: ModelSpec) -> None:

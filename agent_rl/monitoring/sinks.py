@@ -77,8 +77,9 @@ class WeightsAndBiases:
             id=run.run_id,
             resume="allow",
             dir=str(run.directory),
-            config=run.config.model_dump(mode="json"),
         )
+        # A run that was resumed with other values has the newest; W&B refuses such values in init.
+        self._run.config.update(run.config.model_dump(mode="json"), allow_val_change=True)
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 

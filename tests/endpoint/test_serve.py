@@ -58,13 +58,23 @@ def test_eval_with_a_program(tmp_path: Path, submitting: None) -> None:
     assert (outcome["stops"], outcome["turns_mean"], outcome["error"]) == (["submitted"], 1.0, "")
 
 
-def test_a_missing_program_is_reported_before_anything_starts() -> None:
-    overrides = [f"model={MODEL}", "rollout.harness={command: ./agent, directory: agents/none}"]
+@pytest.mark.parametrize(
+    ("harness", "line"),
+    [
+        ("command: ./agent, directory: agents/none", "directory: agents/none: no such directory; install the agent"),
+        ("command: A=1 no-such-agent --yolo, location: host", "command: no-such-agent: no such program; install it"),
+        (
+            "command: /opt/agent-rl/harness/bin/agent, directory: docs",
+            "command: /opt/agent-rl/harness/bin/agent: no su",
+        ),
+        ('command: "agent \'open"', "command: No closing quotation"),
+    ],
+)
+def test_a_missing_program_is_reported_before_anything_starts(harness: str, line: str) -> None:
+    overrides = [f"model={MODEL}", f"rollout.harness={{{harness}}}"]
     result = CliRunner().invoke(app, ["eval", str(QUICKSTART), *overrides])
     assert isinstance(result.exception, UserError)
-    assert str(result.exception) == (
-        "rollout.harness.directory: agents/none: no such directory; install the agent program there first"
-    )
+    assert str(result.exception).startswith(f"rollout.harness.{line}")
 
 
 def test_a_program_with_another_policy_is_refused() -> None:
