@@ -15,6 +15,7 @@ from agent_rl.errors import UserError
 from agent_rl.train.ray_launch import threads_per_rank
 
 _BENCH = "measured on two EPYC cores: benchmarks/bench_plan_time.py"
+_FIT = "fitted by hand to a busy machine with two EPYC cores; benchmarks/bench_plan_time.py differs by up to 60 %"
 _QUICKSTART = "measured: 20 steps of configs/quickstart.yaml"
 _ENERGY = "fitted to ML.ENERGY's vLLM figures of Qwen3-30B-A3B and 235B on H100s (github.com/ml-energy/leaderboard)"
 _GUESS = "a guess"
@@ -137,11 +138,11 @@ _CPU = (
     _row("trainer_serial", 0.4, "of a thread's time, the same with more threads", _QUICKSTART),
     _row("adam", 1e10, "bytes/s of the optimizer's state", _BENCH),
     _row("adam_tensor", 2.4e-5, "s of a tensor in an update", _BENCH),
-    _row("engine_layer", 0.0015, "s of a layer in a decode step", _BENCH),
-    _row("engine_request", 0.0013, "s of a request", _BENCH),
-    _row("engine_copy", 8.4e-6, "s of a decoded token's copy to an expert", _BENCH),
-    _row("prefill_copy", 2.3e-6, "s of a prefilled token's copy to an expert", _BENCH),
-    _row("engine_flops", 79e9, "FLOP/s in bfloat16", _BENCH),
+    _row("engine_layer", 0.0015, "s of a layer in a decode step", _FIT),
+    _row("engine_request", 0.0013, "s of a request", _FIT),
+    _row("engine_copy", 8.4e-6, "s of a decoded token's copy to an expert", _FIT),
+    _row("prefill_copy", 2.3e-6, "s of a prefilled token's copy to an expert", _FIT),
+    _row("engine_flops", 79e9, "FLOP/s in bfloat16", _FIT),
     _row(
         "batch_share",
         0.4,

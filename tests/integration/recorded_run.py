@@ -30,6 +30,7 @@ from support.journal_rows import read_journal
 from agent_rl.config import RunConfig
 from agent_rl.config.loader import load_config
 from agent_rl.controller.checkpoints import TrainerRestarts
+from agent_rl.controller.rollout_runtime import TaskRuntime
 from agent_rl.controller.state import RunState
 from agent_rl.controller.train import TrainingRun, run_to_last_step
 from agent_rl.engine.fleet import Fleet
@@ -107,8 +108,8 @@ class RecordedRuntime:
         sleep = EngineSleep(fleet, gate, {}, self.config.engine, AsyncHttp(1.0))
         load, spec = EngineUtilization(), self.model_spec
         self.engine = SimpleNamespace(model_spec=spec, fleet=fleet, gate=gate, load=load, sleep=sleep)
-        env, backend = SimpleNamespace(prepare=_nothing), SimpleNamespace(name="none")
-        self.task_runtime = SimpleNamespace(env=env, tasks=lambda split: self.tasks, backend=backend)
+        env = SimpleNamespace(prepare=_nothing, tasks=lambda split: self.tasks)
+        self.task_runtime = TaskRuntime(SimpleNamespace(name="none"), env)
 
     def metrics(self) -> dict[str, float]:
         return {}
