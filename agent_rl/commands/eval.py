@@ -194,11 +194,12 @@ def table(reports: Sequence[EvalReport]) -> Table:
     for name, value in rows.items():
         result.add_row(name, *map(value, reports))
     for k in list(reports[0].pass_at_k)[1:] if reports else ():
-        result.add_row(f"Pass@{k}", *(_pass_at_k(item.pass_at_k.get(k), item.graded) for item in reports))
+        result.add_row(f"Pass@{k}", *(pass_at_k_text(item.pass_at_k.get(k), item.graded) for item in reports))
     return result
 
 
-def _pass_at_k(value: PassAtK | None, graded: int) -> str:
+def pass_at_k_text(value: PassAtK | None, graded: int) -> str:
+    """Pass@k with its interval, and its number of tasks where that is not ``graded``."""
     if value is None or not value.tasks:
         return "-"
     low, high = value.interval

@@ -10,6 +10,7 @@ import orjson
 from rich.console import Console
 from rich.table import Column, Table
 
+from agent_rl.commands.eval import pass_at_k_text
 from agent_rl.errors import UserError
 from agent_rl.evaluation.paired import ExcludedTasks, PairedComparison, Score, common_tasks, compare
 from agent_rl.evaluation.report import PassAtK, pass_at_ks
@@ -110,7 +111,7 @@ def _differing_settings(evaluations: Sequence[SavedEvaluation]) -> dict[str, lis
 def _table(sides: Sequence[Side], tasks: int) -> Table:
     table = Table("", *(Column(cell(side.label), overflow="fold") for side in sides))
     for k in max((side.pass_at_k for side in sides), key=len):
-        table.add_row(f"Pass@{k}", *(_rate(side.pass_at_k.get(k), tasks) for side in sides))
+        table.add_row(f"Pass@{k}", *(pass_at_k_text(side.pass_at_k.get(k), tasks) for side in sides))
     table.add_row("tasks compared", *(str(tasks) for _ in sides))
     table.add_row("samples", *(str(side.samples) for side in sides))
     if any(len(side.members) > 1 for side in sides):
@@ -127,14 +128,6 @@ def _table(sides: Sequence[Side], tasks: int) -> Table:
         if any(value is not None for value in values):
             table.add_row(name, *("unknown" if value is None else text(value) for value in values))
     return table
-
-
-def _rate(value: PassAtK | None, tasks: int) -> str:
-    if value is None or not value.tasks:
-        return "-"
-    low, high = value.interval
-    share = "" if value.tasks == tasks else f" ({value.tasks} of {tasks} tasks)"
-    return f"{value.rate:.1%} [{low:.1%}, {high:.1%}]{share}"
 
 
 def _spread(rates: Sequence[float]) -> str:

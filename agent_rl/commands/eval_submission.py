@@ -50,9 +50,11 @@ def run_eval_submission(evaluation: Path, out: Path, *, sample: int) -> None:
     if not graded:
         raise UserError(f"{evaluation}: no graded sample {sample}")
     rows = [json.dumps(prediction(one, model)) + "\n" for one in graded]
+    without_log = []
     for one in graded:
-        _write_trajectory(evaluation, out, one)
-    without_log = [one.task_id for one in graded if one.patch and not _write_logs(evaluation, out, one)]
+        ran_tests = _write_trajectory(evaluation, out, one)
+        if one.patch and not _write_logs(evaluation, out, one, applied=ran_tests):
+            without_log.append(one.task_id)
     resolved = [one.task_id for one in graded if one.resolved]
     no_patch = sorted(set(tasks) - {one.task_id for one in graded if one.patch})
     write_atomic(out / "all_preds.jsonl", "".join(rows).encode())
@@ -65,17 +67,19 @@ def run_eval_submission(evaluation: Path, out: Path, *, sample: int) -> None:
     print(f"fill in {out / 'metadata.yaml'} and {out / 'README.md'}")
 
 
-def _write_trajectory(evaluation: Path, out: Path, result: EpisodeResult) -> None:
+def _write_trajectory(evaluation: Path, out: Path, result: EpisodeResult) -> bool:
+    """Write the episode's log. Returns whether a test of it ran, which shows that its patch was applied."""
     source = log_path(evaluation, result.task_id, result.sample)
     try:
         log = json.loads(foreign.read(evaluation, source.relative_to(evaluation).as_posix(), MAX_BYTES))
     except (OSError, ValueError) as error:
         raise UserError(f"{source}: not readable ({error}); expected the log of an episode") from None
-    log = {name: value for name, value in log.items() if name not in _HIDDEN}
-    write_atomic(out / "trajs" / f"{source.parent.name}.json", json.dumps(log, indent=1).encode())
+    shown = {name: value for name, value in log.items() if name not in _HIDDEN}
+    write_atomic(out / "trajs" / f"{source.parent.name}.json", json.dumps(shown, indent=1).encode())
+    return bool(log.get("tests"))
 
 
-def _write_logs(evaluation: Path, out: Path, result: EpisodeResult) -> bool:
+def _write_logs(evaluation: Path, out: Path, result: EpisodeResult, *, applied: bool) -> bool:
     """Write the files of a task with a patch. Returns whether it has test output."""
     source = log_path(evaluation, result.task_id, result.sample).with_suffix(".log")
     directory = out / "logs" / source.parent.name
@@ -84,7 +88,7 @@ def _write_logs(evaluation: Path, out: Path, result: EpisodeResult) -> bool:
         return False
     output = foreign.read(evaluation, source.relative_to(evaluation).as_posix(), MAX_BYTES)
     write_atomic(directory / "test_output.txt", output)
-    facts = {"patch_is_None": False, "patch_exists": True, "patch_successfully_applied": True}
+    facts = {"patch_is_None": False, "patch_exists": True, "patch_successfully_applied": applied}
     write_json(directory / "report.json", {result.task_id: {**facts, "resolved": bool(result.resolved)}})
     return True
 

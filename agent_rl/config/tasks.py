@@ -172,9 +172,6 @@ class EvalConfig(EvalSettings):
     def settings_of(self, name: str) -> EvalSettings:
         """The settings of the source ``name``: its own keys, and those of this section where it has none."""
         common = {key: getattr(self, key) for key in EvalSettings.model_fields}
-        own = (
-            self.sources[name].model_dump(exclude=set(TaskSource.model_fields), exclude_none=True)
-            if self.sources
-            else {}
-        )
+        source = self.sources.get(name)
+        own = {} if source is None else source.model_dump(exclude=set(TaskSource.model_fields), exclude_none=True)
         return EvalSettings(**common | own)

@@ -42,8 +42,7 @@ def delta_rule(
     places = places.to(query.device)
     q, k, v, since, beta = (_chunked(x, places, total, chunk) for x in (query, key, value, decay, beta))
     since = since.cumsum(-1)  # the decay from the chunk's start to each token
-    upper = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).triu(1)
-    between = (since[..., :, None] - since[..., None, :]).masked_fill(upper, -torch.inf).exp()
+    between = _decay_between(since)
     weighted = beta[..., None] * k
     system = (weighted @ k.mT * between).tril(-1)
     sides = torch.cat((beta[..., None] * v, since.exp()[..., None] * weighted), dim=-1)
@@ -76,8 +75,7 @@ def decayed_sums(
     places = places.to(query.device)
     q, k, v, since = (_chunked(x, places, total, chunk) for x in (query, key, value, decay))
     since = since.cumsum(-1)  # the decay from the chunk's start to each token
-    upper = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).triu(1)
-    between = (since[..., :, None] - since[..., None, :]).masked_fill(upper, -torch.inf).exp()
+    between = _decay_between(since)
     last = since[..., -1:, None]
     out = _carry(
         v,
@@ -89,6 +87,12 @@ def decayed_sums(
         [-(-length // chunk) for length in lengths],
     )
     return out.movedim(1, 2).flatten(0, 1)[places]
+
+
+def _decay_between(since: Tensor) -> Tensor:
+    """From each token ``[..., C, 1]`` back to each ``[..., 1, C]`` of its chunk, 0 for later ones."""
+    upper = torch.ones(since.shape[-1], since.shape[-1], dtype=torch.bool, device=since.device).triu(1)
+    return (since[..., :, None] - since[..., None, :]).masked_fill(upper, -torch.inf).exp()
 
 
 def _chunked(x: Tensor, places: Tensor, total: int, chunk: int) -> Tensor:

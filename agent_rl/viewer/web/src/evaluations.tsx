@@ -1,7 +1,7 @@
 /** Several evaluations: each with its Pass@1, and a table of tasks by evaluations whose cells open the trajectories. */
 
 import { type Loaded, useResource } from "./data";
-import { Resource } from "./parts";
+import { Heads, Resource } from "./parts";
 import { link, route, setQuery } from "./route";
 import { denominator, interval, secondsOf, shadeOf, titleOf, verdictOf } from "./tasks";
 import { number, percent, plural, seconds, visible } from "./text";
@@ -47,13 +47,7 @@ function List({ all, shown }: { all: Entry[]; shown: Entry[] }) {
     <div class="scroll" tabIndex={0} role="region" aria-label="List of evaluations">
       <table>
         <thead>
-          <tr>
-            {["in the table", "evaluation", "Pass@1", "95 % interval", "denominator", "time"].map((name) => (
-              <th scope="col" key={name}>
-                {name}
-              </th>
-            ))}
-          </tr>
+          <Heads names={["in the table", "evaluation", "Pass@1", "95 % interval", "denominator", "time"]} />
         </thead>
         <tbody>
           {all.map(({ line, evaluation, name }) => (

@@ -99,3 +99,16 @@ export function Outcome({ resolved, reward, stop }: { resolved: boolean; reward:
   if (reward === null && !resolved) return <span class="outcome none">{stop}</span>;
   return <span class={resolved ? "outcome good" : "outcome bad"}>{resolved ? "resolved" : "not resolved"}</span>;
 }
+
+/** The row of a table's column heads. */
+export function Heads({ names }: { names: string[] }) {
+  return (
+    <tr>
+      {names.map((name) => (
+        <th scope="col" key={name}>
+          {name}
+        </th>
+      ))}
+    </tr>
+  );
+}

@@ -2,7 +2,7 @@
 
 import { useState } from "preact/hooks";
 import { useResource } from "./data";
-import { Resource } from "./parts";
+import { Heads, Resource } from "./parts";
 import { link, route, setQuery } from "./route";
 import { oneLine, plural, visible } from "./text";
 import type { Found, Hit, Run } from "./types";
@@ -60,13 +60,7 @@ function Hits({ run, text, found }: { run: string; text: string; found: Found })
       <div class="scroll" tabIndex={0} role="region" aria-label="Table of hits">
         <table class="hits">
           <thead>
-            <tr>
-              {["trajectory", "task", "place", "text"].map((name) => (
-                <th scope="col" key={name}>
-                  {name}
-                </th>
-              ))}
-            </tr>
+            <Heads names={["trajectory", "task", "place", "text"]} />
           </thead>
           <tbody>
             {found.hits.map((hit, i) => (

@@ -3,7 +3,7 @@
 import { useMemo } from "preact/hooks";
 import { live, useResource } from "./data";
 import { type Heat, HeatMap } from "./heat";
-import { Resource } from "./parts";
+import { Heads, Resource } from "./parts";
 import { link, route } from "./route";
 import { number, visible } from "./text";
 import type { Loads, Step } from "./types";
@@ -59,13 +59,7 @@ function Groups({ run, step }: { run: string; step: Step }) {
       <div class="scroll" tabIndex={0} role="region" aria-label="Table of groups">
         <table>
           <thead>
-            <tr>
-              {["group", "task", "trained on", "rewards", "trajectories", "infrastructure failures"].map((name) => (
-                <th scope="col" key={name}>
-                  {name}
-                </th>
-              ))}
-            </tr>
+            <Heads names={["group", "task", "trained on", "rewards", "trajectories", "infrastructure failures"]} />
           </thead>
           <tbody>
             {step.groups.map(({ group, task, infrastructure_failures, members, trained }) => (
