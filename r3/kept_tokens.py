@@ -62,6 +62,12 @@ class KeptTokens:
         counts[mask] = self.counts
         return KeptTokens(counts, self.ids)
 
+    def take(self, rows: NDArray[np.integer]) -> KeptTokens:
+        """The rows with these numbers, in this order."""
+        counts, starts = self.counts[rows], (np.cumsum(self.counts) - self.counts)[rows]
+        within = np.arange(counts.sum(dtype=np.int64)) - np.repeat(np.cumsum(counts) - counts, counts)
+        return KeptTokens(counts, self.ids[np.repeat(starts, counts) + within])
+
     def check(self, tokens: Sequence[int] | NDArray[np.int32], vocab_size: int | None = None) -> None:
         """Raise KeptTokensError unless every token is among the ids of its row, if that has any, and all ids are below
         ``vocab_size``."""
