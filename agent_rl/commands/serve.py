@@ -44,7 +44,7 @@ async def served(
     endpoint: EndpointServer, engine: Engine, rendering: HarnessRenderer, config: RunConfig, context: int
 ) -> AsyncIterator[Session]:
     """A session without an episode: any number of replies, in conversations of at most ``context`` tokens."""
-    rules = replace(EpisodeRules.from_config(config).override(max_turns=_ENDLESS), routes=None)
+    rules = replace(EpisodeRules.from_config(config).override(max_turns=_ENDLESS), routes=None, masks=False)
     max_tokens = min(context, config.rollout.max_tokens)
     async with endpoint.serving(Session("serve", engine, rendering, rules, max_tokens)) as session:
         yield session

@@ -10,6 +10,9 @@ from pydantic import Field, model_validator
 from agent_rl.config.base import MAX_STALENESS, OFF, ON, Section, registered_name
 from tools import ToolFormatError, tool_format
 
+MAX_TOP_K = 4000
+"""SGLang returns at most 4096 kept tokens (--sampling-mask-max-tokens); ties at the limit may exceed top_k."""
+
 ToolFormat = Annotated[str, registered_name("rollout.tool_format", tool_format, ToolFormatError)]
 
 
@@ -64,7 +67,17 @@ class RolloutConfig(Section):
     max_new_tokens: int = Field(4096, gt=0, description="Maximum sampled tokens per turn.")
     temperature: float = Field(1.0, ge=0, description="Sampling temperature. 0: greedy decoding.")
     top_p: float = Field(
-        1.0, gt=0, le=1, description="Nucleus sampling threshold. Values below 1 do not renormalize the log-probs."
+        1.0,
+        gt=0,
+        le=1,
+        description="Nucleus sampling threshold: draw from the likeliest tokens with this probability in total. The "
+        "trainer normalizes over the same tokens (docs/how-to/train.md).",
+    )
+    top_k: int | None = Field(
+        None, ge=1, le=MAX_TOP_K, description="Draw from this many likeliest tokens only. null: no such limit."
+    )
+    min_p: float = Field(
+        0.0, ge=0, lt=1, description="Draw no token less probable than this share of the likeliest token's probability."
     )
     tool_format: ToolFormat | None = Field(
         "hermes",
@@ -110,6 +123,11 @@ class RolloutConfig(Section):
         DynamicSamplingConfig(), description="Discard groups whose rewards are all equal (DAPO)."
     )
     harness: HarnessConfig | None = Field(None, description="Agent program of the episodes. null: built-in agent loop.")
+
+    @property
+    def truncated(self) -> bool:
+        """Whether tokens are drawn from a part of the vocabulary. Greedy decoding is not: see logprob_temperature."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k is not None or self.min_p > 0)
 
     @property
     def logprob_temperature(self) -> float:

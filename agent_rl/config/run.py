@@ -111,6 +111,11 @@ class RunConfig(Section):
                 "train.old_logprob.source rescore requires rollout.temperature 1: SGLang returns prompt log-probs at "
                 f"temperature 1 only, and rollout.temperature is {self.rollout.temperature:g}"
             )
+        if self.train.old_logprob.source == "rescore" and self.rollout.truncated:
+            raise ValueError(
+                "train.old_logprob.source rescore conflicts with rollout.top_p, top_k and min_p: SGLang returns prompt "
+                "log-probs over the whole vocabulary only: set source to recompute or rollout"
+            )
         return self
 
     @model_validator(mode="after")

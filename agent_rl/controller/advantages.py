@@ -213,6 +213,7 @@ def _branch_samples(
                 old_logprobs=old_logprobs,
                 trajectory=number if len(branches) > 1 else None,
                 lag=None if version is None else _lag(branch, version),
+                kept=branch.kept,
             ),
         )
         for index, branch, old_logprobs in branches

@@ -256,6 +256,7 @@ async def open_rollout_runtime(
             log_dir,
             display.note,
             routes=routes,
+            masks=config.rollout.truncated and (routes or publishing),
             publishing=publishing,
             reservations=reservations,
         )

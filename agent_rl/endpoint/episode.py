@@ -174,6 +174,7 @@ class HarnessRun(EpisodeRun):
             loss_mask=first.loss_mask,
             logprobs=first.logprobs,
             routing=first.routing,
+            kept=first.kept,
             versions=first.versions,
             further=tuple(further),
         )

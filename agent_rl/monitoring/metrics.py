@@ -118,6 +118,11 @@ METRICS: tuple[Metric, ...] = (
         ("rollout/turns_mean", "turns", "Mean turns per trajectory."),
         ("rollout/tokens_mean", "tokens", "Mean tokens per trajectory."),
         ("rollout/sampled_tokens_mean", "tokens", "Mean sampled tokens per trajectory."),
+        (
+            "rollout/kept_tokens",
+            "tokens",
+            "Mean number of tokens from which a token was drawn, with `rollout.top_p`, `top_k` or `min_p`.",
+        ),
         ("rollout/thinking_tokens", "tokens", "Mean sampled tokens of thoughts and their end markers per trajectory."),
         ("rollout/thinking_truncated", "share", "Turns whose thoughts were closed at `rollout.max_thinking_tokens`."),
         ("rollout/tokens_per_second", "tokens/s", "Tokens of trajectories run in this process over the rollout time."),

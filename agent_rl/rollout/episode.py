@@ -83,7 +83,8 @@ def stop_reason_for(error: Exception) -> StopReason | None:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRules:
-    """The config sections that bound an episode. ``routes`` None requests no routes.
+    """The config sections that bound an episode. ``routes`` None requests no routes. ``masks``: request the kept tokens
+    where sampling is truncated.
 
     ``env`` limits the start of the task and the grading, which ``rollout.time_limit`` does not cover. Exceeding these
     limits is an infrastructure failure.
@@ -92,6 +93,7 @@ class EpisodeRules:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     env: EnvConfig = field(default_factory=EnvConfig)
     routes: R3Config | None = field(default_factory=R3Config)
+    masks: bool = True
 
     @classmethod
     def from_config(cls, config: RunConfig) -> EpisodeRules:
@@ -101,9 +103,9 @@ class EpisodeRules:
         return cls(config.rollout, config.env.model_copy(update={"grade_timeout": longest}), config.routes_config)
 
     def for_evaluation(self, *, greedy: bool, temperature: float | None = None) -> EpisodeRules:
-        """The same rules without routes, at ``temperature`` where one is given; ``greedy`` sets it to 0."""
+        """The same rules without routes and masks, at ``temperature`` where one is given; ``greedy`` sets it to 0."""
         chosen = 0.0 if greedy else temperature
-        return replace(self if chosen is None else self.override(temperature=chosen), routes=None)
+        return replace(self if chosen is None else self.override(temperature=chosen), routes=None, masks=False)
 
     def override(self, **rollout: float | bool | None) -> EpisodeRules:
         """The same rules with other values for keys of ``rollout``."""
@@ -114,6 +116,9 @@ class EpisodeRules:
         return SamplingParams(
             temperature=self.rollout.temperature,
             top_p=self.rollout.top_p,
+            top_k=self.rollout.top_k,
+            min_p=self.rollout.min_p,
+            keep_mask=self.masks and self.rollout.truncated,
             max_new_tokens=min(self.rollout.max_new_tokens, remaining_tokens),
             stop_token_ids=stop_token_ids,
         )
@@ -407,6 +412,7 @@ class EpisodeRun:
             loss_mask=loss_mask,
             logprobs=logprobs,
             routing=routing,
+            kept=self.transcript.kept_tokens,
             stop=stop,
             reward=grade.reward if grade else None,
             resolved=grade.resolved if grade else False,

@@ -28,6 +28,7 @@ def rollout_metrics(result: Rollout) -> dict[str, float]:
         metrics["r3/recomputed_token_fraction"] = recomputed_token_fraction(trajectories)
         metrics |= audit_metrics(trajectories)
     metrics |= _reward_metrics(result.groups, trajectories) | _work_metrics(result, trajectories)
+    metrics |= _mask_metrics(trajectories)
     return metrics | harness_metrics([trajectory for trajectory in trajectories if trajectory.harness])
 
 
@@ -119,6 +120,13 @@ def _work_metrics(rollout: Rollout, trajectories: Sequence[Trajectory]) -> dict[
         if not reason.infrastructure:
             metrics[f"rollout/stop/{reason}"] = _mean(trajectory.stop is reason for trajectory in trajectories)
     return metrics | _speeds(trajectories, rollout.seconds)
+
+
+def _mask_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """``rollout/kept_tokens``; empty if all tokens were drawn from the whole vocabulary."""
+    masks = [branch.kept for trajectory in trajectories for branch in trajectory.branches if branch.kept is not None]
+    masked = sum(int((kept.counts > 0).sum()) for kept in masks)
+    return {"rollout/kept_tokens": sum(len(kept.ids) for kept in masks) / masked} if masked else {}
 
 
 def _speeds(trajectories: Sequence[Trajectory], seconds: float) -> dict[str, float]:

@@ -3,7 +3,8 @@
 ::
 
     <stem>.jsonl.zst           one row per trajectory, for people: turns, times, reward, status
-    <stem>.safetensors         its arrays: <key>/tokens, loss_mask, logprobs, routes (see r3.archive)
+    <stem>.safetensors         its arrays: <key>/tokens, loss_mask, logprobs, routes (see r3.archive),
+                               kept_counts and kept_ids (see r3.kept_tokens)
     <stem>.train.safetensors   the trainer's per-token values (agent_rl.rollout.token_details)
     <stem>.index.json.zst      the rows as a few numbers, for lists and filters (agent_rl.rollout.step_index)
 
@@ -46,9 +47,12 @@ from agent_rl.types import (
 from agent_rl.utils import foreign
 from agent_rl.utils.run_files import replacing, write_atomic
 from r3 import archive
+from r3.kept_tokens import KeptTokens
 from r3.routing import Routing, RoutingError
 
-FORMAT = 3
+FORMAT = 4
+_READABLE = (3, 4)
+"""Format 3 has no kept tokens."""
 
 DIRECTORY = "trajectories"
 EVALUATIONS = "evaluations"
@@ -261,6 +265,7 @@ def _branch_fields(branch: Branch, routes: bool) -> dict[str, Any]:
         "tokens": len(branch.tokens),
         "sampled": branch.sampled_tokens,
         "routes": routes and branch.routing is not None,
+        "kept": branch.kept is not None,
         "versions": [[span.start, span.stop, span.version] for span in branch.versions],
     }
 
@@ -302,6 +307,8 @@ def _arrays(key: str, trajectory: Trajectory, routes: bool, *, keep_order: bool 
         arrays[f"{prefix}/tokens"] = branch.tokens
         arrays[f"{prefix}/loss_mask"] = np.packbits(branch.loss_mask)
         arrays[f"{prefix}/logprobs"] = branch.logprobs[branch.loss_mask]
+        if branch.kept is not None:
+            arrays |= {f"{prefix}/kept_counts": branch.kept.counts, f"{prefix}/kept_ids": branch.kept.ids}
         if routes and branch.routing is not None:
             encoded = archive.encode(branch.routing, keep_order=keep_order)
             arrays[f"{prefix}/routes"] = np.frombuffer(encoded, np.uint8)
@@ -318,8 +325,8 @@ def _save_arrays(path: Path, arrays: Mapping[str, NDArray]) -> None:
 def read_trajectory(row: Mapping[str, Any], array: Callable[[str], NDArray], where: str) -> Trajectory:
     """The trajectory of ``row``; ``array`` returns its arrays by name. Raises AgentRlError that names ``where``."""
     try:
-        if row.get("format") != FORMAT:
-            raise AgentRlError(f"{where}: trajectory format {row.get('format')!r}, expected {FORMAT}")
+        if row.get("format") not in _READABLE:
+            raise AgentRlError(f"{where}: trajectory format {row.get('format')!r}, expected 3 or 4")
         first, *further = (read_branch(row, number, array) for number in range(len(row["branches"])))
         return Trajectory(
             **{name: row[name] for name in (*_PLAIN, *_TIMES, "tests", "test_log", "harness")},
@@ -327,6 +334,7 @@ def read_trajectory(row: Mapping[str, Any], array: Callable[[str], NDArray], whe
             loss_mask=first.loss_mask,
             logprobs=first.logprobs,
             routing=first.routing,
+            kept=first.kept,
             stop=StopReason(row["stop"]),
             turns=tuple(Turn(**turn) for turn in row["turns"]),
             messages=tuple(row_messages(row)),
@@ -355,6 +363,7 @@ def read_branch(row: Mapping[str, Any], number: int, array: Callable[[str], NDAr
         fields["parent"],
         fields["shared"],
         BranchCause(fields["cause"]),
+        KeptTokens(array(f"{key}/kept_counts"), array(f"{key}/kept_ids")) if fields.get("kept") else None,
     )
 
 

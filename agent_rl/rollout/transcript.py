@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 from agent_rl.config import R3Config
 from agent_rl.errors import RoutesMissingError
 from agent_rl.types import Completion, FinishReason, VersionSpan, append_version
+from r3.kept_tokens import KeptTokens
 from r3.routing import Routing, RoutingError
 from r3.stitch import RouteStitcher
 
@@ -50,6 +51,7 @@ class Transcript:
         self._max_tokens = max_tokens
         self._sampled: list[slice] = []
         self._logprobs = array("f")  # of the sampled tokens
+        self._kept_tokens: list[tuple[int, KeptTokens | None]] = []
         self._versions: list[VersionSpan] = []
         self._routes = routes
         self._stitcher: RouteStitcher | None = None
@@ -82,6 +84,11 @@ class Transcript:
         """Which weights sampled which tokens; see :class:`agent_rl.types.Trajectory`."""
         return tuple(self._versions)
 
+    @property
+    def kept_tokens(self) -> KeptTokens | None:
+        """The kept tokens of all sampled tokens; None if all were drawn from the whole vocabulary."""
+        return KeptTokens.join(self._kept_tokens)
+
     def sampled(self, completion: Completion) -> None:
         """Append what the engine sampled. An aborted completion is part of a turn; the next completion continues it.
 
@@ -103,6 +110,7 @@ class Transcript:
                 append_version(self._versions, span, before)
             self._sampled.append(slice(before, self._sampled_end))
             self._logprobs.extend(array("f", completion.logprobs))
+            self._kept_tokens.append((len(completion.tokens), completion.kept))
             self._tokens.extend(array("i", completion.tokens))
             self._kept = self._sampled_end
 

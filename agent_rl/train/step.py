@@ -170,6 +170,7 @@ def packed(batch: MicroBatch, **extras: Tensor) -> PackedBatch:
         cu_seqlens=torch.from_numpy(batch.cu_seqlens),
         sample_ids=batch.sample_ids,
         extras=extras,
+        kept=batch.kept_T,
     )
 
 

@@ -194,7 +194,7 @@ def strip(trajectory: Trajectory) -> Trajectory:
     return replace(
         trajectory, tokens=np.zeros(tokens, np.int32), loss_mask=np.ones(tokens, np.bool_),
         logprobs=np.zeros(tokens, np.float32), routing=None, turns=(), messages=(), versions=(), patch="", tests={},
-        test_log="", further=(),
+        test_log="", further=(), kept=None,
     )  # fmt: skip
 
 
