@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from agent_rl.config.advantages import baseline_spec, scale_spec
 from agent_rl.config.base import OFF, Precision, Section, registered_name
 from agent_rl.config.objectives import Aggregation, objective_spec
 from agent_rl.config.tasks import SourceName, TrainSource
@@ -17,8 +18,6 @@ from agent_rl.errors import ConfigError
 FilterKind = Literal["none", "overlong", "compact"]
 Recompute = Literal["none", "selective", "full"]
 Replay = Literal["r3", "r2", "off"]
-Baseline = Literal["mean", "leave_one_out", "batch"]
-AdvantageScale = Literal["group", "batch", "none"]
 OldLogprobSource = Literal["recompute", "rollout", "rescore"]
 CorrectionWeight = Literal["token", "sequence"]
 CorrectionMask = Literal["token", "sequence", "geometric"]
@@ -28,6 +27,8 @@ ExpertPlacement = Literal["contiguous", "measured"]
 ExpertTransfer = Literal["pool", "exchange"]
 LrSchedule = Literal["constant", "linear", "cosine"]
 Objective = Annotated[str, registered_name("train.objective", objective_spec, ConfigError)]
+Baseline = Annotated[str, registered_name("train.baseline", baseline_spec, ConfigError)]
+AdvantageScale = Annotated[str, registered_name("train.advantage_scale", scale_spec, ConfigError)]
 
 
 class ParallelConfig(Section):
@@ -253,10 +254,15 @@ class TrainConfig(Section):
         description="Loss aggregation. token: mean over tokens. sequence: mean over sequences of token means. "
         "constant: mean over sequences of token sums / rollout.max_tokens. null: the objective's default.",
     )
-    baseline: Baseline = Field("mean", description="Reward baseline: group mean, leave-one-out mean, or batch mean.")
+    baseline: Baseline = Field(
+        "mean",
+        description="Reward baseline. mean: of the group. leave_one_out: mean of the others. batch: mean of the step. "
+        "Or a registered baseline (docs/reference/objectives.md).",
+    )
     advantage_scale: AdvantageScale = Field(
         "group",
-        description="Divisor of advantages: the group's standard deviation, the batch's over sampled tokens, or none.",
+        description="Divisor of advantages. group: the group's standard deviation. batch: the step's, over sampled "
+        "tokens. mean: the group's mean reward (MaxRL). none: 1. Or a registered scale (docs/reference/objectives.md).",
     )
     overlong: OverlongConfig = Field(OverlongConfig(), description="Penalty on long trajectories.")
     old_logprob: OldLogprobConfig = Field(OldLogprobConfig(), description="Old log-probs of the importance ratio.")
@@ -339,9 +345,11 @@ class TrainConfig(Section):
         spec, tau = objective_spec(self.objective), self.tau_positive or self.tau_negative
         if problem := spec.conflict(self.objective, self.eps_low, self.eps_high, self.dual_clip, tau):
             raise ValueError(problem)
-        if self.baseline == "batch" and self.advantage_scale == "group":
+        scale = self.advantage_scale
+        if self.learns_from_equal_rewards and scale != "none" and scale_spec(scale).over == "group":
             raise ValueError(
-                "train.advantage_scale group conflicts with train.baseline batch: set advantage_scale to batch or none"
+                f"train.advantage_scale {scale} conflicts with train.baseline {self.baseline}: set advantage_scale to "
+                "batch or none"
             )
         if self.offload_activations and self.recompute != "full":
             raise ValueError(f"train.offload_activations requires train.recompute full; it is {self.recompute}")
@@ -359,6 +367,11 @@ class TrainConfig(Section):
     def loss_aggregation(self) -> Aggregation:
         """The configured aggregation, else the objective's default."""
         return self.aggregation or objective_spec(self.objective).aggregation
+
+    @property
+    def learns_from_equal_rewards(self) -> bool:
+        """Whether a group of equal rewards has an effect, because its baseline is that of the whole step."""
+        return baseline_spec(self.baseline).over == "batch"
 
     @property
     def normalizes_after_penalty(self) -> bool:

@@ -246,7 +246,7 @@ class TrainingRun:
         )
 
     def _make_producer(self, buffer: RolloutBuffer, order: TaskOrder) -> RolloutProducer:
-        rollout, uniform = self.config.rollout, self.config.train.baseline == "batch"
+        rollout, uniform = self.config.rollout, self.config.train.learns_from_equal_rewards
         return RolloutProducer(
             GroupSettings(rollout.group_size, retries=rollout.sandbox_retries, rescore_uniform=uniform),
             order,

@@ -297,6 +297,7 @@ PRESETS: dict[str, TrainConfig] = {
     "REINFORCE, leave-one-out": TrainConfig(
         objective="reinforce", aggregation="constant", baseline="leave_one_out", advantage_scale="none"
     ),
+    "MaxRL": TrainConfig(**PAPER, advantage_scale="mean"),
     "dual clip": TrainConfig(eps_low=0.2, eps_high=0.27, dual_clip=3.0),
 }
 """What the config lines of docs/reference/objectives.md must give."""
