@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from agent_rl.config import OverlongConfig
 from agent_rl.config.advantages import BASELINES, SCALES, baseline_spec, scale_spec
+from agent_rl.config.objectives import Aggregation
 from agent_rl.errors import TrainerError
 from agent_rl.types import Branch, Group, Sample, StopReason, TrainingDecision, TrainingStatus, Trajectory
 from r3.routing import Routing, Span, SpanKind
@@ -118,15 +119,15 @@ def build_samples(
     masked: Collection[StopReason] = (),
     penalty: Callable[[int], float] = lambda tokens: 0.0,
     normalized: bool = True,
-    by_sequence: bool = True,
+    aggregation: Aggregation = "sequence",
     published: int | None = None,
     eps: float = 1e-6,
 ) -> GroupSamples:
     """One sample per branch of a trajectory, with advantages taken within groups. Groups without variance are dropped
     and counted.
 
-    A trajectory of several branches counts once. ``by_sequence``: the loss is the mean over sequences of each
-    sequence's mean, so a branch is weighted by its share of its trajectory's sampled tokens.
+    A trajectory of several branches counts once: with the ``aggregation`` "sequence" a branch is weighted by its share
+    of its trajectory's sampled tokens. With "prompt" a sample weighs 1 / sampled tokens of its group's samples.
 
     ``baseline``, ``scale``: names of :mod:`agent_rl.config.advantages`. If either is over the whole step, groups of
     equal rewards are trained and count for its mean and deviation; only a step of equal rewards is dropped.
@@ -177,8 +178,10 @@ def build_samples(
         ((index, branch), sample)
         for index, (t, decision) in enumerate(zip(trajectories, decisions, strict=True))
         if decision.training_status is TrainingStatus.TRAINED and decision.advantage is not None
-        for branch, sample in _branch_samples(index, t, decision.advantage, shape, by_sequence, published)
+        for branch, sample in _branch_samples(index, t, decision.advantage, shape, aggregation == "sequence", published)
     ]
+    if aggregation == "prompt":
+        numbered = _weighted_by_prompt(numbered, [len(group.trajectories) for group in groups])
     samples, origins = tuple(sample for _, sample in numbered), tuple(origin for origin, _ in numbered)
     mean_penalty = float(np.mean([cost for costs in penalties for cost in costs] or [0.0]))
     return GroupSamples(samples, len(groups), has_effect.count(False), dropped, mean_penalty, decisions, origins)
@@ -272,6 +275,16 @@ def _branch_samples(
         )
         for index, branch, old_logprobs in branches
     ]
+
+
+def _weighted_by_prompt(
+    numbered: Sequence[tuple[tuple[int, int], Sample]], sizes: Sequence[int]
+) -> list[tuple[tuple[int, int], Sample]]:
+    """The samples with weight 1 / sampled tokens of their group. ``sizes``: trajectories per group."""
+    group_of = np.repeat(np.arange(len(sizes)), sizes)
+    tokens = [int(sample.loss_mask[1:].sum()) for _, sample in numbered]
+    totals = np.bincount([group_of[index] for (index, _), _ in numbered], tokens) if numbered else np.zeros(0)
+    return [(origin, replace(sample, weight=1 / max(1.0, totals[group_of[origin[0]]]))) for origin, sample in numbered]
 
 
 def _old_logprobs(trajectory: Trajectory) -> list[NDArray[np.float32] | None]:

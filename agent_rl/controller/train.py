@@ -320,7 +320,7 @@ class TrainingRun:
             masked=self.masked,
             penalty=partial(overlong_penalty, limit=max_tokens, overlong=train.overlong),
             normalized=not train.normalizes_after_penalty,
-            by_sequence=train.loss_aggregation == "sequence",
+            aggregation=train.loss_aggregation,
             published=step - 1,
         )
 
