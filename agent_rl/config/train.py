@@ -26,6 +26,7 @@ KlEstimator = Literal["k1", "k2", "k3"]
 Planner = Literal["foremoe", "eplb", "shadow"]
 ExpertPlacement = Literal["contiguous", "measured"]
 ExpertTransfer = Literal["pool", "exchange"]
+FrozenModule = Literal["embeddings", "lm_head", "attention", "router", "experts", "shared_experts", "mlp"]
 LrSchedule = Literal["constant", "linear", "cosine"]
 Objective = Annotated[str, registered_name("train.objective", objective_spec, ConfigError)]
 Baseline = Annotated[str, registered_name("train.baseline", baseline_spec, ConfigError)]
@@ -260,6 +261,12 @@ class TrainConfig(Section):
     betas: tuple[float, float] = Field((0.9, 0.95), description="Adam's beta1 and beta2.")
     grad_clip: float = Field(1.0, gt=0, description="Global gradient-norm limit.")
     lora: LoraConfig | None = Field(None, description="Train LoRA adapters. null: train all weights.")
+    freeze: tuple[FrozenModule, ...] | None = Field(
+        None,
+        description="Modules whose weights are not trained and have no optimizer state: embeddings, lm_head, attention "
+        "(every token mixer), router, experts, shared_experts, mlp (of layers without experts). Norms are trained. "
+        "null: train all.",
+    )
     objective: Objective = Field(
         "grpo",
         description="Policy objective: grpo, gspo, cispo, reinforce, sapo, gmpo, dppo_tv, dppo_kl, or a registered "
