@@ -130,11 +130,11 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check_groups(self) -> RunConfig:
-        by_batch = self.train.baseline == "batch"
+        by_batch = self.train.learns_from_equal_rewards
         if self.rollout.dynamic_sampling.enabled and by_batch:
             raise ValueError(
-                "rollout.dynamic_sampling conflicts with train.baseline batch, which also learns from groups with "
-                "equal rewards: disable dynamic_sampling or set baseline to mean"
+                f"rollout.dynamic_sampling conflicts with train.baseline {self.train.baseline}, which also learns from "
+                "groups with equal rewards: disable dynamic_sampling or set baseline to mean"
             )
         if self.rollout.group_size == 1 and not by_batch:
             raise ValueError(

@@ -246,7 +246,7 @@ class TrainingRun:
         )
 
     def _make_producer(self, buffer: RolloutBuffer, order: TaskOrder) -> RolloutProducer:
-        rollout, uniform = self.config.rollout, self.config.train.baseline == "batch"
+        rollout, uniform = self.config.rollout, self.config.train.learns_from_equal_rewards
         return RolloutProducer(
             GroupSettings(rollout.group_size, retries=rollout.sandbox_retries, rescore_uniform=uniform),
             order,
@@ -320,7 +320,7 @@ class TrainingRun:
             masked=self.masked,
             penalty=partial(overlong_penalty, limit=max_tokens, overlong=train.overlong),
             normalized=not train.normalizes_after_penalty,
-            by_sequence=train.loss_aggregation == "sequence",
+            aggregation=train.loss_aggregation,
             published=step - 1,
         )
 

@@ -287,6 +287,7 @@ def _build(
         recompute=train.recompute,
         recompute_modules=train.recompute_modules,
         lora=train.lora,
+        freeze=train.freeze or (),
         model_spec=request.model_spec,
         seed=request.config.seed,
         progress=progress,
