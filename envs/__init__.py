@@ -11,6 +11,8 @@ from envs.types import (
     Episode,
     Finding,
     Grade,
+    GradedEpisode,
+    GradesGroups,
     GradingError,
     HasSandbox,
     Message,

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import inspect
-import math
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+from envs.grades import checked_grade, weighted
 from envs.types import Dialogue, Environment, EnvsError, Episode, Grade, ProtocolError, Task
 from sandbox import SandboxError
 from tools import ToolCall, ToolDefinitionError, ToolResult
 
 
-async def try_first_task(env: Environment, split: str) -> None:
-    """Start the first task of ``split``, give its episode a wrong turn, and grade it.
+async def try_first_task(env: Environment, split: str, weights: Mapping[str, float]) -> None:
+    """Start the first task of ``split``, give its episode a wrong turn, and grade it. ``weights``: of the reward's
+    parts.
 
     Raises ProtocolError, one line, for a violation and for any unexpected exception of the environment; SandboxError
     or GradingError if the infrastructure failed.
@@ -26,7 +27,7 @@ async def try_first_task(env: Environment, split: str) -> None:
         async with started(env, task) as episode:
             check_messages(episode)
             await wrong_turn(episode)
-            await grade(episode)
+            weighted(await grade(episode), weights)
     except (EnvsError, SandboxError, ToolDefinitionError):
         raise
     except Exception as error:
@@ -104,12 +105,7 @@ async def wrong_turn(episode: Episode | Dialogue) -> str:
 
 async def grade(episode: Episode | Dialogue) -> Grade:
     """The episode's grade."""
-    result = await awaited(episode.grade(), "grade")
-    if not isinstance(result, Grade):
-        raise ProtocolError(f"grade returned a {type(result).__name__}, not a Grade")
-    if not math.isfinite(result.reward):
-        raise ProtocolError(f"the reward is {result.reward}: it must be finite")
-    return result
+    return checked_grade(await awaited(episode.grade(), "grade"))
 
 
 async def result_of(call: Awaitable[Any], name: str) -> ToolResult:

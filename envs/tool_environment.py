@@ -47,7 +47,7 @@ from envs.context import EnvContext
 from envs.types import EnvsError, Grade, Message, ProtocolError, Task
 from tools import FunctionToolSet, ToolCall, ToolDefinitionError, ToolResult, ToolSet
 
-_NOT_TOOLS = frozenset({"setup", "grade", "close", "tasks", "solution"})
+_NOT_TOOLS = frozenset({"setup", "grade", "grade_group", "close", "tasks", "solution"})
 
 
 class NoOptions(BaseModel):
@@ -99,6 +99,8 @@ class ToolClassEnvironment:
         self._context, self._class, self._name = context, cls, name
         self._options = validate_options(cls, name, options)
         self._parameters = _check_constructor(cls, name)
+        if hasattr(cls, "grade_group"):
+            self.grade_group = cls.grade_group  # the optional method of the protocol GradesGroups
         _check_tools(cls, name)
 
     @property

@@ -16,11 +16,13 @@ Message = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One task. ``id`` is unique in its environment; ``record`` is the environment's data of the task (a row)."""
+    """One task. ``id`` is unique in its environment; ``record`` is the environment's data of the task (a row).
+    ``noop_resolves``: doing nothing is the right answer, e.g. where the agent has to refuse."""
 
     id: str
     env: str
     record: Mapping[str, Any]
+    noop_resolves: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,9 @@ class Grade:
     The trainer uses ``reward``, Pass@1 counts ``resolved``. ``tests`` maps each test's name to its status; ``log`` is
     the end of the tests' output. ``mutant_seconds`` is the part of ``seconds`` that the negative control of a success
     took. A failed grading raises ``GradingError`` or ``SandboxError`` instead.
+
+    ``parts`` are the named parts of the reward. Where the config has ``reward_weights``, the reward becomes their
+    weighted sum. ``metrics`` are figures that are logged and not trained on.
     """
 
     reward: float
@@ -40,6 +45,17 @@ class Grade:
     suspected_hack: Sequence[str] = ()
     seconds: float = 0.0
     mutant_seconds: float = 0.0
+    parts: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class GradedEpisode:
+    """A finished episode of a group, for :class:`GradesGroups`: all messages, how it ended, and its own grade."""
+
+    messages: Sequence[Message]
+    stop: str
+    grade: Grade
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +168,18 @@ class Solvable(Protocol):
     def solution(self, task: Task) -> Sequence[ToolCall | str]:
         """The turns that solve ``task``: tool calls without the submitting call, or texts for a :class:`Dialogue`.
         Empty if unknown."""
+        ...
+
+
+@runtime_checkable
+class GradesGroups(Protocol):
+    """Optional: an environment whose rewards compare the episodes of a task. Training uses it."""
+
+    async def grade_group(self, task: Task, episodes: Sequence[GradedEpisode]) -> Sequence[Grade]:
+        """The final grade of each of ``episodes``, in order. Called once for each complete group.
+
+        An exception drops the group as an infrastructure failure. Parts with a weight must be in the own grades, too.
+        """
         ...
 
 

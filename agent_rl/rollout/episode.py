@@ -10,7 +10,6 @@ would affect every episode are raised and stop the run.
 from __future__ import annotations
 
 import logging
-import math
 import time
 import traceback
 import uuid
@@ -44,6 +43,8 @@ from envs import (
     UndecidableError,
     load_scaffold,
 )
+from envs.grades import checked_grade, weighted
+from envs.sources import source_of
 from sandbox import ImageMissingError, SandboxError, SandboxNodeLostError, SandboxUnavailableError, bounded, printable
 from sandbox.timeouts import PausableTimeout
 from tools import ParseFailure, ToolCallFormat, ToolDefinitionError, ToolResult, ToolSet, parse_call
@@ -86,19 +87,26 @@ class EpisodeRules:
     """The config sections that bound an episode. ``routes`` None requests no routes.
 
     ``env`` limits the start of the task and the grading, which ``rollout.time_limit`` does not cover. Exceeding these
-    limits is an infrastructure failure.
+    limits is an infrastructure failure. ``reward_weights``: of the parts of the reward, by source.
     """
 
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     env: EnvConfig = field(default_factory=EnvConfig)
     routes: R3Config | None = field(default_factory=R3Config)
+    reward_weights: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     @classmethod
     def from_config(cls, config: RunConfig) -> EpisodeRules:
         """The rules of a training rollout under ``config``."""
-        timeouts = [source.grade_timeout or 0.0 for source in config.environments.values()]
-        longest = max(config.env.grade_timeout, *timeouts)
-        return cls(config.rollout, config.env.model_copy(update={"grade_timeout": longest}), config.routes_config)
+        sources = config.environments
+        longest = max(config.env.grade_timeout, *(source.grade_timeout or 0.0 for source in sources.values()))
+        env = config.env.model_copy(update={"grade_timeout": longest})
+        weights = {name: source.reward_weights for name, source in sources.items()}
+        return cls(config.rollout, env, config.routes_config, weights)
+
+    def weights_of(self, task_id: str) -> Mapping[str, float]:
+        """The weights of the reward's parts for a task; empty if its reward is the environment's."""
+        return self.reward_weights.get(source_of(task_id, tuple(self.reward_weights)), {})
 
     def for_evaluation(self, *, greedy: bool, temperature: float | None = None) -> EpisodeRules:
         """The same rules without routes, at ``temperature`` where one is given; ``greedy`` sets it to 0."""
@@ -396,7 +404,7 @@ class EpisodeRun:
         async with bounded(self.rules.env.grading_timeout, "grading"):
             grade = await episode.grade()
         self.grade_seconds = _seconds_since(started)
-        return _checked_grade(grade)
+        return weighted(checked_grade(grade), self.rules.weights_of(self.task.id))
 
     def _trajectory(self, stop: StopReason, grade: Grade | None, error: Exception | None = None) -> Trajectory:
         tokens, loss_mask, logprobs, routing = self.transcript.arrays()
@@ -425,20 +433,9 @@ class EpisodeRun:
             grade_began=self.grade_began,
             tests=grade.tests if grade else {},
             test_log=grade.log if grade else "",
+            parts=grade.parts if grade else {},
+            metrics=grade.metrics if grade else {},
         )
-
-
-def _checked_grade(grade: object) -> Grade:
-    """``grade`` with plain types. Raises TypeError or ValueError if records and the trainer cannot represent it."""
-    if not isinstance(grade, Grade):
-        raise TypeError(f"grade returned a {type(grade).__name__}, not a Grade")
-    reward = float(grade.reward)
-    if not math.isfinite(reward):
-        raise ValueError(f"grade returned the reward {reward}, which is not a finite number")
-    texts = (grade.patch, grade.log, *grade.suspected_hack, *grade.tests.keys(), *grade.tests.values())
-    if not all(isinstance(text, str) for text in texts):
-        raise TypeError("grade returned a Grade whose patch, log, tests or suspected_hack are not strings")
-    return replace(grade, reward=reward, resolved=bool(grade.resolved))
 
 
 def _checked_text(result: object) -> str:
