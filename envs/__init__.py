@@ -21,4 +21,6 @@ from envs.types import (
     Task,
     TaskRecordError,
     UndecidableError,
+    target_of,
+    user_of,
 )

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from envs.grades import checked_grade, weighted
-from envs.types import Dialogue, Environment, EnvsError, Episode, Grade, ProtocolError, Task
+from envs.types import Dialogue, Environment, EnvsError, Episode, Grade, ProtocolError, Task, target_of
 from sandbox import SandboxError
 from tools import ToolCall, ToolDefinitionError, ToolResult
 
@@ -94,12 +94,14 @@ async def wrong_turn(episode: Episode | Dialogue) -> str:
     """The result of an empty turn, or of calls of an unknown tool and with an unknown argument."""
     if isinstance(episode, Dialogue):
         await result_of(episode.respond(""), "respond")
+    tools = target_of(episode)
+    if isinstance(tools, Dialogue):
         return "an empty turn"
-    result = await result_of(episode.tools.call(ToolCall("no_such_tool", {})), "tools.call")
+    result = await result_of(tools.call(ToolCall("no_such_tool", {})), "tools.call")
     if not result.failed:
         raise ProtocolError("a call of an unknown tool must return a failed result")
-    name = episode.tools.schemas()[0]["function"]["name"]
-    await result_of(episode.tools.call(ToolCall(name, {"no_such_argument": 1})), "tools.call")
+    name = tools.schemas()[0]["function"]["name"]
+    await result_of(tools.call(ToolCall(name, {"no_such_argument": 1})), "tools.call")
     return result.text[:80]
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 from sandbox import Sandbox, printable
 from tools import ToolCall, ToolResult, ToolSet
@@ -94,7 +94,10 @@ class UndecidableError(GradingError):
 
 
 class Episode(Protocol):
-    """One started task: its initial messages, its tools and its grade."""
+    """One started task: its initial messages, its tools and its grade.
+
+    With the method ``respond`` of :class:`Dialogue` it has a user beside its tools, who hears turns without a call.
+    """
 
     @property
     def messages(self) -> Sequence[Message]:
@@ -125,6 +128,25 @@ class Dialogue(Protocol):
     async def grade(self) -> Grade:
         """Grade what the agent said."""
         ...
+
+
+def target_of(episode: Episode | Dialogue) -> ToolSet | Dialogue:
+    """What executes the turns of ``episode``: its tools, or the episode itself."""
+    return episode.tools if isinstance(episode, HasTools) else cast(Dialogue, episode)
+
+
+def user_of(episode: Episode | Dialogue) -> Callable[[str], Awaitable[ToolResult]] | None:
+    """The user of an episode with tools, who hears the turns without a call (:meth:`Dialogue.respond`); None without
+    one."""
+    return episode.respond if isinstance(episode, HasTools) and isinstance(episode, Dialogue) else None
+
+
+@runtime_checkable
+class HasTools(Protocol):
+    """An episode with tools: with ``respond`` as well it has a user beside them."""
+
+    @property
+    def tools(self) -> ToolSet: ...
 
 
 @runtime_checkable
@@ -166,8 +188,8 @@ class Solvable(Protocol):
     """Optional: an environment whose reference solutions are turns, not a patch. The gold policy uses them."""
 
     def solution(self, task: Task) -> Sequence[ToolCall | str]:
-        """The turns that solve ``task``: tool calls without the submitting call, or texts for a :class:`Dialogue`.
-        Empty if unknown."""
+        """The turns that solve ``task``: tool calls without the submitting call, and texts for the user. Empty if
+        unknown."""
         ...
 
 

@@ -1,6 +1,7 @@
 """Runs one episode: sample a turn, execute its tool call, append the observation, repeat; then grade the result.
 
-A turn of a :class:`envs.Dialogue` goes to the episode as text; no tool call is parsed.
+A turn of a :class:`envs.Dialogue` goes to the episode as text; no tool call is parsed. Where an episode has tools and a
+user, a turn without a call goes to the user.
 
 Every episode is graded on the state that the agent left, submitted or not, as in R2E-Gym, unless the infrastructure
 failed. An exception, expected or not, becomes a trajectory without a reward (:func:`stop_reason_for`). Only errors that
@@ -42,12 +43,14 @@ from envs import (
     TaskRecordError,
     UndecidableError,
     load_scaffold,
+    target_of,
+    user_of,
 )
 from envs.grades import checked_grade, weighted
 from envs.sources import source_of
 from sandbox import ImageMissingError, SandboxError, SandboxNodeLostError, SandboxUnavailableError, bounded, printable
 from sandbox.timeouts import PausableTimeout
-from tools import ParseFailure, ToolCallFormat, ToolDefinitionError, ToolResult, ToolSet, parse_call
+from tools import ParseFailure, ToolCallFormat, ToolDefinitionError, ToolResult, ToolSet, parse_call, words_of
 
 TurnHandler = Callable[[str], Awaitable[ToolResult] | ParseFailure]
 """Starts to execute a turn, or returns why it holds no tool call. Resolved once per episode, because ``isinstance``
@@ -172,7 +175,7 @@ class EpisodeRun:
         self.log, self.prompt_hash, self.completions, self.replayed = log, "", list[Completion](), 0
         self.renderer, self.fmt, self.rules, self.limits = renderer, fmt, rules, rules.rollout
         self.scaffold = load_scaffold(rules.env.scaffold)
-        self.observation_role: Role | None = None
+        self.user: Callable[[str], Awaitable[ToolResult]] | None = None
         self.session = f"{task.id}-{uuid.uuid4().hex[:12]}"
         self.began, self.started = round(time.time(), 3), time.perf_counter()
         self.transcript = Transcript((), max_tokens=self.limits.max_tokens, routes=None)
@@ -191,7 +194,7 @@ class EpisodeRun:
         graded: Trajectory | None = None
         try:
             async with self._started_episode() as episode:
-                target = episode if isinstance(episode, Dialogue) else episode.tools
+                target = target_of(episode)
                 self._open(episode, target)
                 stop = await self._act(target)
                 graded = self._trajectory(stop, await self._grade(episode))
@@ -218,8 +221,7 @@ class EpisodeRun:
 
     def _open(self, episode: Episode | Dialogue, target: ToolSet | Dialogue) -> None:
         *first, last = episode.messages
-        if isinstance(target, Dialogue):
-            self.observation_role = "user"
+        self.user = user_of(episode)
         self.messages, prompt = build_initial_prompt(
             self.renderer,
             self.fmt,
@@ -359,7 +361,11 @@ class EpisodeRun:
     def _call(self, tools: ToolSet, text: str) -> Awaitable[ToolResult] | ParseFailure:
         parsed = parse_call(self.fmt, text, self.renderer.reasoning)
         if isinstance(parsed, ParseFailure):
-            return parsed
+            words = words_of(self.fmt, text, self.renderer.reasoning) if self.user and parsed.words else ""
+            if not words or self.user is None:
+                return parsed
+            self.parse_failures_in_a_row = 0
+            return self.user(words)
         self.parse_failures_in_a_row = 0
         self.turns[-1].update(tool=parsed.name, arguments=dict(parsed.arguments))
         return tools.call(parsed)
@@ -386,8 +392,9 @@ class EpisodeRun:
         text = self._with_remark(text)
         turn = self.turns[-1]
         call = SampledCall(turn["tool"], turn["text"]) if turn["tool"] else None
-        tokens = self.renderer.observation(text, self.observation_role, stop=stop, call=call)
-        role = self.observation_role or self.scaffold.observation_role or "tool"
+        by_user: Role | None = None if turn["tool"] or turn["parse_failure"] else "user"
+        tokens = self.renderer.observation(text, by_user, stop=stop, call=call)
+        role = by_user or self.scaffold.observation_role or "tool"
         self.messages.append({"role": role, "content": text})
         self.turns[-1]["observation_tokens"] = len(tokens)
         if len(tokens) >= self.transcript.remaining:
