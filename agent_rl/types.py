@@ -287,7 +287,7 @@ class Trajectory:
     ``start_seconds``: time to start the task. ``grade_began``: start of grading, in seconds since ``began``.
     ``recovered``: an earlier start of the run sampled it, so its times are not of this process. ``replayed_turns``:
     turns reused after the loss of the sandbox or the run. ``harness``: counters of the agent program: ``rewrites``,
-    ``retries``, ``echo_differs``.
+    ``retries``, ``echo_differs``. ``parts``, ``metrics``: of the grade (:class:`envs.Grade`).
     """
 
     task_id: str
@@ -321,6 +321,8 @@ class Trajectory:
     further: tuple[Branch, ...] = ()
     harness: Mapping[str, int] = field(default_factory=dict)
     kept: KeptTokens | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def branches(self) -> tuple[Branch, ...]:

@@ -187,6 +187,10 @@ def _render_episode(episode: EpisodeRecord) -> RenderableType:
     for number, turn in enumerate(row["turns"], 1):
         parts += _render_turn(number, turn)
     parts.append(Rule("end", align="left"))
+    for name, numbers in (("reward parts", row.get("parts")), ("metrics", row.get("metrics"))):
+        if numbers:
+            listed = ", ".join(f"{key} {value:g}" for key, value in numbers.items())
+            parts.append(_printable_text(f"{name}: {listed}"))
     if hacks := row.get("suspected_hack"):
         parts.append(_printable_text(f"suspected hack: {', '.join(hacks)}", "red"))
     return Group(*parts, _printable_text(f"{head}; {len(row['turns'])} turns in {row['seconds']:.1f} s", "bold"))

@@ -218,7 +218,9 @@ class RunConfig(Section):
     @property
     def environments(self) -> dict[str, TaskSource]:
         """The environments of training and evaluation by source; "" is that of the section ``env``."""
-        own = {} if self.train.sources else {"": TaskSource(env=self.env.name, options=self.env.options)}
+        env = self.env
+        single = TaskSource(env=env.name, options=env.options, reward_weights=env.reward_weights)
+        own = {} if self.train.sources else {"": single}
         return own | self.train.sources | self.eval.sources
 
     @property

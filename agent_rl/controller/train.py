@@ -49,6 +49,7 @@ from agent_rl.monitoring.sinks import SinkRun, sink_factories
 from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.filters import length_report, masked_stops
 from agent_rl.rollout.group import GroupSettings, Limiter, RolloutEvent
+from agent_rl.rollout.group_grading import group_grading
 from agent_rl.rollout.metrics import source_metrics
 from agent_rl.rollout.records import write_trajectories
 from agent_rl.rollout.rescore import Rescorer
@@ -257,6 +258,7 @@ class TrainingRun:
             masked=self.masked,
             left_out=self.quarantine,
             rescore=self.rescorer,
+            grading=group_grading(self.runtime.task_runtime.env, self.rules),
             on_event=partial(self._on_event, lane=self.lane),
         )
 

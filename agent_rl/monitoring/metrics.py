@@ -19,7 +19,8 @@ from agent_rl.types import StopReason
 class Metric:
     """One row of the registry. ``name`` may contain one ``<placeholder>`` for ``values``.
 
-    A source of a run (``train.sources``) is any value of ``<source>``.
+    A source of a run (``train.sources``) is any value of ``<source>``; an environment names each ``<part>`` of a reward
+    and each ``<metric>``.
     ``text`` is a one-sentence description; ``source`` is the file that computes the metric.
     """
 
@@ -104,8 +105,12 @@ METRICS: tuple[Metric, ...] = (
         ("reward/std", "reward", "Standard deviation of the rewards of the step's trajectories."),
         ("reward/pass_rate", "share", "Trajectories that solved their task."),
         ("reward/groups_uniform", "share", "Groups whose rewards are all equal: no advantage within the group."),
+        ("reward/<part>", "reward", "Mean of a part of the reward that the environment names."),
+        ("env/<metric>", "env", "Mean of a metric that the environment names; not trained on."),
         ("source/<source>/groups", "count", "Groups of a source (`train.sources`) in the step."),
         ("source/<source>/reward", "reward", "Mean reward of the source's trajectories."),
+        ("source/<source>/reward/<part>", "reward", "`reward/<part>` of the source's trajectories."),
+        ("source/<source>/env/<metric>", "env", "`env/<metric>` of the source's trajectories."),
         ("source/<source>/pass_rate", "share", "Trajectories of the source that solved their task."),
         ("source/<source>/turns_mean", "count", "Turns per trajectory of the source."),
         ("source/<source>/tokens_mean", "tokens", "Tokens per trajectory of the source, observations included."),
@@ -399,11 +404,19 @@ METRICS: tuple[Metric, ...] = (
 """All metrics, in the order of docs/reference/metrics.md."""
 
 NAMES = frozenset(name for metric in METRICS for name in metric.names)
-_SOURCE = re.compile("(?<=^source/)[^/]+")
+_NAMED = (
+    (re.compile("^source/[^/]+"), "source/<source>"),
+    (re.compile("(^|/)reward/[^/]+$"), r"\1reward/<part>"),
+    (re.compile("(^|/)env/[^/]+$"), r"\1env/<metric>"),
+)
+"""Which names of a run are which placeholder."""
 
 
 def check_registered(names: Iterable[str]) -> None:
     """Raises AgentRlError if a name is not registered."""
     for name in names:
-        if _SOURCE.sub("<source>", name) not in NAMES:
+        general = name
+        for pattern, placeholder in _NAMED:
+            general = general if general in NAMES else pattern.sub(placeholder, general)
+        if general not in NAMES:
             raise AgentRlError(f"metric {name!r} is not registered: add it to agent_rl/monitoring/metrics.py")
