@@ -11,7 +11,7 @@ Example: a trajectory of two turns (``p`` prompt, ``a`` sampled, ``o`` observati
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntFlag, StrEnum
 from typing import Any
 
@@ -142,6 +142,21 @@ class Completion:
         first = self.earlier[-1].stop if self.earlier else 0
         last = VersionSpan(first, len(self.tokens), self.weight_version)
         return (*self.earlier, last) if first < len(self.tokens) else self.earlier
+
+    def stopped_after(self, count: int) -> Completion:
+        """The completion as if sampling had stopped after its first ``count`` tokens."""
+        routing = self.routing and self.routing.head(self.routing.tokens - len(self.tokens) + count)
+        spans = [replace(span, stop=min(span.stop, count)) for span in self.versions if span.start < count]
+        *earlier, last = spans or [VersionSpan(0, 0, self.weight_version)]
+        return replace(
+            self,
+            tokens=self.tokens[:count],
+            logprobs=self.logprobs[:count],
+            finish=FinishReason.STOP,
+            weight_version=last.version,
+            routing=routing,
+            earlier=tuple(earlier),
+        )
 
 
 @dataclass(frozen=True, slots=True)

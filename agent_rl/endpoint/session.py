@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from agent_rl.config import RolloutConfig
 from agent_rl.endpoint.messages import ChatRequest, ChatResponse, Finish, RequestRejected
+from agent_rl.endpoint.stop_sequences import PIECE, find_stop, tokens_until_stop
 from agent_rl.engine.types import Engine
 from agent_rl.errors import EngineAborted, TemplateError
 from agent_rl.rollout.conversation_tree import ChatMessage, ConversationTree, Node, RequestPlan, Tokens, Tools
@@ -35,6 +36,8 @@ class ExtendingRenderer(Renderer, Protocol):
         ...
 
     def extension(self, messages: Sequence[Mapping[str, Any]], *, stop: int | None) -> list[int]: ...
+
+    def plain_text(self, text: str) -> list[int]: ...
 
 
 class HarnessRenderer:
@@ -72,6 +75,9 @@ class HarnessRenderer:
     def extension(self, messages: Sequence[ChatMessage], *, stop: int | None) -> Sequence[int]:
         rendered = [part for message in messages for part in self._as_dicts(message, first=False)]
         return self.renderer.extension(rendered, stop=stop)
+
+    def added_text(self, text: str) -> Sequence[int]:
+        return self.renderer.plain_text(text)
 
     def _as_dicts(self, message: ChatMessage, *, first: bool) -> list[dict[str, Any]]:
         """The message for the renderer. System messages inside a conversation become user messages: templates accept
@@ -175,7 +181,7 @@ class Session:
             self.end(StopReason.MAX_TURNS)
             self._check_open()
         self.context_full = False
-        node = self.tree.begin(plan)
+        node = self.tree.begin(plan, request.stops)
         self._stats[node] = _ReplyStats(time.perf_counter() - self._started)
         self._sampling[node] = asyncio.create_task(
             self._sample(node, request, plan.prompt), name=f"reply-{self.name}-{node.number}"
@@ -277,9 +283,17 @@ class Session:
         started = time.perf_counter()
         try:
             await self._sample_until_complete(node, request, prompt)
-            text = self.rendering.renderer.decode(node.sampled)
-            tools = [*request.tools, *request.deferred_tools]
-            self.tree.commit(node, text, parse_turn(self.rendering.fmt, text, tools, self.rendering.renderer.reasoning))
+            renderer = self.rendering.renderer
+            text = renderer.decode(node.sampled)
+            found = find_stop(text, request.stops, renderer.reasoning)
+            shown = text[: found.start] if found else text
+            tools = [] if request.tool_choice == "none" else [*request.tools, *request.deferred_tools]
+            self.tree.commit(
+                node,
+                text,
+                parse_turn(self.rendering.fmt, shown, tools, renderer.reasoning),
+                found.text if found else "",
+            )
         except Exception as error:
             self._fail(error)
             raise
@@ -302,12 +316,17 @@ class Session:
             if closing := budget.close_thoughts(node.sampled):
                 self.tree.insert(node, closing)
                 prompt = self.tree.tokens(node)
+            if request.stops:
+                budget.request = min(budget.request, PIECE)
             completion = await self.engine.generate(
                 array("i", prompt.tobytes()),
                 self.rules.sampling(budget.request, self.rendering.stop_token_ids),
                 routes_from=self.tree.routes_from(node),
                 session=self.name,
             )
+            sampled = [*node.sampled, *completion.tokens]
+            if request.stops and (kept := tokens_until_stop(renderer, sampled, request.stops)) is not None:
+                completion = completion.stopped_after(kept - len(node.sampled))
             stats.cached = stats.cached or completion.cached_tokens
             stats.retractions += completion.retractions
             stats.version, stats.finish = completion.weight_version, completion.finish
@@ -325,7 +344,7 @@ class Session:
             finish = "length"
         return ChatResponse(
             node.id, spoken, finish, node.prompt, len(node.sampled), self._thoughts(node).thinking_tokens,
-            min(stats.cached, node.prompt), int(time.time()), request.model,
+            min(stats.cached, node.prompt), int(time.time()), request.model, node.stopped,
         )  # fmt: skip
 
     def _thoughts(self, node: Node) -> ThoughtLength:

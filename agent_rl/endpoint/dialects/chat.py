@@ -17,6 +17,8 @@ from agent_rl.endpoint.messages import (
     issued_reply_id,
     join_text,
     parse_request,
+    read_stops,
+    read_tool_choice,
     require_supported,
     tool_schema,
 )
@@ -66,6 +68,7 @@ class _Request(RequestModel):
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     n: int | None = None
+    stop: Any = None
     tool_choice: Any = None
     response_format: dict[str, Any] | None = None
     top_logprobs: int | None = None
@@ -77,7 +80,6 @@ class Chat:
     def read(self, body: bytes) -> ChatRequest:
         request = parse_request(_Request, body)
         require_supported(request.n in (None, 1), "n above 1")
-        require_supported(request.tool_choice in (None, "auto"), "a forced tool_choice")
         require_supported((request.response_format or {}).get("type", "text") == "text", "response_format")
         require_supported(not request.top_logprobs, "top_logprobs")
         return ChatRequest(
@@ -93,6 +95,8 @@ class Chat:
             stream=bool(request.stream),
             model=request.model,
             include_usage=bool((request.stream_options or {}).get("include_usage")),
+            stops=read_stops(request.stop, "stop"),
+            tool_choice=read_tool_choice(request.tool_choice),
         )
 
     def response(self, reply: ChatResponse) -> dict[str, Any]:
