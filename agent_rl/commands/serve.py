@@ -33,7 +33,7 @@ async def run_serve(checked: Checked, *, port: int) -> None:
             runtime.renderer.check_tails()
             rendering = HarnessRenderer.from_config(runtime.renderer, runtime.format, config.rollout)
             async with served(endpoint, runtime.engine, rendering, config, checked.model_spec.max_positions) as session:
-                for name, value in environment(session.key, endpoint.port).items():
+                for name, value in environment(session, endpoint.port).items():
                     display.note(f"export {name}={value}")
                 display.stage("serving, until it is interrupted")
                 await asyncio.Event().wait()

@@ -152,7 +152,7 @@ class HarnessRun(EpisodeRun):
             return await run_on_host(self.harness.command, {**env, **self._env(self.endpoint.port)}, self._prompt())
 
     def _env(self, port: int) -> dict[str, str]:
-        return {**environment(self.endpoint_session.key, port), "PYTHONDONTWRITEBYTECODE": "1", **self.harness.env}
+        return {**environment(self.endpoint_session, port), "PYTHONDONTWRITEBYTECODE": "1", **self.harness.env}
 
     def _prompt(self) -> bytes:
         """The task as the user states it."""
@@ -198,16 +198,18 @@ async def run_on_host(command: str, env: Mapping[str, str], stdin: bytes) -> Exe
     return ExecResult(done.returncode, done.stdout, done.stderr, done.seconds, done.timed_out, done.truncated)
 
 
-def environment(key: str, port: int) -> dict[str, str]:
-    """The environment variables by which common clients find the session ``key`` on ``port`` of loopback."""
-    base = f"http://127.0.0.1:{port}/s/{key}"
+def environment(session: Session, port: int) -> dict[str, str]:
+    """The environment variables by which common clients find ``session`` on ``port`` of loopback."""
+    base = f"http://127.0.0.1:{port}/s/{session.key}"
     return {
         "OPENAI_BASE_URL": f"{base}/v1",
-        "OPENAI_API_KEY": key,
+        "OPENAI_API_KEY": session.key,
         "ANTHROPIC_BASE_URL": base,
-        "ANTHROPIC_API_KEY": key,
+        "ANTHROPIC_API_KEY": session.key,
         "AGENT_RL_URL": base,
         "AGENT_RL_MODEL": MODEL,
+        "AGENT_RL_CONTEXT_WINDOW": str(session.context),
+        "AGENT_RL_MAX_OUTPUT_TOKENS": str(session.max_output_tokens),
         "NO_PROXY": "127.0.0.1",
     }
 

@@ -26,12 +26,17 @@ class RequestRejected(Exception):
     """A request that gets no reply. ``kind`` is the reason, which each dialect maps to its own error codes; ``text``
     describes it.
 
-    ``bad``: the request is invalid. ``key``: no session has its key. ``ended``: the episode is over. ``full``: the
-    conversation has ``tokens`` tokens, the limit is ``limit``. ``large``: the body is too long.
+    ``bad``: the request is invalid. ``route``: no such address. ``key``: no session has its key. ``ended``: the episode
+    is over. ``full``: the conversation has ``tokens`` tokens, the limit is ``limit``. ``large``: the body is too long.
     """
 
     def __init__(
-        self, kind: Literal["bad", "key", "ended", "full", "large"], text: str, *, tokens: int = 0, limit: int = 0
+        self,
+        kind: Literal["bad", "route", "key", "ended", "full", "large"],
+        text: str,
+        *,
+        tokens: int = 0,
+        limit: int = 0,
     ) -> None:
         super().__init__(text)
         self.kind, self.text, self.tokens, self.limit = kind, text, tokens, limit
@@ -39,7 +44,7 @@ class RequestRejected(Exception):
     @property
     def status(self) -> int:
         """The HTTP status; clients retry none of them."""
-        return {"key": 401, "large": 413}.get(self.kind, 400)
+        return {"key": 401, "route": 404, "large": 413}.get(self.kind, 400)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +63,13 @@ class ChatRequest:
     deferred_tools: Sequence[Mapping[str, Any]] = ()
     stops: tuple[str, ...] = ()
     tool_choice: ToolChoice = "auto"
+    logprobs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ChatResponse:
     """A sampled reply. ``id`` is part of every identifier that the client receives and returns. ``stopped``: the stop
-    sequence that ended it."""
+    sequence that ended it. ``logprobs``: the text and log-prob of each token, if the request wants them."""
 
     id: str
     spoken: ParsedTurn
@@ -75,6 +81,7 @@ class ChatResponse:
     created: int
     model: str
     stopped: str = ""
+    logprobs: Sequence[tuple[str, float]] | None = None
 
     def call_id(self, number: int, prefix: str = "call") -> str:
         return f"{prefix}_{self.id}_{number}"

@@ -150,6 +150,11 @@ class Session:
         self._started = time.perf_counter()
         self.reading = asyncio.Semaphore(_BODIES_AT_ONCE)  # held while a request's body is read
 
+    @property
+    def max_output_tokens(self) -> int:
+        """Maximum sampled tokens of a reply."""
+        return min(self.rules.rollout.max_new_tokens, self.context)
+
     def check_size(self, size: int) -> None:
         """Reject a request whose ``size`` in bytes no conversation within the context has: its tokenization would stop
         all episodes for seconds."""
@@ -345,7 +350,12 @@ class Session:
         return ChatResponse(
             node.id, spoken, finish, node.prompt, len(node.sampled), self._thoughts(node).thinking_tokens,
             min(stats.cached, node.prompt), int(time.time()), request.model, node.stopped,
+            self._logprobs(node) if request.logprobs else None,
         )  # fmt: skip
+
+    def _logprobs(self, node: Node) -> list[tuple[str, float]]:
+        decode = self.rendering.renderer.decode
+        return [(decode([token]), value) for token, value in zip(node.sampled, node.logprobs, strict=True)]
 
     def _thoughts(self, node: Node) -> ThoughtLength:
         return measure_thoughts(self.rendering.renderer, node.sampled, node.text, node.closed)

@@ -96,6 +96,7 @@ async def test_serve_prints_the_environment_of_its_endpoint(
                 await asyncio.sleep(0.01)
                 printed += capsys.readouterr().out
         env = dict(line.split("export ")[1].split("=", 1) for line in printed.splitlines() if "export " in line)
+        assert env["AGENT_RL_CONTEXT_WINDOW"] == str(config.rollout.max_tokens)
         headers = {"authorization": f"Bearer {env['OPENAI_API_KEY']}"}
         body = {"model": env["AGENT_RL_MODEL"], "messages": [{"role": "user", "content": "u"}]}
         async with httpx.AsyncClient(headers=headers) as client:

@@ -91,7 +91,7 @@ class Messages:
         yield _event("message_stop")
 
     def error(self, error: RequestRejected) -> dict[str, Any]:
-        kinds = {"key": "authentication_error", "large": "request_too_large"}
+        kinds = {"key": "authentication_error", "route": "not_found_error", "large": "request_too_large"}
         text = error.text
         if error.kind == "full":
             text = f"prompt is too long: {error.tokens} tokens > {error.limit} maximum"
