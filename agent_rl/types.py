@@ -175,6 +175,7 @@ class Turn:
     the start of the episode. ``thinking_tokens``, ``thinking_chars``: length of the thoughts at the start of the
     turn's tokens and of ``text``, with the marker that closes them. ``inserted_tokens``: tokens of the turn that were
     not sampled, because the loop closed its thoughts (``rollout.max_thinking_tokens``); they end the thoughts.
+    ``left_out``: the rule (``rollout.harness.train_if``) that leaves the turn out of training, "" if none does.
     ``usage``: tokens as a chat endpoint counts them, by the fields of :class:`agent_rl.evaluation.usage.Usage`; empty
     if nobody counted the model's tokens, None if the turn's own counts are the model's tokens.
     """
@@ -197,6 +198,7 @@ class Turn:
     thinking_chars: int = 0
     usage: Mapping[str, int] | None = None
     inserted_tokens: int = 0
+    left_out: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -162,6 +162,7 @@ class HarnessRun(EpisodeRun):
     def _trajectory(self, stop: StopReason, grade: Grade | None, error: Exception | None = None) -> Trajectory:
         session = self.endpoint_session
         self.endpoint.failures += stop in (StopReason.HARNESS_FAILURE, StopReason.PROGRAM_FAILED)
+        session.apply_training_rules()
         plain = super()._trajectory(stop, grade, error or self.failed)
         plain = replace(plain, turns=session.turns(), messages=session.spoken_messages(), harness=session.counts())
         branches = session.tree.branches()

@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from agent_rl.config import RolloutConfig
+from agent_rl.config.rollout import TrainIfConfig
 from agent_rl.endpoint.messages import ChatRequest, ChatResponse, Finish, RequestRejected
 from agent_rl.endpoint.stop_sequences import PIECE, find_stop, tokens_until_stop
+from agent_rl.endpoint.training_rules import RequestKind, apply_training_rules
 from agent_rl.engine.types import Engine
 from agent_rl.errors import EngineAborted, TemplateError
 from agent_rl.rollout.conversation_tree import ChatMessage, ConversationTree, Node, RequestPlan, Tokens, Tools
@@ -146,6 +148,7 @@ class Session:
         self.context_full = False
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._stats: dict[Node, _ReplyStats] = {}
+        self._kinds: dict[Node, RequestKind] = {}
         self._sampling: dict[Node, asyncio.Task[None]] = {}
         self._started = time.perf_counter()
         self.reading = asyncio.Semaphore(_BODIES_AT_ONCE)  # held while a request's body is read
@@ -188,6 +191,7 @@ class Session:
         self.context_full = False
         node = self.tree.begin(plan, request.stops)
         self._stats[node] = _ReplyStats(time.perf_counter() - self._started)
+        self._kinds[node] = RequestKind.of(request)
         self._sampling[node] = asyncio.create_task(
             self._sample(node, request, plan.prompt), name=f"reply-{self.name}-{node.number}"
         )
@@ -250,9 +254,15 @@ class Session:
         if self.broken.done():
             self.broken.exception()
 
+    def apply_training_rules(self) -> None:
+        """Decide which replies are trained. Call it before the tree's branches, :meth:`turns` and :meth:`counts`."""
+        harness = self.rules.rollout.harness
+        apply_training_rules(harness.train_if if harness else TrainIfConfig(), self.tree, self._kinds)
+
     def counts(self) -> dict[str, int]:
         """Counts for the metrics harness/*."""
-        causes = [node.cause for node in self.tree.nodes if node.parent is None or node.shared < node.parent.end]
+        nodes = [node for node in self.tree.nodes if not node.left_out][1:]
+        causes = [node.cause for node in nodes if node.parent is None or node.shared < node.parent.end]
         return {
             "rewrites": sum(cause in ("rewrite", "tools") for cause in causes),
             "retries": sum(bool(node.retried) for node in self.tree.nodes),
@@ -379,5 +389,6 @@ class Session:
             tool_seconds=0.0,
             began=stats.began,
             retractions=stats.retractions,
+            left_out=node.left_out,
             **self._thoughts(node)._asdict(),
         )

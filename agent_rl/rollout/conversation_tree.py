@@ -125,7 +125,7 @@ class Node:
     as sampled and ``spoken`` its parsed parts, set once it is complete. ``delivered``: it reached the program.
     ``followed``: a later request continued from it. ``inserted``: number of tokens in ``sampled`` with which the loop
     closed the thoughts; they end at token ``closed`` of ``sampled``. ``stops``: the request's stop sequences.
-    ``stopped``: the one that ended the reply; "" if none did.
+    ``stopped``: the one that ended the reply; "" if none did. ``left_out``: the rule that leaves it out of training.
     """
 
     id: str
@@ -151,6 +151,7 @@ class Node:
     superseded: bool = False
     stops: tuple[str, ...] = ()
     stopped: str = ""
+    left_out: str = ""
 
     @property
     def prompt(self) -> int:
@@ -164,7 +165,7 @@ class Node:
 
     @property
     def trained(self) -> bool:
-        return self.delivered and not self.superseded and len(self.sampled) > self.inserted
+        return self.delivered and not self.superseded and not self.left_out and len(self.sampled) > self.inserted
 
     def own_tokens(self, stop: int) -> Tokens:
         """Its own tokens, up to token ``stop`` of its path."""
@@ -444,9 +445,8 @@ class ConversationTree:
         parent = None if first.parent is None else claimed.get(first.parent)
         claimed |= {node: number for node, stop in path if node not in claimed and stop == node.end}
         shared = 0 if parent is None else first.shared
-        return Branch(
-            tokens, loss_mask, logprobs, _routing(path, len(tokens)), tuple(spans), parent, shared, first.cause
-        )
+        cause = first.cause if number else BranchCause.START  # an earlier request may have been left out
+        return Branch(tokens, loss_mask, logprobs, _routing(path, len(tokens)), tuple(spans), parent, shared, cause)
 
 
 def _added_text(text: str, spoken: str, node: Node) -> str | None:
