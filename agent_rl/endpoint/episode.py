@@ -160,24 +160,27 @@ class HarnessRun(EpisodeRun):
         return "\n\n".join(texts).encode(errors="replace")
 
     def _trajectory(self, stop: StopReason, grade: Grade | None, error: Exception | None = None) -> Trajectory:
-        session = self.endpoint_session
         self.endpoint.failures += stop in (StopReason.HARNESS_FAILURE, StopReason.PROGRAM_FAILED)
-        session.apply_training_rules()
-        plain = super()._trajectory(stop, grade, error or self.failed)
-        plain = replace(plain, turns=session.turns(), messages=session.spoken_messages(), harness=session.counts())
-        branches = session.tree.branches()
-        if not branches:
-            return plain
-        first, *further = branches
-        return replace(
-            plain,
-            tokens=first.tokens,
-            loss_mask=first.loss_mask,
-            logprobs=first.logprobs,
-            routing=first.routing,
-            versions=first.versions,
-            further=tuple(further),
-        )
+        return with_conversation(super()._trajectory(stop, grade, error or self.failed), self.endpoint_session)
+
+
+def with_conversation(plain: Trajectory, session: Session) -> Trajectory:
+    """``plain`` with the turns, messages and branches of ``session``."""
+    session.apply_training_rules()
+    plain = replace(plain, turns=session.turns(), messages=session.spoken_messages(), harness=session.counts())
+    branches = session.tree.branches()
+    if not branches:
+        return plain
+    first, *further = branches
+    return replace(
+        plain,
+        tokens=first.tokens,
+        loss_mask=first.loss_mask,
+        logprobs=first.logprobs,
+        routing=first.routing,
+        versions=first.versions,
+        further=tuple(further),
+    )
 
 
 async def run_on_host(command: str, env: Mapping[str, str], stdin: bytes) -> ExecResult:

@@ -130,7 +130,7 @@ class Session:
     """Answers the requests of one episode with what ``engine`` samples.
 
     ``context``: maximum tokens of a conversation. ``key``: the secret that requests carry. ``tools``: the task's tools,
-    for a program that runs on the host.
+    for a program that runs on the host. ``resumable``: the engine can continue a part of a reply.
     """
 
     name: str
@@ -140,6 +140,7 @@ class Session:
     context: int
     tools: ToolSet | None = None
     messages: Sequence[Mapping[str, str]] = ()
+    resumable: bool = True
     key: str = field(default_factory=lambda: secrets.token_hex(16))
 
     def __post_init__(self) -> None:
@@ -331,7 +332,7 @@ class Session:
             if closing := budget.close_thoughts(node.sampled):
                 self.tree.insert(node, closing)
                 prompt = self.tree.tokens(node)
-            if request.stops:
+            if request.stops and self.resumable:
                 budget.request = min(budget.request, PIECE)
             completion = await self.engine.generate(
                 array("i", prompt.tobytes()),

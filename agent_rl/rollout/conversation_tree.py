@@ -208,12 +208,17 @@ class ConversationTree:
         self._by_id: dict[str, Node] = {}
         self._tools: set[bytes] = set()
         self._parents: set[Node] = set()
-        self._differing: set[bytes] = set()
+        self._differing: dict[bytes, tuple[Node, ChatMessage]] = {}
 
     @property
     def echo_differs(self) -> int:
-        """Number of distinct replies that the program returned in a changed form."""
+        """Number of :attr:`differing` replies."""
         return len(self._differing)
+
+    @property
+    def differing(self) -> list[tuple[Node, ChatMessage]]:
+        """The replies that the program returned in a changed form, with that form."""
+        return list(self._differing.values())
 
     def plan_request(self, messages: Sequence[ChatMessage], tools: Tools) -> RequestPlan:
         """Match ``messages`` with the tree. Raises TemplateError for messages that cannot be rendered."""
@@ -335,14 +340,14 @@ class ConversationTree:
 
     def _find_echoed(self, key: bytes, message: ChatMessage) -> Echo | None:
         """The reply to request ``key`` that ``message`` repeats."""
-        differs = False
+        differing: Node | None = None
         for node in reversed(self._by_key.get(key, ())):
             if node.spoken is not None and message.reply in ("", node.id):
                 if (echo := message.echo_of(node)) is not None:
                     return echo
-                differs = True
-        if differs:
-            self._differing.add(xxh3_128_digest(key + _digest_input(message)))
+                differing = node
+        if differing is not None:
+            self._differing.setdefault(xxh3_128_digest(key + _digest_input(message)), (differing, message))
         return None
 
     def _extend(self, echo: Echo, new_messages: Sequence[ChatMessage]) -> Tokens:
