@@ -200,17 +200,24 @@ def serve(
     config: ConfigPath,
     overrides: Overrides = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port on loopback; 0: a free port.")] = 0,
+    record: Annotated[
+        Path | None,
+        typer.Option(help="Directory for the trajectory, for view and show; prints branches and changed replies."),
+    ] = None,
+    upstream: Annotated[
+        str | None, typer.Option(metavar="URL", help="Serve the model of a chat endpoint, with --model.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Model name at the endpoint.")] = None,
 ) -> None:
-    """Serve the config's model to agent programs, as rollout.harness does. Ctrl-C stops it.
+    """Serve a model to agent programs, as rollout.harness does: the config's, or one behind a chat endpoint.
 
-    Prints the environment variables that a program needs. Does not train or store anything.
+    Prints the environment variables that a program needs. Trains nothing. Ctrl-C stops it.
     """
-    from agent_rl.commands.serve import run_serve
+    from agent_rl.commands.serve import run_serve, upstream_endpoint
     from agent_rl.config.loader import load_config
-    from agent_rl.controller import preflight
 
-    checked = preflight.run(load_config(config, overrides or ()))
-    run_async(run_serve(checked, port=port))
+    chat = upstream_endpoint(upstream, model)
+    run_async(run_serve(load_config(config, overrides or ()), port=port, record=record, upstream=chat))
 
 
 @app.command()

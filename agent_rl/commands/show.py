@@ -206,6 +206,8 @@ def _render_turn(number: int, turn: Mapping[str, Any]) -> list[RenderableType]:
     if thoughts := turn.get("thinking_chars"):
         limited = ", closed at the limit" if turn.get("inserted_tokens") else ""
         parts.append(Text(f"thoughts: {thoughts} characters{limited}", style="dim"))
+    if rule := turn.get("left_out"):
+        parts.append(_printable_text(f"not trained: {rule}", "yellow"))
     parts.append(_printable_text(_before_call(turn) or "(no text before the call)"))
     for name, value in turn["arguments"].items():
         text = value if isinstance(value, str) else json.dumps(value)

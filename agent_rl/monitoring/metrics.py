@@ -146,6 +146,11 @@ METRICS: tuple[Metric, ...] = (
         _ROLLOUT,
         ("harness/branches", "count", "Mean branches per trajectory of an agent program."),
         ("harness/inflation", "ratio", "Tokens of all branches over distinct tokens; 1 if no token is shared."),
+        (
+            "harness/left_out_token_fraction",
+            "share",
+            "Sampled tokens that a rule of `rollout.harness.train_if` leaves out of training.",
+        ),
         ("harness/rewrites", "count", "Requests that changed the conversation or the tools and started a new branch."),
         ("harness/retries", "count", "Requests repeated after their response had been sent."),
         ("harness/echo_differs", "count", "Responses that the program sent back with changed text or arguments."),

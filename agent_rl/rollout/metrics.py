@@ -78,7 +78,10 @@ def harness_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         return {}
     shared = sum(branch.shared for trajectory in trajectories for branch in trajectory.branches)
     total = sum(trajectory.total_tokens for trajectory in trajectories)
+    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+    left_out = sum(turn.completion_tokens for turn in turns if turn.left_out)
     return {
+        "harness/left_out_token_fraction": left_out / max(1, sum(turn.completion_tokens for turn in turns)),
         "harness/branches": _mean(len(trajectory.branches) for trajectory in trajectories),
         "harness/inflation": total / max(1, total - shared),
         **{

@@ -134,6 +134,8 @@ export interface Turn {
   tool: string | null;
   arguments: Record<string, unknown>;
   parse_failure: string | null;
+  /** The rule that leaves the turn out of training. */
+  left_out?: string;
   text: string;
   observation: string;
   span: [number, number] | null;
