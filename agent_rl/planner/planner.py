@@ -180,7 +180,7 @@ class _Planner:
         per_host = -(-world // hosts)
         per_engine_host = min(served, hardware.gpus_per_node)
         of_ranks = tuple(self._rank_host_items(rank, per_host))
-        of_engines = (
+        of_engines: tuple[Item, ...] = (
             Item("engine's processes", per_engine_host * ENGINE_PROCESS, f"{per_engine_host} GPUs, one each"),
             self._route_slots(per_engine_host),
         )
