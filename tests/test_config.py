@@ -79,6 +79,10 @@ def test_overrides_reach_nested_keys_as_yaml_values() -> None:
         ("engine={placement: ray, colocate: true}", "engine.colocate conflicts with engine.placement ray"),
         ("engine={device: cpu, colocate: true}", "engine.colocate needs GPUs"),
         ("engine.device=auto engine.colocate=true train.device=cpu", "engine.colocate needs GPUs, and train.device"),
+        ("engine={urls: [a], weight_sync: delta}", "engine.weight_sync delta requires launched servers"),
+        (f"{COLOCATED} engine.weight_sync=delta", "engine.weight_sync delta conflicts with engine.colocate"),
+        ("engine={placement: ray, nodes: 2, gpus: 2, weight_sync: delta}", "requires servers on one node each"),
+        ("engine.weight_sync=delta train.lora.rank=8", "engine.weight_sync delta conflicts with train.lora"),
         (f"{COLOCATED} train.ray_address=h:1", "remove train.ray_address"),
         (
             f"{COLOCATED} train.parallel.world_size=2",

@@ -189,6 +189,15 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _check_weight_sync(self) -> RunConfig:
+        if self.engine.weight_sync == "delta" and self.train.lora is not None:
+            raise ValueError(
+                "engine.weight_sync delta conflicts with train.lora, which sends only the adapters: set weight_sync to "
+                "full"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_recovery(self) -> RunConfig:
         if self.rollout.recover == "turns" and self.captures_routes and self.r3.source == "latest":
             raise ValueError(

@@ -366,13 +366,16 @@ class TrainingRun:
         await self.evaluations.finish()
         self.display.stage(f"step {progress.step}: weights to the engine")
         by_turns = self.config.engine.pause_mode == "turn"
-        async with clock.stage("weight_sync"), self.runtime.engine.gate.closed() if by_turns else nullcontext():
-            await self.runtime.engine.sleep.resume_weights()
-            values = await self.sync.publish(progress.step)
-            await self.runtime.engine.sleep.end()
-            if progress.step < self.config.train.steps:
-                await self._begin_journal(progress.step + 1, progress.weights)
-            return values
+        async with clock.stage("weight_sync"):
+            if self.config.engine.weight_sync == "delta":
+                await self.sync.stage(progress.step)
+            async with self.runtime.engine.gate.closed() if by_turns else nullcontext():
+                await self.runtime.engine.sleep.resume_weights()
+                values = await self.sync.publish(progress.step)
+                await self.runtime.engine.sleep.end()
+                if progress.step < self.config.train.steps:
+                    await self._begin_journal(progress.step + 1, progress.weights)
+                return values
 
     async def _begin_journal(self, step: int, weights: str) -> None:
         if finished := await self.journal.begin(step, weights):

@@ -146,5 +146,9 @@ class WorkerActor:
         self._worker.export(directory)
 
     @ray.method
+    def stage(self, request: PublishRequest) -> Mapping[str, str] | None:
+        return self._worker.stage(request)
+
+    @ray.method
     def publish(self, request: PublishRequest) -> PublishReport | None:
         return self._worker.publish(request)
