@@ -17,6 +17,7 @@ from sandbox.docker.client import (
     EngineClient,
     WritableDirectories,
     find_writable_directories,
+    layer_files,
     layer_size,
     remove_container,
 )
@@ -145,10 +146,16 @@ class DockerSandbox(BaseSandbox):
         )
 
     async def changes(self) -> Mapping[str, Change]:
-        """Return the changes of the container's layer; files in volumes of the image are not listed."""
+        """Return the changes of the container's layer; files in volumes of the image are not listed.
+
+        The engine leaves out changed files whose size and time are the image's. They are listed if its directory is on
+        this machine.
+        """
         listed = await self._backend.call(partial(self._api.diff, self._container), SandboxLostError) or []
-        parents = {str(parent) for each in listed for parent in PurePosixPath(each["Path"]).parents}
-        kinds: dict[str, Change] = {each["Path"]: _CHANGES[each["Kind"]] for each in listed}
+        files = await self._backend.call(partial(layer_files, self._api, self._container), SandboxLostError)
+        kinds: dict[str, Change] = dict.fromkeys(files, "changed")
+        kinds |= {each["Path"]: _CHANGES[each["Kind"]] for each in listed}
+        parents = {str(parent) for path in kinds for parent in PurePosixPath(path).parents}
         kinds.pop(_INIT, None)
         return {path: kind for path, kind in kinds.items() if kind != "changed" or path not in parents}
 
