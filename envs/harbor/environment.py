@@ -97,7 +97,7 @@ class HarborEnvironment:
     """
 
     context: EnvContext
-    path: Path
+    path: str | Path
     _: KW_ONLY
     heldout: int | None = None
     limit: int | None = None
@@ -215,7 +215,7 @@ class HarborEnvironment:
         """The tasks, read once. Raises ``TaskRecordError``, a line for each problem."""
         if not self._read:
             problems: list[str] = []
-            for directory in task_directories(self.path):
+            for directory in task_directories(Path(self.path)):
                 try:
                     task = read_task(directory)
                     self._check_limits(task)
