@@ -161,7 +161,8 @@ class Turn:
     turn's tokens and of ``text``, with the marker that closes them. ``inserted_tokens``: tokens of the turn that were
     not sampled, because the loop closed its thoughts (``rollout.max_thinking_tokens``); they end the thoughts.
     ``usage``: tokens as a chat endpoint counts them, by the fields of :class:`agent_rl.evaluation.usage.Usage`; empty
-    if nobody counted the model's tokens, None if the turn's own counts are the model's tokens.
+    if nobody counted the model's tokens, None if the turn's own counts are the model's tokens. ``summary``: the turn is
+    the summary at the end of its branch (``rollout.compaction``).
     """
 
     text: str
@@ -182,6 +183,7 @@ class Turn:
     thinking_chars: int = 0
     usage: Mapping[str, int] | None = None
     inserted_tokens: int = 0
+    summary: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -215,22 +217,25 @@ class RouteAudit:
 
 
 class BranchCause(StrEnum):
-    """Why an agent program's conversation started a new branch."""
+    """Why a conversation started a new branch."""
 
     START = "start"  # the first branch
     TOOLS = "tools"  # the tools changed
     REWRITE = "rewrite"  # earlier messages were changed, dropped or compacted; or a sub-agent began
     PARALLEL = "parallel"  # two requests ran concurrently
     RETRY = "retry"  # the same request was repeated after its response
+    COMPACTION = "compaction"  # the built-in loop had the conversation summarized (rollout.compaction)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Branch:
-    """One token sequence of a trajectory: a path through the conversation tree.
+    """One token sequence of a trajectory: a path through an agent program's conversation tree, or the part of an
+    episode between two compactions.
 
     Arrays as in :class:`Trajectory`. ``loss_mask`` is True for sampled tokens that are trained in this branch. A token
     that several branches share is trained in the first one and is context in the others. ``parent``: number of the
-    earlier branch that shares the first ``shared`` tokens (None and 0 for a branch without parent).
+    earlier branch that shares the first ``shared`` tokens (None and 0 for a branch without parent). ``messages``: those
+    of the branch; of an agent program's branches only the first has them.
     """
 
     tokens: NDArray[np.int32]
@@ -241,6 +246,7 @@ class Branch:
     parent: int | None = None
     shared: int = 0
     cause: BranchCause = BranchCause.START
+    messages: tuple[Mapping[str, str], ...] = ()
 
     @property
     def weight_versions(self) -> tuple[str, ...]:
@@ -269,8 +275,8 @@ class Trajectory:
     """A finished episode.
 
     ``tokens`` int32 ``[S]``; ``loss_mask`` bool ``[S]``, True for sampled tokens; ``logprobs`` float32 ``[S]``, 0 for
-    other tokens; ``routing`` with S rows (the last is absent) or None. They belong to the first branch; ``further``
-    holds the other branches of an agent program's conversation. ``reward`` is None iff ``stop.infrastructure``.
+    other tokens; ``routing`` with S rows (the last is absent) or None. They and ``messages`` belong to the first
+    branch; ``further`` holds the other branches. ``reward`` is None iff ``stop.infrastructure``.
     ``versions``: weight versions of the sampled tokens, in order; a span may include observation tokens. ``error``:
     reason of an infrastructure failure in the first line; for ``environment_error`` a traceback follows. ``tests``,
     ``test_log``: results and log of the hidden tests. A run's records keep only the end of the log. ``began``: Unix
@@ -315,7 +321,8 @@ class Trajectory:
     @property
     def branches(self) -> tuple[Branch, ...]:
         """All branches, at least one."""
-        first = Branch(self.tokens, self.loss_mask, self.logprobs, self.routing, self.versions)
+        arrays = self.tokens, self.loss_mask, self.logprobs, self.routing
+        first = Branch(*arrays, self.versions, messages=self.messages)
         return first, *self.further
 
     @property
