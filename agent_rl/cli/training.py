@@ -242,7 +242,7 @@ def plan(
     overrides: Overrides = None,
     tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="Mean tokens per trajectory, for totals per step. Default: rollout.max_tokens."),
+        typer.Option(min=1, help="Mean tokens per trajectory, for totals per step. Default: the maximum."),
     ] = None,
     time: Annotated[
         bool, typer.Option("--time", help="Also predict seconds per step, hours and GPU hours, with all assumptions.")

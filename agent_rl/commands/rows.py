@@ -45,7 +45,7 @@ def write_rows(source: Path, out: Path, choice: RowChoice) -> str:
                     counts[reason] += 1
                     continue
                 tasks[episode.task_id] += 1
-                lines.append(orjson.dumps(_row(file, episode)) + b"\n")
+                lines += [orjson.dumps(row) + b"\n" for row in _rows(file, episode)]
         except READ_ERRORS as error:
             raise UserError(f"{file}: no readable trajectories ({type(error).__name__}: {error})") from None
     if not lines:
@@ -67,34 +67,49 @@ def _left_out(episode: EpisodeRecord, choice: RowChoice, tasks: Counter[str]) ->
     """Why ``episode`` becomes no row; None if it does."""
     if not episode.row["turns"]:
         return "without a turn"
-    if len(episode.row.get("branches", ())) > 1:
+    if not _has_all_messages(episode.row):
         return "of several branches"
     if not (episode.row["resolved"] or choice.unresolved):
         return "not resolved"
     return "beyond --per-task" if choice.per_task == tasks[episode.task_id] else None
 
 
-def _row(file: Path, episode: EpisodeRecord) -> Json:
+def _has_all_messages(row: Mapping[str, Any]) -> bool:
+    """Whether the messages of all branches are known: not those of an agent program's further branches, nor those after
+    a summary in an evaluation's directory."""
+    if "branches" in row:
+        return all("messages" in branch for branch in row["branches"][1:])
+    return not any(turn.get("summary") for turn in row["turns"])
+
+
+def _rows(file: Path, episode: EpisodeRecord) -> Iterator[Json]:
+    """The rows of an episode, one a branch. A turn that a compaction kept is in the messages of two branches and has
+    loss mask 1 in the first."""
     row = episode.row
     fields = {"task_id": episode.task_id, "reward": row.get("reward"), "resolved": row["resolved"]}
-    fields["messages"] = list(_messages(row))
-    if "branches" in row:
-        read = functools.partial(_array, arrays_path(file))
-        branch = read_branch(row, 0, read, routes=False)
-        fields |= {"tokens": branch.tokens.tolist(), "loss_mask": branch.loss_mask.astype(int).tolist()}
-    return fields
+    if "branches" not in row:
+        yield {**fields, "messages": list(_messages(row["messages"], row["turns"]))}
+    for number in range(len(row.get("branches", ()))):
+        branch = read_branch(row, number, functools.partial(_array, arrays_path(file)), routes=False)
+        messages = branch.messages if number else row["messages"]
+        yield {
+            **fields,
+            "messages": list(_messages(messages, row["turns"])),
+            "tokens": branch.tokens.tolist(),
+            "loss_mask": branch.loss_mask.astype(int).tolist(),
+        }
 
 
 def _array(path: Path, name: str) -> Any:
     return read_arrays(path, [name])[name]
 
 
-def _messages(row: Mapping[str, Any]) -> Iterator[Json]:
-    turns, calls = iter(conversation(row["turns"])), list[Json]()
+def _messages(messages: Sequence[Mapping[str, str]], turns: Sequence[Mapping[str, Any]]) -> Iterator[Json]:
+    spoken, calls = zip(turns, conversation(turns), strict=True), list[Json]()
     number = 0
-    for message in row["messages"]:
+    for message in messages:
         if message["role"] == "assistant":
-            turn = next(turns)
+            turn = next(said for turn, said in spoken if turn["text"] == message["content"])
             calls = [_call(number + index, call) for index, call in enumerate(turn["calls"])]
             number += len(calls)
             thoughts = {"reasoning_content": turn["thoughts"]} if turn["thoughts"] else {}

@@ -26,6 +26,7 @@ from agent_rl.evaluation.quarantine import read_quarantine
 from agent_rl.models.mixer_costs import shares_prompts_late
 from agent_rl.monitoring.console import Display
 from agent_rl.render import ChatRenderer
+from agent_rl.rollout.compaction import check_compaction
 from agent_rl.rollout.episode import EpisodeRules, run_episode
 from agent_rl.rollout.group import Limiter
 from agent_rl.rollout.route_audit import Auditor
@@ -242,6 +243,8 @@ async def open_rollout_runtime(
         )
         if config.rollout.max_thinking_tokens is not None:
             renderer.check_end_of_thoughts()
+        if config.rollout.compaction is not None:
+            check_compaction(config.rollout, config.rollout.compaction, renderer)
         harness, endpoint = config.rollout.harness, None
         if harness is not None:
             renderer.check_tails()

@@ -122,6 +122,9 @@ METRICS: tuple[Metric, ...] = (
         ("rollout/retractions", "count", "Times that engines requeued a running request and recomputed its tokens."),
         ("rollout/turns_mean", "turns", "Mean turns per trajectory."),
         ("rollout/tokens_mean", "tokens", "Mean tokens per trajectory."),
+        ("rollout/branch_tokens_mean", "tokens", "Mean tokens per branch of a trajectory."),
+        ("rollout/compactions", "count", "Mean summaries per trajectory (`rollout.compaction`)."),
+        ("rollout/summary_tokens_mean", "tokens", "Mean sampled tokens per summary; 0 without summaries."),
         ("rollout/sampled_tokens_mean", "tokens", "Mean sampled tokens per trajectory."),
         (
             "rollout/kept_tokens",
