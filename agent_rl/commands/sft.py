@@ -11,6 +11,7 @@ A row that is not used is counted by reason and written to ``left_out.jsonl``.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -35,8 +36,9 @@ from agent_rl.endpoint.session import HarnessRenderer
 from agent_rl.errors import TemplateError, UserError
 from agent_rl.rollout.conversation_tree import ChatMessage
 from agent_rl.types import SampledCall
-from envs.rows import read_rows
+from envs.rows import is_data_set_directory, read_rows
 from envs.types import TaskRecordError
+from tools import THINK, split_reasoning
 
 Masked = tuple[NDArray[np.int32], NDArray[np.bool_]]
 """Tokens ``[S]`` and loss mask ``[S]`` of a sequence."""
@@ -149,9 +151,9 @@ class RowReader:
 
     def read(self, source: SftSource) -> Iterator[SftRow | LeftOut]:
         """The rows of ``source`` in order. Raises UserError for one that cannot be read."""
-        # A directory of a data set is one of rows; any other is one of episodes.
-        is_run = any((source.path / name).exists() for name in ("trajectories", "logs"))
-        return self._episodes(source) if is_run else self._chat_rows(source)
+        path = source.path  # a run has the file state.json too, by which a saved data set is known
+        is_rows = not path.is_dir() or (is_data_set_directory(path) and not (path / "config.yaml").is_file())
+        return self._chat_rows(source) if is_rows else self._episodes(source)
 
     def _episodes(self, source: SftSource) -> Iterator[SftRow | LeftOut]:
         same = tokenizer_name(source.path) == self._tokenizer
@@ -169,19 +171,21 @@ class RowReader:
         try:
             for number, row in read_rows(source.path, source.split):
                 name = f"{source.path.name}, row {number}"
+                reward = None if isinstance(row, str) else row.get("reward")
                 if isinstance(row, str):
                     yield LeftOut(name, "not readable", row)
-                    continue
-                reward = row.get("reward")
-                reward = float("inf") if reward is None else float(reward)
-                yield self._row(name, str(row.get("task_id") or name), reward, source, row)
+                elif reward is not None and not isinstance(reward, int | float):
+                    yield LeftOut(name, "not readable", f"reward: {reward!r:.40} is not a number")
+                else:
+                    reward = math.inf if reward is None else reward
+                    yield self._row(name, str(row.get("task_id") or name), reward, source, row)
         except TaskRecordError as error:
             raise UserError(f"sft.data: {error}") from None
 
     def _row(
         self, name: str, task: str, reward: float, source: SftSource, given: _Episode | Mapping[str, Any]
     ) -> SftRow | LeftOut:
-        if source.min_reward is not None and reward < source.min_reward:
+        if source.min_reward is not None and not reward >= source.min_reward:  # NaN is not
             return LeftOut(name, f"of a reward below {source.min_reward:g}")
         try:
             if isinstance(given, _Episode):
@@ -233,7 +237,10 @@ class RowReader:
         parts = [(self._harness.initial_prompt(messages[: turns[0]], request.tools), False)]
         for start, end in pairwise([*turns, turns[-1]]):
             message = messages[start]
-            spoken = self._renderer.turn(self._format, message.reasoning, message.text, message.calls)
+            thoughts, text = message.reasoning, message.text
+            if not thoughts and text.lstrip().startswith(THINK.open):
+                thoughts, text = split_reasoning(text.strip(), THINK)
+            spoken = self._renderer.turn(self._format, thoughts, text.lstrip("\n"), message.calls)
             parts.append((spoken, True))
             if end > start:
                 parts.append((self._between(message, messages[start + 1 : end], spoken), False))
@@ -272,11 +279,15 @@ class _Episode:
 
 
 def _openai_form(value: Any) -> Any:
-    """``value`` without nulls, which Parquet has for absent fields, and with the arguments of calls as text."""
-    if isinstance(value, Mapping):
-        return {
-            key: orjson.dumps(item).decode() if key == "arguments" and isinstance(item, Mapping) else _openai_form(item)
-            for key, item in value.items()
-            if item is not None
-        }
-    return [_openai_form(item) for item in value] if isinstance(value, list | tuple) else value
+    """``value`` without nulls, which Parquet has for absent fields, with the arguments of calls as text, and with
+    thoughts in ``reasoning_content``."""
+    if isinstance(value, list | tuple):
+        return [_openai_form(item) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    fields = {key: _openai_form(item) for key, item in value.items() if item is not None}
+    if isinstance(fields.get("name"), str) and isinstance(fields.get("arguments"), Mapping):
+        fields["arguments"] = orjson.dumps(fields["arguments"]).decode()
+    if "role" in fields and isinstance(thoughts := fields.get("reasoning", fields.get("thinking")), str):
+        fields.setdefault("reasoning_content", thoughts)
+    return fields

@@ -249,7 +249,7 @@ class ChatRenderer:
             opening, closing = self._around_thoughts
             if not closing:
                 raise TemplateError("the turn has thoughts, and the chat template has none")
-            said = opening + thoughts + closing + said
+            said = opening + thoughts.strip("\n") + closing + said
         ended = self._deltas.get("tool" if calls else "user", self._deltas[self._preferred])
         return [*self._encoder.encode(said, guard), self._end_of_turn(ended)]
 

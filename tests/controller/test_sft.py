@@ -127,6 +127,8 @@ def test_rows_of_a_file_are_used_or_named(tmp_path: Path) -> None:
         {"messages": TALK[3:]},
         {"text": "no messages"},
         "{broken",
+        {"messages": TALK, "reward": "high"},
+        {"messages": TALK, "reward": float("nan")},
     )
     rows = list(reader_of(tmp_path).read(SftSource(path=file)))
     assert [row.task for row in rows if isinstance(row, SftRow)] == ["a", "rows.jsonl, row 2"]
@@ -141,10 +143,28 @@ def test_rows_of_a_file_are_used_or_named(tmp_path: Path) -> None:
         "7": "not rendered",
         "8": "not rendered",
         "9": "not readable",
+        "10": "not readable",
+        "11": "of a reward below 1",
     }
     assert "only text parts are supported" in left["5"][1]
     assert "messages" in left["8"][1]
     assert "not JSON" in left["9"][1]
+
+
+def test_other_forms_of_a_message_are_the_same_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    renderer = ChatRenderer(FORMS["qwen3_moe"].chat_model("qwen3_moe"))
+    monkeypatch.setattr(command, "chat_renderer", lambda config: renderer)
+    reader, start = reader_of(tmp_path), TALK[:1]
+    call = {"function": {"name": "bash", "arguments": {"command": "ls -la", "absent": None}}}
+    forms: list[dict[str, Any]] = [
+        {"reasoning_content": "\nWhere?\n", "content": "Look.", "tool_calls": [CALL]},
+        {"reasoning": "Where?", "content": "Look.", "tool_calls": [call]},
+        {"content": "<think>\nWhere?\n</think>\n\nLook.", "tool_calls": [call]},
+        {"thinking": "Where?", "content": [{"type": "text", "text": "Look."}], "tool_calls": [CALL]},
+    ]
+    rendered = [reader.render({"messages": [*start, {"role": "assistant", **form}]})[0].tolist() for form in forms]
+    assert all(tokens == rendered[0] for tokens in rendered)
+    assert renderer.decode(rendered[0]).count("Where?\n</think>") == 1
 
 
 def test_parquet_rows_equal_those_of_json(tmp_path: Path) -> None:
@@ -231,6 +251,7 @@ def test_evaluations_have_no_tokens_and_are_rendered(tmp_path: Path) -> None:
         ("train.mini_steps=2", "sft conflicts with train.mini_steps above 1"),
         ("train.kl.coefficient=0.1", "sft conflicts with train.kl"),
         ("sft.data=[{path: missing.jsonl}]", "sft.data: missing.jsonl: no such file"),
+        (f"sft.data=[{{path: {ROOT}/docs}}]", "docs: expected the directory of a run with trajectories, or of an eval"),
         ("sft.validation_share=0.999", r"sft.validation_share: 0.999 of 24 task\(s\) leaves none"),
         ("train.microbatch_tokens=16", r"sft.data: no row to train on; .*longer than 16 tokens"),
     ],

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from marked import ROOT, MarkedProcess
+from marked import ROOT, MarkedProcess, kill_rank
 from rich.console import Console
 
 from agent_rl.commands.runs import list_runs
@@ -63,7 +63,7 @@ def exact(run: Path) -> list[dict[str, float]]:
     return [{name: value for name, value in row.items() if not CLOCK.search(name)} for row in read_metrics(run)]
 
 
-def test_killed_runs_resume_bit_for_bit(start: Callable[[Path], MarkedProcess], tmp_path: Path) -> None:
+def test_killed_run_resumes_bit_for_bit(start: Callable[[Path], MarkedProcess], tmp_path: Path) -> None:
     whole = start(config_of(tmp_path, "whole"))
     assert whole.process.wait(300) == 0, whole.text
     config, run = config_of(tmp_path, "killed"), tmp_path / "killed"
@@ -75,8 +75,11 @@ def test_killed_runs_resume_bit_for_bit(start: Callable[[Path], MarkedProcess], 
         assert code == (-signal.SIGKILL if sign is signal.SIGKILL else 130), process.text
     assert "stopped; start again to resume" in process.text
     last = start(config)
+    wait_for_step(last, run, 8)
+    kill_rank(last.mark)
     assert last.process.wait(300) == 0, last.text
     assert f"resuming from {run}/checkpoints/step-" in last.text
+    assert last.text.count("a trainer rank died: ") == 1
     assert exact(run) == exact(tmp_path / "whole")
     assert exact(run)[-1]["sft/epoch"] == 2
     for file in ("model/model.safetensors", f"checkpoints/step-{len(exact(run)):06d}/rank-00000.safetensors"):
