@@ -212,6 +212,21 @@ async def _refuse_other_weights(checked: Checked, engine: SGLangEngine, display:
         display.note(note)
 
 
+def chat_renderer(config: RunConfig) -> ChatRenderer:
+    """The renderer of the run's episodes. Raises TemplateError."""
+    return ChatRenderer(
+        config.model,
+        thinking=config.rollout.thinking,
+        options=config.rollout.template_options,
+        observation_role=load_scaffold(config.env.scaffold).observation_role,
+    )
+
+
+def call_format(config: RunConfig, renderer: ChatRenderer) -> ToolCallFormat:
+    """The format of tool calls in the run's episodes."""
+    return tool_format(config.rollout.tool_format or renderer.tool_format)
+
+
 @asynccontextmanager
 async def open_rollout_runtime(
     checked: Checked,
@@ -235,12 +250,7 @@ async def open_rollout_runtime(
         if reservations is None:
             reserved = await stack.enter_async_context(open_reservations(checked.cluster, ranks=False))
             reservations = reserved.engines
-        renderer = ChatRenderer(
-            config.model,
-            thinking=config.rollout.thinking,
-            options=config.rollout.template_options,
-            observation_role=load_scaffold(config.env.scaffold).observation_role,
-        )
+        renderer = chat_renderer(config)
         if config.rollout.max_thinking_tokens is not None:
             renderer.check_end_of_thoughts()
         if config.rollout.compaction is not None:
@@ -275,7 +285,7 @@ async def open_rollout_runtime(
             task_runtime=task_runtime,
             engine=engine,
             renderer=renderer,
-            format=tool_format(config.rollout.tool_format or renderer.tool_format),
+            format=call_format(config, renderer),
             limiter=Limiter(config.rollout.concurrency),
             endpoint=endpoint,
         )

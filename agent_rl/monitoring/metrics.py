@@ -292,6 +292,14 @@ METRICS: tuple[Metric, ...] = (
         ("train/kl_reference", "nats", "KL to the reference model by `train.kl.estimator`; mean over tokens."),
         ("train/kl_penalty", "reward", "KL penalty subtracted from the advantage; mean over tokens."),
     ),
+    *_rows(_STEP, ("sft/loss", "nats", "Negative log-likelihood of a trained token of `agent-rl sft`; weighted mean.")),
+    *_rows(
+        "agent_rl/controller/sft.py",
+        ("sft/epoch", "epochs", "Rows trained since the run began over the rows of an epoch."),
+        ("sft/validation_loss", "nats", "`sft/loss` on the held-out rows after the step."),
+        ("sft/validation_perplexity", "factor", "Exponential of `sft/validation_loss`."),
+        ("time/validation", "seconds", "Duration of the pass over the held-out rows."),
+    ),
     *_rows(
         _STEP,
         ("staleness/mean", "updates", "Age of a sampled token's weights in updates before this step; mean."),
