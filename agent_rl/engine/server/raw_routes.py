@@ -47,14 +47,7 @@ def narrow(experts: torch.Tensor) -> bytes:
 def serve(server: Any) -> None:
     """Answer requests of the web server's module ``server``, ``sglang.srt.entrypoints.http_server``."""
     responses = importlib.import_module("starlette.responses")
-    stock, to_json = server.serve_generate_request, server.orjson_response
-
-    def widened(answer: Any, *arguments: Any, **options: Any) -> Any:
-        for each in answer if isinstance(answer, list) else [answer]:
-            if isinstance(each, dict) and isinstance(ids := each.get("meta_info", {}).get(KEY), bytes):
-                wide = np.frombuffer(ids, f"<i{ids[0]}" if ids[0] > 1 else np.uint8, offset=1).astype("<i4")
-                each["meta_info"][KEY] = base64.b64encode(wide.tobytes()).decode()
-        return to_json(answer, *arguments, **options)
+    stock, to_response, to_json = server.serve_generate_request, server.orjson_response, server.dumps_json
 
     async def generate(obj: Any, request: Any) -> Any:
         if request.query_params.get("routes") != "raw" or obj.stream:
@@ -65,9 +58,20 @@ def serve(server: Any) -> None:
             return server._create_error_response(error)
         ids = answer["meta_info"].pop(KEY, None) if isinstance(answer, dict) else None
         if ids is None:
-            return widened(answer)
+            return to_response(answer)
         head = MAGIC + ids[:1] + (len(ids) - 1).to_bytes(8, "little")
-        body = b"".join((head, memoryview(ids)[1:], to_json(answer).body))
+        body = b"".join((head, memoryview(ids)[1:], to_json(answer)))
         return responses.Response(body, media_type="application/octet-stream")
 
-    server.serve_generate_request, server.orjson_response = generate, widened
+    server.serve_generate_request = generate
+    server.orjson_response = lambda answer, *options: to_response(widened(answer), *options)
+    server.dumps_json = lambda answer: to_json(widened(answer))  # of a stream
+
+
+def widened(answer: Any) -> Any:
+    """``answer`` with its routes as SGLang sends them."""
+    for each in answer if isinstance(answer, list) else [answer]:
+        if isinstance(each, dict) and isinstance(ids := each.get("meta_info", {}).get(KEY), bytes):
+            wide = np.frombuffer(ids, f"<i{ids[0]}" if ids[0] > 1 else np.uint8, offset=1).astype("<i4")
+            each["meta_info"][KEY] = base64.b64encode(wide.tobytes()).decode()
+    return answer
