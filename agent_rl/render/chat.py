@@ -231,6 +231,10 @@ class ChatRenderer:
         guard = self._encoder.guard_for(text)
         return self._encoder.encode(self._encoder.guarded(text, guard), guard)
 
+    def written(self, text: str) -> list[int]:
+        """The tokens of ``text`` as the model writes it, with control tokens where it has their texts."""
+        return self._encoder.encode(text)
+
     def check_end_of_thoughts(self) -> None:
         """Raises ``TemplateError`` if thoughts cannot be closed (``rollout.max_thinking_tokens``)."""
         if not self.end_of_thoughts:
