@@ -95,7 +95,7 @@ def _session(
     engine: Engine, rendering: HarnessRenderer, rules: EpisodeRules, context: int, *, resumable: bool = True
 ) -> Session:
     """A session without an episode: any number of replies, in conversations of at most ``context`` tokens."""
-    endless = replace(rules.override(max_turns=_ENDLESS), routes=None)
+    endless = replace(rules.override(max_turns=_ENDLESS), routes=None, masks=False)
     return Session("serve", engine, rendering, endless, context, resumable=resumable)
 
 

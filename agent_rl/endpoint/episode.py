@@ -31,7 +31,7 @@ from agent_rl.engine.types import Engine
 from agent_rl.errors import HarnessError
 from agent_rl.rollout.episode import EpisodeRules, EpisodeRun
 from agent_rl.types import StopReason, Trajectory
-from envs import Dialogue, Environment, Episode, Grade, HasSandbox, Task
+from envs import Dialogue, Environment, Episode, Grade, HasSandbox, Task, user_of
 from sandbox import ExecResult, Sandbox, SandboxBackend, bounded, printable
 from sandbox.pool import PooledSandbox
 from sandbox.process import run_process
@@ -91,6 +91,8 @@ class HarnessRun(EpisodeRun):
     def _open(self, episode: Episode | Dialogue, target: ToolSet | Dialogue) -> None:
         """Nothing is rendered before the program's first request."""
         self.endpoint_session.messages = episode.messages
+        if user_of(episode):
+            raise HarnessError(f"environment {self.env.name} has a user beside its tools: omit rollout.harness")
         if self.harness.location == "host":
             self.endpoint_session.tools = None if isinstance(target, Dialogue) else target
         elif isinstance(episode, HasSandbox):
@@ -185,6 +187,7 @@ def with_conversation(plain: Trajectory, session: Session) -> Trajectory:
         loss_mask=first.loss_mask,
         logprobs=first.logprobs,
         routing=first.routing,
+        kept=first.kept,
         versions=first.versions,
         further=tuple(further),
     )

@@ -83,7 +83,7 @@ class NativeToolCalls(HermesFormat):
 
     def parse(self, text: str) -> ToolCall | ParseFailure:
         if _OPEN not in text:
-            return ParseFailure("no tool call found; call one of the tools")
+            return ParseFailure("no tool call found; call one of the tools", words=True)
         return super().parse(text)
 
 

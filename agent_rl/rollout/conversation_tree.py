@@ -32,6 +32,7 @@ from xxhash import xxh3_128_digest
 from agent_rl.config import R3Config
 from agent_rl.errors import RoutesMissingError
 from agent_rl.types import Branch, BranchCause, Completion, FinishReason, VersionSpan, append_version
+from r3.kept_tokens import KeptTokens
 from r3.routing import Routing, RoutingError
 from r3.stitch import RouteStitcher
 from tools import ParsedTurn, ToolCall
@@ -142,6 +143,7 @@ class Node:
     logprobs: array[float] = field(default_factory=lambda: array("f"))
     inserted: int = 0
     closed: int = 0
+    kept: list[tuple[int, KeptTokens | None]] = field(default_factory=list)
     versions: list[VersionSpan] = field(default_factory=list)
     route_rows: list[_RouteRows] = field(default_factory=list)
     text: str = ""
@@ -298,6 +300,7 @@ class ConversationTree:
             append_version(node.versions, span, node.end)
         node.sampled.extend(completion.tokens)
         node.logprobs.extend(completion.logprobs)
+        node.kept.append((len(completion.tokens), completion.kept))
 
     def insert(self, node: Node, tokens: Sequence[int]) -> None:
         """Append the tokens that close the thoughts of the reply. The next completion continues it."""
@@ -444,7 +447,7 @@ class ConversationTree:
         tokens = self.tokens(leaf)
         loss_mask, logprobs = np.zeros(len(tokens), np.bool_), np.zeros(len(tokens), np.float32)
         first = next(node for node, _ in path if node not in claimed)
-        spans = list[VersionSpan]()
+        spans, kept = list[VersionSpan](), list[tuple[int, KeptTokens | None]]()
         for node, stop in path:
             if node in claimed or stop < node.end:
                 continue
@@ -453,13 +456,17 @@ class ConversationTree:
                 closed = node.prompt + node.closed
                 loss_mask[closed - node.inserted : closed] = False
                 logprobs[node.prompt : node.end] = node.logprobs
+                kept += node.kept
                 for span in node.versions:
                     append_version(spans, span)
         parent = None if first.parent is None else claimed.get(first.parent)
         claimed |= {node: number for node, stop in path if node not in claimed and stop == node.end}
         shared = 0 if parent is None else first.shared
         cause = first.cause if number else BranchCause.START  # an earlier request may have been left out
-        return Branch(tokens, loss_mask, logprobs, _routing(path, len(tokens)), tuple(spans), parent, shared, cause)
+        return Branch(
+            tokens, loss_mask, logprobs, _routing(path, len(tokens)), tuple(spans), parent, shared, cause,
+            KeptTokens.join(kept),
+        )  # fmt: skip
 
 
 def _added_text(text: str, spoken: str, node: Node) -> str | None:

@@ -251,6 +251,8 @@ def _head(index: StepIndex, number: int, row: Mapping[str, Any]) -> Json:
         "training_status": columns["training_status"][number],
         "advantage": columns["advantage"][number],
         "hacks": row["suspected_hack"],
+        "parts": row.get("parts", {}),
+        "metrics": row.get("metrics", {}),
         "patch": row.get("patch", ""),
         "tests": row.get("tests", {}),
         "test_log": row.get("test_log", ""),

@@ -193,6 +193,8 @@ export interface Trajectory extends Answer {
   advantage: number | null;
   hacks: string[];
   patch: string;
+  parts: Record<string, number>;
+  metrics: Record<string, number>;
   tests: Record<string, string>;
   test_log: string;
   times: {
