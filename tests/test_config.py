@@ -76,6 +76,7 @@ def test_overrides_reach_nested_keys_as_yaml_values() -> None:
         ("engine.urls=[a, a]", "engine.urls contains the same URL twice"),
         ("engine={port: 65530, count: 9}", "engine.port is 65530; 9 servers"),
         ("engine={urls: [a], colocate: true}", "engine.colocate cannot use external servers"),
+        ("rollout.harness.command=a sandbox.placement=ray", "set rollout.harness.bind to this machine's address"),
         ("engine={placement: ray, colocate: true}", "engine.colocate conflicts with engine.placement ray"),
         ("engine={device: cpu, colocate: true}", "engine.colocate needs GPUs"),
         ("engine.device=auto engine.colocate=true train.device=cpu", "engine.colocate needs GPUs, and train.device"),

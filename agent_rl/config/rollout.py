@@ -70,6 +70,11 @@ class HarnessConfig(Section):
         "conversation as the chat template does, which may drop it and start a new branch.",
     )
     env: dict[str, str] = Field(default_factory=dict, description="Additional environment variables of the program.")
+    bind: str | None = Field(
+        None,
+        description="Address of this machine in the cluster, where the endpoint listens too, for programs in "
+        "sandboxes on other nodes (sandbox.placement ray). null: loopback only.",
+    )
     train_if: TrainIfConfig = Field(TrainIfConfig(), description="Which replies are trained.")
 
 

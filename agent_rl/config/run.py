@@ -125,10 +125,12 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _check_harness(self) -> RunConfig:
         harness = self.rollout.harness
-        if harness is not None and harness.location == "sandbox" and self.sandbox.placement == "ray":
+        on_nodes = harness is not None and harness.location == "sandbox" and self.sandbox.placement == "ray"
+        if harness is not None and on_nodes and harness.bind is None:
             raise ValueError(
-                "rollout.harness.location sandbox conflicts with sandbox.placement ray: sandboxes on other nodes "
-                "cannot reach the endpoint; set location to host or placement to local"
+                "rollout.harness.location sandbox with sandbox.placement ray: sandboxes on other nodes need the "
+                "endpoint's address: set rollout.harness.bind to this machine's address in the cluster, or location to "
+                "host"
             )
         return self
 
