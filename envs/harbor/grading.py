@@ -16,12 +16,14 @@ from pathlib import PurePosixPath
 from envs.harbor.tasks import HarborTask, read_files, resolve
 from envs.types import Grade, GradingError
 from sandbox import Change, ExecResult, Sandbox, SandboxFileError
+from sandbox.types import EXIT_DISK_LIMIT
 
 LOGS = "/logs"
 TESTS = "/tests"
 MAX_LOG = 1 << 16
 _SETUP_SECONDS = 60.0
 _REWARD_BYTES = 1 << 20
+_LISTED = 10
 _PROGRAMS = ("/bin", "/sbin", "/lib", "/usr")
 _NOT_PROGRAMS = ("/usr/share", "/usr/local/share", "/usr/include", "/usr/src")
 _PYTHON_STARTUP = ("sitecustomize.py", "usercustomize.py")
@@ -93,11 +95,12 @@ async def grade(sandbox: Sandbox, task: HarborTask, survey: Survey, users: Seque
     """
     for user in users:  # the end of a command kills all processes of its user
         await sandbox.exec(["/bin/sh", "-c", ":"], timeout=_SETUP_SECONDS, user=user)
-    if replaced := replaced_programs(await sandbox.changes(), survey):
-        return Grade(0.0, False, suspected_hack=[f"a program of the image was replaced: {each}" for each in replaced])
     tests = read_files(task.directory / "tests", task)
     tests["test.sh"] = tests["test.sh"][0], True
     try:
+        if replaced := replaced_programs(await sandbox.changes(), survey):
+            hacks = [f"a program of the image was replaced: {each}" for each in replaced[:_LISTED]]
+            return Grade(0.0, False, suspected_hack=hacks)
         prepared = await sandbox.exec(["/bin/sh", "-c", _CLEAR], timeout=_SETUP_SECONDS, cwd="/")
         prepared = await copy_in(sandbox, tests, TESTS) if prepared.ok else prepared
     except SandboxFileError as error:
@@ -108,6 +111,8 @@ async def grade(sandbox: Sandbox, task: HarborTask, survey: Survey, users: Seque
     timeout, env = task.config.verifier.timeout_sec, resolve(task.config.verifier.env)
     run = ["bash", "-c", _RUN, "bash", sandbox.spec.workdir]
     result = await sandbox.exec(run, timeout=timeout, cwd="/", env=env, user=verifier)
+    if result.exit_code == EXIT_DISK_LIMIT:
+        return Grade(0.0, False, log=result.text[-MAX_LOG:], suspected_hack=["the tests outgrew the sandbox's disk"])
     if result.timed_out:
         raise GradingError(f"task {task.id}: test.sh did not end within {timeout:.0f} s")
     reward, _ = await _read_reward(sandbox, task, result)

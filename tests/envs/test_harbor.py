@@ -239,7 +239,7 @@ async def test_call_after_the_deadline_ends_the_episode() -> None:
 @pytest.fixture(
     params=[
         pytest.param("docker", marks=[pytest.mark.docker, pytest.mark.slow]),
-        pytest.param("podman", marks=[pytest.mark.podman, pytest.mark.slow]),
+        pytest.param("podman", marks=[pytest.mark.podman, pytest.mark.exhaustive]),
     ]
 )
 async def context(request: pytest.FixtureRequest) -> AsyncIterator[EnvContext]:

@@ -51,6 +51,8 @@ ATTACKS = {
         f"mkdir /tmp/p; printf '{EVIL}' > /tmp/p/comm; chmod 755 /tmp/p/comm; rm -r /usr/local/bin; "
         "ln -s /tmp/p /usr/local/bin"
     ),
+    "removes every program": "rm -rf /usr/bin/* /usr/lib/* 2>/dev/null",
+    "outgrows its disk": "head -c 200000000 /dev/zero > big; sleep 6",
     "preloads a library": "echo /tmp/own.so > /etc/ld.so.preload",
     "runs code when Python starts": (
         "printf 'print(3.0)\\nimport os\\nos._exit(0)\\n' > /usr/local/lib/python3.11/dist-packages/sitecustomize.py"
@@ -82,7 +84,7 @@ async def graded(context: EnvContext, attack: str) -> Grade:
     ],
 )
 async def test_agent_that_is_root_gets_no_reward_without_solving_the_task(backend: str, names: tuple[str, ...]) -> None:
-    async with context_of(backend, SandboxSpec(memory_mb=256)) as context:
+    async with context_of(backend, SandboxSpec(memory_mb=256, disk_mb=100)) as context:
         try:
             grades = await asyncio.gather(*(graded(context, ATTACKS[name]) for name in names))
         except ImageMissingError as error:
