@@ -1,7 +1,7 @@
 # `make quickstart` and `make test` include all setup steps.
 PYTHON ?= python3
 VENV := .venv/bin
-FAST := not (exhaustive or slow or docker or podman or sglang or megatron or browser)
+FAST := not (exhaustive or slow or docker or podman or sglang or megatron or browser or slurm)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup prepare image real-tasks agents quickstart test test-fast check docs bench view-build
@@ -28,11 +28,11 @@ quickstart: prepare ## Train a small MoE agent end to end on this machine
 	@$(VENV)/agent-rl train configs/quickstart.yaml
 
 test: prepare image agents ## Run the whole test suite in two processes
-	@$(VENV)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 $(VENV)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-fast: prepare ## Run the tests that need no server, container engine, browser or full run
 	@# tests/megatron has no such test, and its imports take seconds.
-	@$(VENV)/python -m pytest -n 2 --dist loadgroup --ignore tests/megatron -m "$(FAST)" $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 $(VENV)/python -m pytest -n 2 --dist loadgroup --ignore tests/megatron -m "$(FAST)" $(PYTEST_ARGS)
 
 check: ## Run the linter, the type checker and the architecture tests
 	@$(PYTHON) -m agent_rl.bootstrap trainer

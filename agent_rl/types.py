@@ -11,13 +11,14 @@ Example: a trajectory of two turns (``p`` prompt, ``a`` sampled, ``o`` observati
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntFlag, StrEnum
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from r3.kept_tokens import KeptTokens
 from r3.routing import Routing
 
 
@@ -86,11 +87,14 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Sampling parameters. ``temperature`` 0 is greedy. ``stop_token_ids`` end a turn and stay in the output."""
+    """Sampling parameters. ``temperature`` 0 is greedy. ``top_k`` None: all tokens. ``keep_mask``: return the kept
+    tokens, and log-probs normalized over them. ``stop_token_ids`` end a turn and stay in the output."""
 
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = -1
+    top_k: int | None = None
+    min_p: float = 0.0
+    keep_mask: bool = False
     max_new_tokens: int = 1024
     stop_token_ids: tuple[int, ...] = ()
 
@@ -118,6 +122,7 @@ class Completion:
     ``routing``: rows ``[routes_from, prompt + completion - 1)`` of the whole sequence, or None if no routes were
     requested or received. With ``finish`` ABORT they are the tokens before the abort; without tokens ``routing`` is
     None. ``weight_version`` sampled the last token. ``earlier``: spans (counted from 0) that older versions sampled.
+    ``kept``: the kept tokens of each sampled token; None: drawn from the whole vocabulary.
     ``retractions``: how often the engine requeued the request and recomputed its tokens. ``cut``: a weight update
     aborted the request. This can happen several times in one turn. ``usage``: as :attr:`Turn.usage`.
     """
@@ -128,6 +133,7 @@ class Completion:
     weight_version: str
     engine: str
     routing: Routing | None = None
+    kept: KeptTokens | None = None
     earlier: tuple[VersionSpan, ...] = ()
     retractions: int = 0
     interrupted: bool = False
@@ -142,6 +148,21 @@ class Completion:
         first = self.earlier[-1].stop if self.earlier else 0
         last = VersionSpan(first, len(self.tokens), self.weight_version)
         return (*self.earlier, last) if first < len(self.tokens) else self.earlier
+
+    def stopped_after(self, count: int) -> Completion:
+        """The completion as if sampling had stopped after its first ``count`` tokens."""
+        routing = self.routing and self.routing.head(self.routing.tokens - len(self.tokens) + count)
+        spans = [replace(span, stop=min(span.stop, count)) for span in self.versions if span.start < count]
+        *earlier, last = spans or [VersionSpan(0, 0, self.weight_version)]
+        return replace(
+            self,
+            tokens=self.tokens[:count],
+            logprobs=self.logprobs[:count],
+            finish=FinishReason.STOP,
+            weight_version=last.version,
+            routing=routing,
+            earlier=tuple(earlier),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +181,10 @@ class Turn:
     the start of the episode. ``thinking_tokens``, ``thinking_chars``: length of the thoughts at the start of the
     turn's tokens and of ``text``, with the marker that closes them. ``inserted_tokens``: tokens of the turn that were
     not sampled, because the loop closed its thoughts (``rollout.max_thinking_tokens``); they end the thoughts.
+    ``left_out``: the rule (``rollout.harness.train_if``) that leaves the turn out of training, "" if none does.
     ``usage``: tokens as a chat endpoint counts them, by the fields of :class:`agent_rl.evaluation.usage.Usage`; empty
-    if nobody counted the model's tokens, None if the turn's own counts are the model's tokens.
+    if nobody counted the model's tokens, None if the turn's own counts are the model's tokens. ``summary``: the turn is
+    the summary at the end of its branch (``rollout.compaction``).
     """
 
     text: str
@@ -182,6 +205,8 @@ class Turn:
     thinking_chars: int = 0
     usage: Mapping[str, int] | None = None
     inserted_tokens: int = 0
+    left_out: str = ""
+    summary: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -215,22 +240,25 @@ class RouteAudit:
 
 
 class BranchCause(StrEnum):
-    """Why an agent program's conversation started a new branch."""
+    """Why a conversation started a new branch."""
 
     START = "start"  # the first branch
     TOOLS = "tools"  # the tools changed
     REWRITE = "rewrite"  # earlier messages were changed, dropped or compacted; or a sub-agent began
     PARALLEL = "parallel"  # two requests ran concurrently
     RETRY = "retry"  # the same request was repeated after its response
+    COMPACTION = "compaction"  # the built-in loop had the conversation summarized (rollout.compaction)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Branch:
-    """One token sequence of a trajectory: a path through the conversation tree.
+    """One token sequence of a trajectory: a path through an agent program's conversation tree, or the part of an
+    episode between two compactions.
 
     Arrays as in :class:`Trajectory`. ``loss_mask`` is True for sampled tokens that are trained in this branch. A token
-    that several branches share is trained in the first one and is context in the others. ``parent``: number of the
-    earlier branch that shares the first ``shared`` tokens (None and 0 for a branch without parent).
+    that several branches share is trained in the first one and is context in the others. ``kept``: a row per trained
+    token, or None. ``parent``: number of the earlier branch that shares the first ``shared`` tokens (None and 0 for a
+    branch without parent). ``messages``: those of the branch; of an agent program's branches only the first has them.
     """
 
     tokens: NDArray[np.int32]
@@ -241,6 +269,8 @@ class Branch:
     parent: int | None = None
     shared: int = 0
     cause: BranchCause = BranchCause.START
+    kept: KeptTokens | None = None
+    messages: tuple[Mapping[str, str], ...] = ()
 
     @property
     def weight_versions(self) -> tuple[str, ...]:
@@ -269,16 +299,17 @@ class Trajectory:
     """A finished episode.
 
     ``tokens`` int32 ``[S]``; ``loss_mask`` bool ``[S]``, True for sampled tokens; ``logprobs`` float32 ``[S]``, 0 for
-    other tokens; ``routing`` with S rows (the last is absent) or None. They belong to the first branch; ``further``
-    holds the other branches of an agent program's conversation. ``reward`` is None iff ``stop.infrastructure``.
-    ``versions``: weight versions of the sampled tokens, in order; a span may include observation tokens. ``error``:
+    other tokens; ``routing`` with S rows (the last is absent) or None; ``kept`` with a row per sampled token, or None.
+    They and ``messages`` belong to the first branch; ``further`` holds the other branches. ``reward`` is None iff
+    ``stop.infrastructure``. ``versions``: weight versions of the sampled tokens, in order; a span may include
+    observation tokens. ``error``:
     reason of an infrastructure failure in the first line; for ``environment_error`` a traceback follows. ``tests``,
     ``test_log``: results and log of the hidden tests. A run's records keep only the end of the log. ``began``: Unix
     time at which the episode got its concurrency slot, after waiting ``queue_seconds`` (0: not recorded).
     ``start_seconds``: time to start the task. ``grade_began``: start of grading, in seconds since ``began``.
     ``recovered``: an earlier start of the run sampled it, so its times are not of this process. ``replayed_turns``:
     turns reused after the loss of the sandbox or the run. ``harness``: counters of the agent program: ``rewrites``,
-    ``retries``, ``echo_differs``.
+    ``retries``, ``echo_differs``. ``parts``, ``metrics``: of the grade (:class:`envs.Grade`).
     """
 
     task_id: str
@@ -311,11 +342,15 @@ class Trajectory:
     replayed_turns: int = 0
     further: tuple[Branch, ...] = ()
     harness: Mapping[str, int] = field(default_factory=dict)
+    kept: KeptTokens | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def branches(self) -> tuple[Branch, ...]:
         """All branches, at least one."""
-        first = Branch(self.tokens, self.loss_mask, self.logprobs, self.routing, self.versions)
+        arrays = self.tokens, self.loss_mask, self.logprobs, self.routing
+        first = Branch(*arrays, self.versions, kept=self.kept, messages=self.messages)
         return first, *self.further
 
     @property
@@ -361,7 +396,7 @@ class Sample:
     ratio; None takes the sampled ones or the trainer's own. Both are 0 for tokens that were not sampled.
     ``trajectory``: samples with the same value are branches of one trajectory; they count as one sequence and share a
     mini step; None: no other branch. ``lag`` int32 ``[S]``: age of a sampled token's weights in updates before this
-    step; None: the same for all tokens.
+    step; None: the same for all tokens. ``kept``: as in :class:`Branch`.
     """
 
     tokens: NDArray[np.int32]
@@ -373,6 +408,7 @@ class Sample:
     old_logprobs: NDArray[np.float32] | None = None
     trajectory: int | None = None
     lag: NDArray[np.int32] | None = None
+    kept: KeptTokens | None = None
 
 
 class TokenFlag(IntFlag):

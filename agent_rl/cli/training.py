@@ -1,4 +1,4 @@
-"""Commands that take a config: ``train``, ``eval``, ``doctor``, ``serve``, ``rollout``, ``plan``, ``dry-run``,
+"""Commands that take a config: ``train``, ``sft``, ``eval``, ``doctor``, ``serve``, ``rollout``, ``plan``, ``dry-run``,
 ``setup``."""
 
 from __future__ import annotations
@@ -44,6 +44,22 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
         run_async(run(checked), RESUMABLE)
 
     train_with_forks(load_config(config, overrides or ()), train_once, typer.echo)
+
+
+@app.command()
+def sft(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Fine-tune the config's model on the rows and episodes of sft.data. A killed run resumes from its last checkpoint.
+
+    Exit code 3: the guard saved a checkpoint and stopped the run.
+    """
+    from agent_rl.commands.sft import prepare
+    from agent_rl.config.loader import load_config
+    from agent_rl.controller.sft import train_sft
+    from sandbox import printable
+
+    checked, data, lines = prepare(load_config(config, overrides or ()))
+    typer.echo("\n".join(map(printable, lines)))
+    run_async(train_sft(checked, data), RESUMABLE)
 
 
 @app.command("eval")
@@ -200,17 +216,24 @@ def serve(
     config: ConfigPath,
     overrides: Overrides = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port on loopback; 0: a free port.")] = 0,
+    record: Annotated[
+        Path | None,
+        typer.Option(help="Directory for the trajectory, for view and show; prints branches and changed replies."),
+    ] = None,
+    upstream: Annotated[
+        str | None, typer.Option(metavar="URL", help="Serve the model of a chat endpoint, with --model.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Model name at the endpoint.")] = None,
 ) -> None:
-    """Serve the config's model to agent programs, as rollout.harness does. Ctrl-C stops it.
+    """Serve a model to agent programs, as rollout.harness does: the config's, or one behind a chat endpoint.
 
-    Prints the environment variables that a program needs. Does not train or store anything.
+    Prints the environment variables that a program needs. Trains nothing. Ctrl-C stops it.
     """
-    from agent_rl.commands.serve import run_serve
+    from agent_rl.commands.serve import run_serve, upstream_endpoint
     from agent_rl.config.loader import load_config
-    from agent_rl.controller import preflight
 
-    checked = preflight.run(load_config(config, overrides or ()))
-    run_async(run_serve(checked, port=port))
+    chat = upstream_endpoint(upstream, model)
+    run_async(run_serve(load_config(config, overrides or ()), port=port, record=record, upstream=chat))
 
 
 @app.command()
@@ -235,7 +258,7 @@ def plan(
     overrides: Overrides = None,
     tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="Mean tokens per trajectory, for totals per step. Default: rollout.max_tokens."),
+        typer.Option(min=1, help="Mean tokens per trajectory, for totals per step. Default: the maximum."),
     ] = None,
     time: Annotated[
         bool, typer.Option("--time", help="Also predict seconds per step, hours and GPU hours, with all assumptions.")
@@ -258,7 +281,7 @@ def plan(
     from agent_rl.planner.report import print_plan
     from agent_rl.planner.suggestions import make_plan
 
-    loaded = load_config(config, overrides or ())
+    loaded = _of_rl(load_config(config, overrides or ()))
     run_plan = make_plan(loaded, tokens=tokens)
     if time or assume or measured:
         run_plan = predict_time(run_plan, loaded, tokens=tokens, settings=assume or (), run=measured)
@@ -291,13 +314,22 @@ def dry_run(
     from agent_rl.dryrun.report import print_dry_run
     from agent_rl.dryrun.run import dry_run as dry_run_ranks
 
-    loaded = load_config(config, overrides or ())
+    loaded = _of_rl(load_config(config, overrides or ()))
     results = dry_run_ranks(loaded, ranks=rank or (), skew=skew, layers=layers)
     print_dry_run(loaded, results)
     faults = [f"error: rank {result.rank}: {result.fault}" for result in results if result.fault is not None]
     if faults:
         print(*faults, sep="\n", file=sys.stderr)
         raise typer.Exit(1)
+
+
+def _of_rl(config: RunConfig) -> RunConfig:
+    """Raises UserError for a config of `agent-rl sft`."""
+    from agent_rl.errors import UserError
+
+    if config.sft is not None:
+        raise UserError("the config has the section sft, and this command describes RL: add the override sft=null")
+    return config
 
 
 @app.command()
@@ -308,3 +340,35 @@ def setup(config: ConfigPath, overrides: Overrides = None) -> None:
 
     run_async(prepare(load_config(config, overrides or ())), RESUMABLE)
     typer.echo(f"next: agent-rl train {shlex.quote(str(config))}")
+
+
+@app.command("launch slurm")
+def launch_slurm(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    time: Annotated[str, typer.Option(help="Time limit of the job, in Slurm's form.")] = "24:00:00",
+    nodes: Annotated[int | None, typer.Option(min=1, help="Default: what the config's GPUs need.")] = None,
+    option: Annotated[
+        list[str] | None, typer.Option(metavar="OPTION", help="Option of sbatch, such as --partition=gpu. Repeatable.")
+    ] = None,
+    setup: Annotated[
+        list[str] | None,
+        typer.Option(metavar="COMMAND", help="Shell command before the run, such as 'module load cuda'. Repeatable."),
+    ] = None,
+    grace: Annotated[int, typer.Option(min=60, help="Seconds before the limit at which the run is stopped.")] = 300,
+    requeues: Annotated[int, typer.Option(min=0, help="How often the job may requeue itself.")] = 20,
+    out: Annotated[Path | None, typer.Option(help="The script. Default: NAME.sbatch, with the run's name.")] = None,
+) -> None:
+    """Write a batch script that trains on the nodes of a Slurm job; submit it with sbatch.
+
+    A job that is preempted or reaches its time limit requeues itself, and the run resumes.
+    """
+    from agent_rl.commands.launch import SlurmJob, slurm_script
+    from agent_rl.config.loader import load_config
+
+    job = SlurmJob(time, nodes, tuple(option or ()), tuple(setup or ()), grace, requeues)
+    loaded = load_config(config, overrides or ())
+    path = out or Path(f"{loaded.name}.sbatch")
+    named = str(config.absolute()) if config.is_file() else str(config)
+    path.write_text(slurm_script(loaded, [named, *(overrides or ())], job))
+    typer.echo(f"next: sbatch {path}")

@@ -190,14 +190,14 @@ def _with_scores(trajectory: Trajectory, scores: Scores) -> Trajectory:
     stitcher = RouteStitcher(moe_layers=routing.moe_layers, top_k=routing.top_k, num_experts=routing.num_experts)
     stitcher.append(scores.routing, sequence=length)
     logprobs = np.where(trajectory.loss_mask, scores.logprobs, 0).astype(np.float32)
-    return replace(trajectory, logprobs=logprobs, routing=stitcher.finish(length))
+    return replace(trajectory, logprobs=logprobs, routing=stitcher.finish(length), kept=None)
 
 
 async def _run_passes(
     trainer: RayTrainer, config: RunConfig, trajectories: Sequence[Trajectory], display: Display
 ) -> tuple[TrainerPass, TrainerPass, TrainerPass]:
     """One pass with replay and two without; the second uses other micro-batches."""
-    samples = [Sample(t.tokens, t.loss_mask, t.logprobs, 0.0, t.routing) for t in trajectories]
+    samples = [Sample(t.tokens, t.loss_mask, t.logprobs, 0.0, t.routing, kept=t.kept) for t in trajectories]
 
     async def run(name: str, budget: int, *, replay: bool) -> TrainerPass:
         display.stage(name, total=len(samples))

@@ -123,6 +123,8 @@ def _print_report(display: Display, report: EvalReport, path: Path) -> str | Non
     display.table(table([report]))
     if report.by_repo:
         display.table(breakdown(report.by_repo))
+    for name, value in report.grades.items():
+        display.note(f"{name:<24} {value:.4g}")
     display.note(f"report: {path / 'report.json'}")
     unresolved = next((o.task_id for o in report.outcomes if o.graded and not o.resolved), None)
     display.next("show", path, *(["--task", unresolved] if unresolved else []))
@@ -131,7 +133,7 @@ def _print_report(display: Display, report: EvalReport, path: Path) -> str | Non
 
 def _settings(rules: EpisodeRules) -> dict[str, object]:
     """The settings of ``rules`` that an evaluation's results depend on."""
-    limits = {"max_turns", "max_tokens", "max_new_tokens", "temperature", "top_p", "time_limit"}
+    limits = {"max_turns", "max_tokens", "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "time_limit"}
     rollout = rules.rollout.model_dump(include=limits | {"max_parse_failures", "describe_tools"})
     timeouts = {f"env.{key}": value for key, value in rules.env.model_dump(include=_TIMEOUTS).items()}
     return rollout | timeouts

@@ -132,8 +132,10 @@ async def _check_local_engine(python: str) -> str:
 
 
 async def _check_running(config: RunConfig) -> str:
-    model_spec, routes = read_model_spec(config.model), config.captures_routes
-    opening = open_engine(config.engine, config.model, model_spec, config.runs_dir, routes=routes, publishing=True)
+    model_spec, routes, masks = read_model_spec(config.model), config.captures_routes, config.rollout.truncated
+    opening = open_engine(
+        config.engine, config.model, model_spec, config.runs_dir, routes=routes, masks=masks, publishing=True
+    )
     async with opening as engine:
         infos = [await engine.info(url) for url in engine.urls]
     return ", ".join(f"{info.url}: {info.model}, {info.dtype}" for info in infos)

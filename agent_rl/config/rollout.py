@@ -10,6 +10,9 @@ from pydantic import Field, model_validator
 from agent_rl.config.base import MAX_STALENESS, OFF, ON, Section, registered_name
 from tools import ToolFormatError, tool_format
 
+MAX_TOP_K = 4000
+"""SGLang returns at most 4096 kept tokens (--sampling-mask-max-tokens); ties at the limit may exceed top_k."""
+
 ToolFormat = Annotated[str, registered_name("rollout.tool_format", tool_format, ToolFormatError)]
 
 
@@ -23,6 +26,22 @@ class DynamicSamplingConfig(Section):
         "train",
         description="Action if a step has too few groups at that limit. train: use the groups it has. stop: end the "
         "run.",
+    )
+
+
+class TrainIfConfig(Section):
+    """Which replies to an agent program are trained. The others are recorded and shown with the rule."""
+
+    requests: Literal["main", "with-tools", "all"] = Field(
+        "main",
+        description="main: all but side requests, which have no tools and no earlier reply while other requests of the "
+        "episode have tools (titles, topics). with-tools: only requests that offer tools. all: any.",
+    )
+    models: tuple[str, ...] | None = Field(
+        None, description="Only requests that name one of these models, for example [agent-rl]. null: any model."
+    )
+    branches: Literal["all", "first"] = Field(
+        "all", description="first: only the first branch, without sub-agents and without what follows a compaction."
     )
 
 
@@ -51,6 +70,32 @@ class HarnessConfig(Section):
         "conversation as the chat template does, which may drop it and start a new branch.",
     )
     env: dict[str, str] = Field(default_factory=dict, description="Additional environment variables of the program.")
+    train_if: TrainIfConfig = Field(TrainIfConfig(), description="Which replies are trained.")
+
+
+class CompactionConfig(Section):
+    """Compaction: a conversation that grows too long is summarized by the policy and goes on with the summary; see
+    docs/how-to/train.md."""
+
+    at_tokens: int = Field(
+        ...,
+        gt=0,
+        description="Tokens beyond which a conversation is compacted. A turn and the summary must fit after them: at "
+        "most max_tokens - 2 x max_new_tokens - the tokens of prompt.",
+    )
+    prompt: str = Field(
+        "The conversation is shortened now. Write a summary of the work so far for yourself: what was found, what was "
+        "changed, and what is left to do. Call no tool. The last turns and the result of your last call will follow.",
+        min_length=1,
+        description="The user message that asks for the summary.",
+    )
+    keep_turns: int = Field(
+        2, gt=0, description="Last turns that are kept after the summary; fewer if they exceed at_tokens."
+    )
+    max_per_episode: int = Field(
+        8, gt=0, description="Maximum compactions per episode. After them a full context ends the episode."
+    )
+    train_summary: bool = Field(True, description="Train the summaries' tokens. false is for comparisons only.")
 
 
 class RolloutConfig(Section):
@@ -60,11 +105,25 @@ class RolloutConfig(Section):
     tasks_per_step: int = Field(8, gt=0, description="Tasks per global step.")
     concurrency: int = Field(64, gt=0, description="Maximum number of concurrent episodes.")
     max_turns: int = Field(50, gt=0, description="Maximum turns per episode.")
-    max_tokens: int = Field(65536, gt=0, description="Maximum tokens per trajectory, with prompts and observations.")
+    max_tokens: int = Field(
+        65536,
+        gt=0,
+        description="Maximum tokens per trajectory, with prompts and observations; with compaction, per branch.",
+    )
     max_new_tokens: int = Field(4096, gt=0, description="Maximum sampled tokens per turn.")
     temperature: float = Field(1.0, ge=0, description="Sampling temperature. 0: greedy decoding.")
     top_p: float = Field(
-        1.0, gt=0, le=1, description="Nucleus sampling threshold. Values below 1 do not renormalize the log-probs."
+        1.0,
+        gt=0,
+        le=1,
+        description="Nucleus sampling threshold: draw from the likeliest tokens with this probability in total. The "
+        "trainer normalizes over the same tokens (docs/how-to/train.md).",
+    )
+    top_k: int | None = Field(
+        None, ge=1, le=MAX_TOP_K, description="Draw from this many likeliest tokens only. null: no such limit."
+    )
+    min_p: float = Field(
+        0.0, ge=0, lt=1, description="Draw no token less probable than this share of the likeliest token's probability."
     )
     tool_format: ToolFormat | None = Field(
         "hermes",
@@ -110,11 +169,42 @@ class RolloutConfig(Section):
         DynamicSamplingConfig(), description="Discard groups whose rewards are all equal (DAPO)."
     )
     harness: HarnessConfig | None = Field(None, description="Agent program of the episodes. null: built-in agent loop.")
+    compaction: CompactionConfig | None = Field(
+        None, description="Summaries by the policy in place of a full context. null: a full context ends the episode."
+    )
+
+    @property
+    def truncated(self) -> bool:
+        """Whether tokens are drawn from a part of the vocabulary. Greedy decoding is not: see logprob_temperature."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k is not None or self.min_p > 0)
 
     @property
     def logprob_temperature(self) -> float:
         """The temperature of the compared log-probs. Greedy decoding (0) returns log-probs at temperature 1."""
         return self.temperature or 1.0
+
+    @property
+    def tokens_per_trajectory(self) -> int:
+        """The most tokens of a trajectory, over all its branches."""
+        return self.max_tokens * (1 if self.compaction is None else 1 + self.compaction.max_per_episode)
+
+    @model_validator(mode="after")
+    def _check_compaction(self) -> RolloutConfig:
+        if self.compaction is None:
+            return self
+        if self.harness is not None:
+            raise ValueError(
+                "rollout.compaction is for the built-in loop, and an agent program (rollout.harness) compacts its own "
+                "conversation: remove one of the two"
+            )
+        most = self.max_tokens - 2 * self.max_new_tokens - 1
+        if self.compaction.at_tokens > most:
+            raise ValueError(
+                f"rollout.compaction.at_tokens is {self.compaction.at_tokens}; it must be at most {most}, so that a "
+                f"turn and a summary of rollout.max_new_tokens ({self.max_new_tokens}) fit into rollout.max_tokens "
+                f"({self.max_tokens})"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_thinking(self) -> RolloutConfig:

@@ -12,6 +12,7 @@ from agent_rl.config.engine import EngineConfig
 from agent_rl.config.monitoring import GuardConfig, MonitoringConfig
 from agent_rl.config.r3 import R3Config
 from agent_rl.config.rollout import AsyncRolloutConfig, RolloutConfig
+from agent_rl.config.sft import SftConfig
 from agent_rl.config.tasks import DEFAULT_SCAFFOLD, EnvConfig, EvalConfig, EvalSettings, SandboxConfig, TaskSource
 from agent_rl.config.train import TrainConfig
 
@@ -47,6 +48,9 @@ class RunConfig(Section):
     env: EnvConfig = Field(EnvConfig(), description="Environment and tasks.")
     rollout: RolloutConfig = Field(RolloutConfig(), description="Sampling of episodes.")
     train: TrainConfig = Field(TrainConfig(), description="Trainer.")
+    sft: SftConfig | None = Field(
+        None, description="Supervised fine-tuning with `agent-rl sft`. null: the config is one of RL."
+    )
     r3: R3Config = Field(R3Config(), description="Rollout routing replay.")
     guard: GuardConfig = Field(GuardConfig(), description="Detection of collapsing runs.")
     async_rollout: AsyncRolloutConfig = Field(AsyncRolloutConfig(), description="Asynchronous training.")
@@ -111,6 +115,11 @@ class RunConfig(Section):
                 "train.old_logprob.source rescore requires rollout.temperature 1: SGLang returns prompt log-probs at "
                 f"temperature 1 only, and rollout.temperature is {self.rollout.temperature:g}"
             )
+        if self.train.old_logprob.source == "rescore" and self.rollout.truncated:
+            raise ValueError(
+                "train.old_logprob.source rescore conflicts with rollout.top_p, top_k and min_p: SGLang returns prompt "
+                "log-probs over the whole vocabulary only: set source to recompute or rollout"
+            )
         return self
 
     @model_validator(mode="after")
@@ -125,11 +134,11 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check_groups(self) -> RunConfig:
-        by_batch = self.train.baseline == "batch"
+        by_batch = self.train.learns_from_equal_rewards
         if self.rollout.dynamic_sampling.enabled and by_batch:
             raise ValueError(
-                "rollout.dynamic_sampling conflicts with train.baseline batch, which also learns from groups with "
-                "equal rewards: disable dynamic_sampling or set baseline to mean"
+                f"rollout.dynamic_sampling conflicts with train.baseline {self.train.baseline}, which also learns from "
+                "groups with equal rewards: disable dynamic_sampling or set baseline to mean"
             )
         if self.rollout.group_size == 1 and not by_batch:
             raise ValueError(
@@ -184,6 +193,15 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _check_weight_sync(self) -> RunConfig:
+        if self.engine.weight_sync == "delta" and self.train.lora is not None:
+            raise ValueError(
+                "engine.weight_sync delta conflicts with train.lora, which sends only the adapters: set weight_sync to "
+                "full"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_recovery(self) -> RunConfig:
         if self.rollout.recover == "turns" and self.captures_routes and self.r3.source == "latest":
             raise ValueError(
@@ -206,6 +224,19 @@ class RunConfig(Section):
             raise ValueError(f"r3.ablation {self.r3.ablation} {messages[0]}")
         return self
 
+    @model_validator(mode="after")
+    def _check_sft(self) -> RunConfig:
+        conflicts = {
+            "train.mini_steps above 1: sft.batch_rows sets the rows of an update": self.train.mini_steps > 1,
+            "train.epochs above 1: use sft.epochs": self.train.epochs > 1,
+            "train.kl, which needs sampled log-probs: remove it": self.train.kl.coefficient > 0,
+            "train.entropy_coefficient: set it to 0": self.train.entropy_coefficient > 0,
+            "train.balance, which plans from replayed routes: disable it": self.train.balance.enabled,
+        }
+        if self.sft is not None and (messages := [message for message, conflict in conflicts.items() if conflict]):
+            raise ValueError(f"sft conflicts with {messages[0]}")
+        return self
+
     @property
     def run_dir(self) -> Path:
         return self.runs_dir / self.name
@@ -213,7 +244,9 @@ class RunConfig(Section):
     @property
     def environments(self) -> dict[str, TaskSource]:
         """The environments of training and evaluation by source; "" is that of the section ``env``."""
-        own = {} if self.train.sources else {"": TaskSource(env=self.env.name, options=self.env.options)}
+        env = self.env
+        single = TaskSource(env=env.name, options=env.options, reward_weights=env.reward_weights)
+        own = {} if self.train.sources else {"": single}
         return own | self.train.sources | self.eval.sources
 
     @property

@@ -30,6 +30,11 @@ FIXED: Mapping[str, str] = MappingProxyType(
         "env.tool_style": _DATA,
         "train.sources": _DATA,
         "train.lora": _STATE,
+        "train.freeze": _STATE,
+        "sft.data": _DATA,
+        "sft.batch_rows": _DATA,
+        "sft.batch_tokens": _DATA,
+        "sft.validation_share": _DATA,
     }
 )
 """Keys, or sections, that no resumption changes, with the reason."""

@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 
-from agent_rl.config import EngineConfig, RunConfig
+from agent_rl.config import EngineConfig, RunConfig, TaskSource
 from agent_rl.controller.cluster_resources import ClusterRequest
 from agent_rl.controller.placement import open_reservations
 from agent_rl.controller.preflight import Checked
@@ -26,6 +26,7 @@ from agent_rl.evaluation.quarantine import read_quarantine
 from agent_rl.models.mixer_costs import shares_prompts_late
 from agent_rl.monitoring.console import Display
 from agent_rl.render import ChatRenderer
+from agent_rl.rollout.compaction import check_compaction
 from agent_rl.rollout.episode import EpisodeRules, run_episode
 from agent_rl.rollout.group import Limiter
 from agent_rl.rollout.route_audit import Auditor
@@ -152,7 +153,7 @@ async def open_task_runtime(
         if split is not None:
             for name, source in config.environments.items():
                 if source.env not in ENVIRONMENTS.built_in:
-                    await _try_environment(source.env, loaded[name], _split_of(config, name, split), config, display)
+                    await _try_environment(source, loaded[name], _split_of(config, name, split), config, display)
         yield TaskRuntime(backend, _as_one(loaded, config), quarantined)
 
 
@@ -181,12 +182,15 @@ def _as_one(loaded: Mapping[str, Environment], config: RunConfig) -> Environment
     return SourcesEnvironment(loaded, splits)
 
 
-async def _try_environment(name: str, env: Environment, split: str, config: RunConfig, display: Display) -> None:
+async def _try_environment(
+    source: TaskSource, env: Environment, split: str, config: RunConfig, display: Display
+) -> None:
     display.stage("trying the environment's first task")
     try:
         async with bounded(config.env.start_timeout + config.env.grading_timeout, "the first task"):
-            await try_first_task(env, split)
+            await try_first_task(env, split, source.reward_weights)
     except ProtocolError as error:
+        name = source.env
         raise ProtocolError(f"environment {name}: {error}; `agent-rl envs check {name}` runs all checks") from error
     except (SandboxError, GradingError) as error:
         display.note(f"the environment's first task was not tried: {error}")
@@ -206,6 +210,21 @@ async def _refuse_other_weights(checked: Checked, engine: SGLangEngine, display:
     note = await asyncio.to_thread(check_served_weights, engine.urls, config.model, checked.model_spec, config.engine)
     if note is not None:
         display.note(note)
+
+
+def chat_renderer(config: RunConfig) -> ChatRenderer:
+    """The renderer of the run's episodes. Raises TemplateError."""
+    return ChatRenderer(
+        config.model,
+        thinking=config.rollout.thinking,
+        options=config.rollout.template_options,
+        observation_role=load_scaffold(config.env.scaffold).observation_role,
+    )
+
+
+def call_format(config: RunConfig, renderer: ChatRenderer) -> ToolCallFormat:
+    """The format of tool calls in the run's episodes."""
+    return tool_format(config.rollout.tool_format or renderer.tool_format)
 
 
 @asynccontextmanager
@@ -231,14 +250,11 @@ async def open_rollout_runtime(
         if reservations is None:
             reserved = await stack.enter_async_context(open_reservations(checked.cluster, ranks=False))
             reservations = reserved.engines
-        renderer = ChatRenderer(
-            config.model,
-            thinking=config.rollout.thinking,
-            options=config.rollout.template_options,
-            observation_role=load_scaffold(config.env.scaffold).observation_role,
-        )
+        renderer = chat_renderer(config)
         if config.rollout.max_thinking_tokens is not None:
             renderer.check_end_of_thoughts()
+        if config.rollout.compaction is not None:
+            check_compaction(config.rollout, config.rollout.compaction, renderer)
         harness, endpoint = config.rollout.harness, None
         if harness is not None:
             renderer.check_tails()
@@ -256,6 +272,7 @@ async def open_rollout_runtime(
             log_dir,
             display.note,
             routes=routes,
+            masks=config.rollout.truncated and (routes or publishing),
             publishing=publishing,
             reservations=reservations,
         )
@@ -268,7 +285,7 @@ async def open_rollout_runtime(
             task_runtime=task_runtime,
             engine=engine,
             renderer=renderer,
-            format=tool_format(config.rollout.tool_format or renderer.tool_format),
+            format=call_format(config, renderer),
             limiter=Limiter(config.rollout.concurrency),
             endpoint=endpoint,
         )

@@ -22,6 +22,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 from agent_rl.config import RunConfig, TrainConfig
 from agent_rl.controller.advantages import GroupSamples, build_samples, overlong_penalty
@@ -49,6 +50,7 @@ from agent_rl.monitoring.sinks import SinkRun, sink_factories
 from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.filters import length_report, masked_stops
 from agent_rl.rollout.group import GroupSettings, Limiter, RolloutEvent
+from agent_rl.rollout.group_grading import group_grading
 from agent_rl.rollout.metrics import source_metrics
 from agent_rl.rollout.records import write_trajectories
 from agent_rl.rollout.rescore import Rescorer
@@ -133,7 +135,22 @@ async def _open_parts(
         yield runtime, trainer
 
 
-async def run_to_last_step(begin: Callable[[], TrainingRun], restarts: TrainerRestarts) -> dict[str, object]:
+class Resumable(Protocol):
+    """A run that continues from its last checkpoint after a rank of its trainer died."""
+
+    display: Display
+    checkpoints: Checkpoints
+
+    async def run(self) -> dict[str, object]:
+        """Run all remaining steps; returns the summary. Raises TrainerDied."""
+        ...
+
+    async def restart_trainer(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+async def run_to_last_step(begin: Callable[[], Resumable], restarts: TrainerRestarts) -> dict[str, object]:
     """Run to the last step; where a rank of the trainer dies, begin again from the last checkpoint. Returns the
     summary. Raises TrainerDied where ``restarts`` allows no more."""
     death: TrainerDied | None = None
@@ -141,8 +158,7 @@ async def run_to_last_step(begin: Callable[[], TrainingRun], restarts: TrainerRe
         run = begin()
         try:
             if death is not None:
-                await run.runtime.engine.sleep.begin()
-                await run.trainer.restart()
+                await run.restart_trainer()
             return await run.run()
         except TrainerDied as error:
             death = error
@@ -215,6 +231,11 @@ class TrainingRun:
         parts = {"sandbox": self.runtime.task_runtime.backend.name, "engine": f"sglang, {self.config.engine.dtype}"}
         return await asyncio.to_thread(summarize, self.state, self.metrics.rows, parts, steps=total)
 
+    async def restart_trainer(self) -> None:
+        """Start the trainer again after a rank died."""
+        await self.runtime.engine.sleep.begin()
+        await self.trainer.restart()
+
     async def close(self) -> None:
         """Cancel what is still running and close the files. Idempotent."""
         await asyncio.to_thread(self.metrics.close)
@@ -246,7 +267,7 @@ class TrainingRun:
         )
 
     def _make_producer(self, buffer: RolloutBuffer, order: TaskOrder) -> RolloutProducer:
-        rollout, uniform = self.config.rollout, self.config.train.baseline == "batch"
+        rollout, uniform = self.config.rollout, self.config.train.learns_from_equal_rewards
         return RolloutProducer(
             GroupSettings(rollout.group_size, retries=rollout.sandbox_retries, rescore_uniform=uniform),
             order,
@@ -257,6 +278,7 @@ class TrainingRun:
             masked=self.masked,
             left_out=self.quarantine,
             rescore=self.rescorer,
+            grading=group_grading(self.runtime.task_runtime.env, self.rules),
             on_event=partial(self._on_event, lane=self.lane),
         )
 
@@ -320,7 +342,7 @@ class TrainingRun:
             masked=self.masked,
             penalty=partial(overlong_penalty, limit=max_tokens, overlong=train.overlong),
             normalized=not train.normalizes_after_penalty,
-            by_sequence=train.loss_aggregation == "sequence",
+            aggregation=train.loss_aggregation,
             published=step - 1,
         )
 
@@ -364,13 +386,16 @@ class TrainingRun:
         await self.evaluations.finish()
         self.display.stage(f"step {progress.step}: weights to the engine")
         by_turns = self.config.engine.pause_mode == "turn"
-        async with clock.stage("weight_sync"), self.runtime.engine.gate.closed() if by_turns else nullcontext():
-            await self.runtime.engine.sleep.resume_weights()
-            values = await self.sync.publish(progress.step)
-            await self.runtime.engine.sleep.end()
-            if progress.step < self.config.train.steps:
-                await self._begin_journal(progress.step + 1, progress.weights)
-            return values
+        async with clock.stage("weight_sync"):
+            if self.config.engine.weight_sync == "delta":
+                await self.sync.stage(progress.step)
+            async with self.runtime.engine.gate.closed() if by_turns else nullcontext():
+                await self.runtime.engine.sleep.resume_weights()
+                values = await self.sync.publish(progress.step)
+                await self.runtime.engine.sleep.end()
+                if progress.step < self.config.train.steps:
+                    await self._begin_journal(progress.step + 1, progress.weights)
+                return values
 
     async def _begin_journal(self, step: int, weights: str) -> None:
         if finished := await self.journal.begin(step, weights):

@@ -146,19 +146,22 @@ _RESPONSE_SECONDS = 5.0
 
 
 class AdmissionChecks:
-    """Checks engines that shall serve ``model_spec`` and, with ``routes``, capture routes. Tells ``router`` how many
-    requests each runs at once."""
+    """Checks engines that shall serve ``model_spec``, capture routes (``routes``) and return kept tokens (``masks``).
+    Tells ``router`` how many requests each runs at once."""
 
-    def __init__(self, model_spec: ModelSpec, http: AsyncHttp, router: RequestRouter, *, routes: bool) -> None:
-        self._model_spec, self._http, self._router, self._routes = model_spec, http, router, routes
+    def __init__(
+        self, model_spec: ModelSpec, http: AsyncHttp, router: RequestRouter, *, routes: bool, masks: bool
+    ) -> None:
+        self._model_spec, self._http, self._router = model_spec, http, router
+        self._routes, self._masks = routes, masks
         self._common: dict[str, str] = {}
 
     async def admit(self, url: str) -> None:
         """Check the engine at ``url``.
 
         Raises UserError for options that give wrong routes or keep old weights, for another model, and for another
-        tokenizer or SGLang release than the engines checked before; RoutesMissingError where no routes come. An engine
-        that was started without the flag leaves routes out silently, so a request asks for some.
+        tokenizer or SGLang release than the engines checked before, and where no kept tokens come; RoutesMissingError
+        where no routes come. An engine that does not know them leaves both out silently, so requests ask for some.
         """
         await self._check_options(url)
         await self._check_model(url)
@@ -166,6 +169,8 @@ class AdmissionChecks:
         await self._http.post(f"{url}/continue_generation", {}, seconds=_CONTINUE_SECONDS)
         if self._routes:
             await self._check_capture(url)
+        if self._masks:
+            await self._check_masks(url)
         self._router.set_limit(url, await self._max_running(url))
 
     async def _check_options(self, url: str) -> None:
@@ -213,6 +218,18 @@ class AdmissionChecks:
         except RoutesMissingError as error:
             raise UserError(
                 f"the engine at {url} serves another model than the config's, or gives wrong routes: {error}"
+            ) from None
+
+    async def _check_masks(self, url: str) -> None:
+        rid, sampling = secrets.token_hex(16), SamplingParams(top_k=2, max_new_tokens=1, keep_mask=True)
+        context = RequestContext(rid, "mask probe", url, 2, None, None, self._model_spec.vocab_size)
+        body = generate_body((0, 1), sampling, None, max_positions=self._model_spec.max_positions)
+        try:
+            read_completion(await post_generate(self._http, url, rid, body), context, 0.0)
+        except EngineRejected as error:
+            raise UserError(
+                "rollout.top_p, top_k and min_p require engines that return sampling masks, as SGLang 0.5.23 does: "
+                f"{error}"
             ) from None
 
     async def _max_running(self, url: str) -> int:

@@ -32,15 +32,16 @@ async def open_engine(
     note: Callable[[str], None] = lambda line: None,
     *,
     routes: bool = True,
+    masks: bool = False,
     publishing: bool = False,
     reservations: Sequence[Reservation] = (),
 ) -> AsyncIterator[SGLangEngine]:
     """A client of the engines of ``config``, which serve ``model_spec``, the checkpoint in directory ``model``.
 
-    ``routes``: whether they must capture routes. ``reservations``: on a Ray cluster, one for each engine. Launched
-    servers log to ``run_dir/engine-N.log`` and are stopped on the way out. ``note`` is called with a line for each
-    engine that goes out of use or comes back. Unless the caller is ``publishing`` weights of its own, all engines must
-    have the same version.
+    ``routes``, ``masks``: whether they must capture routes and return kept tokens. ``reservations``: on a Ray cluster,
+    one for each engine. Launched servers log to ``run_dir/engine-N.log`` and are stopped on the way out. ``note`` is
+    called with a line for each engine that goes out of use or comes back. Unless the caller is ``publishing`` weights
+    of its own, all engines must have the same version.
 
     Raises ConfigError for a model that cannot be served or a wrong interpreter, EngineStartError for a launched server
     that does not come up, UserError for a running one that does not respond or differs from the others,
@@ -62,7 +63,7 @@ async def open_engine(
     for name in names:
         fleet.add(name, "" if servers else name)
     async with AsyncExitStack() as stack:
-        engine = SGLangEngine((), model_spec, config, fleet=fleet, servers=servers, routes=routes)
+        engine = SGLangEngine((), model_spec, config, fleet=fleet, servers=servers, routes=routes, masks=masks)
         stack.push_async_callback(engine.close)
         supervisor = EngineSupervisor(engine, servers, config)
         stack.push_async_callback(supervisor.close)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from agent_rl.config.rollout import MAX_TOP_K
 from agent_rl.errors import EngineError, EngineRejected, EngineUnreachable
 from agent_rl.types import SamplingParams, TokenIds
 from agent_rl.utils.concurrency import shielded
@@ -31,13 +32,17 @@ def generate_body(
         "sampling_params": {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
+            # SGLang returns masks for a limited top_k only; -1 is none.
+            "top_k": sampling.top_k or (MAX_TOP_K if sampling.keep_mask else -1),
+            "min_p": sampling.min_p,
             "max_new_tokens": min(sampling.max_new_tokens, remaining),
             "stop_token_ids": list(sampling.stop_token_ids),
         },
         "return_logprob": True,
         "logprob_start_len": -1,
     }
+    if sampling.keep_mask:
+        body["return_sampling_mask"] = True
     if routes_from is not None:
         body |= {"return_routed_experts": True, "routed_experts_start_len": routes_from}
     return body

@@ -12,13 +12,15 @@ import orjson
 from agent_rl.engine.types import Scores
 from agent_rl.errors import EngineAborted, EngineOverloaded, EngineRejected, RoutesMissingError
 from agent_rl.types import Completion, FinishReason, TokenIds, VersionSpan
+from r3.kept_tokens import KeptTokens, KeptTokensError
 from r3.payload import RouteLayout, decode_payload, extract_payload
 from r3.routing import Routing, RoutingError, Span, SpanKind, append_span
 
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """The request that a response belongs to: the numbers to validate against, and its name in errors."""
+    """The request that a response belongs to: the numbers to validate against, and its name in errors. ``vocab_size``:
+    that of a request for kept tokens, else None."""
 
     rid: str
     session: str
@@ -26,6 +28,7 @@ class RequestContext:
     prompt_tokens: int
     routes_from: int | None
     layout: RouteLayout | None
+    vocab_size: int | None = None
 
     def __str__(self) -> str:
         return f"{self.url} request {self.rid} of session {self.session!r} ({self.prompt_tokens} prompt tokens)"
@@ -36,6 +39,8 @@ def read_completion(body: bytes, context: RequestContext, seconds: float) -> Com
 
     An aborted request has the tokens sampled so far, possibly none and then no routes. ``routing`` is None also if
     routes were requested but the response holds none; the caller decides whether that is an error.
+
+    With kept tokens the log-probs are those of the distribution over them.
 
     Raises EngineOverloaded for a rejected request, EngineRejected for a response that is not SGLang's,
     RoutesMissingError for routes with the wrong number of rows or invalid expert ids.
@@ -50,10 +55,13 @@ def read_completion(body: bytes, context: RequestContext, seconds: float) -> Com
         return Completion(
             (), (), finish, version, context.url, retractions=_retractions(meta), wire_bytes=len(body), seconds=seconds
         )
-    logprobs = _logprobs(meta, tokens, context)
+    logprobs, kept = _logprobs(meta, tokens, context), None
+    if context.vocab_size is not None:
+        logprobs, kept = _kept_tokens(meta, tokens, context, context.vocab_size)
     return Completion(
         tokens=tokens,
         logprobs=logprobs,
+        kept=kept,
         finish=finish,
         weight_version=_last_version(meta),
         engine=context.url,
@@ -133,6 +141,23 @@ def _logprobs(meta: Mapping[str, Any], tokens: Sequence[int], context: RequestCo
         raise EngineRejected(f"{context}: the log-probs belong to other tokens than output_ids")
     _reject_null(values, context)
     return tuple(map(float, values))
+
+
+def _kept_tokens(
+    meta: Mapping[str, Any], tokens: Sequence[int], context: RequestContext, vocab_size: int
+) -> tuple[tuple[float, ...], KeptTokens]:
+    """The log-probs over the kept tokens, and the kept tokens."""
+    rows, values = meta.get("output_token_sampling_mask"), meta.get("output_token_sampling_logprobs")
+    if rows is None or values is None or not len(rows) == len(values) == len(tokens):
+        received = "none" if rows is None or values is None else f"{len(rows)} with {len(values)} log-probs"
+        raise EngineRejected(f"{context}: expected {len(tokens)} sampling masks, received {received}")
+    _reject_null(values, context)
+    try:
+        kept = KeptTokens.from_rows(rows)
+        kept.check(tokens, vocab_size)
+    except KeptTokensError as error:
+        raise EngineRejected(f"{context}: wrong sampling mask: {error}") from None
+    return tuple(map(float, values)), kept
 
 
 def _reject_null(values: Sequence[Any], context: RequestContext) -> None:

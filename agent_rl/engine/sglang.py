@@ -51,8 +51,9 @@ class SGLangEngine:
 
     ``model_spec`` is the model served. Of ``config``, ``request_timeout`` bounds one HTTP request and ``retries`` is
     the budget of a failed one. Requests go to the engines that serve by ``fleet``; without one, to those at ``urls``.
-    ``servers``: the fleet's engines that are our own processes, by name; they can sleep. ``routes``: whether requests
-    will ask for routes. As an async context manager it checks every engine and closes the connections.
+    ``servers``: the fleet's engines that are our own processes, by name; they can sleep. ``routes``, ``masks``: whether
+    requests will ask for routes and for kept tokens. As an async context manager it checks every engine and closes the
+    connections.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class SGLangEngine:
         fleet: Fleet | None = None,
         servers: Mapping[str, Server] = MappingProxyType({}),
         routes: bool = True,
+        masks: bool = False,
         backoff: float = 0.5,
     ) -> None:
         config = config or EngineConfig()
@@ -72,7 +74,7 @@ class SGLangEngine:
         self.gate = GenerationGate(config.weight_sync_timeout)
         self._http = AsyncHttp(config.request_timeout, headers=config.headers)
         self._router = RequestRouter(self.fleet, self.gate, config, backoff=backoff)
-        self.admission = AdmissionChecks(model_spec, self._http, self._router, routes=routes)
+        self.admission = AdmissionChecks(model_spec, self._http, self._router, routes=routes, masks=masks)
         self.sleep = EngineSleep(self.fleet, self.gate, servers, config, self._http)
 
     async def __aenter__(self) -> SGLangEngine:
@@ -107,8 +109,8 @@ class SGLangEngine:
         """Sample after ``tokens``; see :class:`agent_rl.engine.types.Engine`.
 
         ``max_new_tokens`` is lowered to what the model's context still holds. Log-probs are those of the distribution
-        sampled from, temperature applied (raw at temperature 0), not renormalized for top-p or top-k. The model's own
-        end-of-text token ends a turn too.
+        sampled from, temperature applied (raw at temperature 0); normalized over the kept tokens only with
+        ``keep_mask``. The model's own end-of-text token ends a turn too.
         """
         body = generate_body(tokens, sampling, routes_from, max_positions=self.model_spec.max_positions)
         return await self._sample(body, tokens, routes_from, session)
@@ -127,7 +129,7 @@ class SGLangEngine:
         self, body: Mapping[str, Any], tokens: TokenIds, routes_from: int | None, session: str
     ) -> Completion:
         async def post(url: str) -> _Response:
-            context = self._context(url, session, tokens, routes_from)
+            context = self._context(url, session, tokens, routes_from, masks="return_sampling_mask" in body)
             with self.gate.in_flight(partial(abort, self._http, url, context.rid)) as request:
                 return _Response(await post_generate(self._http, url, context.rid, body), context, request)
 
@@ -142,9 +144,11 @@ class SGLangEngine:
         self.gate.record_interrupted(len(tokens) + len(completion.tokens))
         return replace(completion, interrupted=True)
 
-    def _context(self, url: str, session: str, tokens: TokenIds, routes_from: int | None) -> RequestContext:
-        rid = secrets.token_hex(16)
-        return RequestContext(rid, session, url, len(tokens), routes_from, self.model_spec.layout)
+    def _context(
+        self, url: str, session: str, tokens: TokenIds, routes_from: int | None, *, masks: bool = False
+    ) -> RequestContext:
+        rid, vocab_size = secrets.token_hex(16), self.model_spec.vocab_size if masks else None
+        return RequestContext(rid, session, url, len(tokens), routes_from, self.model_spec.layout, vocab_size)
 
     async def score(self, tokens: TokenIds, *, url: str | None = None) -> tuple[float, ...]:
         """Teacher-forced log-prob of every token given those before it, 0 for the first, at temperature 1, by the

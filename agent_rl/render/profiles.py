@@ -1,5 +1,4 @@
-"""How the model families write tool calls and thoughts. Sampling parameters are not part of it: ``top_p`` below 1 must
-stay out of training."""
+"""How the model families write tool calls and thoughts. Sampling parameters are not part of it."""
 
 from __future__ import annotations
 

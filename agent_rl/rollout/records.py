@@ -3,7 +3,8 @@
 ::
 
     <stem>.jsonl.zst           one row per trajectory, for people: turns, times, reward, status
-    <stem>.safetensors         its arrays: <key>/tokens, loss_mask, logprobs, routes (see r3.archive)
+    <stem>.safetensors         its arrays: <key>/tokens, loss_mask, logprobs, routes (see r3.archive),
+                               kept_counts and kept_ids (see r3.kept_tokens)
     <stem>.train.safetensors   the trainer's per-token values (agent_rl.rollout.token_details)
     <stem>.index.json.zst      the rows as a few numbers, for lists and filters (agent_rl.rollout.step_index)
 
@@ -46,9 +47,12 @@ from agent_rl.types import (
 from agent_rl.utils import foreign
 from agent_rl.utils.run_files import replacing, write_atomic
 from r3 import archive
+from r3.kept_tokens import KeptTokens
 from r3.routing import Routing, RoutingError
 
-FORMAT = 3
+FORMAT = 4
+_READABLE = (3, 4)
+"""Format 3 has no kept tokens."""
 
 DIRECTORY = "trajectories"
 EVALUATIONS = "evaluations"
@@ -213,10 +217,11 @@ def arrays_path(rows: Path) -> Path:
     return rows.with_name(rows.name.removesuffix(SUFFIX) + ".safetensors")
 
 
-def row_messages(row: Mapping[str, Any]) -> list[dict[str, str]]:
-    """The messages of a row with their full text. Raises the errors in :data:`_BROKEN` for a damaged row."""
-    turns = row["turns"]
-    return [_unfold_message(message, turns) for message in row["messages"]]
+def row_messages(row: Mapping[str, Any], branch: int = 0) -> list[dict[str, str]]:
+    """The messages of a row's branch with their full text; empty for a further branch of an agent program. Raises the
+    errors in :data:`_BROKEN` for a damaged row."""
+    messages = row["branches"][branch].get("messages", ()) if branch else row["messages"]
+    return [_unfold_message(message, row["turns"]) for message in messages]
 
 
 def _worst(details: Sequence[TokenDetail]) -> dict[str, float | None]:
@@ -242,27 +247,35 @@ def _row_fields(trajectory: Trajectory, key: str, routes: bool) -> dict[str, Any
         "suspected_hack": trajectory.suspected_hack,
         "mutant_seconds": trajectory.mutant_seconds,
         "tests": dict(trajectory.tests),
+        "parts": dict(trajectory.parts),
+        "metrics": dict(trajectory.metrics),
         "test_log": trajectory.test_log[-LOG_CHARACTERS:],
         "turns": [asdict(turn) for turn in trajectory.turns],
-        "messages": fold_messages(
-            [dict(m) for m in trajectory.messages], [(t.text, t.observation) for t in trajectory.turns]
-        ),
-        "branches": [_branch_fields(branch, routes) for branch in trajectory.branches],
+        "messages": _folded(trajectory.messages, trajectory.turns),
+        "branches": [_branch_fields(trajectory, number, routes) for number in range(1 + len(trajectory.further))],
         "harness": dict(trajectory.harness),
         "arrays": {"key": key, "tokens": len(trajectory.tokens), "routes": routes and trajectory.routing is not None},
     }
 
 
-def _branch_fields(branch: Branch, routes: bool) -> dict[str, Any]:
+def _branch_fields(trajectory: Trajectory, number: int, routes: bool) -> dict[str, Any]:
+    branch = trajectory.branches[number]
+    messages = {"messages": _folded(branch.messages, trajectory.turns)} if number and branch.messages else {}
     return {
+        **messages,
         "parent": branch.parent,
         "shared": branch.shared,
         "cause": branch.cause.value,
         "tokens": len(branch.tokens),
         "sampled": branch.sampled_tokens,
         "routes": routes and branch.routing is not None,
+        "kept": branch.kept is not None,
         "versions": [[span.start, span.stop, span.version] for span in branch.versions],
     }
+
+
+def _folded(messages: Sequence[Mapping[str, str]], turns: Sequence[Turn]) -> list[dict[str, Any]]:
+    return fold_messages([dict(message) for message in messages], [(turn.text, turn.observation) for turn in turns])
 
 
 def fold_messages(messages: Sequence[dict[str, Any]], turns: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
@@ -272,8 +285,9 @@ def fold_messages(messages: Sequence[dict[str, Any]], turns: Sequence[tuple[str,
     for message in messages:
         content: Any = message["content"]
         is_reply = message["role"] == "assistant"
-        if is_reply and current + 1 < len(turns) and content == turns[current + 1][0]:
-            current += 1
+        following = range(current + 1, len(turns)) if is_reply else ()
+        if (turn := next((number for number in following if turns[number][0] == content), None)) is not None:
+            current = turn
             content = {"turn": current}
         elif current >= 0 and not is_reply and isinstance(content, str) and content.startswith(turns[current][1]):
             content = {"observed": current, "rest": content[len(turns[current][1]) :]}
@@ -302,6 +316,8 @@ def _arrays(key: str, trajectory: Trajectory, routes: bool, *, keep_order: bool 
         arrays[f"{prefix}/tokens"] = branch.tokens
         arrays[f"{prefix}/loss_mask"] = np.packbits(branch.loss_mask)
         arrays[f"{prefix}/logprobs"] = branch.logprobs[branch.loss_mask]
+        if branch.kept is not None:
+            arrays |= {f"{prefix}/kept_counts": branch.kept.counts, f"{prefix}/kept_ids": branch.kept.ids}
         if routes and branch.routing is not None:
             encoded = archive.encode(branch.routing, keep_order=keep_order)
             arrays[f"{prefix}/routes"] = np.frombuffer(encoded, np.uint8)
@@ -318,8 +334,8 @@ def _save_arrays(path: Path, arrays: Mapping[str, NDArray]) -> None:
 def read_trajectory(row: Mapping[str, Any], array: Callable[[str], NDArray], where: str) -> Trajectory:
     """The trajectory of ``row``; ``array`` returns its arrays by name. Raises AgentRlError that names ``where``."""
     try:
-        if row.get("format") != FORMAT:
-            raise AgentRlError(f"{where}: trajectory format {row.get('format')!r}, expected {FORMAT}")
+        if row.get("format") not in _READABLE:
+            raise AgentRlError(f"{where}: trajectory format {row.get('format')!r}, expected 3 or 4")
         first, *further = (read_branch(row, number, array) for number in range(len(row["branches"])))
         return Trajectory(
             **{name: row[name] for name in (*_PLAIN, *_TIMES, "tests", "test_log", "harness")},
@@ -327,12 +343,15 @@ def read_trajectory(row: Mapping[str, Any], array: Callable[[str], NDArray], whe
             loss_mask=first.loss_mask,
             logprobs=first.logprobs,
             routing=first.routing,
+            kept=first.kept,
             stop=StopReason(row["stop"]),
             turns=tuple(Turn(**turn) for turn in row["turns"]),
             messages=tuple(row_messages(row)),
             versions=first.versions,
             suspected_hack=tuple(row["suspected_hack"]),
             mutant_seconds=row.get("mutant_seconds", 0.0),
+            parts=row.get("parts", {}),
+            metrics=row.get("metrics", {}),
             further=tuple(further),
         )
     except _BROKEN as error:
@@ -355,6 +374,8 @@ def read_branch(row: Mapping[str, Any], number: int, array: Callable[[str], NDAr
         fields["parent"],
         fields["shared"],
         BranchCause(fields["cause"]),
+        KeptTokens(array(f"{key}/kept_counts"), array(f"{key}/kept_ids")) if fields.get("kept") else None,
+        tuple(row_messages(row, number)) if number else (),
     )
 
 

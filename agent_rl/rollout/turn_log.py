@@ -21,6 +21,7 @@ from agent_rl.errors import AgentRlError
 from agent_rl.types import Completion, FinishReason, SamplingParams, TokenIds, Trajectory, Turn, VersionSpan
 from envs import Task
 from r3 import archive
+from r3.kept_tokens import KeptTokens
 
 
 class ReplayDiffers(AgentRlError):
@@ -84,6 +85,8 @@ def encode_turn(logged: LoggedTurn) -> bytes:
     for number, completion in enumerate(logged.completions):
         arrays[f"{number}/tokens"] = np.array(completion.tokens, np.int32)
         arrays[f"{number}/logprobs"] = np.array(completion.logprobs, np.float64)
+        if completion.kept is not None:
+            arrays |= {f"{number}/kept_counts": completion.kept.counts, f"{number}/kept_ids": completion.kept.ids}
         if completion.routing is not None:
             arrays[f"{number}/routes"] = np.frombuffer(archive.encode(completion.routing, keep_order=True), np.uint8)
     row = {
@@ -116,12 +119,13 @@ def _completion_fields(completion: Completion) -> dict[str, Any]:
 
 
 def _completion(number: int, row: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> Completion:
-    routes = arrays.get(f"{number}/routes")
+    routes, counts = arrays.get(f"{number}/routes"), arrays.get(f"{number}/kept_counts")
     return Completion(
         tokens=tuple(arrays[f"{number}/tokens"].tolist()),
         logprobs=tuple(arrays[f"{number}/logprobs"].tolist()),
         finish=FinishReason(row["finish"]),
         routing=None if routes is None else archive.decode(routes.data, where=f"routes of completion {number}"),
+        kept=None if counts is None else KeptTokens(counts, arrays[f"{number}/kept_ids"]),
         earlier=tuple(VersionSpan(**span) for span in row["earlier"]),
         **{name: row[name] for name in _PLAIN},
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from agent_rl.errors import TrainerError
 from agent_rl.train.batching.packing import MicroBatch, pack_weighted
 from agent_rl.train.batching.partition import MiniStepShare
 from agent_rl.train.checkpoint import directory as checkpoint
@@ -38,6 +38,7 @@ from agent_rl.train.route_trace import rank_trace
 from agent_rl.train.step import grpo_step, packed, sample_logprobs, step_batches
 from agent_rl.types import Sample
 from agent_rl.weight_sync.adapters import BaseWeights
+from agent_rl.weight_sync.delta import DeltaSender
 from agent_rl.weight_sync.publisher import WeightPublisher
 from agent_rl.weight_sync.requests import PublishReport, PublishRequest
 from r3.routing import narrowest_dtype
@@ -86,6 +87,8 @@ class TrainerWorker:
         self._placement_pending = train.balance.enabled and train.balance.expert_placement == "measured"
         self._resumed: tuple[Path, Manifest] | None = None
         self._publisher: WeightPublisher | None = None
+        self._delta = DeltaSender(self._model.model_spec, self._open_publisher)
+        self._staged_version: str | None = None
         self._writer = CheckpointWriter(rank)
 
     @property
@@ -175,19 +178,23 @@ class TrainerWorker:
         return logprobs if self._lead else {}, [experts.astype(dtype, copy=False) for experts in used]
 
     def supervise(
-        self, sequences: WeightedSequences, shares: Sequence[Sequence[Sequence[int]]], batch_weight: float
+        self,
+        sequences: WeightedSequences,
+        shares: Sequence[Sequence[Sequence[int]]],
+        batch_weight: float,
+        spike_norm: float | None = None,
     ) -> tuple[float, Update]:
         """Run one supervised update over ``shares[data_rank][micro_batch]``. Returns this rank's part of the loss and
-        the update. Collective. Raises TrainerError where loss or gradient norm is not finite."""
+        the update. ``spike_norm`` as in a step of GRPO. Collective."""
         self._placement_pending = False  # a new placement reads the weights of the checkpoint again
         batches = [pack_weighted(sequences, ids) for ids in shares[self._ranks.data_rank]]
         inputs = [packed(batch, weights=torch.from_numpy(batch.weights_T)) for batch in batches]
         parts = self._model.train_microbatches(inputs, None, _supervised_loss(batch_weight), entropy=False)
         loss = sum(float(values["loss"]) for values in parts)
-        update = self._optimizer.step(finite_loss=math.isfinite(loss))
-        if not update.taken:
-            raise TrainerError(f"the supervised update was skipped: loss {loss}, gradient norm {update.grad_norm}")
-        self._updates += 1
+        update = self._optimizer.step(
+            finite_loss=math.isfinite(loss), spike_norm=spike_norm, on_spike=self._request.config.guard.on_spike
+        )
+        self._updates += update.taken
         self._balancer.weights_changed()
         return loss, update
 
@@ -221,8 +228,27 @@ class TrainerWorker:
         if self._model.lora is not None:
             self._model.save_adapter(directory / "adapter")
 
+    def stage(self, request: PublishRequest) -> Mapping[str, str] | None:
+        """Send the changes of the weights to the engines before an update by deltas. Rank 0 returns the reason by URL
+        of each engine that needs all weights instead. Collective."""
+        weights = self._model.export_weights()
+        try:
+            return self._delta.stage(request, weights) if self._ranks.rank == 0 else None
+        finally:
+            for _ in weights:
+                pass
+            self._staged_version = request.version
+
     def publish(self, request: PublishRequest) -> PublishReport | None:
         """Send the weights to the engines. Rank 0 sends and returns the report. Collective."""
+        if request.config.weight_sync == "delta":
+            if self._staged_version != request.version:
+                self.stage(replace(request, urls=()))
+            self._staged_version = None
+            report = self._delta.publish(request) if self._ranks.rank == 0 else None
+            if report is not None and report.failures:
+                self._close_publisher()
+            return report
         base = BaseWeights(self._request.model) if self._model.lora and request.config.merges_adapters else None
         weights, report = self._model.export_weights() if base is None else self._model.export_changes(), None
         try:
@@ -287,6 +313,7 @@ def _build(
         recompute=train.recompute,
         recompute_modules=train.recompute_modules,
         lora=train.lora,
+        freeze=train.freeze or (),
         model_spec=request.model_spec,
         seed=request.config.seed,
         progress=progress,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 from agent_rl.engine.launch import group_members
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.engine.shared_memory import SHARED_MEMORY, FileId, files_used_by
+from agent_rl.errors import EngineRejected
 from agent_rl.utils.http import AsyncHttp
 from agent_rl.weight_sync.receivers import WeightReceivers
 
@@ -22,6 +24,17 @@ async def idle(engine: SGLangEngine) -> None:
     """Return once no server has a request any more, the caches flushed. SGLang may count a request as running for a
     moment after it was answered."""
     await tell(engine, "flush_cache?timeout=30")
+
+
+async def running(engine: SGLangEngine) -> None:
+    """Return once the server has a request running: it then refuses to flush its cache."""
+    async with asyncio.timeout(30):
+        while True:
+            try:
+                await tell(engine, "flush_cache")
+            except EngineRejected:
+                return
+            await asyncio.sleep(0.01)
 
 
 def load(receivers: WeightReceivers, directory: Path, weight_version: str) -> None:

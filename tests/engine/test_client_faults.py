@@ -8,6 +8,7 @@ import gc
 import threading
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,48 @@ async def test_an_inconsistent_response_is_refused_once_with_its_request(
     with pytest.raises(error, match=rf"request \w+ of session 'ep/3' \(3 prompt tokens\).*{message}"):
         await server.sample(session="ep/3")
     assert len(server.received) == 1
+
+
+MASK = {"output_token_sampling_mask": [[7, 3], [8]], "output_token_sampling_logprobs": [-0.25, 0.0]}
+BAD_MASKS: list[tuple[dict[str, Any], str]] = [
+    ({}, "expected 2 sampling masks, received none"),
+    ({**MASK, "output_token_sampling_mask": [[7, 3]]}, "expected 2 sampling masks, received 1 with 2 log-probs"),
+    ({**MASK, "output_token_sampling_mask": [[7], [9, 3]]}, "token 1, id 8, is not among its 2 kept ids"),
+    ({**MASK, "output_token_sampling_mask": [[7, 100], [8]]}, "kept ids 7 to 100, expected 0 to 99"),
+    ({**MASK, "output_token_sampling_logprobs": [-0.25, None]}, "NaN"),
+]
+
+
+async def test_kept_tokens_come_with_their_log_probs() -> None:
+    """Every other token may be drawn from the whole vocabulary."""
+    masked = SamplingParams(top_p=0.9, min_p=0.1, max_new_tokens=2, keep_mask=True)
+    server = Server(sends(**{**MASK, "output_token_sampling_mask": [[7, 3], []]}))
+    async with serving(server.handle) as url, client(url, routes=False) as engine:
+        got = await engine.generate([1, 2, 3], masked, routes_from=0, session="s")
+        plain = await engine.generate([1, 2, 3], replace(masked, keep_mask=False), routes_from=0, session="s")
+    assert (got.logprobs, plain.logprobs, plain.kept) == ((-0.25, 0.0), (-0.5, -0.25), None)
+    assert (got.kept.counts.tolist(), got.kept.ids.tolist()) == ([2, 0], [7, 3])
+    first, second = (request["sampling_params"] for request in server.received)
+    assert (first["top_p"], first["min_p"], first["top_k"], second["top_k"]) == (0.9, 0.1, 4000, -1)
+    assert [request.get("return_sampling_mask") for request in server.received] == [True, None]
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD_MASKS)
+async def test_wrong_kept_tokens_are_refused(changes: dict[str, Any], message: str) -> None:
+    async with serving(Server(sends(**changes)).handle) as url:
+        engine = client(url)
+        with pytest.raises(EngineRejected, match=message):
+            await engine.generate([1], replace(SAMPLE, top_k=2, keep_mask=True), routes_from=None, session="s")
+        await engine.close()
+
+
+async def test_an_engine_without_sampling_masks_is_refused_at_the_start() -> None:
+    message = r"rollout\.top_p, top_k and min_p require engines .* as SGLang 0.5.23 does: .* received none"
+    async with serving(Server().handle) as url:
+        with pytest.raises(UserError, match=message):
+            await client(url, routes=False, masks=True).__aenter__()
+        async with client(url, routes=False):
+            pass
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{}", b'{"meta_info":{},"output_ids":7}', b"<html>"])

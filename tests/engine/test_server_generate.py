@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_proxy import Fault, proxy
-from server_control import idle, tell
+from server_control import idle, running, tell
 from support.memory_env import run_memory_episode
 from support.routing_rows import slice_rows
 from support.trajectories import trajectory
@@ -254,17 +254,6 @@ async def test_a_turn_is_limited_to_the_context(engine: SGLangEngine) -> None:
     assert len(got.tokens) <= 18
     assert got.routing is not None
     assert got.routing.tokens == len(got.tokens)
-
-
-async def running(engine: SGLangEngine) -> None:
-    """Return once the server has a request running: it then refuses to flush its cache."""
-    async with asyncio.timeout(30):
-        while True:
-            try:
-                await tell(engine, "flush_cache")
-            except EngineRejected:
-                return
-            await asyncio.sleep(0.01)
 
 
 LONG = SamplingParams(max_new_tokens=1900)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from server_control import load
+from server_control import load, running, tell
 
-from agent_rl.config import EngineConfig, RunConfig
+from agent_rl.config import EngineConfig, R3Config, RunConfig
 from agent_rl.engine.sglang import SGLangEngine
-from agent_rl.types import Sample, SamplingParams
+from agent_rl.rollout.transcript import Transcript
+from agent_rl.types import Completion, FinishReason, Sample, SamplingParams
 from agent_rl.weight_sync.receivers import WeightReceivers
 
 torch = pytest.importorskip("torch", reason="needs the trainer environment")
@@ -21,23 +24,40 @@ pytestmark = [pytest.mark.megatron, pytest.mark.sglang, pytest.mark.slow, pytest
 TOKENS = [int(token) for token in np.random.default_rng(5).integers(2, 250, 48)]
 
 
-async def sampled(engine: SGLangEngine, session: str, advantage: float) -> Sample:
-    """One sampled continuation of a prompt with its routes, as a trainer's sample."""
-    prompt = TOKENS[:16]
-    answer = await engine.generate(prompt, SamplingParams(max_new_tokens=40), routes_from=0, session=session)
-    assert answer.routing is not None
-    tokens = np.array([*prompt, *answer.tokens], np.int32)
-    routing = answer.routing
-    assert routing.tokens == len(tokens) - 1
-    experts = np.concatenate([routing.experts, np.zeros_like(routing.experts[:1])])
-    present = np.append(routing.present, False)
-    return Sample(
-        tokens=tokens,
-        loss_mask=np.arange(len(tokens)) >= len(prompt),
-        logprobs=np.array([*[0.0] * len(prompt), *answer.logprobs], np.float32),
-        advantage=advantage,
-        routing=type(routing)(experts, present, routing.spans, routing.num_experts),
-    )
+TEMPERATURE = 1.5
+SAMPLINGS = [{}, {"top_p": 0.9}, {"top_k": 7}, {"min_p": 0.2, "top_p": 0.95}]
+
+
+async def sampled(engine: SGLangEngine, number: int) -> Sample:
+    """Two turns after one prompt with their routes, as a trainer's sample. Samples differ in what sampling excludes.
+    The second turn of every fifth is aborted and continues, and a prefix of each is cached."""
+    truncation = SAMPLINGS[number % len(SAMPLINGS)]
+    sampling = SamplingParams(temperature=TEMPERATURE, max_new_tokens=20, keep_mask=bool(truncation), **truncation)
+    talk = Transcript(TOKENS[:16], max_tokens=1000, routes=R3Config())
+    session = f"session {number}"
+
+    async def request(sampling: SamplingParams) -> Completion:
+        got = await engine.generate(talk.tokens, sampling, routes_from=talk.routes_from, session=session)
+        talk.sampled(got)
+        return got
+
+    await request(sampling)
+    talk.observed(TOKENS[16:24])
+    while number % 5 == 1:
+        async with asyncio.TaskGroup() as scope:
+            task = scope.create_task(request(replace(sampling, max_new_tokens=600)))
+            await running(engine)
+            await tell(engine, "abort_request", abort_all=True)
+        if task.result().tokens:
+            assert task.result().finish is FinishReason.ABORT
+            break
+    assert (await request(sampling)).cached_tokens > 0
+    tokens, loss_mask, logprobs, routing = talk.arrays()
+    kept = talk.kept_tokens
+    assert (kept is not None) == bool(truncation)
+    if kept is not None:
+        assert 2 < kept.counts.mean() < 230, "it would not matter"
+    return Sample(tokens, loss_mask, logprobs, (-1.0) ** number, routing, kept=kept)
 
 
 RANK = 8
@@ -57,7 +77,12 @@ def sent_bytes(model: Path, kind: str) -> int:
 @pytest.mark.usefixtures("megatron_shim", "restored", "one_ray")
 @pytest.mark.parametrize(
     "kind",
-    ["weights", "adapters", pytest.param("adapters, merged for a server of others", marks=pytest.mark.exhaustive)],
+    [
+        "weights",
+        "deltas",
+        "adapters",
+        pytest.param("adapters, merged for a server of others", marks=pytest.mark.exhaustive),
+    ],
 )
 async def test_the_engine_takes_what_the_trainer_learned(
     kind: str, engine: SGLangEngine, model: Path, engine_config: EngineConfig, tmp_path: Path
@@ -66,11 +91,17 @@ async def test_the_engine_takes_what_the_trainer_learned(
         "device": "cpu",
         "microbatch_tokens": 256,
         "lr": 1e-2,
-        "lora": {"rank": RANK} if kind != "weights" else None,
+        "lora": {"rank": RANK} if kind.startswith("adapters") else None,
     }
-    others = {"urls": engine.urls} if "others" in kind else {}
+    others = {"urls": engine.urls} if "others" in kind else {"weight_sync": "delta"} if kind == "deltas" else {}
     config = RunConfig.model_validate(
-        {"name": "test", "model": model, "engine": engine_config.model_dump() | others, "train": train}
+        {
+            "name": "test",
+            "model": model,
+            "engine": engine_config.model_dump() | others,
+            "train": train,
+            "rollout": {"temperature": TEMPERATURE, "top_p": 0.9},
+        }
     )
     fixed = Sample(np.array(TOKENS, np.int32), np.ones(len(TOKENS), bool), np.zeros(len(TOKENS), "f4"), 0.0, None)
     async with RayTrainer(config) as trainer:
@@ -82,15 +113,24 @@ async def test_the_engine_takes_what_the_trainer_learned(
 
         assert (await gap()).mean() < 2e-5
         for version in (1, 2):  # the second goes through the same group
-            batch = [await sampled(engine, f"{version}-{i}", (-1.0) ** i) for i in range(6)]
+            batch = [await sampled(engine, number) for number in range(6)]
+            for sample, (mine, _) in zip(
+                batch, await trainer.routes(batch, replay=True, temperature=TEMPERATURE), strict=True
+            ):
+                np.testing.assert_allclose(mine[sample.loss_mask], sample.logprobs[sample.loss_mask], atol=2e-5)
             metrics = await trainer.step(batch, measure_without_replay=True)
             assert metrics["r3/coverage"] == 1
             assert metrics["r3/router_mismatch"] == metrics["mismatch_without_replay/router_mismatch"] == 0
             assert metrics["mismatch/logprob_abs_diff"] < 2e-5, "routes or log-probs are not where they belong"
             stale = await gap()
+            if kind == "deltas":
+                await sync.stage(version)
             published = await sync.publish(version)
             assert published["weight_sync/verified"] == 1
-            assert published["weight_sync/bytes"] == sent_bytes(model, kind)
+            if kind == "deltas" and version > 1:
+                assert 0 < published["weight_sync/delta_ratio"] < 1
+            else:
+                assert published["weight_sync/bytes"] == sent_bytes(model, kind)
             fresh = await gap()
             assert fresh.max() < 2e-4
             assert fresh.mean() < min(2e-5, stale.mean() / 2), "the engine still has the weights of before the update"
@@ -105,7 +145,7 @@ async def test_the_engine_takes_what_the_trainer_learned(
             "changes are of the model that the server began with"
         )
         assert await engine.score(TOKENS) == held
-    assert (tmp_path / "export/adapter/adapter_model.safetensors").exists() == (kind != "weights")
+    assert (tmp_path / "export/adapter/adapter_model.safetensors").exists() == kind.startswith("adapters")
     with WeightReceivers(engine.urls) as receivers:
         for directory in (tmp_path / "export", in_shards(tmp_path / "export", tmp_path / "shards")):
             load(receivers, model, "default")

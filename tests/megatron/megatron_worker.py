@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import megatron_tiny as tiny
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,13 +21,23 @@ from agent_rl.config import ParallelConfig, RunConfig, TrainConfig
 from agent_rl.models.spec import read_model_spec
 from agent_rl.train.megatron.packed_batch import PackedBatch, PackedRoutes
 from agent_rl.train.megatron.parallel import ParallelState, destroy_parallel, init_parallel
+from r3.kept_tokens import KeptTokens
 
 Batches = list[PackedBatch]
 Routes = list[PackedRoutes] | None
 
 
 def batches(count: int = 3) -> Batches:
-    return [tiny.packed(seed, (13, 6 + seed)) for seed in range(count)]
+    """Every second batch has kept tokens."""
+    items = [tiny.packed(seed, (13, 6 + seed)) for seed in range(count)]
+    return [replace(batch, kept=kept_of(batch)) if number % 2 else batch for number, batch in enumerate(items)]
+
+
+def kept_of(batch: PackedBatch) -> KeptTokens:
+    """Each token is drawn from itself and 0 to 20 others; every third one from the whole vocabulary."""
+    draw = np.random.default_rng(len(batch))
+    rows = [[int(token), *draw.integers(0, tiny.VOCAB, at % 21).tolist()] for at, token in enumerate(batch.tokens)]
+    return KeptTokens.from_rows([[] if at % 3 == 2 else row for at, row in enumerate(rows)])
 
 
 def routes(items: Batches, layers: int = tiny.LAYERS) -> list[PackedRoutes]:

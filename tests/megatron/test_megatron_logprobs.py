@@ -1,7 +1,9 @@
-"""Log-probs in chunks: gradients are summed in float32. test_megatron_model.py compares chunks with the whole."""
+"""Log-probs in chunks: gradients are summed in float32, and kept tokens against loops over floats.
+test_megatron_model.py compares chunks with the whole."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor
 
 from agent_rl.train.megatron.logprobs import CHUNK_LOGITS
+from r3.kept_tokens import KeptTokens
 
 pytestmark = pytest.mark.megatron
 TOKENS, HIDDEN, VOCAB = 4096, 16, 32
@@ -36,3 +39,38 @@ def test_a_gradient_of_many_chunks_is_summed_in_float32(world: Any, monkeypatch:
     found = weight_gradient(torch.bfloat16)
     assert found.dtype == torch.bfloat16
     assert (found.float() - exact).norm() < 4e-3 * exact.norm()
+
+
+def masked_by_loops(row: list[float], target: int, kept: list[int]) -> tuple[float, float, list[float]]:
+    """The log-prob of ``target`` over ``kept`` (empty: all), the entropy, and the gradient of their sum."""
+    ids = kept or list(range(len(row)))
+    total = math.log(sum(math.exp(row[v]) for v in ids))
+    share = {v: math.exp(row[v] - total) for v in ids}
+    entropy = -sum(p * math.log(p) for p in share.values())
+    gradient = [0.0] * len(row)
+    for v, p in share.items():
+        gradient[v] = (v == target) - p - p * (math.log(p) + entropy)
+    return row[target] - total, entropy, gradient
+
+
+@pytest.mark.parametrize("chunk", [3, 100])
+def test_kept_tokens_equal_loops_over_floats(world: Any, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    """Log-probs, entropy and gradient over the kept ids; rows without ids use the whole vocabulary."""
+    from agent_rl.train.megatron.logprobs import token_logprobs
+
+    monkeypatch.setitem(CHUNK_LOGITS, "cpu", chunk * 9)
+    draw = torch.Generator().manual_seed(1)
+    hidden = torch.randn(10, 4, generator=draw)
+    weight = torch.randn(9, 4, generator=draw).requires_grad_()
+    kept = [[3, 1, 8], [], [0], [2, 4], list(range(9)), [], [7, 8], [5, 6, 0, 1], [8], []]
+    targets = torch.tensor([1, 5, 0, 4, 3, 8, 7, 0, 8, 2])
+    arguments = {"temperature": 1.5, "entropy": True, "entropy_gradient": True, "kept": KeptTokens.from_rows(kept)}
+    logprobs, entropy = token_logprobs(hidden, weight, targets, **arguments)
+    (gradient,) = torch.autograd.grad((logprobs + entropy).sum(), weight)
+    rows = (hidden.double() @ weight.detach().double().T / 1.5).tolist()
+    expected = [masked_by_loops(*given) for given in zip(rows, targets.tolist(), kept, strict=True)]
+    torch.testing.assert_close(logprobs.detach(), torch.tensor([e[0] for e in expected]))
+    torch.testing.assert_close(entropy.detach(), torch.tensor([e[1] for e in expected]), rtol=1e-5, atol=1e-6)
+    slopes = torch.tensor([e[2] for e in expected])
+    torch.testing.assert_close(gradient, slopes.T @ hidden / 1.5, rtol=1e-4, atol=1e-5)
+    assert logprobs[2] == entropy[2] == 0, "one id was kept"

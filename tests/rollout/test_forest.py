@@ -7,6 +7,7 @@ import zlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from agent_rl.config import R3Config
 from agent_rl.errors import RoutesMissingError
 from agent_rl.rollout.conversation_tree import ChatMessage, ConversationTree, Node
 from agent_rl.types import Branch, BranchCause, Completion, FinishReason
+from r3.kept_tokens import KeptTokens
 from r3.routing import Routing, Span, SpanKind
 from tools import ParsedTurn, ToolCall
 
@@ -47,6 +49,9 @@ class LetterRendering:
         tail = [token for m in messages for token in self._message(m)]
         return ([END] if stop is None else []) + tail + [ROLES["assistant"]]
 
+    def added_text(self, text: str) -> list[int]:
+        return list(text.encode())
+
     def must_rerender(self, messages: Sequence[ChatMessage]) -> bool:
         return self.follow and any(message.role == "user" for message in messages)
 
@@ -61,11 +66,16 @@ def row_of(tokens: Sequence[int]) -> list[list[int]]:
     return [[first, first + 1]]
 
 
+def kept_row(name: float) -> list[int]:
+    """The kept ids of a sampled token; every third one is drawn from the whole vocabulary."""
+    return [-int(name)] * (int(name) % 3)
+
+
 class Prefixes:
     """An engine whose rows tell the whole prefix, and whose log-probs tell one sampled token from another."""
 
     def __init__(self) -> None:
-        self.count, self.rows = 0, 0
+        self.count, self.rows, self.unmasked = 0, 0, set[float]()
 
     def sample(self, prompt: Any, sampled: Any, routes_from: int | None, finish: Any = FinishReason.STOP) -> Completion:
         whole = [*prompt, *sampled]
@@ -78,7 +88,9 @@ class Prefixes:
             routing = Routing(experts, np.ones(len(rows), np.bool_), spans, EXPERTS)
         names = tuple(-float(self.count + n + 1) for n in range(len(sampled)))
         self.count += len(sampled)
-        return Completion(tuple(sampled), names, finish, "0", "e", routing)
+        kept = KeptTokens.from_rows([kept_row(name) for name in names]) if self.count % 4 else None
+        self.unmasked |= set(names if kept is None else ())
+        return Completion(tuple(sampled), names, finish, "0", "e", routing, kept)
 
 
 @dataclass
@@ -169,6 +181,10 @@ def check(program: Program) -> tuple[Branch, ...]:
         tokens = branch.tokens.tolist()
         assert branch.loss_mask.any()
         assert not branch.logprobs[~branch.loss_mask].any()
+        names = branch.logprobs[branch.loss_mask].tolist()
+        masks = [[] if name in program.engine.unmasked else kept_row(name) for name in names]
+        kept = branch.kept or KeptTokens.from_rows([()] * len(names))
+        assert (kept.counts.tolist(), kept.ids.tolist()) == ([len(row) for row in masks], [*chain(*masks)])
         rows = [row_of(tokens[: at + 1]) for at in range(len(tokens) - 1)]
         assert branch.routing.experts[:-1].tolist() == rows
         assert branch.routing.present.tolist() == [True] * (len(tokens) - 1) + [False]

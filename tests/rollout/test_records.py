@@ -117,7 +117,7 @@ def test_rows_of_another_format_are_refused(groups: tuple[Group, ...], tmp_path:
     path = write_trajectories(tmp_path, 1, groups)
     rows = [{**row, "format": 2} for row in read_rows(path)]
     path.write_bytes(encode_rows(rows)[0])
-    with pytest.raises(AgentRlError, match="format 2, expected 3"):
+    with pytest.raises(AgentRlError, match="format 2, expected 3 or 4"):
         read_trajectories(tmp_path, 1)
 
 

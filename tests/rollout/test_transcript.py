@@ -16,6 +16,7 @@ from agent_rl.config import R3Config, RouteSource
 from agent_rl.errors import RoutesMissingError
 from agent_rl.rollout.transcript import Transcript
 from agent_rl.types import Completion, FinishReason, VersionSpan
+from r3.kept_tokens import KeptTokens
 from r3.routing import Routing, Span, SpanKind, validate
 
 LAYERS, EXPERTS = 4, 256
@@ -44,7 +45,13 @@ def completion(prompt: Any, sampled: Any, routes_from: Any, *, version: str = "1
         kept = tuple(span for span in spans if span.start < span.stop)
         routing = Routing(experts, np.ones(rows, np.bool_), kept, EXPERTS)
     logprobs = tuple(-float(token) for token in sampled)
-    return Completion(tuple(sampled), logprobs, FinishReason(finish), version, "e", routing)
+    mask = None if version.endswith("2") else KeptTokens.from_rows(kept_rows(sampled))
+    return Completion(tuple(sampled), logprobs, FinishReason(finish), version, "e", routing, mask)
+
+
+def kept_rows(tokens: Sequence[int]) -> list[list[int]]:
+    """What each token is drawn from; every third one from the whole vocabulary."""
+    return [[token, token + 1] if token % 3 else [] for token in tokens]
 
 
 class Conversation:
@@ -106,6 +113,13 @@ def test_any_conversation_lines_up(requests: list[tuple[int, int, FinishReason]]
     assert tokens[loss_mask].tolist() == talk.sampled
     sampling = [str(number) for number, (_, sampled, _) in enumerate(requests) for _ in range(sampled)]
     assert sampled_by(talk.transcript.versions, loss_mask) == sampling
+    rows = [
+        [] if version.endswith("2") else row for version, row in zip(sampling, kept_rows(talk.sampled), strict=True)
+    ]
+    if (kept := talk.transcript.kept_tokens) is None:
+        assert {version[-1:] for version in sampling} <= {"2"}
+    else:
+        assert [row.tolist() for row in np.split(kept.ids, np.cumsum(kept.counts)[:-1])] == rows
     assert routing.present[:-1].all()
     if source == "sampled":  # each token's row of sampling is of the version that sampled it
         for span in routing.spans[:-1]:

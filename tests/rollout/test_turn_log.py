@@ -52,7 +52,7 @@ class ListLog:
 
 
 async def drive(engine: Any, log: TurnLog | None = None, env: Any = None, time_limit: float = 100.0) -> Trajectory:
-    rules = EpisodeRules(RolloutConfig(describe_tools=False, time_limit=time_limit), routes=R3Config())
+    rules = EpisodeRules(RolloutConfig(describe_tools=False, time_limit=time_limit, top_p=0.9), routes=R3Config())
     return await memory_env.run_memory_episode(engine, env, rules=rules, log=log)
 
 

@@ -15,6 +15,7 @@ from agent_rl.rollout.episode import EpisodeRules, run_episode
 from agent_rl.rollout.scripted_policies import ByteRenderer
 from agent_rl.types import Completion, FinishReason, SamplingParams, TokenIds, Trajectory
 from envs import Grade, Task
+from r3.kept_tokens import KeptTokens
 from r3.routing import Routing, Span, SpanKind
 from tools import ToolCall, ToolResult
 from tools.formats import tool_format
@@ -112,12 +113,17 @@ def hanging() -> tuple[MemoryEnvironment, asyncio.Event]:
 
 LAYERS, TOP_K, EXPERTS = 2, 2, 256
 TASK = Task("train-0", "memory", {})
-PLAIN = EpisodeRules(RolloutConfig(describe_tools=False))
+PLAIN = EpisodeRules(RolloutConfig(describe_tools=False, top_p=0.9))
 
 
 def row_of(position: int, token: int) -> list[list[int]]:
     """Routes that tell positions and tokens apart, so that a row put in the wrong place shows."""
     return [[position % 251, 251 + token % 5], [token % 251, 251 + position % 5]]
+
+
+def kept_row(token: int) -> list[int]:
+    """What a token is drawn from: three ids, or for every third token the whole vocabulary."""
+    return [token + 1, token, token + 300] if token % 3 else []
 
 
 @dataclass
@@ -154,6 +160,7 @@ class TurnsEngine:
             weight_version=version,
             engine="memory",
             routing=None if routes_from is None else self._routing([*tokens, *sampled][:-1], routes_from, version),
+            kept=KeptTokens.from_rows([kept_row(token) for token in sampled]) if sampling.keep_mask else None,
         )
 
     def _routing(self, inputs: list[int], start: int, version: str) -> Routing:

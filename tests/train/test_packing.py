@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +14,7 @@ from agent_rl.errors import TrainerError
 from agent_rl.train.batching.packing import pack, pack_weighted
 from agent_rl.train.batching.partition import partition_sequences, split_step
 from agent_rl.types import Sample
+from r3.kept_tokens import KeptTokens
 
 lengths_of = st.lists(st.integers(2, 40), min_size=1, max_size=30)
 
@@ -21,7 +23,13 @@ def distinct(length: int, index: int) -> Sample:
     """Token i of sample s is s * 100 + i, and so is its log-prob."""
     rows = index * 100 + np.arange(length)
     logprobs = rows.astype(np.float32)
-    return Sample(rows.astype(np.int32), rows % 3 == 0, logprobs, index - 0.5, None, weight=1.0 + index)
+    kept = KeptTokens.from_rows(kept_rows(rows[rows % 3 == 0])) if index % 3 else None
+    return Sample(rows.astype(np.int32), rows % 3 == 0, logprobs, index - 0.5, None, weight=1.0 + index, kept=kept)
+
+
+def kept_rows(tokens: np.ndarray) -> list[list[int]]:
+    """The kept ids of sampled tokens; every fifth one is drawn from the whole vocabulary."""
+    return [[token, *range(token % 4)] if token % 5 else [] for token in tokens.tolist()]
 
 
 @given(lengths_of, st.integers(1, 3))
@@ -45,11 +53,46 @@ def test_packed_rows_are_those_of_their_samples(lengths: list[int], ranks: int) 
         assert set(returned("weights_T")[index]) == {np.float32(sample.weight)}
 
 
+@given(lengths_of, st.randoms())
+def test_kept_tokens_follow_their_tokens_through_packing_and_slices(lengths: list[int], rng: random.Random) -> None:
+    """Each rank takes the rows of its own tokens, in any order."""
+    samples = [distinct(length, index) for index, length in enumerate(lengths)]
+    batch = pack(samples, rng.sample(range(len(samples)), len(samples)))
+    taken = np.array(rng.sample(range(batch.tokens), rng.randrange(batch.tokens + 1)), np.int64)
+    if batch.kept_T is None:
+        assert len(samples) == 1
+        return
+    slice_of = batch.kept_T.take(taken)
+    rows = [row.tolist() for row in np.split(slice_of.ids, np.cumsum(slice_of.counts))[:-1]]
+    for token, row in zip(batch.tokens_T[taken], rows, strict=True):
+        masked = token % 3 == 0 and token // 100 % 3
+        assert row == (kept_rows(np.array([token]))[0] if masked else [])
+
+
+@pytest.mark.parametrize("wrong", ["one row less", "another id"])
+def test_kept_tokens_of_other_tokens_are_refused(wrong: str) -> None:
+    sample = distinct(9, 1)
+    rows = kept_rows(sample.tokens[sample.loss_mask])[:2] if wrong == "one row less" else [[0]] * 3
+    message = "sample 0: 2 rows of kept tokens, expected 3" if len(rows) < 3 else "sample 0: token 2, id 102, is not"
+    with pytest.raises(TrainerError, match=message):
+        pack([replace(sample, kept=KeptTokens.from_rows(rows))], (0,))
+
+
 @pytest.mark.parametrize("field", ["logprobs", "loss_mask"])
 def test_samples_of_uneven_lengths_are_refused(field: str) -> None:
     good = distinct(5, 0)
     with pytest.raises(TrainerError, match=f"5 tokens and 4 entries of {field}"):
         pack([replace(good, **{field: getattr(good, field)[1:]})], (0,))
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_a_rollout_log_prob_that_is_not_finite_is_refused_where_a_token_was_sampled(value: float) -> None:
+    sample = distinct(6, 0)
+    spoiled = np.where(sample.loss_mask, sample.logprobs, value).astype(np.float32)
+    pack([replace(sample, logprobs=spoiled)], (0,))
+    spoiled[3] = value
+    with pytest.raises(TrainerError, match="sample 0 has a rollout log-prob of a sampled token that is not a finite"):
+        pack([replace(sample, logprobs=spoiled)], (0,))
 
 
 @given(lengths_of, st.integers(1, 4), st.integers(1, 3))

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from agent_rl.errors import TrainerError
 from agent_rl.types import Sample
+from r3.kept_tokens import KeptTokens, KeptTokensError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,7 +29,7 @@ class MicroBatch:
     ``sample_ids``: each sequence's index in the global batch. ``tokens_T`` int64, ``cu_seqlens`` int32 ``[n + 1]``,
     ``mask_T`` bool (sampled, and not a sequence's first token), ``logprobs_T`` float32 (the rollout's),
     ``advantages_T`` and ``weights_T`` float32. ``old_logprobs_T`` float32: the samples' ``old_logprobs``, or None.
-    ``lag_T`` int32: their ``lag``, or 0.
+    ``lag_T`` int32: their ``lag``, or 0. ``kept_T``: their kept tokens, one row per token, or None.
     """
 
     sample_ids: tuple[int, ...]
@@ -40,6 +41,7 @@ class MicroBatch:
     weights_T: NDArray[np.float32]
     lag_T: NDArray[np.int32]
     old_logprobs_T: NDArray[np.float32] | None = None
+    kept_T: KeptTokens | None = None
 
     @property
     def tokens(self) -> int:
@@ -66,7 +68,20 @@ def pack(samples: Mapping[int, Sample] | Sequence[Sample], ids: Sequence[int]) -
         weights_T=np.repeat([sample.weight for sample in members], lengths).astype(np.float32),
         lag_T=np.concatenate([_lag(sample) for sample in members]),
         old_logprobs_T=_old_logprobs(ids, members),
+        kept_T=KeptTokens.join([_kept(index, sample) for index, sample in zip(ids, members, strict=True)]),
     )
+
+
+def _kept(index: int, sample: Sample) -> tuple[int, KeptTokens | None]:
+    """A sample's length, and one row of kept tokens per token. Raises TrainerError for rows of other tokens."""
+    if sample.kept is None:
+        return len(sample.tokens), None
+    try:
+        kept = sample.kept.spread(sample.loss_mask)
+        kept.check(sample.tokens)
+    except KeptTokensError as error:
+        raise TrainerError(f"sample {index}: {error}") from None
+    return len(sample.tokens), kept
 
 
 def _old_logprobs(ids: Sequence[int], members: Sequence[Sample]) -> NDArray[np.float32] | None:
@@ -114,5 +129,7 @@ def _check_sample(index: int, sample: Sample) -> None:
     for name, array in (("loss_mask", sample.loss_mask), ("logprobs", sample.logprobs)):
         if len(array) != tokens:
             raise TrainerError(f"sample {index} has {tokens} tokens and {len(array)} entries of {name}")
+    if not np.isfinite(sample.logprobs[np.asarray(sample.loss_mask, bool)]).all():
+        raise TrainerError(f"sample {index} has a rollout log-prob of a sampled token that is not a finite number")
     if sample.old_logprobs is not None and len(sample.old_logprobs) != tokens:
         raise TrainerError(f"sample {index} has {tokens} tokens and {len(sample.old_logprobs)} old log-probs")

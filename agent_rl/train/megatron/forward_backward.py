@@ -299,6 +299,7 @@ class ForwardBackward:
             temperature=temperature,
             entropy=entropy,
             entropy_gradient=entropy_gradient,
+            kept=None if batch.kept is None else batch.kept.take(targets.cpu().numpy()),
         )
         full = _scatter(logprobs, targets, len(batch), self.ranks)
         return full, None if token_entropy is None else _scatter(token_entropy, targets, len(batch), self.ranks)

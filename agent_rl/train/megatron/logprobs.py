@@ -5,17 +5,22 @@ log-partition, the entropy and its gradient are::
 
     H = -sum_v p_v log p_v = log Z - sum_v p_v z_v            dH / dz_v = -p_v (log p_v + H)
 
-The forward pass reduces two sums and a maximum over the tensor ranks; the backward pass reduces nothing.
+The forward pass reduces two sums and a maximum over the tensor ranks; the backward pass reduces nothing. Where sampling
+excluded a part of the vocabulary, the logits of all other than the kept tokens are -inf: p is 0 there, and so are the
+terms of H and the gradients.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+
+from r3.kept_tokens import KeptTokens
 
 CHUNK_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 26}
 """Logits per chunk: 64 MiB of float32 on a CPU, 256 MiB on a GPU, because every chunk reads the full weight."""
@@ -29,20 +34,24 @@ def token_logprobs(
     temperature: float = 1.0,
     entropy: bool = False,
     entropy_gradient: bool = False,
+    kept: KeptTokens | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-prob of each target under ``softmax(hidden @ weight.T / temperature)`` and the entropy, float32 ``[T]`` each.
 
-    The entropy is None without ``entropy``, and detached without ``entropy_gradient``. The vocabulary may be sharded
-    over tensor ranks; every rank returns the same values. More than one chunk is recomputed in the backward pass.
+    ``kept``: the softmax of target i is over the ids of row i, or over the whole vocabulary if the row is empty. The
+    entropy is None without ``entropy``, and detached without ``entropy_gradient``. The vocabulary may be sharded over
+    tensor ranks; every rank returns the same values. More than one chunk is recomputed in the backward pass.
     """
     rows = max(1, CHUNK_LOGITS[weight_VH.device.type] // len(weight_VH))
-    chunks = zip(hidden_TH.split(rows), targets_T.split(rows), strict=True)
+    numbers = np.split(np.arange(len(targets_T)), range(rows, len(targets_T), rows))
+    masks = [None if kept is None else kept.take(of_chunk) for of_chunk in numbers]
+    chunks = zip(hidden_TH.split(rows), targets_T.split(rows), masks, strict=True)
     recompute = len(targets_T) > rows and torch.is_grad_enabled()
     total: list[Tensor] = []
     weight = _Summed.apply(weight_VH, total) if recompute else weight_VH
-    parts = []
-    for hidden, targets in chunks:
-        arguments = (hidden, weight, total if recompute else None, targets, temperature, entropy, entropy_gradient)
+    parts, summed = [], total if recompute else None
+    for hidden, targets, mask in chunks:
+        arguments = (hidden, weight, summed, targets, mask, temperature, entropy, entropy_gradient)
         parts.append(
             checkpoint(_chunk, *arguments, use_reentrant=False, preserve_rng_state=False)
             if recompute
@@ -57,6 +66,7 @@ def _chunk(
     weight: Tensor,
     total: list[Tensor] | None,
     targets: Tensor,
+    kept: KeptTokens | None,
     temperature: float,
     entropy: bool,
     entropy_gradient: bool,
@@ -66,9 +76,25 @@ def _chunk(
     logits = (F.linear(hidden, weight) if total is None else _Linear.apply(hidden, weight, total)).float()
     if temperature != 1.0:
         logits = logits / temperature
+    if kept is not None:
+        logits.masked_fill_(_excluded(kept, logits), -torch.inf)
     # The cross entropy overwrites its logits, so compute the entropy first.
     token_entropy = vocab_parallel_entropy(logits, gradient=entropy_gradient) if entropy else logits.new_zeros(0)
     return -vocab_parallel_cross_entropy(logits[:, None, :], targets[:, None])[:, 0], token_entropy
+
+
+def _excluded(kept: KeptTokens, logits_TV: Tensor) -> Tensor:
+    """bool ``[T, V]``: the tokens outside of each row's ids, in this tensor rank's part of the vocabulary."""
+    from megatron.core.parallel_state import get_tensor_model_parallel_group
+
+    width = logits_TV.shape[1]
+    columns = kept.ids.astype(np.int64) - get_tensor_model_parallel_group().rank() * width
+    own = (columns >= 0) & (columns < width)
+    rows = np.repeat(np.arange(len(kept.counts)), kept.counts)[own]
+    masked = torch.from_numpy(kept.counts > 0).to(logits_TV.device)
+    excluded = masked[:, None].repeat(1, width)
+    excluded[torch.from_numpy(rows).to(masked.device), torch.from_numpy(columns[own]).to(masked.device)] = False
+    return excluded
 
 
 class _Summed(torch.autograd.Function):
@@ -151,6 +177,7 @@ def _entropy(logits_TV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         torch.distributed.all_reduce(highest, torch.distributed.ReduceOp.MAX, group)
     shifted = logits_TV - highest[:, None]
     weights = shifted.exp()
+    shifted.clamp_(min=torch.finfo(shifted.dtype).min)  # 0 times -inf is NaN
     sums = torch.stack((weights.sum(-1), torch.einsum("tv,tv->t", weights, shifted)))
     if group.size() > 1:
         torch.distributed.all_reduce(sums, group=group)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from r3.balance import LayerPlan
+from r3.kept_tokens import KeptTokens
 from r3.shard import RouteShard
 
 
@@ -29,7 +30,7 @@ class PackedBatch:
 
     ``tokens`` and ``position_ids`` int64 ``[T]``, ``cu_seqlens`` int32 ``[n + 1]`` from 0 to T. ``sample_ids`` ``[n]``
     identify the sequences in route checks. ``extras``: tensors of the loss function by name; the model only moves them
-    to its device.
+    to its device. ``kept``: the kept tokens of all T tokens, on the host, or None.
     """
 
     tokens: Tensor
@@ -37,6 +38,7 @@ class PackedBatch:
     cu_seqlens: Tensor
     sample_ids: tuple[int, ...]
     extras: Mapping[str, Tensor] = field(default_factory=dict)
+    kept: KeptTokens | None = None
 
     def __post_init__(self) -> None:
         lengths = self.cu_seqlens.diff()
@@ -46,6 +48,8 @@ class PackedBatch:
             )
         if self.cu_seqlens[0] != 0 or self.cu_seqlens[-1] != len(self.tokens) or bool((lengths <= 0).any()):
             raise ValueError(f"cu_seqlens {self.cu_seqlens.tolist()} must rise from 0 to {len(self.tokens)}")
+        if self.kept is not None and len(self.kept.counts) != len(self.tokens):
+            raise ValueError(f"{len(self.kept.counts)} rows of kept tokens for {len(self.tokens)} tokens")
         if len(self.sample_ids) != len(lengths):
             raise ValueError(f"{len(self.sample_ids)} sample_ids for {len(lengths)} sequences")
 
@@ -69,6 +73,7 @@ class PackedBatch:
             self.cu_seqlens.to(device),
             self.sample_ids,
             {name: tensor.to(device) for name, tensor in self.extras.items()},
+            self.kept,
         )
 
     def __len__(self) -> int:
