@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import PurePosixPath
 
+from envs.grades import MAX_NAMES, PART_NAME
 from envs.harbor.tasks import HarborTask, read_files, resolve
 from envs.types import Grade, GradingError
 from sandbox import Change, ExecResult, Sandbox, SandboxFileError
@@ -48,7 +51,10 @@ class Survey:
 
 
 def parse_reward(name: str, content: bytes) -> tuple[float, dict[str, float]]:
-    """The reward and the metrics of a reward file. Raises ``GradingError`` for one without a finite reward."""
+    """The reward and the metrics of a reward file; numbers whose names a grade does not allow are left out.
+
+    Raises ``GradingError`` for a file without a finite reward.
+    """
     try:
         value = json.loads(content) if name.endswith(".json") else float(content)
         named: Mapping[str, object] = value if isinstance(value, dict) else {"reward": value}
@@ -59,7 +65,9 @@ def parse_reward(name: str, content: bytes) -> tuple[float, dict[str, float]]:
         raise GradingError(f"{name} has a value that is not a finite number: {content[:100]!r}")
     if "reward" not in numbers:
         raise GradingError(f"{name} has no number named reward: {content[:100]!r}")
-    return numbers.pop("reward"), numbers
+    reward = numbers.pop("reward")
+    metrics = {key: number for key, number in numbers.items() if re.fullmatch(PART_NAME, key)}
+    return reward, dict(islice(metrics.items(), MAX_NAMES))
 
 
 def replaced_programs(changes: Mapping[str, Change], survey: Survey) -> list[str]:
@@ -115,9 +123,9 @@ async def grade(sandbox: Sandbox, task: HarborTask, survey: Survey, users: Seque
         return Grade(0.0, False, log=result.text[-MAX_LOG:], suspected_hack=["the tests outgrew the sandbox's disk"])
     if result.timed_out:
         raise GradingError(f"task {task.id}: test.sh did not end within {timeout:.0f} s")
-    reward, _ = await _read_reward(sandbox, task, result)
+    reward, metrics = await _read_reward(sandbox, task, result)
     log = result.text[-MAX_LOG:]
-    return Grade(reward, reward >= 1.0, log=log, seconds=result.seconds)
+    return Grade(reward, reward >= 1.0, log=log, seconds=result.seconds, metrics=metrics)
 
 
 async def _read_reward(sandbox: Sandbox, task: HarborTask, result: ExecResult) -> tuple[float, dict[str, float]]:

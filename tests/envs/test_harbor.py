@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from collections.abc import AsyncIterator, Callable
@@ -185,6 +186,8 @@ def test_reward_files() -> None:
         0.25,
         {"lines": 3.0, "fast": 1.0},
     )
+    many = {"reward": 1, "no name": 1, **{f"m{number}": number for number in range(99)}}
+    assert len(parse_reward("reward.json", json.dumps(many).encode())[1]) == 32
     for (name, content), reason in {
         ("reward.txt", b""): "empty",
         ("reward.txt", b"\n"): "empty",
@@ -273,7 +276,7 @@ async def test_image_settings_users_and_partial_rewards(context: EnvContext) -> 
     part = await played(
         environment, "greeting", ['[ "$PWD $GREETING" = "/app Hello" ]', "echo 'Hello Ada!' > hello.txt"]
     )
-    assert part.reward == pytest.approx(1 / 3)
+    assert (part.reward, part.metrics) == (pytest.approx(1 / 3), {"lines": 1.0})
     commands = ["id -un | grep -qx worker && [ -w . ] && [ ! -w /etc ] && [ -w /logs/artifacts ]", "[ ! -e /tests ]"]
     assert (await played(environment, "counter", commands)).reward == 0.0
 
