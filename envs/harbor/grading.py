@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from itertools import islice
 from pathlib import PurePosixPath
 
@@ -44,10 +45,14 @@ _RUN = f'cd -- "$1" 2>/dev/null || cd /; exec {TESTS}/test.sh'
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What the image looked like before the agent's first command: the directories of PATH, and their programs."""
+    """The image before the agent's first command: the directories of PATH, and the names of their programs.
+
+    ``may_replace`` are patterns of paths that the agent may change nevertheless.
+    """
 
     path: tuple[str, ...]
     programs: frozenset[str]
+    may_replace: tuple[str, ...] = ()
 
 
 def parse_reward(name: str, content: bytes) -> tuple[float, dict[str, float]]:
@@ -77,6 +82,8 @@ def replaced_programs(changes: Mapping[str, Change], survey: Survey) -> list[str
 
 def _replaces(path: str, change: Change, survey: Survey) -> bool:
     where = PurePosixPath(path)
+    if any(fnmatch(path, pattern) for pattern in survey.may_replace):
+        return False
     if path in _ABOVE_TESTS:
         return True
     if change == "added":

@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,11 +28,11 @@ Variant = Callable[..., Path]
 def variant(tmp_path: Path) -> Variant:
     """Copies the task ``greeting`` with text appended to its ``task.toml``, and further files."""
 
-    def make(toml: str = "", files: dict[str, str] | None = None, *, replace: tuple[str, str] = ("", "")) -> Path:
+    def make(toml: str = "", files: dict[str, str] | None = None, *, swap: tuple[str, str] = ("", "")) -> Path:
         directory = tmp_path / "greeting"
         shutil.copytree(TASKS / "greeting", directory, dirs_exist_ok=True)
         config = (directory / "task.toml").read_text()
-        (directory / "task.toml").write_text(config.replace(*replace) + toml if replace[0] else config + toml)
+        (directory / "task.toml").write_text(config.replace(*swap) + toml if swap[0] else config + toml)
         for name, text in (files or {}).items():
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
             (directory / name).write_text(text)
@@ -75,7 +76,7 @@ def test_what_is_not_supported_is_refused_by_name(variant: Variant) -> None:
     for name, toml in UNSUPPORTED.items():
         _refused(variant(toml), name)
     for name, key in UNSUPPORTED_KEYS.items():
-        _refused(variant(replace=("[environment]\n", f"[environment]\n{key}\n")), name)
+        _refused(variant(swap=("[environment]\n", f"[environment]\n{key}\n")), name)
     for name, file in UNSUPPORTED_FILES.items():
         _refused(variant(files={file: ""}), name)
 
@@ -91,7 +92,10 @@ def _refused(directory: Path, name: str) -> None:
 BROKEN = {
     "schema_version '2.0' is unknown": ('schema_version = "1.4"', 'schema_version = "2.0"'),
     "verifier.timeout_sec: Input should be greater than 0": ("timeout_sec = 30.0", "timeout_sec = 0"),
-    "has no default; sandboxes get no variable": ("timeout_sec = 30.0", "env = {KEY = '${HOME}'}"),
+    "has no default; sandboxes get no variable": (
+        "[environment]\n",
+        "[solution]\nenv = {KEY = '${HOME}'}\n[environment]\n",
+    ),
     "the user nobody keeps the sandbox alive": ("timeout_sec = 120.0", "user = 'nobody'"),
     "Invalid value": ("cpus = 1", "cpus = one"),
 }
@@ -100,7 +104,7 @@ BROKEN = {
 @pytest.mark.parametrize("message", BROKEN)
 def test_broken_task_is_one_line(variant: Variant, message: str) -> None:
     with pytest.raises(TaskRecordError, match=message.replace("(", r"\(")) as error:
-        read_task(variant(replace=BROKEN[message]))
+        read_task(variant(swap=BROKEN[message]))
     assert len(str(error.value).splitlines()) == 1
 
 
@@ -166,6 +170,10 @@ async def test_environment_splits_skips_and_names_every_problem(
         ["counter"],
         ["greeting"],
     ]
+    broken = HarborEnvironment(EnvContext(NullBackend(), limits=SandboxSpec(memory_mb=255)), TASKS)
+    for _ in range(2):
+        with pytest.raises(TaskRecordError, match=r"set sandbox\.memory_mb=256 or more"):
+            broken.tasks("train")
     with pytest.raises(TaskRecordError, match="it has train and heldout"):
         environment.tasks("test")
     variant("\n[[steps]]\nname = 'one'\n")
@@ -228,6 +236,7 @@ def test_replaced_programs_are_told_from_honest_changes() -> None:
         "/etc/ld.so.preload": "added",
         "/conftest.py": "added",
     }
+    assert replaced_programs(hacks, replace(survey, may_replace=("/opt/*", "/[!o]*"))) == []
     assert replaced_programs({**honest, **hacks}, survey) == [f"{path}: {hacks[path]}" for path in sorted(hacks)]
 
 
