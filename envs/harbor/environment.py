@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import io
+import gzip
 import logging
 import shlex
-import tarfile
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -18,6 +17,7 @@ from typing import Any
 from envs.context import EnvContext, ToolStyle
 from envs.harbor.grading import LOGS, Survey, copy_in, grade
 from envs.harbor.tasks import CONFIG, HarborTask, HealthCheck, read_files, read_task, resolve
+from envs.rows import select_split
 from envs.scaffold import DEFAULT_SCAFFOLD, Scaffold
 from envs.types import Finding, Grade, Message, Task, TaskRecordError, UndecidableError
 from sandbox import (
@@ -29,6 +29,7 @@ from sandbox import (
     UserSandbox,
     image_builder,
 )
+from sandbox.files import archive
 from tools import ToolCall, ToolResult, ToolSet
 
 _log = logging.getLogger(__name__)
@@ -135,13 +136,7 @@ class HarborEnvironment:
 
     def tasks(self, split: str) -> Sequence[Task]:
         """The tasks of ``split``. Raises ``TaskRecordError`` as :meth:`prepare` does."""
-        tasks = self._tasks()
-        if self.heldout is not None:
-            count = max(0, len(tasks) - self.heldout)
-            splits = {"train": tasks[:count], "heldout": tasks[count:]}
-            if split not in splits:
-                raise TaskRecordError(f"{self.path}: no split {split!r}; it has train and heldout")
-            tasks = splits[split]
+        tasks = select_split(Path(self.path), split, self.heldout, lambda _: self._tasks(), is_data_set=True)
         return [Task(task.id, self.name, {"instruction": task.instruction}) for task in tasks[: self.limit]]
 
     @asynccontextmanager
@@ -179,13 +174,10 @@ class HarborEnvironment:
         files = read_files(own.directory / "solution", own)
         if "solve.sh" not in files:
             return []
-        stream = io.BytesIO()
-        with tarfile.open(fileobj=stream, mode="w:gz") as tar:
-            for name, (content, executable) in files.items():
-                member = tarfile.TarInfo(name)
-                member.size, member.mode = len(content), 0o755 if executable or name == "solve.sh" else 0o644
-                tar.addfile(member, io.BytesIO(content))
-        text = base64.b64encode(stream.getvalue()).decode()
+        text = base64.b64encode(
+            gzip.compress(archive({name: content for name, (content, _) in files.items()}))
+        ).decode()
+        programs = shlex.join(["solve.sh", *(name for name, (_, executable) in files.items() if executable)])
         packed = "/tmp/.solution.b64"
         exports = "".join(
             f"export {name}={shlex.quote(value)}; " for name, value in resolve(own.config.solution.env).items()
@@ -193,7 +185,7 @@ class HarborEnvironment:
         commands = [f"printf %s {text[at : at + _CHUNK]} >> {packed}" for at in range(0, len(text), _CHUNK)]
         commands.append(
             "to=/solution; mkdir -p $to 2>/dev/null || { to=/tmp/solution; mkdir -p $to; }; "
-            f"base64 -d {packed} | tar -xz -C $to && rm {packed} && {exports}"
+            f"base64 -d {packed} | tar -xz -C $to && rm {packed} && (cd $to && chmod 755 {programs}) && {exports}"
             "DEBIAN_FRONTEND=noninteractive $to/solve.sh"
         )
         return [self.scaffold.shell(command) for command in commands]

@@ -174,7 +174,7 @@ async def test_environment_splits_skips_and_names_every_problem(
     for _ in range(2):
         with pytest.raises(TaskRecordError, match=r"set sandbox\.memory_mb=256 or more"):
             broken.tasks("train")
-    with pytest.raises(TaskRecordError, match="it has train and heldout"):
+    with pytest.raises(TaskRecordError, match="has train and heldout"):
         environment.tasks("test")
     variant("\n[[steps]]\nname = 'one'\n")
     shutil.copytree(TASKS / "counter", tmp_path / "counter")
