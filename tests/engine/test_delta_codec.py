@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -228,3 +229,18 @@ def test_a_malformed_delta_with_a_right_checksum_is_refused() -> None:
         except DeltaRefused:
             refused += 1
     assert refused > 250
+
+
+def test_a_generator_of_tensors_reaches_the_loader_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Whether a tensor is an adapter is found out without consuming the others."""
+    from agent_rl.engine.server import lora_merge
+
+    class WeightUpdater:
+        def load_weights_from_distributed(self, tensors: Any) -> tuple[bool, str]:
+            return True, " ".join(name for name, _ in tensors)
+
+    name = "sglang.srt.model_executor.model_runner_components.weight_updater"
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(WeightUpdater=WeightUpdater))
+    lora_merge.install(tmp_path)
+    named = ((name, torch.zeros(1)) for name in "abc")
+    assert WeightUpdater().load_weights_from_distributed(named) == (True, "a b c")

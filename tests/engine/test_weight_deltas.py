@@ -209,6 +209,15 @@ async def test_a_delta_is_relayed_and_one_of_two_engines_may_need_all_weights(
         load(receivers, model, "default")
 
 
+async def test_engines_after_a_broken_relay_are_named(engine: SGLangEngine) -> None:
+    with WeightReceivers([*engine.urls, "http://127.0.0.1:9", "http://127.0.0.1:10"], timeout=30) as receivers:
+        refusals = await asyncio.to_thread(receivers.stage, b"no delta")
+    own, *others = refusals.values()
+    assert "damaged in transfer" in own
+    assert len(others) == 2
+    assert all(reason.startswith("the relay to http://127.0.0.1:9 broke off: ") for reason in others)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1200)
 async def test_two_hundred_deltas_under_load(engine: SGLangEngine, run_of: Any, engine_config: EngineConfig) -> None:
