@@ -195,12 +195,11 @@ def test_a_doubtful_delta_is_refused_in_one_line(
     assert engine.holds(made[2]), "a full update ends the doubt"
 
 
-@pytest.mark.parametrize("rounds", [150, pytest.param(2000, marks=pytest.mark.exhaustive)])
-def test_damage_is_found(rounds: int) -> None:
+def test_damage_is_found() -> None:
     """Flipped bits, truncations and swapped halves of a delta."""
     old, new = versions(2)
     data, random = packed(old, new), Random(0)
-    for _ in range(rounds):
+    for _ in range(800):
         flipped = bytearray(data)
         flipped[random.randrange(len(data))] ^= 1 << random.randrange(8)
         first, second = sorted(random.sample(range(1, len(data)), 2))
