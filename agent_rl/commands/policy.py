@@ -72,8 +72,8 @@ class PolicyChoice:
                     f"rollout.{key}: a chat endpoint applies its own template: leave the key out and pass the "
                     "endpoint's fields, for example --request chat_template_kwargs='{enable_thinking: false}'"
                 )
-        for key, default in (("top_k", None), ("min_p", 0.0)):
-            if self.model is not None and getattr(config.rollout, key) != default:
+        for key in ("top_k", "min_p"):
+            if self.model is not None and getattr(config.rollout, key):
                 raise UserError(
                     f"rollout.{key}: chat requests have no such field: leave the key out, and use --request {key}=... "
                     "if the endpoint knows it"
