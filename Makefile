@@ -28,11 +28,11 @@ quickstart: prepare ## Train a small MoE agent end to end on this machine
 	@$(VENV)/agent-rl train configs/quickstart.yaml
 
 test: prepare image agents ## Run the whole test suite in two processes
-	@$(VENV)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 $(VENV)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-fast: prepare ## Run the tests that need no server, container engine, browser or full run
 	@# tests/megatron has no such test, and its imports take seconds.
-	@$(VENV)/python -m pytest -n 2 --dist loadgroup --ignore tests/megatron -m "$(FAST)" $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 $(VENV)/python -m pytest -n 2 --dist loadgroup --ignore tests/megatron -m "$(FAST)" $(PYTEST_ARGS)
 
 check: ## Run the linter, the type checker and the architecture tests
 	@$(PYTHON) -m agent_rl.bootstrap trainer

@@ -11,7 +11,7 @@ Example: a trajectory of two turns (``p`` prompt, ``a`` sampled, ``o`` observati
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntFlag, StrEnum
 from typing import Any
 
@@ -149,6 +149,22 @@ class Completion:
         last = VersionSpan(first, len(self.tokens), self.weight_version)
         return (*self.earlier, last) if first < len(self.tokens) else self.earlier
 
+    def stopped_after(self, count: int) -> Completion:
+        """The completion as if sampling had stopped after its first ``count`` tokens."""
+        routing = self.routing and self.routing.head(self.routing.tokens - len(self.tokens) + count)
+        spans = [replace(span, stop=min(span.stop, count)) for span in self.versions if span.start < count]
+        *earlier, last = spans or [VersionSpan(0, 0, self.weight_version)]
+        return replace(
+            self,
+            tokens=self.tokens[:count],
+            logprobs=self.logprobs[:count],
+            finish=FinishReason.STOP,
+            weight_version=last.version,
+            routing=routing,
+            kept=self.kept and self.kept.take(np.arange(count)),
+            earlier=tuple(earlier),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class SampledCall:
@@ -166,6 +182,7 @@ class Turn:
     the start of the episode. ``thinking_tokens``, ``thinking_chars``: length of the thoughts at the start of the
     turn's tokens and of ``text``, with the marker that closes them. ``inserted_tokens``: tokens of the turn that were
     not sampled, because the loop closed its thoughts (``rollout.max_thinking_tokens``); they end the thoughts.
+    ``left_out``: the rule (``rollout.harness.train_if``) that leaves the turn out of training, "" if none does.
     ``usage``: tokens as a chat endpoint counts them, by the fields of :class:`agent_rl.evaluation.usage.Usage`; empty
     if nobody counted the model's tokens, None if the turn's own counts are the model's tokens.
     """
@@ -188,6 +205,7 @@ class Turn:
     thinking_chars: int = 0
     usage: Mapping[str, int] | None = None
     inserted_tokens: int = 0
+    left_out: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -287,7 +305,7 @@ class Trajectory:
     ``start_seconds``: time to start the task. ``grade_began``: start of grading, in seconds since ``began``.
     ``recovered``: an earlier start of the run sampled it, so its times are not of this process. ``replayed_turns``:
     turns reused after the loss of the sandbox or the run. ``harness``: counters of the agent program: ``rewrites``,
-    ``retries``, ``echo_differs``.
+    ``retries``, ``echo_differs``. ``parts``, ``metrics``: of the grade (:class:`envs.Grade`).
     """
 
     task_id: str
@@ -321,6 +339,8 @@ class Trajectory:
     further: tuple[Branch, ...] = ()
     harness: Mapping[str, int] = field(default_factory=dict)
     kept: KeptTokens | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def branches(self) -> tuple[Branch, ...]:

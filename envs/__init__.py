@@ -11,6 +11,8 @@ from envs.types import (
     Episode,
     Finding,
     Grade,
+    GradedEpisode,
+    GradesGroups,
     GradingError,
     HasSandbox,
     Message,
@@ -19,4 +21,6 @@ from envs.types import (
     Task,
     TaskRecordError,
     UndecidableError,
+    target_of,
+    user_of,
 )

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from envs.protocol import awaited, check_messages, grade, located, result_of, started, tasks_of, wrong_turn
-from envs.types import Dialogue, Environment, Episode, Finding, ProtocolError, Solvable, Task
+from envs.types import Dialogue, Environment, Episode, Finding, ProtocolError, Solvable, Task, target_of
 from tools import ToolCall
 
 TASKS = 2
@@ -20,14 +20,14 @@ async def check_environment(env: Environment, splits: Sequence[str] = ("train", 
     findings = [await _check(f"tasks of {split}", lambda split=split: _tasks(env, split)) for split in splits]  # type: ignore[misc]
     if not all(finding.ok for finding in findings):
         return findings
-    chosen = list(env.tasks(splits[0]))[:TASKS]
+    chosen, alone = list(env.tasks(splits[0]))[:TASKS], dict[str, bool]()
     checks: dict[str, Callable[[Task], Awaitable[str]]] = {
         "start and close": lambda task: _starts(env, task),
         "tool schemas": lambda task: _schemas(env, task),
         "a wrong turn returns a result": lambda task: _wrong_turn(env, task),
-        "an untouched task is not resolved": lambda task: _untouched(env, task),
+        "an untouched task is not resolved": lambda task: _untouched(env, task, alone),
         "the solution is resolved": lambda task: _solution(env, task),
-        "episodes don't share state": lambda task: _two_at_once(env, task),
+        "episodes don't share state": lambda task: _two_at_once(env, task, alone),
         "a cancelled start ends": lambda task: _cancelled(env, task),
     }
     for name, check in checks.items():
@@ -65,10 +65,10 @@ async def _starts(env: Environment, task: Task) -> str:
 
 async def _schemas(env: Environment, task: Task) -> str:
     async with started(env, task) as episode:
-        if isinstance(episode, Dialogue):
-            assert not hasattr(episode, "tools"), "the episode has respond, so its tools are never called: remove one"
+        tools = target_of(episode)
+        if isinstance(tools, Dialogue):
             return "none: the episode is a Dialogue"
-        schemas = json.loads(json.dumps(list(episode.tools.schemas())))
+        schemas = json.loads(json.dumps(list(tools.schemas())))
     names = [schema["function"]["name"] for schema in schemas]
     assert names, "the episode has no tool"
     assert len(set(names)) == len(names), f"two tools have one name: {names}"
@@ -82,11 +82,18 @@ async def _wrong_turn(env: Environment, task: Task) -> str:
         return await wrong_turn(episode)
 
 
-async def _untouched(env: Environment, task: Task) -> str:
+async def _untouched(env: Environment, task: Task, alone: dict[str, bool]) -> str:
+    """``alone`` receives whether the untouched task is resolved, before any episode could have changed another."""
     async with started(env, task) as episode:
         result = await grade(episode)
-    assert not result.resolved, f"task {task.id!r} is resolved by doing nothing"
-    return f"reward {result.reward:g}"
+    alone[task.id] = result.resolved
+    assert task.noop_resolves or not result.resolved, (
+        f"task {task.id!r} is resolved by doing nothing: if that is right, set noop_resolves in its Task or row"
+    )
+    assert result.resolved or not task.noop_resolves, (
+        f"task {task.id!r} has noop_resolves, but doing nothing does not resolve it (reward {result.reward:g})"
+    )
+    return f"reward {result.reward:g}{', as its noop_resolves says' if task.noop_resolves else ''}"
 
 
 async def _solution(env: Environment, task: Task) -> str:
@@ -106,22 +113,23 @@ def _calls(env: Environment, task: Task) -> Sequence[ToolCall | str]:
 
 async def _solve(episode: Episode | Dialogue, turns: Sequence[ToolCall | str]) -> None:
     for turn in turns:
-        if isinstance(episode, Dialogue):
-            assert isinstance(turn, str), "the solution has a ToolCall, but the episode is a Dialogue: give texts"
+        if isinstance(turn, str):
+            assert isinstance(episode, Dialogue), "the solution is text, but the episode has no method respond"
             await result_of(episode.respond(turn), "respond")
             continue
-        assert isinstance(turn, ToolCall), "the solution is text, but the episode has no method respond"
-        answer = await episode.tools.call(turn)
+        tools = target_of(episode)
+        assert not isinstance(tools, Dialogue), "the solution has a ToolCall, but the episode is a Dialogue: give texts"
+        answer = await tools.call(turn)
         assert not answer.failed, f"the solution's call of {turn.name} failed: {answer.text[:200]}"
 
 
-async def _two_at_once(env: Environment, task: Task) -> str:
-    """One episode must not change another of the same task."""
+async def _two_at_once(env: Environment, task: Task, alone: Mapping[str, bool]) -> str:
+    """One episode must not change another of the same task, which is untouched. ``alone``: as in :func:`_untouched`."""
     calls = _calls(env, task)
     async with started(env, task) as first, started(env, task) as second:
         await _solve(first, calls)
-        grades = await asyncio.gather(grade(first), grade(second))
-    assert not grades[1].resolved, "the grade of one episode depends on another"
+        _, beside = await asyncio.gather(grade(first), grade(second))
+    assert beside.resolved == alone.get(task.id, False), "the grade of one episode depends on another"
     return "two concurrent episodes"
 
 

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import inspect
-import math
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from envs.types import Dialogue, Environment, EnvsError, Episode, Grade, ProtocolError, Task
+from envs.grades import checked_grade, weighted
+from envs.types import Dialogue, Environment, EnvsError, Episode, Grade, ProtocolError, Task, target_of
 from sandbox import SandboxError
 from tools import ToolCall, ToolDefinitionError, ToolResult
 
 
-async def try_first_task(env: Environment, split: str) -> None:
-    """Start the first task of ``split``, give its episode a wrong turn, and grade it.
+async def try_first_task(env: Environment, split: str, weights: Mapping[str, float]) -> None:
+    """Start the first task of ``split``, give its episode a wrong turn, and grade it. ``weights``: of the reward's
+    parts.
 
     Raises ProtocolError, one line, for a violation and for any unexpected exception of the environment; SandboxError
     or GradingError if the infrastructure failed.
@@ -26,7 +27,7 @@ async def try_first_task(env: Environment, split: str) -> None:
         async with started(env, task) as episode:
             check_messages(episode)
             await wrong_turn(episode)
-            await grade(episode)
+            weighted(await grade(episode), weights)
     except (EnvsError, SandboxError, ToolDefinitionError):
         raise
     except Exception as error:
@@ -93,23 +94,20 @@ async def wrong_turn(episode: Episode | Dialogue) -> str:
     """The result of an empty turn, or of calls of an unknown tool and with an unknown argument."""
     if isinstance(episode, Dialogue):
         await result_of(episode.respond(""), "respond")
+    tools = target_of(episode)
+    if isinstance(tools, Dialogue):
         return "an empty turn"
-    result = await result_of(episode.tools.call(ToolCall("no_such_tool", {})), "tools.call")
+    result = await result_of(tools.call(ToolCall("no_such_tool", {})), "tools.call")
     if not result.failed:
         raise ProtocolError("a call of an unknown tool must return a failed result")
-    name = episode.tools.schemas()[0]["function"]["name"]
-    await result_of(episode.tools.call(ToolCall(name, {"no_such_argument": 1})), "tools.call")
+    name = tools.schemas()[0]["function"]["name"]
+    await result_of(tools.call(ToolCall(name, {"no_such_argument": 1})), "tools.call")
     return result.text[:80]
 
 
 async def grade(episode: Episode | Dialogue) -> Grade:
     """The episode's grade."""
-    result = await awaited(episode.grade(), "grade")
-    if not isinstance(result, Grade):
-        raise ProtocolError(f"grade returned a {type(result).__name__}, not a Grade")
-    if not math.isfinite(result.reward):
-        raise ProtocolError(f"the reward is {result.reward}: it must be finite")
-    return result
+    return checked_grade(await awaited(episode.grade(), "grade"))
 
 
 async def result_of(call: Awaitable[Any], name: str) -> ToolResult:

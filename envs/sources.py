@@ -7,7 +7,19 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from itertools import chain
 
-from envs.types import Auditable, Dialogue, Environment, EnvsError, Episode, Finding, Solvable, Task
+from envs.types import (
+    Auditable,
+    Dialogue,
+    Environment,
+    EnvsError,
+    Episode,
+    Finding,
+    Grade,
+    GradedEpisode,
+    GradesGroups,
+    Solvable,
+    Task,
+)
 from tools import ToolCall
 
 
@@ -22,6 +34,8 @@ class SourcesEnvironment:
     ) -> None:
         self._environments, self._splits = dict(environments), dict(splits)
         self._origins: dict[str, tuple[Environment, Task]] = {}
+        if any(isinstance(environment, GradesGroups) for environment in environments.values()):
+            self.grade_group = self._grade_group  # the optional method of the protocol GradesGroups
 
     async def prepare(self, *splits: str) -> None:
         needed = set(chain.from_iterable(self._splits.get(split, ()) for split in splits))
@@ -47,6 +61,12 @@ class SourcesEnvironment:
     async def audit(self, task: Task) -> Sequence[Finding]:
         environment, own = self._origin(task)
         return await environment.audit(own) if isinstance(environment, Auditable) else ()
+
+    async def _grade_group(self, task: Task, episodes: Sequence[GradedEpisode]) -> Sequence[Grade]:
+        environment, own = self._origin(task)
+        if isinstance(environment, GradesGroups):
+            return await environment.grade_group(own, episodes)
+        return [episode.grade for episode in episodes]
 
     def _tasks_of(self, source: str, split: str) -> list[Task]:
         environment, named = self._environments[source], []

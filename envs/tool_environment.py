@@ -24,6 +24,8 @@
         async def grade(self) -> float:                   the reward; 1.0 or more counts as resolved. Or a Grade
             return float(self.given == self.total)
 
+        async def respond(self, text: str) -> str:        optional: the user, who hears turns without a call
+
         async def close(self) -> None: ...                optional: called at the end, also on failure
 
         @classmethod
@@ -47,7 +49,7 @@ from envs.context import EnvContext
 from envs.types import EnvsError, Grade, Message, ProtocolError, Task
 from tools import FunctionToolSet, ToolCall, ToolDefinitionError, ToolResult, ToolSet
 
-_NOT_TOOLS = frozenset({"setup", "grade", "close", "tasks", "solution"})
+_NOT_TOOLS = frozenset({"setup", "grade", "grade_group", "respond", "close", "tasks", "solution"})
 
 
 class NoOptions(BaseModel):
@@ -68,14 +70,49 @@ class ToolEpisode:
 
     async def grade(self) -> Grade:
         """The result of the instance's ``grade``. A number becomes a Grade. Raises TypeError for other values."""
-        grade = await self.instance.grade()
-        if isinstance(grade, Grade):
-            return grade
-        if isinstance(grade, bool | int | float):
-            return Grade(reward=float(grade), resolved=float(grade) >= 1.0)
-        raise TypeError(
-            f"{type(self.instance).__name__}.grade returned a {type(grade).__name__}, not a number or Grade"
+        return await _grade_of(self.instance)
+
+
+class UserEpisode(ToolEpisode):
+    """An instance with tools and a user."""
+
+    async def respond(self, text: str) -> ToolResult:
+        """The next message of the user, from the instance's ``respond``."""
+        return await _next_message(self.instance, text)
+
+
+@dataclass(frozen=True, slots=True)
+class DialogueEpisode:
+    """An instance with a user and without tools."""
+
+    messages: Sequence[Message]
+    instance: Any
+
+    async def respond(self, text: str) -> ToolResult:
+        """As :meth:`UserEpisode.respond`."""
+        return await _next_message(self.instance, text)
+
+    async def grade(self) -> Grade:
+        """As :meth:`ToolEpisode.grade`."""
+        return await _grade_of(self.instance)
+
+
+async def _grade_of(instance: Any) -> Grade:
+    grade = await instance.grade()
+    if isinstance(grade, Grade):
+        return grade
+    if isinstance(grade, bool | int | float):
+        return Grade(reward=float(grade), resolved=float(grade) >= 1.0)
+    raise TypeError(f"{type(instance).__name__}.grade returned a {type(grade).__name__}, not a number or Grade")
+
+
+async def _next_message(instance: Any, text: str) -> ToolResult:
+    message = await instance.respond(text)
+    if not isinstance(message, str | ToolResult):
+        raise ProtocolError(
+            f"{type(instance).__name__}.respond returned a {type(message).__name__}, not a text or ToolResult"
         )
+    return ToolResult(message) if isinstance(message, str) else message
 
 
 def takes_sandbox(cls: type[Any]) -> bool:
@@ -99,6 +136,9 @@ class ToolClassEnvironment:
         self._context, self._class, self._name = context, cls, name
         self._options = validate_options(cls, name, options)
         self._parameters = _check_constructor(cls, name)
+        self._arguments = _check_tasks(cls, name)
+        if hasattr(cls, "grade_group"):
+            self.grade_group = cls.grade_group  # the optional method of the protocol GradesGroups
         _check_tools(cls, name)
 
     @property
@@ -111,14 +151,18 @@ class ToolClassEnvironment:
             self.tasks(split)
 
     def tasks(self, split: str) -> Sequence[Task]:
-        """The class's rows of ``split``. A task's id is the row's ``id``, else ``SPLIT-INDEX``."""
-        rows = list(self._class.tasks(split, self._options))
+        """The class's rows of ``split``. A task's id is the row's ``id``, else ``SPLIT-INDEX``; a row may say
+        ``noop_resolves`` (:class:`envs.Task`)."""
+        rows = list(self._class.tasks(*(split, self._options)[: self._arguments]))
         for row in rows:
             self._expect(row, Mapping, "tasks", " in its list; expected dicts")
-        return [Task(str(row.get("id", f"{split}-{index}")), self._name, row) for index, row in enumerate(rows)]
+        return [
+            Task(str(row.get("id", f"{split}-{index}")), self._name, row, bool(row.get("noop_resolves")))
+            for index, row in enumerate(rows)
+        ]
 
     @asynccontextmanager
-    async def start(self, task: Task) -> AsyncIterator[ToolEpisode]:
+    async def start(self, task: Task) -> AsyncIterator[ToolEpisode | DialogueEpisode]:
         """Create an instance, set it up, and close it at the end."""
         async with AsyncExitStack() as stack:
             arguments: dict[str, Any] = {"options": self._options} if "options" in self._parameters else {}
@@ -129,14 +173,21 @@ class ToolClassEnvironment:
                 stack.push_async_callback(instance.close)
             initial = await instance.setup(task)
             self._expect(initial, Sequence, "setup", "; expected the user message")
-            yield ToolEpisode(self._messages(initial), tool_set(instance), instance)
+            yield self._episode(self._messages(initial), instance)
+
+    def _episode(self, messages: Sequence[Message], instance: Any) -> ToolEpisode | DialogueEpisode:
+        if not hasattr(instance, "respond"):
+            return ToolEpisode(messages, tool_set(instance), instance)
+        if not _tool_names(self._class):
+            return DialogueEpisode(messages, instance)
+        return UserEpisode(messages, tool_set(instance), instance)
 
     def gold(self, task: Task) -> str:
         """Empty: there is no repository to patch. :meth:`solution` returns the calls that solve a task."""
         return ""
 
-    def solution(self, task: Task) -> Sequence[ToolCall]:
-        """The calls that solve ``task``; empty if the class has no ``solution``."""
+    def solution(self, task: Task) -> Sequence[ToolCall | str]:
+        """The turns that solve ``task``; empty if the class has no ``solution``."""
         return list(self._class.solution(task)) if hasattr(self._class, "solution") else []
 
     def _expect(self, value: object, kind: type[Any], method: str, expected: str) -> None:
@@ -151,10 +202,11 @@ class ToolClassEnvironment:
 
 
 def tool_set(instance: Any) -> FunctionToolSet:
-    """The public async methods of ``instance`` except ``setup``, ``grade`` and ``close``; plus ``finish`` if
-    missing."""
+    """The public async methods of ``instance`` that are tools; plus ``finish`` if neither it nor a user ends the
+    episode."""
     tools = [getattr(instance, name) for name in _tool_names(type(instance))]
-    return FunctionToolSet(tools if hasattr(instance, "finish") else [*tools, finish])
+    ends = hasattr(instance, "finish") or hasattr(instance, "respond")
+    return FunctionToolSet(tools if ends else [*tools, finish])
 
 
 async def finish(command: Literal["submit"] = "submit", result: str = "") -> ToolResult:
@@ -174,8 +226,14 @@ def _tool_names(cls: type[Any]) -> list[str]:
 
 def _check_tools(cls: type[Any], name: str) -> None:
     """Raise ToolClassError when the environment is loaded if a tool has no schema."""
+    if hasattr(cls, "respond") and not inspect.iscoroutinefunction(cls.respond):
+        raise ToolClassError(f"environment {name!r}: {cls.__name__}.respond has to be async: write async def")
     if not _tool_names(cls):
-        raise ToolClassError(f"environment {name!r}: {cls.__name__} has no tool; expected a public async method")
+        if hasattr(cls, "respond"):
+            return
+        raise ToolClassError(
+            f"environment {name!r}: {cls.__name__} has no tool and no user; expected a public async method"
+        )
     try:
         tool_set(object.__new__(cls)).schemas()  # schemas need no constructor
     except ToolDefinitionError as error:
@@ -195,6 +253,17 @@ def validate_options(cls: type[Any], name: str, options: Mapping[str, Any]) -> B
         first = error.errors(include_url=False)[0]
         key = ".".join(str(part) for part in first["loc"])
         raise ToolClassError(f"environment {name!r}: option {key!r}: {first['msg']}") from None
+
+
+def _check_tasks(cls: type[Any], name: str) -> int:
+    """How many arguments the class's ``tasks`` takes: the split, and the options."""
+    count = len(inspect.signature(cls.tasks).parameters)
+    if isinstance(inspect.getattr_static(cls, "tasks"), classmethod | staticmethod) and count in (1, 2):
+        return count
+    raise ToolClassError(
+        f"environment {name!r}: {cls.__name__}.tasks has to be a class method: @classmethod, "
+        "def tasks(cls, split) or def tasks(cls, split, options)"
+    )
 
 
 def _parameters(cls: type[Any]) -> frozenset[str]:

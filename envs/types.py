@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 from sandbox import Sandbox, printable
 from tools import ToolCall, ToolResult, ToolSet
@@ -16,11 +16,13 @@ Message = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One task. ``id`` is unique in its environment; ``record`` is the environment's data of the task (a row)."""
+    """One task. ``id`` is unique in its environment; ``record`` is the environment's data of the task (a row).
+    ``noop_resolves``: doing nothing is the right answer, e.g. where the agent has to refuse."""
 
     id: str
     env: str
     record: Mapping[str, Any]
+    noop_resolves: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,9 @@ class Grade:
     The trainer uses ``reward``, Pass@1 counts ``resolved``. ``tests`` maps each test's name to its status; ``log`` is
     the end of the tests' output. ``mutant_seconds`` is the part of ``seconds`` that the negative control of a success
     took. A failed grading raises ``GradingError`` or ``SandboxError`` instead.
+
+    ``parts`` are the named parts of the reward. Where the config has ``reward_weights``, the reward becomes their
+    weighted sum. ``metrics`` are figures that are logged and not trained on.
     """
 
     reward: float
@@ -40,6 +45,17 @@ class Grade:
     suspected_hack: Sequence[str] = ()
     seconds: float = 0.0
     mutant_seconds: float = 0.0
+    parts: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class GradedEpisode:
+    """A finished episode of a group, for :class:`GradesGroups`: all messages, how it ended, and its own grade."""
+
+    messages: Sequence[Message]
+    stop: str
+    grade: Grade
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +94,10 @@ class UndecidableError(GradingError):
 
 
 class Episode(Protocol):
-    """One started task: its initial messages, its tools and its grade."""
+    """One started task: its initial messages, its tools and its grade.
+
+    With the method ``respond`` of :class:`Dialogue` it has a user beside its tools, who hears turns without a call.
+    """
 
     @property
     def messages(self) -> Sequence[Message]:
@@ -109,6 +128,25 @@ class Dialogue(Protocol):
     async def grade(self) -> Grade:
         """Grade what the agent said."""
         ...
+
+
+def target_of(episode: Episode | Dialogue) -> ToolSet | Dialogue:
+    """What executes the turns of ``episode``: its tools, or the episode itself."""
+    return episode.tools if isinstance(episode, HasTools) else cast(Dialogue, episode)
+
+
+def user_of(episode: Episode | Dialogue) -> Callable[[str], Awaitable[ToolResult]] | None:
+    """The user of an episode with tools, who hears the turns without a call (:meth:`Dialogue.respond`); None without
+    one."""
+    return episode.respond if isinstance(episode, HasTools) and isinstance(episode, Dialogue) else None
+
+
+@runtime_checkable
+class HasTools(Protocol):
+    """An episode with tools: with ``respond`` as well it has a user beside them."""
+
+    @property
+    def tools(self) -> ToolSet: ...
 
 
 @runtime_checkable
@@ -150,8 +188,20 @@ class Solvable(Protocol):
     """Optional: an environment whose reference solutions are turns, not a patch. The gold policy uses them."""
 
     def solution(self, task: Task) -> Sequence[ToolCall | str]:
-        """The turns that solve ``task``: tool calls without the submitting call, or texts for a :class:`Dialogue`.
-        Empty if unknown."""
+        """The turns that solve ``task``: tool calls without the submitting call, and texts for the user. Empty if
+        unknown."""
+        ...
+
+
+@runtime_checkable
+class GradesGroups(Protocol):
+    """Optional: an environment whose rewards compare the episodes of a task. Training uses it."""
+
+    async def grade_group(self, task: Task, episodes: Sequence[GradedEpisode]) -> Sequence[Grade]:
+        """The final grade of each of ``episodes``, in order. Called once for each complete group.
+
+        An exception drops the group as an infrastructure failure. Parts with a weight must be in the own grades, too.
+        """
         ...
 
 

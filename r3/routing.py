@@ -7,7 +7,7 @@ an input). Only MoE layers have routes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import numpy as np
@@ -79,6 +79,11 @@ class Routing:
     @property
     def top_k(self) -> int:
         return int(self.experts.shape[2])
+
+    def head(self, rows: int) -> Routing:
+        """The first ``rows`` rows."""
+        spans = tuple(replace(span, stop=min(span.stop, rows)) for span in self.spans if span.start < rows)
+        return Routing(self.experts[:rows], self.present[:rows], spans, self.num_experts)
 
 
 def narrowest_dtype(num_experts: int) -> np.dtype[np.unsignedinteger]:

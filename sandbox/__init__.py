@@ -1,6 +1,7 @@
 """Isolated sandboxes with resource limits, in which commands run: one protocol, several backends."""
 
 from sandbox.errors import (
+    ImageBuildError,
     ImageMissingError,
     ImagePullError,
     SandboxDiskFullError,
@@ -18,8 +19,10 @@ from sandbox.pool import SandboxPool
 from sandbox.shell_session import open_session
 from sandbox.timeouts import bounded
 from sandbox.types import (
+    Change,
     ExecResult,
     ImagePolicy,
+    ImageSettings,
     Sandbox,
     SandboxBackend,
     SandboxSpec,
@@ -28,13 +31,17 @@ from sandbox.types import (
     TreeFile,
     TreeLimits,
 )
+from sandbox.user import UserSandbox, image_builder
 
 __all__ = [
     "BACKENDS",
+    "Change",
     "ExecResult",
+    "ImageBuildError",
     "ImageMissingError",
     "ImagePolicy",
     "ImagePullError",
+    "ImageSettings",
     "NullBackend",
     "Sandbox",
     "SandboxBackend",
@@ -51,8 +58,10 @@ __all__ = [
     "ShellSession",
     "TreeFile",
     "TreeLimits",
+    "UserSandbox",
     "blob_name",
     "bounded",
+    "image_builder",
     "open_backend",
     "open_session",
     "printable",

@@ -11,14 +11,15 @@ from typing import Any, TypeVar
 
 from sandbox.disk import Usage, check_free_space, shortage
 from sandbox.disk_watch import DiskWatch
-from sandbox.errors import SandboxDiskFullError, SandboxFileError, SandboxLostError
+from sandbox.errors import SandboxDiskFullError, SandboxFileError, SandboxLostError, SandboxUnavailableError
 from sandbox.files import TreeCollector
 from sandbox.process import OutputThrottle
 from sandbox.shielded import shielded
-from sandbox.types import EXIT_DISK_LIMIT, ExecResult, SandboxSpec, TreeFile, TreeLimits
+from sandbox.types import EXIT_DISK_LIMIT, Change, ExecResult, SandboxSpec, TreeFile, TreeLimits
 
 T = TypeVar("T")
 
+ROOT = "0:0"
 MAX_ARGUMENT_BYTES = 120 << 10
 """Limit of one argument of a command. Linux allows 128 KiB, with what the backends put before it."""
 MAX_ARGUMENTS_BYTES = 1 << 20
@@ -50,14 +51,15 @@ class BaseSandbox(ABC):
         cwd: str | None = None,
         env: Mapping[str, str] | None = None,
         stdin: bytes | None = None,
+        user: str | None = None,
     ) -> ExecResult:
         """Run ``command``; see :class:`sandbox.types.Sandbox`. Its background processes end with it."""
         argv = ["bash", "-c", command] if isinstance(command, str) else list(command)
         directory = str(PurePosixPath(self._spec.workdir) / (cwd or ""))
         env = env or {}
-        if refusal := _refusal((*argv, directory, *env.values())):
+        if refusal := _refusal((*argv, directory, *env.values(), user or "")):
             return ExecResult(126, b"", refusal, seconds=0.0)
-        return await self._exec(argv, timeout, directory, env, stdin)
+        return await self._exec(argv, timeout, directory, env, stdin, user or ROOT)
 
     async def read_file(self, path: str, *, max_bytes: int = 1 << 20) -> bytes:
         """Return the content of the file; see :class:`sandbox.types.Sandbox`."""
@@ -87,11 +89,15 @@ class BaseSandbox(ABC):
             self._closing = asyncio.ensure_future(self._destroy())
         await shielded(self._closing)
 
+    async def changes(self) -> Mapping[str, Change]:
+        """Refuse; backends of container engines list the changes."""
+        raise SandboxUnavailableError("this sandbox backend cannot list changed files: set sandbox.backend=docker")
+
     @abstractmethod
     async def _exec(
-        self, argv: Sequence[str], timeout: float, cwd: str, env: Mapping[str, str], stdin: bytes | None
+        self, argv: Sequence[str], timeout: float, cwd: str, env: Mapping[str, str], stdin: bytes | None, user: str
     ) -> ExecResult:
-        """Run ``argv`` in the absolute directory ``cwd``."""
+        """Run ``argv`` as ``user`` in the absolute directory ``cwd``."""
 
     @abstractmethod
     async def _read_file(self, path: str, max_bytes: int) -> bytes:
@@ -211,10 +217,18 @@ class ForwardingSandbox(ABC):
         cwd: str | None = None,
         env: Mapping[str, str] | None = None,
         stdin: bytes | None = None,
+        user: str | None = None,
     ) -> ExecResult:
         """Run ``command``; see :class:`sandbox.types.Sandbox`."""
-        result: ExecResult = await self._forward("exec", command, timeout=timeout, cwd=cwd, env=env, stdin=stdin)
+        # A custom backend that predates users is called as before.
+        who = {} if user is None else {"user": user}
+        result: ExecResult = await self._forward("exec", command, timeout=timeout, cwd=cwd, env=env, stdin=stdin, **who)
         return result
+
+    async def changes(self) -> Mapping[str, Change]:
+        """Return the paths that differ from the image's; see :class:`sandbox.types.Sandbox`."""
+        changes: Mapping[str, Change] = await self._forward("changes")
+        return changes
 
     async def read_file(self, path: str, *, max_bytes: int = 1 << 20) -> bytes:
         """Return the content of the file; see :class:`sandbox.types.Sandbox`."""

@@ -5,6 +5,7 @@
     SandboxError                 infrastructure failure; never the policy's fault
     ├── SandboxUnavailableError  this machine has no usable backend
     ├── ImageMissingError        the image or root file system is missing, or differs between nodes
+    ├── ImageBuildError          the Dockerfile of an image failed
     ├── ImagePullError           the image could not be pulled; all attempts failed
     ├── SandboxStartError        the sandbox could not be started (retryable)
     ├── SandboxLostError         the sandbox died while it was in use
@@ -37,6 +38,10 @@ class SandboxUnavailableError(SandboxError):
 
 class ImageMissingError(SandboxError):
     """The spec's image is not on this machine, or differs between sandbox nodes."""
+
+
+class ImageBuildError(SandboxError):
+    """An image could not be built from its directory."""
 
 
 class ImagePullError(SandboxError):

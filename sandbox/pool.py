@@ -49,6 +49,11 @@ class SandboxPool:
         return self._backend.name
 
     @property
+    def backend(self) -> SandboxBackend:
+        """The backend below the pool."""
+        return self._backend
+
+    @property
     def disk(self) -> Path | None:
         """The directory of the sandboxes, if the backend names one."""
         return getattr(self._backend, "disk", None)

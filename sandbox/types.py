@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 EXIT_DISK_LIMIT = 122
 """Exit code of commands in a sandbox that exceeded its disk limit (the number of ``EDQUOT``)."""
@@ -115,6 +115,10 @@ class TreeLimits:
     compared_bytes: int = 4 << 30
 
 
+Change = Literal["added", "changed", "removed"]
+"""How a path of a sandbox differs from its image."""
+
+
 @runtime_checkable
 class Sandbox(Protocol):
     """One isolated sandbox, started by a :class:`SandboxBackend` and closed by the caller of ``start``."""
@@ -133,11 +137,13 @@ class Sandbox(Protocol):
         cwd: str | None = None,
         env: Mapping[str, str] | None = None,
         stdin: bytes | None = None,
+        user: str | None = None,
     ) -> ExecResult:
         """Run ``command`` (a string runs under ``bash -c``) and return its result.
 
-        After ``timeout`` seconds all processes of the command are killed and the result has ``timed_out``. Raises
-        ``SandboxError`` only if the sandbox itself fails.
+        After ``timeout`` seconds all processes of the command are killed and the result has ``timed_out``. ``user`` is
+        a user of the image (a name, or numbers ``uid:gid``), by default root. Raises ``SandboxError`` only if the
+        sandbox itself fails, and ``SandboxUnavailableError`` if the backend has no users but root.
         """
         ...
 
@@ -159,6 +165,13 @@ class Sandbox(Protocol):
         directory or below it. Files and directories with a name in ``skip`` are left out. ``known`` maps paths to git
         object names; a file with that content has ``blob`` instead of ``data``, whatever its size. Raises
         ``SandboxFileError`` if ``path`` is not a directory or exceeds ``limits``.
+        """
+        ...
+
+    async def changes(self) -> Mapping[str, Change]:
+        """Return the paths that differ from the image's; a directory is left out if only entries of it differ.
+
+        No program of the sandbox takes part. Raises ``SandboxUnavailableError`` if the backend cannot list them.
         """
         ...
 
@@ -233,4 +246,31 @@ class ImageProvider(Protocol):
 
     async def fetch(self, image: str) -> None:
         """Pull ``image``. Raises ``ImageMissingError`` or ``ImagePullError``."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSettings:
+    """What an image says about its commands: the working directory ("/" if it names none) and the user."""
+
+    workdir: str
+    user: str
+
+
+@runtime_checkable
+class ImageBuilder(Protocol):
+    """Optional methods of a backend that builds images on its machine."""
+
+    async def build(self, directory: Path, *, timeout: float) -> str:
+        """Build the image of ``directory``, which has a Dockerfile, and return its name.
+
+        The commands of the Dockerfile have no network. Base images must be on the machine, or are pulled if the policy
+        allows it. Raises ``ImageMissingError`` for a missing one, and ``ImageBuildError`` if the build fails or takes
+        more than ``timeout`` seconds.
+        """
+        ...
+
+    async def image_settings(self, image: str) -> ImageSettings:
+        """Return the settings of ``image``, pulled if it is missing and the policy allows it. Raises
+        ``ImageMissingError`` or ``ImagePullError``."""
         ...

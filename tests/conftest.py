@@ -18,6 +18,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+from support import slurm_cluster
 
 # The time of an example depends on the other load of the machine.
 hypothesis.settings.register_profile("no_deadline", deadline=None)
@@ -49,6 +50,7 @@ PARTS: dict[str, tuple[Callable[[], object], str]] = {
         lambda: _has_modules("torch", "megatron", "ray"),
         "torch, megatron or ray is not installed (make setup)",
     ),
+    "slurm": (lambda: not slurm_cluster.MISSING, "no Slurm, or not root (apt-get install slurm-wlm munge)"),
     "browser": (lambda: shutil.which("chromium"), "chromium is not installed (apt-get install chromium)"),
 }
 """Of each marker: whether its part is available, and else the reason with the command that provides it."""

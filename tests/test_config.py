@@ -55,8 +55,16 @@ def test_overrides_reach_nested_keys_as_yaml_values() -> None:
         ("train={objective: gspo, eps_high: 0.2}", "defaults 0.0003 and 0.0004"),
         ("train={objective: reinforce, eps_low: 0.2}", "objective reinforce has no clip"),
         ("train={objective: cispo, dual_clip: 3}", "train.dual_clip: objective cispo"),
+        ("train.objective_options={speed: 1}", "objective grpo has no option 'speed' (it has none)"),
+        (
+            "train.kl={coefficient: 1, estimator: k2, apply_to: reward, unbiased: true}",
+            "requires train.kl.apply_to loss",
+        ),
         ("train.baseline=batch", "set advantage_scale to batch or none"),
-        ("train.objective=grop", "did you mean 'grpo'? (registered: cispo, gmpo, grpo, gspo, reinforce, sapo)"),
+        (
+            "train.objective=grop",
+            "did you mean 'grpo'? (registered: cispo, dppo_kl, dppo_tv, gmpo, grpo, gspo, reinforce, sapo)",
+        ),
         ("train.tau_positive=2", "train.tau_negative: objective grpo has no soft gate"),
         ("train.correction={weight_low: 3}", "train.correction.weight_low is 3; it must be at most weight_high (2)"),
         ("train.correction={mask: token, mask_low: 3}", "mask_low is 3; it must be at most mask_high (2)"),
@@ -71,6 +79,10 @@ def test_overrides_reach_nested_keys_as_yaml_values() -> None:
         ("engine={placement: ray, colocate: true}", "engine.colocate conflicts with engine.placement ray"),
         ("engine={device: cpu, colocate: true}", "engine.colocate needs GPUs"),
         ("engine.device=auto engine.colocate=true train.device=cpu", "engine.colocate needs GPUs, and train.device"),
+        ("engine={urls: [a], weight_sync: delta}", "engine.weight_sync delta requires launched servers"),
+        (f"{COLOCATED} engine.weight_sync=delta", "engine.weight_sync delta conflicts with engine.colocate"),
+        ("engine={placement: ray, nodes: 2, gpus: 2, weight_sync: delta}", "requires servers on one node each"),
+        ("engine.weight_sync=delta train.lora.rank=8", "engine.weight_sync delta conflicts with train.lora"),
         (f"{COLOCATED} train.ray_address=h:1", "remove train.ray_address"),
         (
             f"{COLOCATED} train.parallel.world_size=2",

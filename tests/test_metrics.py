@@ -58,6 +58,7 @@ def made_by_calling() -> Mapping[str, set[str]]:
     won = replace(
         won, mutant_seconds=1.0, audit=RouteAudit(2, 0, 2, 0), harness={"rewrites": 0, "retries": 0, "echo_differs": 0}
     )
+    won = replace(won, parts={"<part>": 1.0}, metrics={"<metric>": 1.0})
     group = Group("t", (won, replace(trajectory(0.0), recovered=True)))
     of_source = source_metrics([Group("<source>:t", (won,))], ["<source>"])
     audited, backend = set(audit_metrics([won])), ClusterBackend([], max_per_node=1)

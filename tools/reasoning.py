@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tools.types import ParseFailure, ToolCall, ToolCallFormat
+from tools.types import MarksText, ParseFailure, ToolCall, ToolCallFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,12 @@ def parse_call(fmt: ToolCallFormat, text: str, reasoning: Reasoning = THINK) -> 
     if reasoning.unclosed(text):
         return unclosed_failure(reasoning)
     return fmt.parse(split_reasoning(text, reasoning)[1])
+
+
+def words_of(fmt: ToolCallFormat, text: str, reasoning: Reasoning = THINK) -> str:
+    """What a turn without a call says outside of its thoughts."""
+    content = split_reasoning(text, reasoning)[1].strip()
+    return fmt.plain_text(content) if isinstance(fmt, MarksText) else content
 
 
 def unclosed_failure(reasoning: Reasoning) -> ParseFailure:

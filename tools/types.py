@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 
@@ -41,9 +41,11 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ParseFailure:
-    """Model text that is not a well-formed tool call. ``reason`` is one line, the agent's next observation."""
+    """Model text that is not a well-formed tool call. ``reason`` is one line, the agent's next observation. ``words``:
+    no call begins in the text."""
 
     reason: str
+    words: bool = field(default=False, compare=False)
 
 
 CallBlock = tuple[tuple[ToolCall, ...], int, int]

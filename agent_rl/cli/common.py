@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Coroutine
 from pathlib import Path
@@ -23,7 +24,11 @@ NOT_RESUMABLE = "results are not kept; the next start begins anew"
 
 
 class CommandStopped(Exception):
-    """The user stopped the command and its clean-up is done. The message says what the next start does."""
+    """Signal ``number`` stopped the command and its clean-up is done. The message says what the next start does."""
+
+    def __init__(self, message: str, number: int = signal.SIGINT) -> None:
+        super().__init__(message)
+        self.number = number
 
 
 def run_async(work: Coroutine[Any, Any, T], stop_message: str = NOT_RESUMABLE) -> T:
@@ -33,16 +38,17 @@ def run_async(work: Coroutine[Any, Any, T], stop_message: str = NOT_RESUMABLE) -
     from agent_rl.utils.concurrency import cancel_on_signals, raise_open_file_limit
 
     raise_open_file_limit()
+    received: list[int] = []
 
     async def supervised() -> T:
-        cancel_on_signals()
+        cancel_on_signals(received)
         return await work
 
     try:
         return asyncio.run(supervised())
     except (asyncio.CancelledError, KeyboardInterrupt):
         # Not KeyboardInterrupt: typer catches that one and exits without a message.
-        raise CommandStopped(stop_message) from None
+        raise CommandStopped(stop_message, *received[:1]) from None
 
 
 def print_error(text: str) -> int:

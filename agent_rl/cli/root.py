@@ -76,8 +76,10 @@ def main() -> None:
             print_error(f"{error.filename or 'disk'}: the disk is full; free some space and start again to resume")
         )
     except CommandStopped as stopped:
+        from agent_rl.utils.concurrency import exit_code
+
         print(f"stopped; {stopped}", file=sys.stderr)
-        sys.exit(130)
+        sys.exit(exit_code(stopped.number))
     except BaseExceptionGroup as group:
         sys.exit(_print_group_error(group))
 

@@ -200,17 +200,24 @@ def serve(
     config: ConfigPath,
     overrides: Overrides = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port on loopback; 0: a free port.")] = 0,
+    record: Annotated[
+        Path | None,
+        typer.Option(help="Directory for the trajectory, for view and show; prints branches and changed replies."),
+    ] = None,
+    upstream: Annotated[
+        str | None, typer.Option(metavar="URL", help="Serve the model of a chat endpoint, with --model.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Model name at the endpoint.")] = None,
 ) -> None:
-    """Serve the config's model to agent programs, as rollout.harness does. Ctrl-C stops it.
+    """Serve a model to agent programs, as rollout.harness does: the config's, or one behind a chat endpoint.
 
-    Prints the environment variables that a program needs. Does not train or store anything.
+    Prints the environment variables that a program needs. Trains nothing. Ctrl-C stops it.
     """
-    from agent_rl.commands.serve import run_serve
+    from agent_rl.commands.serve import run_serve, upstream_endpoint
     from agent_rl.config.loader import load_config
-    from agent_rl.controller import preflight
 
-    checked = preflight.run(load_config(config, overrides or ()))
-    run_async(run_serve(checked, port=port))
+    chat = upstream_endpoint(upstream, model)
+    run_async(run_serve(load_config(config, overrides or ()), port=port, record=record, upstream=chat))
 
 
 @app.command()
@@ -308,3 +315,35 @@ def setup(config: ConfigPath, overrides: Overrides = None) -> None:
 
     run_async(prepare(load_config(config, overrides or ())), RESUMABLE)
     typer.echo(f"next: agent-rl train {shlex.quote(str(config))}")
+
+
+@app.command("launch slurm")
+def launch_slurm(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    time: Annotated[str, typer.Option(help="Time limit of the job, in Slurm's form.")] = "24:00:00",
+    nodes: Annotated[int | None, typer.Option(min=1, help="Default: what the config's GPUs need.")] = None,
+    option: Annotated[
+        list[str] | None, typer.Option(metavar="OPTION", help="Option of sbatch, such as --partition=gpu. Repeatable.")
+    ] = None,
+    setup: Annotated[
+        list[str] | None,
+        typer.Option(metavar="COMMAND", help="Shell command before the run, such as 'module load cuda'. Repeatable."),
+    ] = None,
+    grace: Annotated[int, typer.Option(min=60, help="Seconds before the limit at which the run is stopped.")] = 300,
+    requeues: Annotated[int, typer.Option(min=0, help="How often the job may requeue itself.")] = 20,
+    out: Annotated[Path | None, typer.Option(help="The script. Default: NAME.sbatch, with the run's name.")] = None,
+) -> None:
+    """Write a batch script that trains on the nodes of a Slurm job; submit it with sbatch.
+
+    A job that is preempted or reaches its time limit requeues itself, and the run resumes.
+    """
+    from agent_rl.commands.launch import SlurmJob, slurm_script
+    from agent_rl.config.loader import load_config
+
+    job = SlurmJob(time, nodes, tuple(option or ()), tuple(setup or ()), grace, requeues)
+    loaded = load_config(config, overrides or ())
+    path = out or Path(f"{loaded.name}.sbatch")
+    named = str(config.absolute()) if config.is_file() else str(config)
+    path.write_text(slurm_script(loaded, [named, *(overrides or ())], job))
+    typer.echo(f"next: sbatch {path}")

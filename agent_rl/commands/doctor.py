@@ -95,7 +95,7 @@ async def run_doctor(
     grading_works = any(result.resolved is not None for results in by_policy for result in results)
     diagnoses = [
         unreadable.get(task.id)
-        or diagnose(task.id, runs["gold"], runs["noop"], findings.get(task.id), grading_works=grading_works)
+        or diagnose(task, runs["gold"], runs["noop"], findings.get(task.id), grading_works=grading_works)
         for task in selected
     ]
     if counts := unverifiable_counts(task.record["verifiable"] for task in selected if "verifiable" in task.record):
@@ -217,7 +217,7 @@ def _read_audits(file: Path) -> dict[str, list[Finding]]:
 
 
 def diagnose(
-    task_id: str,
+    task: Task,
     gold: Mapping[str, Sequence[EpisodeResult]],
     noop: Mapping[str, Sequence[EpisodeResult]],
     findings: Sequence[Finding] | str | None,
@@ -225,11 +225,11 @@ def diagnose(
     grading_works: bool = True,
 ) -> TaskDiagnosis:
     """Combine the results of one task. ``grading_works``: whether at least one task could be graded."""
-    reasons: list[str] = []
-    undecided: list[str] = []
+    task_id, reasons, undecided = task.id, list[str](), list[str]()
     if task_id not in gold:
         undecided.append("the environment has no reference fix or solution")
-    for name, results, expected in (("gold", gold.get(task_id, ()), True), ("no-op", noop.get(task_id, ()), False)):
+    for name, runs, expected in (("gold", gold, True), ("no-op", noop, task.noop_resolves)):
+        results = runs.get(task_id, ())
         outcomes = [result.resolved for result in results]
         error = next((result.error.partition("\n")[0] for result in results if result.resolved is None), None)
         if results and grading_works and all(result.stop == StopReason.UNDECIDABLE for result in results):
@@ -240,7 +240,9 @@ def diagnose(
             reasons.append(f"flaky: {name} resolved in {outcomes.count(True)} of {len(outcomes)} runs")
         elif (not expected) in outcomes:
             reasons.append(
-                "the reference fix or solution does not resolve it" if expected else "resolved without any change"
+                "resolved without any change"
+                if not expected
+                else f"{'the reference fix or solution' if name == 'gold' else 'doing nothing'} does not resolve it"
             )
     if isinstance(findings, str):
         undecided.append(f"audit: {findings}")

@@ -123,6 +123,8 @@ def _print_report(display: Display, report: EvalReport, path: Path) -> str | Non
     display.table(table([report]))
     if report.by_repo:
         display.table(breakdown(report.by_repo))
+    for name, value in report.grades.items():
+        display.note(f"{name:<24} {value:.4g}")
     display.note(f"report: {path / 'report.json'}")
     unresolved = next((o.task_id for o in report.outcomes if o.graded and not o.resolved), None)
     display.next("show", path, *(["--task", unresolved] if unresolved else []))

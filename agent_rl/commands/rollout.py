@@ -12,6 +12,7 @@ from agent_rl.controller.state import keep_tokenizer
 from agent_rl.monitoring.console import Display
 from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.group import GroupSettings, Rollout, collect_groups
+from agent_rl.rollout.group_grading import group_grading
 from agent_rl.rollout.metrics import rollout_metrics
 from agent_rl.rollout.records import write_trajectories
 from agent_rl.utils.directory_lock import lock_directory
@@ -35,7 +36,8 @@ async def roll_out(checked: Checked, directory: Path, display: Display, *, tasks
         keep_tokenizer(config.model, directory)
         opening = open_rollout_runtime(checked, directory / "logs", display, routes=config.captures_routes, split=split)
         async with opening as runtime:
-            policy = Policy(runtime.task_runtime, runtime.runner(EpisodeRules.from_config(config)))
+            rules = EpisodeRules.from_config(config)
+            policy = Policy(runtime.task_runtime, runtime.runner(rules))
             chosen = await pick_tasks(policy, split, tasks)
             display.stage("rollout", total=len(chosen))
             rollout = await collect_groups(
@@ -44,6 +46,7 @@ async def roll_out(checked: Checked, directory: Path, display: Display, *, tasks
                 GroupSettings(config.rollout.group_size, retries=config.rollout.sandbox_retries, min_size=1),
                 limiter=runtime.limiter,
                 on_event=lambda event: advance(display, event),
+                grading=group_grading(runtime.task_runtime.env, rules),
             )
             path = await asyncio.to_thread(write_trajectories, directory, 0, rollout.groups)
     display.note(f"trajectories: {path}")

@@ -187,6 +187,10 @@ def _render_episode(episode: EpisodeRecord) -> RenderableType:
     for number, turn in enumerate(row["turns"], 1):
         parts += _render_turn(number, turn)
     parts.append(Rule("end", align="left"))
+    for name, numbers in (("reward parts", row.get("parts")), ("metrics", row.get("metrics"))):
+        if numbers:
+            listed = ", ".join(f"{key} {value:g}" for key, value in numbers.items())
+            parts.append(_printable_text(f"{name}: {listed}"))
     if hacks := row.get("suspected_hack"):
         parts.append(_printable_text(f"suspected hack: {', '.join(hacks)}", "red"))
     return Group(*parts, _printable_text(f"{head}; {len(row['turns'])} turns in {row['seconds']:.1f} s", "bold"))
@@ -202,6 +206,8 @@ def _render_turn(number: int, turn: Mapping[str, Any]) -> list[RenderableType]:
     if thoughts := turn.get("thinking_chars"):
         limited = ", closed at the limit" if turn.get("inserted_tokens") else ""
         parts.append(Text(f"thoughts: {thoughts} characters{limited}", style="dim"))
+    if rule := turn.get("left_out"):
+        parts.append(_printable_text(f"not trained: {rule}", "yellow"))
     parts.append(_printable_text(_before_call(turn) or "(no text before the call)"))
     for name, value in turn["arguments"].items():
         text = value if isinstance(value, str) else json.dumps(value)

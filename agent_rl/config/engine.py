@@ -93,6 +93,12 @@ class EngineConfig(Section):
         "request with the new weights. retract: requeue them and recompute their KV cache with the new weights. "
         "in_place: continue them with the old KV cache.",
     )
+    weight_sync: Literal["full", "delta"] = Field(
+        "full",
+        description="What a weight update sends. full: all weights. delta: the changes since the last update, which "
+        "every engine proves by digests, and all weights when in doubt. delta costs host memory for one copy of the "
+        "weights in trainer rank 0 and in each engine (an unnamed file in TMPDIR there); requires launched servers.",
+    )
     weight_sync_timeout: float = Field(120.0, gt=0, description="Seconds for one call or broadcast of a weight update.")
     weight_bucket_mb: float | None = Field(
         None,
@@ -184,6 +190,17 @@ class EngineConfig(Section):
         }
         if self.colocate and (messages := [message for message, conflict in conflicts.items() if conflict]):
             raise ValueError(f"engine.colocate {messages[0]}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_weight_sync(self) -> EngineConfig:
+        conflicts = {
+            "requires launched servers: remove engine.urls and engine.urls_file": not self.launched,
+            "conflicts with engine.colocate, whose servers lose their weights when they sleep": self.colocate,
+            f"requires servers on one node each, and engine.nodes is {self.nodes}": self.nodes > 1,
+        }
+        if self.weight_sync == "delta" and (texts := [text for text, conflict in conflicts.items() if conflict]):
+            raise ValueError(f"engine.weight_sync delta {texts[0]}, or set weight_sync to full")
         return self
 
     @model_validator(mode="after")

@@ -5,13 +5,14 @@ Their formulas are in agent_rl/train/loss/objectives.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from agent_rl.errors import ConfigError
 from sandbox.registry import Registry
 
-Aggregation = Literal["token", "sequence", "constant"]
+Aggregation = Literal["token", "sequence", "constant", "prompt"]
 
 MAX_SEQUENCE_CLIP = 0.1
 """Upper limit of the clip range of a sequence ratio. A sequence's mean ratio stays near 1, so a wider clip has no
@@ -23,9 +24,10 @@ class ObjectiveSpec:
     """Defaults and constraints of one objective.
 
     ``formula``: import path ``package.module:function`` of a :data:`agent_rl.train.loss.objectives.Formula`. ``clip``:
-    default distances of the lower and upper bound of the ratio from 1; None: no clip. ``ratio``: the clipped ratio, per
-    token or the mean of a sequence. ``dual_clip``: whether dual clip applies. ``tau``: default temperatures of the soft
-    gate, for positive and for other advantages; None: no gate. ``aggregation``: default loss aggregation.
+    default distances of the lower and upper bound of the ratio from 1 (or of the divergence from 0); None: no clip.
+    ``ratio``: the clipped ratio, per token or the mean of a sequence. ``dual_clip``: whether dual clip applies.
+    ``tau``: default temperatures of the soft gate, for positive and for other advantages; None: no gate. ``options``:
+    the formula's further numbers with their defaults. ``aggregation``: default loss aggregation.
     """
 
     formula: str
@@ -33,14 +35,22 @@ class ObjectiveSpec:
     ratio: Literal["token", "sequence"] = "token"
     dual_clip: bool = False
     tau: tuple[float, float] | None = None
+    options: Mapping[str, float] = field(default_factory=dict)
     aggregation: Aggregation = "token"
 
     def conflict(
-        self, name: str, low: float | None, high: float | None, dual: float | None, tau: float | None = None
+        self,
+        name: str,
+        low: float | None,
+        high: float | None,
+        dual: float | None,
+        tau: float | None = None,
+        options: Collection[str] = (),
     ) -> str | None:
         """The error message if the objective ``name`` does not support these settings, else None.
 
         ``low``, ``high``: clip range. ``dual``: constant of dual clip. ``tau``: any configured gate temperature.
+        ``options``: names of configured options.
         """
         widest = max(low or 0.0, high or 0.0)
         if self.clip is None and widest:
@@ -54,11 +64,14 @@ class ObjectiveSpec:
             return f"train.dual_clip: objective {name} has no clipped surrogate; remove it"
         if tau is not None and self.tau is None:
             return f"train.tau_positive, train.tau_negative: objective {name} has no soft gate; remove them"
+        if unknown := sorted(set(options) - set(self.options)):
+            known = f"its options: {', '.join(self.options)}" if self.options else "it has none"
+            return f"train.objective_options: objective {name} has no option {unknown[0]!r} ({known})"
         return None
 
 
 _FORMULAS = "agent_rl.train.loss.objectives"
-_NAMES = ("GRPO", "GSPO", "CISPO", "REINFORCE", "SAPO", "GMPO")
+_NAMES = ("GRPO", "GSPO", "CISPO", "REINFORCE", "SAPO", "GMPO", "DPPO_TV", "DPPO_KL")
 GRPO = ObjectiveSpec(f"{_FORMULAS}:grpo", dual_clip=True)
 # GSPO clips a sequence's mean ratio, so the clip is narrow (arXiv 2507.18071, section 5.1).
 GSPO = ObjectiveSpec(f"{_FORMULAS}:gspo", (3e-4, 4e-4), "sequence", dual_clip=True, aggregation="sequence")
@@ -69,6 +82,10 @@ REINFORCE = ObjectiveSpec(f"{_FORMULAS}:reinforce", clip=None)
 SAPO = ObjectiveSpec(f"{_FORMULAS}:sapo", clip=None, tau=(1.0, 1.05), aggregation="sequence")
 # GMPO clips the log-ratios of tokens, with a wide range (arXiv 2507.20673, section 3).
 GMPO = ObjectiveSpec(f"{_FORMULAS}:gmpo", clip=(0.4, 0.4), aggregation="sequence")
+# DPPO limits the divergence of a token's probability (arXiv 2602.04879). The option is prime-rl's kl_tau.
+_PULL = {"log_ratio_penalty": 0.0}
+DPPO_TV = ObjectiveSpec(f"{_FORMULAS}:dppo_tv", (0.2, 0.2), options=_PULL)
+DPPO_KL = ObjectiveSpec(f"{_FORMULAS}:dppo_kl", (0.05, 0.05), options=_PULL)
 
 OBJECTIVES = Registry(
     "objective",

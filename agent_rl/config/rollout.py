@@ -29,6 +29,22 @@ class DynamicSamplingConfig(Section):
     )
 
 
+class TrainIfConfig(Section):
+    """Which replies to an agent program are trained. The others are recorded and shown with the rule."""
+
+    requests: Literal["main", "with-tools", "all"] = Field(
+        "main",
+        description="main: all but side requests, which have no tools and no earlier reply while other requests of the "
+        "episode have tools (titles, topics). with-tools: only requests that offer tools. all: any.",
+    )
+    models: tuple[str, ...] | None = Field(
+        None, description="Only requests that name one of these models, for example [agent-rl]. null: any model."
+    )
+    branches: Literal["all", "first"] = Field(
+        "all", description="first: only the first branch, without sub-agents and without what follows a compaction."
+    )
+
+
 class HarnessConfig(Section):
     """An agent program that drives the episodes through agent-rl's HTTP endpoint; see docs/how-to/agent-programs.md."""
 
@@ -54,6 +70,7 @@ class HarnessConfig(Section):
         "conversation as the chat template does, which may drop it and start a new branch.",
     )
     env: dict[str, str] = Field(default_factory=dict, description="Additional environment variables of the program.")
+    train_if: TrainIfConfig = Field(TrainIfConfig(), description="Which replies are trained.")
 
 
 class RolloutConfig(Section):

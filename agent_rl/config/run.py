@@ -130,11 +130,11 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check_groups(self) -> RunConfig:
-        by_batch = self.train.baseline == "batch"
+        by_batch = self.train.learns_from_equal_rewards
         if self.rollout.dynamic_sampling.enabled and by_batch:
             raise ValueError(
-                "rollout.dynamic_sampling conflicts with train.baseline batch, which also learns from groups with "
-                "equal rewards: disable dynamic_sampling or set baseline to mean"
+                f"rollout.dynamic_sampling conflicts with train.baseline {self.train.baseline}, which also learns from "
+                "groups with equal rewards: disable dynamic_sampling or set baseline to mean"
             )
         if self.rollout.group_size == 1 and not by_batch:
             raise ValueError(
@@ -189,6 +189,15 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _check_weight_sync(self) -> RunConfig:
+        if self.engine.weight_sync == "delta" and self.train.lora is not None:
+            raise ValueError(
+                "engine.weight_sync delta conflicts with train.lora, which sends only the adapters: set weight_sync to "
+                "full"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_recovery(self) -> RunConfig:
         if self.rollout.recover == "turns" and self.captures_routes and self.r3.source == "latest":
             raise ValueError(
@@ -218,7 +227,9 @@ class RunConfig(Section):
     @property
     def environments(self) -> dict[str, TaskSource]:
         """The environments of training and evaluation by source; "" is that of the section ``env``."""
-        own = {} if self.train.sources else {"": TaskSource(env=self.env.name, options=self.env.options)}
+        env = self.env
+        single = TaskSource(env=env.name, options=env.options, reward_weights=env.reward_weights)
+        own = {} if self.train.sources else {"": single}
         return own | self.train.sources | self.eval.sources
 
     @property

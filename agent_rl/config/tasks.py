@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Field, StringConstraints
 from agent_rl.config.base import Section
 
 DEFAULT_SCAFFOLD = "agent-rl"
+RewardWeights = dict[str, Annotated[float, Field(allow_inf_nan=False, ge=-1e6, le=1e6)]]
 SourceName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][\w.-]*$")]
 
 
@@ -108,6 +109,11 @@ class EnvConfig(Section):
         description="Timeout of starting a task, in seconds. Time in the queue and image pulls are not counted.",
     )
     grade_timeout: float = Field(300.0, gt=0, description="Timeout of one run of the hidden tests, in seconds.")
+    reward_weights: RewardWeights = Field(
+        default_factory=dict,
+        description="Weights of the named parts of a grade. The reward is their weighted sum. Empty: the environment's "
+        "reward.",
+    )
     quarantine: Path | None = Field(
         None, description="File with tasks to skip, from `agent-rl doctor`. null: skip none."
     )
@@ -128,6 +134,9 @@ class TaskSource(Section):
     env: str = Field(..., description="Name of the environment, as in `env.name`.")
     options: dict[str, Any] = Field(default_factory=dict, description="Arguments of its constructor.")
     grade_timeout: float | None = Field(None, gt=0, description="As `env.grade_timeout`, its value where null.")
+    reward_weights: RewardWeights = Field(
+        default_factory=dict, description="As `env.reward_weights`, for the tasks of this source."
+    )
 
 
 class TrainSource(TaskSource):

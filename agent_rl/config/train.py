@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from agent_rl.config.advantages import baseline_spec, scale_spec
 from agent_rl.config.base import OFF, Precision, Section, registered_name
 from agent_rl.config.objectives import Aggregation, objective_spec
 from agent_rl.config.tasks import SourceName, TrainSource
@@ -17,17 +19,18 @@ from agent_rl.errors import ConfigError
 FilterKind = Literal["none", "overlong", "compact"]
 Recompute = Literal["none", "selective", "full"]
 Replay = Literal["r3", "r2", "off"]
-Baseline = Literal["mean", "leave_one_out", "batch"]
-AdvantageScale = Literal["group", "batch", "none"]
 OldLogprobSource = Literal["recompute", "rollout", "rescore"]
-CorrectionWeight = Literal["token", "sequence"]
+CorrectionWeight = Literal["token", "sequence", "icepop"]
 CorrectionMask = Literal["token", "sequence", "geometric"]
 KlEstimator = Literal["k1", "k2", "k3"]
 Planner = Literal["foremoe", "eplb", "shadow"]
 ExpertPlacement = Literal["contiguous", "measured"]
 ExpertTransfer = Literal["pool", "exchange"]
+FrozenModule = Literal["embeddings", "lm_head", "attention", "router", "experts", "shared_experts", "mlp"]
 LrSchedule = Literal["constant", "linear", "cosine"]
 Objective = Annotated[str, registered_name("train.objective", objective_spec, ConfigError)]
+Baseline = Annotated[str, registered_name("train.baseline", baseline_spec, ConfigError)]
+AdvantageScale = Annotated[str, registered_name("train.advantage_scale", scale_spec, ConfigError)]
 
 
 class ParallelConfig(Section):
@@ -120,7 +123,8 @@ class CorrectionConfig(Section):
 
     weight: CorrectionWeight | None = Field(
         None,
-        description="Importance weights, old policy over rollout policy, per token or per sequence. null: no weights.",
+        description="Importance weights, old policy over rollout policy. token, sequence: the token's or its "
+        "sequence's ratio within the limits. icepop: the token's ratio, 0 beyond the limits. null: no weights.",
     )
     weight_low: float = Field(0.0, ge=0, description="Lower limit of the weights; smaller weights are raised to it.")
     weight_high: float | None = Field(
@@ -137,6 +141,12 @@ class CorrectionConfig(Section):
     mask_high: float = Field(2.0, gt=0, description="Largest ratio that the mask keeps.")
     veto: float | None = Field(
         None, gt=0, description="Mask sequences with a token of a ratio below this. null: no veto."
+    )
+    opsm: float | None = Field(
+        None,
+        ge=0,
+        description="Off-policy sequence masking (DeepSeek-V3.2): mask sequences with a negative advantage whose mean "
+        "log-ratio of the old to the current policy is above this. null: no masking.",
     )
 
     @model_validator(mode="after")
@@ -164,16 +174,23 @@ class KlConfig(Section):
         description="Where the penalty applies. loss: a term of the loss (GRPO). reward: subtracted from each token's "
         "advantage (REINFORCE++).",
     )
+    unbiased: bool = Field(
+        False,
+        description="Multiply the estimate in the loss by the ratio to the old policy, so that its gradient is that of "
+        "KL(pi || reference) also off-policy (DeepSeek-V3.2).",
+    )
     reference: Path | None = Field(
         None, description="Checkpoint directory or hub id of the reference model. null: the starting model."
     )
 
     @model_validator(mode="after")
     def _check_penalty(self) -> KlConfig:
-        if self.estimator == "k1" and self.apply_to == "loss":
+        if self.unbiased and self.apply_to == "reward":
+            raise ValueError("train.kl.unbiased requires train.kl.apply_to loss")
+        if self.estimator == "k1" and self.apply_to == "loss" and not self.unbiased:
             raise ValueError(
                 "train.kl.estimator k1 in the loss has a gradient with mean 0: set estimator to k2 (the KL's gradient) "
-                "or k3, or apply_to to reward"
+                "or k3, apply_to to reward, or unbiased"
             )
         if self.reference is not None and not self.coefficient:
             raise ValueError("train.kl.reference requires train.kl.coefficient above 0")
@@ -186,13 +203,14 @@ class Clip:
 
     ``dual``: constant of dual-clip PPO (arXiv 1912.09729); for a negative advantage A a token's loss is at most
     ``-dual * A``; None: no dual clip. ``tau``: temperatures of the soft gate that replaces the clip (SAPO), for
-    positive and for other advantages; None if the objective has no gate.
+    positive and for other advantages; None if the objective has no gate. ``options``: the objective's further numbers.
     """
 
     low: float
     high: float
     dual: float | None = None
     tau: tuple[float, float] | None = None
+    options: Mapping[str, float] = field(default_factory=dict)
 
 
 class OverlongConfig(Section):
@@ -243,20 +261,35 @@ class TrainConfig(Section):
     betas: tuple[float, float] = Field((0.9, 0.95), description="Adam's beta1 and beta2.")
     grad_clip: float = Field(1.0, gt=0, description="Global gradient-norm limit.")
     lora: LoraConfig | None = Field(None, description="Train LoRA adapters. null: train all weights.")
+    freeze: tuple[FrozenModule, ...] | None = Field(
+        None,
+        description="Modules whose weights are not trained and have no optimizer state: embeddings, lm_head, attention "
+        "(every token mixer), router, experts, shared_experts, mlp (of layers without experts). Norms are trained. "
+        "null: train all.",
+    )
     objective: Objective = Field(
         "grpo",
-        description="Policy objective: grpo, gspo, cispo, reinforce, sapo, gmpo, or a registered objective "
-        "(docs/reference/objectives.md).",
+        description="Policy objective: grpo, gspo, cispo, reinforce, sapo, gmpo, dppo_tv, dppo_kl, or a registered "
+        "objective (docs/reference/objectives.md).",
+    )
+    objective_options: dict[str, float] = Field(
+        default_factory=dict, description="Further numbers of the objective, by name (docs/reference/objectives.md)."
     )
     aggregation: Aggregation | None = Field(
         None,
         description="Loss aggregation. token: mean over tokens. sequence: mean over sequences of token means. "
-        "constant: mean over sequences of token sums / rollout.max_tokens. null: the objective's default.",
+        "constant: mean over sequences of token sums / rollout.max_tokens. prompt: mean over tasks of token means. "
+        "null: the objective's default.",
     )
-    baseline: Baseline = Field("mean", description="Reward baseline: group mean, leave-one-out mean, or batch mean.")
+    baseline: Baseline = Field(
+        "mean",
+        description="Reward baseline. mean: of the group. leave_one_out: mean of the others. batch: mean of the step. "
+        "Or a registered baseline (docs/reference/objectives.md).",
+    )
     advantage_scale: AdvantageScale = Field(
         "group",
-        description="Divisor of advantages: the group's standard deviation, the batch's over sampled tokens, or none.",
+        description="Divisor of advantages. group: the group's standard deviation. batch: the step's, over sampled "
+        "tokens. mean: the group's mean reward (MaxRL). none: 1. Or a registered scale (docs/reference/objectives.md).",
     )
     overlong: OverlongConfig = Field(OverlongConfig(), description="Penalty on long trajectories.")
     old_logprob: OldLogprobConfig = Field(OldLogprobConfig(), description="Old log-probs of the importance ratio.")
@@ -337,11 +370,15 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _check_objective(self) -> TrainConfig:
         spec, tau = objective_spec(self.objective), self.tau_positive or self.tau_negative
-        if problem := spec.conflict(self.objective, self.eps_low, self.eps_high, self.dual_clip, tau):
+        if problem := spec.conflict(
+            self.objective, self.eps_low, self.eps_high, self.dual_clip, tau, self.objective_options
+        ):
             raise ValueError(problem)
-        if self.baseline == "batch" and self.advantage_scale == "group":
+        scale = self.advantage_scale
+        if self.learns_from_equal_rewards and scale != "none" and scale_spec(scale).over == "group":
             raise ValueError(
-                "train.advantage_scale group conflicts with train.baseline batch: set advantage_scale to batch or none"
+                f"train.advantage_scale {scale} conflicts with train.baseline {self.baseline}: set advantage_scale to "
+                "batch or none"
             )
         if self.offload_activations and self.recompute != "full":
             raise ValueError(f"train.offload_activations requires train.recompute full; it is {self.recompute}")
@@ -353,12 +390,18 @@ class TrainConfig(Section):
         spec = objective_spec(self.objective)
         low, high = spec.clip or (math.inf, math.inf)
         tau = spec.tau and (self.tau_positive or spec.tau[0], self.tau_negative or spec.tau[1])
-        return Clip(self.eps_low or low, self.eps_high or high, self.dual_clip, tau)
+        options = {**spec.options, **self.objective_options}
+        return Clip(self.eps_low or low, self.eps_high or high, self.dual_clip, tau, options)
 
     @property
     def loss_aggregation(self) -> Aggregation:
         """The configured aggregation, else the objective's default."""
         return self.aggregation or objective_spec(self.objective).aggregation
+
+    @property
+    def learns_from_equal_rewards(self) -> bool:
+        """Whether a group of equal rewards has an effect, because its baseline is that of the whole step."""
+        return baseline_spec(self.baseline).over == "batch"
 
     @property
     def normalizes_after_penalty(self) -> bool:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from agent_rl.config import AdvantageScale, Baseline, OverlongConfig
+from agent_rl.config import OverlongConfig
+from agent_rl.config.advantages import BASELINES, SCALES, baseline_spec, scale_spec
+from agent_rl.config.objectives import Aggregation
 from agent_rl.errors import TrainerError
 from agent_rl.types import Branch, Group, Sample, StopReason, TrainingDecision, TrainingStatus, Trajectory
 from r3.routing import Routing, Span, SpanKind
@@ -43,55 +45,94 @@ class GroupSamples:
         }
 
 
-def group_advantages(
-    rewards: Sequence[float],
-    *,
-    baseline: Literal["mean", "leave_one_out"] = "mean",
-    scale: AdvantageScale = "group",
-    eps: float = 1e-6,
-) -> NDArray[np.float64]:
-    """Each reward minus its baseline, ``[n]``, divided by the group's standard deviation if ``scale`` is "group".
+@dataclass(frozen=True, slots=True)
+class Centered:
+    """The input of a scale, ``[n]`` each: ``values_n``, rewards less their baseline; ``rewards_n``; ``tokens_n``,
+    sampled tokens. ``eps`` is added to a divisor."""
 
-    ``mean``: ``(r - mean) / (std + eps)`` with the population std (GRPO, arXiv 2402.03300, section 4.1.2); without the
-    division Dr.GRPO (arXiv 2503.20783). ``leave_one_out``: the baseline is the mean of the *other* rewards (RLOO, arXiv
-    2402.14740), which scales the difference by n / (n - 1). Exactly 0 for equal rewards, even if their mean is not
-    representable. Raises TrainerError for rewards that are not finite.
+    values_n: NDArray[np.float64]
+    rewards_n: NDArray[np.float64]
+    tokens_n: NDArray[np.float64]
+    eps: float
+
+
+BaselineFormula = Callable[[NDArray[np.float64]], NDArray[np.float64] | float]
+"""From rewards ``[n]``, which are not all equal, to what is subtracted from them."""
+ScaleFormula = Callable[[Centered], NDArray[np.float64]]
+"""From rewards less their baseline to advantages ``[n]``."""
+
+
+def mean_reward(rewards_n: NDArray[np.float64]) -> float:
+    """GRPO, arXiv 2402.03300, section 4.1.2; over the step REINFORCE++, arXiv 2501.03262."""
+    return float(rewards_n.mean())
+
+
+def mean_of_others(rewards_n: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The mean of the *other* rewards (RLOO, arXiv 2402.14740)."""
+    return (rewards_n.sum() - rewards_n) / (rewards_n.size - 1)
+
+
+def by_std(centered: Centered) -> NDArray[np.float64]:
+    """Divided by the population's standard deviation (GRPO)."""
+    return centered.values_n / (centered.rewards_n.std() + centered.eps)
+
+
+def by_mean(centered: Centered) -> NDArray[np.float64]:
+    """Divided by the mean reward (MaxRL, arXiv 2602.02710); 0 for a mean that is not positive."""
+    mean = centered.rewards_n.mean()
+    return centered.values_n / (mean + centered.eps) if mean > 0 else np.zeros_like(centered.values_n)
+
+
+def unscaled(centered: Centered) -> NDArray[np.float64]:
+    """As they are (Dr.GRPO, arXiv 2503.20783)."""
+    return centered.values_n
+
+
+def normalized_over_tokens(centered: Centered) -> NDArray[np.float64]:
+    """``(A - mean) / (std + eps)``, both over sampled tokens (REINFORCE++, arXiv 2501.03262, eq. 10)."""
+    values_n, tokens_n = centered.values_n, centered.tokens_n
+    if not tokens_n.any():
+        return values_n
+    mean = np.average(values_n, weights=tokens_n)
+    std = np.sqrt(np.average((values_n - mean) ** 2, weights=tokens_n))
+    return (values_n - mean) / (std + centered.eps)
+
+
+def group_advantages(
+    rewards: Sequence[float], *, baseline: str = "mean", scale: str = "group", eps: float = 1e-6
+) -> NDArray[np.float64]:
+    """The advantages of one group, ``[n]``: each reward less its baseline, scaled.
+
+    ``baseline``, ``scale``: names of :mod:`agent_rl.config.advantages`. Exactly 0 for equal rewards, even if their mean
+    is not representable. Raises TrainerError for rewards that are not finite.
     """
-    rewards_n = np.asarray(rewards, dtype=np.float64)
-    if not np.isfinite(rewards_n).all():
-        raise TrainerError(f"rewards must be finite numbers, got {list(rewards)}")
-    if rewards_n.size == 0 or np.ptp(rewards_n) == 0:
-        return np.zeros_like(rewards_n)
-    centered_n = rewards_n - rewards_n.mean()
-    if baseline == "leave_one_out":
-        centered_n *= rewards_n.size / (rewards_n.size - 1)
-    return centered_n / (rewards_n.std() + eps) if scale == "group" else centered_n
+    (advantages,) = _advantages([rewards], [[1] * len(rewards)], baseline, scale, eps)
+    return advantages
 
 
 def build_samples(
     groups: Sequence[Group],
     *,
-    baseline: Baseline = "mean",
-    scale: AdvantageScale = "group",
+    baseline: str = "mean",
+    scale: str = "group",
     drop_missing: bool = False,
     masked: Collection[StopReason] = (),
     penalty: Callable[[int], float] = lambda tokens: 0.0,
     normalized: bool = True,
-    by_sequence: bool = True,
+    aggregation: Aggregation = "sequence",
     published: int | None = None,
     eps: float = 1e-6,
 ) -> GroupSamples:
     """One sample per branch of a trajectory, with advantages taken within groups. Groups without variance are dropped
     and counted.
 
-    A trajectory of several branches counts once. ``by_sequence``: the loss is the mean over sequences of each
-    sequence's mean, so a branch is weighted by its share of its trajectory's sampled tokens.
+    A trajectory of several branches counts once: with the ``aggregation`` "sequence" a branch is weighted by its share
+    of its trajectory's sampled tokens. With "prompt" a sample weighs 1 / sampled tokens of its group's samples.
 
-    ``scale`` "batch" normalizes over all sampled tokens of the step, ``(A - mean) / std``. ``baseline`` "batch"
-    subtracts the mean of all rewards of the step. Both together are REINFORCE++ (arXiv 2501.03262, eq. 10, with token
-    advantages); ``scale`` alone is its variant with the group mean as baseline. Under either, groups of equal rewards
-    are trained and count for mean and deviation; only a step of equal rewards is dropped. ``normalized`` False leaves
-    the division to the ranks, which first subtract a KL penalty from the advantages.
+    ``baseline``, ``scale``: names of :mod:`agent_rl.config.advantages`. If either is over the whole step, groups of
+    equal rewards are trained and count for its mean and deviation; only a step of equal rewards is dropped.
+    ``normalized`` False leaves a scale over the step to the ranks, which first subtract a KL penalty from the
+    advantages.
 
     ``penalty``: subtracted from the reward of a trajectory with so many tokens (:func:`overlong_penalty`). A trajectory
     without sampled tokens, or with a ``masked`` stop reason, counts for its group's advantages but is no sample: its
@@ -114,12 +155,14 @@ def build_samples(
         [_reward(group, t) - cost for t, cost in zip(members, costs, strict=True)]
         for group, members, costs in zip(groups, members_of, penalties, strict=True)
     ]
-    advantages = _advantages(rewards, baseline, scale, eps)
+    tokens = [[_trained_tokens(t) for t in members] for members in members_of]
+    by_step = scale_spec(scale).over == "batch"
+    advantages = _advantages(rewards, tokens, baseline, "none" if by_step else scale, eps)
     has_effect = [bool(values.any()) for values in advantages]
-    if "batch" in (baseline, scale):
+    if by_step or baseline_spec(baseline).over == "batch":
         has_effect = [any(has_effect)] * len(groups)
-    if scale == "batch" and normalized:
-        advantages = _normalize_over_tokens(members_of, advantages, eps)
+    if by_step and normalized:
+        advantages = _advantages(rewards, tokens, baseline, scale, eps)
     kept_decisions = iter(
         TrainingDecision(_training_status(t, effective, masked), advantage)
         for members, values, effective in zip(members_of, advantages, has_effect, strict=True)
@@ -135,8 +178,10 @@ def build_samples(
         ((index, branch), sample)
         for index, (t, decision) in enumerate(zip(trajectories, decisions, strict=True))
         if decision.training_status is TrainingStatus.TRAINED and decision.advantage is not None
-        for branch, sample in _branch_samples(index, t, decision.advantage, shape, by_sequence, published)
+        for branch, sample in _branch_samples(index, t, decision.advantage, shape, aggregation == "sequence", published)
     ]
+    if aggregation == "prompt":
+        numbered = _weighted_by_prompt(numbered, [len(group.trajectories) for group in groups])
     samples, origins = tuple(sample for _, sample in numbered), tuple(origin for origin, _ in numbered)
     mean_penalty = float(np.mean([cost for costs in penalties for cost in costs] or [0.0]))
     return GroupSamples(samples, len(groups), has_effect.count(False), dropped, mean_penalty, decisions, origins)
@@ -150,27 +195,40 @@ def overlong_penalty(tokens: int, limit: int, overlong: OverlongConfig) -> float
     return overlong.penalty * min(over / overlong.buffer, 1.0) if overlong.buffer and over > 0 else 0.0
 
 
-def _normalize_over_tokens(
-    members_of: Sequence[Sequence[Trajectory]], advantages: Sequence[NDArray[np.float64]], eps: float
-) -> list[NDArray[np.float64]]:
-    """``(A - mean) / (std + eps)``, both over the sampled tokens of all trajectories; ``[n]`` per group."""
-    tokens = np.array([_trained_tokens(t) for members in members_of for t in members], float)
-    if not tokens.any():
-        return list(advantages)
-    flat = np.concatenate(advantages)
-    mean = np.average(flat, weights=tokens)
-    std = np.sqrt(np.average((flat - mean) ** 2, weights=tokens))
-    return [(values - mean) / (std + eps) for values in advantages]
-
-
 def _advantages(
-    rewards: Sequence[Sequence[float]], baseline: Baseline, scale: AdvantageScale, eps: float
+    rewards: Sequence[Sequence[float]], tokens: Sequence[Sequence[int]], baseline: str, scale: str, eps: float
 ) -> list[NDArray[np.float64]]:
-    """Advantages per group, ``[n]`` each. With the batch mean they are those of one large group."""
-    if baseline != "batch":
-        return [group_advantages(group, baseline=baseline, scale=scale, eps=eps) for group in rewards]
-    flat = group_advantages([reward for group in rewards for reward in group], scale="none")
-    return np.split(flat, np.cumsum([len(group) for group in rewards]))[:-1]
+    """Advantages per group, ``[n]`` each, of groups with so many sampled ``tokens`` per trajectory."""
+    center: BaselineFormula = BASELINES.load(baseline_spec(baseline).formula)
+    rescale: ScaleFormula = SCALES.load(scale_spec(scale).formula)
+
+    def centered(rewards_n: NDArray[np.float64]) -> NDArray[np.float64]:
+        if not np.isfinite(rewards_n).all():
+            raise TrainerError(f"rewards must be finite numbers, got {rewards_n.tolist()}")
+        return np.zeros_like(rewards_n) if not np.ptp(rewards_n) else rewards_n - center(rewards_n)
+
+    def scaled(
+        values_n: NDArray[np.float64], rewards_n: NDArray[np.float64], tokens_n: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        return rescale(Centered(values_n, rewards_n, tokens_n, eps)) if values_n.any() else values_n
+
+    rewards_of, tokens_of = ([np.asarray(each, np.float64) for each in of] for of in (rewards, tokens))
+    values = _over(baseline_spec(baseline).over, centered, rewards_of)
+    return _over(scale_spec(scale).over, scaled, values, rewards_of, tokens_of)
+
+
+def _over(
+    over: Literal["group", "batch"],
+    formula: Callable[..., NDArray[np.float64]],
+    *arguments: Sequence[NDArray[np.float64]],
+) -> list[NDArray[np.float64]]:
+    """``formula`` of each group's arguments, or of those of all groups together; ``[n]`` per group."""
+    first = arguments[0]
+    if not sum(map(len, first)):
+        return list(first)
+    if over == "group":
+        return [formula(*of) if len(of[0]) else of[0] for of in zip(*arguments, strict=True)]
+    return np.split(formula(*map(np.concatenate, arguments)), np.cumsum([len(group) for group in first]))[:-1]
 
 
 def _training_status(trajectory: Trajectory, has_effect: bool, masked: Collection[StopReason]) -> TrainingStatus:
@@ -218,6 +276,16 @@ def _branch_samples(
         )
         for index, branch, old_logprobs in branches
     ]
+
+
+def _weighted_by_prompt(
+    numbered: Sequence[tuple[tuple[int, int], Sample]], sizes: Sequence[int]
+) -> list[tuple[tuple[int, int], Sample]]:
+    """The samples with weight 1 / sampled tokens of their group. ``sizes``: trajectories per group."""
+    group_of = np.repeat(np.arange(len(sizes)), sizes)
+    tokens = [int(sample.loss_mask[1:].sum()) for _, sample in numbered]
+    totals = np.bincount([group_of[index] for (index, _), _ in numbered], tokens) if numbered else np.zeros(0)
+    return [(origin, replace(sample, weight=1 / max(1.0, totals[group_of[origin[0]]]))) for origin, sample in numbered]
 
 
 def _old_logprobs(trajectory: Trajectory) -> list[NDArray[np.float32] | None]:

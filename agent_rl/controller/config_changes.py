@@ -30,6 +30,7 @@ FIXED: Mapping[str, str] = MappingProxyType(
         "env.tool_style": _DATA,
         "train.sources": _DATA,
         "train.lora": _STATE,
+        "train.freeze": _STATE,
     }
 )
 """Keys, or sections, that no resumption changes, with the reason."""

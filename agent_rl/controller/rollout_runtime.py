@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 
-from agent_rl.config import EngineConfig, RunConfig
+from agent_rl.config import EngineConfig, RunConfig, TaskSource
 from agent_rl.controller.cluster_resources import ClusterRequest
 from agent_rl.controller.placement import open_reservations
 from agent_rl.controller.preflight import Checked
@@ -152,7 +152,7 @@ async def open_task_runtime(
         if split is not None:
             for name, source in config.environments.items():
                 if source.env not in ENVIRONMENTS.built_in:
-                    await _try_environment(source.env, loaded[name], _split_of(config, name, split), config, display)
+                    await _try_environment(source, loaded[name], _split_of(config, name, split), config, display)
         yield TaskRuntime(backend, _as_one(loaded, config), quarantined)
 
 
@@ -181,12 +181,15 @@ def _as_one(loaded: Mapping[str, Environment], config: RunConfig) -> Environment
     return SourcesEnvironment(loaded, splits)
 
 
-async def _try_environment(name: str, env: Environment, split: str, config: RunConfig, display: Display) -> None:
+async def _try_environment(
+    source: TaskSource, env: Environment, split: str, config: RunConfig, display: Display
+) -> None:
     display.stage("trying the environment's first task")
     try:
         async with bounded(config.env.start_timeout + config.env.grading_timeout, "the first task"):
-            await try_first_task(env, split)
+            await try_first_task(env, split, source.reward_weights)
     except ProtocolError as error:
+        name = source.env
         raise ProtocolError(f"environment {name}: {error}; `agent-rl envs check {name}` runs all checks") from error
     except (SandboxError, GradingError) as error:
         display.note(f"the environment's first task was not tried: {error}")

@@ -49,6 +49,7 @@ from agent_rl.monitoring.sinks import SinkRun, sink_factories
 from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.filters import length_report, masked_stops
 from agent_rl.rollout.group import GroupSettings, Limiter, RolloutEvent
+from agent_rl.rollout.group_grading import group_grading
 from agent_rl.rollout.metrics import source_metrics
 from agent_rl.rollout.records import write_trajectories
 from agent_rl.rollout.rescore import Rescorer
@@ -246,7 +247,7 @@ class TrainingRun:
         )
 
     def _make_producer(self, buffer: RolloutBuffer, order: TaskOrder) -> RolloutProducer:
-        rollout, uniform = self.config.rollout, self.config.train.baseline == "batch"
+        rollout, uniform = self.config.rollout, self.config.train.learns_from_equal_rewards
         return RolloutProducer(
             GroupSettings(rollout.group_size, retries=rollout.sandbox_retries, rescore_uniform=uniform),
             order,
@@ -257,6 +258,7 @@ class TrainingRun:
             masked=self.masked,
             left_out=self.quarantine,
             rescore=self.rescorer,
+            grading=group_grading(self.runtime.task_runtime.env, self.rules),
             on_event=partial(self._on_event, lane=self.lane),
         )
 
@@ -320,7 +322,7 @@ class TrainingRun:
             masked=self.masked,
             penalty=partial(overlong_penalty, limit=max_tokens, overlong=train.overlong),
             normalized=not train.normalizes_after_penalty,
-            by_sequence=train.loss_aggregation == "sequence",
+            aggregation=train.loss_aggregation,
             published=step - 1,
         )
 
@@ -364,13 +366,16 @@ class TrainingRun:
         await self.evaluations.finish()
         self.display.stage(f"step {progress.step}: weights to the engine")
         by_turns = self.config.engine.pause_mode == "turn"
-        async with clock.stage("weight_sync"), self.runtime.engine.gate.closed() if by_turns else nullcontext():
-            await self.runtime.engine.sleep.resume_weights()
-            values = await self.sync.publish(progress.step)
-            await self.runtime.engine.sleep.end()
-            if progress.step < self.config.train.steps:
-                await self._begin_journal(progress.step + 1, progress.weights)
-            return values
+        async with clock.stage("weight_sync"):
+            if self.config.engine.weight_sync == "delta":
+                await self.sync.stage(progress.step)
+            async with self.runtime.engine.gate.closed() if by_turns else nullcontext():
+                await self.runtime.engine.sleep.resume_weights()
+                values = await self.sync.publish(progress.step)
+                await self.runtime.engine.sleep.end()
+                if progress.step < self.config.train.steps:
+                    await self._begin_journal(progress.step + 1, progress.weights)
+                return values
 
     async def _begin_journal(self, step: int, weights: str) -> None:
         if finished := await self.journal.begin(step, weights):

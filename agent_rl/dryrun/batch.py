@@ -38,7 +38,7 @@ def mini_step_share(samples: dict[int, Sample], config: RunConfig) -> MiniStepSh
     stages = config.train.parallel.pipeline
     batches = tuple(tuple(int(index) for index in part) for part in np.array_split(list(samples), stages))
     tokens = sum(int(sample.loss_mask.sum()) for sample in samples.values())
-    return MiniStepShare(batches, tokens, len(samples))
+    return MiniStepShare(batches, tokens, len(samples), float(tokens))
 
 
 def skewed_routes(

@@ -195,7 +195,7 @@ def _publish(job: RankJob, rank: Any, environment: RankEnvironment) -> None:
     Raises TrainerError if the first fails, or if the second does not fail at once.
     """
     usage, model_spec = environment.usage, rank.model.model_spec
-    engine = job.config.engine.model_copy(update={"api_key_env": None})
+    engine = job.config.engine.model_copy(update={"api_key_env": None, "weight_sync": "full"})
     expected = expected_shapes(model_spec)
     if model_spec.tied:
         expected["lm_head.weight"] = expected[embedding_tensor(model_spec).name]

@@ -31,7 +31,7 @@ from agent_rl.engine.types import Engine
 from agent_rl.errors import HarnessError
 from agent_rl.rollout.episode import EpisodeRules, EpisodeRun
 from agent_rl.types import StopReason, Trajectory
-from envs import Dialogue, Environment, Episode, Grade, HasSandbox, Task
+from envs import Dialogue, Environment, Episode, Grade, HasSandbox, Task, user_of
 from sandbox import ExecResult, Sandbox, bounded, printable
 from sandbox.pool import PooledSandbox
 from sandbox.process import run_process
@@ -84,6 +84,8 @@ class HarnessRun(EpisodeRun):
     def _open(self, episode: Episode | Dialogue, target: ToolSet | Dialogue) -> None:
         """Nothing is rendered before the program's first request."""
         self.endpoint_session.messages = episode.messages
+        if user_of(episode):
+            raise HarnessError(f"environment {self.env.name} has a user beside its tools: omit rollout.harness")
         if self.harness.location == "host":
             self.endpoint_session.tools = None if isinstance(target, Dialogue) else target
         elif isinstance(episode, HasSandbox):
@@ -152,7 +154,7 @@ class HarnessRun(EpisodeRun):
             return await run_on_host(self.harness.command, {**env, **self._env(self.endpoint.port)}, self._prompt())
 
     def _env(self, port: int) -> dict[str, str]:
-        return {**environment(self.endpoint_session.key, port), "PYTHONDONTWRITEBYTECODE": "1", **self.harness.env}
+        return {**environment(self.endpoint_session, port), "PYTHONDONTWRITEBYTECODE": "1", **self.harness.env}
 
     def _prompt(self) -> bytes:
         """The task as the user states it."""
@@ -160,24 +162,28 @@ class HarnessRun(EpisodeRun):
         return "\n\n".join(texts).encode(errors="replace")
 
     def _trajectory(self, stop: StopReason, grade: Grade | None, error: Exception | None = None) -> Trajectory:
-        session = self.endpoint_session
         self.endpoint.failures += stop in (StopReason.HARNESS_FAILURE, StopReason.PROGRAM_FAILED)
-        plain = super()._trajectory(stop, grade, error or self.failed)
-        plain = replace(plain, turns=session.turns(), messages=session.spoken_messages(), harness=session.counts())
-        branches = session.tree.branches()
-        if not branches:
-            return plain
-        first, *further = branches
-        return replace(
-            plain,
-            tokens=first.tokens,
-            loss_mask=first.loss_mask,
-            logprobs=first.logprobs,
-            routing=first.routing,
-            kept=first.kept,
-            versions=first.versions,
-            further=tuple(further),
-        )
+        return with_conversation(super()._trajectory(stop, grade, error or self.failed), self.endpoint_session)
+
+
+def with_conversation(plain: Trajectory, session: Session) -> Trajectory:
+    """``plain`` with the turns, messages and branches of ``session``."""
+    session.apply_training_rules()
+    plain = replace(plain, turns=session.turns(), messages=session.spoken_messages(), harness=session.counts())
+    branches = session.tree.branches()
+    if not branches:
+        return plain
+    first, *further = branches
+    return replace(
+        plain,
+        tokens=first.tokens,
+        loss_mask=first.loss_mask,
+        logprobs=first.logprobs,
+        routing=first.routing,
+        kept=first.kept,
+        versions=first.versions,
+        further=tuple(further),
+    )
 
 
 async def run_on_host(command: str, env: Mapping[str, str], stdin: bytes) -> ExecResult:
@@ -199,16 +205,18 @@ async def run_on_host(command: str, env: Mapping[str, str], stdin: bytes) -> Exe
     return ExecResult(done.returncode, done.stdout, done.stderr, done.seconds, done.timed_out, done.truncated)
 
 
-def environment(key: str, port: int) -> dict[str, str]:
-    """The environment variables by which common clients find the session ``key`` on ``port`` of loopback."""
-    base = f"http://127.0.0.1:{port}/s/{key}"
+def environment(session: Session, port: int) -> dict[str, str]:
+    """The environment variables by which common clients find ``session`` on ``port`` of loopback."""
+    base = f"http://127.0.0.1:{port}/s/{session.key}"
     return {
         "OPENAI_BASE_URL": f"{base}/v1",
-        "OPENAI_API_KEY": key,
+        "OPENAI_API_KEY": session.key,
         "ANTHROPIC_BASE_URL": base,
-        "ANTHROPIC_API_KEY": key,
+        "ANTHROPIC_API_KEY": session.key,
         "AGENT_RL_URL": base,
         "AGENT_RL_MODEL": MODEL,
+        "AGENT_RL_CONTEXT_WINDOW": str(session.context),
+        "AGENT_RL_MAX_OUTPUT_TOKENS": str(session.max_output_tokens),
         "NO_PROXY": "127.0.0.1",
     }
 

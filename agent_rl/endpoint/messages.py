@@ -18,6 +18,7 @@ MAX_BODY = 32 << 20
 """Maximum bytes of a request body; a context of 1 M tokens takes about 4 MB."""
 
 Finish = Literal["stop", "tool_calls", "length"]
+ToolChoice = Literal["auto", "none"]
 _ISSUED_ID = re.compile(r"(?:[a-z]+_)?([0-9a-f]{16})(?:_\d+)?")
 
 
@@ -25,12 +26,17 @@ class RequestRejected(Exception):
     """A request that gets no reply. ``kind`` is the reason, which each dialect maps to its own error codes; ``text``
     describes it.
 
-    ``bad``: the request is invalid. ``key``: no session has its key. ``ended``: the episode is over. ``full``: the
-    conversation has ``tokens`` tokens, the limit is ``limit``. ``large``: the body is too long.
+    ``bad``: the request is invalid. ``route``: no such address. ``key``: no session has its key. ``ended``: the episode
+    is over. ``full``: the conversation has ``tokens`` tokens, the limit is ``limit``. ``large``: the body is too long.
     """
 
     def __init__(
-        self, kind: Literal["bad", "key", "ended", "full", "large"], text: str, *, tokens: int = 0, limit: int = 0
+        self,
+        kind: Literal["bad", "route", "key", "ended", "full", "large"],
+        text: str,
+        *,
+        tokens: int = 0,
+        limit: int = 0,
     ) -> None:
         super().__init__(text)
         self.kind, self.text, self.tokens, self.limit = kind, text, tokens, limit
@@ -38,14 +44,15 @@ class RequestRejected(Exception):
     @property
     def status(self) -> int:
         """The HTTP status; clients retry none of them."""
-        return {"key": 401, "large": 413}.get(self.kind, 400)
+        return {"key": 401, "route": 404, "large": 413}.get(self.kind, 400)
 
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
     """A request. ``tools`` are OpenAI function schemas. ``deferred_tools`` may be called but are not described in
     the prompt; a tool search returns them. Sampling parameters are ignored in favor of the run's; of ``max_tokens``
-    the smaller value applies."""
+    the smaller value applies. ``stops``: texts that end the reply and are not part of it. ``tool_choice`` none: the
+    reply has no calls; the tools stay in the prompt, so that the conversation keeps its prefix."""
 
     messages: Sequence[ChatMessage]
     tools: Sequence[Mapping[str, Any]]
@@ -54,11 +61,15 @@ class ChatRequest:
     model: str
     include_usage: bool = False
     deferred_tools: Sequence[Mapping[str, Any]] = ()
+    stops: tuple[str, ...] = ()
+    tool_choice: ToolChoice = "auto"
+    logprobs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ChatResponse:
-    """A sampled reply. ``id`` is part of every identifier that the client receives and returns."""
+    """A sampled reply. ``id`` is part of every identifier that the client receives and returns. ``stopped``: the stop
+    sequence that ended it. ``logprobs``: the text and log-prob of each token, if the request wants them."""
 
     id: str
     spoken: ParsedTurn
@@ -69,6 +80,8 @@ class ChatResponse:
     cached_tokens: int
     created: int
     model: str
+    stopped: str = ""
+    logprobs: Sequence[tuple[str, float]] | None = None
 
     def call_id(self, number: int, prefix: str = "call") -> str:
         return f"{prefix}_{self.id}_{number}"
@@ -142,6 +155,21 @@ def check_max_tokens(max_tokens: int | None) -> int | None:
     if max_tokens is not None and max_tokens < 1:
         raise RequestRejected("bad", f"max_tokens: {max_tokens}, expected 1 or more")
     return max_tokens
+
+
+def read_tool_choice(choice: Any) -> ToolChoice:
+    """The request's ``tool_choice``, which OpenAI writes as text and Anthropic as an object."""
+    kind = choice.get("type") if isinstance(choice, Mapping) else choice
+    require_supported(kind in (None, "auto", "none"), "a forced tool_choice")
+    return "none" if kind == "none" else "auto"
+
+
+def read_stops(stops: Any, where: str) -> tuple[str, ...]:
+    """The request's stop sequences: a text, or a list of texts. Empty ones are ignored, as they would end any reply."""
+    listed = [stops] if isinstance(stops, str) else stops or []
+    if not isinstance(listed, list) or not all(isinstance(stop, str) for stop in listed):
+        raise RequestRejected("bad", f"{where}: expected a text or a list of texts")
+    return tuple(filter(None, listed))
 
 
 def tool_schema(name: str, description: str | None, parameters: Mapping[str, Any] | None) -> dict[str, Any]:

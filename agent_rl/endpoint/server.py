@@ -4,7 +4,7 @@
 
     POST /s/KEY/v1/chat/completions, /v1/responses, /v1/messages     without /s/KEY: the key as Bearer or x-api-key
     POST /s/KEY/v1/messages/count_tokens
-    GET  /s/KEY/v1/models
+    GET  /s/KEY/v1/models, /v1/models/NAME
     GET  /s/KEY/sandbox/task, POST /s/KEY/sandbox/call               for programs on the host
 
 A reply is sampled completely and then sent, streamed or not. A client that disconnects earlier gets the same reply when
@@ -182,9 +182,24 @@ def _loopback(port: int) -> socket.socket:
 
 
 def _routes(endpoint: EndpointServer, dialects: Sequence[str]) -> list[BaseRoute]:
+    def described(request: Request) -> dict[str, Any]:
+        with contextlib.suppress(RequestRejected):
+            return _model(request, endpoint.session(request))
+        return _model(request, None)
+
     async def models(request: Request) -> Response:
-        listed = {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": MODEL}]}
-        return _json_response(listed)
+        model = described(request)
+        page = {"has_more": False, "first_id": model["id"], "last_id": model["id"]}
+        return _json_response({"object": "list", "data": [model], **page})
+
+    async def model(request: Request) -> Response:
+        return _json_response(described(request))
+
+    async def missing(request: Request) -> Response:
+        served = ", ".join(DIALECTS[name][0] for name in dialects)
+        path = f"/v1/{request.path_params['path']}"
+        error = RequestRejected("route", f"{request.method} {path}: not served; conversations go to {served}")
+        return _json_response(Chat().error(error), error.status)
 
     async def probe(request: Request) -> Response:
         return Response(b"")
@@ -192,13 +207,26 @@ def _routes(endpoint: EndpointServer, dialects: Sequence[str]) -> list[BaseRoute
     routes: list[BaseRoute] = []
     for prefix in ("/s/{key}", ""):  # the first match is used
         routes += [Route(f"{prefix}/", probe), Route(prefix, probe)] if prefix else [Route("/", probe)]
-        routes.append(Route(f"{prefix}/v1/models", models))
+        routes += [Route(f"{prefix}/v1/models", models), Route(f"{prefix}/v1/models/{{name:path}}", model)]
         for path, dialect in (DIALECTS[name] for name in dialects):
             routes.append(Route(prefix + path, DialectApp(endpoint, dialect), methods=["POST"]))
         if "messages" in dialects:
             counting = DialectApp(endpoint, DIALECTS["messages"][1], counting=True)
             routes.append(Route(f"{prefix}/v1/messages/count_tokens", counting, methods=["POST"]))
+        routes.append(Route(f"{prefix}/v1/{{path:path}}", missing, methods=["GET", "POST"]))
     return routes
+
+
+def _model(request: Request, session: Session | None) -> dict[str, Any]:
+    """The model by any name, with the fields of OpenAI's and of Anthropic's API and the window as vLLM and SGLang
+    (``max_model_len``), OpenRouter (``context_length``) and Anthropic (``max_input_tokens``) name it."""
+    name = request.path_params.get("name", MODEL)
+    model = {"id": name, "object": "model", "created": 0, "owned_by": MODEL}
+    model |= {"type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
+    if session is None:
+        return model
+    window = dict.fromkeys(("max_model_len", "context_length", "max_input_tokens"), session.context)
+    return {**model, **window, "max_tokens": session.max_output_tokens}
 
 
 class _SandboxCall(RequestModel):

@@ -11,7 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from agent_rl.config import RolloutConfig
+from agent_rl.config.rollout import TrainIfConfig
 from agent_rl.endpoint.messages import ChatRequest, ChatResponse, Finish, RequestRejected
+from agent_rl.endpoint.stop_sequences import PIECE, find_stop, tokens_until_stop
+from agent_rl.endpoint.training_rules import RequestKind, apply_training_rules
 from agent_rl.engine.types import Engine
 from agent_rl.errors import EngineAborted, TemplateError
 from agent_rl.rollout.conversation_tree import ChatMessage, ConversationTree, Node, RequestPlan, Tokens, Tools
@@ -35,6 +38,8 @@ class ExtendingRenderer(Renderer, Protocol):
         ...
 
     def extension(self, messages: Sequence[Mapping[str, Any]], *, stop: int | None) -> list[int]: ...
+
+    def plain_text(self, text: str) -> list[int]: ...
 
 
 class HarnessRenderer:
@@ -72,6 +77,9 @@ class HarnessRenderer:
     def extension(self, messages: Sequence[ChatMessage], *, stop: int | None) -> Sequence[int]:
         rendered = [part for message in messages for part in self._as_dicts(message, first=False)]
         return self.renderer.extension(rendered, stop=stop)
+
+    def added_text(self, text: str) -> Sequence[int]:
+        return self.renderer.plain_text(text)
 
     def _as_dicts(self, message: ChatMessage, *, first: bool) -> list[dict[str, Any]]:
         """The message for the renderer. System messages inside a conversation become user messages: templates accept
@@ -122,7 +130,7 @@ class Session:
     """Answers the requests of one episode with what ``engine`` samples.
 
     ``context``: maximum tokens of a conversation. ``key``: the secret that requests carry. ``tools``: the task's tools,
-    for a program that runs on the host.
+    for a program that runs on the host. ``resumable``: the engine can continue a part of a reply.
     """
 
     name: str
@@ -132,6 +140,7 @@ class Session:
     context: int
     tools: ToolSet | None = None
     messages: Sequence[Mapping[str, str]] = ()
+    resumable: bool = True
     key: str = field(default_factory=lambda: secrets.token_hex(16))
 
     def __post_init__(self) -> None:
@@ -140,9 +149,15 @@ class Session:
         self.context_full = False
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._stats: dict[Node, _ReplyStats] = {}
+        self._kinds: dict[Node, RequestKind] = {}
         self._sampling: dict[Node, asyncio.Task[None]] = {}
         self._started = time.perf_counter()
         self.reading = asyncio.Semaphore(_BODIES_AT_ONCE)  # held while a request's body is read
+
+    @property
+    def max_output_tokens(self) -> int:
+        """Maximum sampled tokens of a reply."""
+        return min(self.rules.rollout.max_new_tokens, self.context)
 
     def check_size(self, size: int) -> None:
         """Reject a request whose ``size`` in bytes no conversation within the context has: its tokenization would stop
@@ -175,8 +190,9 @@ class Session:
             self.end(StopReason.MAX_TURNS)
             self._check_open()
         self.context_full = False
-        node = self.tree.begin(plan)
+        node = self.tree.begin(plan, request.stops)
         self._stats[node] = _ReplyStats(time.perf_counter() - self._started)
+        self._kinds[node] = RequestKind.of(request)
         self._sampling[node] = asyncio.create_task(
             self._sample(node, request, plan.prompt), name=f"reply-{self.name}-{node.number}"
         )
@@ -239,9 +255,15 @@ class Session:
         if self.broken.done():
             self.broken.exception()
 
+    def apply_training_rules(self) -> None:
+        """Decide which replies are trained. Call it before the tree's branches, :meth:`turns` and :meth:`counts`."""
+        harness = self.rules.rollout.harness
+        apply_training_rules(harness.train_if if harness else TrainIfConfig(), self.tree, self._kinds)
+
     def counts(self) -> dict[str, int]:
         """Counts for the metrics harness/*."""
-        causes = [node.cause for node in self.tree.nodes if node.parent is None or node.shared < node.parent.end]
+        nodes = [node for node in self.tree.nodes if not node.left_out][1:]
+        causes = [node.cause for node in nodes if node.parent is None or node.shared < node.parent.end]
         return {
             "rewrites": sum(cause in ("rewrite", "tools") for cause in causes),
             "retries": sum(bool(node.retried) for node in self.tree.nodes),
@@ -277,9 +299,17 @@ class Session:
         started = time.perf_counter()
         try:
             await self._sample_until_complete(node, request, prompt)
-            text = self.rendering.renderer.decode(node.sampled)
-            tools = [*request.tools, *request.deferred_tools]
-            self.tree.commit(node, text, parse_turn(self.rendering.fmt, text, tools, self.rendering.renderer.reasoning))
+            renderer = self.rendering.renderer
+            text = renderer.decode(node.sampled)
+            found = find_stop(text, request.stops, renderer.reasoning)
+            shown = text[: found.start] if found else text
+            tools = [] if request.tool_choice == "none" else [*request.tools, *request.deferred_tools]
+            self.tree.commit(
+                node,
+                text,
+                parse_turn(self.rendering.fmt, shown, tools, renderer.reasoning),
+                found.text if found else "",
+            )
         except Exception as error:
             self._fail(error)
             raise
@@ -302,12 +332,17 @@ class Session:
             if closing := budget.close_thoughts(node.sampled):
                 self.tree.insert(node, closing)
                 prompt = self.tree.tokens(node)
+            if request.stops and self.resumable:
+                budget.request = min(budget.request, PIECE)
             completion = await self.engine.generate(
                 array("i", prompt.tobytes()),
                 self.rules.sampling(budget.request, self.rendering.stop_token_ids),
                 routes_from=self.tree.routes_from(node),
                 session=self.name,
             )
+            sampled = [*node.sampled, *completion.tokens]
+            if request.stops and (kept := tokens_until_stop(renderer, sampled, request.stops)) is not None:
+                completion = completion.stopped_after(kept - len(node.sampled))
             stats.cached = stats.cached or completion.cached_tokens
             stats.retractions += completion.retractions
             stats.version, stats.finish = completion.weight_version, completion.finish
@@ -325,8 +360,13 @@ class Session:
             finish = "length"
         return ChatResponse(
             node.id, spoken, finish, node.prompt, len(node.sampled), self._thoughts(node).thinking_tokens,
-            min(stats.cached, node.prompt), int(time.time()), request.model,
+            min(stats.cached, node.prompt), int(time.time()), request.model, node.stopped,
+            self._logprobs(node) if request.logprobs else None,
         )  # fmt: skip
+
+    def _logprobs(self, node: Node) -> list[tuple[str, float]]:
+        decode = self.rendering.renderer.decode
+        return [(decode([token]), value) for token, value in zip(node.sampled, node.logprobs, strict=True)]
 
     def _thoughts(self, node: Node) -> ThoughtLength:
         return measure_thoughts(self.rendering.renderer, node.sampled, node.text, node.closed)
@@ -350,5 +390,6 @@ class Session:
             tool_seconds=0.0,
             began=stats.began,
             retractions=stats.retractions,
+            left_out=node.left_out,
             **self._thoughts(node)._asdict(),
         )

@@ -185,6 +185,7 @@ class EngineServer:
         environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
         environment["PYTHONUNBUFFERED"] = "1"
         environment["HF_HUB_OFFLINE"] = "1"
+        environment["AGENT_RL_WEIGHT_SYNC"] = self._config.weight_sync
         if (family := _family(self._model)) is not None:
             values = family.engine_environment.items()
             environment |= {key: value.format(dtype=self._config.dtype) for key, value in values}

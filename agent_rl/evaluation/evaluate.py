@@ -81,4 +81,6 @@ def _result(event: RolloutEvent, sample: int, failed: list[Usage | None]) -> Epi
         patch=trajectory.patch,
         suspected_hack=trajectory.suspected_hack,
         usage=total([*failed, usage_of(trajectory)]),
+        parts=trajectory.parts,
+        metrics=trajectory.metrics,
     )

@@ -10,11 +10,12 @@ import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from agent_rl.evaluation.usage import Usage, total
+from agent_rl.rollout.metrics import grade_metrics
 from agent_rl.utils.run_files import write_json
 from envs import Task
 
@@ -26,7 +27,7 @@ Z95 = 1.959963984540054
 class EpisodeResult:
     """One sample of a task. ``resolved`` is None after an infrastructure failure beyond the retry budget and, with
     ``stop`` "undecidable", for a task that cannot be graded. ``failures`` counts the infrastructure failures. ``usage``
-    includes the tokens of failed episodes; None if they are unknown."""
+    includes the tokens of failed episodes; None if they are unknown. ``parts``, ``metrics``: of the grade."""
 
     task_id: str
     sample: int
@@ -39,6 +40,8 @@ class EpisodeResult:
     suspected_hack: tuple[str, ...] = ()
     error: str = ""
     usage: Usage | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +112,9 @@ class EvalReport:
     ``samples``, over the tasks with at least k graded samples (:func:`pass_at_ks`). ``suspected_hacks`` counts samples
     whose patch changes files that affect the grading. ``usage`` and ``cost`` (USD, at ``price``) are sums over the
     ``usage_tasks`` tasks whose tokens are known. ``model``: its name, or the policy's without a model.
-    ``available``: tasks of the split that the policy can run; ``requested``: tasks that the user requested, None for
-    all.
+    ``grades``: the mean of each part of the reward and of each metric over the graded samples, as ``reward/NAME`` and
+    ``env/NAME``. ``available``: tasks of the split that the policy can run; ``requested``: tasks that the user
+    requested, None for all.
     """
 
     policy: str
@@ -137,6 +141,7 @@ class EvalReport:
     usage_tasks: int = 0
     cost: float | None = None
     price: Mapping[str, Any] | None = None
+    grades: Mapping[str, float] = field(default_factory=dict)
 
     def write(self, path: Path) -> None:
         """Write the report as JSON, atomically; NaN becomes null."""
@@ -148,6 +153,7 @@ def report(
 ) -> EvalReport:
     """The report of ``results``, with outcomes in the order of ``tasks``."""
     by_task: dict[str, list[EpisodeResult]] = {task.id: [] for task in tasks}
+    results = list(results)
     for result in results:
         by_task[result.task_id].append(result)
     outcomes = [_outcome(task, by_task[task.id]) for task in tasks]
@@ -174,6 +180,7 @@ def report(
         seconds_mean=statistics.fmean(outcome.seconds_mean for outcome in graded) if graded else 0.0,
         usage=total(usages) if usages else None,
         usage_tasks=len(usages),
+        grades=grade_metrics(result for result in results if result.resolved is not None),
     )
 
 

@@ -6,7 +6,7 @@ weight sync and the plan use it. Parameters and tensors are listed in the order 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -41,6 +41,25 @@ class Parameter:
     def rank_size(self, tensor: int = 1, expert: int = 1) -> int:
         """The number of elements on each of ``tensor`` tensor ranks or ``expert`` expert ranks."""
         return self.size // {"": 1, "tensor": tensor, "expert": expert}[self.cut.ranks]
+
+
+MODULES: Mapping[str, str] = MappingProxyType(
+    {
+        "embeddings": "embedding.",
+        "lm_head": "output_layer.",
+        "attention": "self_attention.",
+        "router": "mlp.router.",
+        "experts": "mlp.experts.",
+        "shared_experts": "mlp.shared_experts.",
+        "mlp": "mlp.linear_",
+    }
+)
+"""What the names of a module's parameters contain, for ``train.freeze``."""
+
+
+def belongs_to(name: str, modules: Collection[str]) -> bool:
+    """Whether the parameter ``name``, with or without its layer, is in one of ``modules``."""
+    return any(f".{MODULES[module]}" in f".{name}" for module in modules)
 
 
 def model_parameters(

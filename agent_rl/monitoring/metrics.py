@@ -19,7 +19,8 @@ from agent_rl.types import StopReason
 class Metric:
     """One row of the registry. ``name`` may contain one ``<placeholder>`` for ``values``.
 
-    A source of a run (``train.sources``) is any value of ``<source>``.
+    A source of a run (``train.sources``) is any value of ``<source>``; an environment names each ``<part>`` of a reward
+    and each ``<metric>``.
     ``text`` is a one-sentence description; ``source`` is the file that computes the metric.
     """
 
@@ -104,8 +105,12 @@ METRICS: tuple[Metric, ...] = (
         ("reward/std", "reward", "Standard deviation of the rewards of the step's trajectories."),
         ("reward/pass_rate", "share", "Trajectories that solved their task."),
         ("reward/groups_uniform", "share", "Groups whose rewards are all equal: no advantage within the group."),
+        ("reward/<part>", "reward", "Mean of a part of the reward that the environment names."),
+        ("env/<metric>", "env", "Mean of a metric that the environment names; not trained on."),
         ("source/<source>/groups", "count", "Groups of a source (`train.sources`) in the step."),
         ("source/<source>/reward", "reward", "Mean reward of the source's trajectories."),
+        ("source/<source>/reward/<part>", "reward", "`reward/<part>` of the source's trajectories."),
+        ("source/<source>/env/<metric>", "env", "`env/<metric>` of the source's trajectories."),
         ("source/<source>/pass_rate", "share", "Trajectories of the source that solved their task."),
         ("source/<source>/turns_mean", "count", "Turns per trajectory of the source."),
         ("source/<source>/tokens_mean", "tokens", "Tokens per trajectory of the source, observations included."),
@@ -141,6 +146,11 @@ METRICS: tuple[Metric, ...] = (
         _ROLLOUT,
         ("harness/branches", "count", "Mean branches per trajectory of an agent program."),
         ("harness/inflation", "ratio", "Tokens of all branches over distinct tokens; 1 if no token is shared."),
+        (
+            "harness/left_out_token_fraction",
+            "share",
+            "Sampled tokens that a rule of `rollout.harness.train_if` leaves out of training.",
+        ),
         ("harness/rewrites", "count", "Requests that changed the conversation or the tools and started a new branch."),
         ("harness/retries", "count", "Requests repeated after their response had been sent."),
         ("harness/echo_differs", "count", "Responses that the program sent back with changed text or arguments."),
@@ -366,6 +376,11 @@ METRICS: tuple[Metric, ...] = (
             "tokens, worst engine.",
         ),
         ("weight_sync/bytes", "bytes", "Bytes sent to each engine."),
+        (
+            "weight_sync/delta_ratio",
+            "share",
+            "`weight_sync/bytes` over the bytes of all weights (`engine.weight_sync: delta`).",
+        ),
         ("weight_sync/engines", "count", "Engines in use after the update."),
         ("weight_sync/verified", "share", "Engines whose checksums were compared with those of the sent weights."),
         ("weight_sync/retries", "count", "Other transfer methods tried after an engine did not accept the update."),
@@ -377,6 +392,7 @@ METRICS: tuple[Metric, ...] = (
         ("weight_sync/join_seconds", "seconds", "Time to form the process group with the engines, if one was formed."),
         ("weight_sync/pause_seconds", "seconds", "Time to pause the engines, minus that to prepare the first bucket."),
         ("weight_sync/prepare_seconds", "seconds", "Time to gather and convert the weights."),
+        ("weight_sync/stage_seconds", "seconds", "Time to send and prove a delta while the engines sample."),
         ("weight_sync/broadcast_seconds", "seconds", "Time to broadcast the weights, minus preparing the next bucket."),
         ("weight_sync/load_seconds", "seconds", "Time for the engines to load the last bucket."),
         ("weight_sync/check_seconds", "seconds", "Time to compare the checksums."),
@@ -399,11 +415,19 @@ METRICS: tuple[Metric, ...] = (
 """All metrics, in the order of docs/reference/metrics.md."""
 
 NAMES = frozenset(name for metric in METRICS for name in metric.names)
-_SOURCE = re.compile("(?<=^source/)[^/]+")
+_NAMED = (
+    (re.compile("^source/[^/]+"), "source/<source>"),
+    (re.compile("(^|/)reward/[^/]+$"), r"\1reward/<part>"),
+    (re.compile("(^|/)env/[^/]+$"), r"\1env/<metric>"),
+)
+"""Which names of a run are which placeholder."""
 
 
 def check_registered(names: Iterable[str]) -> None:
     """Raises AgentRlError if a name is not registered."""
     for name in names:
-        if _SOURCE.sub("<source>", name) not in NAMES:
+        general = name
+        for pattern, placeholder in _NAMED:
+            general = general if general in NAMES else pattern.sub(placeholder, general)
+        if general not in NAMES:
             raise AgentRlError(f"metric {name!r} is not registered: add it to agent_rl/monitoring/metrics.py")

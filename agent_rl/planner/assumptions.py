@@ -17,6 +17,9 @@ from agent_rl.train.ray_launch import threads_per_rank
 _BENCH = "measured on two EPYC cores: benchmarks/bench_plan_time.py"
 _FIT = "fitted by hand to a busy machine with two EPYC cores; benchmarks/bench_plan_time.py differs by up to 60 %"
 _QUICKSTART = "measured: 20 steps of configs/quickstart.yaml"
+_TINY_MOE = (2.9, 155.0, 42.0, 1.65, 0.75), _QUICKSTART
+_PAPER_MOE = (3.3, 180.0, 60.0, 1.5, 0.75), "measured: 15 steps of configs/paper-small.yaml"
+"""Turns, tokens and sampled tokens of an episode of mini, the longest over the mean, and the share that is trained."""
 _ENERGY = "fitted to ML.ENERGY's vLLM figures of Qwen3-30B-A3B and 235B on H100s (github.com/ml-energy/leaderboard)"
 _GUESS = "a guess"
 
@@ -77,8 +80,9 @@ def _episode(config: RunConfig) -> tuple[Assumption, ...]:
     """A mean episode. Without measurements, shares of the limits."""
     rollout = config.rollout
     if config.env.name == "mini":
-        turns, tokens, sampled, prompt, longest, trained = 2.9, 155.0, 42.0, 47.0, 1.65, 0.75
-        source = _QUICKSTART
+        measured = _PAPER_MOE if config.model.name == "paper-moe" else _TINY_MOE
+        (turns, tokens, sampled, longest, trained), source = measured
+        prompt = 47.0
     else:
         turns = 1.0 if rollout.max_turns == 1 else 0.6 * rollout.max_turns
         tokens = 0.4 * rollout.max_tokens
@@ -124,7 +128,7 @@ def _machine(config: RunConfig) -> tuple[Assumption, ...]:
 
 _BOTH = (
     _row("sync_bucket", 0.06, "s of a bucket of a weight sync", "measured: benchmarks/bench_weight_sync.py"),
-    _row("sync_tensor", 1.5e-4, "s of a tensor of a weight sync", "measured on a CPU engine with 3,000 tensors"),
+    _row("sync_tensor", 1e-4, "s of a tensor of a weight sync", "measured: steps of configs/paper-small.yaml"),
     _row("checkpoint_blocks", 0.04, "of a checkpoint's writing time", "measured: benchmarks/bench_checkpoint.py"),
     _row("disk", 1e9, "bytes/s", _GUESS),
 )
@@ -135,7 +139,7 @@ _CPU = (
     ),
     _row("trainer_flops", 57e9, "FLOP/s of one thread in float32", _BENCH),
     _row("trainer_copy", 4.1e-7, "s of a token's copy to an expert, a thread", _BENCH),
-    _row("trainer_serial", 0.4, "of a thread's time, the same with more threads", _QUICKSTART),
+    _row("trainer_serial", 0.3, "of a thread's time, the same with more threads", _BENCH),
     _row("adam", 1e10, "bytes/s of the optimizer's state", _BENCH),
     _row("adam_tensor", 2.4e-5, "s of a tensor in an update", _BENCH),
     _row("engine_layer", 0.0015, "s of a layer in a decode step", _FIT),

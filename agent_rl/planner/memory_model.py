@@ -9,15 +9,16 @@ layers (agent_rl/train/megatron); Korthikanti et al., arXiv 2205.05198, do the s
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from agent_rl.config import LoraConfig, ParallelConfig, TrainConfig
+from agent_rl.config.train import FrozenModule
 from agent_rl.models.cuts import Experts
 from agent_rl.models.mixer_costs import MixerCost, mixer_cost
 from agent_rl.models.parts import Mixer
 from agent_rl.models.spec import ModelSpec
-from agent_rl.models.tensors import Parameter, layer_parameters, model_parameters
+from agent_rl.models.tensors import Parameter, belongs_to, layer_parameters, model_parameters
 from agent_rl.train.hf_index import adapter_update_shapes
 from agent_rl.train.parallel_checks import dense_replicas, expert_replicas, uses_distributed_optimizer
 from r3.shard import stage_layers
@@ -43,34 +44,40 @@ def route_bytes(model: ModelSpec) -> int:
     return len(model.moe_layer_ids) * model.top_k * (1 if model.num_experts <= 256 else 2)
 
 
-def rank_parameters(model: ModelSpec, parallel: ParallelConfig) -> tuple[int, int]:
-    """Returns ``(dense, experts)`` parameters of the rank with the most; dense: all but those of experts."""
+def rank_parameters(
+    model: ModelSpec, parallel: ParallelConfig, without: Collection[FrozenModule] = ()
+) -> tuple[int, int]:
+    """Returns ``(dense, experts)`` parameters of the rank with the most, not counting the modules ``without``; dense:
+    all but those of experts."""
     sizes: dict[tuple[Mixer, bool], tuple[int, int]] = {}
     for layer, moe in enumerate(model.moe):
         if (kind := (model.mixer(layer), moe)) not in sizes:
-            sizes[kind] = _sizes(layer_parameters(model, layer), parallel)
+            sizes[kind] = _sizes(layer_parameters(model, layer), parallel, without)
     best, last = (0, 0), parallel.pipeline - 1
     for stage, chunks in enumerate(stage_layers(model.num_layers, parallel.pipeline, parallel.virtual_pipeline)):
         ends = (each for _, each in model_parameters(model, (), first=stage == 0, last=stage == last))
         # A tied output layer on another stage is a copy of the embedding there.
-        parts = [_sizes((each for each in ends if not each.copied or stage > 0), parallel)]
+        parts = [_sizes((each for each in ends if not each.copied or stage > 0), parallel, without)]
         parts += [sizes[model.mixer(number - 1), model.moe[number - 1]] for chunk in chunks for number in chunk]
         best = max(best, (sum(dense for dense, _ in parts), sum(experts for _, experts in parts)), key=sum)
     return best
 
 
-def _sizes(parameters: Iterable[Parameter], parallel: ParallelConfig) -> tuple[int, int]:
-    """Returns the elements of ``parameters`` on a rank: ``(dense, experts)``."""
+def _sizes(
+    parameters: Iterable[Parameter], parallel: ParallelConfig, without: Collection[FrozenModule]
+) -> tuple[int, int]:
+    """Returns the elements of ``parameters`` on a rank, not counting the modules ``without``: ``(dense, experts)``."""
     sizes = [0, 0]
-    for each in parameters:
+    for each in (each for each in parameters if not belongs_to(each.name, without)):
         sizes[isinstance(each.cut, Experts)] += each.rank_size(parallel.tensor, parallel.expert)
     return sizes[0], sizes[1]
 
 
 def trained_parameters(model: ModelSpec, train: TrainConfig, parallel: ParallelConfig) -> tuple[int, int]:
-    """As :func:`rank_parameters`, for the trained parameters: all, or the adapters (``train.lora``)."""
+    """As :func:`rank_parameters`, for the trained parameters: all but ``train.freeze``, or the adapters
+    (``train.lora``)."""
     if train.lora is None:
-        return rank_parameters(model, parallel)
+        return rank_parameters(model, parallel, train.freeze or ())
     attention, expert = adapter_parameters(model, train.lora)
     return model.num_layers * attention, len(model.moe_layer_ids) * (model.num_experts // parallel.expert) * expert
 

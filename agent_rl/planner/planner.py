@@ -22,7 +22,7 @@ from agent_rl.config import EngineConfig, ParallelConfig, RunConfig, TrainConfig
 from agent_rl.config.run import HardwareConfig
 from agent_rl.errors import UserError
 from agent_rl.models.spec import ModelSpec
-from agent_rl.planner.compute_model import publishing_bytes
+from agent_rl.planner.compute_model import planned_publish, publishing_bytes
 from agent_rl.planner.known_models import planned_model
 from agent_rl.planner.memory_model import (
     BYTES,
@@ -180,10 +180,13 @@ class _Planner:
         per_host = -(-world // hosts)
         per_engine_host = min(served, hardware.gpus_per_node)
         of_ranks = tuple(self._rank_host_items(rank, per_host))
-        of_engines = (
+        of_engines: tuple[Item, ...] = (
             Item("engine's processes", per_engine_host * ENGINE_PROCESS, f"{per_engine_host} GPUs, one each"),
             self._route_slots(per_engine_host),
         )
+        if config.engine.weight_sync == "delta":
+            copies = -(-per_engine_host // config.engine.gpus)
+            of_engines += (Item("weights as received", copies * self._sent_weights, f"{copies} engines' copies"),)
         of_driver = tuple(self._driver_items())
         used = world if config.engine.colocate else world + served
         if hosts == 1 and config.engine.launched and used <= hardware.gpus_per_node:
@@ -253,6 +256,10 @@ class _Planner:
         slots, size = config.engine.max_total_tokens, route_slot_bytes(model)
         return Item("engine's routes", processes * slots * size, f"{processes} x {slots} slots x {size} bytes, pinned")
 
+    @property
+    def _sent_weights(self) -> int:
+        return planned_publish(self.model, self.config.train, self.config.engine).bytes
+
     def _rank_host_items(self, rank: RankBytes, ranks: int) -> Iterator[Item]:
         config, model, load = self.config, self.model, self.load
         parallel = config.train.parallel
@@ -262,6 +269,8 @@ class _Planner:
         yield Item("samples", int(share * load.tokens * SAMPLE_BYTES), "of a step, in the object store")
         routes = int(share * load.tokens * route_bytes(model) * passes)
         yield Item("routes", routes, f"of a step: for replay, and recorded by {passes - 1} pass(es)")
+        if config.engine.weight_sync == "delta":
+            yield Item("weights as sent", self._sent_weights, "rank 0's copy, of which deltas are made")
         if config.train.kl.coefficient:
             trained = rank.gradients * BYTES[config.train.dtype] // 4  # only trained weights are copied
             reference = trained if config.train.kl.reference is None else rank.weights

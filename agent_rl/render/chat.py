@@ -226,6 +226,11 @@ class ChatRenderer:
             raise TemplateError("the chat template does not end an assistant's turn before these messages")
         return _after_stop(tokens, stop)
 
+    def plain_text(self, text: str) -> list[int]:
+        """The tokens of ``text``, none of them a control token."""
+        guard = self._encoder.guard_for(text)
+        return self._encoder.encode(self._encoder.guarded(text, guard), guard)
+
     def check_end_of_thoughts(self) -> None:
         """Raises ``TemplateError`` if thoughts cannot be closed (``rollout.max_thinking_tokens``)."""
         if not self.end_of_thoughts:

@@ -51,14 +51,26 @@ class ChatTextRenderer:
         self, messages: Sequence[Mapping[str, str]], tools: Sequence[Mapping[str, Any]] | None
     ) -> list[int]:
         tool_tokens = [_ROLES["tools"], *encode(json.dumps(list(tools)))] if tools and self._native_tools else []
-        tokens = [token for m in messages for token in (_ROLES[m["role"]], *encode(m["content"]))]
-        return [*tool_tokens, *tokens, _ROLES["assistant"]]
+        return [*tool_tokens, *self.extension(messages, stop=STOP)]
 
     def observation(
         self, text: str, role: Role | None = None, *, stop: int | None, call: SampledCall | None = None
     ) -> list[int]:
+        return self.extension([{"role": "user", "content": text}], stop=stop)
+
+    history_fields = False
+
+    def extension(self, messages: Sequence[Mapping[str, Any]], *, stop: int | None) -> list[int]:
+        """As :meth:`observation` for any messages; results of tools have role user."""
         end = [STOP] if stop is None else []
-        return [*end, _ROLES["user"], *encode(text), _ROLES["assistant"]]
+        roles = ({"tool": "user"}.get(message["role"], message["role"]) for message in messages)
+        tokens = [
+            token for role, m in zip(roles, messages, strict=True) for token in (_ROLES[role], *encode(m["content"]))
+        ]
+        return [*end, *tokens, _ROLES["assistant"]]
+
+    def plain_text(self, text: str) -> list[int]:
+        return list(encode(text))
 
     def decode(self, tokens: TokenIds) -> str:
         return bytes(token for token in tokens if token < STOP).decode(errors="replace")
@@ -69,7 +81,7 @@ class NativeToolCalls(HermesFormat):
 
     def parse(self, text: str) -> ToolCall | ParseFailure:
         if _OPEN not in text:
-            return ParseFailure("no tool call found; call one of the tools")
+            return ParseFailure("no tool call found; call one of the tools", words=True)
         return super().parse(text)
 
 

@@ -53,15 +53,29 @@ class ChatMessage(NamedTuple):
     reasoning: str = ""
     reply: str = ""
 
-    def echoes(self, spoken: ParsedTurn) -> bool:
-        """Whether the message repeats ``spoken``. Leading and trailing blanks are ignored and reasoning may be
-        omitted. If the program returned the reply's id, its calls may have additional arguments (Claude Code adds
-        defaults)."""
-        return (
-            (self.text == spoken.text or self.text.strip() == spoken.text.strip())
-            and (self.calls == spoken.calls or (self.reply != "" and _has_calls(self.calls, spoken.calls)))
-            and (not self.reasoning or self.reasoning.strip() in ("", spoken.reasoning.strip()))
-        )
+    def echo_of(self, node: Node) -> Echo | None:
+        """The message as a repetition of the reply ``node``; None if it says something else.
+
+        Leading and trailing blanks are ignored and reasoning may be omitted. If the program returned the reply's id,
+        its calls may have additional arguments (Claude Code adds defaults).
+        """
+        spoken = node.spoken
+        if (
+            spoken is None
+            or not (self.calls == spoken.calls or (self.reply != "" and _has_calls(self.calls, spoken.calls)))
+            or not (not self.reasoning or self.reasoning.strip() in ("", spoken.reasoning.strip()))
+        ):
+            return None
+        added = "" if self.text == spoken.text else _added_text(self.text.strip(), spoken.text.strip(), node)
+        return None if added is None else Echo(node, added)
+
+
+class Echo(NamedTuple):
+    """A message that repeats the reply ``node``. ``added``: the program's own text after the stop sequence that ended
+    the reply, in the same message."""
+
+    node: Node
+    added: str
 
 
 class Rendering(Protocol):
@@ -73,6 +87,10 @@ class Rendering(Protocol):
 
     def extension(self, messages: Sequence[ChatMessage], *, stop: int | None) -> Sequence[int]:
         """The tokens between a reply's last sampled token and the next reply."""
+        ...
+
+    def added_text(self, text: str) -> Sequence[int]:
+        """The tokens of :attr:`Echo.added`."""
         ...
 
     def must_rerender(self, messages: Sequence[ChatMessage]) -> bool:
@@ -107,7 +125,8 @@ class Node:
     ``id`` is issued with the reply. ``new_messages`` are the messages that ``context`` renders. ``text`` is the reply
     as sampled and ``spoken`` its parsed parts, set once it is complete. ``delivered``: it reached the program.
     ``followed``: a later request continued from it. ``inserted``: number of tokens in ``sampled`` with which the loop
-    closed the thoughts; they end at token ``closed`` of ``sampled``.
+    closed the thoughts; they end at token ``closed`` of ``sampled``. ``stops``: the request's stop sequences.
+    ``stopped``: the one that ended the reply; "" if none did. ``left_out``: the rule that leaves it out of training.
     """
 
     id: str
@@ -132,6 +151,9 @@ class Node:
     delivered: bool = False
     followed: bool = False
     superseded: bool = False
+    stops: tuple[str, ...] = ()
+    stopped: str = ""
+    left_out: str = ""
 
     @property
     def prompt(self) -> int:
@@ -145,7 +167,7 @@ class Node:
 
     @property
     def trained(self) -> bool:
-        return self.delivered and not self.superseded and len(self.sampled) > self.inserted
+        return self.delivered and not self.superseded and not self.left_out and len(self.sampled) > self.inserted
 
     def own_tokens(self, stop: int) -> Tokens:
         """Its own tokens, up to token ``stop`` of its path."""
@@ -188,26 +210,32 @@ class ConversationTree:
         self._by_id: dict[str, Node] = {}
         self._tools: set[bytes] = set()
         self._parents: set[Node] = set()
-        self._differing: set[bytes] = set()
+        self._differing: dict[bytes, tuple[Node, ChatMessage]] = {}
 
     @property
     def echo_differs(self) -> int:
-        """Number of distinct replies that the program returned in a changed form."""
+        """Number of :attr:`differing` replies."""
         return len(self._differing)
+
+    @property
+    def differing(self) -> list[tuple[Node, ChatMessage]]:
+        """The replies that the program returned in a changed form, with that form."""
+        return list(self._differing.values())
 
     def plan_request(self, messages: Sequence[ChatMessage], tools: Tools) -> RequestPlan:
         """Match ``messages`` with the tree. Raises TemplateError for messages that cannot be rendered."""
         tools_digest = xxh3_128_digest(orjson.dumps(list(tools)))
-        key, last, start, echoed = self._match(tools_digest, messages)
+        key, echo, start, echoed = self._match(tools_digest, messages)
+        last = echo and echo.node
         same = self._by_key.get(key, ())
         undelivered = tuple(node for node in same if not node.delivered)
         new_messages = tuple(messages[start:])
-        if last is None or self._rendering.must_rerender(new_messages):
-            rendered = [self._with_sampled_text(message, node) for message, node in zip(messages, echoed, strict=True)]
+        if echo is None or self._rendering.must_rerender(new_messages):
+            rendered = [self._with_sampled_text(message, each) for message, each in zip(messages, echoed, strict=True)]
             prompt = np.array(self._rendering.initial_prompt(rendered, tools), np.int32)
             continues_last = last is not None and _common(self.tokens(last), prompt) == last.end
         else:
-            prompt, continues_last = self._extend(last, new_messages), True
+            prompt, continues_last = self._extend(echo, new_messages), True
         if last is None or not continues_last or last in self._parents:
             parent, shared = self._attach(prompt, last)
         else:
@@ -217,11 +245,11 @@ class ConversationTree:
         retried = tuple(node for node in answered if not node.followed)
         return RequestPlan(key, tools_digest, prompt, parent, shared, cause, new_messages, retried, undelivered)
 
-    def begin(self, plan: RequestPlan) -> Node:
-        """Add a node whose reply is about to be sampled."""
+    def begin(self, plan: RequestPlan, stops: tuple[str, ...] = ()) -> Node:
+        """Add a node whose reply is about to be sampled, until one of ``stops``."""
         node = Node(
             secrets.token_hex(8), len(self.nodes), plan.key, plan.parent, plan.shared,
-            plan.prompt[plan.shared :].copy(), plan.cause, plan.new_messages, plan.retried,
+            plan.prompt[plan.shared :].copy(), plan.cause, plan.new_messages, plan.retried, stops=stops,
         )  # fmt: skip
         self.nodes.append(node)
         self._by_key.setdefault(plan.key, []).append(node)
@@ -272,9 +300,11 @@ class ConversationTree:
         node.logprobs.extend([0.0] * len(tokens))
         node.inserted, node.closed = len(tokens), len(node.sampled)
 
-    def commit(self, node: Node, text: str, spoken: ParsedTurn) -> None:
-        """Mark the reply as complete, so that later requests can continue from it."""
+    def commit(self, node: Node, text: str, spoken: ParsedTurn, stopped: str = "") -> None:
+        """Mark the reply as complete, so that later requests can continue from it. ``stopped``: the stop sequence that
+        ended it."""
         node.close(text, spoken)
+        node.stopped = stopped
 
     def deliver(self, node: Node) -> None:
         """Mark the reply as received by the program. Earlier replies to the same request are no longer trained."""
@@ -293,50 +323,56 @@ class ConversationTree:
 
     def _match(
         self, tools_digest: bytes, messages: Sequence[ChatMessage]
-    ) -> tuple[bytes, Node | None, int, list[Node | None]]:
+    ) -> tuple[bytes, Echo | None, int, list[Echo | None]]:
         """``(key of the request, last reply it continues, index of the first new message, echoed reply of each
         message)``."""
         key, last, start = tools_digest, None, 0
-        echoed = list[Node | None]()
+        echoed = list[Echo | None]()
         for index, message in enumerate(messages):
-            node = self._find_echoed(key, message) if message.role == "assistant" else None
-            echoed.append(node)
-            if node is not None:
+            echo = self._find_echoed(key, message) if message.role == "assistant" else None
+            echoed.append(echo)
+            if echo is not None:
+                node = echo.node
                 node.delivered = node.followed = True
                 node.superseded = False
-                key, last, start = xxh3_128_digest(key + node.id.encode()), node, index + 1
+                repeated = (node.id + echo.added).encode(errors="surrogatepass")
+                key, last, start = xxh3_128_digest(key + repeated), echo, index + 1
             else:
                 key = xxh3_128_digest(key + _digest_input(message))
         return key, last, start, echoed
 
-    def _find_echoed(self, key: bytes, message: ChatMessage) -> Node | None:
+    def _find_echoed(self, key: bytes, message: ChatMessage) -> Echo | None:
         """The reply to request ``key`` that ``message`` repeats."""
-        differs = False
+        differing: Node | None = None
         for node in reversed(self._by_key.get(key, ())):
             if node.spoken is not None and message.reply in ("", node.id):
-                if message.echoes(node.spoken):
-                    return node
-                differs = True
-        if differs:
-            self._differing.add(xxh3_128_digest(key + _digest_input(message)))
+                if (echo := message.echo_of(node)) is not None:
+                    return echo
+                differing = node
+        if differing is not None:
+            self._differing.setdefault(xxh3_128_digest(key + _digest_input(message)), (differing, message))
         return None
 
-    def _extend(self, last: Node, new_messages: Sequence[ChatMessage]) -> Tokens:
-        """The tokens of the conversation that continues from ``last`` with ``new_messages``."""
+    def _extend(self, echo: Echo, new_messages: Sequence[ChatMessage]) -> Tokens:
+        """The tokens of the conversation that continues from ``echo`` with ``new_messages``."""
+        last, added = echo.node, self._rendering.added_text(echo.added) if echo.added else ()
         ended = bool(last.sampled) and last.sampled[-1] in self._rendering.stop_token_ids
         rendered = [self._with_sampled_text(message) for message in new_messages]
         tail = self._rendering.extension(rendered, stop=last.sampled[-1] if ended else None)
-        return np.concatenate([self.tokens(last), np.array(tail, np.int32)])
+        return np.concatenate([self.tokens(last), np.array([*added, *tail], np.int32)])
 
-    def _with_sampled_text(self, message: ChatMessage, echoed: Node | None = None) -> ChatMessage:
+    def _with_sampled_text(self, message: ChatMessage, echo: Echo | None = None) -> ChatMessage:
         """``message`` as rendered. A message that repeats a reply, also one of another branch, gets the sampled text
         or its parts."""
-        node = echoed or self._by_id.get(message.reply)
-        if node is None or node.spoken is None or not (echoed or message.echoes(node.spoken)):
+        if echo is None and (named := self._by_id.get(message.reply)) is not None:
+            echo = message.echo_of(named)
+        if echo is None or (spoken := echo.node.spoken) is None:
             return message
         if self._rendering.history_fields:
-            return ChatMessage("assistant", node.spoken.text, node.spoken.calls, node.spoken.reasoning)
-        return ChatMessage("assistant", node.text)
+            return ChatMessage(
+                "assistant", spoken.text + echo.node.stopped + echo.added, spoken.calls, spoken.reasoning
+            )
+        return ChatMessage("assistant", echo.node.text + echo.added)
 
     def _attach(self, prompt: Tokens, last: Node | None) -> tuple[Node | None, int]:
         """``(node, length)``: the complete node whose path shares the longest prefix with ``prompt``. Ties go to
@@ -418,10 +454,21 @@ class ConversationTree:
         parent = None if first.parent is None else claimed.get(first.parent)
         claimed |= {node: number for node, stop in path if node not in claimed and stop == node.end}
         shared = 0 if parent is None else first.shared
+        cause = first.cause if number else BranchCause.START  # an earlier request may have been left out
         return Branch(
-            tokens, loss_mask, logprobs, _routing(path, len(tokens)), tuple(spans), parent, shared, first.cause,
+            tokens, loss_mask, logprobs, _routing(path, len(tokens)), tuple(spans), parent, shared, cause,
             KeptTokens.join(kept),
         )  # fmt: skip
+
+
+def _added_text(text: str, spoken: str, node: Node) -> str | None:
+    """What ``text`` adds to the text ``spoken`` of ``node``, without stop sequence; None if it does not repeat it."""
+    if not text.startswith(spoken):
+        return None
+    rest = text[len(spoken) :].strip()
+    if rest in ("", *node.stops):
+        return ""
+    return rest.removeprefix(node.stopped) if node.stopped and rest.startswith(node.stopped) else None
 
 
 def _has_calls(calls: Sequence[ToolCall], sampled: Sequence[ToolCall]) -> bool:

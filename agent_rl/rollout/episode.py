@@ -1,6 +1,7 @@
 """Runs one episode: sample a turn, execute its tool call, append the observation, repeat; then grade the result.
 
-A turn of a :class:`envs.Dialogue` goes to the episode as text; no tool call is parsed.
+A turn of a :class:`envs.Dialogue` goes to the episode as text; no tool call is parsed. Where an episode has tools and a
+user, a turn without a call goes to the user.
 
 Every episode is graded on the state that the agent left, submitted or not, as in R2E-Gym, unless the infrastructure
 failed. An exception, expected or not, becomes a trajectory without a reward (:func:`stop_reason_for`). Only errors that
@@ -10,7 +11,6 @@ would affect every episode are raised and stop the run.
 from __future__ import annotations
 
 import logging
-import math
 import time
 import traceback
 import uuid
@@ -43,10 +43,14 @@ from envs import (
     TaskRecordError,
     UndecidableError,
     load_scaffold,
+    target_of,
+    user_of,
 )
+from envs.grades import checked_grade, weighted
+from envs.sources import source_of
 from sandbox import ImageMissingError, SandboxError, SandboxNodeLostError, SandboxUnavailableError, bounded, printable
 from sandbox.timeouts import PausableTimeout
-from tools import ParseFailure, ToolCallFormat, ToolDefinitionError, ToolResult, ToolSet, parse_call
+from tools import ParseFailure, ToolCallFormat, ToolDefinitionError, ToolResult, ToolSet, parse_call, words_of
 
 TurnHandler = Callable[[str], Awaitable[ToolResult] | ParseFailure]
 """Starts to execute a turn, or returns why it holds no tool call. Resolved once per episode, because ``isinstance``
@@ -87,20 +91,27 @@ class EpisodeRules:
     where sampling is truncated.
 
     ``env`` limits the start of the task and the grading, which ``rollout.time_limit`` does not cover. Exceeding these
-    limits is an infrastructure failure.
+    limits is an infrastructure failure. ``reward_weights``: of the parts of the reward, by source.
     """
 
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     env: EnvConfig = field(default_factory=EnvConfig)
     routes: R3Config | None = field(default_factory=R3Config)
     masks: bool = True
+    reward_weights: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     @classmethod
     def from_config(cls, config: RunConfig) -> EpisodeRules:
         """The rules of a training rollout under ``config``."""
-        timeouts = [source.grade_timeout or 0.0 for source in config.environments.values()]
-        longest = max(config.env.grade_timeout, *timeouts)
-        return cls(config.rollout, config.env.model_copy(update={"grade_timeout": longest}), config.routes_config)
+        sources = config.environments
+        longest = max(config.env.grade_timeout, *(source.grade_timeout or 0.0 for source in sources.values()))
+        env = config.env.model_copy(update={"grade_timeout": longest})
+        weights = {name: source.reward_weights for name, source in sources.items()}
+        return cls(config.rollout, env, config.routes_config, reward_weights=weights)
+
+    def weights_of(self, task_id: str) -> Mapping[str, float]:
+        """The weights of the reward's parts for a task; empty if its reward is the environment's."""
+        return self.reward_weights.get(source_of(task_id, tuple(self.reward_weights)), {})
 
     def for_evaluation(self, *, greedy: bool, temperature: float | None = None) -> EpisodeRules:
         """The same rules without routes and masks, at ``temperature`` where one is given; ``greedy`` sets it to 0."""
@@ -169,7 +180,7 @@ class EpisodeRun:
         self.log, self.prompt_hash, self.completions, self.replayed = log, "", list[Completion](), 0
         self.renderer, self.fmt, self.rules, self.limits = renderer, fmt, rules, rules.rollout
         self.scaffold = load_scaffold(rules.env.scaffold)
-        self.observation_role: Role | None = None
+        self.user: Callable[[str], Awaitable[ToolResult]] | None = None
         self.session = f"{task.id}-{uuid.uuid4().hex[:12]}"
         self.began, self.started = round(time.time(), 3), time.perf_counter()
         self.transcript = Transcript((), max_tokens=self.limits.max_tokens, routes=None)
@@ -188,7 +199,7 @@ class EpisodeRun:
         graded: Trajectory | None = None
         try:
             async with self._started_episode() as episode:
-                target = episode if isinstance(episode, Dialogue) else episode.tools
+                target = target_of(episode)
                 self._open(episode, target)
                 stop = await self._act(target)
                 graded = self._trajectory(stop, await self._grade(episode))
@@ -215,8 +226,7 @@ class EpisodeRun:
 
     def _open(self, episode: Episode | Dialogue, target: ToolSet | Dialogue) -> None:
         *first, last = episode.messages
-        if isinstance(target, Dialogue):
-            self.observation_role = "user"
+        self.user = user_of(episode)
         self.messages, prompt = build_initial_prompt(
             self.renderer,
             self.fmt,
@@ -356,7 +366,11 @@ class EpisodeRun:
     def _call(self, tools: ToolSet, text: str) -> Awaitable[ToolResult] | ParseFailure:
         parsed = parse_call(self.fmt, text, self.renderer.reasoning)
         if isinstance(parsed, ParseFailure):
-            return parsed
+            words = words_of(self.fmt, text, self.renderer.reasoning) if self.user and parsed.words else ""
+            if not words or self.user is None:
+                return parsed
+            self.parse_failures_in_a_row = 0
+            return self.user(words)
         self.parse_failures_in_a_row = 0
         self.turns[-1].update(tool=parsed.name, arguments=dict(parsed.arguments))
         return tools.call(parsed)
@@ -383,8 +397,9 @@ class EpisodeRun:
         text = self._with_remark(text)
         turn = self.turns[-1]
         call = SampledCall(turn["tool"], turn["text"]) if turn["tool"] else None
-        tokens = self.renderer.observation(text, self.observation_role, stop=stop, call=call)
-        role = self.observation_role or self.scaffold.observation_role or "tool"
+        by_user: Role | None = None if turn["tool"] or turn["parse_failure"] else "user"
+        tokens = self.renderer.observation(text, by_user, stop=stop, call=call)
+        role = by_user or self.scaffold.observation_role or "tool"
         self.messages.append({"role": role, "content": text})
         self.turns[-1]["observation_tokens"] = len(tokens)
         if len(tokens) >= self.transcript.remaining:
@@ -401,7 +416,7 @@ class EpisodeRun:
         async with bounded(self.rules.env.grading_timeout, "grading"):
             grade = await episode.grade()
         self.grade_seconds = _seconds_since(started)
-        return _checked_grade(grade)
+        return weighted(checked_grade(grade), self.rules.weights_of(self.task.id))
 
     def _trajectory(self, stop: StopReason, grade: Grade | None, error: Exception | None = None) -> Trajectory:
         tokens, loss_mask, logprobs, routing = self.transcript.arrays()
@@ -431,20 +446,9 @@ class EpisodeRun:
             grade_began=self.grade_began,
             tests=grade.tests if grade else {},
             test_log=grade.log if grade else "",
+            parts=grade.parts if grade else {},
+            metrics=grade.metrics if grade else {},
         )
-
-
-def _checked_grade(grade: object) -> Grade:
-    """``grade`` with plain types. Raises TypeError or ValueError if records and the trainer cannot represent it."""
-    if not isinstance(grade, Grade):
-        raise TypeError(f"grade returned a {type(grade).__name__}, not a Grade")
-    reward = float(grade.reward)
-    if not math.isfinite(reward):
-        raise ValueError(f"grade returned the reward {reward}, which is not a finite number")
-    texts = (grade.patch, grade.log, *grade.suspected_hack, *grade.tests.keys(), *grade.tests.values())
-    if not all(isinstance(text, str) for text in texts):
-        raise TypeError("grade returned a Grade whose patch, log, tests or suspected_hack are not strings")
-    return replace(grade, reward=reward, resolved=bool(grade.resolved))
 
 
 def _checked_text(result: object) -> str:

@@ -8,6 +8,7 @@ Invariants:
 - A task that can never be graded is not retried.
 - An episode whose node was lost is run again without using the retry budget.
 - A finished trajectory is rescored at once, while other episodes still run, but only in a group with different rewards.
+- An environment that grades groups does so once for each complete group, before it is rescored.
 - However :func:`collect_groups` is left (return, error, cancellation), no episode keeps running.
 """
 
@@ -19,7 +20,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from agent_rl.errors import EngineError, RolloutFailed
+from agent_rl.rollout.episode import stop_reason_for
 from agent_rl.rollout.filters import has_contrast
+from agent_rl.rollout.group_grading import GroupGrading
 from agent_rl.types import Group, StopReason, Trajectory
 from agent_rl.utils.concurrency import first_error
 from envs import Task
@@ -139,16 +142,18 @@ async def collect_groups(
     limiter: Limiter,
     on_event: OnEvent | None = None,
     rescore: Rescore | None = None,
+    grading: GroupGrading | None = None,
 ) -> Rollout:
     """Run ``settings.size`` episodes of every task. ``on_event`` is called as episodes and groups end.
 
-    ``rescore`` is called with every trajectory once its group has different rewards. A trajectory whose rescoring
-    raises EngineError is left out of its group and counts as an infrastructure failure. Raises RolloutFailed if more
-    groups were dropped than ``settings.max_dropped`` allows, and whatever ``run`` raises (the first error, not an
-    exception group). The other episodes are then cancelled and cleaned up.
+    ``grading`` gives the trajectories of a complete group new grades. ``rescore`` is called with every trajectory once
+    its group has different rewards. A trajectory whose rescoring raises EngineError is left out of its group and counts
+    as an infrastructure failure. Raises RolloutFailed if more groups were dropped than ``settings.max_dropped`` allows,
+    and whatever ``run`` raises (the first error, not an exception group). The other episodes are then cancelled and
+    cleaned up.
     """
     max_dropped = len(tasks) // 4 if settings.max_dropped is None else settings.max_dropped
-    collector = GroupCollector(settings, limiter, on_event or (lambda event: None), rescore)
+    collector = GroupCollector(settings, limiter, on_event or (lambda event: None), rescore, grading)
     groups, dropped, started = list[Group](), list[DroppedGroup](), time.perf_counter()
 
     async def run_group(task: Task) -> None:
@@ -197,9 +202,15 @@ class GroupCollector:
     """Collects groups, one after another or concurrently. ``on_event`` is called as episodes and groups end."""
 
     def __init__(
-        self, settings: GroupSettings, limiter: Limiter, on_event: OnEvent, rescore: Rescore | None = None
+        self,
+        settings: GroupSettings,
+        limiter: Limiter,
+        on_event: OnEvent,
+        rescore: Rescore | None = None,
+        grading: GroupGrading | None = None,
     ) -> None:
         self.settings, self.limiter, self.on_event, self.rescore = settings, limiter, on_event, rescore
+        self.grading = grading
 
     async def collect(self, task: Task, run: EpisodeRunner) -> Group | DroppedGroup:
         """Run ``settings.size`` episodes of ``task``. Raises what ``run`` raises, as an exception group."""
@@ -207,14 +218,31 @@ class GroupCollector:
         async with asyncio.TaskGroup() as scope:
             for index in range(self.settings.size):
                 scope.create_task(self._run_member(task, run, state, scope), name=f"episode-{task.id}-{index}")
+        if self.grading is not None and self._complete(state.members):
+            async with asyncio.TaskGroup() as scope:
+                await self._grade_group(self.grading, task, state)
+                self._rescore_members(state, scope)
         members = [member for index, member in enumerate(state.members) if index not in state.rescore_failed]
-        if len(members) >= min(self.settings.min_size, self.settings.size):
+        if self._complete(members):
             group = Group(task.id, tuple(members), infrastructure_failures=len(state.failures))
             self._emit(group=group)
             return group
         dropped = DroppedGroup(task.id, tuple(state.failures), state.undecidable)
         self._emit(dropped=dropped)
         return dropped
+
+    def _complete(self, members: Sequence[Trajectory]) -> bool:
+        return len(members) >= min(self.settings.min_size, self.settings.size)
+
+    async def _grade_group(self, grading: GroupGrading, task: Task, state: _GroupState) -> None:
+        """Give the members their final grades. A failure of the grading drops the group: it is infrastructure."""
+        try:
+            state.members = await grading(task, state.members)
+        except Exception as error:
+            if stop_reason_for(error) is None:
+                raise
+            state.members = []
+            state.failures.append(f"grading the group: {type(error).__name__}: {error}")
 
     async def _run_member(self, task: Task, run: EpisodeRunner, state: _GroupState, scope: asyncio.TaskGroup) -> None:
         """Run one trajectory of the group, with retries after infrastructure failures."""
@@ -235,7 +263,8 @@ class GroupCollector:
                 state.failures.append(trajectory.error or trajectory.stop.value)
             else:
                 state.members.append(trajectory)
-                self._rescore_members(state, scope)
+                if self.grading is None:
+                    self._rescore_members(state, scope)
             self._emit(trajectory=trajectory)
             # The n-th failure is retried only for n <= retries.
             if not trajectory.stop.infrastructure or len(state.failures) > self.settings.retries:

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
 
 from agent_rl.rollout.group import Rollout
 from agent_rl.rollout.route_audit import audit_metrics
 from agent_rl.types import Group, StopReason, Trajectory
 from envs.sources import source_of
 from r3.routing import SpanKind
+
+
+class HasParts(Protocol):
+    """What was graded: the parts of its reward, and metrics, by name."""
+
+    @property
+    def parts(self) -> Mapping[str, float]: ...
+
+    @property
+    def metrics(self) -> Mapping[str, float]: ...
 
 
 def rollout_metrics(result: Rollout) -> dict[str, float]:
@@ -46,8 +57,19 @@ def source_metrics(groups: Iterable[Group], sources: Iterable[str]) -> dict[str,
                 f"source/{name}/pass_rate": _mean(trajectory.resolved for trajectory in trajectories),
                 f"source/{name}/turns_mean": _mean(len(trajectory.turns) for trajectory in trajectories),
                 f"source/{name}/tokens_mean": _mean(trajectory.total_tokens for trajectory in trajectories),
+                **{f"source/{name}/{key}": value for key, value in grade_metrics(trajectories).items()},
             }
     return metrics
+
+
+def grade_metrics(trajectories: Iterable[HasParts]) -> dict[str, float]:
+    """``reward/NAME`` and ``env/NAME``: the mean of each part and metric over the trajectories whose grade has it."""
+    values = defaultdict[str, list[float]](list)
+    for trajectory in trajectories:
+        for group, numbers in (("reward", trajectory.parts), ("env", trajectory.metrics)):
+            for name, number in numbers.items():
+                values[f"{group}/{name}"].append(number)
+    return {name: _mean(numbers) for name, numbers in sorted(values.items())}
 
 
 def harness_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -56,7 +78,10 @@ def harness_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         return {}
     shared = sum(branch.shared for trajectory in trajectories for branch in trajectory.branches)
     total = sum(trajectory.total_tokens for trajectory in trajectories)
+    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+    left_out = sum(turn.completion_tokens for turn in turns if turn.left_out)
     return {
+        "harness/left_out_token_fraction": left_out / max(1, sum(turn.completion_tokens for turn in turns)),
         "harness/branches": _mean(len(trajectory.branches) for trajectory in trajectories),
         "harness/inflation": total / max(1, total - shared),
         **{
@@ -93,6 +118,7 @@ def _reward_metrics(groups: Sequence[Group], trajectories: Sequence[Trajectory])
         "reward/pass_rate": _mean(trajectory.resolved for trajectory in trajectories),
         "reward/groups_uniform": _mean(uniform),
         "rollout/suspected_hacks": sum(bool(trajectory.suspected_hack) for trajectory in trajectories),
+        **grade_metrics(trajectories),
     }
 
 

@@ -246,6 +246,8 @@ def _row_fields(trajectory: Trajectory, key: str, routes: bool) -> dict[str, Any
         "suspected_hack": trajectory.suspected_hack,
         "mutant_seconds": trajectory.mutant_seconds,
         "tests": dict(trajectory.tests),
+        "parts": dict(trajectory.parts),
+        "metrics": dict(trajectory.metrics),
         "test_log": trajectory.test_log[-LOG_CHARACTERS:],
         "turns": [asdict(turn) for turn in trajectory.turns],
         "messages": fold_messages(
@@ -341,6 +343,8 @@ def read_trajectory(row: Mapping[str, Any], array: Callable[[str], NDArray], whe
             versions=first.versions,
             suspected_hack=tuple(row["suspected_hack"]),
             mutant_seconds=row.get("mutant_seconds", 0.0),
+            parts=row.get("parts", {}),
+            metrics=row.get("metrics", {}),
             further=tuple(further),
         )
     except _BROKEN as error:

@@ -67,6 +67,10 @@ class WorkerActor:
     @ray.method
     def start(self, request: WorkerRequest, optimizer: OptimizerSpec, rank: int, rendezvous: Rendezvous) -> WorkerInfo:
         """Build the worker. Collective: all workers start at once."""
+        if not request.config.async_rollout.depth:
+            # Engines wait during passes. Threads that never spin double the time of narrow layers, and threads that
+            # spin for long slow the worker 10 times beside another busy process. OpenMP reads it when torch loads.
+            os.environ.setdefault("GOMP_SPINCOUNT", "1000")
         from agent_rl.train.worker import TrainerWorker
 
         engine = request.config.engine
@@ -140,6 +144,10 @@ class WorkerActor:
     @ray.method
     def export(self, directory: Path) -> None:
         self._worker.export(directory)
+
+    @ray.method
+    def stage(self, request: PublishRequest) -> Mapping[str, str] | None:
+        return self._worker.stage(request)
 
     @ray.method
     def publish(self, request: PublishRequest) -> PublishReport | None:

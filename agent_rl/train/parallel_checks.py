@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from agent_rl.config import ParallelConfig, RunConfig, TrainConfig
 from agent_rl.errors import ConfigError
 from agent_rl.models.spec import ModelSpec, read_model_spec
+from agent_rl.models.tensors import belongs_to, model_parameters
 
 
 def layout_problems(config: RunConfig, model: ModelSpec | None = None) -> list[str]:
@@ -27,7 +28,7 @@ def layout_problems(config: RunConfig, model: ModelSpec | None = None) -> list[s
         modules = train.recompute_modules if train.recompute == "selective" else ()
         problems += model_problems(train.parallel, model) + recompute_problems(modules, model)
         problems += expert_problems(train.dtype, model) + expert_form_problems(train, model)
-        problems += adapter_problems(train, model)
+        problems += adapter_problems(train, model) + freeze_problems(train, model)
     return problems
 
 
@@ -192,6 +193,22 @@ def balance_problems(train: TrainConfig, model: ModelSpec | None = None) -> list
         if parallel.expert > 1 and balance.slots > foreign:
             problems.append(f"slots {balance.slots}: other ranks have {foreign} experts; set it to {foreign} or less")
     return [f"train.balance: {problem}" for problem in problems]
+
+
+def freeze_problems(train: TrainConfig, model: ModelSpec) -> list[str]:
+    """Problems of ``train.freeze``: other options that choose what is trained, and modules that ``model`` lacks."""
+    freeze = train.freeze or ()
+    names = [parameter.name for _, parameter in model_parameters(model)]
+    reasons = {
+        "train.lora trains adapters only; remove one of them": bool(freeze and train.lora),
+        "train.balance borrows experts with their gradients; turn it off or train the experts": (
+            "experts" in freeze and train.balance.enabled
+        ),
+        "this model has one weight for embeddings and lm_head; freeze both or neither": (
+            model.tied and ("embeddings" in freeze) != ("lm_head" in freeze)
+        ),
+    } | {f"this model has no {each}": not any(belongs_to(name, (each,)) for name in names) for each in freeze}
+    return [f"train.freeze: {reason}" for reason, broken in reasons.items() if broken]
 
 
 def lora_problems(train: TrainConfig, engine_dtype: str) -> list[str]:

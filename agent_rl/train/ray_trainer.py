@@ -263,10 +263,21 @@ class RayTrainer:
         """Replace optimizer and schedule by new ones; the weights stay."""
         await self.workers.call(lambda actor: actor.set_optimizer.remote(spec))
 
+    async def stage(self, engine_urls: Sequence[str], weight_version: str) -> Mapping[str, str]:
+        """Send what changed in the weights to the engines, which prove it while they sample (``engine.weight_sync:
+        delta``). Returns the reason by URL of each engine that needs all weights instead."""
+        request = self._publish_request(engine_urls, weight_version)
+        reasons = await self.workers.call(lambda actor: actor.stage.remote(request), timeout=PUBLISH_SECONDS)
+        assert reasons[0] is not None, "rank 0 reports"
+        return reasons[0]
+
+    def _publish_request(self, engine_urls: Sequence[str], weight_version: str) -> PublishRequest:
+        engine = self.config.engine
+        return PublishRequest(tuple(engine_urls), weight_version, engine, engine.headers)
+
     async def publish(self, engine_urls: Sequence[str], weight_version: str) -> PublishReport:
         """Send the weights to every engine as ``weight_version``; the report names those that failed."""
-        engine = self.config.engine
-        request = PublishRequest(tuple(engine_urls), weight_version, engine, engine.headers)
+        request = self._publish_request(engine_urls, weight_version)
         reports = await self.workers.call(lambda actor: actor.publish.remote(request), timeout=PUBLISH_SECONDS)
         assert reports[0] is not None, "rank 0 reports"
         return reports[0]

@@ -367,7 +367,7 @@ def grpo_loss(config: RunConfig, share: MiniStepShare, *, detail: bool = False) 
     The constant length of Dr.GRPO is ``rollout.max_tokens``. With ``detail`` the function also returns the entropy of
     the sampled tokens and which of them were clipped.
     """
-    counts = LossCounts(share.sampled_tokens, share.sequences)
+    counts = LossCounts(share.sampled_tokens, share.sequences, share.weight)
 
     def loss_fn(
         logprobs_T: Tensor, entropy_T: Tensor | None, batch: PackedBatch

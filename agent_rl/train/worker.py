@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,7 @@ from agent_rl.train.route_trace import rank_trace
 from agent_rl.train.step import grpo_step, packed, sample_logprobs, step_batches
 from agent_rl.types import Sample
 from agent_rl.weight_sync.adapters import BaseWeights
+from agent_rl.weight_sync.delta import DeltaSender
 from agent_rl.weight_sync.publisher import WeightPublisher
 from agent_rl.weight_sync.requests import PublishReport, PublishRequest
 from r3.routing import narrowest_dtype
@@ -86,6 +88,8 @@ class TrainerWorker:
         self._placement_pending = train.balance.enabled and train.balance.expert_placement == "measured"
         self._resumed: tuple[Path, Manifest] | None = None
         self._publisher: WeightPublisher | None = None
+        self._delta = DeltaSender(self._model.model_spec, self._open_publisher)
+        self._staged_version: str | None = None
         self._writer = CheckpointWriter(rank)
 
     @property
@@ -221,8 +225,27 @@ class TrainerWorker:
         if self._model.lora is not None:
             self._model.save_adapter(directory / "adapter")
 
+    def stage(self, request: PublishRequest) -> Mapping[str, str] | None:
+        """Send the changes of the weights to the engines before an update by deltas. Rank 0 returns the reason by URL
+        of each engine that needs all weights instead. Collective."""
+        weights = self._model.export_weights()
+        try:
+            return self._delta.stage(request, weights) if self._ranks.rank == 0 else None
+        finally:
+            for _ in weights:
+                pass
+            self._staged_version = request.version
+
     def publish(self, request: PublishRequest) -> PublishReport | None:
         """Send the weights to the engines. Rank 0 sends and returns the report. Collective."""
+        if request.config.weight_sync == "delta":
+            if self._staged_version != request.version:
+                self.stage(replace(request, urls=()))
+            self._staged_version = None
+            report = self._delta.publish(request) if self._ranks.rank == 0 else None
+            if report is not None and report.failures:
+                self._close_publisher()
+            return report
         base = BaseWeights(self._request.model) if self._model.lora and request.config.merges_adapters else None
         weights, report = self._model.export_weights() if base is None else self._model.export_changes(), None
         try:
@@ -287,6 +310,7 @@ def _build(
         recompute=train.recompute,
         recompute_modules=train.recompute_modules,
         lora=train.lora,
+        freeze=train.freeze or (),
         model_spec=request.model_spec,
         seed=request.config.seed,
         progress=progress,

@@ -20,8 +20,6 @@ from sandbox.shielded import shielded as shielded
 
 STOP_SECONDS = 30.0
 MAX_OPEN_FILES = 65536
-STOPPED = 130
-"""Exit code of a stopped command."""
 
 
 class Notifier:
@@ -60,8 +58,13 @@ def reduce_gc_pauses() -> None:
     gc.set_threshold(7_000, 10, 100)
 
 
-def cancel_on_signals() -> None:
-    """Make Ctrl-C and SIGTERM cancel the current task and print a line at once.
+def exit_code(number: int) -> int:
+    """The exit code of a command that signal ``number`` stopped: 130 for Ctrl-C, 143 for SIGTERM."""
+    return 128 + number
+
+
+def cancel_on_signals(received: list[int]) -> None:
+    """Make Ctrl-C and SIGTERM cancel the current task and print a line at once. ``received`` gets their numbers.
 
     The process exits after ``STOP_SECONDS`` in any case, because a thread that waits for a dead node (in Ray, for
     example) cannot be cancelled; engines and sandboxes end with their owner.
@@ -69,7 +72,7 @@ def cancel_on_signals() -> None:
     task = asyncio.current_task()
     assert task is not None
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, _stop, task)
+        asyncio.get_running_loop().add_signal_handler(number, _stop, task, number, received)
 
 
 def restore_sigterm() -> None:
@@ -79,12 +82,13 @@ def restore_sigterm() -> None:
         signal.siginterrupt(signal.SIGTERM, False)
 
 
-def _stop(task: asyncio.Task[object]) -> None:
+def _stop(task: asyncio.Task[object], number: int, received: list[int]) -> None:
     first = not task.cancelling()
+    received.append(number)
     task.cancel()  # before the print, because it removes the panel from the screen
     if first:
         print("stopping: cleaning up (some seconds) ...", file=sys.stderr, flush=True)
-        last_resort = threading.Timer(STOP_SECONDS, os._exit, [STOPPED])
+        last_resort = threading.Timer(STOP_SECONDS, os._exit, [exit_code(number)])
         last_resort.daemon = True
         last_resort.start()
 

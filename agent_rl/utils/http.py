@@ -186,9 +186,9 @@ class BlockingHttp:
         """Close the connections. Idempotent."""
         self._pools.clear()
 
-    def post(self, url: str, body: Mapping[str, Any]) -> bytes:
-        """POST ``body`` as JSON; returns the response body."""
-        return check(self.exchange(url, body)).content
+    def post(self, url: str, body: Mapping[str, Any] | bytes) -> bytes:
+        """POST ``body``, as JSON unless it is bytes; returns the response body."""
+        return check(self._send("POST", url, body if isinstance(body, bytes) else _content(body))).content
 
     def exchange(self, url: str, body: Mapping[str, Any]) -> HttpResponse:
         """POST ``body`` as JSON; returns the response of any status."""

@@ -251,6 +251,8 @@ def _head(index: StepIndex, number: int, row: Mapping[str, Any]) -> Json:
         "training_status": columns["training_status"][number],
         "advantage": columns["advantage"][number],
         "hacks": row["suspected_hack"],
+        "parts": row.get("parts", {}),
+        "metrics": row.get("metrics", {}),
         "patch": row.get("patch", ""),
         "tests": row.get("tests", {}),
         "test_log": row.get("test_log", ""),
@@ -296,8 +298,9 @@ def _conversation(row: Mapping[str, Any]) -> Json:
 
 
 def _span(turn: Mapping[str, Any]) -> list[int] | None:
+    """The turn's tokens in its branch; None for a turn without tokens and for one that a rule left out of training."""
     count, start = turn["completion_tokens"], turn["prompt_tokens"]
-    return [start, start + count + turn.get("inserted_tokens", 0)] if count else None
+    return [start, start + count + turn.get("inserted_tokens", 0)] if count and not turn.get("left_out") else None
 
 
 def _assign_branches(turns: Sequence[Json], sampled: Sequence[Sequence[Sequence[int]]]) -> None:

@@ -21,7 +21,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from operator import itemgetter
 from typing import Any
@@ -74,7 +74,7 @@ def buckets(
     bucket is marked."""
 
     def size(item: tuple[str, Tensor]) -> int:
-        return item[1].numel() * _sent_dtype(item[0], dtype).itemsize
+        return item[1].numel() * sent_dtype(item[0], dtype).itemsize
 
     items = ((name, tensor.detach()) for name, tensor in weights)
     for tensors, last in fill_buckets(items, itemgetter(0), size, limit=limit, joined=joined):
@@ -85,8 +85,8 @@ def buckets(
 
 def _bucket(tensors: Sequence[tuple[str, Tensor]], dtype: torch.dtype, *, last: bool) -> Bucket:
     """Concatenate ``tensors``; each is converted while it is copied."""
-    tensors = sorted(tensors, key=lambda item: -_sent_dtype(item[0], dtype).itemsize)
-    dtypes = tuple(_sent_dtype(name, dtype) for name, _ in tensors)
+    tensors = sorted(tensors, key=lambda item: -sent_dtype(item[0], dtype).itemsize)
+    dtypes = tuple(sent_dtype(name, dtype) for name, _ in tensors)
     sizes = [tensor.numel() * kind.itemsize for (_, tensor), kind in zip(tensors, dtypes, strict=True)]
     data = torch.empty(sum(sizes), dtype=torch.uint8, device=tensors[0][1].device)
     for (_, tensor), kind, target in zip(tensors, dtypes, data.split(sizes), strict=True):
@@ -100,7 +100,7 @@ def _bucket(tensors: Sequence[tuple[str, Tensor]], dtype: torch.dtype, *, last: 
     )
 
 
-def _sent_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+def sent_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if keeps_float32(name) else dtype
 
 
@@ -187,40 +187,86 @@ class WeightPublisher:
         """
         timer, sent = StageTimer(), UpdateProgress()
         failure = self._ensure_group(timer)
-        digests = Digests(self._model_spec, {DigestKind.of(self._checksums[url].ranks) for url in self._predictable})
+        digests = self._new_digests()
         weight_buckets = (
             self._weight_buckets(weights, digests, sent)
             if base is None
             else self._change_buckets(weights, base, digests, sent)
         )
-        stale = 0
-        try:
+
+        def send() -> int:
             if failure is not None:
                 raise failure
-            stale = self._update(weight_buckets, version, timer)
+            return self._update(weight_buckets, version, timer)
+
+        report = self._run(send, version, timer, sent, digests)
+        for _ in weight_buckets:  # after a failure: a later load from disk needs the checksums of unsent buckets
+            pass
+        sent.wait_hashed()
+        return replace(report, digests=digests.expected())
+
+    def stage(
+        self, delta: bytes, weights: Iterable[tuple[str, Tensor]], timer: StageTimer
+    ) -> tuple[dict[str, str], Digests]:
+        """Send a packed delta to the engines, which prove it while they sample. Returns the reason by URL of each
+        engine that refused it, and the checksums that ``weights``, all as they are sent, will have in the others."""
+        with timer.stage("stage"):
+            if not self._checksums:
+                self._query()
+            digests = self._new_digests()
+            hashing = self._hashing.submit(_add_weights, digests, weights if self._predictable else ())
+            refusals = self._receivers.stage(delta)
+            hashing.result()
+        return refusals, digests
+
+    def load_staged(self, state: str, size: int, version: str, digests: Digests, timer: StageTimer) -> PublishReport:
+        """Let the engines load the staged delta of ``size`` bytes that makes ``state``, as ``version``; compare their
+        checksums with ``digests``."""
+
+        def load() -> int:
+            with timer.stage("pause"):
+                if not self._checksums:
+                    self._query()
+                self._receivers.begin_paused(self._config.sglang_pause_mode).wait()
+            with timer.stage("load"):
+                flush = self._config.pause_mode != "in_place"
+                self._receivers.load_staged(state, weight_version=version, flush_cache=flush).wait()
+                return self._end()
+
+        report = self._run(load, version, timer, UpdateProgress(size), digests)
+        return replace(report, digests=digests.expected())
+
+    def _run(
+        self, update: Callable[[], int], version: str, timer: StageTimer, sent: UpdateProgress, digests: Digests
+    ) -> PublishReport:
+        """Run ``update``, which returns the number of engines that kept old prefixes; compare checksums and resume. The
+        report lacks ``digests``."""
+        stale = 0
+        try:
+            stale = update()
             with timer.stage("check"):
                 failures = self._check(version, sent, digests)
                 self._receivers.resume([url for url in self.urls if url not in failures])
         except WeightSyncError as error:
             failures = dict.fromkeys(self.urls, str(error))
-            for _ in weight_buckets:  # a later load from disk needs the checksums of unsent buckets
-                pass
-            sent.wait_hashed()
         return PublishReport(
             failures=failures,
-            digests=digests.expected(),
             verified=len(self._predictable) / len(self.urls),
             stale_caches=stale,
             seconds=timer.seconds,
             bytes=sent.bytes,
         )
 
+    def _new_digests(self) -> Digests:
+        return Digests(self._model_spec, {DigestKind.of(self._checksums[url].ranks) for url in self._predictable})
+
     def _ensure_group(self, timer: StageTimer) -> WeightSyncError | None:
         """Create the process group unless it exists. Returns the failure, if any."""
         if self._group is None:
             try:
                 with timer.stage("join"):
-                    self._connect()
+                    self._query()
+                    self._join()
             except WeightSyncError as error:
                 return error
         return None
@@ -247,8 +293,12 @@ class WeightPublisher:
         assert previous is not None, "buckets() yields at least one"
         with timer.stage("load"):
             previous.replies.wait()
-            self._receivers.end()
-            return len(self._receivers.flush()) if self._config.pause_mode == "in_place" else 0
+            return self._end()
+
+    def _end(self) -> int:
+        """End the update. Returns the number of engines that kept old prefixes."""
+        self._receivers.end()
+        return len(self._receivers.flush()) if self._config.pause_mode == "in_place" else 0
 
     @staticmethod
     def _next(weight_buckets: Iterator[Bucket], timer: StageTimer) -> Bucket | None:
@@ -322,8 +372,8 @@ class WeightPublisher:
         else:
             torch.distributed.destroy_process_group(group)
 
-    def _connect(self) -> None:
-        """Query the engines and create the group with them."""
+    def _query(self) -> None:
+        """Query the engines: their ranks, and what they hold."""
         infos = self._receivers.query_info()
         dtype = self._config.dtype
         for url, info in zip(self.urls, infos, strict=True):
@@ -332,7 +382,6 @@ class WeightPublisher:
         checksums = self._receivers.checksums()  # may raise: an engine is predictable only with known checksums
         self._predictable = frozenset(url for url, info in zip(self.urls, infos, strict=True) if predictable(info))
         self._checksums = dict(zip(self.urls, checksums, strict=True))
-        self._join()
 
     def _join(self) -> None:
         host = _rendezvous_host(self.urls)
@@ -377,6 +426,12 @@ class WeightPublisher:
             if time.monotonic() > deadline:
                 raise WeightSyncError(f"{operation} with {', '.join(self.urls)} took more than {self._timeout:g} s")
             time.sleep(_POLL_SECONDS)
+
+
+def _add_weights(digests: Digests, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Add tensors in host memory."""
+    for name, tensor in weights:
+        digests.add([name], [tuple(tensor.shape)], tensor.itemsize, tensor.view(-1).view(torch.uint8).numpy())
 
 
 def _in_background(call: Callable[[], Any]) -> Future[Any]:

@@ -23,9 +23,11 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import orjson
 
+from agent_rl.engine.server.delta_codec import STAGED
 from agent_rl.errors import EngineError, WeightSyncError
 from agent_rl.utils.http import BlockingHttp, check, server_message
 
@@ -180,6 +182,24 @@ class WeightReceivers:
         }
         return self._post("update_weights_from_distributed", [body] * len(self.urls))
 
+    def stage(self, delta: bytes) -> dict[str, str]:
+        """Send a packed delta to the first engine, which relays it to the next, and so on. Returns the reason by URL of
+        each engine that refused it; those are as before, and the others can load it (:meth:`load_staged`)."""
+        first, *further = self.urls
+        query = urlencode([("next", url) for url in further])
+        try:
+            response = self._call(first, f"stage_weight_delta?{query}", delta)
+        except WeightSyncError as error:
+            return dict.fromkeys(self.urls, str(error))
+        refusals = zip(self.urls, orjson.loads(response)["refusals"], strict=True)
+        return {url: reason for url, reason in refusals if reason}
+
+    def load_staged(self, state: str, *, weight_version: str, flush_cache: bool = True) -> PendingReplies:
+        """Let every engine load the staged delta that makes the state with this digest; needs no group."""
+        return self.receive(
+            [], [], [], weight_version=weight_version, flush_cache=flush_cache, group=f"{STAGED}{state}"
+        )  # fmt: skip
+
     def end(self) -> None:
         """End the update: the engines sample with the new weights from now on."""
         self._all("end_weight_update", {})
@@ -254,7 +274,7 @@ class WeightReceivers:
         """Run ``call`` with every engine's URL in parallel."""
         return PendingReplies([self._threads.submit(call, url) for url in self.urls], self._timeout, operation)
 
-    def _call(self, url: str, endpoint: str, body: Mapping[str, Any]) -> bytes:
+    def _call(self, url: str, endpoint: str, body: Mapping[str, Any] | bytes) -> bytes:
         """POST ``body`` and return the response. Raises WeightSyncError."""
         with _as_weight_sync_error():
             response = self._http.post(f"{url}/{endpoint}", body)

@@ -30,7 +30,7 @@ class PublishReport:
     ``digests``: by engine kind, the expected checksum of every parameter on each rank; empty where none can be
     predicted (:func:`.digests.predictable`). ``verified``: the share of engines compared with them. ``stale_caches``:
     number of engines that kept prefixes of the old weights (only with ``in_place``). ``seconds``: by stage of the
-    update.
+    update. ``bytes``: sent to each engine, of ``full_bytes`` of all weights where an update may be a delta.
     """
 
     failures: Mapping[str, str]
@@ -39,3 +39,4 @@ class PublishReport:
     stale_caches: int = 0
     seconds: Mapping[str, float] = field(default_factory=dict)
     bytes: int = 0
+    full_bytes: int = 0

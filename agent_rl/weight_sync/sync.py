@@ -55,6 +55,10 @@ class Trainer(Protocol):
         """Send the weights to every engine as ``weight_version``; the report names those that failed."""
         ...
 
+    async def stage(self, engine_urls: Sequence[str], weight_version: str) -> Mapping[str, str]:
+        """Send what changed to the engines before they pause; the reasons of those that need all weights."""
+        ...
+
     async def export(self, directory: Path) -> None:
         """Write the weights as a Hugging Face checkpoint."""
         ...
@@ -114,6 +118,12 @@ class WeightSync:
         await self._deliver(update, self._engine.fleet.in_use)
         self._engine.fleet.settled()
         return self._metrics(update)
+
+    async def stage(self, step: int) -> None:
+        """Send what changed to the engines in use, which prove it while they sample (``engine.weight_sync: delta``).
+        Call it just before :meth:`publish`."""
+        for url, reason in (await self._trainer.stage(self._engine.fleet.in_use, str(step))).items():
+            self._note(f"weights {step}: {url} receives all weights: {reason}")
 
     async def join(self, url: str) -> None:
         """Give an engine that has started or returned the last published version. It then serves, or is out of use. The
@@ -248,6 +258,7 @@ class WeightSync:
             "verified": first.verified,
             "stale_caches": first.stale_caches,
             "bytes": first.bytes,
+            **({"delta_ratio": first.bytes / first.full_bytes} if first.full_bytes else {}),
             **{f"{stage}_seconds": seconds for stage, seconds in first.seconds.items()},
         }
         return {f"weight_sync/{name}": float(value) for name, value in values.items()}

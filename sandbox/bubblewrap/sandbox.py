@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
-from sandbox.base import BaseSandbox
+from sandbox.base import ROOT, BaseSandbox
 from sandbox.bubblewrap.launch import Launcher
 from sandbox.bubblewrap.private import Bind, covers
 from sandbox.bubblewrap.rootfs import RootFs, copy_regular, path_in_image
@@ -24,6 +24,7 @@ from sandbox.errors import (
     SandboxFileError,
     SandboxLostError,
     SandboxStartError,
+    SandboxUnavailableError,
 )
 from sandbox.files import TreeCollector, read_by_command, write_by_command
 from sandbox.nofollow_io import SandboxRequired, gather_tree_nofollow, read_file_nofollow, write_file_nofollow
@@ -67,8 +68,10 @@ class BubblewrapSandbox(BaseSandbox):
         self.cgroup: Cgroup | None = None
 
     async def _exec(
-        self, argv: Sequence[str], timeout: float, cwd: str, env: Mapping[str, str], stdin: bytes | None
+        self, argv: Sequence[str], timeout: float, cwd: str, env: Mapping[str, str], stdin: bytes | None, user: str
     ) -> ExecResult:
+        if user not in (ROOT, "0", "root"):
+            raise SandboxUnavailableError(f"user {user!r}: bubblewrap has only root; set sandbox.backend=docker")
         kills_before = self.cgroup.oom_kills() if self.cgroup else 0
         finished, started = await self._run(argv, timeout, cwd, env, stdin)
         if finished.returncode != 0 and not self.disk_watch.overgrown:

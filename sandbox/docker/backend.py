@@ -20,7 +20,9 @@ from typing import Any, TypeVar
 import docker.errors
 from docker.types import LogConfig, Ulimit
 
+from sandbox.base import ROOT
 from sandbox.disk import check_free_space
+from sandbox.docker.build import base_images, build_image, image_name
 from sandbox.docker.client import (
     THREADS,
     EngineClient,
@@ -34,6 +36,7 @@ from sandbox.docker.images import ImageStore, image_index_path
 from sandbox.docker.lease import OWNER_LABEL, RUN_LABEL, EngineLease, engine_leases, remove_lease
 from sandbox.docker.sandbox import DockerSandbox
 from sandbox.errors import (
+    ImageBuildError,
     ImageMissingError,
     SandboxError,
     SandboxStartError,
@@ -43,7 +46,8 @@ from sandbox.files import archive
 from sandbox.lease import Heartbeat, Owner
 from sandbox.shielded import shielded
 from sandbox.temp_dir import TempDirectory
-from sandbox.types import ImagePolicy, SandboxSpec
+from sandbox.timeouts import uncharged
+from sandbox.types import ImagePolicy, ImageSettings, SandboxSpec
 
 T = TypeVar("T")
 
@@ -90,6 +94,8 @@ class DockerBackend:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="docker")
         self._policy = images or ImagePolicy()
         self._images = ImageStore(self._api, self._policy, self.call, image_index_path(info))
+        self._builds: dict[str, asyncio.Lock] = {}
+        self._built: set[str] = set()
         self._sandboxes: dict[str, DockerSandbox] = {}
         self._removals: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -142,6 +148,29 @@ class DockerBackend:
     async def fetch(self, image: str) -> None:
         """Pull ``image``. Raises ``ImageMissingError`` or ``ImagePullError``."""
         await self._images.fetch(image)
+
+    async def build(self, directory: Path, *, timeout: float) -> str:
+        """Build the image of ``directory`` once; see :class:`sandbox.types.ImageBuilder`."""
+        name = await asyncio.to_thread(image_name, directory)
+        async with self._builds.setdefault(name, asyncio.Lock()):
+            if name not in self._built:
+                for base in base_images((directory / "Dockerfile").read_text(encoding="utf-8", errors="replace")):
+                    await self.image_settings(base)
+                with uncharged():
+                    await self.call(partial(build_image, self._api, directory, name, timeout), ImageBuildError)
+                self._built.add(name)
+        return name
+
+    async def image_settings(self, image: str) -> ImageSettings:
+        """Return the settings of ``image``; see :class:`sandbox.types.ImageBuilder`."""
+        try:
+            await self.image_id(image)
+        except ImageMissingError:
+            if not self._policy.pull:
+                raise
+            await self._images.fetch(image)
+        info = await self.call(partial(self._api.inspect_image, _image_name(image)), SandboxError)
+        return ImageSettings(info["Config"].get("WorkingDir") or "/", info["Config"].get("User") or ROOT)
 
     def local_disk(self) -> Path | None:
         """Return the engine's data directory if it is on this machine."""

@@ -116,6 +116,19 @@ def find_writable_directories(api: EngineClient, container: str) -> WritableDire
     return WritableDirectories(directories, layer_missing=layer is None or Path(layer) not in directories)
 
 
+def layer_files(api: EngineClient, container: str) -> list[str]:
+    """Return the paths of the files and links in the container's layer; none if this process cannot read it. Blocking.
+
+    They include files that the container opened for writing without a change.
+    """
+    layer = (api.inspect_container(container)["GraphDriver"].get("Data") or {}).get("UpperDir") or ""
+    return [
+        f"/{os.path.relpath(os.path.join(directory, name), layer)}"
+        for directory, directories, files in os.walk(layer)
+        for name in [*files, *(name for name in directories if os.path.islink(os.path.join(directory, name)))]
+    ]
+
+
 def layer_size(api: EngineClient, container: str) -> Usage:
     """Return the size of the container's layer as the engine reports it, without inodes. Blocking."""
     return Usage(api.layer_bytes(container))

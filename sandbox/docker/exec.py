@@ -22,11 +22,12 @@ _FRAME_COST, _BYTE_COST = 70e-6, 1.5e-9
 _CODE_SECONDS = 10.0
 _CODE_POLL_SECONDS = 0.01
 
-# Runs in the sandbox as root without capabilities and reports how the command ended:
+# Runs in the sandbox as the command's user, without capabilities, and reports how the command ended:
 #   $1 seconds, $2 directory, $3 bytes of standard input (-1: none), then the command.
 # - `timeout` kills the command inside the sandbox: the engine cannot kill it, and a kill from outside leaves children.
-# - `kill -9 -1` ends all remaining processes of the command in any session. It does not reach this shell, nor the
-#   sandbox's first processes, which belong to another user (sandbox/docker/backend.py).
+# - `kill -9 -1` ends all remaining processes of the command in any session, because without capabilities they cannot
+#   become another user's. It does not reach this shell, nor the sandbox's first processes, which belong to the user
+#   nobody (sandbox/docker/backend.py).
 # - `head` ends standard input because a TLS connection cannot close one direction. The rest of the input is read even
 #   if no command runs: podman otherwise writes an error message of its own to the output.
 # - Both outputs end with a mark: a busy engine sometimes loses output (seen with docker 20.10), and lost output must
@@ -167,6 +168,7 @@ def run_exec(
     argv: Sequence[str],
     connection: ExecConnection,
     *,
+    user: str,
     env: Mapping[str, str],
     stdin: bytes | None,
     limit: int,
@@ -174,7 +176,7 @@ def run_exec(
     throttle: OutputThrottle,
     unthrottled_seconds: float,
 ) -> ExecOutcome:
-    """Run ``argv`` as the sandbox's root and read its output until it ends, for at most ``deadline`` seconds.
+    """Run ``argv`` as ``user`` and read its output until it ends, for at most ``deadline`` seconds.
 
     It reads as slowly as ``throttle`` requires, except in the last ``unthrottled_seconds``. ``argv`` starts in /, which
     always exists; an earlier command may have removed the working directory.
@@ -183,7 +185,7 @@ def run_exec(
         container,
         list(argv),
         environment=dict(env),
-        user="0:0",
+        user=user,
         workdir="/",
         stdin=stdin is not None,
         stdout=True,

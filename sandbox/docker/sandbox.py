@@ -10,13 +10,14 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Protocol, TypeVar
 
-from sandbox.base import BaseSandbox
+from sandbox.base import ROOT, BaseSandbox
 from sandbox.cgroup import cgroup_directories, oom_kills, ran_out_of_memory
 from sandbox.disk import Usage, usage
 from sandbox.docker.client import (
     EngineClient,
     WritableDirectories,
     find_writable_directories,
+    layer_files,
     layer_size,
     remove_container,
 )
@@ -25,7 +26,7 @@ from sandbox.docker.files import gather_directory, read_archive
 from sandbox.errors import SandboxDiskFullError, SandboxError, SandboxFileError, SandboxLostError
 from sandbox.files import TreeCollector, archive
 from sandbox.shielded import shielded
-from sandbox.types import EXIT_DISK_LIMIT, ExecResult, SandboxSpec
+from sandbox.types import EXIT_DISK_LIMIT, Change, ExecResult, SandboxSpec
 
 T = TypeVar("T")
 
@@ -37,8 +38,12 @@ _SIGNALS = 128
 _GVISOR_PANIC = 2
 """Exit code of a container whose gVisor kernel died, which can happen at a resource limit."""
 _OOM_CHECKS, _OOM_CHECK_SECONDS = 10, 0.1
+_NOBODY = ("nobody", "65534")
+_CHANGES: tuple[Change, ...] = ("changed", "added", "removed")
+"""Changes by the number that the engine reports."""
 _PROGRAMS = ("/bin", "/lib", "/sbin", "/usr", "/etc/ld.so")
-_ENGINE_FILES = {"/usr", "/usr/sbin", "/usr/sbin/docker-init"}  # the engine adds these to every container
+_INIT = "/usr/sbin/docker-init"
+_ENGINE_FILES = {"/usr", "/usr/sbin", _INIT}  # the engine adds these to every container
 _NOT_RUN = ExecResult(EXIT_DISK_LIMIT, b"", b"", 0.0)
 _PROBE = ("/bin/sh", "-c", "exit 0")
 _NO_SHELL = b"the sandbox can't run commands any more: its own programs or libraries were changed\n"
@@ -69,15 +74,17 @@ class DockerSandbox(BaseSandbox):
         self._writable: WritableDirectories | None = None
 
     async def _exec(
-        self, argv: Sequence[str], timeout: float, cwd: str, env: Mapping[str, str], stdin: bytes | None
+        self, argv: Sequence[str], timeout: float, cwd: str, env: Mapping[str, str], stdin: bytes | None, user: str
     ) -> ExecResult:
+        if user.partition(":")[0] in _NOBODY:
+            raise SandboxError(f"user {user!r} keeps the sandbox alive, so its commands cannot be killed; use another")
         size = "-1" if stdin is None else str(len(stdin))
         wrapped = ["/bin/sh", "-c", WRAPPER, "sh", f"{timeout:.3f}", cwd, size, *argv]
         async with self._exec_lock:
             started = time.perf_counter()
             self.disk_watch.command_begins()
             try:
-                result = await self._run_wrapped(wrapped, timeout, env, stdin)
+                result = await self._run_wrapped(wrapped, timeout, env, stdin, user)
             except (SandboxLostError, SandboxDiskFullError) as error:
                 result = await self._result_after_container_death(error, time.perf_counter() - started)
             finally:
@@ -108,14 +115,14 @@ class DockerSandbox(BaseSandbox):
         return ExecResult(137, b"", why.encode(), seconds, oom_killed=memory)
 
     async def _run_wrapped(
-        self, wrapped: Sequence[str], timeout: float, env: Mapping[str, str], stdin: bytes | None
+        self, wrapped: Sequence[str], timeout: float, env: Mapping[str, str], stdin: bytes | None, user: str
     ) -> ExecResult:
         """Run ``wrapped``, a command in :data:`WRAPPER`, and interpret its outcome."""
         self._check_open()
         if self.disk_watch.overgrown:
             return _NOT_RUN
         started = time.perf_counter()
-        outcome = await self._run(wrapped, timeout + _GRACE, env, stdin)
+        outcome = await self._run(wrapped, timeout + _GRACE, env, stdin, user)
         seconds = time.perf_counter() - started
         if not outcome.complete and outcome.exit_code is not None and outcome.exit_code <= _SIGNALS:
             if await self._shell_fails() or await self._backend.call(self._programs_changed, SandboxLostError):
@@ -124,7 +131,7 @@ class DockerSandbox(BaseSandbox):
         overdue = outcome.exit_code is None
         if overdue and not self.disk_watch.overgrown:
             # The wrapper was killed, or it waits for a process that it cannot kill.
-            await self._kill_all()
+            await self._kill_all(user)
         timed_out = overdue or (outcome.exit_code == 137 and seconds >= timeout)
         if outcome.exit_code:
             await self._check_disk()
@@ -137,6 +144,20 @@ class DockerSandbox(BaseSandbox):
             truncated=outcome.out.dropped + outcome.err.dropped > 0,
             oom_killed=await self._oom_killed() if outcome.exit_code and not self.disk_watch.overgrown else False,
         )
+
+    async def changes(self) -> Mapping[str, Change]:
+        """Return the changes of the container's layer; files in volumes of the image are not listed.
+
+        The engine leaves out changed files whose size and time are the image's. They are listed if its directory is on
+        this machine.
+        """
+        listed = await self._backend.call(partial(self._api.diff, self._container), SandboxLostError) or []
+        files = await self._backend.call(partial(layer_files, self._api, self._container), SandboxLostError)
+        kinds: dict[str, Change] = dict.fromkeys(files, "changed")
+        kinds |= {each["Path"]: _CHANGES[each["Kind"]] for each in listed}
+        parents = {str(parent) for path in kinds for parent in PurePosixPath(path).parents}
+        kinds.pop(_INIT, None)
+        return {path: kind for path, kind in kinds.items() if kind != "changed" or path not in parents}
 
     async def _read_file(self, path: str, max_bytes: int) -> bytes:
         """The engine resolves links inside the container."""
@@ -161,7 +182,7 @@ class DockerSandbox(BaseSandbox):
         remove_container(self._api, self._container)
 
     async def _run(
-        self, argv: Sequence[str], deadline: float, env: Mapping[str, str], stdin: bytes | None
+        self, argv: Sequence[str], deadline: float, env: Mapping[str, str], stdin: bytes | None, user: str
     ) -> ExecOutcome:
         self._check_open()
         connection = self._connection = ExecConnection()
@@ -171,6 +192,7 @@ class DockerSandbox(BaseSandbox):
             self._container,
             argv,
             connection,
+            user=user,
             env=env,
             stdin=stdin,
             limit=self._spec.output_limit_bytes,
@@ -183,7 +205,7 @@ class DockerSandbox(BaseSandbox):
             outcome = await asyncio.shield(running)
         except asyncio.CancelledError:
             connection.abort()
-            await shielded(self._end_abandoned(running))
+            await shielded(self._end_abandoned(running, user))
             raise
         self._check_open()
         return outcome
@@ -191,7 +213,7 @@ class DockerSandbox(BaseSandbox):
     async def _shell_fails(self) -> bool:
         """Whether the engine cannot start a shell although the disk is not full: the sandbox's code removed it."""
         await self._check_disk()
-        probe = await self._run(_PROBE, _GRACE, {}, None)
+        probe = await self._run(_PROBE, _GRACE, {}, None, ROOT)
         return probe.exit_code in (126, 127)
 
     def _programs_changed(self) -> bool:
@@ -206,19 +228,20 @@ class DockerSandbox(BaseSandbox):
             f"sandbox {self.id}: the engine lost a command's output, or could not run it; received {text!r}"
         )
 
-    async def _end_abandoned(self, running: asyncio.Future[ExecOutcome]) -> None:
+    async def _end_abandoned(self, running: asyncio.Future[ExecOutcome], user: str) -> None:
         """Kill the processes of a cancelled command."""
         await asyncio.wait({running})
         if not self._closed:
-            await self._kill_all()
+            await self._kill_all(user)
 
-    async def _kill_all(self) -> None:
+    async def _kill_all(self, user: str) -> None:
         work = partial(
             run_exec,
             self._api,
             self._container,
             KILL_ALL,
             ExecConnection(),
+            user=user,
             env={},
             stdin=None,
             limit=0,

@@ -73,7 +73,7 @@ async def collect(chosen: RunConfig, ends: Ends, position: int = 0, **parts: Any
         journal = Journal(Path(directory), "run")
         journal.recover(0, {0: "start"}, lambda position: True)
         await journal.begin(1, "start")
-        uniform, masked = chosen.train.baseline == "batch", masked_stops(chosen.train.filter)
+        uniform, masked = chosen.train.learns_from_equal_rewards, masked_stops(chosen.train.filter)
         groups = GroupSettings(rollout.group_size, retries=rollout.sandbox_retries, rescore_uniform=uniform)
         parts = {"masked": masked, "limiter": Limiter(64), **parts}
         order = TaskOrder({"": WeightedTasks(TASKS)}, chosen.seed)

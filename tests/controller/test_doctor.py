@@ -21,7 +21,7 @@ from agent_rl.controller import preflight
 from agent_rl.errors import ConfigError, UserError
 from agent_rl.evaluation.quarantine import read_quarantine, write_quarantine
 from agent_rl.evaluation.report import EpisodeResult
-from envs import Finding
+from envs import Finding, Task
 from envs.mini.generator import generate, to_record
 from envs.new_project import write_template
 from envs.swe.diff.git_diff import diff_files
@@ -64,12 +64,18 @@ FINE = Finding("history", True, "one commit")
     ],
 )
 def test_diagnosis_of_one_task(gold: Any, noop: Any, findings: Any, reasons: Any, undecided: Any) -> None:
-    found = diagnose("t", {} if gold is None else {"t": gold}, {"t": noop}, findings)
+    found = diagnose(Task("t", "e", {}), {} if gold is None else {"t": gold}, {"t": noop}, findings)
     assert (found.reasons, found.undecided) == (reasons, undecided)
 
 
+@pytest.mark.parametrize(("noop", "reasons"), [(True, ()), (False, ("doing nothing does not resolve it",))])
+def test_task_whose_right_answer_is_to_do_nothing_is_valid(noop: bool, reasons: tuple[str, ...]) -> None:
+    task = Task("t", "e", {}, noop_resolves=True)
+    assert diagnose(task, {"t": runs(True)}, {"t": runs(noop)}, None).reasons == reasons
+
+
 def test_no_task_is_quarantined_if_no_task_could_be_graded() -> None:
-    found = diagnose("t", {"t": undecidable(2)}, {"t": undecidable(2)}, None, grading_works=False)
+    found = diagnose(Task("t", "e", {}), {"t": undecidable(2)}, {"t": undecidable(2)}, None, grading_works=False)
     assert (found.reasons, len(found.undecided)) == ((), 2)
 
 
@@ -94,7 +100,9 @@ def commenting(files: dict[str, str]) -> str:
 
 def test_markup_and_control_characters_in_findings_are_escaped() -> None:
     """Brackets in a message are no markup, and nothing in it steers the terminal."""
-    found = diagnose("t[x]", {}, {"t[x]": runs(True)}, [Finding("leak", False, "a.py[red] and [/b]\x1b[2J")])
+    found = diagnose(
+        Task("t[x]", "e", {}), {}, {"t[x]": runs(True)}, [Finding("leak", False, "a.py[red] and [/b]\x1b[2J")]
+    )
     shown = Console(width=200, record=True, file=io.StringIO())
     shown.print(tasks_table({found.task_id: found.reasons}, []))
     shown.print(checks_table([Check("sandbox", False, "sandbox [x]: [/red]\x1b[2J")]))

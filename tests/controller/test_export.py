@@ -16,26 +16,29 @@ from support.moe_checkpoint import write_moe
 
 pytest.importorskip("torch", reason="needs the trainer environment")
 
+from safetensors.torch import load_file
+
 from agent_rl.config import LoraConfig, ParallelConfig, RunConfig
 from agent_rl.controller.run_models import export
 from agent_rl.models.cuts import Place
 from agent_rl.models.spec import read_model_spec
-from agent_rl.models.tensors import adapters, model_parameters
+from agent_rl.models.tensors import adapters, belongs_to, model_parameters
 from agent_rl.train.checkpoint import directory as checkpoint
 from agent_rl.train.checkpoint.export import _full_shape
 from agent_rl.train.checkpoint.pieces import FlatRange, write_pieces
 
 
-def write_run(runs: Path, lora: LoraConfig | None) -> Path:
+def write_run(runs: Path, lora: LoraConfig | None, freeze: tuple[str, ...] = ()) -> Path:
     """A run with a checkpoint of random weights of step 1."""
     model = write_moe(
         runs / "model", layers=1, hidden=16, heads=2, kv=1, head_dim=8, experts=4, inter=8, vocab=32
     )  # fmt: skip
-    train = {"lora": None if lora is None else lora.model_dump()}
+    train = {"lora": None if lora is None else lora.model_dump(), "freeze": freeze or None}
     config = RunConfig.model_validate({"name": "run", "model": str(model), "runs_dir": str(runs), "train": train})
     directory = config.run_dir / "checkpoints/step-000001"
     spec, place = read_model_spec(model), Place(experts=tuple(range(4)))
     parameters = [each for _, each in model_parameters(spec) if not (each.frozen or each.copied)]
+    parameters = [each for each in parameters if not belongs_to(each.name, freeze)]
     if lora is not None:
         parameters = [half for each in parameters if each.adapted for half in adapters(each, lora.rank)]
     shards = [shard for each in parameters for shard in each.cut.shards(each.tensors, _full_shape(each), place)]
@@ -49,6 +52,15 @@ def write_run(runs: Path, lora: LoraConfig | None) -> Path:
     (config.run_dir / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
     (config.run_dir / "state.json").write_text("{}")
     return config.run_dir
+
+
+def test_frozen_weights_are_exported_from_the_starting_model(tmp_path: Path) -> None:
+    run, out = write_run(tmp_path, None, ("router", "embeddings", "lm_head")), tmp_path / "out"
+    export(run / "checkpoints/step-000001", run, out)
+    start, found = (load_file(directory / "model.safetensors") for directory in (tmp_path / "model", out))
+    assert start.keys() == found.keys()
+    kept = {name for name, value in found.items() if value.equal(start[name])}
+    assert kept == {"lm_head.weight", "model.embed_tokens.weight", "model.layers.0.mlp.gate.weight"}
 
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=8)], ids=["weights", "adapters"])

@@ -304,6 +304,14 @@ def test_adapters_are_all_that_has_gradients_state_and_checkpoints() -> None:
     assert checkpoints[1] == checkpoints[0] * trained / 2 / parameters_of(QWEN)
 
 
+def test_frozen_modules_have_no_gradients_and_no_state() -> None:
+    """The attention of Qwen3-30B-A3B, by hand: the projections and the norms of query and key of each layer."""
+    frozen = 48 * (2048 * (4096 + 2 * 512) + 4096 * 2048 + 2 * 128)
+    train = TrainConfig(dtype="bfloat16", microbatch_tokens=1024, freeze=("attention",))
+    rank, trained = rank_bytes(QWEN, train, microbatches=1, device="cuda"), parameters_of(QWEN) - frozen
+    assert (rank.weights, rank.gradients, rank.optimizer) == (2 * parameters_of(QWEN), 4 * trained, 12 * trained)
+
+
 layouts = st.builds(
     lambda tensor, pipeline, data, expert: ParallelConfig(
         world_size=tensor * pipeline * data, tensor=tensor, pipeline=pipeline, expert=min(expert, tensor * data)

@@ -22,7 +22,7 @@ from agent_rl.cli import app
 from agent_rl.config.loader import load_config
 
 AGENT_RL: Any = typer.main.get_command(app)
-FOREIGN_PROGRAMS = ("npm", "pip", "pre-commit", "ray")
+FOREIGN_PROGRAMS = ("npm", "pip", "pre-commit", "ray", "sbatch")
 WRITTEN_BY_COMMANDS = ("letters.yaml", "service.yaml")
 
 RUN: Mapping[str, str] = {

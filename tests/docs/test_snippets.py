@@ -20,7 +20,7 @@ from pydantic import BaseModel
 from support import doc_pages as pages
 from support.doc_pages import ROOT, Block
 
-from agent_rl.config import RunConfig
+from agent_rl.config import RunConfig, TrainConfig
 from agent_rl.config.loader import install_model, load_config
 from agent_rl.evaluation.prices import read_price
 from agent_rl.render.chat import ChatRenderer
@@ -65,7 +65,7 @@ async def objective_formula(block: Block, directory: Path) -> None:
     torch = pytest.importorskip("torch", reason="needs the trainer environment")
     from agent_rl.train.loss.objectives import objective_terms
 
-    for name, part in zip(("facts", "formulas"), python_blocks("docs/reference/objectives.md"), strict=True):
+    for name, part in zip(("facts", "formulas"), python_blocks("docs/reference/objectives.md"), strict=False):
         module = types.ModuleType(f"my_package.{name}")
         sys.modules[module.__name__] = module
         execute(part, module.__dict__)
@@ -73,6 +73,18 @@ async def objective_formula(block: Block, directory: Path) -> None:
     two, sampled = torch.ones(2), torch.tensor([True, False])
     terms = objective_terms(train.objective, two, two * 0, two, sampled, sampled.long(), train.clip)
     assert terms.loss_T.tolist() == pytest.approx([-(2.718281828**0.7), -1.0])
+
+
+async def advantage_parts(block: Block, directory: Path) -> None:
+    """The printed baseline and scale, named by dotted path."""
+    from agent_rl.controller.advantages import group_advantages
+
+    module = types.ModuleType("my_package.advantages")
+    sys.modules[module.__name__] = module
+    execute(block, module.__dict__)
+    train = TrainConfig(baseline="my_package.advantages:MEDIAN", advantage_scale="my_package.advantages:RANGE")
+    found = group_advantages([0, 1, 4], baseline=train.baseline, scale=train.advantage_scale)
+    assert found.tolist() == [-0.25, 0, 0.75]
 
 
 async def template_excerpt(block: Block, directory: Path) -> None:
@@ -87,8 +99,8 @@ async def elsewhere(block: Block, directory: Path) -> None:
 
 RUN: dict[str, list[Callable[[Block, Path], Awaitable[None]]]] = {
     "docs/tutorials/first-environment.md": [template_excerpt] * 3,
-    "docs/reference/environments.md": [elsewhere] * 3,
-    "docs/reference/objectives.md": [objective_spec, objective_formula],
+    "docs/reference/environments.md": [elsewhere] * 4,
+    "docs/reference/objectives.md": [objective_spec, objective_formula, advantage_parts],
     "docs/reference/tools.md": [custom_tools, rendering],
 }
 """What runs each Python block of a page, in their order."""

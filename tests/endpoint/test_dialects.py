@@ -211,6 +211,43 @@ async def test_each_dialect_reports_a_full_context_and_an_ended_episode(serve: A
             await foreign.chat.completions.create(model="m", messages=short)
 
 
+async def test_models_name_the_context_window(serve: Any) -> None:
+    async with serve("ok", max_tokens=300, max_new_tokens=40) as served:
+        client = await served.clients(openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="x"))
+        claude = await served.clients(anthropic.AsyncAnthropic(base_url=served.url, api_key="x"))
+        (listed,) = (await client.models.list()).data
+        named = await client.models.retrieve("any/name")
+        assert (listed.id, named.id) == ("agent-rl", "any/name")
+        for model in (listed.model_dump(), named.model_dump()):
+            assert (model["max_model_len"], model["context_length"]) == (300, 300)
+        found = await claude.models.retrieve("agent-rl")
+        assert (found.max_input_tokens, found.max_tokens) == (300, 40)
+        assert [model.id async for model in claude.models.list()] == ["agent-rl"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_logprobs_of_all_sampled_tokens_are_returned(serve: Any, stream: bool) -> None:
+    async with serve("First. " + call("ls")) as served:
+        client = await served.clients(openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="x"))
+        request: Any = {"model": "m", "messages": [{"role": "user", "content": "u"}], "tools": [BASH], "logprobs": True}
+        if stream:
+            async with client.chat.completions.stream(**request) as events:
+                choice = (await events.get_final_completion()).choices[0]
+        else:
+            choice = (await client.chat.completions.create(**request)).choices[0]
+        (node,) = served.session.tree.nodes
+        assert [entry.logprob for entry in choice.logprobs.content] == [-0.5] * len(node.sampled)
+        assert "".join(entry.token for entry in choice.logprobs.content) == node.text
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses/compact", "/v1/embeddings"])
+async def test_an_address_that_does_not_exist_names_those_that_do(serve: Any, path: str) -> None:
+    async with serve("ok") as served:
+        answer = await served.post(path, prompt="u")
+        expected = f"POST {path}: not served; conversations go to /v1/chat/completions, /v1/responses, /v1/messages"
+        assert (answer.status_code, answer.json()["error"]["message"]) == (404, expected)
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [

@@ -190,6 +190,9 @@ async def test_an_episode_without_tools_gets_the_programs_last_reply(
         return ToolResult("", submitted=True)
 
     monkeypatch.setattr(MemoryEpisode, "respond", respond, raising=False)
+    refused = await drive(say("first"), on_host("talk.py", "ends"))
+    assert refused.error == "HarnessError: environment memory has a user beside its tools: omit rollout.harness"
+    monkeypatch.delattr(MemoryEpisode, "tools")
     limits = {"time_limit": 1.5} if hangs else {}
     async with asyncio.timeout(60):
         trajectory = await drive(say("first", "second", "last"), on_host("talk.py", "ends"), **limits)

@@ -104,7 +104,7 @@ async def test_claude_code_with_a_sub_agent(say: Any, drive: Any, renderer: Chat
     assert (trajectory.stop, [turn.text for turn in trajectory.turns]) == (StopReason.SUBMITTED, said)
     assert [branch.cause for branch in trajectory.branches] == [BranchCause.START, BranchCause.TOOLS]
     assert [renderer.decode(branch.tokens[branch.loss_mask].tolist()) for branch in trajectory.branches] == [
-        said[0] + said[2],
+        f"{said[0]}<|im_end|>{said[2]}",
         said[1],
     ]
 
@@ -118,3 +118,24 @@ async def test_codex(run_program: Any) -> None:
     ]
     trajectory = await run_program(*CODEX, *said)
     assert "a b" in trajectory.turns[1].observation
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("program", "context", "call"),
+    [
+        (CLAUDE, 70_000, ("Bash", {"command": "seq 1 4000", "description": "counts"})),
+        (CODEX, 28_000, ("exec_command", {"cmd": "seq 1 4000"})),
+    ],
+    ids=["claude-code", "codex"],
+)
+async def test_a_program_compacts_before_its_context_is_full(
+    say: Any, drive: Any, pool: SandboxPool, program: Any, context: int, call: Any
+) -> None:
+    said = [calling(call), calling(call), "A summary.", "Done."]
+    trajectory = await drive(say(*said), harness(*program), pool, max_tokens=context)
+    assert trajectory.stop is StopReason.SUBMITTED
+    assert [turn.text for turn in trajectory.turns][: len(said)] == said
+    assert trajectory.turns[-1].prompt_tokens < max(turn.prompt_tokens for turn in trajectory.turns)
+    sampled = sum(turn.completion_tokens for turn in trajectory.turns)
+    assert sum(branch.sampled_tokens for branch in trajectory.branches) == sampled, "the summary is trained"

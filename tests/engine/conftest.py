@@ -63,7 +63,8 @@ def engine_config() -> EngineConfig:
 @pytest.fixture(scope="session")
 def server(engine_config: EngineConfig, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of a running server on ``model``, shared by all; a test that changes its weights restores them."""
-    yield from _serving(EngineServer(engine_config, model, tmp_path_factory.mktemp("engine") / "engine.log"))
+    config = engine_config.model_copy(update={"weight_sync": "delta"})  # it takes full updates too
+    yield from _serving(EngineServer(config, model, tmp_path_factory.mktemp("engine") / "engine.log"))
 
 
 @pytest.fixture
@@ -108,7 +109,8 @@ def second_server(
     engine_config: EngineConfig, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[EngineServer]:
     """One more, for what takes two; the last test that uses it may kill it."""
-    engine = EngineServer(engine_config, model, tmp_path_factory.mktemp("second") / "engine.log")
+    config = engine_config.model_copy(update={"weight_sync": "delta"})
+    engine = EngineServer(config, model, tmp_path_factory.mktemp("second") / "engine.log")
     for _ in _serving(engine):
         yield engine
 

@@ -77,7 +77,12 @@ def sent_bytes(model: Path, kind: str) -> int:
 @pytest.mark.usefixtures("megatron_shim", "restored", "one_ray")
 @pytest.mark.parametrize(
     "kind",
-    ["weights", "adapters", pytest.param("adapters, merged for a server of others", marks=pytest.mark.exhaustive)],
+    [
+        "weights",
+        "deltas",
+        "adapters",
+        pytest.param("adapters, merged for a server of others", marks=pytest.mark.exhaustive),
+    ],
 )
 async def test_the_engine_takes_what_the_trainer_learned(
     kind: str, engine: SGLangEngine, model: Path, engine_config: EngineConfig, tmp_path: Path
@@ -86,9 +91,9 @@ async def test_the_engine_takes_what_the_trainer_learned(
         "device": "cpu",
         "microbatch_tokens": 256,
         "lr": 1e-2,
-        "lora": {"rank": RANK} if kind != "weights" else None,
+        "lora": {"rank": RANK} if kind.startswith("adapters") else None,
     }
-    others = {"urls": engine.urls} if "others" in kind else {}
+    others = {"urls": engine.urls} if "others" in kind else {"weight_sync": "delta"} if kind == "deltas" else {}
     config = RunConfig.model_validate(
         {
             "name": "test",
@@ -118,9 +123,14 @@ async def test_the_engine_takes_what_the_trainer_learned(
             assert metrics["r3/router_mismatch"] == metrics["mismatch_without_replay/router_mismatch"] == 0
             assert metrics["mismatch/logprob_abs_diff"] < 2e-5, "routes or log-probs are not where they belong"
             stale = await gap()
+            if kind == "deltas":
+                await sync.stage(version)
             published = await sync.publish(version)
             assert published["weight_sync/verified"] == 1
-            assert published["weight_sync/bytes"] == sent_bytes(model, kind)
+            if kind == "deltas" and version > 1:
+                assert 0 < published["weight_sync/delta_ratio"] < 1
+            else:
+                assert published["weight_sync/bytes"] == sent_bytes(model, kind)
             fresh = await gap()
             assert fresh.max() < 2e-4
             assert fresh.mean() < min(2e-5, stale.mean() / 2), "the engine still has the weights of before the update"
@@ -135,7 +145,7 @@ async def test_the_engine_takes_what_the_trainer_learned(
             "changes are of the model that the server began with"
         )
         assert await engine.score(TOKENS) == held
-    assert (tmp_path / "export/adapter/adapter_model.safetensors").exists() == (kind != "weights")
+    assert (tmp_path / "export/adapter/adapter_model.safetensors").exists() == kind.startswith("adapters")
     with WeightReceivers(engine.urls) as receivers:
         for directory in (tmp_path / "export", in_shards(tmp_path / "export", tmp_path / "shards")):
             load(receivers, model, "default")

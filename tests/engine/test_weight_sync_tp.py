@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from support.family_models import write_model
 from support.local_server import serving
+from test_weight_deltas import Run, deltas_equal_full_updates
 from test_weight_sync import FileTrainer, OneBitOff, Setting, torch
 
 from agent_rl.config import EngineConfig
@@ -28,7 +29,8 @@ from agent_rl.weight_sync.requests import PublishReport
 def two_ranks(engine_config: EngineConfig, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|0")  # the second rank's core may be another test's
-        config = engine_config.model_copy(update={"extra_args": ("--tp-size", "2"), "threads": 1})
+        options = {"extra_args": ("--tp-size", "2"), "threads": 1, "weight_sync": "delta"}
+        config = engine_config.model_copy(update=options)
         server = EngineServer(config, model, tmp_path_factory.mktemp("tp") / "engine.log")
         asyncio.run(server.start())
         yield server.url
@@ -70,6 +72,14 @@ class TestTwoRanks:
         assert metrics["weight_sync/retries"] == 1
         assert "does not hold the bytes that were sent" in setting.notes[0]
         assert "(its rank " in setting.notes[0]
+
+    @pytest.mark.usefixtures("restored")
+    async def test_deltas_equal_full_updates(
+        self, engine: SGLangEngine, model: Path, engine_config: EngineConfig, tmp_path: Path
+    ) -> None:
+        run = Run(engine_config, model, engine, tmp_path)
+        await deltas_equal_full_updates(run, engine, engine_config)
+        run.close()
 
     async def test_every_rank_merges_its_part_of_adapters(
         self, two_ranks: str, model: Path, engine_config: EngineConfig

@@ -14,17 +14,19 @@ from typing import Any
 
 import pytest
 from pydantic import BaseModel
+from support.memory_env import PLAIN, MemoryEnvironment, TurnsEngine, call, run_memory_episode
 from typer.testing import CliRunner
 
 from agent_rl.cli import app
 from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.scripted_policies import solver_runner
-from envs import EnvContext, Grade, Task, load_environment
+from agent_rl.types import StopReason
+from envs import EnvContext, Task, load_environment, target_of
 from envs.conformance import check_environment
 from envs.new_project import TemplateError, write_template
 from envs.registry import EnvironmentLoadError
 from envs.tool_environment import ToolClassEnvironment, ToolClassError, ToolEpisode
-from tools import FunctionToolSet, ToolCall
+from tools import FunctionToolSet, ToolCall, ToolResult
 
 EXAMPLES = Path(__file__).parents[2] / "docs/examples"
 NOWHERE = EnvContext(backend=None)  # type: ignore[arg-type]
@@ -201,6 +203,107 @@ async def test_a_failed_check_is_named(made: type[Any], check: str, told: str) -
     assert told in wrong[check]
 
 
+class NoTools:
+    """Say yes."""
+
+    right = False
+
+    @classmethod
+    def tasks(cls, split: str) -> list[dict[str, Any]]:
+        return [{}]
+
+    async def setup(self, task: Task) -> str:
+        return "Yes?"
+
+    async def grade(self) -> float:
+        return float(self.right)
+
+
+class Refusing(Counter):
+    """Count to three, unless the task forbids it."""
+
+    @classmethod
+    def tasks(cls, split: str) -> list[dict[str, Any]]:
+        return [{"id": f"{split}-{at}", "noop_resolves": at == 0} for at in range(2)]
+
+    async def setup(self, task: Task) -> str:
+        self.forbidden = task.noop_resolves
+        return await super().setup(task)
+
+    async def grade(self) -> float:
+        return float(self.number == (0 if self.forbidden else 3))
+
+    @classmethod
+    def solution(cls, task: Task) -> list[ToolCall]:
+        return [] if task.noop_resolves else [ToolCall("up", {})] * 3
+
+
+async def test_task_whose_right_answer_is_to_do_nothing_is_not_accused() -> None:
+    findings = {finding.check: finding for finding in await check_environment(of(Refusing))}
+    assert [finding for finding in findings.values() if not finding.ok] == []
+    for noop_resolves, told in ((True, "nothing does not resolve it (reward 0)"), (False, "set noop_resolves in its")):
+        grade = graded(0.0 if noop_resolves else 1.0)
+        made = broken(tasks=listed(lambda right=noop_resolves: [{"noop_resolves": right}]), grade=grade)  # type: ignore
+        findings = {finding.check: finding for finding in await check_environment(of(made))}
+        assert told in findings["an untouched task is not resolved"].detail
+        assert findings["episodes don't share state"].ok
+
+
+class Desk(Counter):
+    """Count with the customer."""
+
+    @classmethod
+    def tasks(cls, split: str) -> list[dict[str, Any]]:
+        return [{"id": f"{split}-{at}"} for at in range(2)]
+
+    async def respond(self, text: str) -> str | ToolResult:
+        self.heard = [*getattr(self, "heard", []), text]
+        if self.number < 3:
+            return f"only {self.number}"
+        return ToolResult("thanks", submitted=True)
+
+    @classmethod
+    def solution(cls, task: Task) -> list[Any]:
+        return [ToolCall("up", {}), "One is there.", ToolCall("up", {}), ToolCall("up", {}), "Done."]
+
+
+class Talk(NoTools):
+    async def respond(self, text: str) -> ToolResult:
+        self.right = text == "yes"
+        return ToolResult("", submitted=True)
+
+    @classmethod
+    def solution(cls, task: Task) -> list[str]:
+        return ["yes"]
+
+
+async def test_class_with_tools_and_a_user_and_class_with_a_user_only_conform() -> None:
+    for made in (Desk, Talk):
+        assert [finding for finding in await check_environment(of(made)) if not finding.ok] == []
+        (ended,) = [await solver_runner(of(made), "gold", EpisodeRules())(of(made).tasks("train")[0])]
+        assert (ended.resolved, ended.stop) == (True, StopReason.SUBMITTED)
+    async with of(Desk).start(Task("a", "mine", {})) as episode:
+        assert [schema["function"]["name"] for schema in target_of(episode).schemas()] == ["up"]
+
+
+async def test_words_go_to_the_user_calls_to_the_tools_and_broken_calls_to_neither() -> None:
+    up, desk = call("up"), of(Desk)
+    broken_call = up.replace("}", "")
+    turns = [f"<think>{up}</think>One is there.", up, broken_call, up, up, "<think>all</think> Done."]
+    env = MemoryEnvironment()
+    env.start = desk.start  # type: ignore[method-assign, assignment]
+    ended = await run_memory_episode(TurnsEngine(turns), env)
+    assert ended.stop is StopReason.SUBMITTED
+    failure = ended.turns[2].parse_failure
+    assert [turn.observation for turn in ended.turns] == ["only 0", "1", failure, "2", "3", "thanks"]
+    assert [m["role"] for m in ended.messages[3::2]] == ["user", "tool", "tool", "tool", "tool"]
+    assert [turn.parse_failure is None for turn in ended.turns] == [True, True, False, True, True, True]
+    silent = await run_memory_episode(TurnsEngine([""]), env, rules=PLAIN.override(max_parse_failures=2))
+    assert silent.stop is StopReason.PARSE_FAILURES
+    asked = await run_memory_episode(TurnsEngine(["hello"]), env, rules=PLAIN.override(max_turns=3))
+    assert (asked.stop, asked.turns[2].observation) == (StopReason.MAX_TURNS, "only 0")
+
+
 async def test_a_swallowed_cancellation_is_named() -> None:
     @asynccontextmanager
     async def start(task: Task) -> AsyncIterator[ToolEpisode]:
@@ -225,20 +328,18 @@ def test_options_are_validated() -> None:
         of(Counter, count="many")
 
 
-class WantsMore(Counter):
-    def __init__(self, database: str) -> None: ...
-
-
-class NoTool:
-    @classmethod
-    def tasks(cls, split: str, options: object) -> list[dict[str, Any]]:
+class Split(Counter):
+    def tasks(self, split: str) -> list[dict[str, Any]]:  # type: ignore[override]
         return [{}]
 
-    async def setup(self, task: Task) -> str:
+
+class Mute(Counter):
+    def respond(self, text: str) -> str:
         return ""
 
-    async def grade(self) -> Grade:
-        return Grade(0.0, False)
+
+class WantsMore(Counter):
+    def __init__(self, database: str) -> None: ...
 
 
 class Untyped(Counter):
@@ -251,7 +352,9 @@ class Untyped(Counter):
     ("made", "told"),
     [
         (WantsMore, "__init__ takes database; it may take options and sandbox"),
-        (NoTool, "has no tool"),
+        (NoTools, "has no tool and no user"),
+        (Split, r"tasks has to be a class method: @classmethod, def tasks\(cls, split\) or"),
+        (Mute, "respond has to be async"),
         (Untyped, "number"),
         (Undescribed, "tool down: needs a docstring"),
     ],

@@ -28,6 +28,7 @@ from agent_rl.viewer.index import Index
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow, pytest.mark.timeout(600)]
 
+EXHAUSTIVE = pytest.mark.exhaustive
 STEPS = 4
 
 
@@ -110,26 +111,29 @@ def test_a_dead_rank_is_restarted_within_the_run(
     assert life.left() == []
 
 
-def test_run_resumed_with_another_lr_equals_a_fork_bit_for_bit(live: Callable[..., Life]) -> None:
-    first = live("lowered")
+@pytest.mark.parametrize(
+    ("at", "steps"), [pytest.param(2, STEPS, id="2-of-4"), pytest.param(10, 20, id="10-of-20", marks=EXHAUSTIVE)]
+)
+def test_run_resumed_with_another_lr_equals_a_fork_bit_for_bit(live: Callable[..., Life], at: int, steps: int) -> None:
+    first = live(f"lowered-{at}", f"train.steps={steps}")
     run = first.run
-    assert first.until(lambda: len(read_metrics(run)) == 3), first.text
+    assert first.until(lambda: len(read_metrics(run)) == at + 1), first.text
     first.kill()
     before = [exact(row) for row in read_metrics(run)]
-    forked = fork(run, "2", "forked", ["train.lr=1e-3"])
+    forked = fork(run, str(at), "forked", ["train.lr=1e-3"])
 
-    rows = metrics_of(live("lowered", "train.lr=1e-3"))
+    rows = metrics_of(live(f"lowered-{at}", f"train.steps={steps}", "train.lr=1e-3"))
     assert Life(forked).finish() == 0
     assert rows == {int(row["step"]): exact(row) for row in read_metrics(forked)}
-    assert [rows[1], rows[2]] == before[:2], "the steps before the change stay"
-    assert rows[3]["train/lr"] == pytest.approx(before[2]["train/lr"] / 10)
-    for weights in (f"checkpoints/step-00000{STEPS}/rank-00000.safetensors", "model/model.safetensors"):
+    assert [rows[step] for step in range(1, at + 1)] == before[:at], "the steps before the change stay"
+    assert rows[at + 1]["train/lr"] == pytest.approx(before[at]["train/lr"] / 10)
+    for weights in (f"checkpoints/step-{steps:06}/rank-00000.safetensors", "model/model.safetensors"):
         assert (run / weights).read_bytes() == (forked / weights).read_bytes()
     for each in (run, forked):
         assert faults(each, read_ledger(each)) == gaps(read_ledger(each)) == []
         (change,) = read_changes(each)
-        assert change.text == "after step 2: train.lr 0.01 -> 0.001"
-        assert "config changed after step 2: train.lr" in viewed.run(Index(each))["notes"]
+        assert change.text == f"after step {at}: train.lr 0.01 -> 0.001"
+        assert f"config changed after step {at}: train.lr" in viewed.run(Index(each))["notes"]
 
 
 @pytest.mark.exhaustive

@@ -27,10 +27,12 @@ pytestmark = [*REAL, pytest.mark.timeout(600)]
 Start = Callable[..., Run]
 
 
-def test_a_run_killed_within_a_step_resumes_without_loss(start: Start, tmp_path: Path) -> None:
+@pytest.mark.parametrize("weight_sync", ["full", pytest.param("delta", marks=pytest.mark.exhaustive)])
+def test_a_run_killed_within_a_step_resumes_without_loss(start: Start, tmp_path: Path, weight_sync: str) -> None:
     """Killed in step 4, with a checkpoint of step 2: step 3 is learned again from the journal, bit for bit, and of step
     4 only the episodes that had not finished are sampled."""
-    first = start()
+    mode = f"engine.weight_sync={weight_sync}"
+    first = start(mode)
     first.until("step 4: rollout ...")
     journal = tmp_path / "small" / "journal" / "step-000004.journal"
     wait(lambda: len(read_journal(journal)) >= 2, 60, "two episodes of step 4 in the journal")
@@ -38,7 +40,7 @@ def test_a_run_killed_within_a_step_resumes_without_loss(start: Start, tmp_path:
     first.finish()
     before, finished = read_metrics(tmp_path / "small"), sampled(read_journal(journal))
 
-    second = start()
+    second = start(mode)
     assert second.finish() == 0, second.text
     assert "resuming from" in second.text
     assert "step 3: 12 finished trajectories are in the journal" in second.text
@@ -49,13 +51,17 @@ def test_a_run_killed_within_a_step_resumes_without_loss(start: Start, tmp_path:
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert rows[:2] == before[:2], "the steps before the checkpoint were not done again"
     assert learned(rows[2]) == learned(before[2])
+    assert all(row["weight_sync/verified"] == 1 for row in rows)
+    if weight_sync == "delta":
+        assert all(row["weight_sync/delta_ratio"] < 0.5 and row["weight_sync/retries"] == 0 for row in rows)
     assert finished <= sampled(t for group in read_trajectories(tmp_path / "small", 4) for t in group.trajectories)
 
 
 @pytest.mark.exhaustive
-def test_a_rank_that_dies_while_it_publishes_is_restarted(start: Start, tmp_path: Path) -> None:
+@pytest.mark.parametrize("weight_sync", ["full", "delta"])
+def test_a_rank_that_dies_while_it_publishes_is_restarted(start: Start, tmp_path: Path, weight_sync: str) -> None:
     """Before a checkpoint, and with one: the engine, left paused with an open update, gets the weights anew."""
-    run = start()
+    run = start(f"engine.weight_sync={weight_sync}")
     for death, stage in enumerate(("step 1: weights to the engine ...", "step 3: weights to the engine ...")):
         run.until(stage)
         kill_rank(run.mark)

@@ -14,6 +14,7 @@ from tests.redteam import (
     test_eval_scripts,
     test_foreign_files,
     test_foreign_models,
+    test_harbor_attacks,
     test_listeners,
     test_networks,
     test_program_attacks,
@@ -205,6 +206,17 @@ GROUPS = (
         f"{EVERYWHERE}, also with gVisor",
         ZERO,
         _all(test_eval_scripts.PATCHES, "the negative control, or the change is left out"),
+    ),
+    Group(
+        "Agents that are root in the sandbox of a Harbor task",
+        "tests/redteam/test_harbor_attacks.py",
+        "docker and podman",
+        ZERO,
+        _all(
+            test_harbor_attacks.ATTACKS,
+            "processes are killed, the reward and the tests' directory are made anew, and changed programs are listed "
+            "from outside",
+        ),
     ),
     Group(
         "Sockets of the host and of other sandboxes",

@@ -49,6 +49,9 @@ class LetterRendering:
         tail = [token for m in messages for token in self._message(m)]
         return ([END] if stop is None else []) + tail + [ROLES["assistant"]]
 
+    def added_text(self, text: str) -> list[int]:
+        return list(text.encode())
+
     def must_rerender(self, messages: Sequence[ChatMessage]) -> bool:
         return self.follow and any(message.role == "user" for message in messages)
 

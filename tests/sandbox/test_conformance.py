@@ -23,11 +23,14 @@ from sandbox import (
     ImageMissingError,
     Sandbox,
     SandboxBackend,
+    SandboxError,
     SandboxFileError,
     SandboxLostError,
     SandboxSpec,
     SandboxStartError,
+    SandboxUnavailableError,
     TreeLimits,
+    UserSandbox,
     blob_name,
     open_session,
 )
@@ -221,6 +224,45 @@ async def test_no_privileges(sandbox: Sandbox) -> None:
     ):
         assert not (await sandbox.exec(command, timeout=20)).ok, command
     assert (await sandbox.exec("echo x > /dev/stdout; echo y > /dev/null", timeout=20)).stdout == b"x\n"
+
+
+async def test_commands_of_another_user(sandbox: Sandbox, engine: Any, marker: str, host: Any) -> None:
+    if engine.name == "bubblewrap":
+        with pytest.raises(SandboxUnavailableError, match=r"bubblewrap has only root; set sandbox\.backend=docker"):
+            await sandbox.exec("true", timeout=20, user="daemon")
+        assert (await sandbox.exec("id -u", timeout=20, user="root")).stdout == b"0\n"
+        return
+    for user, who in (("daemon", "1:1 "), ("1:2", "1:2 "), ("root", "0:0 w")):
+        command = 'echo "$(id -u):$(id -g) $([ -w /etc/passwd ] && echo w)"'
+        assert (await sandbox.exec(command, timeout=20, user=user)).text == f"{who}\n"
+    left = f"touch /tmp/of-daemon; (trap '' TERM; setsid -f sleep {marker}); sleep {marker}"
+    assert (await sandbox.exec(left, timeout=1.0, user="daemon")).timed_out
+    await host.until(lambda: not host.processes(marker), "the killed processes of the other user are gone")
+    assert (await sandbox.exec("stat -c %U /tmp/of-daemon", timeout=20)).text == "daemon\n"
+    with pytest.raises(SandboxError, match="another"):
+        await sandbox.exec("true", timeout=20, user="nobody")
+    own = UserSandbox(sandbox, "daemon")
+    await own.write_files({"/tmp/own/file": b"x"})
+    assert (await own.read_file("/tmp/own/file"), (await own.exec("id -un", timeout=20)).text) == (b"x", "daemon\n")
+    with pytest.raises(SandboxFileError):
+        await own.write_files({"/etc/file": b"x"})
+
+
+async def test_changes_are_listed_without_the_sandboxs_programs(backend: SandboxBackend, engine: Any) -> None:
+    async with started(backend) as sandbox:
+        if engine.name == "bubblewrap":
+            with pytest.raises(SandboxUnavailableError, match=r"set sandbox\.backend=docker"):
+                await sandbox.changes()
+            return
+        before = {path: kind for path, kind in (await sandbox.changes()).items() if path.startswith("/usr")}
+        same_size_and_time = "cp -p env copy; printf x | dd of=env conv=notrunc 2>/dev/null; touch -r copy env"
+        tampered = f"cd /usr/bin; {same_size_and_time}; rm -r /usr/games"
+        assert (await sandbox.exec(tampered, timeout=20)).ok
+        changes = {path: kind for path, kind in (await sandbox.changes()).items() if path.startswith("/usr")}
+        assert (before, changes) == (
+            {},
+            {"/usr/bin/env": "changed", "/usr/bin/copy": "added", "/usr/games": "removed"},
+        )
 
 
 async def test_no_user_namespace(sandbox: Sandbox) -> None:

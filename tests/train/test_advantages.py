@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from importlib.metadata import EntryPoint
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from support import trajectories
 
-from agent_rl.config import Baseline, OverlongConfig
-from agent_rl.controller.advantages import build_samples, group_advantages, overlong_penalty
+from agent_rl.config import Baseline, OverlongConfig, TrainConfig
+from agent_rl.config.advantages import AdvantageSpec
+from agent_rl.controller.advantages import Centered, build_samples, group_advantages, overlong_penalty
 from agent_rl.errors import TrainerError
 from agent_rl.types import Group, StopReason, Trajectory, VersionSpan
 from r3.routing import Routing, Span, SpanKind, append_span, validate
+from sandbox import registry as plugins
 
 
 def routing(*present: bool) -> Routing:
@@ -60,11 +65,47 @@ FLAT = [(0, 1, 0, 1), (0.5, 0.5, 0.5, 0.5)]
         ([], {"baseline": "batch", "scale": "batch"}, []),
         (FLAT, {"baseline": "batch", "scale": "batch", "eps": 0}, [-(2**0.5), 2**0.5, -(2**0.5), 2**0.5, 0, 0, 0, 0]),
         (FLAT, {"baseline": "batch", "scale": "none"}, [-0.5, 0.5, -0.5, 0.5, 0, 0, 0, 0]),
+        # MaxRL: a group that is solved seldom counts for more; one with a mean below 0 has no effect.
+        ([(1, 0, 0, 0), (1, 1, 0, 1), (-1, 0)], {"scale": "mean", "eps": 0}, [3, -1, -1, -1, 1 / 3, 1 / 3, -1, 1 / 3]),
     ],
 )
 def test_advantages_by_hand(rewards: list[tuple[float, ...]], options: dict[str, Any], expected: Any) -> None:
     result = build_samples([group(*each) for each in rewards], **options)
     assert [sample.advantage for sample in result.samples] == pytest.approx(list(expected))
+
+
+def test_maxrl_equals_skyrls_function() -> None:
+    """compute_maxrl_advantage of SkyRL a956457: (score - mean) / (mean + 1e-6) within a prompt."""
+    rewards = [0.3, 1.0, 0.0, 0.7, 0.2]
+    mean = sum(rewards) / len(rewards)
+    expected = [(reward - mean) / (mean + 1e-6) for reward in rewards]
+    assert group_advantages(rewards, scale="mean") == pytest.approx(expected, rel=1e-12)
+
+
+def middle(rewards_n: Any) -> float:
+    return float(np.median(rewards_n))
+
+
+def by_range(centered: Centered) -> Any:
+    return centered.values_n / np.ptp(centered.rewards_n)
+
+
+MIDDLE, RANGE = AdvantageSpec("test_parts:middle"), AdvantageSpec("test_parts:by_range", over="batch")
+"""A baseline and a scale as another package would bring them."""
+
+
+def test_a_baseline_and_a_scale_of_another_package_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "test_parts", sys.modules[__name__])
+    point = EntryPoint("middle", "test_parts:MIDDLE", "agent_rl.baselines")
+    monkeypatch.setattr(plugins, "entry_points", lambda group: [point] if group == point.group else [])
+    chosen = TrainConfig(baseline="middle", advantage_scale="test_parts:RANGE")
+    assert not chosen.learns_from_equal_rewards
+    made = build_samples([group(0, 1, 4), group(2, 2)], baseline=chosen.baseline, scale=chosen.advantage_scale)
+    assert [sample.advantage for sample in made.samples] == pytest.approx([-0.25, 0, 0.75, 0, 0])
+    with pytest.raises(ValidationError, match=r"train\.baseline: unknown baseline 'midle': did you mean 'middle'"):
+        TrainConfig(baseline="midle")
+    with pytest.raises(ValidationError, match=r"train\.advantage_scale: advantage scale 'test_parts:TWO' is a list"):
+        TrainConfig(advantage_scale="test_parts:TWO")
 
 
 @given(st.lists(st.floats(-100, 100), min_size=1, max_size=16))

@@ -30,7 +30,15 @@ def test_the_branches_of_a_trajectory_share_its_advantage_and_weigh_as_their_tok
     assert (first.trajectory, second.trajectory, alone.trajectory) == (0, 0, None)
     # A token's part of the mean over sequences of each one's mean: 1 / tokens of its trajectory, in whatever branch.
     assert first.weight / 2 == second.weight / 6 == 1 / 8
-    assert {sample.weight for sample in build_samples([group], by_sequence=False).samples} == {1.0}
+    assert {sample.weight for sample in build_samples([group], aggregation="token").samples} == {1.0}
+
+
+def test_a_task_weighs_the_same_however_many_tokens_its_samples_have() -> None:
+    groups = [Group("t", (branched(1.0, 2, 6), branched(0.0, 4))), Group("u", (branched(1.0, 3), branched(0.0, 1)))]
+    samples = build_samples(groups, aggregation="prompt").samples
+    assert [sample.weight for sample in samples] == pytest.approx([1 / 12] * 3 + [1 / 4] * 2)
+    (((share,),),) = (split_step(samples, mini_steps=1, budget=64, ranks=1),)
+    assert share.weight == pytest.approx(2), "the number of tasks"
 
 
 def test_a_branch_without_trained_tokens_is_no_sample() -> None:

@@ -91,7 +91,7 @@ def test_a_dropped_token_has_no_gradient_even_if_its_ratio_overflows(objective: 
     mask, sequence = torch.tensor([True, True]), torch.tensor([0, 1])
     factors = correction_factors(CorrectionConfig(mask="token"), new.detach() - old, mask, sequence)
     assert factors.tolist() == [0, 1]
-    rest = {"train": TrainConfig(objective=objective), "length": 1, "counts": LossCounts(2, 2), "weights_T": ones}
+    rest = {"train": TrainConfig(objective=objective), "length": 1, "counts": LossCounts(2, 2, 2.0), "weights_T": ones}
     result = policy_loss(new, old, factors, advantage * ones, mask, sequence, entropy_T=0 * ones, **rest)
     first, second = torch.autograd.grad(result.loss, new)[0].tolist()
     assert (math.isfinite(result.loss.item()), first, second != 0) == (True, 0, True)

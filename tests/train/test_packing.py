@@ -85,6 +85,16 @@ def test_samples_of_uneven_lengths_are_refused(field: str) -> None:
         pack([replace(good, **{field: getattr(good, field)[1:]})], (0,))
 
 
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_a_rollout_log_prob_that_is_not_finite_is_refused_where_a_token_was_sampled(value: float) -> None:
+    sample = distinct(6, 0)
+    spoiled = np.where(sample.loss_mask, sample.logprobs, value).astype(np.float32)
+    pack([replace(sample, logprobs=spoiled)], (0,))
+    spoiled[3] = value
+    with pytest.raises(TrainerError, match="sample 0 has a rollout log-prob of a sampled token that is not a finite"):
+        pack([replace(sample, logprobs=spoiled)], (0,))
+
+
 @given(lengths_of, st.integers(1, 4), st.integers(1, 3))
 def test_split_step_uses_every_sample_in_exactly_one_mini_step(lengths: list[int], mini_steps: int, ranks: int) -> None:
     samples = [distinct(length, index) for index, length in enumerate(lengths)]

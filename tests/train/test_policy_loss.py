@@ -32,6 +32,8 @@ PENALTIES = (
     KlConfig(coefficient=0.3, estimator="k2"),
     KlConfig(coefficient=0.3, estimator="k3"),
     KlConfig(coefficient=0.3, estimator="k1", apply_to="reward"),
+    KlConfig(coefficient=0.3, estimator="k3", unbiased=True),
+    KlConfig(coefficient=0.3, estimator="k1", unbiased=True),
 )
 CORRECTIONS = tuple(itertools.product((None, *get_args(CorrectionWeight)), (None, *get_args(CorrectionMask))))
 """Weights and masks."""
@@ -54,14 +56,15 @@ class Case:
 
     @property
     def counts(self) -> LossCounts:
-        return LossCounts(int(self.mask.sum()), len(set(self.sequence[self.mask].tolist())))
+        weight = float(self.values["weights"][self.mask].sum())
+        return LossCounts(int(self.mask.sum()), len(set(self.sequence[self.mask].tolist())), weight)
 
 
 def draw(lengths: list[int], seed: int) -> Case:
     generator, total = np.random.default_rng(seed), sum(lengths)
     old = -generator.random(total) * 3
     values = {
-        "new": old + generator.normal(size=total) * 0.4,
+        "new": np.minimum(old + generator.normal(size=total) * 0.4, -1e-3),
         "old": old,
         "log_ratio": generator.normal(size=total) * 0.3,
         "log_weight": generator.normal(size=total) * 0.3,
@@ -93,12 +96,16 @@ def direct(case: Case, chosen: TrainConfig, counts: LossCounts, frozen: np.ndarr
     for sequence in sorted(set(case.sequence.tolist())):
         own = sampled_tokens(case, sequence)
         for t in own:
-            term = direct_correction(case, chosen, own, t) * direct_term(case, chosen, own, t, frozen)
+            term = direct_correction(case, chosen, own, t, frozen) * direct_term(case, chosen, own, t, frozen)
             if chosen.kl.coefficient and chosen.kl.apply_to == "loss":
                 d = v["new"][t] - v["reference"][t]
-                term += chosen.kl.coefficient * {"k2": d * d / 2, "k3": direct_k3(d, chosen.kl)}[chosen.kl.estimator]
+                ratio = math.exp(v["new"][t] - v["old"][t]) if chosen.kl.unbiased else 1.0
+                estimate = {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[chosen.kl.estimator] * ratio
+                limited = chosen.kl.estimator == "k3" and chosen.kl.k3_limit is not None
+                term += chosen.kl.coefficient * (min(estimate, chosen.kl.k3_limit or 0) if limited else estimate)
             term -= chosen.entropy_coefficient * v["entropy"][t]
             sizes = {"sequence": counts.sequences * len(own), "constant": counts.sequences * LENGTH}
+            sizes["prompt"] = counts.weight
             total += v["weights"][t] * term / sizes.get(chosen.loss_aggregation, counts.tokens)
     return total
 
@@ -107,21 +114,19 @@ def sampled_tokens(case: Case, sequence: int) -> list[int]:
     return [t for t in range(len(case.mask)) if case.mask[t] and case.sequence[t] == sequence]
 
 
-def direct_k3(d: float, kl: KlConfig) -> float:
-    k3 = math.exp(-d) - 1 + d
-    return k3 if kl.k3_limit is None else min(k3, kl.k3_limit)
-
-
 def direct_term(case: Case, chosen: TrainConfig, own: list[int], t: int, frozen: np.ndarray) -> float:
     v, clip, advantage = case.values, chosen.clip, case.values["advantages"][t]
     log_ratio = v["new"][t] - v["old"][t]
     if chosen.objective == "gspo":
-        log_ratio = sum(frozen[u] - v["old"][u] for u in own) / len(own) + v["new"][t] - frozen[t]
+        log_ratio = min(sum(frozen[u] - v["old"][u] for u in own) / len(own) + v["new"][t] - frozen[t], 10)
     ratio = math.exp(log_ratio)
     if chosen.objective == "gmpo":
         return -math.exp(sum(direct_gmpo(case, clip, u) for u in own) / len(own)) * advantage
     if chosen.objective == "reinforce":
         return -ratio * advantage
+    if chosen.objective in ("dppo_tv", "dppo_kl"):
+        pull = clip.options["log_ratio_penalty"] * log_ratio**2
+        return pull - (0 if diverged(case, chosen, t, frozen) else ratio * advantage)
     if chosen.objective == "sapo":
         tau = clip.tau[0 if advantage > 0 else 1]
         return -4 / tau / (1 + math.exp(-tau * (ratio - 1))) * advantage
@@ -132,14 +137,26 @@ def direct_term(case: Case, chosen: TrainConfig, own: list[int], t: int, frozen:
     return min(term, -clip.dual * advantage) if clip.dual is not None and advantage < 0 else term
 
 
+def diverged(case: Case, chosen: TrainConfig, t: int, frozen: np.ndarray) -> bool:
+    """Whether DPPO masks the token: its probability moved with its advantage, and further than the clip."""
+    p, q, up = math.exp(frozen[t]), math.exp(case.values["old"][t]), case.values["advantages"][t] > 0
+    distance = abs(p - q)
+    if chosen.objective == "dppo_kl":
+        distance = q * math.log(q / p) + (1 - q) * math.log((1 - q + 1e-8) / (1 - p + 1e-8))
+    return (p > q) == up and distance > (chosen.clip.high if up else chosen.clip.low)
+
+
 def direct_gmpo(case: Case, clip: Clip, u: int) -> float:
     """The logarithm of the token's ratio, clipped where it rises with its advantage."""
     log_ratio = case.values["new"][u] - case.values["old"][u]
     return min(log_ratio, clip.high) if case.values["advantages"][u] > 0 else max(log_ratio, -clip.low)
 
 
-def direct_correction(case: Case, chosen: TrainConfig, own: list[int], t: int) -> float:
+def direct_correction(case: Case, chosen: TrainConfig, own: list[int], t: int, frozen: np.ndarray) -> float:
     ratios, weights, bounds = case.values["log_ratio"], case.values["log_weight"], chosen.correction
+    away = sum(case.values["old"][u] - frozen[u] for u in own) / len(own)
+    if bounds.opsm is not None and case.values["advantages"][t] < 0 and away > bounds.opsm:
+        return 0.0
     if bounds.veto is not None and min(math.exp(ratios[u]) for u in own) < bounds.veto:
         return 0.0
     total = sum(ratios[u] for u in own)
@@ -148,17 +165,21 @@ def direct_correction(case: Case, chosen: TrainConfig, own: list[int], t: int) -
         return 0.0
     if bounds.weight is None:
         return 1.0
-    weight = math.exp(weights[t] if bounds.weight == "token" else sum(weights[u] for u in own))
+    weight = math.exp(sum(weights[u] for u in own) if bounds.weight == "sequence" else weights[t])
+    if bounds.weight == "icepop" and not bounds.weight_low <= weight <= (bounds.weight_high or math.inf):
+        return 0.0
     return min(max(weight, bounds.weight_low), bounds.weight_high or math.inf)
 
 
-CLIPS: dict[str, dict[str, float]] = {
+CLIPS: dict[str, dict[str, Any]] = {
     "grpo": {"eps_low": 0.2, "eps_high": 0.28},
     "cispo": {"eps_low": 0.2, "eps_high": 0.28},
     "gspo": {"eps_low": 0.08, "eps_high": 0.09},
     "reinforce": {},
     "sapo": {"tau_positive": 2.0, "tau_negative": 3.0},
     "gmpo": {"eps_low": 0.2, "eps_high": 0.3},
+    "dppo_tv": {"eps_low": 0.05, "eps_high": 0.08, "objective_options": {"log_ratio_penalty": 0.02}},
+    "dppo_kl": {"eps_low": 0.01, "eps_high": 0.02, "objective_options": {"log_ratio_penalty": 0.0}},
 }
 """Wide enough that many ratios are not clipped; gspo's are the widest that the config accepts."""
 
@@ -170,7 +191,8 @@ def all_settings() -> list[TrainConfig]:
     parts = itertools.product(OBJECTIVES.built_in, get_args(Aggregation), CORRECTIONS, PENALTIES)
     for index, (objective, aggregation, (weight, mask), kl) in enumerate(parts):
         high, veto = 1.25 if index % 11 else None, None if index % 3 else 0.5
-        correction = CorrectionConfig(**bounds, weight=weight, weight_high=high, mask=mask, veto=veto)
+        opsm = 0.05 if index % 4 else None
+        correction = CorrectionConfig(**bounds, weight=weight, weight_high=high, mask=mask, veto=veto, opsm=opsm)
         dual = 1.3 if index % 2 and objective in ("grpo", "gspo") else None
         options = {**CLIPS[objective], "dual_clip": dual, "entropy_coefficient": 0.05 if index % 5 else 0.0}
         found.append(TrainConfig(objective=objective, aggregation=aggregation, correction=correction, kl=kl, **options))
@@ -187,7 +209,7 @@ def test_every_combination_equals_the_formula() -> None:
         result, *_ = computed(case, chosen, case.counts)
         assert result.loss.item() == pytest.approx(direct(case, chosen, case.counts), rel=1e-10, abs=1e-12), chosen
         groups = [sampled_tokens(case, sequence) for sequence in range(len(LENGTHS))]
-        factors = [direct_correction(case, chosen, own, t) for own in groups for t in own]
+        factors = [direct_correction(case, chosen, own, t, case.values["new"]) for own in groups for t in own]
         reported = (result.correction.item(), result.dropped.item())
         assert reported == (pytest.approx(sum(factors)), factors.count(0.0)), chosen
 
@@ -297,6 +319,12 @@ PRESETS: dict[str, TrainConfig] = {
     "REINFORCE, leave-one-out": TrainConfig(
         objective="reinforce", aggregation="constant", baseline="leave_one_out", advantage_scale="none"
     ),
+    "DPPO, total variation": TrainConfig(objective="dppo_tv", eps_low=0.2, eps_high=0.2),
+    "DPPO, KL": TrainConfig(objective="dppo_kl", eps_low=0.05, eps_high=0.05),
+    "prime-rl's default": TrainConfig(
+        objective="dppo_tv", objective_options={"log_ratio_penalty": 1e-3}, advantage_scale="none"
+    ),
+    "MaxRL": TrainConfig(**PAPER, advantage_scale="mean"),
     "dual clip": TrainConfig(eps_low=0.2, eps_high=0.27, dual_clip=3.0),
 }
 """What the config lines of docs/reference/objectives.md must give."""
@@ -351,11 +379,12 @@ def test_every_mini_steps_weights_add_up_over_ranks(lengths: list[int], mini_ste
     ]
     shares = split_step(samples, mini_steps=mini_steps, budget=32, ranks=ranks)
     for step in zip(*shares, strict=True):
-        counts = {(share.sampled_tokens, share.sequences) for share in step}
+        counts = {(share.sampled_tokens, share.sequences, share.weight) for share in step}
         assert len(counts) == 1, "every rank divides by the same"
-        ((tokens, sequences),) = counts
+        ((tokens, sequences, weight),) = counts
+        assert weight == tokens, "every sample weighs 1"
         batches = [pack(samples, ids) for share in step for ids in share.micro_batches]
-        wanted = {"token": 1.0, "sequence": 1.0, "constant": tokens / (LENGTH * max(1, sequences))}
+        wanted = {"token": 1.0, "sequence": 1.0, "constant": tokens / (LENGTH * max(1, sequences)), "prompt": 1.0}
         for aggregation in get_args(Aggregation):
             total = sum(shares_of(batch, aggregation, max(1, tokens), max(1, sequences)) for batch in batches)
             assert total == pytest.approx(wanted[aggregation] if tokens else 0.0, rel=1e-12)
@@ -364,5 +393,5 @@ def test_every_mini_steps_weights_add_up_over_ranks(lengths: list[int], mini_ste
 def shares_of(batch: MicroBatch, aggregation: Aggregation, tokens: int, sequences: int) -> float:
     """The sum of a micro-batch's weights; ``constant`` divides by LENGTH."""
     sequence = torch.from_numpy(np.repeat(np.arange(len(batch.sample_ids)), np.diff(batch.cu_seqlens)))
-    counts = {"tokens": tokens, "sequences": sequences, "length": LENGTH, "dtype": torch.float64}
+    counts = {"tokens": tokens, "sequences": sequences, "length": LENGTH, "weight": tokens, "dtype": torch.float64}
     return aggregation_weights(aggregation, torch.from_numpy(batch.mask_T), sequence, **counts).sum().item()

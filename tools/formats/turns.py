@@ -67,7 +67,7 @@ def first_call(scanner: CallScanner, text: str, failure: str) -> ToolCall | Pars
     """The first call of ``text``, or a failure with the reason ``failure``."""
     match = scanner.scan(text, 0)
     if match is None:
-        return ParseFailure(failure)
+        return ParseFailure(failure, words=True)
     return match if isinstance(match, ParseFailure) else match[0][0]
 
 

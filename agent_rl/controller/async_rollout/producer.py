@@ -37,6 +37,7 @@ from agent_rl.rollout.group import (
     RolloutEvent,
     check_dropped,
 )
+from agent_rl.rollout.group_grading import GroupGrading
 from agent_rl.rollout.turn_log import LoggedRunner
 from agent_rl.types import Group, StopReason, Trajectory
 from agent_rl.utils.concurrency import first_error
@@ -63,12 +64,14 @@ class RolloutProducer:
         masked: Collection[StopReason] = (),
         left_out: Container[str] = (),
         rescore: Rescore | None = None,
+        grading: GroupGrading | None = None,
         on_event: OnEvent = lambda event: None,
     ) -> None:
         self._order, self._buffer, self._journal, self._run = order, buffer, journal, run
         self._masked, self._left_out, self._on_event = masked, left_out, on_event
         self._rules = buffer.rules
-        self._collector = GroupCollector(settings, limiter, self._on_episode_event, rescore)
+        self._collector = GroupCollector(settings, limiter, self._on_episode_event, rescore, grading)
+        self._grades_groups = grading is not None
         self._ended: dict[int, Group | DroppedGroup] = {}
         self._recent: deque[DroppedGroup | None] = deque(maxlen=DROP_WINDOW_BATCHES * self._rules.width)
         self._groups: set[asyncio.Task[None]] = set()
@@ -133,7 +136,10 @@ class RolloutProducer:
         await self._journal.wait_usable(position)
         with self._timed():
             run = self._journal.runner(position, self._run, self._buffer.oldest(position))
-            ended = await self._collector.collect(task, spill(run) if self._rules.depth else run)
+            spills = self._rules.depth and not self._grades_groups  # a group is graded with its messages
+            ended = await self._collector.collect(task, spill(run) if spills else run)
+        if self._rules.depth and self._grades_groups and isinstance(ended, Group):
+            ended = replace(ended, trajectories=tuple(map(strip, ended.trajectories)))
         self._end(position, ended)
 
     @contextmanager
@@ -199,7 +205,9 @@ def strip(trajectory: Trajectory) -> Trajectory:
 
 
 def _restore_fields(stripped: Trajectory, journaled: Trajectory) -> Trajectory:
+    """``journaled`` with what was decided or measured after it was written, such as the grade within its group."""
     return replace(
         journaled, queue_seconds=stripped.queue_seconds, recovered=stripped.recovered,
-        replayed_turns=stripped.replayed_turns, audit=stripped.audit,
+        replayed_turns=stripped.replayed_turns, audit=stripped.audit, reward=stripped.reward,
+        resolved=stripped.resolved, parts=stripped.parts, metrics=stripped.metrics,
     )  # fmt: skip

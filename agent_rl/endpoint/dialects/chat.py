@@ -17,6 +17,8 @@ from agent_rl.endpoint.messages import (
     issued_reply_id,
     join_text,
     parse_request,
+    read_stops,
+    read_tool_choice,
     require_supported,
     tool_schema,
 )
@@ -66,8 +68,10 @@ class _Request(RequestModel):
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     n: int | None = None
+    stop: Any = None
     tool_choice: Any = None
     response_format: dict[str, Any] | None = None
+    logprobs: bool | None = None
     top_logprobs: int | None = None
 
 
@@ -77,7 +81,6 @@ class Chat:
     def read(self, body: bytes) -> ChatRequest:
         request = parse_request(_Request, body)
         require_supported(request.n in (None, 1), "n above 1")
-        require_supported(request.tool_choice in (None, "auto"), "a forced tool_choice")
         require_supported((request.response_format or {}).get("type", "text") == "text", "response_format")
         require_supported(not request.top_logprobs, "top_logprobs")
         return ChatRequest(
@@ -93,17 +96,20 @@ class Chat:
             stream=bool(request.stream),
             model=request.model,
             include_usage=bool((request.stream_options or {}).get("include_usage")),
+            stops=read_stops(request.stop, "stop"),
+            tool_choice=read_tool_choice(request.tool_choice),
+            logprobs=bool(request.logprobs),
         )
 
     def response(self, reply: ChatResponse) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": reply.spoken.text or None, **_extras(reply.spoken)}
         if reply.spoken.calls:
             message["tool_calls"] = [_call(reply, number) for number in range(len(reply.spoken.calls))]
-        choice = {"index": 0, "message": message, "finish_reason": reply.finish, "logprobs": None}
+        choice = {"index": 0, "message": message, "finish_reason": reply.finish, "logprobs": _logprobs(reply)}
         return {**_head(reply, "chat.completion"), "choices": [choice], "usage": _usage(reply)}
 
     def events(self, reply: ChatResponse, request: ChatRequest) -> Iterator[bytes]:
-        yield _chunk(reply, {"role": "assistant", "content": ""})
+        yield _chunk(reply, {"role": "assistant", "content": ""}, logprobs=_logprobs(reply))
         extras = _extras(reply.spoken)
         if extras:
             yield _chunk(reply, extras)
@@ -117,7 +123,12 @@ class Chat:
         yield b"data: [DONE]\n\n"
 
     def error(self, error: RequestRejected) -> dict[str, Any]:
-        code = {"key": "invalid_api_key", "full": "context_length_exceeded", "ended": "episode_ended"}
+        code = {
+            "key": "invalid_api_key",
+            "route": "not_found",
+            "full": "context_length_exceeded",
+            "ended": "episode_ended",
+        }
         text = error.text
         if error.kind == "full":
             text = (
@@ -190,8 +201,23 @@ def _usage(reply: ChatResponse) -> dict[str, Any]:
     }
 
 
-def _chunk(reply: ChatResponse, delta: dict[str, Any], finish: str | None = None) -> bytes:
-    choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}
+def _logprobs(reply: ChatResponse) -> dict[str, Any] | None:
+    """The log-probs of all sampled tokens, thoughts and calls included."""
+    if reply.logprobs is None:
+        return None
+    return {
+        "content": [
+            {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
+            for text, value in reply.logprobs
+        ],
+        "refusal": None,
+    }
+
+
+def _chunk(
+    reply: ChatResponse, delta: dict[str, Any], finish: str | None = None, logprobs: dict[str, Any] | None = None
+) -> bytes:
+    choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": logprobs}
     return _event({**_head(reply, "chat.completion.chunk"), "choices": [choice]})
 
 

@@ -16,7 +16,8 @@ from agent_rl.endpoint.messages import (
     issued_reply_id,
     join_text,
     parse_request,
-    require_supported,
+    read_stops,
+    read_tool_choice,
     tool_schema,
 )
 from agent_rl.rollout.conversation_tree import ChatMessage
@@ -46,6 +47,7 @@ class _Request(RequestModel):
     system: Any = None
     tools: list[_Tool] | None = None
     tool_choice: dict[str, Any] | None = None
+    stop_sequences: Any = None
     stream: bool | None = None
 
 
@@ -55,7 +57,6 @@ class Messages:
 
     def read(self, body: bytes) -> ChatRequest:
         request = parse_request(_Request, body)
-        require_supported((request.tool_choice or {}).get("type", "auto") == "auto", "a forced tool_choice")
         usable = [tool for tool in request.tools or () if tool.input_schema is not None]
         tools = {tool.name: tool_schema(tool.name, tool.description, tool.input_schema) for tool in usable}
         deferred = {tool.name: tools.pop(tool.name) for tool in usable if tool.defer_loading}
@@ -65,15 +66,15 @@ class Messages:
             messages += _messages(message, deferred, f"messages.{index}")
         return ChatRequest(
             messages, list(tools.values()), check_max_tokens(request.max_tokens), bool(request.stream), request.model,
-            deferred_tools=list(deferred.values()),
+            deferred_tools=list(deferred.values()), stops=read_stops(request.stop_sequences, "stop_sequences"),
+            tool_choice=read_tool_choice(request.tool_choice),
         )  # fmt: skip
 
     def response(self, reply: ChatResponse) -> dict[str, Any]:
         return {
             **_head(reply),
             "content": _content(reply),
-            "stop_reason": _STOPS[reply.finish],
-            "stop_sequence": None,
+            **_stop_reason(reply),
             "usage": _usage(reply, reply.sampled_tokens),
         }
 
@@ -86,12 +87,11 @@ class Messages:
             for delta in deltas:
                 yield _event("content_block_delta", index=index, delta=delta)
             yield _event("content_block_stop", index=index)
-        stop = {"stop_reason": _STOPS[reply.finish], "stop_sequence": None}
-        yield _event("message_delta", delta=stop, usage=_usage(reply, reply.sampled_tokens))
+        yield _event("message_delta", delta=_stop_reason(reply), usage=_usage(reply, reply.sampled_tokens))
         yield _event("message_stop")
 
     def error(self, error: RequestRejected) -> dict[str, Any]:
-        kinds = {"key": "authentication_error", "large": "request_too_large"}
+        kinds = {"key": "authentication_error", "route": "not_found_error", "large": "request_too_large"}
         text = error.text
         if error.kind == "full":
             text = f"prompt is too long: {error.tokens} tokens > {error.limit} maximum"
@@ -188,6 +188,12 @@ def _block_deltas(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str,
 
 def _head(reply: ChatResponse) -> dict[str, Any]:
     return {"id": f"msg_{reply.id}", "type": "message", "role": "assistant", "model": reply.model}
+
+
+def _stop_reason(reply: ChatResponse) -> dict[str, Any]:
+    if reply.stopped and reply.finish == "stop":
+        return {"stop_reason": "stop_sequence", "stop_sequence": reply.stopped}
+    return {"stop_reason": _STOPS[reply.finish], "stop_sequence": None}
 
 
 def _usage(reply: ChatResponse, sampled: int) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from agent_rl.endpoint.messages import (
     issued_reply_id,
     join_text,
     parse_request,
+    read_tool_choice,
     require_supported,
     tool_schema,
 )
@@ -53,7 +54,6 @@ class Responses:
     def read(self, body: bytes) -> ChatRequest:
         request = parse_request(_Request, body)
         require_supported(request.previous_response_id is None, "previous_response_id")
-        require_supported(request.tool_choice in (None, "auto"), "a forced tool_choice")
         require_supported(((request.text or {}).get("format") or {}).get("type", "text") == "text", "text.format")
         require_supported(not request.top_logprobs, "top_logprobs")
         items = [{"role": "user", "content": request.input}] if isinstance(request.input, str) else request.input
@@ -61,8 +61,9 @@ class Responses:
         messages = system + _messages(items)
         tools = [tool_schema(t.name, t.description, t.parameters) for t in request.tools or () if t.type == "function"]
         return ChatRequest(
-            messages, tools, check_max_tokens(request.max_output_tokens), bool(request.stream), request.model
-        )
+            messages, tools, check_max_tokens(request.max_output_tokens), bool(request.stream), request.model,
+            tool_choice=read_tool_choice(request.tool_choice),
+        )  # fmt: skip
 
     def response(self, reply: ChatResponse) -> dict[str, Any]:
         details = {"reason": "max_output_tokens"} if reply.finish == "length" else None

@@ -71,7 +71,8 @@ def install(directory: Path) -> None:
     load = module.WeightUpdater.load_weights_from_distributed
     opened: list[BaseWeights] = []
 
-    def load_merged(updater: Any, tensors: list[tuple[str, Tensor]]) -> tuple[bool, str]:
+    def load_merged(updater: Any, received: Iterable[tuple[str, Tensor]]) -> tuple[bool, str]:
+        tensors = list(received)
         if not any(name.endswith(SUFFIX) for name, _ in tensors):
             result: tuple[bool, str] = load(updater, tensors)
             return result

@@ -30,6 +30,11 @@ import uvicorn.config
 uvicorn.config.WS_PROTOCOLS["auto"] = None  # no websockets: SGLang checks the key of HTTP requests only
 lora_merge.install(Path(sys.argv[sys.argv.index("--model-path") + 1]))
 store_address.install()
+MIRROR = None
+if os.environ.get("AGENT_RL_WEIGHT_SYNC") == "delta":
+    import mirror
+
+    MIRROR = mirror.install()
 
 KEY = os.environ.get("AGENT_RL_ENGINE_KEY", "")
 """Required of every client. Command lines are visible to other users, so it comes through the environment."""
@@ -66,6 +71,10 @@ def main() -> None:
     threading.Thread(target=_die_with_owner, name="die-with-owner", daemon=True).start()
     from sglang.launch_server import load_plugins, prepare_server_args, run_server
 
+    if MIRROR is not None:
+        from sglang.srt.entrypoints.http_server import app
+
+        mirror.serve(app, MIRROR)
     load_plugins()
     run_server(prepare_server_args([*sys.argv[1:], *([f"--api-key={KEY}"] if KEY else [])]))
 

@@ -129,5 +129,7 @@ def _check_sample(index: int, sample: Sample) -> None:
     for name, array in (("loss_mask", sample.loss_mask), ("logprobs", sample.logprobs)):
         if len(array) != tokens:
             raise TrainerError(f"sample {index} has {tokens} tokens and {len(array)} entries of {name}")
+    if not np.isfinite(sample.logprobs[np.asarray(sample.loss_mask, bool)]).all():
+        raise TrainerError(f"sample {index} has a rollout log-prob of a sampled token that is not a finite number")
     if sample.old_logprobs is not None and len(sample.old_logprobs) != tokens:
         raise TrainerError(f"sample {index} has {tokens} tokens and {len(sample.old_logprobs)} old log-probs")

@@ -185,12 +185,14 @@ def _swap_between_rows(rows: list[list[Bin]], costs: Sequence[float], loads: Loa
 
 @dataclass(frozen=True, slots=True)
 class MiniStepShare:
-    """A data rank's share of one optimizer update: its micro-batches (sample indices). ``sampled_tokens`` and
-    ``sequences`` (trajectories with a sampled token) count over *all* ranks; the loss is divided by them."""
+    """A data rank's share of one optimizer update: its micro-batches (sample indices). ``sampled_tokens``,
+    ``sequences`` (trajectories with a sampled token) and ``weight`` (the sampled tokens' sum of sample weights) count
+    over *all* ranks; the loss is divided by one of them."""
 
     micro_batches: tuple[tuple[int, ...], ...]
     sampled_tokens: int
     sequences: int
+    weight: float
 
 
 def split_step(
@@ -217,6 +219,7 @@ def split_step(
         sampled = [int(samples[index].loss_mask[1:].sum()) for index in ids]
         trained = {index for index, count in zip(ids, sampled, strict=True) if count}
         sequences = sum(not trained.isdisjoint(units[unit]) for unit in part.tolist())
+        weight = sum(samples[index].weight * count for index, count in zip(ids, sampled, strict=True))
         routings = [routing for index in ids if (routing := samples[index].routing) is not None]
         loads = None
         if lockstep > 1 and len(routings) == len(ids):
@@ -225,7 +228,7 @@ def split_step(
         partition = partition_sequences(lengths, budget=budget, ranks=ranks, cost=cost, lockstep=lockstep, loads=loads)
         for rank, micro_batches in enumerate(partition):
             named = tuple(tuple(ids[i] for i in micro) for micro in micro_batches)
-            shares[rank].append(MiniStepShare(named, sum(sampled), sequences))
+            shares[rank].append(MiniStepShare(named, sum(sampled), sequences, weight))
     return tuple(tuple(share) for share in shares)
 
 

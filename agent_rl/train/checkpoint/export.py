@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from agent_rl.config import RunConfig
+from agent_rl.config.train import FrozenModule
 from agent_rl.models.cuts import Experts, Place
 from agent_rl.models.spec import ModelSpec, read_model_spec
-from agent_rl.models.tensors import OUTPUT, Parameter, adapters, embedding_tensor, model_parameters
+from agent_rl.models.tensors import OUTPUT, Parameter, adapters, belongs_to, embedding_tensor, model_parameters
 from agent_rl.train.checkpoint import directory as checkpoint
 from agent_rl.train.checkpoint.pieces import FlatRange, PieceReader
 from agent_rl.train.hf_writer import write_adapter, write_checkpoint
@@ -37,7 +38,7 @@ def export_checkpoint(source: Path, config: RunConfig, out: Path) -> None:
     spec, lora = read_model_spec(config.model), config.train.lora
     reader = checkpoint.open_pieces(source, manifest)
     if lora is None:
-        weights = _trained(reader, spec)
+        weights = _trained(reader, spec, config.train.freeze or ())
         write_checkpoint(weights, config.model, out, getattr(torch, manifest.dtype))
         return
     halves = list(_adapters(reader, spec, lora.rank))
@@ -51,12 +52,12 @@ def export_checkpoint(source: Path, config: RunConfig, out: Path) -> None:
     staged.rename(out)
 
 
-def _trained(reader: PieceReader, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
+def _trained(reader: PieceReader, spec: ModelSpec, freeze: Collection[FrozenModule]) -> Iterator[tuple[str, Tensor]]:
     """The trained tensors in the order of an export. A tied output layer is written under its own name too, as the
     trainer does."""
     embedding = embedding_tensor(spec).name
     for _, parameter in model_parameters(spec):
-        if parameter.frozen or parameter.copied:
+        if parameter.frozen or parameter.copied or belongs_to(parameter.name, freeze):
             continue
         tensors = _tensors(reader, parameter, spec)
         yield from tensors.items()

@@ -8,13 +8,14 @@ weight         of token t of sequence i               source
 ============== ====================================== ================================================================
 token          r_t, clamped to the weight limits      TIS: truncated importance sampling, Yao et al. 2025
 sequence       prod r, clamped likewise               Seq-TIS: Liu et al. 2025, "When Speed Kills Stability"
+icepop         r_t, 0 beyond the weight limits        IcePop, Ring-1T report, arXiv 2510.18855
 ============== ====================================== ================================================================
 
 ============== ====================================== ================================================================
 mask           keeps token t of sequence i if this    source
                is within mask_low and mask_high
 ============== ====================================== ================================================================
-token          r_t                                    IcePop, Ring-1T report 2025, together with the weight token
+token          r_t                                    as IcePop, with other limits than those of the weights
 sequence       prod r                                 Seq-MIS: Liu et al. 2025, together with the weight sequence
 geometric      (prod r)^(1 / |i|)                     Geo-RS: the same, alone or with the weight token
 ============== ====================================== ================================================================
@@ -26,7 +27,8 @@ probability over q, whatever the source of the old log-probs, so that rho times 
 
 ``veto`` works with each of them: it drops a whole sequence with a token of r_t < veto. Dropped tokens stay in the loss'
 denominator; their factor is 0, as with an advantage of 0. ``normalize`` divides weights by their mean over the step,
-before anything is dropped, so that a correction does not change the size of the update.
+before anything is dropped, so that a correction does not change the size of the update. ``opsm`` depends on the current
+policy, so :func:`within_policy` computes it in each update.
 """
 
 from __future__ import annotations
@@ -72,6 +74,23 @@ def weight_moments(
     return torch.stack((torch.ones_like(weights_T).sum(), weights_T.sum()))
 
 
+def within_policy(
+    correction: CorrectionConfig,
+    logprobs_T: Tensor,
+    old_logprobs_T: Tensor,
+    advantages_T: Tensor,
+    mask_T: Tensor,
+    sequence_T: Tensor,
+) -> Tensor:
+    """``[T]`` factors of off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556, eq. 9), without a gradient: 0
+    for a negative advantage in a sequence with a mean of log old - log current above ``correction.opsm``, else 1."""
+    if correction.opsm is None:
+        return torch.ones_like(logprobs_T)
+    distance_T = _zero_unsampled(old_logprobs_T - logprobs_T, mask_T)
+    far_T = RATIOS["geometric"](distance_T, mask_T, sequence_T) > correction.opsm
+    return 1.0 - (far_T & (advantages_T < 0)).to(logprobs_T.dtype)
+
+
 def _zero_unsampled(values_T: Tensor, mask_T: Tensor) -> Tensor:
     return torch.where(mask_T, values_T.detach(), torch.zeros_like(values_T))
 
@@ -79,6 +98,9 @@ def _zero_unsampled(values_T: Tensor, mask_T: Tensor) -> Tensor:
 def _weights(correction: CorrectionConfig, log_T: Tensor, mask_T: Tensor, sequence_T: Tensor) -> Tensor:
     assert correction.weight is not None
     ratio_T = _exp(RATIOS[correction.weight](log_T, mask_T, sequence_T))
+    if correction.weight == "icepop":
+        high = torch.inf if correction.weight_high is None else correction.weight_high
+        return torch.where((ratio_T >= correction.weight_low) & (ratio_T <= high), ratio_T, 0.0)
     return ratio_T.clamp(min=correction.weight_low, max=correction.weight_high)
 
 
@@ -106,6 +128,7 @@ def _sequence_sum(log_T: Tensor, mask_T: Tensor, sequence_T: Tensor) -> Tensor:
 
 RATIOS: Mapping[CorrectionWeight | CorrectionMask, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "token": lambda log_T, mask_T, sequence_T: log_T,
+    "icepop": lambda log_T, mask_T, sequence_T: log_T,
     "sequence": _sequence_sum,
     "geometric": lambda log_T, mask_T, sequence_T: sequence_mean(log_T, mask_T, sequence_T)[sequence_T],
 }

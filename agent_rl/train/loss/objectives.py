@@ -17,6 +17,9 @@ sapo       -f(r) A, f(r) = 4 / tau sigmoid(tau (r - 1)), tau   SAPO, arXiv 2511.
            by the sign of A
 gmpo       -s_i A, s_i the geometric mean of the sequence's    GMPO, arXiv 2507.20673, section 3
            ratios, each clipped within e^-low and e^high
+dppo_tv    -r A while the token's probability has moved less   DPPO, arXiv 2602.04879, eq. 13
+           than high along A or low against it
+dppo_kl    the same with the binary KL of the probabilities    the same, eq. 14
 ========== =================================================== =======================================================
 
 Dr.GRPO (arXiv 2503.20783) is grpo with the aggregation ``constant`` and advantages that are not divided by their std.
@@ -39,6 +42,8 @@ from agent_rl.config.objectives import OBJECTIVES, Aggregation, objective_spec
 LOG_LIMIT = 20.0
 """Log-ratios are clamped to +-20 before exp. Larger ones soon overflow float32, and the gradient of a clipped term,
 0 * inf, would be NaN. A ratio of e^20 is outside of every clip."""
+SEQUENCE_LOG_LIMIT = 10.0
+"""Upper limit of a sequence's mean log-ratio in gspo, as in verl and SkyRL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +97,7 @@ def grpo(tokens: Tokens, clip: Clip) -> Terms:
 def gspo(tokens: Tokens, clip: Clip) -> Terms:
     """The clipped mean ratio of the token's sequence."""
     log_ratio_T = _sequence_log_ratio(tokens.log_ratio_T, tokens.mask_T, tokens.sequence_T)
-    return _clipped(log_ratio_T, tokens.advantages_T, clip)
+    return _clipped(log_ratio_T.clamp(max=SEQUENCE_LOG_LIMIT), tokens.advantages_T, clip)
 
 
 def cispo(tokens: Tokens, clip: Clip) -> Terms:
@@ -127,6 +132,40 @@ def gmpo(tokens: Tokens, clip: Clip) -> Terms:
     mean_n = sequence_mean(sign_T * torch.minimum(signed_T, bounded_T), tokens.mask_T, tokens.sequence_T)
     ratio_T = mean_n.exp()[tokens.sequence_T]
     return Terms(-ratio_T * tokens.advantages_T, (signed_T > bounded_T).detach(), ratio_T.detach())
+
+
+def dppo_tv(tokens: Tokens, clip: Clip) -> Terms:
+    """Masked where the probability of the token itself has moved too far: the binary total variation."""
+    new_T, old_T = _probabilities(tokens)
+    return _within_divergence(tokens, clip, new_T - old_T, (new_T - old_T).abs())
+
+
+def dppo_kl(tokens: Tokens, clip: Clip) -> Terms:
+    """Masked by KL(old || new) of the token against all others together."""
+    new_T, old_T = _probabilities(tokens)
+    others_T = ((1.0 - old_T + DPPO_EPS) / (1.0 - new_T + DPPO_EPS)).log()
+    kl_T = (1.0 - old_T) * others_T - old_T * tokens.log_ratio_T.detach()
+    return _within_divergence(tokens, clip, new_T - old_T, kl_T)
+
+
+DPPO_EPS = 1e-8
+"""Keeps the KL of a token with probability 1 finite, as in SkyRL and verl."""
+
+
+def _probabilities(tokens: Tokens) -> tuple[Tensor, Tensor]:
+    logprobs_T = tokens.logprobs_T.detach()
+    return logprobs_T.exp(), (logprobs_T - tokens.log_ratio_T.detach()).exp()
+
+
+def _within_divergence(tokens: Tokens, clip: Clip, change_T: Tensor, divergence_T: Tensor) -> Terms:
+    """``-r A`` without the tokens whose probability changed with A and diverged more than the clip; plus the option
+    ``log_ratio_penalty`` times the squared log-ratio of every token (Kimi-K2.5, arXiv 2602.02276)."""
+    ratio_T, advantages_T = tokens.log_ratio_T.exp(), tokens.advantages_T
+    limit_T = torch.where(advantages_T > 0, clip.high, clip.low)
+    masked_T = (change_T * advantages_T > 0) & (divergence_T > limit_T)
+    loss_T = torch.where(masked_T, torch.zeros_like(ratio_T), -ratio_T * advantages_T)
+    pull_T = clip.options["log_ratio_penalty"] * tokens.log_ratio_T.square()
+    return Terms(loss_T + pull_T, masked_T, ratio_T.detach())
 
 
 def _clipped(log_ratio_T: Tensor, advantages_T: Tensor, clip: Clip) -> Terms:
@@ -168,6 +207,7 @@ def aggregation_weights(
     tokens: float,
     sequences: float,
     length: float,
+    weight: float,
     dtype: torch.dtype,
 ) -> Tensor:
     """``[T]`` weights of per-token terms, for sums over the global batch.
@@ -175,19 +215,22 @@ def aggregation_weights(
     ``tokens`` and ``sequences``: sampled tokens, and sequences with a sampled token, of the *global* batch (all
     micro-batches and ranks). ``token``: the mean over all tokens (DAPO, arXiv 2503.14476, eq. 8). ``sequence``: the
     mean over sequences of each one's mean (GRPO, arXiv 2402.03300, eq. 3). ``constant``: the sum of a sequence divided
-    by ``length``, averaged over sequences (Dr.GRPO, arXiv 2503.20783: no length bias).
+    by ``length``, averaged over sequences (Dr.GRPO, arXiv 2503.20783: no length bias). ``prompt``: the mean over
+    tasks of the mean over each one's tokens, whose samples weigh 1 / tokens of the task; ``weight`` is the sum of these
+    weights over the sampled tokens.
     """
     weight_T = mask_T.to(dtype)
-    return weight_T / AGGREGATIONS[aggregation](weight_T, sequence_T, Totals(tokens, sequences, length))
+    return weight_T / AGGREGATIONS[aggregation](weight_T, sequence_T, Totals(tokens, sequences, length, weight))
 
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """The sampled tokens and sequences of the global batch, and the constant length."""
+    """The sampled tokens and sequences of the global batch, the constant length, and the tokens' sum of weights."""
 
     tokens: float
     sequences: float
     length: float
+    weight: float
 
 
 def _by_sequence(weight_T: Tensor, sequence_T: Tensor, totals: Totals) -> Tensor:
@@ -200,6 +243,7 @@ AGGREGATIONS: Mapping[Aggregation, Callable[[Tensor, Tensor, Totals], Tensor | f
     "token": lambda weight_T, sequence_T, totals: totals.tokens,
     "sequence": _by_sequence,
     "constant": lambda weight_T, sequence_T, totals: totals.sequences * totals.length,
+    "prompt": lambda weight_T, sequence_T, totals: totals.weight,
 }
 """The divisor of a token's weight, by aggregation."""
 
@@ -218,10 +262,12 @@ def kl_estimate(estimator: KlEstimator, logprobs_T: Tensor, reference_T: Tensor)
     return KL_ESTIMATORS[estimator](logprobs_T - reference_T)
 
 
-def kl_penalty(kl: KlConfig, logprobs_T: Tensor, reference_T: Tensor) -> Tensor:
-    """The estimate of ``kl.estimator``, ``[T]``, before its coefficient. ``kl.k3_limit`` limits a token's k3, which
-    grows with exp(-d) and would let one token outweigh a batch; a limited token has no gradient."""
+def kl_penalty(kl: KlConfig, logprobs_T: Tensor, reference_T: Tensor, ratio_T: Tensor | None = None) -> Tensor:
+    """The estimate of ``kl.estimator``, ``[T]``, before its coefficient, times the ratio to the old policy, where given
+    (unbiased: DeepSeek-V3.2, arXiv 2512.02556, eq. 7). ``kl.k3_limit`` limits a token's k3, which grows with exp(-d)
+    and would let one token outweigh a batch; a limited token has no gradient."""
     estimate_T = kl_estimate(kl.estimator, logprobs_T, reference_T)
+    estimate_T = estimate_T if ratio_T is None else ratio_T * estimate_T
     return estimate_T if kl.estimator != "k3" or kl.k3_limit is None else estimate_T.clamp(max=kl.k3_limit)
 
 

@@ -13,16 +13,24 @@ import torch
 from torch import Tensor
 
 from agent_rl.config import TrainConfig
-from agent_rl.train.loss.objectives import aggregation_weights, kl_estimate, kl_penalty, objective_terms
+from agent_rl.train.loss.corrections import within_policy
+from agent_rl.train.loss.objectives import (
+    LOG_LIMIT,
+    aggregation_weights,
+    kl_estimate,
+    kl_penalty,
+    objective_terms,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class LossCounts:
-    """The divisors of one optimizer update over *all* micro-batches and ranks: sampled tokens, and sequences with
-    one."""
+    """The divisors of one optimizer update over *all* micro-batches and ranks: sampled tokens, sequences with one, and
+    the tokens' sum of sample weights."""
 
     tokens: int
     sequences: int
+    weight: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +89,8 @@ def policy_loss(
     # Before any computation: 0 times an infinite value, or its gradient, is NaN.
     logprobs_T, old_logprobs_T, factors_T = sampled(logprobs_T), sampled(old_logprobs_T), sampled(factors_T)
     advantages_T, entropy_T, weights_T = sampled(advantages_T), sampled(entropy_T), sampled(weights_T)
+    near_T = within_policy(train.correction, logprobs_T, old_logprobs_T, advantages_T, mask_T, sequence_T)
+    factors_T = factors_T * near_T
     terms = objective_terms(train.objective, logprobs_T, old_logprobs_T, advantages_T, mask_T, sequence_T, train.clip)
     shares_T = aggregation_weights(
         train.loss_aggregation,
@@ -89,11 +99,13 @@ def policy_loss(
         tokens=max(1, counts.tokens),
         sequences=max(1, counts.sequences),
         length=length,
+        weight=counts.weight or 1.0,
         dtype=logprobs_T.dtype,
     )
     penalty_T = torch.zeros_like(logprobs_T)
     if train.kl.coefficient and reference_T is not None:
-        penalty_T = kl_penalty(train.kl, logprobs_T, sampled(reference_T))
+        ratio_T = (logprobs_T - old_logprobs_T).clamp(-LOG_LIMIT, LOG_LIMIT).exp() if train.kl.unbiased else None
+        penalty_T = kl_penalty(train.kl, logprobs_T, sampled(reference_T), ratio_T)
     clipped_T = terms.clipped_T & mask_T
     return PolicyLoss(
         loss=(_terms(terms.loss_T, factors_T, penalty_T, entropy_T, train) * weights_T * shares_T).sum(),

@@ -89,14 +89,14 @@ class LoraExperts(Experts):
         return super()._times(tokens, name, ends) + change
 
 
-def freeze_base(modules: Sequence[Any]) -> None:
-    """Train only the adapters."""
+def train_only(modules: Sequence[Any], trained: Callable[[str], bool]) -> None:
+    """Freeze the parameters for whose names ``trained`` is False."""
     for module in modules:
         for name, parameter in module.named_parameters():
-            parameter.requires_grad_(".lora." in name)
+            parameter.requires_grad_(trained(name))
         if module.pre_process:
-            # Recomputed layers (train.recompute) get gradients only if their input requires one, and nothing before the
-            # first layer is trained.
+            # Recomputed layers (train.recompute) get gradients only if their input requires one, also where nothing
+            # before the first layer is trained.
             module.embedding.register_forward_hook(lambda _module, _inputs, output: output.requires_grad_())
 
 

@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agent_rl.config import LoraConfig, ParallelConfig, Recompute
+from agent_rl.config.train import FrozenModule
 from agent_rl.models.spec import ModelSpec, read_model_spec
+from agent_rl.models.tensors import belongs_to
 from agent_rl.train.expert_balancing.plan_feed import BalancingSpec, ExpertBalancer
 from agent_rl.train.hf_index import LoadProgress
 from agent_rl.train.hf_writer import write_adapter, write_checkpoint
@@ -24,7 +26,7 @@ from agent_rl.train.megatron import hf_weights as hf
 from agent_rl.train.megatron.forward_backward import ForwardBackward
 from agent_rl.train.megatron.kernel_choice import choose_kernels
 from agent_rl.train.megatron.layers import block_spec
-from agent_rl.train.megatron.lora import freeze_base, init_adapters
+from agent_rl.train.megatron.lora import init_adapters, train_only
 from agent_rl.train.megatron.parallel import ParallelState, current_parallel_state
 from agent_rl.train.megatron.token_sharding import shard_spec
 from agent_rl.train.megatron.transformer import transformer_config
@@ -68,10 +70,13 @@ class PolicyModel(ForwardBackward):
         distributed_optimizer: bool = False,
         balance: BalancingSpec | None = None,
         lora: LoraConfig | None = None,
+        freeze: Sequence[FrozenModule] = (),
         notes: Sequence[str] = (),
     ) -> None:
         if lora:
-            freeze_base(modules)
+            train_only(modules, lambda name: ".lora." in name)
+        if freeze:
+            train_only(modules, lambda name: not belongs_to(name, freeze))
         self.notes, self.directory, self.lora = tuple(notes), directory, lora
         self._expert_order: hf.ExpertOrder = {}
         self.config: TransformerConfig = modules[0].config
@@ -95,6 +100,7 @@ class PolicyModel(ForwardBackward):
         load: bool = True,
         balance: BalancingSpec | None = None,
         lora: LoraConfig | None = None,
+        freeze: Sequence[FrozenModule] = (),
         model_spec: ModelSpec | None = None,
         seed: int = 0,
         progress: LoadProgress | None = None,
@@ -102,7 +108,7 @@ class PolicyModel(ForwardBackward):
         """Make the model of ``hf_dir`` on this rank (after ``init_parallel``) and load its weights.
 
         ``load=False`` draws random weights. ``balance``: experts can be borrowed, where a pass is given plans.
-        ``lora``: only adapters are trained, drawn by ``seed``.
+        ``lora``: only adapters are trained, drawn by ``seed``. ``freeze``: modules that are not trained.
         ``model_spec``: the architecture; None reads ``config.json``.
         ``progress`` grows while weights are read. Raises ConfigError where the directory or the layout does not fit.
         """
@@ -143,6 +149,7 @@ class PolicyModel(ForwardBackward):
             distributed_optimizer=uses_distributed_optimizer(parallel),
             balance=balance,
             lora=lora,
+            freeze=freeze,
             notes=kernels.notes,
         )
         init_adapters((slot for slot in model.param_mappings() if slot.adapter), ranks, seed)

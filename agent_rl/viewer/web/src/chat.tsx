@@ -46,6 +46,7 @@ export function ChatTurn({ turn, number, open = false }: { turn: Turn; number: n
           {plural(turn.completion_tokens, "token")}, {seconds(turn.generate_seconds)} to write, {seconds(turn.tool_seconds)} to run
         </span>
       </h2>
+      {turn.left_out && <p class="dim">not trained: {visible(turn.left_out)}</p>}
       {turn.thoughts && (
         <Thoughts length={plural(turn.thoughts.length, "character")} open={open}>
           <LongText text={turn.thoughts} name={`Thoughts of turn ${number}`} />

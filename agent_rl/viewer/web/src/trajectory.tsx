@@ -92,6 +92,11 @@ function Heading({ run, value }: { run: string; value: Trajectory }) {
           <Outcome {...value} />
         </Fact>
         <Fact name="reward">{number(value.reward)}</Fact>
+        {Object.entries({ ...prefixed("reward", value.parts), ...prefixed("env", value.metrics) }).map(([name, part]) => (
+          <Fact name={visible(name)} key={name}>
+            {number(part)}
+          </Fact>
+        ))}
         <Fact name="ending">{value.stop}</Fact>
         <Fact name="training_status">{value.training_status ?? "–"}</Fact>
         <Fact name="advantage">{number(value.advantage)}</Fact>
@@ -107,6 +112,11 @@ function Heading({ run, value }: { run: string; value: Trajectory }) {
       )}
     </header>
   );
+}
+
+/** The numbers of a grade by the names of their metrics. */
+function prefixed(group: string, numbers: Record<string, number>) {
+  return Object.fromEntries(Object.entries(numbers).map(([name, part]) => [`${group}/${name}`, part]));
 }
 
 function Branches({ value, index }: { value: Trajectory; index: number }) {

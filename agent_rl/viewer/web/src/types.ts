@@ -134,6 +134,8 @@ export interface Turn {
   tool: string | null;
   arguments: Record<string, unknown>;
   parse_failure: string | null;
+  /** The rule that leaves the turn out of training. */
+  left_out?: string;
   text: string;
   observation: string;
   span: [number, number] | null;
@@ -191,6 +193,8 @@ export interface Trajectory extends Answer {
   advantage: number | null;
   hacks: string[];
   patch: string;
+  parts: Record<string, number>;
+  metrics: Record<string, number>;
   tests: Record<string, string>;
   test_log: string;
   times: {

@@ -1,0 +1,2 @@
+#!/bin/bash
+sed "s/.*/$GREETING &!/" names.txt > hello.txt
