@@ -1,6 +1,6 @@
 """What the kept tokens of truncated sampling change: the trainer's mismatch, and the engine's time per token.
 
-Run: ``python benchmarks/bench_sampling_mask.py [--tokens 20000] [--top-p 0.9] [--temperature 1.5] [--dtype float32]``
+Run: ``python benchmarks/bench_sampling_mask.py [--tokens 20000] [--top-p 0.9] [--temperature 1.5]``
 
 One real engine with the quickstart's model samples after random prompts with top-p. The trainer takes the log-probs of
 the same tokens, with the engine's routes, over the kept tokens and over the whole vocabulary. Both are compared with
@@ -33,7 +33,7 @@ from agent_rl.train.step import packed
 from agent_rl.types import Completion, Sample, SamplingParams
 from r3.mismatch.report import k3_kl, logprob_abs_diff
 
-PROMPT, SAMPLED, ROUNDS = 32, 500, 6
+PROMPT, SAMPLED = 32, 500
 
 
 async def sample(model: Path, chosen: argparse.Namespace) -> list[tuple[list[int], Completion]]:
@@ -56,7 +56,7 @@ async def sample(model: Path, chosen: argparse.Namespace) -> list[tuple[list[int
             "top-p with a mask": sampling,
         }
         seconds, tokens = dict.fromkeys(kinds, 0.0), dict.fromkeys(kinds, 0)
-        for _, (name, given) in itertools.product(range(ROUNDS), kinds.items()):
+        for _, (name, given) in itertools.product(range(chosen.rounds), kinds.items()):
             started = time.perf_counter()
             tokens[name] += len((await one(given))[1].tokens)
             seconds[name] += time.perf_counter() - started
@@ -97,6 +97,7 @@ def compare(model: Path, drawn: list[tuple[list[int], Completion]], temperature:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=20000)
+    parser.add_argument("--rounds", type=int, default=6, help="sequences of 500 tokens that are timed, of each kind")
     parser.add_argument("--top-p", type=float, default=0.9)
     parser.add_argument("--temperature", type=float, default=1.5)
     parser.add_argument("--dtype", default="float32", help="of the engine; the trainer computes in float32")
