@@ -1,7 +1,7 @@
 # `make quickstart` and `make test` include all setup steps.
 PYTHON ?= python3
 VENV := .venv/bin
-FAST := not (exhaustive or slow or docker or podman or sglang or megatron or browser)
+FAST := not (exhaustive or slow or docker or podman or sglang or megatron or browser or slurm)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup prepare image real-tasks agents quickstart test test-fast check docs bench view-build

@@ -184,7 +184,8 @@ class Turn:
     not sampled, because the loop closed its thoughts (``rollout.max_thinking_tokens``); they end the thoughts.
     ``left_out``: the rule (``rollout.harness.train_if``) that leaves the turn out of training, "" if none does.
     ``usage``: tokens as a chat endpoint counts them, by the fields of :class:`agent_rl.evaluation.usage.Usage`; empty
-    if nobody counted the model's tokens, None if the turn's own counts are the model's tokens.
+    if nobody counted the model's tokens, None if the turn's own counts are the model's tokens. ``summary``: the turn is
+    the summary at the end of its branch (``rollout.compaction``).
     """
 
     text: str
@@ -206,6 +207,7 @@ class Turn:
     usage: Mapping[str, int] | None = None
     inserted_tokens: int = 0
     left_out: str = ""
+    summary: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -239,23 +241,25 @@ class RouteAudit:
 
 
 class BranchCause(StrEnum):
-    """Why an agent program's conversation started a new branch."""
+    """Why a conversation started a new branch."""
 
     START = "start"  # the first branch
     TOOLS = "tools"  # the tools changed
     REWRITE = "rewrite"  # earlier messages were changed, dropped or compacted; or a sub-agent began
     PARALLEL = "parallel"  # two requests ran concurrently
     RETRY = "retry"  # the same request was repeated after its response
+    COMPACTION = "compaction"  # the built-in loop had the conversation summarized (rollout.compaction)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Branch:
-    """One token sequence of a trajectory: a path through the conversation tree.
+    """One token sequence of a trajectory: a path through an agent program's conversation tree, or the part of an
+    episode between two compactions.
 
     Arrays as in :class:`Trajectory`. ``loss_mask`` is True for sampled tokens that are trained in this branch. A token
     that several branches share is trained in the first one and is context in the others. ``kept``: a row per trained
     token, or None. ``parent``: number of the earlier branch that shares the first ``shared`` tokens (None and 0 for a
-    branch without parent).
+    branch without parent). ``messages``: those of the branch; of an agent program's branches only the first has them.
     """
 
     tokens: NDArray[np.int32]
@@ -267,6 +271,7 @@ class Branch:
     shared: int = 0
     cause: BranchCause = BranchCause.START
     kept: KeptTokens | None = None
+    messages: tuple[Mapping[str, str], ...] = ()
 
     @property
     def weight_versions(self) -> tuple[str, ...]:
@@ -296,9 +301,9 @@ class Trajectory:
 
     ``tokens`` int32 ``[S]``; ``loss_mask`` bool ``[S]``, True for sampled tokens; ``logprobs`` float32 ``[S]``, 0 for
     other tokens; ``routing`` with S rows (the last is absent) or None; ``kept`` with a row per sampled token, or None.
-    They belong to the first branch; ``further`` holds the other branches of an agent program's conversation.
-    ``reward`` is None iff ``stop.infrastructure``. ``versions``: weight versions of the sampled tokens, in order; a
-    span may include observation tokens. ``error``:
+    They and ``messages`` belong to the first branch; ``further`` holds the other branches. ``reward`` is None iff
+    ``stop.infrastructure``. ``versions``: weight versions of the sampled tokens, in order; a span may include
+    observation tokens. ``error``:
     reason of an infrastructure failure in the first line; for ``environment_error`` a traceback follows. ``tests``,
     ``test_log``: results and log of the hidden tests. A run's records keep only the end of the log. ``began``: Unix
     time at which the episode got its concurrency slot, after waiting ``queue_seconds`` (0: not recorded).
@@ -345,7 +350,8 @@ class Trajectory:
     @property
     def branches(self) -> tuple[Branch, ...]:
         """All branches, at least one."""
-        first = Branch(self.tokens, self.loss_mask, self.logprobs, self.routing, self.versions, kept=self.kept)
+        arrays = self.tokens, self.loss_mask, self.logprobs, self.routing
+        first = Branch(*arrays, self.versions, kept=self.kept, messages=self.messages)
         return first, *self.further
 
     @property

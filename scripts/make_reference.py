@@ -24,6 +24,7 @@ from typer.models import ArgumentInfo, OptionInfo
 
 from agent_rl.cli import app
 from agent_rl.config import RunConfig
+from agent_rl.config.base import section_of
 from agent_rl.monitoring.metrics import METRICS, Metric
 
 REFERENCE = Path(__file__).resolve().parent.parent / "docs/reference"
@@ -91,24 +92,19 @@ def _inner_models(path: str, model: type[BaseModel]) -> Mapping[type[BaseModel],
     """The sections that a section's keys hold, with the path of each: ``guard.NAME`` where several keys hold one."""
     paths: dict[type[BaseModel], list[str]] = {}
     for name, field in model.model_fields.items():
-        if (section := _section_of(field.annotation)) is not None:
+        if (section := section_of(field.annotation)) is not None:
             named = ".NAME" if typing.get_origin(field.annotation) is dict else ""
             paths.setdefault(section, []).append(f"{path}.{name}{named}".lstrip("."))
     return {section: names[0] if len(names) == 1 else f"{path}.NAME" for section, names in paths.items()}
 
 
-def _section_of(annotation: Any) -> type[BaseModel] | None:
-    options = (annotation, *typing.get_args(annotation))
-    return next((part for part in options if inspect.isclass(part) and issubclass(part, BaseModel)), None)
-
-
 def _config_row(name: str, field: FieldInfo, inner: Mapping[type[BaseModel], str]) -> list[str]:
-    section = _section_of(field.annotation)
+    section = section_of(field.annotation)
     kind, default = _type_text(field), _default_text(field)
     if section is not None:
         anchor = re.sub(r"[^\w-]", "", inner[section]).lower()
         origin = typing.get_origin(field.annotation)
-        form = "sections by name" if origin is dict else "section" if origin is None else "section or null"
+        form = {dict: "sections by name", tuple: "list of sections", None: "section"}.get(origin, "section or null")
         kind = f"[{form}](#{anchor})"
     return [f"`{name}`", kind, default, prose(field.description or (section.__doc__ if section else "") or "")]
 

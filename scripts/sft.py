@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -14,12 +14,8 @@ from agent_rl.errors import TrainerError
 from agent_rl.train.batching.partition import check_lengths
 from agent_rl.train.checkpoint import directory as checkpoint
 from agent_rl.train.ray_trainer import RayTrainer
-from agent_rl.train.reports import Update, WeightedSequences
+from agent_rl.train.reports import WeightedSequences
 from agent_rl.train.requests import OptimizerSpec
-from agent_rl.train.worker_group import WorkerGroup
-
-if TYPE_CHECKING:
-    from ray import ObjectRef
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,18 +68,15 @@ async def sft(
     lengths.
     """
     _check(sequences)
-    lengths = [len(tokens) for tokens, _ in sequences]
-    check_lengths(lengths, trainer.config.train.microbatch_tokens)
+    check_lengths([len(tokens) for tokens, _ in sequences], trainer.config.train.microbatch_tokens)
     await trainer.set_optimizer(config.optimizer())
     done = await _resumed(trainer, checkpoints)
-    stored = trainer.workers.put(sequences)
-    weights = [float(np.sum(weights[1:], dtype=np.float64)) for _, weights in sequences]
     started = time.perf_counter() - done.seconds
     for step, ids in enumerate(batches(len(sequences), config)[done.step :], start=done.step + 1):
-        partition = trainer.partition_sequences([lengths[i] for i in ids])
-        shares = [[[ids[i] for i in micro] for micro in rank] for rank in partition]
-        loss, update = await _update(trainer.workers, stored, shares, max(sum(weights[i] for i in ids), 1e-9))
-        done = SftProgress(step, loss, update.lr, time.perf_counter() - started)
+        values = await trainer.supervise([sequences[i] for i in ids])
+        if not values["train/updates"]:
+            raise TrainerError(f"supervised update {step} was skipped: its loss or gradient is not finite")
+        done = SftProgress(step, values["sft/loss"], values["train/lr"], time.perf_counter() - started)
         if progress is not None:
             progress(done)
         if checkpoints is not None and step % config.checkpoint_every == 0:
@@ -106,18 +99,6 @@ async def _save(trainer: RayTrainer, checkpoints: Path, done: SftProgress) -> No
     await trainer.save(checkpoints / f"step-{done.step:06d}", asdict(done))
     for older in checkpoint.complete_checkpoints(checkpoints)[:-1]:
         checkpoint.remove(older)
-
-
-async def _update(
-    workers: WorkerGroup,
-    sequences: ObjectRef[WeightedSequences],
-    shares: Sequence[Sequence[Sequence[int]]],
-    weight: float,
-) -> tuple[float, Update]:
-    """One update over ``shares[data_rank][micro_batch]``, its loss divided by ``weight``."""
-    parts = await workers.call(lambda actor: actor.supervise.remote(sequences, shares, weight))
-    loss = sum(part for info, (part, _) in zip(workers.infos, parts, strict=True) if info.lead)
-    return loss, parts[0][1]
 
 
 def batches(count: int, config: SftConfig) -> list[list[int]]:

@@ -32,7 +32,7 @@ from agent_rl.rollout.rescore import rescore_metrics
 from agent_rl.rollout.route_audit import audit_metrics
 from agent_rl.train.expert_balancing.report import BalanceReport, PassBalance, balance_metrics
 from agent_rl.train.reports import RankReport, ReferenceReport, RouteCounts, Update, UpdateSums
-from agent_rl.train.step_metrics import step_metrics
+from agent_rl.train.step_metrics import sft_metrics, step_metrics
 from agent_rl.types import Group, Rescored, RouteAudit
 from agent_rl.utils.concurrency import LoopLag
 from r3.routing import Routing
@@ -41,6 +41,7 @@ from sandbox.ray.backend import ClusterBackend
 ROOT = Path(__file__).resolve().parent.parent
 NEED_A_RUN = (
     "agent_rl/controller/batch.py",
+    "agent_rl/controller/sft.py",
     "agent_rl/controller/train.py",
     "agent_rl/engine/sleep.py",
     "agent_rl/monitoring/metrics_log.py",
@@ -78,7 +79,10 @@ def made_by_calling() -> Mapping[str, set[str]]:
         "controller/rollout_runtime.py": TaskRuntime(backend, env=None).metrics(),
         "endpoint/server.py": EndpointServer(Path("none"), 0).metrics(),
         "train/expert_balancing/report.py": balance_metrics([balanced()]),
-        "train/step_metrics.py": step_metrics([report()], routes(), routes(), Clip(0.2, 0.2)),
+        "train/step_metrics.py": {
+            *step_metrics([report()], routes(), routes(), Clip(0.2, 0.2)),
+            *sft_metrics(Update(grad_norm=1.0, lr=1e-3), 1.0, 3),
+        },
     }
     return {f"agent_rl/{file}": set(names) for file, names in made.items()}
 

@@ -111,6 +111,15 @@ class MarksText(Protocol):
         ...
 
 
+@runtime_checkable
+class WritesTurns(Protocol):
+    """A format of whole turns, not of calls inside a turn's text. Optional."""
+
+    def render_turn(self, thoughts: str, text: str, calls: Sequence[ToolCall]) -> str:
+        """A turn after the prompt, with the marker that ends it. Raises ``ValueError`` for one that it cannot write."""
+        ...
+
+
 class ToolSet(Protocol):
     """The tools of one episode."""
 

@@ -124,11 +124,13 @@ def fork(
     overrides: Overrides = None,
 ) -> None:
     """Start a new run from a checkpoint of another, with config overrides. Training continues with the next step."""
+    from agent_rl.config.loader import load_recorded
     from agent_rl.controller.fork import fork as fork_run
 
     directory, _, step = run.partition("@")
-    target = fork_run(Path(directory), step, name, overrides or ())
-    typer.echo(f"{target}: created from {run}\nnext: agent-rl train {shlex.quote(str(target / 'config.yaml'))}")
+    config = fork_run(Path(directory), step, name, overrides or ()) / "config.yaml"
+    command = "train" if load_recorded(config).sft is None else "sft"
+    typer.echo(f"{config.parent}: created from {run}\nnext: agent-rl {command} {shlex.quote(str(config))}")
 
 
 @app.command("export")

@@ -1,4 +1,4 @@
-"""Commands that take a config: ``train``, ``eval``, ``doctor``, ``serve``, ``rollout``, ``plan``, ``dry-run``,
+"""Commands that take a config: ``train``, ``sft``, ``eval``, ``doctor``, ``serve``, ``rollout``, ``plan``, ``dry-run``,
 ``setup``."""
 
 from __future__ import annotations
@@ -44,6 +44,22 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
         run_async(run(checked), RESUMABLE)
 
     train_with_forks(load_config(config, overrides or ()), train_once, typer.echo)
+
+
+@app.command()
+def sft(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Fine-tune the config's model on the rows and episodes of sft.data. A killed run resumes from its last checkpoint.
+
+    Exit code 3: the guard saved a checkpoint and stopped the run.
+    """
+    from agent_rl.commands.sft import prepare
+    from agent_rl.config.loader import load_config
+    from agent_rl.controller.sft import train_sft
+    from sandbox import printable
+
+    checked, data, lines = prepare(load_config(config, overrides or ()))
+    typer.echo("\n".join(map(printable, lines)))
+    run_async(train_sft(checked, data), RESUMABLE)
 
 
 @app.command("eval")
@@ -242,7 +258,7 @@ def plan(
     overrides: Overrides = None,
     tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="Mean tokens per trajectory, for totals per step. Default: rollout.max_tokens."),
+        typer.Option(min=1, help="Mean tokens per trajectory, for totals per step. Default: the maximum."),
     ] = None,
     time: Annotated[
         bool, typer.Option("--time", help="Also predict seconds per step, hours and GPU hours, with all assumptions.")
@@ -265,7 +281,7 @@ def plan(
     from agent_rl.planner.report import print_plan
     from agent_rl.planner.suggestions import make_plan
 
-    loaded = load_config(config, overrides or ())
+    loaded = _of_rl(load_config(config, overrides or ()))
     run_plan = make_plan(loaded, tokens=tokens)
     if time or assume or measured:
         run_plan = predict_time(run_plan, loaded, tokens=tokens, settings=assume or (), run=measured)
@@ -298,13 +314,22 @@ def dry_run(
     from agent_rl.dryrun.report import print_dry_run
     from agent_rl.dryrun.run import dry_run as dry_run_ranks
 
-    loaded = load_config(config, overrides or ())
+    loaded = _of_rl(load_config(config, overrides or ()))
     results = dry_run_ranks(loaded, ranks=rank or (), skew=skew, layers=layers)
     print_dry_run(loaded, results)
     faults = [f"error: rank {result.rank}: {result.fault}" for result in results if result.fault is not None]
     if faults:
         print(*faults, sep="\n", file=sys.stderr)
         raise typer.Exit(1)
+
+
+def _of_rl(config: RunConfig) -> RunConfig:
+    """Raises UserError for a config of `agent-rl sft`."""
+    from agent_rl.errors import UserError
+
+    if config.sft is not None:
+        raise UserError("the config has the section sft, and this command describes RL: add the override sft=null")
+    return config
 
 
 @app.command()

@@ -63,7 +63,8 @@ class PolicyChoice:
 
     def rules(self, config: RunConfig) -> EpisodeRules:
         """The rules of the episodes. A chat model always gets the tool descriptions in its prompt. Where the config's
-        own model does not, the config's ``max_tokens`` has no space for them, and the key's default applies."""
+        own model does not, the config's ``max_tokens`` has no space for them: the key's default applies, without
+        compaction."""
         rules = EpisodeRules.from_config(config).for_evaluation(greedy=self.greedy)
         scaffold = load_scaffold(config.env.scaffold)
         for key, default in (("thinking", "default"), ("max_thinking_tokens", None), ("template_options", {})):
@@ -82,7 +83,7 @@ class PolicyChoice:
             raise UserError(f"--tool-calls native: env.scaffold {scaffold.name} has calls of its own: leave it out")
         if self.model is None or config.rollout.describe_tools or "describe_tools" in scaffold.required_rollout:
             return rules
-        return rules.override(describe_tools=True, max_tokens=RolloutConfig().max_tokens)
+        return rules.override(describe_tools=True, max_tokens=RolloutConfig().max_tokens, compaction=None)
 
 
 @dataclass(frozen=True)
@@ -154,6 +155,9 @@ def _chat_runner(env: Environment, engine: ChatEngine, endpoint: ChatEndpoint, r
     scaled = rules.override(
         max_tokens=rules.rollout.max_tokens * BYTES_A_TOKEN, max_new_tokens=rules.rollout.max_new_tokens * BYTES_A_TOKEN
     )
+    if (compaction := rules.rollout.compaction) is not None:
+        at_tokens = compaction.at_tokens * BYTES_A_TOKEN
+        scaled = scaled.override(compaction=compaction.model_copy(update={"at_tokens": at_tokens}))
     fmt = NativeToolCalls() if endpoint.native_tools else tool_format(rules.rollout.tool_format or "hermes")
     renderer = ChatTextRenderer(native_tools=endpoint.native_tools)
 

@@ -1,12 +1,14 @@
 """``agent-rl rows``: writes episodes as chat rows for supervised fine-tuning, one JSON object a line.
 
 ``messages`` have OpenAI's form, with ``reasoning_content`` and ``tool_calls``. Rows of a run also have ``tokens`` and
-``loss_mask`` of the trajectory: the tokens that the engine sampled and no others have mask 1.
+``loss_mask`` of the trajectory: the tokens that the engine sampled and no others have mask 1. ``tokenizer`` names the
+tokenizer.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from agent_rl.commands.show import READ_ERRORS, EpisodeRecord, episodes
 from agent_rl.errors import UserError
 from agent_rl.rollout.conversation import conversation
 from agent_rl.rollout.records import arrays_path, read_arrays, read_branch, steps_on_disk, trajectories_path
+from agent_rl.types import Branch
 from agent_rl.utils.run_files import write_atomic
 
 Json = dict[str, Any]
@@ -38,14 +41,15 @@ def write_rows(source: Path, out: Path, choice: RowChoice) -> str:
     if out.exists():
         raise UserError(f"{out}: exists already")
     lines, counts, tasks = list[bytes](), Counter[str](), Counter[str]()
-    for file in _files(source):
+    tokenizer = tokenizer_name(source)
+    for file in episode_files(source):
         try:
             for episode in episodes(file):
                 if (reason := _left_out(episode, choice, tasks)) is not None:
                     counts[reason] += 1
                     continue
                 tasks[episode.task_id] += 1
-                lines.append(orjson.dumps(_row(file, episode)) + b"\n")
+                lines += [orjson.dumps(row) + b"\n" for row in _rows(file, episode, tokenizer)]
         except READ_ERRORS as error:
             raise UserError(f"{file}: no readable trajectories ({type(error).__name__}: {error})") from None
     if not lines:
@@ -54,7 +58,13 @@ def write_rows(source: Path, out: Path, choice: RowChoice) -> str:
     return f"{out}: {len(lines)} rows of {len(tasks)} tasks ({_listed(counts)})"
 
 
-def _files(source: Path) -> Sequence[Path]:
+def tokenizer_name(directory: Path) -> str | None:
+    """A name of the tokenizer in the directory of a run or model; None where it has none."""
+    path = directory / "tokenizer.json"
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else None
+
+
+def episode_files(source: Path) -> Sequence[Path]:
     """The files of trajectories of a run, or the directory of an evaluation."""
     if steps := steps_on_disk(source):
         return [trajectories_path(source, step) for step in steps]
@@ -67,34 +77,61 @@ def _left_out(episode: EpisodeRecord, choice: RowChoice, tasks: Counter[str]) ->
     """Why ``episode`` becomes no row; None if it does."""
     if not episode.row["turns"]:
         return "without a turn"
-    if len(episode.row.get("branches", ())) > 1:
+    if not _has_all_messages(episode.row):
         return "of several branches"
     if not (episode.row["resolved"] or choice.unresolved):
         return "not resolved"
     return "beyond --per-task" if choice.per_task == tasks[episode.task_id] else None
 
 
-def _row(file: Path, episode: EpisodeRecord) -> Json:
+def _has_all_messages(row: Mapping[str, Any]) -> bool:
+    """Whether the messages of all branches are known: not those of an agent program's further branches, nor those after
+    a summary in an evaluation's directory."""
+    if "branches" in row:
+        return all("messages" in branch for branch in row["branches"][1:])
+    return not any(turn.get("summary") for turn in row["turns"])
+
+
+def _rows(file: Path, episode: EpisodeRecord, tokenizer: str | None) -> Iterator[Json]:
+    """The rows of an episode, one a branch. A turn that a compaction kept is in the messages of two branches and has
+    loss mask 1 in the first."""
     row = episode.row
     fields = {"task_id": episode.task_id, "reward": row.get("reward"), "resolved": row["resolved"]}
-    fields["messages"] = list(_messages(row))
-    if "branches" in row:
-        read = functools.partial(_array, arrays_path(file))
-        branch = read_branch(row, 0, read, routes=False)
-        fields |= {"tokens": branch.tokens.tolist(), "loss_mask": branch.loss_mask.astype(int).tolist()}
-    return fields
+    if "branches" not in row:
+        yield {**fields, "messages": messages_of(row)}
+        return
+    for number, branch in enumerate(branches(file, row)):
+        messages = branch.messages if number else row["messages"]
+        yield {
+            **fields,
+            "messages": list(_messages(messages, row["turns"])),
+            "tokens": branch.tokens.tolist(),
+            "loss_mask": branch.loss_mask.astype(int).tolist(),
+            "tokenizer": tokenizer,
+        }
+
+
+def branches(file: Path, row: Mapping[str, Any]) -> list[Branch]:
+    """The branches of the trajectory ``row`` in ``file``, without routes."""
+    read = functools.partial(_array, arrays_path(file))
+    return [read_branch(row, number, read, routes=False) for number in range(len(row["branches"]))]
+
+
+def messages_of(row: Mapping[str, Any]) -> list[Json]:
+    """The conversation of an episode's first branch in OpenAI's form."""
+    return list(_messages(row["messages"], row["turns"]))
 
 
 def _array(path: Path, name: str) -> Any:
     return read_arrays(path, [name])[name]
 
 
-def _messages(row: Mapping[str, Any]) -> Iterator[Json]:
-    turns, calls = iter(conversation(row["turns"])), list[Json]()
+def _messages(messages: Sequence[Mapping[str, str]], turns: Sequence[Mapping[str, Any]]) -> Iterator[Json]:
+    spoken, calls = zip(turns, conversation(turns), strict=True), list[Json]()
     number = 0
-    for message in row["messages"]:
+    for message in messages:
         if message["role"] == "assistant":
-            turn = next(turns)
+            turn = next(said for turn, said in spoken if turn["text"] == message["content"])
             calls = [_call(number + index, call) for index, call in enumerate(turn["calls"])]
             number += len(calls)
             thoughts = {"reasoning_content": turn["thoughts"]} if turn["thoughts"] else {}

@@ -199,6 +199,8 @@ def _render_episode(episode: EpisodeRecord) -> RenderableType:
 def _render_turn(number: int, turn: Mapping[str, Any]) -> list[RenderableType]:
     """The model's text, the parsed tool call and the observation."""
     call = f"calls {turn['tool']}" if turn["tool"] else "makes no call"
+    if turn.get("summary"):
+        call = "is a summary, with which a new branch begins"
     times = f"generation {turn['generate_seconds']:.1f} s, tool {turn['tool_seconds']:.1f} s"
     parts: list[RenderableType] = [
         Rule(cell(f"turn {number} {call} ({_tokens(turn)}, {times})"), align="left"),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
 
@@ -34,3 +35,9 @@ class Section(BaseModel):
     """Base of every section. Instances are immutable; unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def section_of(annotation: Any) -> type[BaseModel] | None:
+    """The section in the type of a key: ``Section``, ``Section | None``, or a list or mapping of sections."""
+    options = (annotation, *typing.get_args(annotation))
+    return next((part for part in options if isinstance(part, type) and issubclass(part, BaseModel)), None)

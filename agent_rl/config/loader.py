@@ -7,7 +7,7 @@ import difflib
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from agent_rl.config import EnvConfig, RunConfig
+from agent_rl.config.base import section_of
 from agent_rl.errors import ConfigError, UserError
 from envs.registry import path_options
 
@@ -80,6 +81,7 @@ INPUT_PATHS = (
     ("env", "quarantine"),
     ("rollout", "harness", "directory"),
     ("train", "kl", "reference"),
+    ("sft", "data", "path"),
 )
 """Keys of input files and directories. A relative path is resolved against the directory of its config first."""
 
@@ -160,9 +162,19 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 def _section(data: Any, *keys: str) -> dict[str, Any]:
     """The mapping under ``keys``; empty if it is missing."""
-    for key in keys:
-        data = data.get(key) if isinstance(data, dict) else None
-    return data if isinstance(data, dict) else {}
+    return next(_sections(data, *keys), {})
+
+
+def _sections(data: Any, *keys: str) -> Iterator[dict[str, Any]]:
+    """The mapping under ``keys``, or all of a list of mappings."""
+    if isinstance(data, list):
+        for item in data:
+            yield from _sections(item, *keys)
+    elif isinstance(data, dict):
+        if keys:
+            yield from _sections(data.get(keys[0]), *keys[1:])
+        else:
+            yield data
 
 
 def _option_paths(layers: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
@@ -192,10 +204,10 @@ def _env_path_options(layers: Sequence[dict[str, Any]], key: str) -> frozenset[s
 def _resolve_paths(data: dict[str, Any], directory: Path, inputs: Sequence[tuple[str, ...]]) -> dict[str, Any]:
     """Prefixes ``directory`` to the paths under the keys ``inputs`` that exist there; changes and returns ``data``."""
     for *parents, leaf in inputs:
-        section = _section(data, *parents)
-        value = section.get(leaf)
-        if isinstance(value, str) and value and (directory / value).exists():
-            section[leaf] = str(directory / value)
+        for section in _sections(data, *parents):
+            value = section.get(leaf)
+            if isinstance(value, str) and value and (directory / value).exists():
+                section[leaf] = str(directory / value)
     return data
 
 
@@ -266,16 +278,17 @@ def _paths(model: type[BaseModel], section: str = "") -> list[str]:
     paths: list[str] = []
     for name, field in model.model_fields.items():
         paths.append(f"{section}{name}")
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            paths += _paths(field.annotation, f"{section}{name}.")
+        if (inner := section_of(field.annotation)) is not None:
+            paths += _paths(inner, f"{section}{name}.")
     return paths
 
 
 def _known_keys(section: tuple[str, ...]) -> list[str]:
     model: type[BaseModel] = RunConfig
     for part in section:
-        annotation = model.model_fields[part].annotation
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+        if part.isdigit():  # the index in a list of sections
+            continue
+        if part not in model.model_fields or (inner := section_of(model.model_fields[part].annotation)) is None:
             return []
-        model = annotation
+        model = inner
     return list(model.model_fields)

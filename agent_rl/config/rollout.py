@@ -73,6 +73,31 @@ class HarnessConfig(Section):
     train_if: TrainIfConfig = Field(TrainIfConfig(), description="Which replies are trained.")
 
 
+class CompactionConfig(Section):
+    """Compaction: a conversation that grows too long is summarized by the policy and goes on with the summary; see
+    docs/how-to/train.md."""
+
+    at_tokens: int = Field(
+        ...,
+        gt=0,
+        description="Tokens beyond which a conversation is compacted. A turn and the summary must fit after them: at "
+        "most max_tokens - 2 x max_new_tokens - the tokens of prompt.",
+    )
+    prompt: str = Field(
+        "The conversation is shortened now. Write a summary of the work so far for yourself: what was found, what was "
+        "changed, and what is left to do. Call no tool. The last turns and the result of your last call will follow.",
+        min_length=1,
+        description="The user message that asks for the summary.",
+    )
+    keep_turns: int = Field(
+        2, gt=0, description="Last turns that are kept after the summary; fewer if they exceed at_tokens."
+    )
+    max_per_episode: int = Field(
+        8, gt=0, description="Maximum compactions per episode. After them a full context ends the episode."
+    )
+    train_summary: bool = Field(True, description="Train the summaries' tokens. false is for comparisons only.")
+
+
 class RolloutConfig(Section):
     """Sampling of episodes."""
 
@@ -80,7 +105,11 @@ class RolloutConfig(Section):
     tasks_per_step: int = Field(8, gt=0, description="Tasks per global step.")
     concurrency: int = Field(64, gt=0, description="Maximum number of concurrent episodes.")
     max_turns: int = Field(50, gt=0, description="Maximum turns per episode.")
-    max_tokens: int = Field(65536, gt=0, description="Maximum tokens per trajectory, with prompts and observations.")
+    max_tokens: int = Field(
+        65536,
+        gt=0,
+        description="Maximum tokens per trajectory, with prompts and observations; with compaction, per branch.",
+    )
     max_new_tokens: int = Field(4096, gt=0, description="Maximum sampled tokens per turn.")
     temperature: float = Field(1.0, ge=0, description="Sampling temperature. 0: greedy decoding.")
     top_p: float = Field(
@@ -140,6 +169,9 @@ class RolloutConfig(Section):
         DynamicSamplingConfig(), description="Discard groups whose rewards are all equal (DAPO)."
     )
     harness: HarnessConfig | None = Field(None, description="Agent program of the episodes. null: built-in agent loop.")
+    compaction: CompactionConfig | None = Field(
+        None, description="Summaries by the policy in place of a full context. null: a full context ends the episode."
+    )
 
     @property
     def truncated(self) -> bool:
@@ -150,6 +182,29 @@ class RolloutConfig(Section):
     def logprob_temperature(self) -> float:
         """The temperature of the compared log-probs. Greedy decoding (0) returns log-probs at temperature 1."""
         return self.temperature or 1.0
+
+    @property
+    def tokens_per_trajectory(self) -> int:
+        """The most tokens of a trajectory, over all its branches."""
+        return self.max_tokens * (1 if self.compaction is None else 1 + self.compaction.max_per_episode)
+
+    @model_validator(mode="after")
+    def _check_compaction(self) -> RolloutConfig:
+        if self.compaction is None:
+            return self
+        if self.harness is not None:
+            raise ValueError(
+                "rollout.compaction is for the built-in loop, and an agent program (rollout.harness) compacts its own "
+                "conversation: remove one of the two"
+            )
+        most = self.max_tokens - 2 * self.max_new_tokens - 1
+        if self.compaction.at_tokens > most:
+            raise ValueError(
+                f"rollout.compaction.at_tokens is {self.compaction.at_tokens}; it must be at most {most}, so that a "
+                f"turn and a summary of rollout.max_new_tokens ({self.max_new_tokens}) fit into rollout.max_tokens "
+                f"({self.max_tokens})"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_thinking(self) -> RolloutConfig:

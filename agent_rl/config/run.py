@@ -12,6 +12,7 @@ from agent_rl.config.engine import EngineConfig
 from agent_rl.config.monitoring import GuardConfig, MonitoringConfig
 from agent_rl.config.r3 import R3Config
 from agent_rl.config.rollout import AsyncRolloutConfig, RolloutConfig
+from agent_rl.config.sft import SftConfig
 from agent_rl.config.tasks import DEFAULT_SCAFFOLD, EnvConfig, EvalConfig, EvalSettings, SandboxConfig, TaskSource
 from agent_rl.config.train import TrainConfig
 
@@ -47,6 +48,9 @@ class RunConfig(Section):
     env: EnvConfig = Field(EnvConfig(), description="Environment and tasks.")
     rollout: RolloutConfig = Field(RolloutConfig(), description="Sampling of episodes.")
     train: TrainConfig = Field(TrainConfig(), description="Trainer.")
+    sft: SftConfig | None = Field(
+        None, description="Supervised fine-tuning with `agent-rl sft`. null: the config is one of RL."
+    )
     r3: R3Config = Field(R3Config(), description="Rollout routing replay.")
     guard: GuardConfig = Field(GuardConfig(), description="Detection of collapsing runs.")
     async_rollout: AsyncRolloutConfig = Field(AsyncRolloutConfig(), description="Asynchronous training.")
@@ -218,6 +222,19 @@ class RunConfig(Section):
         }
         if self.r3.ablation != "none" and (messages := [text for text, conflict in conflicts.items() if conflict]):
             raise ValueError(f"r3.ablation {self.r3.ablation} {messages[0]}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_sft(self) -> RunConfig:
+        conflicts = {
+            "train.mini_steps above 1: sft.batch_rows sets the rows of an update": self.train.mini_steps > 1,
+            "train.epochs above 1: use sft.epochs": self.train.epochs > 1,
+            "train.kl, which needs sampled log-probs: remove it": self.train.kl.coefficient > 0,
+            "train.entropy_coefficient: set it to 0": self.train.entropy_coefficient > 0,
+            "train.balance, which plans from replayed routes: disable it": self.train.balance.enabled,
+        }
+        if self.sft is not None and (messages := [message for message, conflict in conflicts.items() if conflict]):
+            raise ValueError(f"sft conflicts with {messages[0]}")
         return self
 
     @property

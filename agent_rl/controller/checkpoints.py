@@ -67,7 +67,9 @@ class Progress:
 class Checkpoints:
     """Saves, prunes and finds the checkpoints of one run."""
 
-    def __init__(self, config: TrainConfig, state: RunState, trainer: RayTrainer, journal: Journal) -> None:
+    def __init__(
+        self, config: TrainConfig, state: RunState, trainer: RayTrainer, journal: Journal | None = None
+    ) -> None:
         self._config, self._state, self._trainer, self._journal = config, state, trainer, journal
         self._writing: asyncio.Task[None] | None = None
 
@@ -78,7 +80,8 @@ class Checkpoints:
         latest = checkpoint.latest_checkpoint(self._state.checkpoints)
         manifest = None if latest is None else await self._trainer.load(latest)
         progress = Progress(self._state.run_id) if manifest is None else Progress.from_manifest(manifest.run)
-        await asyncio.to_thread(self._journal.recover, progress.step, progress.lineages, progress.is_open)
+        if self._journal is not None:
+            await asyncio.to_thread(self._journal.recover, progress.step, progress.lineages, progress.is_open)
         return progress, manifest
 
     def due(self, step: int) -> bool:
@@ -129,7 +132,8 @@ class Checkpoints:
         await shielded(asyncio.to_thread(self._remove_old, progress, good))
 
     def _remove_old(self, progress: Progress, good: int | None) -> None:
-        self._journal.forget_through(progress.step, progress.is_open)
+        if self._journal is not None:
+            self._journal.forget_through(progress.step, progress.is_open)
         last_good = None if good is None else self.newest(good)
         for directory in checkpoint.complete_checkpoints(self._state.checkpoints)[: -self._config.keep_checkpoints]:
             if directory != last_good and not self._is_permanent(directory):

@@ -31,6 +31,10 @@ FIXED: Mapping[str, str] = MappingProxyType(
         "train.sources": _DATA,
         "train.lora": _STATE,
         "train.freeze": _STATE,
+        "sft.data": _DATA,
+        "sft.batch_rows": _DATA,
+        "sft.batch_tokens": _DATA,
+        "sft.validation_share": _DATA,
     }
 )
 """Keys, or sections, that no resumption changes, with the reason."""

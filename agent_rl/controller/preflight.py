@@ -34,9 +34,9 @@ NVIDIA = Path("/dev/nvidiactl")
 MIN_FREE_BYTES = 1 << 30
 TRAINER_PACKAGES = ("torch", "megatron-core", "ray")
 
-Purpose = Literal["model", "serve", "rollout", "train"]
-"""``model``: only the model is read. ``serve``: engines serve it. ``rollout``: trajectories are kept, with routes where
-the config replays them. ``train``: the trainer starts too."""
+Purpose = Literal["model", "sft", "serve", "rollout", "train"]
+"""``model``: only the model is read. ``sft``: only the trainer starts. ``serve``: engines serve the model. ``rollout``:
+trajectories are kept, with routes where the config replays them. ``train``: the trainer starts too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,27 +57,35 @@ def run(config: RunConfig, purpose: Purpose = "serve") -> Checked:
 
     Raises UserError or ConfigError, one line, for what would fail later.
     """
-    if purpose == "train":
+    if (config.sft is not None) != (purpose == "sft") and purpose in ("sft", "train"):
+        raise UserError(
+            "the config has the section sft: run it with `agent-rl sft`, or add the override sft=null"
+            if config.sft
+            else "sft.data: missing; it lists the runs and files to train on (docs/how-to/sft.md)"
+        )
+    if purpose in ("sft", "train"):
         check_trainer()
         _check_gpu(config.train)
     config = resolve_models(config, print)
     reference = config.train.kl.reference
     model_spec = _check_models(config.model, reference)
-    if purpose != "model":
+    if purpose not in ("model", "sft"):
         _check_programs(config.engine, config.rollout)
         for source in config.environments.values():
             check_environment(source.env, source.options)
+    if purpose != "model":
         check_disk_space(config.runs_dir)
     if purpose in ("rollout", "train"):
         check_replay(config.train, config.model, model_spec)
-    if purpose == "train":
+    if purpose in ("sft", "train"):
         check_checkpoint(config.model, model_spec)
+        check_layout(config, model_spec)
+        check_sinks(config.monitoring)
+    if purpose == "train":
         if reference is not None:
             check_checkpoint(reference, model_spec, "train.kl.reference")
         check_lengths(config.rollout, config.train, config.model, model_spec)
-        check_layout(config, model_spec)
         check_trace(config.r3.trace, config.train.replay)
-        check_sinks(config.monitoring)
     cluster = ClusterRequest.of(config)
     return Checked(config, model_spec, cluster)
 

@@ -26,6 +26,7 @@ from agent_rl.evaluation.quarantine import read_quarantine
 from agent_rl.models.mixer_costs import shares_prompts_late
 from agent_rl.monitoring.console import Display
 from agent_rl.render import ChatRenderer
+from agent_rl.rollout.compaction import check_compaction
 from agent_rl.rollout.episode import EpisodeRules, run_episode
 from agent_rl.rollout.group import Limiter
 from agent_rl.rollout.route_audit import Auditor
@@ -211,6 +212,21 @@ async def _refuse_other_weights(checked: Checked, engine: SGLangEngine, display:
         display.note(note)
 
 
+def chat_renderer(config: RunConfig) -> ChatRenderer:
+    """The renderer of the run's episodes. Raises TemplateError."""
+    return ChatRenderer(
+        config.model,
+        thinking=config.rollout.thinking,
+        options=config.rollout.template_options,
+        observation_role=load_scaffold(config.env.scaffold).observation_role,
+    )
+
+
+def call_format(config: RunConfig, renderer: ChatRenderer) -> ToolCallFormat:
+    """The format of tool calls in the run's episodes."""
+    return tool_format(config.rollout.tool_format or renderer.tool_format)
+
+
 @asynccontextmanager
 async def open_rollout_runtime(
     checked: Checked,
@@ -234,14 +250,11 @@ async def open_rollout_runtime(
         if reservations is None:
             reserved = await stack.enter_async_context(open_reservations(checked.cluster, ranks=False))
             reservations = reserved.engines
-        renderer = ChatRenderer(
-            config.model,
-            thinking=config.rollout.thinking,
-            options=config.rollout.template_options,
-            observation_role=load_scaffold(config.env.scaffold).observation_role,
-        )
+        renderer = chat_renderer(config)
         if config.rollout.max_thinking_tokens is not None:
             renderer.check_end_of_thoughts()
+        if config.rollout.compaction is not None:
+            check_compaction(config.rollout, config.rollout.compaction, renderer)
         harness, endpoint = config.rollout.harness, None
         if harness is not None:
             renderer.check_tails()
@@ -272,7 +285,7 @@ async def open_rollout_runtime(
             task_runtime=task_runtime,
             engine=engine,
             renderer=renderer,
-            format=tool_format(config.rollout.tool_format or renderer.tool_format),
+            format=call_format(config, renderer),
             limiter=Limiter(config.rollout.concurrency),
             endpoint=endpoint,
         )

@@ -9,6 +9,7 @@
       metrics.jsonl  tensorboard/      one object per step
       balance.jsonl                    expert loads before and after balancing, if experts are borrowed
       quarantine.json                  undecidable tasks, which are drawn no more
+      left_out.jsonl                   rows that a supervised run does not use
       trajectories/step-NNNNNN.*       the trajectories (agent_rl/rollout/records.py)
       evaluations/step-NNNNNN-KIND.*   the same for an evaluation, and its report with every task's outcome
       tokenizer.json                   the model's tokenizer, to decode the tokens in these files

@@ -22,6 +22,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 from agent_rl.config import RunConfig, TrainConfig
 from agent_rl.controller.advantages import GroupSamples, build_samples, overlong_penalty
@@ -134,7 +135,22 @@ async def _open_parts(
         yield runtime, trainer
 
 
-async def run_to_last_step(begin: Callable[[], TrainingRun], restarts: TrainerRestarts) -> dict[str, object]:
+class Resumable(Protocol):
+    """A run that continues from its last checkpoint after a rank of its trainer died."""
+
+    display: Display
+    checkpoints: Checkpoints
+
+    async def run(self) -> dict[str, object]:
+        """Run all remaining steps; returns the summary. Raises TrainerDied."""
+        ...
+
+    async def restart_trainer(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+async def run_to_last_step(begin: Callable[[], Resumable], restarts: TrainerRestarts) -> dict[str, object]:
     """Run to the last step; where a rank of the trainer dies, begin again from the last checkpoint. Returns the
     summary. Raises TrainerDied where ``restarts`` allows no more."""
     death: TrainerDied | None = None
@@ -142,8 +158,7 @@ async def run_to_last_step(begin: Callable[[], TrainingRun], restarts: TrainerRe
         run = begin()
         try:
             if death is not None:
-                await run.runtime.engine.sleep.begin()
-                await run.trainer.restart()
+                await run.restart_trainer()
             return await run.run()
         except TrainerDied as error:
             death = error
@@ -215,6 +230,11 @@ class TrainingRun:
         await self.trainer.export(self.state.dir / "model")
         parts = {"sandbox": self.runtime.task_runtime.backend.name, "engine": f"sglang, {self.config.engine.dtype}"}
         return await asyncio.to_thread(summarize, self.state, self.metrics.rows, parts, steps=total)
+
+    async def restart_trainer(self) -> None:
+        """Start the trainer again after a rank died."""
+        await self.runtime.engine.sleep.begin()
+        await self.trainer.restart()
 
     async def close(self) -> None:
         """Cancel what is still running and close the files. Idempotent."""

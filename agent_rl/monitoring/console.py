@@ -33,6 +33,8 @@ PROGRESS_SECONDS = 30.0
 BARS = "▁▂▃▄▅▆▇█"
 PANEL_METRICS = (
     ("reward", "reward/mean", "{:.3f}"),
+    ("loss", "sft/loss", "{:.4f}"),
+    ("held-out loss", "sft/validation_loss", "{:.4f}"),
     ("turns", "rollout/turns_mean", "{:.1f}"),
     ("tokens/s", "rollout/tokens_per_second", "{:.0f}"),
     ("k3-KL replay", "mismatch/k3_kl", "{:.2e}"),

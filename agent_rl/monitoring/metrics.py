@@ -122,6 +122,9 @@ METRICS: tuple[Metric, ...] = (
         ("rollout/retractions", "count", "Times that engines requeued a running request and recomputed its tokens."),
         ("rollout/turns_mean", "turns", "Mean turns per trajectory."),
         ("rollout/tokens_mean", "tokens", "Mean tokens per trajectory."),
+        ("rollout/branch_tokens_mean", "tokens", "Mean tokens per branch of a trajectory."),
+        ("rollout/compactions", "count", "Mean summaries per trajectory (`rollout.compaction`)."),
+        ("rollout/summary_tokens_mean", "tokens", "Mean sampled tokens per summary; 0 without summaries."),
         ("rollout/sampled_tokens_mean", "tokens", "Mean sampled tokens per trajectory."),
         (
             "rollout/kept_tokens",
@@ -288,6 +291,14 @@ METRICS: tuple[Metric, ...] = (
         ("train/correction_dropped", "share", "Sampled tokens with weight 0 from `train.correction`."),
         ("train/kl_reference", "nats", "KL to the reference model by `train.kl.estimator`; mean over tokens."),
         ("train/kl_penalty", "reward", "KL penalty subtracted from the advantage; mean over tokens."),
+    ),
+    *_rows(_STEP, ("sft/loss", "nats", "Negative log-likelihood of a trained token of `agent-rl sft`; weighted mean.")),
+    *_rows(
+        "agent_rl/controller/sft.py",
+        ("sft/epoch", "epochs", "Rows trained since the run began over the rows of an epoch."),
+        ("sft/validation_loss", "nats", "`sft/loss` on the held-out rows after the step."),
+        ("sft/validation_perplexity", "factor", "Exponential of `sft/validation_loss`."),
+        ("time/validation", "seconds", "Duration of the pass over the held-out rows."),
     ),
     *_rows(
         _STEP,

@@ -21,15 +21,19 @@ Points = Mapping[int, tuple[float, float, float]]
 
 
 def draw_run(rows: Rows, path: Path, *, title: str, evaluations: Mapping[str, Points]) -> None:
-    """Draw ``rows`` of metrics.jsonl. ``evaluations``: the evaluations of each source."""
+    """Draw ``rows`` of metrics.jsonl. ``evaluations``: the evaluations of each source; a supervised run has none."""
     from matplotlib.figure import Figure  # the object interface needs no display and no global pyplot state
 
-    figure = Figure(figsize=(12, 4), layout="constrained")
-    reward, mismatch, times = figure.subplots(1, 3)
-    _draw_reward(reward, rows, evaluations)
-    _draw_mismatch(mismatch, rows)
+    supervised = any("sft/loss" in row for row in rows)
+    figure = Figure(figsize=(8 if supervised else 12, 4), layout="constrained")
+    *first, times = figure.subplots(1, 2 if supervised else 3)
+    if supervised:
+        _draw_loss(first[0], rows)
+    else:
+        _draw_reward(first[0], rows, evaluations)
+        _draw_mismatch(first[1], rows)
     _draw_times(times, rows)
-    for axes in (reward, mismatch, times):
+    for axes in (*first, times):
         _finish(axes)
     figure.suptitle(title)
     _save(figure, path)
@@ -59,6 +63,12 @@ def _draw_reward(axes: Any, rows: Rows, evaluations: Mapping[str, Points]) -> No
         label = f"{source or 'held-out'} Pass@1, 95 %"
         axes.errorbar(steps, values, yerr=[below, above], fmt="o", color=color, capsize=4, label=label)
     axes.set(ylim=(0, 1), title="reward")
+
+
+def _draw_loss(axes: Any, rows: Rows) -> None:
+    axes.plot(*_series(rows, "sft/loss"), color="tab:blue", label="training rows")
+    axes.plot(*_series(rows, "sft/validation_loss"), marker="o", color="tab:red", label="held-out rows")
+    axes.set(title="negative log-likelihood of a token")
 
 
 def _draw_mismatch(axes: Any, rows: Rows) -> None:

@@ -392,7 +392,8 @@ class Load:
     @classmethod
     def of(cls, config: RunConfig, mean: int | None) -> Load:
         trajectories = config.rollout.tasks_per_step * config.rollout.group_size
-        tokens = trajectories * min(mean or config.rollout.max_tokens, config.rollout.max_tokens)
+        longest = config.rollout.tokens_per_trajectory
+        tokens = trajectories * min(mean or longest, longest)
         parallel = config.train.parallel
         data = max(1, parallel.world_size // (parallel.tensor * parallel.pipeline * parallel.context))
         budget = config.train.microbatch_tokens * data * config.train.mini_steps

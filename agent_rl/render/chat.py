@@ -26,8 +26,9 @@ from agent_rl.render.prefix_check import (
     Probed,
     Role,
     after_turn,
+    around_thoughts,
     check_tail,
-    end_of_thoughts,
+    closes_thoughts,
     probe,
     reasoning_of,
 )
@@ -36,6 +37,8 @@ from agent_rl.render.template import ChatModel, ChatTemplate, Messages, Tools
 from agent_rl.render.template_limits import check_limits
 from agent_rl.render.thinking import Thinking, check_thinking, template_variables
 from agent_rl.types import SampledCall
+from tools import ToolCall, ToolCallFormat
+from tools.types import WritesTurns
 
 _ROLES: tuple[Role, ...] = ("tool", "user")
 _GUARDS = tuple(map(chr, range(0xE000, 0xF900)))  # the private use area
@@ -177,8 +180,9 @@ class ChatRenderer:
             self.history_fields = profile.history_fields
             self.reasoning = reasoning_of(self._template, profile.reasoning)
             check_thinking(thinking, self.reasoning)
-            closing = profile.end_of_thoughts or end_of_thoughts(self._template, self.reasoning)
-            self.end_of_thoughts = tuple(self._encoder.encode(closing))
+            self._closes_thoughts = closes_thoughts(self._template, self.reasoning)
+            self._around_thoughts = around_thoughts(self._template, self.reasoning)
+            self.end_of_thoughts = tuple(self._encoder.encode(profile.end_of_thoughts or self._around_thoughts[1]))
             self.end_of_turn_id = self._end_of_turn(self._deltas[self._preferred])
             self.stop_token_ids = self._stop_tokens(source.eos_token_ids)
         except TemplateError as error:
@@ -230,6 +234,29 @@ class ChatRenderer:
         """The tokens of ``text``, none of them a control token."""
         guard = self._encoder.guard_for(text)
         return self._encoder.encode(self._encoder.guarded(text, guard), guard)
+
+    def turn(self, fmt: ToolCallFormat, thoughts: str, text: str, calls: Sequence[ToolCall]) -> list[int]:
+        """The tokens that a model would sample for an assistant's turn, up to the one that ends it. ``fmt`` writes the
+        calls. Raises ``TemplateError`` for a turn that the template or ``fmt`` cannot write."""
+        content = [thoughts, text, [[call.name, dict(call.arguments)] for call in calls]]
+        guard = self._encoder.guard_for(content)
+        thoughts, text, made = self._encoder.guarded(content, guard)
+        calls = [ToolCall(name, arguments) for name, arguments in made]
+        if thoughts and self._closes_thoughts:
+            raise TemplateError("the turn has thoughts, and the prompt closes them: set rollout.thinking to on")
+        try:
+            if isinstance(fmt, WritesTurns):
+                return self._encoder.encode(fmt.render_turn(thoughts, text, calls), guard)
+            said = "\n".join(filter(None, (text, *map(fmt.render, calls))))
+        except ValueError as error:
+            raise TemplateError(f"the format {fmt.name} cannot write the turn: {error}") from None
+        if thoughts or self.reasoning.prompt_opens:
+            opening, closing = self._around_thoughts
+            if not closing:
+                raise TemplateError("the turn has thoughts, and the chat template has none")
+            said = opening + thoughts.strip("\n") + closing + said
+        ended = self._deltas.get("tool" if calls else "user", self._deltas[self._preferred])
+        return [*self._encoder.encode(said, guard), self._end_of_turn(ended)]
 
     def check_end_of_thoughts(self) -> None:
         """Raises ``TemplateError`` if thoughts cannot be closed (``rollout.max_thinking_tokens``)."""

@@ -143,17 +143,28 @@ def reasoning_of(template: ChatTemplate, markers: Reasoning) -> Reasoning:
     return replace(markers, prompt_opens=template.render(_start(template), None).rstrip().endswith(markers.open))
 
 
-def end_of_thoughts(template: ChatTemplate, markers: Reasoning) -> str:
-    """The text that ``template`` writes between a turn's thoughts and its text. A template that has the closing marker
-    but writes no thoughts gets Qwen's form; one without the marker has no thoughts and gets ""."""
+def closes_thoughts(template: ChatTemplate, markers: Reasoning) -> bool:
+    """Whether the prompt of ``template`` ends after thoughts, so that a turn has none."""
+    return template.render(_start(template), None).rstrip().endswith(markers.close)
+
+
+def around_thoughts(template: ChatTemplate, markers: Reasoning) -> tuple[str, str]:
+    """The text that ``template`` writes between the prompt and a turn's thoughts, and between these and its text. A
+    template that has the closing marker but writes no thoughts gets Qwen's form; one without the marker has no thoughts
+    and gets "" twice."""
     thought, said = "agent-rl: a thought", {"role": "assistant", "content": _SPOKEN}
     thinking = said | {"reasoning_content": thought, "thinking": thought}
+    start = _start(template)
     with suppress(TemplateError):
-        rendered = template.render([*_start(template), thinking], None, generation_prompt=False)
-        between, found, _ = rendered.partition(thought)[2].partition(_SPOKEN)
+        rendered = template.render([*start, thinking], None, generation_prompt=False)
+        before, _, after = rendered.partition(thought)
+        between, found, _ = after.partition(_SPOKEN)
         if found and markers.close in between:
-            return between
-    return f"\n{markers.close}\n\n" if markers.close in template.source else ""
+            prompt = template.render(start, None)
+            return before.removeprefix(prompt) if before.startswith(prompt) else f"{markers.open}\n", between
+    if markers.close not in template.source:
+        return "", ""
+    return "" if markers.prompt_opens else f"{markers.open}\n", f"\n{markers.close}\n\n"
 
 
 def _start(template: ChatTemplate) -> list[dict[str, Any]]:

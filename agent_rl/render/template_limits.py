@@ -20,7 +20,7 @@ from itertools import chain
 from typing import Any
 
 from agent_rl.errors import TemplateError
-from agent_rl.render.prefix_check import TAILS, check_tail, end_of_thoughts, probe
+from agent_rl.render.prefix_check import TAILS, around_thoughts, check_tail, probe
 from agent_rl.render.template import ChatTemplate, Messages, Tools
 from tools import THINK
 
@@ -109,7 +109,7 @@ def _render_all(template: ChatTemplate, ends: list[str]) -> None:
     for roles in TAILS:
         with suppress(TemplateError):
             check_tail(template, roles)
-    end_of_thoughts(template, THINK)
+    around_thoughts(template, THINK)
     text = "word " * (_TURN_CHARACTERS // 5)
     turn = [{"role": "user", "content": text}, {"role": "assistant", "content": text}]
     template.render([{"role": "system", "content": text}, *chain.from_iterable([turn] * _TURNS), turn[0]], None)

@@ -1,7 +1,8 @@
 """Runs one episode: sample a turn, execute its tool call, append the observation, repeat; then grade the result.
 
 A turn of a :class:`envs.Dialogue` goes to the episode as text; no tool call is parsed. Where an episode has tools and a
-user, a turn without a call goes to the user.
+user, a turn without a call goes to the user. With ``rollout.compaction`` a conversation that grows too long goes on in
+a new branch (:mod:`agent_rl.rollout.compaction`).
 
 Every episode is graded on the state that the agent left, submitted or not, as in R2E-Gym, unless the infrastructure
 failed. An exception, expected or not, becomes a trajectory without a reward (:func:`stop_reason_for`). Only errors that
@@ -27,6 +28,7 @@ from agent_rl.engine.generation_gate import GenerationGate
 from agent_rl.engine.types import Engine
 from agent_rl.errors import AgentRlError, EngineAborted, EngineError, HarnessError, RoutesMissingError
 from agent_rl.render.prefix_check import Role
+from agent_rl.rollout.compaction import SUMMARY, Observation, OpenBranch, TurnStart
 from agent_rl.rollout.initial_prompt import Renderer, build_initial_prompt
 from agent_rl.rollout.route_audit import Auditor
 from agent_rl.rollout.thoughts import TurnBudget, measure_thoughts
@@ -51,6 +53,7 @@ from envs.sources import source_of
 from sandbox import ImageMissingError, SandboxError, SandboxNodeLostError, SandboxUnavailableError, bounded, printable
 from sandbox.timeouts import PausableTimeout
 from tools import ParseFailure, ToolCallFormat, ToolDefinitionError, ToolResult, ToolSet, parse_call, words_of
+from tools.formats import parse_turn
 
 TurnHandler = Callable[[str], Awaitable[ToolResult] | ParseFailure]
 """Starts to execute a turn, or returns why it holds no tool call. Resolved once per episode, because ``isinstance``
@@ -118,7 +121,7 @@ class EpisodeRules:
         chosen = 0.0 if greedy else temperature
         return replace(self if chosen is None else self.override(temperature=chosen), routes=None, masks=False)
 
-    def override(self, **rollout: float | bool | None) -> EpisodeRules:
+    def override(self, **rollout: object) -> EpisodeRules:
         """The same rules with other values for keys of ``rollout``."""
         return replace(self, rollout=self.rollout.model_copy(update=rollout))
 
@@ -183,12 +186,24 @@ class EpisodeRun:
         self.user: Callable[[str], Awaitable[ToolResult]] | None = None
         self.session = f"{task.id}-{uuid.uuid4().hex[:12]}"
         self.began, self.started = round(time.time(), 3), time.perf_counter()
-        self.transcript = Transcript((), max_tokens=self.limits.max_tokens, routes=None)
-        self.messages: list[Mapping[str, str]] = []
+        self.task_messages: Sequence[Mapping[str, str]] = ()
+        self.schemas: Sequence[Mapping[str, Any]] = ()
+        self.branches = [OpenBranch(Transcript((), max_tokens=self.limits.max_tokens, routes=None))]
+        self.held_back: Observation | None = None  # until the compaction that it made necessary
         # The fields of Turn: frozen at the end, because a turn may be interrupted.
         self.turns: list[dict[str, Any]] = []
         self.parse_failures_in_a_row = 0
         self.start_seconds = self.grade_began = self.grade_seconds = 0.0
+
+    @property
+    def transcript(self) -> Transcript:
+        """The tokens of the present branch."""
+        return self.branches[-1].transcript
+
+    @property
+    def messages(self) -> list[Mapping[str, str]]:
+        """The messages of the present branch."""
+        return self.branches[-1].messages
 
     async def run(self, audit: Auditor | None = None) -> Trajectory:
         """See :func:`run_episode`."""
@@ -225,17 +240,21 @@ class EpisodeRun:
             yield episode
 
     def _open(self, episode: Episode | Dialogue, target: ToolSet | Dialogue) -> None:
-        *first, last = episode.messages
         self.user = user_of(episode)
-        self.messages, prompt = build_initial_prompt(
-            self.renderer,
-            self.fmt,
-            [*first, {**last, "content": self._with_remark(last["content"])}],
-            () if isinstance(target, Dialogue) else target.schemas(),
-            describe_tools=self.limits.describe_tools,
-        )
-        self.transcript = Transcript(prompt, max_tokens=self.limits.max_tokens, routes=self.rules.routes)
+        self.task_messages = episode.messages
+        if not isinstance(target, Dialogue):
+            self.schemas = target.schemas()
+        messages, prompt = self._initial_prompt(0)
+        transcript = Transcript(prompt, max_tokens=self.limits.max_tokens, routes=self.rules.routes)
+        self.branches = [OpenBranch(transcript, messages)]
         self.prompt_hash = sha256(array("i", prompt).tobytes()).hexdigest()[:16]
+
+    def _initial_prompt(self, turns: int, addition: str = "") -> tuple[list[Mapping[str, str]], list[int]]:
+        """The messages of the task, with ``addition`` at their end, and their tokens, after ``turns`` turns."""
+        *first, last = self.task_messages
+        last = {**last, "content": self._with_remark(last["content"] + addition, turns)}
+        describe = self.limits.describe_tools
+        return build_initial_prompt(self.renderer, self.fmt, [*first, last], self.schemas, describe_tools=describe)
 
     async def _act(self, target: ToolSet | Dialogue) -> StopReason:
         """Run the turns. ``target`` executes them: the tools, or the episode itself."""
@@ -279,7 +298,10 @@ class EpisodeRun:
         return stop
 
     async def _turn(self, handle: TurnHandler, engine: Engine) -> StopReason | None:
-        """Sample a turn, execute it, append the observation; returns the stop reason if the episode ends."""
+        """Sample a turn, execute it, append the observation; returns the stop reason if the episode ends. The turn
+        after an observation that was held back is a summary."""
+        if self.held_back is not None:
+            return await self._compact(self.held_back, engine)
         if self.transcript.remaining < 1:
             return StopReason.CONTEXT_FULL
         tokens = await self._sample(engine)
@@ -327,6 +349,7 @@ class EpisodeRun:
         )
 
     def _begin_turn(self, prompt_tokens: int, completion: Completion, began: float) -> None:
+        self.branches[-1].turns.append(TurnStart(len(self.turns), prompt_tokens, len(self.messages)))
         self.messages.append({"role": "assistant", "content": ""})
         self.turns.append(
             {
@@ -392,23 +415,70 @@ class EpisodeRun:
         return text, StopReason.SUBMITTED if result.submitted else None
 
     def _observe(self, text: str, turn_tokens: Sequence[int]) -> StopReason | None:
-        """Append the observation; returns CONTEXT_FULL if no token is left to respond to it."""
+        """Append the observation; returns CONTEXT_FULL if no token is left to respond to it. An observation that makes
+        a compaction necessary is held back."""
         stop = turn_tokens[-1] if turn_tokens and turn_tokens[-1] in self.renderer.stop_token_ids else None
-        text = self._with_remark(text)
         turn = self.turns[-1]
         call = SampledCall(turn["tool"], turn["text"]) if turn["tool"] else None
         by_user: Role | None = None if turn["tool"] or turn["parse_failure"] else "user"
-        tokens = self.renderer.observation(text, by_user, stop=stop, call=call)
-        role = by_user or self.scaffold.observation_role or "tool"
-        self.messages.append({"role": role, "content": text})
-        self.turns[-1]["observation_tokens"] = len(tokens)
+        observation = Observation(text, by_user, stop, call)
+        tokens, message = self._render(observation)
+        turn["observation_tokens"] = len(tokens)
+        if self._must_compact(len(self.transcript.tokens) + len(tokens)):
+            self.held_back = observation
+            return None
+        self.messages.append(message)
         if len(tokens) >= self.transcript.remaining:
             return StopReason.CONTEXT_FULL
         self.transcript.observed(tokens)
         return None
 
-    def _with_remark(self, text: str) -> str:
-        return self.scaffold.with_turn_note(text, len(self.turns), self.limits.max_turns)
+    def _render(self, observation: Observation) -> tuple[list[int], Mapping[str, str]]:
+        """The tokens and the message of an observation with the note for the next turn."""
+        text = self._with_remark(observation.text, len(self.turns))
+        tokens = self.renderer.observation(text, observation.role, stop=observation.stop, call=observation.call)
+        return tokens, {"role": observation.role or self.scaffold.observation_role or "tool", "content": text}
+
+    def _must_compact(self, tokens: int) -> bool:
+        """Whether a conversation of so many ``tokens`` is compacted. At least two turns must be left."""
+        compaction = self.limits.compaction
+        return (
+            compaction is not None
+            and tokens > compaction.at_tokens
+            and len(self.branches) <= compaction.max_per_episode
+            and len(self.turns) + 2 <= self.limits.max_turns
+        )
+
+    async def _compact(self, held_back: Observation, engine: Engine) -> StopReason | None:
+        """Sample a summary as the last turn of the branch and begin the next branch; returns CONTEXT_FULL if the
+        request or the next branch does not fit."""
+        compaction, before = self.limits.compaction, self.branches[-1]
+        assert compaction is not None, "only a compaction holds an observation back"
+        kept, self.held_back = before.last_turns(compaction.keep_turns), None
+        request = self.renderer.observation(compaction.prompt, "user", stop=held_back.stop)
+        if len(request) >= before.transcript.remaining:
+            before.messages.append(self._render(held_back)[1])
+            return StopReason.CONTEXT_FULL
+        before.transcript.observed(request)
+        before.messages.append({"role": "user", "content": compaction.prompt})
+        start = len(before.transcript.tokens)
+        await self._sample(engine)
+        self.turns[-1]["summary"] = True
+        if not compaction.train_summary:
+            before.transcript.leave_out_from(start)
+        summary = parse_turn(self.fmt, self.turns[-1]["text"], self.schemas, self.renderer.reasoning).text
+        tokens, message = self._render(held_back)
+        for turns in kept:
+            prompt = self._initial_prompt(turns.starts[0].number, f"\n\n{SUMMARY}\n{summary}")
+            if len(prompt[1]) + len(turns.tokens) + len(tokens) <= compaction.at_tokens:
+                self.branches.append(before.followed_by(len(self.branches) - 1, *prompt, turns))
+                self.messages.append(message)
+                self.transcript.observed(tokens)
+                return None
+        return StopReason.CONTEXT_FULL
+
+    def _with_remark(self, text: str, turns: int) -> str:
+        return self.scaffold.with_turn_note(text, turns, self.limits.max_turns)
 
     async def _grade(self, episode: Episode | Dialogue) -> Grade:
         started = time.perf_counter()
@@ -419,21 +489,22 @@ class EpisodeRun:
         return weighted(checked_grade(grade), self.rules.weights_of(self.task.id))
 
     def _trajectory(self, stop: StopReason, grade: Grade | None, error: Exception | None = None) -> Trajectory:
-        tokens, loss_mask, logprobs, routing = self.transcript.arrays()
+        first, *further = [branch.closed() for branch in self.branches]
         return Trajectory(
             task_id=self.task.id,
             env=self.task.env,
-            tokens=tokens,
-            loss_mask=loss_mask,
-            logprobs=logprobs,
-            routing=routing,
-            kept=self.transcript.kept_tokens,
+            tokens=first.tokens,
+            loss_mask=first.loss_mask,
+            logprobs=first.logprobs,
+            routing=first.routing,
+            kept=first.kept,
             stop=stop,
             reward=grade.reward if grade else None,
             resolved=grade.resolved if grade else False,
             turns=tuple(Turn(**fields) for fields in self.turns),
-            messages=tuple(self.messages),
-            versions=self.transcript.versions,
+            messages=first.messages,
+            versions=first.versions,
+            further=tuple(branch for branch in further if branch.sampled_tokens),
             patch=grade.patch if grade else "",
             error=_describe_error(error, stop) if error else "",
             suspected_hack=tuple(grade.suspected_hack) if grade else (),

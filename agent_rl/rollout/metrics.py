@@ -126,8 +126,13 @@ def _work_metrics(rollout: Rollout, trajectories: Sequence[Trajectory]) -> dict[
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     sampled = sum(turn.completion_tokens for turn in turns)
     tokens = sum(trajectory.total_tokens for trajectory in trajectories)
+    branches = [branch for trajectory in trajectories for branch in trajectory.branches]
+    summaries = [turn for turn in turns if turn.summary]
     metrics = {
         "rollout/trajectories": float(len(trajectories)),
+        "rollout/compactions": len(summaries) / len(trajectories),
+        "rollout/branch_tokens_mean": tokens / len(branches),
+        "rollout/summary_tokens_mean": _mean(turn.completion_tokens for turn in summaries),
         "rollout/turns_mean": len(turns) / len(trajectories),
         "rollout/tokens_mean": tokens / len(trajectories),
         "rollout/sampled_tokens_mean": sampled / len(trajectories),

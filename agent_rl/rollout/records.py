@@ -217,10 +217,11 @@ def arrays_path(rows: Path) -> Path:
     return rows.with_name(rows.name.removesuffix(SUFFIX) + ".safetensors")
 
 
-def row_messages(row: Mapping[str, Any]) -> list[dict[str, str]]:
-    """The messages of a row with their full text. Raises the errors in :data:`_BROKEN` for a damaged row."""
-    turns = row["turns"]
-    return [_unfold_message(message, turns) for message in row["messages"]]
+def row_messages(row: Mapping[str, Any], branch: int = 0) -> list[dict[str, str]]:
+    """The messages of a row's branch with their full text; empty for a further branch of an agent program. Raises the
+    errors in :data:`_BROKEN` for a damaged row."""
+    messages = row["branches"][branch].get("messages", ()) if branch else row["messages"]
+    return [_unfold_message(message, row["turns"]) for message in messages]
 
 
 def _worst(details: Sequence[TokenDetail]) -> dict[str, float | None]:
@@ -250,17 +251,18 @@ def _row_fields(trajectory: Trajectory, key: str, routes: bool) -> dict[str, Any
         "metrics": dict(trajectory.metrics),
         "test_log": trajectory.test_log[-LOG_CHARACTERS:],
         "turns": [asdict(turn) for turn in trajectory.turns],
-        "messages": fold_messages(
-            [dict(m) for m in trajectory.messages], [(t.text, t.observation) for t in trajectory.turns]
-        ),
-        "branches": [_branch_fields(branch, routes) for branch in trajectory.branches],
+        "messages": _folded(trajectory.messages, trajectory.turns),
+        "branches": [_branch_fields(trajectory, number, routes) for number in range(1 + len(trajectory.further))],
         "harness": dict(trajectory.harness),
         "arrays": {"key": key, "tokens": len(trajectory.tokens), "routes": routes and trajectory.routing is not None},
     }
 
 
-def _branch_fields(branch: Branch, routes: bool) -> dict[str, Any]:
+def _branch_fields(trajectory: Trajectory, number: int, routes: bool) -> dict[str, Any]:
+    branch = trajectory.branches[number]
+    messages = {"messages": _folded(branch.messages, trajectory.turns)} if number and branch.messages else {}
     return {
+        **messages,
         "parent": branch.parent,
         "shared": branch.shared,
         "cause": branch.cause.value,
@@ -272,6 +274,10 @@ def _branch_fields(branch: Branch, routes: bool) -> dict[str, Any]:
     }
 
 
+def _folded(messages: Sequence[Mapping[str, str]], turns: Sequence[Turn]) -> list[dict[str, Any]]:
+    return fold_messages([dict(message) for message in messages], [(turn.text, turn.observation) for turn in turns])
+
+
 def fold_messages(messages: Sequence[dict[str, Any]], turns: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
     """``messages`` with repeated text replaced. ``turns`` are (text, observation) pairs. The content of a message
     that repeats a turn becomes ``{"turn": 0}``, or ``{"observed": 0, "rest": "text after the observation"}``."""
@@ -279,8 +285,9 @@ def fold_messages(messages: Sequence[dict[str, Any]], turns: Sequence[tuple[str,
     for message in messages:
         content: Any = message["content"]
         is_reply = message["role"] == "assistant"
-        if is_reply and current + 1 < len(turns) and content == turns[current + 1][0]:
-            current += 1
+        following = range(current + 1, len(turns)) if is_reply else ()
+        if (turn := next((number for number in following if turns[number][0] == content), None)) is not None:
+            current = turn
             content = {"turn": current}
         elif current >= 0 and not is_reply and isinstance(content, str) and content.startswith(turns[current][1]):
             content = {"observed": current, "rest": content[len(turns[current][1]) :]}
@@ -368,6 +375,7 @@ def read_branch(row: Mapping[str, Any], number: int, array: Callable[[str], NDAr
         fields["shared"],
         BranchCause(fields["cause"]),
         KeptTokens(array(f"{key}/kept_counts"), array(f"{key}/kept_ids")) if fields.get("kept") else None,
+        tuple(row_messages(row, number)) if number else (),
     )
 
 

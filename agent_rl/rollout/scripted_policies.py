@@ -103,7 +103,7 @@ def solver_runner(
     solve = SOLVERS[solver] if isinstance(solver, str) else solver
     renderer, fmt = ByteRenderer(), tool_format(tool_format_name)
     limits = rules.override(max_tokens=1 << 30, max_new_tokens=1 << 20, describe_tools=False, max_thinking_tokens=None)
-    limits = replace(limits, routes=None)
+    limits = replace(limits.override(compaction=None), routes=None)
 
     async def run(task: Task) -> Trajectory:
         calls = solve(env, task)

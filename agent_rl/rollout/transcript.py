@@ -17,7 +17,8 @@ Special cases:
   with other weights. A request aborted without tokens is sent again.
 - A completion without tokens is a turn that sampled nothing.
 
-Here the history only grows. :mod:`agent_rl.rollout.conversation_tree` handles programs that rewrite it.
+Here the history only grows. :mod:`agent_rl.rollout.compaction` begins another transcript for each branch, and
+:mod:`agent_rl.rollout.conversation_tree` handles programs that rewrite their history.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class Transcript:
         self._sampled: list[slice] = []
         self._logprobs = array("f")  # of the sampled tokens
         self._kept_tokens: list[tuple[int, KeptTokens | None]] = []
+        self._trained_end: int | None = None
         self._versions: list[VersionSpan] = []
         self._routes = routes
         self._stitcher: RouteStitcher | None = None
@@ -86,8 +88,28 @@ class Transcript:
 
     @property
     def kept_tokens(self) -> KeptTokens | None:
-        """The kept tokens of all sampled tokens; None if all were drawn from the whole vocabulary."""
-        return KeptTokens.join(self._kept_tokens)
+        """The kept tokens of all trained tokens; None if all were drawn from the whole vocabulary."""
+        kept = KeptTokens.join(self._kept_tokens)
+        if kept is None or self._trained_end is None:
+            return kept
+        positions = np.concatenate([np.arange(part.start, part.stop) for part in self._sampled])
+        return kept.take(np.flatnonzero(positions < self._trained_end))
+
+    def fork(self, prompt: Sequence[int]) -> tuple[Transcript, int]:
+        """A transcript that begins with ``prompt``, and how many leading tokens both share. It takes over the rows of
+        routes of these tokens."""
+        given = np.array(prompt, np.int32)
+        length = min(len(given), self._sampled_end)
+        differing = np.flatnonzero(given[:length] != np.array(self._tokens[:length], np.int32))
+        shared = int(differing[0]) if len(differing) else length
+        other = Transcript(prompt, max_tokens=self._max_tokens, routes=self._routes)
+        if self._stitcher is not None:
+            other._stitcher = self._stitcher.fork(min(shared, len(given) - 1, self._stitcher.next_row))
+        return other, shared
+
+    def leave_out_from(self, start: int) -> None:
+        """Train no token from ``start`` on. It must be called after the last sampled token."""
+        self._trained_end = start
 
     def sampled(self, completion: Completion) -> None:
         """Append what the engine sampled. An aborted completion is part of a turn; the next completion continues it.
@@ -167,6 +189,9 @@ class Transcript:
         logprobs[loss_mask] = self._logprobs
         if not np.isfinite(logprobs).all():
             raise ValueError(f"the log-prob of token {int(np.argmin(np.isfinite(logprobs)))} is not finite")
+        if self._trained_end is not None:
+            loss_mask[self._trained_end :] = False
+            logprobs[self._trained_end :] = 0
         return tokens, loss_mask, logprobs, self._routing()
 
     def _routing(self) -> Routing | None:

@@ -125,9 +125,13 @@ class WorkerActor:
 
     @ray.method
     def supervise(
-        self, sequences: WeightedSequences, shares: Sequence[Sequence[Sequence[int]]], batch_weight: float
+        self,
+        sequences: WeightedSequences,
+        shares: Sequence[Sequence[Sequence[int]]],
+        batch_weight: float,
+        spike_norm: float | None,
     ) -> tuple[float, Update]:
-        return self._worker.supervise(sequences, shares, batch_weight)
+        return self._worker.supervise(sequences, shares, batch_weight, spike_norm)
 
     @ray.method
     def save(self, partial: Path) -> tuple[int, dict[str, int]]:

@@ -12,6 +12,7 @@ thread: it takes seconds for 512 long trajectories, and the event loop also serv
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from agent_rl.train.checkpoint.driver import CheckpointDriver, absolute
 from agent_rl.train.expert_balancing.report import BalanceReport, balance_metrics, write_balance
 from agent_rl.train.parallel_checks import check_layout
 from agent_rl.train.ray_launch import threads_per_rank
-from agent_rl.train.reports import ForwardResult, RankReport, RouteDifferences
+from agent_rl.train.reports import ForwardResult, RankReport, RouteDifferences, WeightedSequences
 from agent_rl.train.requests import OptimizerSpec, StepRequest, WorkerRequest
 from agent_rl.train.route_sharding import (
     MicroBatches,
@@ -43,7 +44,7 @@ from agent_rl.train.route_sharding import (
     without_routes,
 )
 from agent_rl.train.route_trace import begin_trace, check_trace
-from agent_rl.train.step_metrics import RouteDifferenceBits, step_metrics, token_details
+from agent_rl.train.step_metrics import RouteDifferenceBits, sft_metrics, step_metrics, token_details
 from agent_rl.train.worker_group import WorkerGroup
 from agent_rl.types import Sample, TokenDetail
 from agent_rl.utils.concurrency import shielded
@@ -156,6 +157,24 @@ class RayTrainer:
         )
         dispatched.clear()  # frees the routes in the object store
         return await asyncio.to_thread(self._merge_results, samples, shares, results, step, on_detail)
+
+    async def supervise(self, sequences: WeightedSequences, *, spike_norm: float | None = None) -> dict[str, float]:
+        """Run one supervised update. The loss is the mean negative log-likelihood of the tokens, by their weights.
+
+        ``guard.on_spike`` says what happens to a gradient norm above ``spike_norm``. Returns metrics. Raises
+        TrainerError for a sequence that is too long or has another number of weights than of tokens.
+        """
+        self.workers.check_running()
+        started = time.perf_counter()
+        partition = self.partition_sequences([len(tokens) for tokens, _ in sequences])
+        weight = sum(float(np.sum(weights[1:], dtype=np.float64)) for _, weights in sequences)
+        stored = self.workers.put(sequences)
+        parts = await self.workers.call(
+            lambda actor: actor.supervise.remote(stored, partition, max(weight, 1e-9), spike_norm)
+        )
+        loss = sum(part for info, (part, _) in zip(self.workers.infos, parts, strict=True) if info.lead)
+        tokens = sum(int(np.count_nonzero(weights[1:])) for _, weights in sequences)
+        return sft_metrics(parts[0][1], loss, tokens) | {"time/update": time.perf_counter() - started}
 
     def _dispatch(
         self, samples: Sequence[Sample], step: int | None

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from agent_rl.config import Clip
 from agent_rl.errors import TrainerError
-from agent_rl.train.reports import RankReport, RouteCounts
+from agent_rl.train.reports import RankReport, RouteCounts, Update
 from agent_rl.train.route_sharding import MicroBatches, by_sample
 from agent_rl.types import Sample, TokenDetail
 from r3.mismatch.report import log_ratios, mismatch_metrics
@@ -45,6 +45,18 @@ def step_metrics(
     values["time/logprob_without_replay"] = max(report.seconds_without_replay for report in reports)
     values["time/update"] = max(report.update_seconds for report in reports)
     return values | _reference(reports)
+
+
+def sft_metrics(update: Update, loss: float, tokens: int) -> dict[str, float]:
+    """The metrics of a supervised update on ``tokens`` tokens."""
+    counts = {
+        "train/updates": float(update.taken),
+        "train/skipped_updates": float(not update.taken),
+        "train/spikes": float(update.spike),
+        "train/sampled_tokens": float(tokens),
+    }
+    means = {"sft/loss": loss, "train/grad_norm": update.grad_norm, "train/lr": update.lr}
+    return counts | (means if update.finite else {})
 
 
 def _mismatch(prefix: str, rollout: NDArray[np.float32], trainer: NDArray[np.float32]) -> dict[str, float]:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from agent_rl.errors import TrainerError
 from agent_rl.train.batching.packing import MicroBatch, pack_weighted
 from agent_rl.train.batching.partition import MiniStepShare
 from agent_rl.train.checkpoint import directory as checkpoint
@@ -179,19 +178,23 @@ class TrainerWorker:
         return logprobs if self._lead else {}, [experts.astype(dtype, copy=False) for experts in used]
 
     def supervise(
-        self, sequences: WeightedSequences, shares: Sequence[Sequence[Sequence[int]]], batch_weight: float
+        self,
+        sequences: WeightedSequences,
+        shares: Sequence[Sequence[Sequence[int]]],
+        batch_weight: float,
+        spike_norm: float | None = None,
     ) -> tuple[float, Update]:
         """Run one supervised update over ``shares[data_rank][micro_batch]``. Returns this rank's part of the loss and
-        the update. Collective. Raises TrainerError where loss or gradient norm is not finite."""
+        the update. ``spike_norm`` as in a step of GRPO. Collective."""
         self._placement_pending = False  # a new placement reads the weights of the checkpoint again
         batches = [pack_weighted(sequences, ids) for ids in shares[self._ranks.data_rank]]
         inputs = [packed(batch, weights=torch.from_numpy(batch.weights_T)) for batch in batches]
         parts = self._model.train_microbatches(inputs, None, _supervised_loss(batch_weight), entropy=False)
         loss = sum(float(values["loss"]) for values in parts)
-        update = self._optimizer.step(finite_loss=math.isfinite(loss))
-        if not update.taken:
-            raise TrainerError(f"the supervised update was skipped: loss {loss}, gradient norm {update.grad_norm}")
-        self._updates += 1
+        update = self._optimizer.step(
+            finite_loss=math.isfinite(loss), spike_norm=spike_norm, on_spike=self._request.config.guard.on_spike
+        )
+        self._updates += update.taken
         self._balancer.weights_changed()
         return loss, update
 

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import pytest_asyncio
+from rich.console import Console
 from support.small_disk import small_disk
 from support.train_samples import VOCAB, sample_of, samples
 
 from agent_rl.config import RunConfig
-from agent_rl.errors import TrainerError, UserError
+from agent_rl.controller.sft import SftData, SftRun, check_same_rows
+from agent_rl.controller.state import RunState
+from agent_rl.errors import ConfigError, TrainerError, UserError
+from agent_rl.monitoring.console import Display
+from agent_rl.monitoring.metrics_log import read_metrics
 from agent_rl.train.ray_trainer import RayTrainer
 from agent_rl.train.requests import OptimizerSpec
 from agent_rl.types import Sample
@@ -167,6 +173,100 @@ async def test_a_spike_is_scaled_to_its_limit(trainer: RayTrainer) -> None:
     assert (calm["train/spikes"], calm["train/updates"]) == (0, 2)
     moved = await trainer.logprobs(samples(), replay=False)
     assert max(np.abs(np.subtract(new, old)).max() for old, new in zip(before, moved, strict=True)) > 1e-2
+
+
+def weighted_sequences() -> list[tuple[np.ndarray, np.ndarray]]:
+    """The tokens of all samples, with weights of 0, 0.5 and 2."""
+    weights = [np.random.default_rng(len(s.tokens)).choice([0, 0.5, 2], len(s.tokens)) for s in samples()]
+    return [(s.tokens, w.astype(np.float32)) for s, w in zip(samples(), weights, strict=True)]
+
+
+async def test_the_supervised_loss_is_the_weighted_cross_entropy(trainer: RayTrainer, tmp_path: Path) -> None:
+    """Seven sequences in several micro-batches, against loops over floats and against transformers."""
+    transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
+    sequences = weighted_sequences()
+    await trainer.export(tmp_path / "model")
+    logprobs = await trainer.logprobs(samples(), replay=False)
+    values = await trainer.supervise(sequences)
+    total, scale, count = 0.0, 0.0, 0
+    for row, (_, weights) in zip(logprobs, sequences, strict=True):
+        for logprob, weight in list(zip(row, weights.tolist(), strict=True))[1:]:
+            total, scale, count = total - weight * logprob, scale + weight, count + (weight != 0)
+    assert values["sft/loss"] == pytest.approx(total / scale, abs=1e-5)
+    assert values["train/sampled_tokens"] == count
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    with torch.no_grad():
+        losses = [
+            torch.nn.functional.cross_entropy(
+                model(torch.from_numpy(tokens).long()[None]).logits[0, :-1],
+                torch.from_numpy(tokens).long()[1:],
+                reduction="none",
+            )
+            for tokens, _ in sequences
+        ]
+    expected = (
+        sum(float(loss @ torch.from_numpy(w[1:])) for loss, (_, w) in zip(losses, sequences, strict=True)) / scale
+    )
+    assert values["sft/loss"] == pytest.approx(expected, abs=1e-5)
+
+
+async def test_a_stopped_sft_run_resumes_bit_for_bit(trainer: RayTrainer, tmp_path: Path) -> None:
+    """It stops after a step without a checkpoint. Each run starts from the same weights."""
+    sft = {"data": [{"path": "x"}], "epochs": 3, "batch_rows": 3, "validation_every": 2}
+    data = SftData(weighted_sequences(), weighted_sequences()[:2], [])
+    await trainer.save(tmp_path / "start")
+
+    def begin(name: str, stop: int) -> SftRun:
+        changes = {"name": name, "runs_dir": str(tmp_path), "sft": sft, "monitoring": {"sinks": []}}
+        settings = {"steps": 9, "lr": 1e-2, "lr_warmup_steps": 2, "lr_schedule": "cosine", "checkpoint_every": 2}
+        train = trainer.config.train.model_dump() | settings | {"mini_steps": 1}
+        config = RunConfig.model_validate(trainer.config.model_dump() | changes | {"train": train})
+        display = Stopping(stop)
+        return SftRun(config, RunState(config), display, trainer, data)
+
+    async def live(name: str, stop: int = 99) -> None:
+        run = begin(name, stop)
+        await trainer.set_optimizer(OptimizerSpec.of(run.config.train))
+        try:
+            await run.run()
+        finally:
+            await run.close()
+
+    await live("whole")
+    expected = await trainer.logprobs(samples(), replay=False)
+    await trainer.load(tmp_path / "start")
+    with pytest.raises(InterruptedError):
+        await live("stopped", 5)
+    await live("stopped")
+    assert await trainer.logprobs(samples(), replay=False) == expected
+    whole, stopped = (read_metrics(tmp_path / name) for name in ("whole", "stopped"))
+    assert [numbers(row) for row in whole] == [numbers(row) for row in stopped]
+    assert [int(row["step"]) for row in whole] == list(range(1, 10))
+    assert [int(row["step"]) for row in whole if "sft/validation_loss" in row] == [2, 4, 6, 8, 9]
+    assert whole[-1]["sft/epoch"] == 3
+    assert whole[-1]["sft/loss"] < whole[0]["sft/loss"] - 0.1
+    assert json.loads((tmp_path / "stopped/state.json").read_text())["resumes"] == [4]
+    check_same_rows(tmp_path / "stopped", data.digest)
+    with pytest.raises(ConfigError, match=r"sft.data: its rows are not those that .*stopped was started with"):
+        check_same_rows(tmp_path / "stopped", "other")
+    await trainer.set_optimizer(OptimizerSpec(lr=1e-2))
+
+
+def numbers(row: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in row.items() if not name.startswith(("time/", "goodput/"))}
+
+
+class Stopping(Display):
+    """Raises InterruptedError once ``stop`` is shown."""
+
+    def __init__(self, stop: int) -> None:
+        super().__init__("sft", Console(quiet=True))
+        self._stop = stop
+
+    def step(self, step: int, values: Mapping[str, float]) -> None:
+        super().step(step, values)
+        if step == self._stop:
+            raise InterruptedError
 
 
 async def test_supervised_training_learns_and_reports(trainer: RayTrainer) -> None:

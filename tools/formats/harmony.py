@@ -57,6 +57,15 @@ class HarmonyFormat:
         body = json.dumps(dict(call.arguments), ensure_ascii=False)
         return f"<|channel|>commentary to=functions.{call.name} <|constrain|>json{_MESSAGE}{body}{_CALL}"
 
+    def render_turn(self, thoughts: str, text: str, calls: Sequence[ToolCall]) -> str:
+        """Thoughts, text and the call are a message each. Raises ``ValueError`` for more than one call."""
+        if len(calls) > 1:
+            raise ValueError("a turn has one call")
+        said = {"analysis": thoughts, "commentary" if calls else "final": text}
+        messages = [f"<|channel|>{channel}{_MESSAGE}{body}" for channel, body in said.items() if body]
+        rendered = "<|end|><|start|>assistant".join([*messages, *map(self.render, calls)])
+        return rendered if calls else rendered + "<|return|>"
+
     def describe(self, schemas: Sequence[Mapping[str, Any]]) -> str:
         example = f"<|channel|>commentary to=functions.NAME <|constrain|>json{_MESSAGE}<a JSON object>{_CALL}"
         return describe_as_json(schemas, example)
