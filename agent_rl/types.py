@@ -161,6 +161,7 @@ class Completion:
             finish=FinishReason.STOP,
             weight_version=last.version,
             routing=routing,
+            kept=self.kept and self.kept.take(np.arange(count)),
             earlier=tuple(earlier),
         )
 

@@ -73,6 +73,12 @@ class PolicyChoice:
                     f"rollout.{key}: a chat endpoint applies its own template: leave the key out and pass the "
                     "endpoint's fields, for example --request chat_template_kwargs='{enable_thinking: false}'"
                 )
+        for key in ("top_k", "min_p"):
+            if self.model is not None and getattr(config.rollout, key):
+                raise UserError(
+                    f"rollout.{key}: chat requests have no such field: leave the key out, and use --request {key}=... "
+                    "if the endpoint knows it"
+                )
         if self.native_tools and "tool_format" in scaffold.required_rollout:
             raise UserError(f"--tool-calls native: env.scaffold {scaffold.name} has calls of its own: leave it out")
         if self.model is None or config.rollout.describe_tools or "describe_tools" in scaffold.required_rollout:

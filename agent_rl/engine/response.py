@@ -150,7 +150,7 @@ def _logprobs(meta: Mapping[str, Any], tokens: Sequence[int], context: RequestCo
 def _kept_tokens(
     meta: Mapping[str, Any], tokens: Sequence[int], context: RequestContext, vocab_size: int
 ) -> tuple[tuple[float, ...], KeptTokens]:
-    """The log-probs over the kept tokens, and the kept tokens."""
+    """The log-probs over the kept tokens, and the kept tokens, which every token must have."""
     rows, values = meta.get("output_token_sampling_mask"), meta.get("output_token_sampling_logprobs")
     if rows is None or values is None or not len(rows) == len(values) == len(tokens):
         received = "none" if rows is None or values is None else f"{len(rows)} with {len(values)} log-probs"
@@ -159,7 +159,9 @@ def _kept_tokens(
     try:
         kept = KeptTokens.from_rows(rows)
         kept.check(tokens, vocab_size)
-    except KeptTokensError as error:
+        if not kept.counts.all():
+            raise KeptTokensError(f"token {kept.counts.argmin()} has no kept ids")
+    except (TypeError, ValueError, OverflowError) as error:
         raise EngineRejected(f"{context}: wrong sampling mask: {error}") from None
     return tuple(map(float, values)), kept
 

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 from support.trajectories import trajectory
 
-from agent_rl.config import RunConfig
+from agent_rl.config import RolloutConfig, RunConfig
 from agent_rl.controller import engine_admission as routes
 from agent_rl.controller.engine_admission import check_missing_budget, probe_engines
 from agent_rl.engine.route_probe.checks import Check, CheckStatus
@@ -55,6 +55,15 @@ def test_the_policy_reaches_the_episodes(missing: str, source: str, allowed: boo
     rules = EpisodeRules.from_config(config(missing=missing, source=source))
     assert (rules.routes.allows_missing, rules.routes.source) == (allowed, source)
     assert rules.for_evaluation(greedy=False).routes is None
+
+
+def test_only_training_requests_kept_tokens() -> None:
+    rules = EpisodeRules(RolloutConfig(top_k=5, min_p=0.1))
+    sampling = [each.sampling(9, ()) for each in (rules, rules.for_evaluation(greedy=False), EpisodeRules())]
+    assert [(each.top_k, each.min_p, each.keep_mask) for each in sampling] == [
+        (5, 0.1, True), (5, 0.1, False), (None, 0.0, False)
+    ]  # fmt: skip
+    assert not rules.override(temperature=0.0).sampling(9, ()).keep_mask
 
 
 CHECKS = ("routes captured", "key in every response", "start honored")

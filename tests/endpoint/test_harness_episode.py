@@ -89,13 +89,15 @@ async def test_the_policys_own_requests_to_the_endpoint_count_as_turns(say: Any,
     assert engine.requests == 4
 
 
-async def test_each_turn_has_its_weight_version(say: Any, drive: Any) -> None:
+async def test_each_turn_has_its_weight_version_and_kept_tokens(say: Any, drive: Any) -> None:
     async def before(number: int) -> None:
         engine.scripted.weight_version = f"v{number}"
 
     engine = say(call("ls"), before=before)
-    trajectory = await drive(engine, on_host("talk.py", "ends"))
+    trajectory = await drive(engine, on_host("talk.py", "ends"), top_k=2)
     assert trajectory.weight_versions == ("v1", "v2", "v3")
+    trajectory.kept.check(trajectory.tokens[trajectory.loss_mask])
+    assert set(trajectory.kept.counts) == {2}
     assert [turn.weight_version for turn in trajectory.turns] == ["v1", "v2", "v3"]
     assert len(trajectory.branches) == 1
 

@@ -43,7 +43,7 @@ async def test_an_episode_of_smolagents_code_agent_is_one_branch(renderer: ChatR
     said = [f"Thought: {n}\n<code>\nprint({n})\n" for n in range(3)]
     tail = "</code>\nObservation: invented by the model"
     engine = Continuing(renderer, [text + tail for text in said[:2]] + [said[2] + "</code>"])
-    async with served(renderer, engine=engine) as opened:
+    async with served(renderer, engine=engine, top_p=0.9) as opened:
         messages: list[Any] = [{"role": "system", "content": "s"}, *HELLO]
         for number, text in enumerate(said):
             answer = (await opened.post(CHAT, messages=messages, stop=STOPS)).json()["choices"][0]
@@ -59,6 +59,7 @@ async def test_an_episode_of_smolagents_code_agent_is_one_branch(renderer: ChatR
         assert renderer.decode(branch.tokens.tolist()).count("Calling tools:\n[{'id'") == 2
         assert branch.tokens[branch.loss_mask].tolist() == [token for node in tree.nodes for token in node.sampled]
         assert np.array_equal(branch.logprobs, np.where(branch.loss_mask, np.float32(-0.5), 0))
+        branch.kept.check(branch.tokens[branch.loss_mask])
         assert np.array_equal(branch.routing.experts[:-1], scripted_rows(0, len(branch.tokens) - 1, LAYOUT))
 
 

@@ -167,19 +167,20 @@ BAD_MASKS: list[tuple[dict[str, Any], str]] = [
     ({**MASK, "output_token_sampling_mask": [[7, 3]]}, "expected 2 sampling masks, received 1 with 2 log-probs"),
     ({**MASK, "output_token_sampling_mask": [[7], [9, 3]]}, "token 1, id 8, is not among its 2 kept ids"),
     ({**MASK, "output_token_sampling_mask": [[7, 100], [8]]}, "kept ids 7 to 100, expected 0 to 99"),
+    ({**MASK, "output_token_sampling_mask": [[7], []]}, "token 1 has no kept ids"),
+    ({**MASK, "output_token_sampling_mask": [[7], [None]]}, "wrong sampling mask: "),
     ({**MASK, "output_token_sampling_logprobs": [-0.25, None]}, "NaN"),
 ]
 
 
 async def test_kept_tokens_come_with_their_log_probs() -> None:
-    """Every other token may be drawn from the whole vocabulary."""
     masked = SamplingParams(top_p=0.9, min_p=0.1, max_new_tokens=2, keep_mask=True)
-    server = Server(sends(**{**MASK, "output_token_sampling_mask": [[7, 3], []]}))
+    server = Server(sends(**MASK))
     async with serving(server.handle) as url, client(url, routes=False) as engine:
         got = await engine.generate([1, 2, 3], masked, routes_from=0, session="s")
         plain = await engine.generate([1, 2, 3], replace(masked, keep_mask=False), routes_from=0, session="s")
     assert (got.logprobs, plain.logprobs, plain.kept) == ((-0.25, 0.0), (-0.5, -0.25), None)
-    assert (got.kept.counts.tolist(), got.kept.ids.tolist()) == ([2, 0], [7, 3])
+    assert (got.kept.counts.tolist(), got.kept.ids.tolist()) == ([2, 1], [7, 3, 8])
     first, second = (request["sampling_params"] for request in server.received)
     assert (first["top_p"], first["min_p"], first["top_k"], second["top_k"]) == (0.9, 0.1, 4000, -1)
     assert [request.get("return_sampling_mask") for request in server.received] == [True, None]

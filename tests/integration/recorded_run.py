@@ -46,6 +46,7 @@ from agent_rl.train.ray_trainer import RayTrainer
 from agent_rl.types import StopReason, Trajectory, Turn, VersionSpan
 from agent_rl.utils.http import AsyncHttp
 from envs import Task
+from r3.kept_tokens import KeptTokens
 from r3.routing import Routing, Span, SpanKind
 
 EPISODE_SECONDS = 0.12
@@ -63,11 +64,14 @@ def _recording(task: Task, generator: np.random.Generator, facts: Any) -> Trajec
     length = int(generator.integers(20, 60))
     mask = np.arange(length) >= length // 3
     logprobs: NDArray[np.float32] = np.where(mask, -generator.random(length) * 4, 0).astype(np.float32)
+    tokens = generator.integers(0, facts.vocab_size, length).astype(np.int32)
+    # Every third token is drawn from the whole vocabulary.
+    rows = [[int(token), *range(int(token) % 6)] if token % 3 else [] for token in tokens[mask]]
     turn = Turn("", "bash", {}, None, "", length // 3, int(mask.sum()), 0, 0, "0", 0.1, 0.1)
     return Trajectory(
-        task.id, task.env, generator.integers(0, facts.vocab_size, length).astype(np.int32), mask, logprobs,
+        task.id, task.env, tokens, mask, logprobs,
         _routes(length, generator, facts), StopReason.SUBMITTED, float(generator.random() < 0.5),
-        resolved=False, turns=(turn,), messages=(), versions=(),
+        resolved=False, turns=(turn,), messages=(), versions=(), kept=KeptTokens.from_rows(rows),
     )  # fmt: skip
 
 

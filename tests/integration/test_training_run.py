@@ -30,9 +30,9 @@ Start = Callable[..., Run]
 @pytest.mark.parametrize("weight_sync", ["full", pytest.param("delta", marks=pytest.mark.exhaustive)])
 def test_a_run_killed_within_a_step_resumes_without_loss(start: Start, tmp_path: Path, weight_sync: str) -> None:
     """Killed in step 4, with a checkpoint of step 2: step 3 is learned again from the journal, bit for bit, and of step
-    4 only the episodes that had not finished are sampled."""
-    mode = f"engine.weight_sync={weight_sync}"
-    first = start(mode)
+    4 only the episodes that had not finished are sampled. Sampling is restricted, so the journal has kept tokens."""
+    settings = f"engine.weight_sync={weight_sync}", "rollout.temperature=1.5", "rollout.top_p=0.9"
+    first = start(*settings)
     first.until("step 4: rollout ...")
     journal = tmp_path / "small" / "journal" / "step-000004.journal"
     wait(lambda: len(read_journal(journal)) >= 2, 60, "two episodes of step 4 in the journal")
@@ -40,7 +40,7 @@ def test_a_run_killed_within_a_step_resumes_without_loss(start: Start, tmp_path:
     first.finish()
     before, finished = read_metrics(tmp_path / "small"), sampled(read_journal(journal))
 
-    second = start(mode)
+    second = start(*settings)
     assert second.finish() == 0, second.text
     assert "resuming from" in second.text
     assert "step 3: 12 finished trajectories are in the journal" in second.text
@@ -52,6 +52,7 @@ def test_a_run_killed_within_a_step_resumes_without_loss(start: Start, tmp_path:
     assert rows[:2] == before[:2], "the steps before the checkpoint were not done again"
     assert learned(rows[2]) == learned(before[2])
     assert all(row["weight_sync/verified"] == 1 for row in rows)
+    assert all(row["rollout/kept_tokens"] > 1 and row["mismatch/k3_kl"] < 1e-3 for row in rows)
     if weight_sync == "delta":
         assert all(row["weight_sync/delta_ratio"] < 0.5 and row["weight_sync/retries"] == 0 for row in rows)
     assert finished <= sampled(t for group in read_trajectories(tmp_path / "small", 4) for t in group.trajectories)

@@ -216,10 +216,19 @@ async def test_a_busy_endpoint_is_waited_for_and_an_absent_one_is_not() -> None:
 
 
 @pytest.mark.parametrize(
-    "keys", [{"thinking": "off"}, {"max_thinking_tokens": 9}, {"template_options": {"reasoning_effort": "low"}}]
+    "keys",
+    [
+        {"thinking": "off"},
+        {"max_thinking_tokens": 9},
+        {"template_options": {"reasoning_effort": "low"}},
+        {"top_k": 20},
+        {"min_p": 0.1},
+    ],
 )
-def test_keys_of_the_template_are_refused_for_an_endpoint(keys: dict[str, Any]) -> None:
+def test_keys_that_chat_requests_lack_are_refused_for_an_endpoint(keys: dict[str, Any]) -> None:
     config = RunConfig(name="x", model=Path("m"), env={"name": "mini"}, rollout=keys)
-    with pytest.raises(UserError, match=rf"rollout\.{next(iter(keys))}: .* --request chat_template_kwargs="):
+    with pytest.raises(
+        UserError, match=rf"rollout\.{next(iter(keys))}: .* --request (chat_template_kwargs|top_k|min_p)="
+    ):
         PolicyChoice("http://localhost/v1", "m").rules(config)
     PolicyChoice("gold").rules(config)

@@ -8,6 +8,7 @@ import pytest
 from agent_rl.rollout.group import DroppedGroup, Rollout
 from agent_rl.rollout.metrics import missing_token_fraction, rollout_metrics
 from agent_rl.types import Group, StopReason, Trajectory, Turn
+from r3.kept_tokens import KeptTokens
 from r3.routing import Routing, Span, SpanKind
 
 
@@ -51,6 +52,13 @@ def test_tokens_of_thoughts_are_averaged_over_trajectories() -> None:
     thought = trajectory(1.0, StopReason.SUBMITTED, (replace(turn(10), thinking_tokens=6), turn(5)), 60)
     plain = trajectory(0.0, StopReason.SUBMITTED, (turn(30),), 40)
     assert metrics_of(thought, plain)["rollout/thinking_tokens"] == 3
+
+
+def test_kept_tokens_are_averaged_over_the_tokens_that_have_some() -> None:
+    plain = trajectory(1.0, StopReason.SUBMITTED, (turn(3),), 3)
+    masked = replace(plain, kept=KeptTokens.from_rows([[1, 2, 3], [], [4]]))
+    assert metrics_of(masked, plain)["rollout/kept_tokens"] == 2
+    assert "rollout/kept_tokens" not in metrics_of(plain)
 
 
 def test_retractions_are_counted() -> None:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from agent_rl.errors import EngineRejected
 from agent_rl.types import Completion, FinishReason, SamplingParams, TokenIds
+from r3.kept_tokens import KeptTokens
 from r3.payload import RouteLayout
 from r3.routing import Routing, Span, SpanKind, narrowest_dtype
 
@@ -65,6 +66,7 @@ class ScriptedEngine:
             weight_version=self.weight_version,
             engine="scripted",
             routing=routing,
+            kept=KeptTokens.from_rows([[token, token + 1] for token in sampled]) if sampling.keep_mask else None,
             cached_tokens=routes_from or 0,
             seconds=time.perf_counter() - started,
         )
