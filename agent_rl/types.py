@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from envs.model_calls import ModelCall
 from r3.routing import Routing
 
 
@@ -279,6 +280,7 @@ class Trajectory:
     ``recovered``: an earlier start of the run sampled it, so its times are not of this process. ``replayed_turns``:
     turns reused after the loss of the sandbox or the run. ``harness``: counters of the agent program: ``rewrites``,
     ``retries``, ``echo_differs``. ``parts``, ``metrics``: of the grade (:class:`envs.Grade`).
+    ``model_calls``: the requests to judges and simulated users.
     """
 
     task_id: str
@@ -313,6 +315,7 @@ class Trajectory:
     harness: Mapping[str, int] = field(default_factory=dict)
     parts: Mapping[str, float] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
+    model_calls: tuple[ModelCall, ...] = ()
 
     @property
     def branches(self) -> tuple[Branch, ...]:
