@@ -24,7 +24,12 @@ class EnvironmentLoadError(EnvsError):
 ENVIRONMENTS = Registry(
     "environment",
     "agent_rl.envs",
-    {"math": "envs.math:MathEnvironment", "mini": "envs.mini:MiniEnvironment", "swe": "envs.swe:SweEnvironment"},
+    {
+        "math": "envs.math:MathEnvironment",
+        "mini": "envs.mini:MiniEnvironment",
+        "orders": "envs.orders:Orders",
+        "swe": "envs.swe:SweEnvironment",
+    },
     EnvironmentLoadError,
 )
 
