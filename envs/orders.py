@@ -2,8 +2,8 @@
 
 The database is a set of pages. A page is a short text with one order::
 
-    def open_tea(count):          the order's state and item
-        return count + 5          what it costs: a price, and a fee of 5
+    def ticket_open(count):       the order's item and state
+        return count + 5          what it costs: the count, and a fee of 5
 
 The customer wants the fee off. The agent looks the order up, takes the fee off if the order is open, and leaves it if
 it was sent; then it finishes, or tells the customer. The tools and the form of the pages are those of the
@@ -25,11 +25,11 @@ from envs.types import Grade, Message, Task, TaskRecordError
 from tools import ToolCall, ToolError, ToolResult
 
 _ITEMS = (
-    *("tea", "rice", "salt", "cup", "lamp", "vase", "soap", "rope", "nail", "bolt", "pipe", "tile"),
-    *("brush", "glue", "seed", "bulb", "plate", "spoon", "fork", "bowl", "jar", "mug", "desk", "sofa"),
+    *("item", "label", "record", "batch", "line", "ticket", "token", "page", "budget", "row", "entry", "stock"),
+    *("cost", "table", "letter", "word", "report", "title", "node", "part", "code", "tree", "map", "cat"),
 )
 _PAGES = ("orders", "stock", "pricing", "billing", "ledger", "labels", "report", "tables")
-_PHRASES = ("No fee for `{item}` in {page}, please.", "{page}: no fee for `{item}`.")
+_PHRASES = ("{page}: cancel the fee of `{item}({count})`.", "Cancel the fee of `{item}({count})` in {page}.")
 _OPEN_SHARE = 0.7
 _HELDOUT_SHARE = 8  # one in so many orders is held out
 
@@ -57,7 +57,7 @@ class Orders:
         """The customer's first message."""
         row = self.row = task.record
         self.page, self.text, self.looked, self.messages = f"{row['page']}.py", _text(row), False, 0
-        user = _PHRASES[row["phrase"]].format(item=row["item"], page=self.page)
+        user = _PHRASES[row["phrase"]].format(item=row["item"], count=row["count"], page=self.page)
         return [{"role": "system", "content": "Fix the order."}, {"role": "user", "content": user}]
 
     async def file_editor(
@@ -128,11 +128,11 @@ def _orders(seed: int, *, heldout: bool) -> Iterator[dict[str, Any]]:
         side = hashlib.sha256(name.encode()).digest()[0] % _HELDOUT_SHARE == 0
         if side == heldout and name not in seen:
             seen.add(name)
-            yield {"id": name, **row, "phrase": rng.randrange(len(_PHRASES))}
+            yield {"id": name, **row, "count": rng.randint(2, 9), "phrase": rng.randrange(len(_PHRASES))}
 
 
 def _text(row: Mapping[str, Any]) -> str:
-    return f"def {row['state']}_{row['item']}(count):\n    return count + {row['fee']}\n"
+    return f"def {row['item']}_{row['state']}(count):\n    return count + {row['fee']}\n"
 
 
 def _right_text(row: Mapping[str, Any]) -> str:
