@@ -208,7 +208,7 @@ class SimulatedUser:
 
 
 def _spoken(text: str) -> str:
-    spoken = split_reasoning(text)[1].strip() if "<think>" in text[:20] else text.strip()
+    spoken = split_reasoning(text)[1].strip()
     if not spoken:
         raise ValueError("the message is empty")
     return spoken
