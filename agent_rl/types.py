@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from envs.model_calls import ModelCall
 from r3.kept_tokens import KeptTokens
 from r3.routing import Routing
 
@@ -311,6 +312,7 @@ class Trajectory:
     ``recovered``: an earlier start of the run sampled it, so its times are not of this process. ``replayed_turns``:
     turns reused after the loss of the sandbox or the run. ``harness``: counters of the agent program: ``rewrites``,
     ``retries``, ``echo_differs``. ``parts``, ``metrics``: of the grade (:class:`envs.Grade`).
+    ``model_calls``: the requests to judges and simulated users.
     """
 
     task_id: str
@@ -346,6 +348,7 @@ class Trajectory:
     kept: KeptTokens | None = None
     parts: Mapping[str, float] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
+    model_calls: tuple[ModelCall, ...] = ()
 
     @property
     def branches(self) -> tuple[Branch, ...]:

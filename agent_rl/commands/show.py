@@ -191,6 +191,11 @@ def _render_episode(episode: EpisodeRecord) -> RenderableType:
         if numbers:
             listed = ", ".join(f"{key} {value:g}" for key, value in numbers.items())
             parts.append(_printable_text(f"{name}: {listed}"))
+    for call in row.get("model_calls", ()):
+        time = "cached" if call["cached"] else f"{call['seconds']:.1f} s"
+        title = f"{call['client']} {call['model']}, {time}"
+        last = call["messages"][-1]["content"]
+        parts += [Rule(cell(title), align="left"), _printable_text(last, "dim"), _printable_text(call["response"])]
     if hacks := row.get("suspected_hack"):
         parts.append(_printable_text(f"suspected hack: {', '.join(hacks)}", "red"))
     return Group(*parts, _printable_text(f"{head}; {len(row['turns'])} turns in {row['seconds']:.1f} s", "bold"))

@@ -49,9 +49,10 @@ from envs import (
     user_of,
 )
 from envs.grades import checked_grade, weighted
+from envs.model_calls import ModelCall, recorded_calls
 from envs.sources import source_of
 from sandbox import ImageMissingError, SandboxError, SandboxNodeLostError, SandboxUnavailableError, bounded, printable
-from sandbox.timeouts import PausableTimeout
+from sandbox.timeouts import PausableTimeout, charged_to
 from tools import ParseFailure, ToolCallFormat, ToolDefinitionError, ToolResult, ToolSet, parse_call, words_of
 from tools.formats import parse_turn
 
@@ -183,6 +184,7 @@ class EpisodeRun:
         self.log, self.prompt_hash, self.completions, self.replayed = log, "", list[Completion](), 0
         self.renderer, self.fmt, self.rules, self.limits = renderer, fmt, rules, rules.rollout
         self.scaffold = load_scaffold(rules.env.scaffold)
+        self.model_calls: list[ModelCall] = []
         self.user: Callable[[str], Awaitable[ToolResult]] | None = None
         self.session = f"{task.id}-{uuid.uuid4().hex[:12]}"
         self.began, self.started = round(time.time(), 3), time.perf_counter()
@@ -207,7 +209,8 @@ class EpisodeRun:
 
     async def run(self, audit: Auditor | None = None) -> Trajectory:
         """See :func:`run_episode`."""
-        trajectory = await self._run()
+        with recorded_calls() as self.model_calls:
+            trajectory = await self._run()
         return trajectory if audit is None else await audit(trajectory, self.session)
 
     async def _run(self) -> Trajectory:
@@ -267,7 +270,7 @@ class EpisodeRun:
         limit = PausableTimeout(logged_turns[-1].seconds_left if logged_turns else self.limits.time_limit)
         try:
             async with limit:
-                with self.gate.uncharged(limit):
+                with self.gate.uncharged(limit), charged_to(limit):
                     return await self._run_turns(handle, limit)
         except TimeoutError:
             if not limit.expired():
@@ -519,6 +522,7 @@ class EpisodeRun:
             test_log=grade.log if grade else "",
             parts=grade.parts if grade else {},
             metrics=grade.metrics if grade else {},
+            model_calls=tuple(self.model_calls),
         )
 
 

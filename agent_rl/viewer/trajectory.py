@@ -253,6 +253,7 @@ def _head(index: StepIndex, number: int, row: Mapping[str, Any]) -> Json:
         "hacks": row["suspected_hack"],
         "parts": row.get("parts", {}),
         "metrics": row.get("metrics", {}),
+        "model_calls": row.get("model_calls", []),
         "patch": row.get("patch", ""),
         "tests": row.get("tests", {}),
         "test_log": row.get("test_log", ""),

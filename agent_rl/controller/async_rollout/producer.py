@@ -210,4 +210,5 @@ def _restore_fields(stripped: Trajectory, journaled: Trajectory) -> Trajectory:
         journaled, queue_seconds=stripped.queue_seconds, recovered=stripped.recovered,
         replayed_turns=stripped.replayed_turns, audit=stripped.audit, reward=stripped.reward,
         resolved=stripped.resolved, parts=stripped.parts, metrics=stripped.metrics,
+        model_calls=stripped.model_calls,
     )  # fmt: skip
