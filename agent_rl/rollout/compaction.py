@@ -14,11 +14,12 @@ have the tokens that were sampled; they are trained in branch 0 and are context 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from agent_rl.config import CompactionConfig, RolloutConfig
 from agent_rl.errors import ConfigError
+from agent_rl.render.prefix_check import Role
 from agent_rl.rollout.initial_prompt import Renderer
 from agent_rl.rollout.transcript import Transcript
 from agent_rl.types import Branch, BranchCause, SampledCall
@@ -29,9 +30,11 @@ SUMMARY = "Summary of the work so far:"
 
 
 class Observation(NamedTuple):
-    """The ``text`` after a turn that ended with the token ``stop`` (None: at its limit) and made ``call``."""
+    """The ``text`` after a turn that ended with the token ``stop`` (None: at its limit) and made ``call``, in a message
+    of ``role`` (None: the renderer's choice)."""
 
     text: str
+    role: Role | None
     stop: int | None
     call: SampledCall | None
 
@@ -67,7 +70,7 @@ def check_compaction(rollout: RolloutConfig, compaction: CompactionConfig, rende
         )
 
 
-@dataclass
+@dataclass(eq=False)
 class OpenBranch:
     """A branch of a running episode. ``cause``, ``parent`` and ``shared`` as in :class:`agent_rl.types.Branch`."""
 
@@ -81,7 +84,7 @@ class OpenBranch:
     def closed(self) -> Branch:
         """The branch up to its last sampled token."""
         arrays, versions = self.transcript.arrays(), self.transcript.versions
-        return Branch(*arrays, versions, self.parent, self.shared, self.cause, tuple(self.messages))
+        return Branch(*arrays, versions, self.parent, self.shared, self.cause, messages=tuple(self.messages))
 
     def last_turns(self, keep: int) -> list[KeptTurns]:
         """The last turns in all numbers from ``keep`` to 1, most turns first."""
@@ -92,11 +95,17 @@ class OpenBranch:
         starts = [start.moved(-token, -message) for start in self.turns[index:]]
         return KeptTurns(starts, self.transcript.tokens[token:], self.messages[message:])
 
+    def child(self, number: int, messages: Sequence[Message], prompt: Sequence[int], max_tokens: int) -> OpenBranch:
+        """The branch of a sub-agent that begins with ``prompt``, the tokens of ``messages``. This branch has
+        ``number``."""
+        transcript, shared = self.transcript.fork(prompt, max_tokens)
+        return OpenBranch(transcript, list(messages), [], BranchCause.SUBAGENT, number, shared)
+
     def followed_by(
-        self, number: int, messages: Sequence[Message], prompt: Sequence[int], kept: KeptTurns
+        self, number: int, messages: Sequence[Message], prompt: Sequence[int], max_tokens: int, kept: KeptTurns
     ) -> OpenBranch:
         """The branch that begins with ``prompt``, the tokens of ``messages``, and the ``kept`` turns of this branch,
         which has ``number``."""
-        transcript, shared = self.transcript.fork([*prompt, *kept.tokens])
+        following = self.child(number, [*messages, *kept.messages], [*prompt, *kept.tokens], max_tokens)
         starts = [start.moved(len(prompt), len(messages)) for start in kept.starts]
-        return OpenBranch(transcript, [*messages, *kept.messages], starts, BranchCause.COMPACTION, number, shared)
+        return replace(following, turns=starts, cause=BranchCause.COMPACTION)

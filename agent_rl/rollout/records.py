@@ -362,7 +362,7 @@ def read_branch(row: Mapping[str, Any], number: int, array: Callable[[str], NDAr
         fields["parent"],
         fields["shared"],
         BranchCause(fields["cause"]),
-        tuple(row_messages(row, number)) if number else (),
+        messages=tuple(row_messages(row, number)) if number else (),
     )
 
 
