@@ -186,7 +186,8 @@ class Turn:
     ``left_out``: the rule (``rollout.harness.train_if``) that leaves the turn out of training, "" if none does.
     ``usage``: tokens as a chat endpoint counts them, by the fields of :class:`agent_rl.evaluation.usage.Usage`; empty
     if nobody counted the model's tokens, None if the turn's own counts are the model's tokens. ``summary``: the turn is
-    the summary at the end of its branch (``rollout.compaction``).
+    the summary at the end of its branch (``rollout.compaction``). ``branch``: number of its branch; 0 for an agent
+    program.
     """
 
     text: str
@@ -209,6 +210,7 @@ class Turn:
     inserted_tokens: int = 0
     left_out: str = ""
     summary: bool = False
+    branch: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -250,12 +252,13 @@ class BranchCause(StrEnum):
     PARALLEL = "parallel"  # two requests ran concurrently
     RETRY = "retry"  # the same request was repeated after its response
     COMPACTION = "compaction"  # the built-in loop had the conversation summarized (rollout.compaction)
+    SUBAGENT = "subagent"  # a turn called the tool task (rollout.subagents)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Branch:
-    """One token sequence of a trajectory: a path through an agent program's conversation tree, or the part of an
-    episode between two compactions.
+    """One token sequence of a trajectory: a path through an agent program's conversation tree, the part of an episode
+    between two compactions, or the conversation of a sub-agent.
 
     Arrays as in :class:`Trajectory`. ``loss_mask`` is True for sampled tokens that are trained in this branch. A token
     that several branches share is trained in the first one and is context in the others. ``kept``: a row per trained

@@ -206,9 +206,10 @@ def _render_turn(number: int, turn: Mapping[str, Any]) -> list[RenderableType]:
     call = f"calls {turn['tool']}" if turn["tool"] else "makes no call"
     if turn.get("summary"):
         call = "is a summary, with which a new branch begins"
+    branch = f" of branch {turn['branch']}" if turn.get("branch") else ""
     times = f"generation {turn['generate_seconds']:.1f} s, tool {turn['tool_seconds']:.1f} s"
     parts: list[RenderableType] = [
-        Rule(cell(f"turn {number} {call} ({_tokens(turn)}, {times})"), align="left"),
+        Rule(cell(f"turn {number}{branch} {call} ({_tokens(turn)}, {times})"), align="left"),
     ]
     if thoughts := turn.get("thinking_chars"):
         limited = ", closed at the limit" if turn.get("inserted_tokens") else ""

@@ -124,6 +124,7 @@ METRICS: tuple[Metric, ...] = (
         ("rollout/tokens_mean", "tokens", "Mean tokens per trajectory."),
         ("rollout/branch_tokens_mean", "tokens", "Mean tokens per branch of a trajectory."),
         ("rollout/compactions", "count", "Mean summaries per trajectory (`rollout.compaction`)."),
+        ("rollout/subagents", "count", "Mean sub-agents per trajectory (`rollout.subagents`)."),
         ("rollout/summary_tokens_mean", "tokens", "Mean sampled tokens per summary; 0 without summaries."),
         ("rollout/sampled_tokens_mean", "tokens", "Mean sampled tokens per trajectory."),
         (

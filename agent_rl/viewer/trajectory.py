@@ -46,7 +46,8 @@ class Reader:
         count = index.columns["branches"][number]
         branches = [self._branch(index, (number, branch), row, notes) for branch in range(count)]
         conversation = _conversation(row)
-        _assign_branches(conversation["turns"], [branch["sampled"] for branch in branches])
+        if row.get("harness"):
+            _assign_branches(conversation["turns"], [branch["sampled"] for branch in branches])
         return {**_head(index, number, row), **conversation, "branches": branches, "notes": list(dict.fromkeys(notes))}
 
     def routes(self, index: StepIndex, branch_id: BranchId, start: int, stop: int | None) -> Json | None:
@@ -284,7 +285,7 @@ def _conversation(row: Mapping[str, Any]) -> Json:
         "turns": [
             {
                 **turn,
-                "branch": 0,
+                "branch": turn.get("branch", 0),
                 "message": sampled.get(number),
                 "observation_message": observed.get(number),
                 "span": _span(turn),
@@ -305,7 +306,8 @@ def _span(turn: Mapping[str, Any]) -> list[int] | None:
 
 
 def _assign_branches(turns: Sequence[Json], sampled: Sequence[Sequence[Sequence[int]]]) -> None:
-    """Set each turn's branch: the first that sampled the turn's token span and is not assigned for it yet."""
+    """Set the branch of each turn of an agent program: the first that sampled the turn's token span and is not assigned
+    for it yet."""
     assigned: set[tuple[int, int]] = set()
     for turn in turns:
         if turn["span"] is None:
