@@ -271,9 +271,10 @@ class Trajectory:
     ``tokens`` int32 ``[S]``; ``loss_mask`` bool ``[S]``, True for sampled tokens; ``logprobs`` float32 ``[S]``, 0 for
     other tokens; ``routing`` with S rows (the last is absent) or None. They belong to the first branch; ``further``
     holds the other branches of an agent program's conversation. ``reward`` is None iff ``stop.infrastructure``.
-    ``versions``: weight versions of the sampled tokens, in order; a span may include observation tokens. ``error``:
-    reason of an infrastructure failure in the first line; for ``environment_error`` a traceback follows. ``tests``,
-    ``test_log``: results and log of the hidden tests. A run's records keep only the end of the log. ``began``: Unix
+    ``versions``: weight versions of the sampled tokens, in order; a span may include observation tokens.
+    ``teacher_logprobs`` float32 ``[sampled tokens]`` of all branches: those of a teacher. ``error``: reason of an
+    infrastructure failure in the first line; for ``environment_error`` a traceback follows. ``tests``, ``test_log``:
+    results and log of the hidden tests. A run's records keep only the end of the log. ``began``: Unix
     time at which the episode got its concurrency slot, after waiting ``queue_seconds`` (0: not recorded).
     ``start_seconds``: time to start the task. ``grade_began``: start of grading, in seconds since ``began``.
     ``recovered``: an earlier start of the run sampled it, so its times are not of this process. ``replayed_turns``:
@@ -306,6 +307,7 @@ class Trajectory:
     tests: Mapping[str, str] = field(default_factory=dict)
     test_log: str = ""
     rescored: Rescored | None = None
+    teacher_logprobs: NDArray[np.float32] | None = None
     audit: RouteAudit | None = None
     recovered: bool = False
     replayed_turns: int = 0
@@ -361,7 +363,7 @@ class Sample:
     ratio; None takes the sampled ones or the trainer's own. Both are 0 for tokens that were not sampled.
     ``trajectory``: samples with the same value are branches of one trajectory; they count as one sequence and share a
     mini step; None: no other branch. ``lag`` int32 ``[S]``: age of a sampled token's weights in updates before this
-    step; None: the same for all tokens.
+    step; None: the same for all tokens. ``teacher_logprobs`` float32 ``[S]``: those of a teacher, 0 where not sampled.
     """
 
     tokens: NDArray[np.int32]
@@ -373,6 +375,7 @@ class Sample:
     old_logprobs: NDArray[np.float32] | None = None
     trajectory: int | None = None
     lag: NDArray[np.int32] | None = None
+    teacher_logprobs: NDArray[np.float32] | None = None
 
 
 class TokenFlag(IntFlag):

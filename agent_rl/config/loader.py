@@ -80,6 +80,7 @@ INPUT_PATHS = (
     ("env", "quarantine"),
     ("rollout", "harness", "directory"),
     ("train", "kl", "reference"),
+    ("train", "distill", "teacher"),
 )
 """Keys of input files and directories. A relative path is resolved against the directory of its config first."""
 

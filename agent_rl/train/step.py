@@ -25,12 +25,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agent_rl.config import CorrectionConfig, OldLogprobSource, RunConfig, TrainConfig
+from agent_rl.config import CorrectionConfig, DistillConfig, OldLogprobSource, RunConfig, TrainConfig
 from agent_rl.errors import TrainerError
 from agent_rl.train.batching.packing import MicroBatch, pack
 from agent_rl.train.batching.partition import MiniStepShare
 from agent_rl.train.expert_balancing.worker import PassBalancer
 from agent_rl.train.loss.corrections import correction_factors, weight_moments
+from agent_rl.train.loss.objectives import distilled_advantages
 from agent_rl.train.loss.policy_loss import LossCounts, PolicyLoss, policy_loss
 from agent_rl.train.megatron.packed_batch import LossFn, PackedBatch, PassOutput, PassPlans
 from agent_rl.train.reference import Reference, ReferenceComparison, compare_with_reference
@@ -126,6 +127,11 @@ def grpo_step(
         update_seconds=time.perf_counter() - after_reference,
         reference=None if comparison is None else ReferenceReport(comparison.taken, comparison.seconds),
         sampled=_sampled_tokens(inputs, loss_values) if request.detail else None,
+        teacher_logprobs=(
+            None
+            if config.train.distill is None
+            else _at_sampled_tokens(batches, [batch.teacher_T for batch in batches if batch.teacher_T is not None])
+        ),
     )
     return report, differences
 
@@ -322,11 +328,22 @@ def _training_inputs(
     ``old_logprobs``: the trainer's own log-probs. Collective where ``train.correction.normalize`` is set."""
     pairs = zip(batches, old_logprobs, strict=True)
     inputs = [_training_input(batch, old, train.old_logprob.source) for batch, old in pairs]
+    if train.distill is not None:
+        inputs = [_distilled(*each, train.distill) for each in zip(inputs, batches, old_logprobs, strict=True)]
     mean = _mean_weight(model, inputs, train.correction) if train.correction.normalize else 1.0
     return [
         replace(item, extras={**item.extras, "factors": _factors(item.extras, train.correction, mean)})
         for item in inputs
     ]
+
+
+def _distilled(item: PackedBatch, batch: MicroBatch, logprobs: Tensor, distill: DistillConfig) -> PackedBatch:
+    """``item`` with the advantages of on-policy distillation."""
+    if batch.teacher_T is None:
+        raise TrainerError(f"train.distill is set and the teacher did not evaluate sample {batch.sample_ids[0]}")
+    teacher, advantages = torch.from_numpy(batch.teacher_T).to(logprobs), item.extras["advantages"].to(logprobs)
+    distilled = distilled_advantages(advantages, logprobs, teacher, distill.reward, distill.coefficient)
+    return replace(item, extras={**item.extras, "advantages": distilled})
 
 
 def _mean_weight(model: PolicyModel, inputs: Sequence[PackedBatch], correction: CorrectionConfig) -> float:

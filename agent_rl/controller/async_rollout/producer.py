@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Collection, Container, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Container, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 
@@ -48,8 +48,8 @@ DROP_WINDOW_BATCHES = 4
 
 class RolloutProducer:
     """Fills ``buffer`` with the groups of the tasks in ``order``, without tasks whose id is in ``left_out`` at that
-    time. Trajectories that stopped for a reason in ``masked`` teach nothing. ``last_episode``: when the last episode
-    ended."""
+    time. Trajectories that stopped for a reason in ``masked`` teach nothing. ``scored`` wraps the runner of episodes,
+    recovered ones included. ``last_episode``: when the last episode ended."""
 
     def __init__(
         self,
@@ -63,8 +63,10 @@ class RolloutProducer:
         masked: Collection[StopReason] = (),
         left_out: Container[str] = (),
         rescore: Rescore | None = None,
+        scored: Callable[[EpisodeRunner], EpisodeRunner] | None = None,
         on_event: OnEvent = lambda event: None,
     ) -> None:
+        self._scored = scored
         self._order, self._buffer, self._journal, self._run = order, buffer, journal, run
         self._masked, self._left_out, self._on_event = masked, left_out, on_event
         self._rules = buffer.rules
@@ -133,6 +135,8 @@ class RolloutProducer:
         await self._journal.wait_usable(position)
         with self._timed():
             run = self._journal.runner(position, self._run, self._buffer.oldest(position))
+            if self._scored is not None:
+                run = self._scored(run)
             ended = await self._collector.collect(task, spill(run) if self._rules.depth else run)
         self._end(position, ended)
 
@@ -201,5 +205,5 @@ def strip(trajectory: Trajectory) -> Trajectory:
 def _restore_fields(stripped: Trajectory, journaled: Trajectory) -> Trajectory:
     return replace(
         journaled, queue_seconds=stripped.queue_seconds, recovered=stripped.recovered,
-        replayed_turns=stripped.replayed_turns, audit=stripped.audit,
+        replayed_turns=stripped.replayed_turns, audit=stripped.audit, teacher_logprobs=stripped.teacher_logprobs,
     )  # fmt: skip

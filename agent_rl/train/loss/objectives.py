@@ -299,6 +299,14 @@ def penalized_advantages(
     return (advantages_T.detach().double() - coefficient * to_come_T).to(advantages_T.dtype)
 
 
+def distilled_advantages(
+    advantages_T: Tensor, logprobs_T: Tensor, teacher_T: Tensor, reward: float, coefficient: float
+) -> Tensor:
+    """``reward * A_t - coefficient * (log pi_old - log teacher)_t``, ``[T]``, detached: each token's reverse KL to the
+    teacher in its own advantage, without discounting (Thinking Machines, "On-Policy Distillation", 2025)."""
+    return reward * advantages_T.detach() - coefficient * (logprobs_T - teacher_T).detach()
+
+
 def advantage_moments(advantages_T: Tensor, mask_T: Tensor) -> Tensor:
     """``[3]`` float64: number, sum and sum of squares of the sampled tokens' advantages. Results of micro-batches and
     ranks add up."""
