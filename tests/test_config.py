@@ -63,7 +63,7 @@ def test_overrides_reach_nested_keys_as_yaml_values() -> None:
         ("train.baseline=batch", "set advantage_scale to batch or none"),
         (
             "train.objective=grop",
-            "did you mean 'grpo'? (registered: cispo, dppo_kl, dppo_tv, gmpo, grpo, gspo, reinforce, sapo)",
+            "did you mean 'grpo'? (registered: cispo, clip_cov, dppo_kl, dppo_tv, gmpo, grpo, gspo, kl_cov, ",
         ),
         ("train.tau_positive=2", "train.tau_negative: objective grpo has no soft gate"),
         ("train.correction={weight_low: 3}", "train.correction.weight_low is 3; it must be at most weight_high (2)"),

@@ -282,8 +282,8 @@ class TrainConfig(Section):
     )
     objective: Objective = Field(
         "grpo",
-        description="Policy objective: grpo, gspo, cispo, reinforce, sapo, gmpo, dppo_tv, dppo_kl, or a registered "
-        "objective (docs/reference/objectives.md).",
+        description="Policy objective: grpo, gspo, cispo, reinforce, sapo, gmpo, dppo_tv, dppo_kl, clip_cov, kl_cov, "
+        "or a registered objective (docs/reference/objectives.md).",
     )
     objective_options: dict[str, float] = Field(
         default_factory=dict, description="Further numbers of the objective, by name (docs/reference/objectives.md)."
