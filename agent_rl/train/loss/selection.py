@@ -48,4 +48,4 @@ def by_covariance(covariance_T: Tensor, options: Mapping[str, float]) -> Tensor:
 def within_bounds(covariance_T: Tensor, options: Mapping[str, float]) -> Tensor:
     """clip-cov: any of those with a covariance within the bounds, chosen by its low bits."""
     inside_T = (covariance_T > options["cov_low"]) & (covariance_T < options["cov_high"])
-    return torch.where(inside_T, (covariance_T * 2**20).frac(), -torch.inf)
+    return torch.where(inside_T, (covariance_T * 2**10).frac(), -torch.inf)
