@@ -307,9 +307,10 @@ class Trajectory:
     other tokens; ``routing`` with S rows (the last is absent) or None; ``kept`` with a row per sampled token, or None.
     They and ``messages`` belong to the first branch; ``further`` holds the other branches. ``reward`` is None iff
     ``stop.infrastructure``. ``versions``: weight versions of the sampled tokens, in order; a span may include
-    observation tokens. ``error``:
-    reason of an infrastructure failure in the first line; for ``environment_error`` a traceback follows. ``tests``,
-    ``test_log``: results and log of the hidden tests. A run's records keep only the end of the log. ``began``: Unix
+    observation tokens. ``teacher_logprobs`` float32 ``[sampled tokens]`` of all branches: those of a teacher.
+    ``error``: reason of an infrastructure failure in the first line; for ``environment_error`` a traceback follows.
+    ``tests``, ``test_log``: results and log of the hidden tests. A run's records keep only the end of the log.
+    ``began``: Unix
     time at which the episode got its concurrency slot, after waiting ``queue_seconds`` (0: not recorded).
     ``start_seconds``: time to start the task. ``grade_began``: start of grading, in seconds since ``began``.
     ``recovered``: an earlier start of the run sampled it, so its times are not of this process. ``replayed_turns``:
@@ -343,6 +344,7 @@ class Trajectory:
     tests: Mapping[str, str] = field(default_factory=dict)
     test_log: str = ""
     rescored: Rescored | None = None
+    teacher_logprobs: NDArray[np.float32] | None = None
     audit: RouteAudit | None = None
     recovered: bool = False
     replayed_turns: int = 0
@@ -403,7 +405,8 @@ class Sample:
     ratio; None takes the sampled ones or the trainer's own. Both are 0 for tokens that were not sampled.
     ``trajectory``: samples with the same value are branches of one trajectory; they count as one sequence and share a
     mini step; None: no other branch. ``lag`` int32 ``[S]``: age of a sampled token's weights in updates before this
-    step; None: the same for all tokens. ``kept``: as in :class:`Branch`.
+    step; None: the same for all tokens. ``kept``: as in :class:`Branch`. ``teacher_logprobs`` float32 ``[S]``: those of
+    a teacher, 0 where not sampled.
     """
 
     tokens: NDArray[np.int32]
@@ -416,6 +419,7 @@ class Sample:
     trajectory: int | None = None
     lag: NDArray[np.int32] | None = None
     kept: KeptTokens | None = None
+    teacher_logprobs: NDArray[np.float32] | None = None
 
 
 class TokenFlag(IntFlag):

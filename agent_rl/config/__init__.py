@@ -24,6 +24,7 @@ from agent_rl.config.train import (
     CorrectionConfig,
     CorrectionMask,
     CorrectionWeight,
+    DistillConfig,
     FilterKind,
     KlConfig,
     KlEstimator,
