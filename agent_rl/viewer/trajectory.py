@@ -46,7 +46,7 @@ class Reader:
         count = index.columns["branches"][number]
         branches = [self._branch(index, (number, branch), row, notes) for branch in range(count)]
         conversation = _conversation(row)
-        if row.get("harness"):
+        if not any(turn["branch"] for turn in conversation["turns"]):  # an agent program's are not recorded
             _assign_branches(conversation["turns"], [branch["sampled"] for branch in branches])
         return {**_head(index, number, row), **conversation, "branches": branches, "notes": list(dict.fromkeys(notes))}
 

@@ -31,6 +31,7 @@ from agent_rl.rollout.metrics import rollout_metrics
 from agent_rl.rollout.records import decode_trajectory, encode_trajectory, read_trajectories, write_trajectories
 from agent_rl.rollout.scripted_policies import ByteRenderer
 from agent_rl.types import BranchCause, Group, SampledCall, StopReason, Trajectory
+from agent_rl.viewer.api import Resources
 from tools import Reasoning, ToolCall
 from tools.formats import tool_format
 
@@ -253,3 +254,6 @@ async def test_metrics_rows_and_show_know_the_branches(tmp_path: Path) -> None:
     out = io.StringIO()
     show(tmp_path, step=None, task=None, sample=None, as_list=False, console=Console(file=out, width=120))
     assert "turn 3 is a summary, with which a new branch begins" in out.getvalue()
+    viewed = Resources([tmp_path]).read("0/t/1-0")
+    assert [turn["branch"] for turn in viewed["turns"]] == [0, 0, 0, 1]
+    assert [branch["cause"] for branch in viewed["branches"]] == ["start", "compaction"]
