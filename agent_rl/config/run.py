@@ -131,8 +131,8 @@ class RunConfig(Section):
             )
         if self.train.distill is not None and self.rollout.truncated:
             raise ValueError(
-                "train.distill conflicts with rollout.top_p, top_k and min_p: SGLang returns a teacher's log-probs over "
-                "the whole vocabulary; remove them"
+                "train.distill conflicts with rollout.top_p, top_k and min_p: SGLang returns a teacher's log-probs "
+                "over the whole vocabulary; remove them"
             )
         return self
 

@@ -83,13 +83,9 @@ def read_agent_rl(arguments: list[str]) -> None:
     command, rest = find(arguments)
     given = command.make_context(command.name, rest).params
     config = given.get("config") or given.get("source")
-    of_run = config is not None and Path(config).parts[0] == "runs"
-    if (
-        config is not None
-        and Path(config).suffix == ".yaml"
-        and not of_run
-        and Path(config).name not in WRITTEN_BY_USERS
-    ):
+    if config is None or Path(config).parts[0] == "runs" or Path(config).name in WRITTEN_BY_USERS:
+        return
+    if Path(config).suffix == ".yaml":
         load_config(ROOT / config, given.get("overrides") or ())
 
 
