@@ -27,6 +27,9 @@ EVALUATION = json.loads("""
 """)
 TRAJECTORY = json.loads("""
 {"env": "mini", "error": "", "training_status": "trained", "advantage": 0.5, "hacks": [], "notes": [],
+ "parts": {"right": 0.25}, "metrics": {"words": 41},
+ "model_calls": [{"client": "Judge", "model": "j", "messages": [{"role": "user", "content": "Is it good?"}],
+   "response": "It is fine.", "seconds": 0.3, "cached": false}],
  "times": {"began": 1.7e9, "queue": 0.3, "start": 0.4, "grade_began": 3.2, "grade": 0.4, "total": 3.8}}
 """)
 TURN = json.loads("""

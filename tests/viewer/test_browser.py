@@ -120,6 +120,14 @@ def test_a_hundred_tokens_are_what_the_files_hold(page: Page, captured: str) -> 
         assert {tuple(row[4:]) for row in rows[len(places) :]} == {(None,) * 4}
 
 
+def test_parts_of_the_reward_and_answers_of_judges_are_on_the_page(page: Page, served: Served) -> None:
+    opened(page, served.address, "#/t/0/1-3")
+    expect(page.locator(".facts")).to_contain_text("reward/right")
+    expect(page.locator(".facts")).to_contain_text("env/words")
+    expect(page.locator("#model_calls")).to_contain_text("Judge j, 0.3 s")
+    expect(page.locator("#model_calls")).to_contain_text("[answer] It is fine.")
+
+
 def test_tokens_are_coloured_and_clickable_without_an_element_each(page: Page, served: Served) -> None:
     opened(page, served.address, "#/t/0/1-3?by=gap_without_replay")
     count = "[...CSS.highlights].filter(([name, h]) => name.startsWith('bin-') && h.size).length"
