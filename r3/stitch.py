@@ -134,16 +134,6 @@ class RouteStitcher:
             append_span(self._spans, replace(last, start=min(last.start, rows), stop=rows))
         self._rows = rows
 
-    def fork(self, rows: int) -> RouteStitcher:
-        """A stitcher with the first ``rows`` rows, for a sequence that shares ``rows`` tokens with this one."""
-        moe_layers, top_k, num_experts = self._shape
-        other = RouteStitcher(moe_layers=moe_layers, top_k=top_k, num_experts=num_experts, capacity=len(self._buffer))
-        other._reserve(rows)
-        other._buffer[:rows] = self._buffer[:rows]
-        other._rows, other._spans = self._rows, list(self._spans)
-        other.truncate(rows)
-        return other
-
     def finish(self, total_tokens: int, *, unseen: int = 0) -> Routing:
         """Returns the routing of the complete sequence of ``total_tokens``.
 

@@ -7,8 +7,8 @@ begins with the summary and the last turns. Example with ``keep_turns: 1`` (``t`
     branch 1   system, task + summary              t3 o3   t4 o4 t5
 
 The request takes the place of the last observation, so that it fits however long the observation is. The kept turns
-have the tokens that were sampled; they are trained in branch 0 and are context in branch 1. The branches share
-``system, task``, whose rows of routes are not requested again.
+have the tokens that were sampled; they are trained in branch 0 and are context in branch 1. The rows of routes of each
+branch are those that the engine used for it.
 """
 
 from __future__ import annotations

@@ -96,16 +96,13 @@ class Transcript:
         return kept.take(np.flatnonzero(positions < self._trained_end))
 
     def fork(self, prompt: Sequence[int], max_tokens: int) -> tuple[Transcript, int]:
-        """A transcript that begins with ``prompt``, and how many leading tokens both share. It takes over the rows of
-        routes of these tokens."""
+        """A transcript that begins with ``prompt``, and how many leading tokens both share. It requests their rows of
+        routes again: other weights may have computed them since."""
         given = np.array(prompt, np.int32)
         length = min(len(given), self._sampled_end)
         differing = np.flatnonzero(given[:length] != np.array(self._tokens[:length], np.int32))
         shared = int(differing[0]) if len(differing) else length
-        other = Transcript(prompt, max_tokens=max_tokens, routes=self._routes)
-        if self._stitcher is not None:
-            other._stitcher = self._stitcher.fork(min(shared, len(given) - 1, self._stitcher.next_row))
-        return other, shared
+        return Transcript(prompt, max_tokens=max_tokens, routes=self._routes), shared
 
     def leave_out_from(self, start: int) -> None:
         """Train no token from ``start`` on. It must be called after the last sampled token."""
