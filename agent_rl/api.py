@@ -17,12 +17,14 @@ from envs import (
     UndecidableError,
     load_environment,
 )
+from envs.chat_model import ChatModel, Judge, ScriptedUser, SimulatedUser
 from envs.conformance import check_environment
 from sandbox import ExecResult, Sandbox, SandboxBackend, SandboxError, SandboxSpec, open_backend
 from tools import FunctionToolSet, ToolCall, ToolError, ToolResult, ToolSet, swe_tools
 
 __all__ = [
     "Auditable",
+    "ChatModel",
     "Dialogue",
     "EnvContext",
     "Environment",
@@ -33,11 +35,14 @@ __all__ = [
     "Grade",
     "GradedEpisode",
     "GradingError",
+    "Judge",
     "Message",
     "Sandbox",
     "SandboxBackend",
     "SandboxError",
     "SandboxSpec",
+    "ScriptedUser",
+    "SimulatedUser",
     "Solvable",
     "Task",
     "TaskRecordError",

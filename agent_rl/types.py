@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from envs.model_calls import ModelCall
 from r3.kept_tokens import KeptTokens
 from r3.routing import Routing
 
@@ -185,7 +186,8 @@ class Turn:
     ``left_out``: the rule (``rollout.harness.train_if``) that leaves the turn out of training, "" if none does.
     ``usage``: tokens as a chat endpoint counts them, by the fields of :class:`agent_rl.evaluation.usage.Usage`; empty
     if nobody counted the model's tokens, None if the turn's own counts are the model's tokens. ``summary``: the turn is
-    the summary at the end of its branch (``rollout.compaction``).
+    the summary at the end of its branch (``rollout.compaction``). ``branch``: number of its branch; 0 for an agent
+    program.
     """
 
     text: str
@@ -208,6 +210,7 @@ class Turn:
     inserted_tokens: int = 0
     left_out: str = ""
     summary: bool = False
+    branch: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -249,12 +252,13 @@ class BranchCause(StrEnum):
     PARALLEL = "parallel"  # two requests ran concurrently
     RETRY = "retry"  # the same request was repeated after its response
     COMPACTION = "compaction"  # the built-in loop had the conversation summarized (rollout.compaction)
+    SUBAGENT = "subagent"  # a turn called the tool task (rollout.subagents)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Branch:
-    """One token sequence of a trajectory: a path through an agent program's conversation tree, or the part of an
-    episode between two compactions.
+    """One token sequence of a trajectory: a path through an agent program's conversation tree, the part of an episode
+    between two compactions, or the conversation of a sub-agent.
 
     Arrays as in :class:`Trajectory`. ``loss_mask`` is True for sampled tokens that are trained in this branch. A token
     that several branches share is trained in the first one and is context in the others. ``kept``: a row per trained
@@ -303,14 +307,16 @@ class Trajectory:
     other tokens; ``routing`` with S rows (the last is absent) or None; ``kept`` with a row per sampled token, or None.
     They and ``messages`` belong to the first branch; ``further`` holds the other branches. ``reward`` is None iff
     ``stop.infrastructure``. ``versions``: weight versions of the sampled tokens, in order; a span may include
-    observation tokens. ``error``:
-    reason of an infrastructure failure in the first line; for ``environment_error`` a traceback follows. ``tests``,
-    ``test_log``: results and log of the hidden tests. A run's records keep only the end of the log. ``began``: Unix
+    observation tokens. ``teacher_logprobs`` float32 ``[sampled tokens]`` of all branches: those of a teacher.
+    ``error``: reason of an infrastructure failure in the first line; for ``environment_error`` a traceback follows.
+    ``tests``, ``test_log``: results and log of the hidden tests. A run's records keep only the end of the log.
+    ``began``: Unix
     time at which the episode got its concurrency slot, after waiting ``queue_seconds`` (0: not recorded).
     ``start_seconds``: time to start the task. ``grade_began``: start of grading, in seconds since ``began``.
     ``recovered``: an earlier start of the run sampled it, so its times are not of this process. ``replayed_turns``:
     turns reused after the loss of the sandbox or the run. ``harness``: counters of the agent program: ``rewrites``,
     ``retries``, ``echo_differs``. ``parts``, ``metrics``: of the grade (:class:`envs.Grade`).
+    ``model_calls``: the requests to judges and simulated users.
     """
 
     task_id: str
@@ -338,6 +344,7 @@ class Trajectory:
     tests: Mapping[str, str] = field(default_factory=dict)
     test_log: str = ""
     rescored: Rescored | None = None
+    teacher_logprobs: NDArray[np.float32] | None = None
     audit: RouteAudit | None = None
     recovered: bool = False
     replayed_turns: int = 0
@@ -346,6 +353,7 @@ class Trajectory:
     kept: KeptTokens | None = None
     parts: Mapping[str, float] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
+    model_calls: tuple[ModelCall, ...] = ()
 
     @property
     def branches(self) -> tuple[Branch, ...]:
@@ -397,7 +405,8 @@ class Sample:
     ratio; None takes the sampled ones or the trainer's own. Both are 0 for tokens that were not sampled.
     ``trajectory``: samples with the same value are branches of one trajectory; they count as one sequence and share a
     mini step; None: no other branch. ``lag`` int32 ``[S]``: age of a sampled token's weights in updates before this
-    step; None: the same for all tokens. ``kept``: as in :class:`Branch`.
+    step; None: the same for all tokens. ``kept``: as in :class:`Branch`. ``teacher_logprobs`` float32 ``[S]``: those of
+    a teacher, 0 where not sampled.
     """
 
     tokens: NDArray[np.int32]
@@ -410,6 +419,7 @@ class Sample:
     trajectory: int | None = None
     lag: NDArray[np.int32] | None = None
     kept: KeptTokens | None = None
+    teacher_logprobs: NDArray[np.float32] | None = None
 
 
 class TokenFlag(IntFlag):

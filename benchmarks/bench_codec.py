@@ -5,6 +5,8 @@ rounds that take turns, so the ratios are what to look at; speeds are in int32 b
 
 - ``decode_over_json``: our decoding of an answer, checks included, over json and base64 without checks (goal: 4);
 - ``decode_over_orjson``: the same over orjson and pybase64 without checks;
+- ``raw_ms``, ``raw_mib``: decoding a response with raw routes, checks included, and its size; ``raw_smaller``: int32
+  base64 over it; ``raw_faster``: decoding that over decoding raw routes;
 - ``archive_smaller``: int32 bytes over the archive's (goal: 5.5); ``_ordered`` with the order within a row kept,
   ``_uniform`` of experts drawn evenly, the worst there is;
 - ``archive_write_gb_per_second``, ``archive_read_gb_per_second``: to and from bytes, checks included;
@@ -37,7 +39,7 @@ from support.routing_rows import encode_payload
 from timing import fastest
 
 from r3 import archive
-from r3.payload import RouteLayout, decode_payload, extract_payload
+from r3.payload import RouteLayout, decode_payload, extract_payload, split_raw
 from r3.routing import Routing, Span, SpanKind
 from r3.stitch import RouteStitcher
 
@@ -75,17 +77,33 @@ def decoding(experts: NDArray[np.uint8]) -> dict[str, float]:
         orjson.loads(cut[1])
         decode_payload(cut[0], LAYOUT, len(experts))
 
+    ids = experts.tobytes()
+    raw_body = (
+        b"\x93routes\x01" + len(ids).to_bytes(8, "little") + ids + b'{"output_ids": [1], "meta_info": {"id": "x"}}'
+    )
+
+    def ours_raw() -> None:
+        split = split_raw(raw_body)
+        assert split is not None
+        orjson.loads(split[1])
+        decode_payload(split[0], LAYOUT, len(experts))
+
     def unchecked(raw: bytes) -> None:
         np.frombuffer(raw, dtype="<i4").astype(np.uint8)
 
     seconds = fastest(
         {
             "ours": ours,
+            "raw": ours_raw,
             "json": lambda: unchecked(base64.b64decode(json.loads(body)["meta_info"]["routed_experts"])),
             "orjson": lambda: unchecked(pybase64.b64decode(orjson.loads(body)["meta_info"]["routed_experts"])),
         }
     )
     return {
+        "raw_ms": 1000 * seconds["raw"],
+        "raw_mib": len(raw_body) / 2**20,
+        "raw_smaller": len(body) / len(raw_body),
+        "raw_faster": seconds["ours"] / seconds["raw"],
         "decode_over_json": seconds["json"] / seconds["ours"],
         "decode_over_orjson": seconds["orjson"] / seconds["ours"],
         "decode_gb_per_second": len(experts) * LAYOUT.wire_bytes_per_row / seconds["ours"] / 1e9,

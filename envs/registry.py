@@ -28,6 +28,7 @@ ENVIRONMENTS = Registry(
         "harbor": "envs.harbor:HarborEnvironment",
         "math": "envs.math:MathEnvironment",
         "mini": "envs.mini:MiniEnvironment",
+        "orders": "envs.orders:Orders",
         "swe": "envs.swe:SweEnvironment",
     },
     EnvironmentLoadError,

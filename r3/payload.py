@@ -1,7 +1,8 @@
 """Decodes the engine's route payload to an expert tensor.
 
 SGLang (0.5.23, ``sglang/srt/state_capturer/routed_experts.py``) sends base64 of little-endian int32
-``[rows, num_hidden_layers, top_k]``; dense layers are zeros, which look like expert 0, and are removed.
+``[rows, num_hidden_layers, top_k]``; dense layers are zeros, which look like expert 0, and are removed. Servers that
+agent-rl launches send the ids as raw bytes instead (``agent_rl/engine/server/raw_routes.py``).
 
 Axes: T rows (tokens), L all layers, M MoE layers, K experts a token.
 """
@@ -18,6 +19,8 @@ from numpy.typing import NDArray
 from r3.routing import RoutingError, check_experts, narrowest_dtype
 
 _KEY = b'"routed_experts":"'
+_MAGIC = b"\x93routes"
+_HEAD = len(_MAGIC) + 9
 _BLOCK_BYTES = 1 << 18
 
 
@@ -46,16 +49,30 @@ class RouteLayout:
         return 4 * self.num_layers * self.top_k
 
 
+@dataclass(frozen=True, slots=True)
+class RawRoutes:
+    """``ids`` of ``size`` bytes each, little-endian."""
+
+    ids: memoryview
+    size: int
+
+
 def decode_payload(
-    payload: bytes | memoryview, layout: RouteLayout, rows: int, where: str = "routes"
+    payload: bytes | memoryview | RawRoutes, layout: RouteLayout, rows: int, where: str = "routes"
 ) -> NDArray[np.unsignedinteger]:
-    """Decode ``payload`` (base64) to experts ``[T=rows, M, K]`` in the narrowest dtype.
+    """Decode ``payload`` (base64 or raw) to experts ``[T=rows, M, K]`` in the narrowest dtype.
 
     Raises RoutingError, with ``where`` in front of its message, if the payload is not base64, has another number of
     rows, or contains an expert out of range or twice in a row.
     """
+    if isinstance(payload, RawRoutes):
+        _check_length(len(payload.ids), layout, rows, where, id_bytes=payload.size)
+        wire_TLK = np.frombuffer(payload.ids, f"<u{payload.size}").reshape(rows, layout.num_layers, layout.top_k)
+        return narrow(_moe_layers(wire_TLK, layout), layout.num_experts, where)
     payload = memoryview(payload)
-    _check_length(payload, layout, rows, where)
+    if len(payload) % 4:
+        raise RoutingError(f"{where}: the payload is not base64: {len(payload)} characters")
+    _check_length(len(payload) * 3 // 4 - bytes(payload[-2:]).count(b"="), layout, rows, where)
     shape = (rows, len(layout.moe_layer_ids), layout.top_k)
     experts_TMK = np.empty(shape, dtype=narrowest_dtype(layout.num_experts))
     # Blocks fit a core's cache; base64 can be split only at multiples of three bytes.
@@ -67,10 +84,9 @@ def decode_payload(
     return experts_TMK
 
 
-def _check_length(payload: memoryview, layout: RouteLayout, rows: int, where: str) -> None:
-    per_row = layout.wire_bytes_per_row
-    size = len(payload) * 3 // 4 - bytes(payload[-2:]).count(b"=")
-    if size != rows * per_row or len(payload) % 4:
+def _check_length(size: int, layout: RouteLayout, rows: int, where: str, id_bytes: int = 4) -> None:
+    per_row = layout.wire_bytes_per_row * id_bytes // 4
+    if size != rows * per_row:
         received = f"{size // per_row} rows" if size % per_row == 0 else f"{size / per_row:.2f} rows"
         raise RoutingError(
             f"{where}: expected {rows} rows of {layout.num_layers} layers x top-{layout.top_k} "
@@ -90,7 +106,7 @@ def _decode_block(payload: memoryview, layout: RouteLayout, start: int, stop: in
     return np.frombuffer(raw, dtype="<u4").reshape(stop - start, layout.num_layers, layout.top_k)
 
 
-def _moe_layers(wire_TLK: NDArray[np.uint32], layout: RouteLayout) -> NDArray[np.uint32]:
+def _moe_layers(wire_TLK: NDArray[np.unsignedinteger], layout: RouteLayout) -> NDArray[np.unsignedinteger]:
     if len(layout.moe_layer_ids) == layout.num_layers:
         return wire_TLK
     return wire_TLK[:, list(layout.moe_layer_ids)]
@@ -134,3 +150,15 @@ def extract_payload(body: bytes) -> tuple[memoryview, bytes] | None:
     if stop < 0 or body.find(b"\\", start, stop) >= 0 or body.find(_KEY, stop) >= 0:
         return None
     return memoryview(body)[start:stop], body[:start] + body[stop:]
+
+
+def split_raw(body: bytes) -> tuple[RawRoutes, memoryview] | None:
+    """The ids of a response with raw routes, and the JSON after them; None for another response. Raises RoutingError
+    for one that is cut."""
+    if not body.startswith(_MAGIC):
+        return None
+    size, length = body[len(_MAGIC)], int.from_bytes(body[len(_MAGIC) + 1 : _HEAD], "little")
+    if size not in (1, 2, 4) or length > len(body) - _HEAD:
+        raise RoutingError(f"raw routes of {length} bytes with {size} per id, in a response of {len(body)} bytes")
+    whole = memoryview(body)
+    return RawRoutes(whole[_HEAD : _HEAD + length], size), whole[_HEAD + length :]

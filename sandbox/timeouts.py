@@ -66,7 +66,7 @@ class PausableTimeout:
 
 
 _clock: ContextVar[PausableTimeout | None] = ContextVar("clock", default=None)
-"""The time-out of the innermost :func:`bounded` block around the running task."""
+"""The innermost timeout that the running task is charged to."""
 
 
 @asynccontextmanager
@@ -78,11 +78,8 @@ async def bounded(seconds: float, what: str) -> AsyncIterator[None]:
     limit = PausableTimeout(seconds)
     try:
         async with limit:
-            token = _clock.set(limit)
-            try:
+            with charged_to(limit):
                 yield
-            finally:
-                _clock.reset(token)
     except TimeoutError as error:
         if not limit.expired():
             raise
@@ -90,8 +87,18 @@ async def bounded(seconds: float, what: str) -> AsyncIterator[None]:
 
 
 @contextmanager
+def charged_to(limit: PausableTimeout) -> Iterator[None]:
+    """Time inside :func:`uncharged` within the block does not count for ``limit``."""
+    token = _clock.set(limit)
+    try:
+        yield
+    finally:
+        _clock.reset(token)
+
+
+@contextmanager
 def uncharged() -> Iterator[None]:
-    """Pause the timeout of the enclosing :func:`bounded` block, if any, for a wait that has its own limit."""
+    """Pause the timeout that the running task is charged to, if any, for a wait that has its own limit."""
     clock = _clock.get()
     if clock is None:
         yield

@@ -171,7 +171,8 @@ class Sandbox(Protocol):
     async def changes(self) -> Mapping[str, Change]:
         """Return the paths that differ from the image's; a directory is left out if only entries of it differ.
 
-        No program of the sandbox takes part. Raises ``SandboxUnavailableError`` if the backend cannot list them.
+        No program of the sandbox takes part. Raises ``SandboxUnavailableError`` if the backend cannot list them, and
+        ``SandboxFileError`` if the sandbox exceeded its disk limit.
         """
         ...
 

@@ -42,6 +42,7 @@ ROOT = Path(__file__).resolve().parent.parent
 NEED_A_RUN = (
     "agent_rl/controller/batch.py",
     "agent_rl/controller/sft.py",
+    "agent_rl/controller/teacher.py",
     "agent_rl/controller/train.py",
     "agent_rl/engine/sleep.py",
     "agent_rl/monitoring/metrics_log.py",
@@ -104,7 +105,7 @@ def report() -> RankReport:
     lag = np.arange(len(logprobs), dtype=np.int32)
     sums = UpdateSums(3, loss=0.0, clipped=0, entropy=0, kl=0, correction=0, dropped=0, kl_reference=0, update=update)
     reference = ReferenceReport(taken=0.0, seconds=1.0)
-    return RankReport(logprobs, logprobs, logprobs, lag, (sums,), 1.0, 1.0, 1.0, reference)
+    return RankReport(logprobs, logprobs, logprobs, lag, (sums,), 1.0, 1.0, 1.0, reference, teacher_logprobs=logprobs)
 
 
 def balanced() -> BalanceReport:

@@ -31,7 +31,7 @@ class Reasoning:
 THINK = Reasoning("<think>", "</think>", prompt_opens=False)
 
 
-def split_reasoning(text: str, reasoning: Reasoning) -> tuple[str, str]:
+def split_reasoning(text: str, reasoning: Reasoning = THINK) -> tuple[str, str]:
     """``(thoughts, content)`` of a turn. The content of a turn whose thoughts are not closed is empty."""
     if not reasoning.begins(text):
         return "", text

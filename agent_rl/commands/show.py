@@ -191,6 +191,11 @@ def _render_episode(episode: EpisodeRecord) -> RenderableType:
         if numbers:
             listed = ", ".join(f"{key} {value:g}" for key, value in numbers.items())
             parts.append(_printable_text(f"{name}: {listed}"))
+    for call in row.get("model_calls", ()):
+        time = "cached" if call["cached"] else f"{call['seconds']:.1f} s"
+        title = f"{call['client']} {call['model']}, {time}"
+        last = call["messages"][-1]["content"]
+        parts += [Rule(cell(title), align="left"), _printable_text(last, "dim"), _printable_text(call["response"])]
     if hacks := row.get("suspected_hack"):
         parts.append(_printable_text(f"suspected hack: {', '.join(hacks)}", "red"))
     return Group(*parts, _printable_text(f"{head}; {len(row['turns'])} turns in {row['seconds']:.1f} s", "bold"))
@@ -201,9 +206,10 @@ def _render_turn(number: int, turn: Mapping[str, Any]) -> list[RenderableType]:
     call = f"calls {turn['tool']}" if turn["tool"] else "makes no call"
     if turn.get("summary"):
         call = "is a summary, with which a new branch begins"
+    branch = f" of branch {turn['branch']}" if turn.get("branch") else ""
     times = f"generation {turn['generate_seconds']:.1f} s, tool {turn['tool_seconds']:.1f} s"
     parts: list[RenderableType] = [
-        Rule(cell(f"turn {number} {call} ({_tokens(turn)}, {times})"), align="left"),
+        Rule(cell(f"turn {number}{branch} {call} ({_tokens(turn)}, {times})"), align="left"),
     ]
     if thoughts := turn.get("thinking_chars"):
         limited = ", closed at the limit" if turn.get("inserted_tokens") else ""

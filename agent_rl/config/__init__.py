@@ -6,7 +6,13 @@ from agent_rl.config.base import MAX_STALENESS
 from agent_rl.config.engine import EngineConfig, parse_addresses
 from agent_rl.config.monitoring import GuardConfig, LimitConfig, MonitoringConfig, OnSpike, SinkName
 from agent_rl.config.r3 import Ablation, R3Config, RouteSource, TraceConfig
-from agent_rl.config.rollout import CompactionConfig, DynamicSamplingConfig, HarnessConfig, RolloutConfig
+from agent_rl.config.rollout import (
+    CompactionConfig,
+    DynamicSamplingConfig,
+    HarnessConfig,
+    RolloutConfig,
+    SubagentsConfig,
+)
 from agent_rl.config.run import RunConfig
 from agent_rl.config.sft import SftConfig, SftSource
 from agent_rl.config.tasks import DEFAULT_SCAFFOLD, EnvConfig, EvalConfig, EvalSettings, SandboxConfig, TaskSource
@@ -18,6 +24,7 @@ from agent_rl.config.train import (
     CorrectionConfig,
     CorrectionMask,
     CorrectionWeight,
+    DistillConfig,
     FilterKind,
     KlConfig,
     KlEstimator,

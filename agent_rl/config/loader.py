@@ -82,6 +82,7 @@ INPUT_PATHS = (
     ("rollout", "harness", "directory"),
     ("train", "kl", "reference"),
     ("sft", "data", "path"),
+    ("train", "distill", "teacher"),
 )
 """Keys of input files and directories. A relative path is resolved against the directory of its config first."""
 

@@ -27,7 +27,9 @@ class ObjectiveSpec:
     default distances of the lower and upper bound of the ratio from 1 (or of the divergence from 0); None: no clip.
     ``ratio``: the clipped ratio, per token or the mean of a sequence. ``dual_clip``: whether dual clip applies.
     ``tau``: default temperatures of the soft gate, for positive and for other advantages; None: no gate. ``options``:
-    the formula's further numbers with their defaults. ``aggregation``: default loss aggregation.
+    the formula's further numbers with their defaults. ``selection``: import path of the scores by which tokens are
+    selected (:mod:`agent_rl.train.loss.selection`), the option ``fraction`` of all; None: no selection.
+    ``aggregation``: default loss aggregation.
     """
 
     formula: str
@@ -36,6 +38,7 @@ class ObjectiveSpec:
     dual_clip: bool = False
     tau: tuple[float, float] | None = None
     options: Mapping[str, float] = field(default_factory=dict)
+    selection: str | None = None
     aggregation: Aggregation = "token"
 
     def conflict(
@@ -71,7 +74,7 @@ class ObjectiveSpec:
 
 
 _FORMULAS = "agent_rl.train.loss.objectives"
-_NAMES = ("GRPO", "GSPO", "CISPO", "REINFORCE", "SAPO", "GMPO", "DPPO_TV", "DPPO_KL")
+_NAMES = ("GRPO", "GSPO", "CISPO", "REINFORCE", "SAPO", "GMPO", "DPPO_TV", "DPPO_KL", "CLIP_COV", "KL_COV")
 GRPO = ObjectiveSpec(f"{_FORMULAS}:grpo", dual_clip=True)
 # GSPO clips a sequence's mean ratio, so the clip is narrow (arXiv 2507.18071, section 5.1).
 GSPO = ObjectiveSpec(f"{_FORMULAS}:gspo", (3e-4, 4e-4), "sequence", dual_clip=True, aggregation="sequence")
@@ -86,6 +89,20 @@ GMPO = ObjectiveSpec(f"{_FORMULAS}:gmpo", clip=(0.4, 0.4), aggregation="sequence
 _PULL = {"log_ratio_penalty": 0.0}
 DPPO_TV = ObjectiveSpec(f"{_FORMULAS}:dppo_tv", (0.2, 0.2), options=_PULL)
 DPPO_KL = ObjectiveSpec(f"{_FORMULAS}:dppo_kl", (0.05, 0.05), options=_PULL)
+# Bounds and fractions as in verl and in arXiv 2505.22617.
+_SELECTION = "agent_rl.train.loss.selection"
+CLIP_COV = ObjectiveSpec(
+    f"{_FORMULAS}:clip_cov",
+    (0.2, 0.2),
+    options={"fraction": 2e-4, "cov_low": 1.0, "cov_high": 5.0},
+    selection=f"{_SELECTION}:within_bounds",
+)
+KL_COV = ObjectiveSpec(
+    f"{_FORMULAS}:kl_cov",
+    clip=None,
+    options={"fraction": 2e-4, "kl": 1.0},
+    selection=f"{_SELECTION}:by_covariance",
+)
 
 OBJECTIVES = Registry(
     "objective",

@@ -70,6 +70,11 @@ class HarnessConfig(Section):
         "conversation as the chat template does, which may drop it and start a new branch.",
     )
     env: dict[str, str] = Field(default_factory=dict, description="Additional environment variables of the program.")
+    bind: str | None = Field(
+        None,
+        description="Address of this machine in the cluster, where the endpoint listens too, for programs in "
+        "sandboxes on other nodes (sandbox.placement ray). null: loopback only.",
+    )
     train_if: TrainIfConfig = Field(TrainIfConfig(), description="Which replies are trained.")
 
 
@@ -96,6 +101,19 @@ class CompactionConfig(Section):
         8, gt=0, description="Maximum compactions per episode. After them a full context ends the episode."
     )
     train_summary: bool = Field(True, description="Train the summaries' tokens. false is for comparisons only.")
+
+
+class SubagentsConfig(Section):
+    """Sub-agents: the tool `task` gives a part of the work to the same policy in a context of its own; see
+    docs/how-to/train.md."""
+
+    max_turns: int = Field(10, gt=0, description="Maximum turns of a sub-agent. They count towards rollout.max_turns.")
+    max_tokens: int = Field(16384, gt=0, description="Maximum tokens of a sub-agent's conversation.")
+    prompt: str = Field(
+        "You help another agent with a part of its work. When you are done, answer in words without a call.",
+        description="Stands before the task in a sub-agent's first message.",
+    )
+    max_per_episode: int = Field(4, gt=0, description="Maximum sub-agents per episode.")
 
 
 class RolloutConfig(Section):
@@ -172,6 +190,7 @@ class RolloutConfig(Section):
     compaction: CompactionConfig | None = Field(
         None, description="Summaries by the policy in place of a full context. null: a full context ends the episode."
     )
+    subagents: SubagentsConfig | None = Field(None, description="The tool task of the built-in agent loop. null: none.")
 
     @property
     def truncated(self) -> bool:
@@ -186,17 +205,25 @@ class RolloutConfig(Section):
     @property
     def tokens_per_trajectory(self) -> int:
         """The most tokens of a trajectory, over all its branches."""
-        return self.max_tokens * (1 if self.compaction is None else 1 + self.compaction.max_per_episode)
+        compaction, subagents = self.compaction, self.subagents
+        own = self.max_tokens * (1 if compaction is None else 1 + compaction.max_per_episode)
+        return own + (0 if subagents is None else subagents.max_tokens * subagents.max_per_episode)
 
     @model_validator(mode="after")
-    def _check_compaction(self) -> RolloutConfig:
+    def _check_branches(self) -> RolloutConfig:
+        for key in ("compaction", "subagents"):
+            if self.harness is not None and getattr(self, key) is not None:
+                raise ValueError(
+                    f"rollout.{key} is for the built-in loop, and an agent program (rollout.harness) has its own: "
+                    "remove one of the two"
+                )
+        if self.subagents is not None and self.subagents.max_tokens > self.max_tokens:
+            raise ValueError(
+                f"rollout.subagents.max_tokens is {self.subagents.max_tokens}; it must be at most rollout.max_tokens "
+                f"({self.max_tokens})"
+            )
         if self.compaction is None:
             return self
-        if self.harness is not None:
-            raise ValueError(
-                "rollout.compaction is for the built-in loop, and an agent program (rollout.harness) compacts its own "
-                "conversation: remove one of the two"
-            )
         most = self.max_tokens - 2 * self.max_new_tokens - 1
         if self.compaction.at_tokens > most:
             raise ValueError(

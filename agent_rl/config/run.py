@@ -123,24 +123,41 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _check_distill(self) -> RunConfig:
+        if self.train.distill is not None and self.rollout.temperature != 1.0:
+            raise ValueError(
+                "train.distill requires rollout.temperature 1: SGLang returns a teacher's log-probs at temperature 1 "
+                f"only, and rollout.temperature is {self.rollout.temperature:g}"
+            )
+        if self.train.distill is not None and self.rollout.truncated:
+            raise ValueError(
+                "train.distill conflicts with rollout.top_p, top_k and min_p: SGLang returns a teacher's log-probs "
+                "over the whole vocabulary; remove them"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_harness(self) -> RunConfig:
         harness = self.rollout.harness
-        if harness is not None and harness.location == "sandbox" and self.sandbox.placement == "ray":
+        on_nodes = harness is not None and harness.location == "sandbox" and self.sandbox.placement == "ray"
+        if harness is not None and on_nodes and harness.bind is None:
             raise ValueError(
-                "rollout.harness.location sandbox conflicts with sandbox.placement ray: sandboxes on other nodes "
-                "cannot reach the endpoint; set location to host or placement to local"
+                "rollout.harness.location sandbox with sandbox.placement ray: sandboxes on other nodes need the "
+                "endpoint's address: set rollout.harness.bind to this machine's address in the cluster, or location to "
+                "host"
             )
         return self
 
     @model_validator(mode="after")
     def _check_groups(self) -> RunConfig:
-        by_batch = self.train.learns_from_equal_rewards
-        if self.rollout.dynamic_sampling.enabled and by_batch:
+        from_equal, distill = self.train.learns_from_equal_rewards, self.train.distill
+        if self.rollout.dynamic_sampling.enabled and from_equal:
+            key = f"train.baseline {self.train.baseline}" if distill is None else "train.distill"
             raise ValueError(
-                f"rollout.dynamic_sampling conflicts with train.baseline {self.train.baseline}, which also learns from "
-                "groups with equal rewards: disable dynamic_sampling or set baseline to mean"
+                f"rollout.dynamic_sampling conflicts with {key}, which also learns from groups with equal rewards: "
+                "disable dynamic_sampling, or choose a baseline of the group and no teacher"
             )
-        if self.rollout.group_size == 1 and not by_batch:
+        if self.rollout.group_size == 1 and not from_equal:
             raise ValueError(
                 f"rollout.group_size is 1; train.baseline {self.train.baseline} requires at least 2. Alternatively set "
                 "train.baseline and train.advantage_scale to batch"

@@ -224,6 +224,18 @@ class OverlongConfig(Section):
     penalty: float = Field(1.0, gt=0, description="Amount subtracted from the reward at rollout.max_tokens.")
 
 
+class DistillConfig(Section):
+    """On-policy distillation: learn from a teacher's log-probs of the sampled tokens; see docs/how-to/distill.md."""
+
+    teacher: str = Field(
+        description="URL of an SGLang server with the model's tokenizer. Or, on CPUs, a checkpoint directory or "
+        "RUN[@STEP] that the run serves."
+    )
+    coefficient: float = Field(1.0, gt=0, description="Weight of the reverse KL to the teacher, in the advantage.")
+    reward: float = Field(0.0, ge=0, description="Weight of the reward's advantage. 0: learn from the teacher alone.")
+    concurrency: int = Field(8, gt=0, description="Maximum number of concurrent evaluations by the teacher.")
+
+
 class LoraConfig(Section):
     """LoRA: train low-rank adapters on attention and experts and freeze all other weights; see docs/how-to/lora.md."""
 
@@ -261,6 +273,7 @@ class TrainConfig(Section):
     betas: tuple[float, float] = Field((0.9, 0.95), description="Adam's beta1 and beta2.")
     grad_clip: float = Field(1.0, gt=0, description="Global gradient-norm limit.")
     lora: LoraConfig | None = Field(None, description="Train LoRA adapters. null: train all weights.")
+    distill: DistillConfig | None = Field(None, description="On-policy distillation. null: no teacher.")
     freeze: tuple[FrozenModule, ...] | None = Field(
         None,
         description="Modules whose weights are not trained and have no optimizer state: embeddings, lm_head, attention "
@@ -269,8 +282,8 @@ class TrainConfig(Section):
     )
     objective: Objective = Field(
         "grpo",
-        description="Policy objective: grpo, gspo, cispo, reinforce, sapo, gmpo, dppo_tv, dppo_kl, or a registered "
-        "objective (docs/reference/objectives.md).",
+        description="Policy objective: grpo, gspo, cispo, reinforce, sapo, gmpo, dppo_tv, dppo_kl, clip_cov, kl_cov, "
+        "or a registered objective (docs/reference/objectives.md).",
     )
     objective_options: dict[str, float] = Field(
         default_factory=dict, description="Further numbers of the objective, by name (docs/reference/objectives.md)."
@@ -375,7 +388,7 @@ class TrainConfig(Section):
         ):
             raise ValueError(problem)
         scale = self.advantage_scale
-        if self.learns_from_equal_rewards and scale != "none" and scale_spec(scale).over == "group":
+        if baseline_spec(self.baseline).over == "batch" and scale != "none" and scale_spec(scale).over == "group":
             raise ValueError(
                 f"train.advantage_scale {scale} conflicts with train.baseline {self.baseline}: set advantage_scale to "
                 "batch or none"
@@ -400,8 +413,9 @@ class TrainConfig(Section):
 
     @property
     def learns_from_equal_rewards(self) -> bool:
-        """Whether a group of equal rewards has an effect, because its baseline is that of the whole step."""
-        return baseline_spec(self.baseline).over == "batch"
+        """Whether a group of equal rewards has an effect: its baseline is that of the whole step, or it has a
+        teacher."""
+        return self.distill is not None or baseline_spec(self.baseline).over == "batch"
 
     @property
     def normalizes_after_penalty(self) -> bool:

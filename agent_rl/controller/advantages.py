@@ -119,6 +119,7 @@ def build_samples(
     masked: Collection[StopReason] = (),
     penalty: Callable[[int], float] = lambda tokens: 0.0,
     normalized: bool = True,
+    equal_rewards: bool = False,
     aggregation: Aggregation = "sequence",
     published: int | None = None,
     eps: float = 1e-6,
@@ -131,8 +132,8 @@ def build_samples(
 
     ``baseline``, ``scale``: names of :mod:`agent_rl.config.advantages`. If either is over the whole step, groups of
     equal rewards are trained and count for its mean and deviation; only a step of equal rewards is dropped.
-    ``normalized`` False leaves a scale over the step to the ranks, which first subtract a KL penalty from the
-    advantages.
+    ``equal_rewards``: all groups are trained. ``normalized`` False leaves a scale over the step to the ranks, which
+    first subtract a KL penalty from the advantages.
 
     ``penalty``: subtracted from the reward of a trajectory with so many tokens (:func:`overlong_penalty`). A trajectory
     without sampled tokens, or with a ``masked`` stop reason, counts for its group's advantages but is no sample: its
@@ -161,6 +162,7 @@ def build_samples(
     has_effect = [bool(values.any()) for values in advantages]
     if by_step or baseline_spec(baseline).over == "batch":
         has_effect = [any(has_effect)] * len(groups)
+    has_effect = [equal_rewards or effective for effective in has_effect]
     if by_step and normalized:
         advantages = _advantages(rewards, tokens, baseline, scale, eps)
     kept_decisions = iter(
@@ -255,9 +257,9 @@ def _branch_samples(
 ) -> list[tuple[int, Sample]]:
     """The trained branches of a trajectory with their numbers. ``shape`` is another trajectory's routing, whose
     shape is used for a trajectory without routes."""
-    old, total = _old_logprobs(trajectory), max(1, _trained_tokens(trajectory))
-    numbered = enumerate(zip(trajectory.branches, old, strict=True))
-    branches = [(index, branch, old_logprobs) for index, (branch, old_logprobs) in numbered if branch.loss_mask.any()]
+    old = _by_branch(trajectory, None if trajectory.rescored is None else trajectory.rescored.mean)
+    teacher, total = _by_branch(trajectory, trajectory.teacher_logprobs), max(1, _trained_tokens(trajectory))
+    branches = [(index, branch) for index, branch in enumerate(trajectory.branches) if branch.loss_mask.any()]
     return [
         (
             index,
@@ -268,13 +270,14 @@ def _branch_samples(
                 advantage=advantage,
                 routing=_absent_rows(len(branch.tokens), shape) if branch.routing is None and shape else branch.routing,
                 weight=int(branch.loss_mask[1:].sum()) / total if by_sequence and len(branches) > 1 else 1.0,
-                old_logprobs=old_logprobs,
+                old_logprobs=old[index],
+                teacher_logprobs=teacher[index],
                 trajectory=number if len(branches) > 1 else None,
                 lag=None if version is None else _lag(branch, version),
                 kept=branch.kept,
             ),
         )
-        for index, branch, old_logprobs in branches
+        for index, branch in branches
     ]
 
 
@@ -288,18 +291,19 @@ def _weighted_by_prompt(
     return [(origin, replace(sample, weight=1 / max(1.0, totals[group_of[origin[0]]]))) for origin, sample in numbered]
 
 
-def _old_logprobs(trajectory: Trajectory) -> list[NDArray[np.float32] | None]:
-    """``[S]`` per branch: the rescored means, 0 where no token was sampled; None without rescoring."""
+def _by_branch(trajectory: Trajectory, sampled: NDArray[np.float32] | None) -> list[NDArray[np.float32] | None]:
+    """``[S]`` per branch: the values ``sampled`` of the sampled tokens of all branches, 0 at the others; None without
+    values."""
     branches = trajectory.branches
-    if trajectory.rescored is None:
+    if sampled is None:
         return [None] * len(branches)
-    means = np.split(trajectory.rescored.mean, np.cumsum([branch.sampled_tokens for branch in branches])[:-1])
-    old: list[NDArray[np.float32] | None] = []
-    for branch, mean in zip(branches, means, strict=True):
+    parts = np.split(sampled, np.cumsum([branch.sampled_tokens for branch in branches])[:-1])
+    found: list[NDArray[np.float32] | None] = []
+    for branch, part in zip(branches, parts, strict=True):
         values = np.zeros(len(branch.tokens), np.float32)
-        values[branch.loss_mask] = mean
-        old.append(values)
-    return old
+        values[branch.loss_mask] = part
+        found.append(values)
+    return found
 
 
 def _lag(branch: Branch, published: int) -> NDArray[np.int32]:

@@ -20,6 +20,7 @@ from agent_rl.errors import ConfigError
 HISTORY = "config_history.jsonl"
 
 _DATA, _STATE = "it determines the tasks and their order", "the trained state depends on it"
+_ROWS = "it determines the rows and their order"
 FIXED: Mapping[str, str] = MappingProxyType(
     {
         "seed": _DATA,
@@ -31,10 +32,10 @@ FIXED: Mapping[str, str] = MappingProxyType(
         "train.sources": _DATA,
         "train.lora": _STATE,
         "train.freeze": _STATE,
-        "sft.data": _DATA,
-        "sft.batch_rows": _DATA,
-        "sft.batch_tokens": _DATA,
-        "sft.validation_share": _DATA,
+        "sft.data": _ROWS,
+        "sft.batch_rows": _ROWS,
+        "sft.batch_tokens": _ROWS,
+        "sft.validation_share": _ROWS,
     }
 )
 """Keys, or sections, that no resumption changes, with the reason."""

@@ -180,9 +180,11 @@ def check_lengths(rollout: RolloutConfig, train: TrainConfig, model: Path, model
             f"rollout.max_tokens is {max_tokens} and {model}/config.json has max_position_embeddings={positions}: "
             f"lower rollout.max_tokens to {positions}, or extend the model (rope_scaling: yarn) if it is made for that"
         )
-    if train.old_logprob.source == "rescore" and max_tokens == positions:
+    rescored = train.old_logprob.source == "rescore"
+    if (rescored or train.distill is not None) and max_tokens == positions:
+        key = "train.old_logprob.source rescore" if rescored else "train.distill"
         raise UserError(
-            f"train.old_logprob.source rescore: SGLang evaluates no sequence that fills the context of {positions} "
+            f"{key}: SGLang evaluates no sequence that fills the context of {positions} "
             f"tokens: lower rollout.max_tokens to {positions - 1}"
         )
 

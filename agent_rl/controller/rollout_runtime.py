@@ -17,7 +17,7 @@ from agent_rl.controller.placement import open_reservations
 from agent_rl.controller.preflight import Checked
 from agent_rl.controller.sandboxes import open_sandboxes, sandbox_limits
 from agent_rl.controller.task_order import WeightedTasks
-from agent_rl.endpoint.episode import HarnessRun, agent_binds
+from agent_rl.endpoint.episode import HarnessRun, agent_binds, relay_endpoint
 from agent_rl.endpoint.server import EndpointServer, serve_endpoint
 from agent_rl.engine.factory import open_engine
 from agent_rl.engine.ray_servers import Reservation
@@ -126,9 +126,11 @@ async def open_task_runtime(
     agent_binds: Mapping[str, str] = MappingProxyType({}),
     *,
     split: str | None = None,
+    endpoint: EndpointServer | None = None,
 ) -> AsyncIterator[TaskRuntime]:
     """Open the sandbox backend and the environment, and remove sandboxes that dead runs left behind. ``agent_binds``:
-    what the agents' sandboxes see of the host (:class:`envs.context.EnvContext`). ``split``: a custom environment
+    what the agents' sandboxes see of the host (:class:`envs.context.EnvContext`). ``endpoint``: the endpoint that they
+    reach. ``split``: a custom environment
     starts and grades its first task of this split, and ProtocolError says in one line what its author has to change.
     """
     quarantined = frozenset(read_quarantine(config.env.quarantine) if config.env.quarantine else ())
@@ -136,6 +138,8 @@ async def open_task_runtime(
     async with open_sandboxes(config, cluster, display.note) as backend:
         if reaped := await backend.reap():
             display.note(f"removed {reaped} sandbox(es) that a killed run had left behind")
+        if endpoint is not None:
+            await relay_endpoint(endpoint, backend)
         nodes = f" on {len(backend.nodes)} nodes" if isinstance(backend, ClusterBackend) else ""
         display.fact("sandbox", f"{backend.name}{nodes}")
         if quarantined:
@@ -258,10 +262,12 @@ async def open_rollout_runtime(
         harness, endpoint = config.rollout.harness, None
         if harness is not None:
             renderer.check_tails()
-            endpoint = await stack.enter_async_context(serve_endpoint(harness.dialects))
+            endpoint = await stack.enter_async_context(serve_endpoint(harness.dialects, bind=harness.bind))
             display.fact("harness", f"{harness.command}, in the {harness.location}, port {endpoint.port}")
         binds = agent_binds(endpoint, harness) if endpoint and harness else {}
-        task_runtime = await stack.enter_async_context(open_task_runtime(config, display, binds, split=split))
+        task_runtime = await stack.enter_async_context(
+            open_task_runtime(config, display, binds, split=split, endpoint=endpoint)
+        )
         display.stage("starting the engine")
         if config.engine.launched and config.engine.may_use_gpus:
             describe_gpu_start(config.engine, log_dir, display)

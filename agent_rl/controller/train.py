@@ -41,6 +41,7 @@ from agent_rl.controller.rollout_runtime import RolloutRuntime, open_rollout_run
 from agent_rl.controller.state import RunState, keep_tokenizer
 from agent_rl.controller.summary import summarize, summary_table, why_idle
 from agent_rl.controller.task_order import TaskOrder
+from agent_rl.controller.teacher import Teacher, open_teacher
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.errors import TrainerDied
 from agent_rl.evaluation.quarantine import Quarantine
@@ -93,8 +94,11 @@ async def train(checked: Checked) -> None:
             if config.r3.ablation != "none":
                 display.fact("experiment", f"r3.ablation {config.r3.ablation}: routes are kept from the trainer")
             keep_tokenizer(config.model, state.dir)
-            async with _open_parts(checked, state, display, reservations) as (runtime, trainer):
-                begin = partial(TrainingRun, config, state, display, runtime, trainer)
+            async with (
+                open_teacher(checked, state.dir / "logs" / "teacher", display.note) as teacher,
+                _open_parts(checked, state, display, reservations) as (runtime, trainer),
+            ):
+                begin = partial(TrainingRun, config, state, display, runtime, trainer, teacher)
                 summary = await run_to_last_step(begin, TrainerRestarts(config.train.restarts))
     display.note(f"{state.dir}/summary.json   {state.dir}/run.png")
     display.table(summary_table(summary))
@@ -171,9 +175,15 @@ class TrainingRun:
     """A training run from its last checkpoint to its last step."""
 
     def __init__(
-        self, config: RunConfig, state: RunState, display: Display, runtime: RolloutRuntime, trainer: RayTrainer
+        self,
+        config: RunConfig,
+        state: RunState,
+        display: Display,
+        runtime: RolloutRuntime,
+        trainer: RayTrainer,
+        teacher: Teacher | None = None,
     ) -> None:
-        self.config, self.state, self.display = config, state, display
+        self.config, self.state, self.display, self.teacher = config, state, display, teacher
         self.runtime, self.trainer, engine = runtime, trainer, runtime.engine
         self.rules = EpisodeRules.from_config(config)
         self.metrics = MetricsLog(state.dir, sink_factories(SinkRun(state.dir, state.run_id, config)), display.note)
@@ -279,6 +289,7 @@ class TrainingRun:
             left_out=self.quarantine,
             rescore=self.rescorer,
             grading=group_grading(self.runtime.task_runtime.env, self.rules),
+            scored=None if self.teacher is None else self.teacher.scored,
             on_event=partial(self._on_event, lane=self.lane),
         )
 
@@ -342,6 +353,7 @@ class TrainingRun:
             masked=self.masked,
             penalty=partial(overlong_penalty, limit=max_tokens, overlong=train.overlong),
             normalized=not train.normalizes_after_penalty,
+            equal_rewards=train.distill is not None,
             aggregation=train.loss_aggregation,
             published=step - 1,
         )
@@ -359,6 +371,8 @@ class TrainingRun:
         check_filled(batch, rollout.tasks_per_step, rollout.dynamic_sampling)
         values = batch_metrics(batch, producer.seconds(), self.masked)
         values |= source_metrics(batch.sampled, self.config.train.sources)
+        if self.teacher is not None:
+            values |= self.teacher.metrics()
         if self.rescorer is not None:
             failed, self.rescorer.failed = self.rescorer.failed, 0
             values |= rescore_values(batch.sampled, failed, time.perf_counter() - producer.last_episode)

@@ -32,9 +32,10 @@ from agent_rl.errors import HarnessError
 from agent_rl.rollout.episode import EpisodeRules, EpisodeRun
 from agent_rl.types import StopReason, Trajectory
 from envs import Dialogue, Environment, Episode, Grade, HasSandbox, Task, user_of
-from sandbox import ExecResult, Sandbox, bounded, printable
+from sandbox import ExecResult, Sandbox, SandboxBackend, bounded, printable
 from sandbox.pool import PooledSandbox
 from sandbox.process import run_process
+from sandbox.ray.backend import ClusterBackend
 from sandbox.timeouts import PausableTimeout
 from tools import ToolCallFormat, ToolSet
 
@@ -55,6 +56,12 @@ def agent_binds(endpoint: EndpointServer, harness: HarnessConfig) -> dict[str, s
         return {}
     mounts = {} if harness.directory is None else {str(harness.directory.resolve()): SANDBOX_HARNESS}
     return {str(endpoint.directory): SANDBOX_ENDPOINT, **mounts}
+
+
+async def relay_endpoint(endpoint: EndpointServer, backend: SandboxBackend) -> None:
+    """Make the endpoint reachable from sandboxes on other nodes."""
+    if endpoint.remote is not None and isinstance(backend, ClusterBackend):
+        await backend.relay(str(endpoint.directory / SOCKET), str(endpoint.directory / BRIDGE), *endpoint.remote)
 
 
 class HarnessRun(EpisodeRun):

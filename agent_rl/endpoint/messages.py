@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -18,7 +19,10 @@ MAX_BODY = 32 << 20
 """Maximum bytes of a request body; a context of 1 M tokens takes about 4 MB."""
 
 Finish = Literal["stop", "tool_calls", "length"]
-ToolChoice = Literal["auto", "none"]
+ToolChoice = Literal["auto", "none", "required"]
+_TOOL_CHOICES: Mapping[str | None, ToolChoice] = MappingProxyType(
+    {None: "auto", "auto": "auto", "none": "none", "required": "required", "any": "required"}
+)
 _ISSUED_ID = re.compile(r"(?:[a-z]+_)?([0-9a-f]{16})(?:_\d+)?")
 
 
@@ -52,7 +56,8 @@ class ChatRequest:
     """A request. ``tools`` are OpenAI function schemas. ``deferred_tools`` may be called but are not described in
     the prompt; a tool search returns them. Sampling parameters are ignored in favor of the run's; of ``max_tokens``
     the smaller value applies. ``stops``: texts that end the reply and are not part of it. ``tool_choice`` none: the
-    reply has no calls; the tools stay in the prompt, so that the conversation keeps its prefix."""
+    reply has no calls; the tools stay in the prompt, so that the conversation keeps its prefix. ``forced_tool``: the
+    tool that a required call names, None for any."""
 
     messages: Sequence[ChatMessage]
     tools: Sequence[Mapping[str, Any]]
@@ -63,6 +68,7 @@ class ChatRequest:
     deferred_tools: Sequence[Mapping[str, Any]] = ()
     stops: tuple[str, ...] = ()
     tool_choice: ToolChoice = "auto"
+    forced_tool: str | None = None
     logprobs: bool = False
 
 
@@ -157,11 +163,15 @@ def check_max_tokens(max_tokens: int | None) -> int | None:
     return max_tokens
 
 
-def read_tool_choice(choice: Any) -> ToolChoice:
-    """The request's ``tool_choice``, which OpenAI writes as text and Anthropic as an object."""
+def read_tool_choice(choice: Any) -> tuple[ToolChoice, str | None]:
+    """The request's ``tool_choice``, and the tool that it names. OpenAI writes texts, and objects for named tools;
+    Anthropic writes objects."""
     kind = choice.get("type") if isinstance(choice, Mapping) else choice
-    require_supported(kind in (None, "auto", "none"), "a forced tool_choice")
-    return "none" if kind == "none" else "auto"
+    if isinstance(choice, Mapping) and kind in ("function", "tool"):
+        name = choice.get("name") or (choice.get("function") or {}).get("name")
+        return "required", str(name)
+    require_supported(isinstance(kind, str | None) and kind in _TOOL_CHOICES, f"tool_choice {kind!r}")
+    return _TOOL_CHOICES[kind], None
 
 
 def read_stops(stops: Any, where: str) -> tuple[str, ...]:

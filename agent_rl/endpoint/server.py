@@ -72,11 +72,11 @@ _BACKLOG = 1024
 
 class EndpointServer:
     """The sessions by key, and the endpoint's addresses: ``directory`` holds the Unix socket and its bridge for
-    sandboxes, ``port`` is on loopback. ``turn`` is held while a request is parsed, so that many concurrent requests
-    do not block the event loop."""
+    sandboxes, ``port`` is on loopback, ``remote`` is the host and port for other nodes. ``turn`` is held while a
+    request is parsed, so that many concurrent requests do not block the event loop."""
 
-    def __init__(self, directory: Path, port: int) -> None:
-        self.directory, self.port = directory, port
+    def __init__(self, directory: Path, port: int, remote: tuple[str, int] | None = None) -> None:
+        self.directory, self.port, self.remote = directory, port, remote
         self._sessions: dict[str, Session] = {}
         self._ended: set[str] = set()
         self.turn = asyncio.Lock()
@@ -113,16 +113,20 @@ class EndpointServer:
 
 
 @asynccontextmanager
-async def serve_endpoint(dialects: Sequence[str] = tuple(DIALECTS), *, port: int = 0) -> AsyncIterator[EndpointServer]:
-    """Serve the endpoint within the block. ``port`` 0 takes a free port. Raises UserError if a socket cannot be
-    created."""
+async def serve_endpoint(
+    dialects: Sequence[str] = tuple(DIALECTS), *, port: int = 0, bind: str | None = None
+) -> AsyncIterator[EndpointServer]:
+    """Serve the endpoint within the block. ``port`` 0 takes a free port. ``bind``: a further address to listen on, for
+    other nodes. Raises UserError if a socket cannot be created."""
     temporary = await asyncio.to_thread(TempDirectory, DIRECTORY)
     directory = temporary.path
     try:
-        sockets = [_unix_socket(directory / SOCKET), _loopback(port)]
+        sockets = [_unix_socket(directory / SOCKET), _listening("127.0.0.1", port)]
+        sockets += [_listening(bind, 0)] if bind else []
         shutil.copy(bridge.__file__, directory / BRIDGE)
         os.chmod(directory, 0o755)  # a container's root may map to another user; the key is the secret
-        endpoint = EndpointServer(directory, sockets[1].getsockname()[1])
+        remote = (bind, sockets[2].getsockname()[1]) if bind else None
+        endpoint = EndpointServer(directory, sockets[1].getsockname()[1], remote)
         app = Starlette(routes=[*_routes(endpoint, dialects), *_sandbox_routes(endpoint)])
         server = _Server(_config(app))
         serving = asyncio.create_task(server.serve(sockets), name="endpoint")
@@ -170,13 +174,13 @@ def _unix_socket(path: Path) -> socket.socket:
     return listening
 
 
-def _loopback(port: int) -> socket.socket:
+def _listening(host: str, port: int) -> socket.socket:
     listening = socket.socket(proto=socket.IPPROTO_TCP)  # explicit protocol: asyncio then sets TCP_NODELAY
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listening.bind(("127.0.0.1", port))
+        listening.bind((host, port))
     except OSError as error:
-        raise UserError(f"port {port} of 127.0.0.1: {error.strerror}; choose another port") from None
+        raise UserError(f"port {port} of {host}: {error.strerror}; choose another port or address") from None
     listening.listen(_BACKLOG)
     return listening
 

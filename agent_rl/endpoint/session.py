@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from agent_rl.config import RolloutConfig
 from agent_rl.config.rollout import TrainIfConfig
+from agent_rl.endpoint.forced_calls import forced_opening
 from agent_rl.endpoint.messages import ChatRequest, ChatResponse, Finish, RequestRejected
 from agent_rl.endpoint.stop_sequences import PIECE, find_stop, tokens_until_stop
 from agent_rl.endpoint.training_rules import RequestKind, apply_training_rules
@@ -40,6 +41,8 @@ class ExtendingRenderer(Renderer, Protocol):
     def extension(self, messages: Sequence[Mapping[str, Any]], *, stop: int | None) -> list[int]: ...
 
     def plain_text(self, text: str) -> list[int]: ...
+
+    def written(self, text: str) -> list[int]: ...
 
 
 class HarnessRenderer:
@@ -181,20 +184,19 @@ class Session:
         for node in plan.undelivered:
             if not self._stats[node].clients:
                 return node
-        if len(plan.prompt) >= self.context:
+        opening = forced_opening(self.rendering.renderer, self.rendering.fmt, request) if self.resumable else []
+        if (tokens := len(plan.prompt) + len(opening)) >= self.context:
             self.context_full = True
-            raise RequestRejected(
-                "full", "the conversation fills the context", tokens=len(plan.prompt), limit=self.context
-            )
+            raise RequestRejected("full", "the conversation fills the context", tokens=tokens, limit=self.context)
         if len(self.tree.nodes) >= self.rules.rollout.max_turns:
             self.end(StopReason.MAX_TURNS)
             self._check_open()
         self.context_full = False
-        node = self.tree.begin(plan, request.stops)
+        node = self.tree.begin(plan, request.stops, opening)
         self._stats[node] = _ReplyStats(time.perf_counter() - self._started)
         self._kinds[node] = RequestKind.of(request)
         self._sampling[node] = asyncio.create_task(
-            self._sample(node, request, plan.prompt), name=f"reply-{self.name}-{node.number}"
+            self._sample(node, request, self.tree.tokens(node)), name=f"reply-{self.name}-{node.number}"
         )
         return node
 
@@ -300,7 +302,7 @@ class Session:
         try:
             await self._sample_until_complete(node, request, prompt)
             renderer = self.rendering.renderer
-            text = renderer.decode(node.sampled)
+            text = renderer.decode(node.reply_tokens)
             found = find_stop(text, request.stops, renderer.reasoning)
             shown = text[: found.start] if found else text
             tools = [] if request.tool_choice == "none" else [*request.tools, *request.deferred_tools]
@@ -327,7 +329,7 @@ class Session:
         stats, limits, aborts = self._stats[node], self.rules.rollout, 0
         new_tokens = min(request.max_tokens or limits.max_new_tokens, limits.max_new_tokens)
         renderer, context = self.rendering.renderer, self.context - node.prompt
-        budget = TurnBudget(renderer, limits.max_thinking_tokens, new_tokens, context)
+        budget = TurnBudget(renderer, None if node.opening else limits.max_thinking_tokens, new_tokens, context)
         while aborts <= MAX_ABORTS:
             if closing := budget.close_thoughts(node.sampled):
                 self.tree.insert(node, closing)
@@ -340,9 +342,9 @@ class Session:
                 routes_from=self.tree.routes_from(node),
                 session=self.name,
             )
-            sampled = [*node.sampled, *completion.tokens]
-            if request.stops and (kept := tokens_until_stop(renderer, sampled, request.stops)) is not None:
-                completion = completion.stopped_after(kept - len(node.sampled))
+            before = node.reply_tokens
+            if request.stops and (kept := tokens_until_stop(renderer, [*before, *completion.tokens], request.stops)):
+                completion = completion.stopped_after(kept - len(before))
             stats.cached = stats.cached or completion.cached_tokens
             stats.retractions += completion.retractions
             stats.version, stats.finish = completion.weight_version, completion.finish
@@ -369,6 +371,8 @@ class Session:
         return [(decode([token]), value) for token, value in zip(node.sampled, node.logprobs, strict=True)]
 
     def _thoughts(self, node: Node) -> ThoughtLength:
+        if node.opening:
+            return ThoughtLength(0, 0)  # a forced call has no thoughts
         return measure_thoughts(self.rendering.renderer, node.sampled, node.text, node.closed)
 
     def _turn(self, node: Node, spoken: ParsedTurn) -> Turn:

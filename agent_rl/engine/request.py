@@ -62,8 +62,10 @@ def score_body(tokens: TokenIds, *, routes: bool) -> dict[str, Any]:
 
 async def post_generate(http: AsyncHttp, url: str, rid: str, body: Mapping[str, Any]) -> bytes:
     """POST ``body`` as request ``rid``. A cancellation or a time-out also ends the request on the server."""
+    # Servers that agent-rl launches then send routes as raw bytes. Others ignore it.
+    raw = "?routes=raw" if body.get("return_routed_experts") else ""
     try:
-        return await http.post(f"{url}/generate", {"rid": rid, **body})
+        return await http.post(f"{url}/generate{raw}", {"rid": rid, **body})
     except asyncio.CancelledError:
         await shielded(abort(http, url, rid))
         raise

@@ -13,7 +13,7 @@ from agent_rl.engine.types import Scores
 from agent_rl.errors import EngineAborted, EngineOverloaded, EngineRejected, RoutesMissingError
 from agent_rl.types import Completion, FinishReason, TokenIds, VersionSpan
 from r3.kept_tokens import KeptTokens, KeptTokensError
-from r3.payload import RouteLayout, decode_payload, extract_payload
+from r3.payload import RawRoutes, RouteLayout, decode_payload, extract_payload, split_raw
 from r3.routing import Routing, RoutingError, Span, SpanKind, append_span
 
 
@@ -97,12 +97,16 @@ def read_scores(body: bytes, tokens: TokenIds, context: RequestContext, vocab_si
     return Scores((0.0, *map(float, values)), _last_version(meta), _routing(payload, meta, 0, context))
 
 
-def split_body(body: bytes, context: RequestContext) -> tuple[Mapping[str, Any], bytes | memoryview | None]:
-    """The parsed response without its routes, and the routes as base64 (None if there are none)."""
-    split = extract_payload(body)
-    payload: bytes | memoryview | None
-    payload, rest = split if split else (None, body)
+Payload = bytes | memoryview | RawRoutes
+"""Routes as base64, or raw."""
+
+
+def split_body(body: bytes, context: RequestContext) -> tuple[Mapping[str, Any], Payload | None]:
+    """The parsed response without its routes, and the routes (None if there are none)."""
+    payload: Payload | None
+    rest: bytes | memoryview
     try:
+        payload, rest = split_raw(body) or extract_payload(body) or (None, body)
         response = orjson.loads(rest)
         meta = response["meta_info"]
         if payload is None and meta.get("routed_experts") is not None:
@@ -111,7 +115,7 @@ def split_body(body: bytes, context: RequestContext) -> tuple[Mapping[str, Any],
             response.setdefault("output_ids", [])
         if not isinstance(response["output_ids"], list):
             raise TypeError("output_ids is not a list")
-    except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+    except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError, RoutingError) as error:
         raise EngineRejected(f"{context}: not a response of SGLang's /generate ({error!r})") from None
     return response, payload
 
@@ -182,7 +186,7 @@ def _retractions(meta: Mapping[str, Any]) -> int:
 
 
 def _routing(
-    payload: bytes | memoryview | None, meta: Mapping[str, Any], completion_tokens: int, context: RequestContext
+    payload: Payload | None, meta: Mapping[str, Any], completion_tokens: int, context: RequestContext
 ) -> Routing | None:
     if context.routes_from is None:
         return None

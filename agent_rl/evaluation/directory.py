@@ -198,4 +198,5 @@ def _log(result: EpisodeResult, trajectory: Trajectory) -> dict[str, Any]:
         "turns": [asdict(turn) for turn in trajectory.turns],
         "grade_seconds": trajectory.grade_seconds,
         "tests": dict(trajectory.tests),
+        "model_calls": [asdict(call) for call in trajectory.model_calls],
     }

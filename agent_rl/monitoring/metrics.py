@@ -64,6 +64,7 @@ _ADVANTAGES = "agent_rl/controller/advantages.py"
 _BATCH = "agent_rl/controller/batch.py"
 _LEDGER = "agent_rl/controller/async_rollout/task_ledger.py"
 _GUARD = "agent_rl/controller/guard.py"
+_TEACHER = "agent_rl/controller/teacher.py"
 _TRAIN_LOOP = "agent_rl/controller/train.py"
 _STEP = "agent_rl/train/step_metrics.py"
 _BALANCE = "agent_rl/train/expert_balancing/report.py"
@@ -124,6 +125,7 @@ METRICS: tuple[Metric, ...] = (
         ("rollout/tokens_mean", "tokens", "Mean tokens per trajectory."),
         ("rollout/branch_tokens_mean", "tokens", "Mean tokens per branch of a trajectory."),
         ("rollout/compactions", "count", "Mean summaries per trajectory (`rollout.compaction`)."),
+        ("rollout/subagents", "count", "Mean sub-agents per trajectory (`rollout.subagents`)."),
         ("rollout/summary_tokens_mean", "tokens", "Mean sampled tokens per summary; 0 without summaries."),
         ("rollout/sampled_tokens_mean", "tokens", "Mean sampled tokens per trajectory."),
         (
@@ -193,6 +195,15 @@ METRICS: tuple[Metric, ...] = (
         ),
         ("old_logprob/rescore_seconds_mean", "seconds", "Mean time of all evaluations of a trajectory."),
     ),
+    *_rows(
+        _STEP,
+        (
+            "distill/kl",
+            "nats",
+            "Reverse KL to the teacher before the update; mean over tokens.",
+        ),
+    ),
+    *_rows(_TEACHER, ("distill/score_seconds_mean", "seconds", "Mean time of the teacher to evaluate a trajectory.")),
     *_rows(
         _BATCH,
         ("old_logprob/rescore_failed", "count", "Trajectories excluded because the engine failed to evaluate them."),

@@ -235,6 +235,10 @@ class ChatRenderer:
         guard = self._encoder.guard_for(text)
         return self._encoder.encode(self._encoder.guarded(text, guard), guard)
 
+    def written(self, text: str) -> list[int]:
+        """The tokens of ``text`` as the model writes it, with control tokens where it has their texts."""
+        return self._encoder.encode(text)
+
     def turn(self, fmt: ToolCallFormat, thoughts: str, text: str, calls: Sequence[ToolCall]) -> list[int]:
         """The tokens that a model would sample for an assistant's turn, up to the one that ends it. ``fmt`` writes the
         calls. Raises ``TemplateError`` for a turn that the template or ``fmt`` cannot write."""

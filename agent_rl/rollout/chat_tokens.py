@@ -72,6 +72,8 @@ class ChatTextRenderer:
     def plain_text(self, text: str) -> list[int]:
         return list(encode(text))
 
+    written = plain_text
+
     def decode(self, tokens: TokenIds) -> str:
         return bytes(token for token in tokens if token < STOP).decode(errors="replace")
 

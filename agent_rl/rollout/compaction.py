@@ -14,7 +14,7 @@ have the tokens that were sampled; they are trained in branch 0 and are context 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from agent_rl.config import CompactionConfig, RolloutConfig
@@ -70,7 +70,7 @@ def check_compaction(rollout: RolloutConfig, compaction: CompactionConfig, rende
         )
 
 
-@dataclass
+@dataclass(eq=False)
 class OpenBranch:
     """A branch of a running episode. ``cause``, ``parent`` and ``shared`` as in :class:`agent_rl.types.Branch`."""
 
@@ -96,11 +96,17 @@ class OpenBranch:
         starts = [start.moved(-token, -message) for start in self.turns[index:]]
         return KeptTurns(starts, self.transcript.tokens[token:], self.messages[message:])
 
+    def child(self, number: int, messages: Sequence[Message], prompt: Sequence[int], max_tokens: int) -> OpenBranch:
+        """The branch of a sub-agent that begins with ``prompt``, the tokens of ``messages``. This branch has
+        ``number``."""
+        transcript, shared = self.transcript.fork(prompt, max_tokens)
+        return OpenBranch(transcript, list(messages), [], BranchCause.SUBAGENT, number, shared)
+
     def followed_by(
-        self, number: int, messages: Sequence[Message], prompt: Sequence[int], kept: KeptTurns
+        self, number: int, messages: Sequence[Message], prompt: Sequence[int], max_tokens: int, kept: KeptTurns
     ) -> OpenBranch:
         """The branch that begins with ``prompt``, the tokens of ``messages``, and the ``kept`` turns of this branch,
         which has ``number``."""
-        transcript, shared = self.transcript.fork([*prompt, *kept.tokens])
+        following = self.child(number, [*messages, *kept.messages], [*prompt, *kept.tokens], max_tokens)
         starts = [start.moved(len(prompt), len(messages)) for start in kept.starts]
-        return OpenBranch(transcript, [*messages, *kept.messages], starts, BranchCause.COMPACTION, number, shared)
+        return replace(following, turns=starts, cause=BranchCause.COMPACTION)

@@ -127,6 +127,7 @@ class Node:
     ``followed``: a later request continued from it. ``inserted``: number of tokens in ``sampled`` with which the loop
     closed the thoughts; they end at token ``closed`` of ``sampled``. ``stops``: the request's stop sequences.
     ``stopped``: the one that ended the reply; "" if none did. ``left_out``: the rule that leaves it out of training.
+    ``opening``: number of tokens at the end of ``context`` with which the endpoint began the reply.
     """
 
     id: str
@@ -154,6 +155,7 @@ class Node:
     stops: tuple[str, ...] = ()
     stopped: str = ""
     left_out: str = ""
+    opening: int = 0
 
     @property
     def prompt(self) -> int:
@@ -164,6 +166,11 @@ class Node:
     def end(self) -> int:
         """Number of tokens of its path."""
         return self.prompt + len(self.sampled)
+
+    @property
+    def reply_tokens(self) -> list[int]:
+        """The tokens of the reply so far, with its opening."""
+        return [*self.context[len(self.context) - self.opening :].tolist(), *self.sampled]
 
     @property
     def trained(self) -> bool:
@@ -245,11 +252,12 @@ class ConversationTree:
         retried = tuple(node for node in answered if not node.followed)
         return RequestPlan(key, tools_digest, prompt, parent, shared, cause, new_messages, retried, undelivered)
 
-    def begin(self, plan: RequestPlan, stops: tuple[str, ...] = ()) -> Node:
-        """Add a node whose reply is about to be sampled, until one of ``stops``."""
+    def begin(self, plan: RequestPlan, stops: tuple[str, ...] = (), opening: Sequence[int] = ()) -> Node:
+        """Add a node whose reply begins with the tokens ``opening``, then is sampled until one of ``stops``."""
         node = Node(
             secrets.token_hex(8), len(self.nodes), plan.key, plan.parent, plan.shared,
-            plan.prompt[plan.shared :].copy(), plan.cause, plan.new_messages, plan.retried, stops=stops,
+            np.concatenate([plan.prompt[plan.shared :], np.array(opening, np.int32)]), plan.cause, plan.new_messages,
+            plan.retried, stops=stops, opening=len(opening),
         )  # fmt: skip
         self.nodes.append(node)
         self._by_key.setdefault(plan.key, []).append(node)

@@ -23,7 +23,7 @@ from functools import partial
 from hashlib import sha256
 from typing import Any
 
-from agent_rl.config import EnvConfig, R3Config, RolloutConfig, RunConfig
+from agent_rl.config import EnvConfig, R3Config, RolloutConfig, RunConfig, SubagentsConfig
 from agent_rl.engine.generation_gate import GenerationGate
 from agent_rl.engine.types import Engine
 from agent_rl.errors import AgentRlError, EngineAborted, EngineError, HarnessError, RoutesMissingError
@@ -31,6 +31,7 @@ from agent_rl.render.prefix_check import Role
 from agent_rl.rollout.compaction import SUMMARY, Observation, OpenBranch, TurnStart
 from agent_rl.rollout.initial_prompt import Renderer, build_initial_prompt
 from agent_rl.rollout.route_audit import Auditor
+from agent_rl.rollout.subagents import SCHEMA, SILENT, TASK, Delegation
 from agent_rl.rollout.thoughts import TurnBudget, measure_thoughts
 from agent_rl.rollout.transcript import Transcript
 from agent_rl.rollout.turn_log import LoggedTurn, ReplayDiffers, ReplayEngine, TurnLog
@@ -49,9 +50,10 @@ from envs import (
     user_of,
 )
 from envs.grades import checked_grade, weighted
+from envs.model_calls import ModelCall, recorded_calls
 from envs.sources import source_of
 from sandbox import ImageMissingError, SandboxError, SandboxNodeLostError, SandboxUnavailableError, bounded, printable
-from sandbox.timeouts import PausableTimeout
+from sandbox.timeouts import PausableTimeout, charged_to
 from tools import ParseFailure, ToolCallFormat, ToolDefinitionError, ToolResult, ToolSet, parse_call, words_of
 from tools.formats import parse_turn
 
@@ -183,13 +185,18 @@ class EpisodeRun:
         self.log, self.prompt_hash, self.completions, self.replayed = log, "", list[Completion](), 0
         self.renderer, self.fmt, self.rules, self.limits = renderer, fmt, rules, rules.rollout
         self.scaffold = load_scaffold(rules.env.scaffold)
+        self.model_calls: list[ModelCall] = []
         self.user: Callable[[str], Awaitable[ToolResult]] | None = None
         self.session = f"{task.id}-{uuid.uuid4().hex[:12]}"
         self.began, self.started = round(time.time(), 3), time.perf_counter()
         self.task_messages: Sequence[Mapping[str, str]] = ()
         self.schemas: Sequence[Mapping[str, Any]] = ()
-        self.branches = [OpenBranch(Transcript((), max_tokens=self.limits.max_tokens, routes=None))]
+        self.branch = OpenBranch(Transcript((), max_tokens=self.limits.max_tokens, routes=None))
+        self.branches = [self.branch]
         self.held_back: Observation | None = None  # until the compaction that it made necessary
+        self.compactions = self.subagents = 0
+        self.request: str | None = None  # for a sub-agent, until it begins
+        self.delegation: Delegation | None = None  # while a sub-agent runs
         # The fields of Turn: frozen at the end, because a turn may be interrupted.
         self.turns: list[dict[str, Any]] = []
         self.parse_failures_in_a_row = 0
@@ -198,16 +205,17 @@ class EpisodeRun:
     @property
     def transcript(self) -> Transcript:
         """The tokens of the present branch."""
-        return self.branches[-1].transcript
+        return self.branch.transcript
 
     @property
     def messages(self) -> list[Mapping[str, str]]:
         """The messages of the present branch."""
-        return self.branches[-1].messages
+        return self.branch.messages
 
     async def run(self, audit: Auditor | None = None) -> Trajectory:
         """See :func:`run_episode`."""
-        trajectory = await self._run()
+        with recorded_calls() as self.model_calls:
+            trajectory = await self._run()
         return trajectory if audit is None else await audit(trajectory, self.session)
 
     async def _run(self) -> Trajectory:
@@ -243,10 +251,11 @@ class EpisodeRun:
         self.user = user_of(episode)
         self.task_messages = episode.messages
         if not isinstance(target, Dialogue):
-            self.schemas = target.schemas()
+            self.schemas = [*target.schemas(), *([SCHEMA] if self.limits.subagents else [])]
         messages, prompt = self._initial_prompt(0)
         transcript = Transcript(prompt, max_tokens=self.limits.max_tokens, routes=self.rules.routes)
-        self.branches = [OpenBranch(transcript, messages)]
+        self.branch = OpenBranch(transcript, messages)
+        self.branches = [self.branch]
         self.prompt_hash = sha256(array("i", prompt).tobytes()).hexdigest()[:16]
 
     def _initial_prompt(self, turns: int, addition: str = "") -> tuple[list[Mapping[str, str]], list[int]]:
@@ -267,7 +276,7 @@ class EpisodeRun:
         limit = PausableTimeout(logged_turns[-1].seconds_left if logged_turns else self.limits.time_limit)
         try:
             async with limit:
-                with self.gate.uncharged(limit):
+                with self.gate.uncharged(limit), charged_to(limit):
                     return await self._run_turns(handle, limit)
         except TimeoutError:
             if not limit.expired():
@@ -305,13 +314,21 @@ class EpisodeRun:
         if self.transcript.remaining < 1:
             return StopReason.CONTEXT_FULL
         tokens = await self._sample(engine)
+        turn_stop = tokens[-1] if tokens and tokens[-1] in self.renderer.stop_token_ids else None
         outcome = handle(self.turns[-1]["text"])
+        if isinstance(outcome, ParseFailure) and self.delegation is not None:
+            return self._end_subagent(self.delegation)
         text, stop = (
             self._record_parse_failure(outcome)
             if isinstance(outcome, ParseFailure)
             else await self._record_result(outcome)
         )
-        return stop or self._observe(text, tokens)
+        if self.request is not None:
+            return self._begin_subagent(self.request, turn_stop)
+        stop = stop or self._observe(text, turn_stop, self.turns[-1])
+        if self.delegation is not None and self._subagent_is_over(stop):
+            return self._end_subagent(self.delegation)
+        return stop
 
     async def _sample(self, engine: Engine) -> Sequence[int]:
         """The turn's tokens. After an abort the turn continues from the tokens received so far: without limit if new
@@ -349,7 +366,7 @@ class EpisodeRun:
         )
 
     def _begin_turn(self, prompt_tokens: int, completion: Completion, began: float) -> None:
-        self.branches[-1].turns.append(TurnStart(len(self.turns), prompt_tokens, len(self.messages)))
+        self.branch.turns.append(TurnStart(len(self.turns), prompt_tokens, len(self.messages)))
         self.messages.append({"role": "assistant", "content": ""})
         self.turns.append(
             {
@@ -367,6 +384,7 @@ class EpisodeRun:
                 "tool_seconds": 0.0,
                 "began": began,
                 "usage": completion.usage,
+                "branch": self.branches.index(self.branch),
             }
         )
 
@@ -389,14 +407,57 @@ class EpisodeRun:
     def _call(self, tools: ToolSet, text: str) -> Awaitable[ToolResult] | ParseFailure:
         parsed = parse_call(self.fmt, text, self.renderer.reasoning)
         if isinstance(parsed, ParseFailure):
-            words = words_of(self.fmt, text, self.renderer.reasoning) if self.user and parsed.words else ""
+            to_user = self.user is not None and self.delegation is None and parsed.words
+            words = words_of(self.fmt, text, self.renderer.reasoning) if to_user else ""
             if not words or self.user is None:
                 return parsed
             self.parse_failures_in_a_row = 0
             return self.user(words)
         self.parse_failures_in_a_row = 0
         self.turns[-1].update(tool=parsed.name, arguments=dict(parsed.arguments))
+        if parsed.name == TASK and self.limits.subagents is not None and self.delegation is None:
+            return self._delegate(parsed.arguments.get("prompt"), self.limits.subagents)
         return tools.call(parsed)
+
+    async def _delegate(self, prompt: object, limits: SubagentsConfig) -> ToolResult:
+        """Accept a call of the tool ``task``, or say why not."""
+        if not isinstance(prompt, str) or not prompt.strip():
+            return ToolResult(f"{TASK}: prompt must be a text", failed=True)
+        if self.subagents >= limits.max_per_episode:
+            return ToolResult(f"{TASK}: at most {limits.max_per_episode} sub-agents per episode", failed=True)
+        self.request = prompt
+        return ToolResult("")
+
+    def _begin_subagent(self, request: str, stop: int | None) -> StopReason | None:
+        """Begin the sub-agent's branch. A request that fills its context is its result."""
+        limits, self.request = self.limits.subagents, None
+        assert limits is not None, "only then a request is accepted"
+        self.subagents += 1
+        system = [message for message in self.task_messages[:1] if message["role"] == "system"]
+        said = {"role": "user", "content": f"{limits.prompt}\n\n{request}"}
+        messages, prompt = build_initial_prompt(
+            self.renderer, self.fmt, [*system, said], self.schemas[:-1], describe_tools=self.limits.describe_tools
+        )
+        parent, number = self.branch, len(self.turns) - 1
+        if len(prompt) >= limits.max_tokens:
+            self.turns[-1]["observation"] = text = f"{TASK}: the prompt does not fit into {limits.max_tokens} tokens"
+            return self._observe(text, stop, self.turns[-1])
+        self.branch = parent.child(self.branches.index(parent), messages, prompt, limits.max_tokens)
+        self.branches.append(self.branch)
+        self.delegation = Delegation(self.branch, parent, number, stop)
+        return None
+
+    def _subagent_is_over(self, stop: StopReason | None) -> bool:
+        limits = self.limits.subagents
+        return stop is not None or (limits is not None and len(self.branch.turns) >= limits.max_turns)
+
+    def _end_subagent(self, delegation: Delegation) -> StopReason | None:
+        """The sub-agent's last words become the observation of the turn that called it."""
+        words = parse_turn(self.fmt, self.turns[-1]["text"], self.schemas, self.renderer.reasoning).text or SILENT
+        self.branch, self.delegation = delegation.parent, None
+        turn = self.turns[delegation.turn]
+        turn["observation"] = words
+        return self._observe(words, delegation.stop, turn)
 
     def _record_parse_failure(self, failure: ParseFailure) -> tuple[str, StopReason | None]:
         self.parse_failures_in_a_row += 1
@@ -414,11 +475,9 @@ class EpisodeRun:
         self.turns[-1]["observation"] = text = _checked_text(result)
         return text, StopReason.SUBMITTED if result.submitted else None
 
-    def _observe(self, text: str, turn_tokens: Sequence[int]) -> StopReason | None:
-        """Append the observation; returns CONTEXT_FULL if no token is left to respond to it. An observation that makes
-        a compaction necessary is held back."""
-        stop = turn_tokens[-1] if turn_tokens and turn_tokens[-1] in self.renderer.stop_token_ids else None
-        turn = self.turns[-1]
+    def _observe(self, text: str, stop: int | None, turn: dict[str, Any]) -> StopReason | None:
+        """Append the observation after ``turn``, which ended with the token ``stop``; returns CONTEXT_FULL if no token
+        is left to respond to it. An observation that makes a compaction necessary is held back."""
         call = SampledCall(turn["tool"], turn["text"]) if turn["tool"] else None
         by_user: Role | None = None if turn["tool"] or turn["parse_failure"] else "user"
         observation = Observation(text, by_user, stop, call)
@@ -444,15 +503,16 @@ class EpisodeRun:
         compaction = self.limits.compaction
         return (
             compaction is not None
+            and self.delegation is None
             and tokens > compaction.at_tokens
-            and len(self.branches) <= compaction.max_per_episode
+            and self.compactions < compaction.max_per_episode
             and len(self.turns) + 2 <= self.limits.max_turns
         )
 
     async def _compact(self, held_back: Observation, engine: Engine) -> StopReason | None:
         """Sample a summary as the last turn of the branch and begin the next branch; returns CONTEXT_FULL if the
         request or the next branch does not fit."""
-        compaction, before = self.limits.compaction, self.branches[-1]
+        compaction, before = self.limits.compaction, self.branch
         assert compaction is not None, "only a compaction holds an observation back"
         kept, self.held_back = before.last_turns(compaction.keep_turns), None
         request = self.renderer.observation(compaction.prompt, "user", stop=held_back.stop)
@@ -464,6 +524,7 @@ class EpisodeRun:
         start = len(before.transcript.tokens)
         await self._sample(engine)
         self.turns[-1]["summary"] = True
+        self.compactions += 1
         if not compaction.train_summary:
             before.transcript.leave_out_from(start)
         summary = parse_turn(self.fmt, self.turns[-1]["text"], self.schemas, self.renderer.reasoning).text
@@ -471,7 +532,9 @@ class EpisodeRun:
         for turns in kept:
             prompt = self._initial_prompt(turns.starts[0].number, f"\n\n{SUMMARY}\n{summary}")
             if len(prompt[1]) + len(turns.tokens) + len(tokens) <= compaction.at_tokens:
-                self.branches.append(before.followed_by(len(self.branches) - 1, *prompt, turns))
+                number, max_tokens = self.branches.index(before), self.limits.max_tokens
+                self.branch = before.followed_by(number, *prompt, max_tokens, turns)
+                self.branches.append(self.branch)
                 self.messages.append(message)
                 self.transcript.observed(tokens)
                 return None
@@ -489,7 +552,10 @@ class EpisodeRun:
         return weighted(checked_grade(grade), self.rules.weights_of(self.task.id))
 
     def _trajectory(self, stop: StopReason, grade: Grade | None, error: Exception | None = None) -> Trajectory:
-        first, *further = [branch.closed() for branch in self.branches]
+        branches = [branch.closed() for branch in self.branches]
+        while len(branches) > 1 and not branches[-1].sampled_tokens:
+            branches.pop()
+        first, *further = branches
         return Trajectory(
             task_id=self.task.id,
             env=self.task.env,
@@ -504,7 +570,7 @@ class EpisodeRun:
             turns=tuple(Turn(**fields) for fields in self.turns),
             messages=first.messages,
             versions=first.versions,
-            further=tuple(branch for branch in further if branch.sampled_tokens),
+            further=tuple(further),
             patch=grade.patch if grade else "",
             error=_describe_error(error, stop) if error else "",
             suspected_hack=tuple(grade.suspected_hack) if grade else (),
@@ -519,6 +585,7 @@ class EpisodeRun:
             test_log=grade.log if grade else "",
             parts=grade.parts if grade else {},
             metrics=grade.metrics if grade else {},
+            model_calls=tuple(self.model_calls),
         )
 
 

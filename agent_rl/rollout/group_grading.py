@@ -9,6 +9,7 @@ from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.types import Trajectory
 from envs import Environment, Grade, GradedEpisode, GradesGroups, ProtocolError, Task
 from envs.grades import checked_grade, weighted
+from envs.model_calls import recorded_calls
 from sandbox import bounded
 
 GroupGrading = Callable[[Task, Sequence[Trajectory]], Awaitable[list[Trajectory]]]
@@ -22,13 +23,15 @@ def group_grading(env: Environment, rules: EpisodeRules) -> GroupGrading | None:
 
     async def grade(task: Task, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         episodes = [GradedEpisode(t.messages, t.stop.value, _grade_of(t)) for t in trajectories]
-        async with bounded(rules.env.grading_timeout, "grading the group"):
-            grades = await env.grade_group(task, episodes)
+        with recorded_calls() as calls:
+            async with bounded(rules.env.grading_timeout, "grading the group"):
+                grades = await env.grade_group(task, episodes)
         if not isinstance(grades, Sequence) or len(grades) != len(trajectories):
             raise ProtocolError(f"grade_group must return a list of {len(trajectories)} Grades, one for each episode")
         weights = rules.weights_of(task.id)
         checked = [weighted(checked_grade(grade), weights) for grade in grades]
-        return [_with_grade(*pair) for pair in zip(trajectories, checked, strict=True)]
+        first, *others = (_with_grade(*pair) for pair in zip(trajectories, checked, strict=True))
+        return [replace(first, model_calls=(*first.model_calls, *calls)), *others]
 
     return grade
 

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from agent_rl.rollout.group import Rollout
 from agent_rl.rollout.route_audit import audit_metrics
-from agent_rl.types import Group, StopReason, Trajectory
+from agent_rl.types import BranchCause, Group, StopReason, Trajectory
 from envs.sources import source_of
 from r3.routing import SpanKind
 
@@ -131,6 +131,7 @@ def _work_metrics(rollout: Rollout, trajectories: Sequence[Trajectory]) -> dict[
     metrics = {
         "rollout/trajectories": float(len(trajectories)),
         "rollout/compactions": len(summaries) / len(trajectories),
+        "rollout/subagents": sum(branch.cause is BranchCause.SUBAGENT for branch in branches) / len(trajectories),
         "rollout/branch_tokens_mean": tokens / len(branches),
         "rollout/summary_tokens_mean": _mean(turn.completion_tokens for turn in summaries),
         "rollout/turns_mean": len(turns) / len(trajectories),

@@ -46,6 +46,7 @@ from agent_rl.types import (
 )
 from agent_rl.utils import foreign
 from agent_rl.utils.run_files import replacing, write_atomic
+from envs.model_calls import ModelCall
 from r3 import archive
 from r3.kept_tokens import KeptTokens
 from r3.routing import Routing, RoutingError
@@ -249,6 +250,7 @@ def _row_fields(trajectory: Trajectory, key: str, routes: bool) -> dict[str, Any
         "tests": dict(trajectory.tests),
         "parts": dict(trajectory.parts),
         "metrics": dict(trajectory.metrics),
+        "model_calls": [asdict(call) for call in trajectory.model_calls],
         "test_log": trajectory.test_log[-LOG_CHARACTERS:],
         "turns": [asdict(turn) for turn in trajectory.turns],
         "messages": _folded(trajectory.messages, trajectory.turns),
@@ -352,6 +354,7 @@ def read_trajectory(row: Mapping[str, Any], array: Callable[[str], NDArray], whe
             mutant_seconds=row.get("mutant_seconds", 0.0),
             parts=row.get("parts", {}),
             metrics=row.get("metrics", {}),
+            model_calls=tuple(_model_call(call) for call in row.get("model_calls", ())),
             further=tuple(further),
         )
     except _BROKEN as error:
@@ -377,6 +380,10 @@ def read_branch(row: Mapping[str, Any], number: int, array: Callable[[str], NDAr
         KeptTokens(array(f"{key}/kept_counts"), array(f"{key}/kept_ids")) if fields.get("kept") else None,
         tuple(row_messages(row, number)) if number else (),
     )
+
+
+def _model_call(row: Mapping[str, Any]) -> ModelCall:
+    return ModelCall(**{**row, "messages": tuple(row["messages"])})
 
 
 def _scatter(values: NDArray[np.float32], mask: NDArray[np.bool_]) -> NDArray[np.float32]:

@@ -56,17 +56,26 @@ class Rescorer:
         return np.concatenate([await self._evaluate(branch, session) for branch in trajectory.branches])
 
     async def _evaluate(self, branch: Branch, session: str) -> NDArray[np.float32]:
-        if not branch.sampled_tokens:
-            return np.zeros(0, np.float32)
-        async with self._limiter:
-            scores = await self._engine.rescore(branch.tokens.tolist(), session=session)
-        if branch.weight_versions != (scores.weight_version,):
+        values, version = await sampled_logprobs(self._engine, self._limiter, branch, session)
+        if len(values) and branch.weight_versions != (version,):
             sampled_with = ", ".join(branch.weight_versions)
             raise EngineRejected(
                 f"{session}: the trajectory was sampled with weights {sampled_with}, but the engine now has "
-                f"{scores.weight_version}: its old log-probs cannot be computed"
+                f"{version}: its old log-probs cannot be computed"
             )
-        return np.asarray(scores.logprobs, np.float32)[branch.loss_mask]
+        return values
+
+
+async def sampled_logprobs(
+    engine: SGLangEngine, limiter: Limiter, branch: Branch, session: str
+) -> tuple[NDArray[np.float32], str]:
+    """The engine's log-probs of the sampled tokens of ``branch``, and the version of its weights ("" without a sampled
+    token)."""
+    if not branch.sampled_tokens:
+        return np.zeros(0, np.float32), ""
+    async with limiter:
+        scores = await engine.rescore(branch.tokens.tolist(), session=session)
+    return np.asarray(scores.logprobs, np.float32)[branch.loss_mask], scores.weight_version
 
 
 def rescore_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:

@@ -95,14 +95,14 @@ class Transcript:
         positions = np.concatenate([np.arange(part.start, part.stop) for part in self._sampled])
         return kept.take(np.flatnonzero(positions < self._trained_end))
 
-    def fork(self, prompt: Sequence[int]) -> tuple[Transcript, int]:
+    def fork(self, prompt: Sequence[int], max_tokens: int) -> tuple[Transcript, int]:
         """A transcript that begins with ``prompt``, and how many leading tokens both share. It takes over the rows of
         routes of these tokens."""
         given = np.array(prompt, np.int32)
         length = min(len(given), self._sampled_end)
         differing = np.flatnonzero(given[:length] != np.array(self._tokens[:length], np.int32))
         shared = int(differing[0]) if len(differing) else length
-        other = Transcript(prompt, max_tokens=self._max_tokens, routes=self._routes)
+        other = Transcript(prompt, max_tokens=max_tokens, routes=self._routes)
         if self._stitcher is not None:
             other._stitcher = self._stitcher.fork(min(shared, len(given) - 1, self._stitcher.next_row))
         return other, shared

@@ -103,7 +103,8 @@ class SampledTokens:
 class RankReport:
     """One data rank's share of a step. Log-probs are concatenated over the sampled tokens, in the same order for
     rollout, trainer (with the configured replay), without replay and ``sampled``. ``lag`` int32: the age of the weights
-    that sampled a token, in updates, relative to those before this step."""
+    that sampled a token, in updates, relative to those before this step. ``teacher_logprobs``: None without a
+    teacher."""
 
     rollout_logprobs: NDArray[np.float32]
     trainer_logprobs: NDArray[np.float32]
@@ -115,6 +116,7 @@ class RankReport:
     update_seconds: float
     reference: ReferenceReport | None = None
     sampled: SampledTokens | None = None
+    teacher_logprobs: NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -25,13 +25,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agent_rl.config import CorrectionConfig, OldLogprobSource, RunConfig, TrainConfig
+from agent_rl.config import CorrectionConfig, DistillConfig, OldLogprobSource, RunConfig, TrainConfig
+from agent_rl.config.objectives import objective_spec
 from agent_rl.errors import TrainerError
 from agent_rl.train.batching.packing import MicroBatch, pack
 from agent_rl.train.batching.partition import MiniStepShare
 from agent_rl.train.expert_balancing.worker import PassBalancer
 from agent_rl.train.loss.corrections import correction_factors, weight_moments
+from agent_rl.train.loss.objectives import distilled_advantages
 from agent_rl.train.loss.policy_loss import LossCounts, PolicyLoss, policy_loss
+from agent_rl.train.loss.selection import covariance_moments, highest, selection_scores
 from agent_rl.train.megatron.packed_batch import LossFn, PackedBatch, PassOutput, PassPlans
 from agent_rl.train.reference import Reference, ReferenceComparison, compare_with_reference
 from agent_rl.train.reports import (
@@ -126,6 +129,11 @@ def grpo_step(
         update_seconds=time.perf_counter() - after_reference,
         reference=None if comparison is None else ReferenceReport(comparison.taken, comparison.seconds),
         sampled=_sampled_tokens(inputs, loss_values) if request.detail else None,
+        teacher_logprobs=(
+            None
+            if config.train.distill is None
+            else _at_sampled_tokens(batches, [batch.teacher_T for batch in batches if batch.teacher_T is not None])
+        ),
     )
     return report, differences
 
@@ -323,11 +331,54 @@ def _training_inputs(
     ``old_logprobs``: the trainer's own log-probs. Collective where ``train.correction.normalize`` is set."""
     pairs = zip(batches, old_logprobs, strict=True)
     inputs = [_training_input(batch, old, train.old_logprob.source) for batch, old in pairs]
+    if train.distill is not None:
+        inputs = [_distilled(*each, train.distill) for each in zip(inputs, batches, old_logprobs, strict=True)]
+    if objective_spec(train.objective).selection is not None:
+        inputs = _with_selection(model, inputs, old_logprobs, train)
     mean = _mean_weight(model, inputs, train.correction) if train.correction.normalize else 1.0
     return [
         replace(item, extras={**item.extras, "factors": _factors(item.extras, train.correction, mean)})
         for item in inputs
     ]
+
+
+def _with_selection(
+    model: PolicyModel, inputs: Sequence[PackedBatch], logprobs: Sequence[Tensor], train: TrainConfig
+) -> list[PackedBatch]:
+    """``inputs`` with the tokens that the objective selects among those of the step on all data ranks. Collective."""
+    pairs = [(item.extras["advantages"].to(own), own) for item, own in zip(inputs, logprobs, strict=True)]
+    masks = [item.extras["mask"] for item in inputs]
+    local = [covariance_moments(*pair, mask) for pair, mask in zip(pairs, masks, strict=True)]
+    moments = model.sum_over_data(torch.stack(local).sum(0) if local else torch.zeros(3, dtype=torch.float64))
+    options = train.clip.options
+    scores = [
+        torch.where(mask, selection_scores(train.objective, options, *pair, moments.to(mask.device)), -torch.inf)
+        for pair, mask in zip(pairs, masks, strict=True)
+    ]
+    sampled = [score[mask] for score, mask in zip(scores, masks, strict=True)]
+    everything = _over_data(model, torch.cat(sampled) if sampled else torch.zeros(0, dtype=torch.float64))
+    selected = [highest(score, everything.to(score.device), options["fraction"]) for score in scores]
+    return [replace(item, extras={**item.extras, "selected": own}) for item, own in zip(inputs, selected, strict=True)]
+
+
+def _over_data(model: PolicyModel, values: Tensor) -> Tensor:
+    """The ``values`` of all data ranks, one after another. Collective."""
+    rank, counts = model.ranks.data_rank, torch.zeros(model.ranks.data_size, dtype=torch.int64)
+    counts[rank] = len(values)
+    counts = model.sum_over_data(counts).cpu()
+    start, total = int(counts[:rank].sum()), int(counts.sum())
+    placed = torch.zeros(total, dtype=values.dtype)
+    placed[start : start + len(values)] = values.cpu()
+    return model.sum_over_data(placed)
+
+
+def _distilled(item: PackedBatch, batch: MicroBatch, logprobs: Tensor, distill: DistillConfig) -> PackedBatch:
+    """``item`` with the advantages of on-policy distillation."""
+    if batch.teacher_T is None:
+        raise TrainerError(f"train.distill is set and the teacher did not evaluate sample {batch.sample_ids[0]}")
+    teacher, advantages = torch.from_numpy(batch.teacher_T).to(logprobs), item.extras["advantages"].to(logprobs)
+    distilled = distilled_advantages(advantages, logprobs, teacher, distill.reward, distill.coefficient)
+    return replace(item, extras={**item.extras, "advantages": distilled})
 
 
 def _mean_weight(model: PolicyModel, inputs: Sequence[PackedBatch], correction: CorrectionConfig) -> float:
@@ -385,6 +436,7 @@ def grpo_loss(config: RunConfig, share: MiniStepShare, *, detail: bool = False) 
             length=config.rollout.max_tokens,
             counts=counts,
             reference_T=batch.extras.get("reference"),
+            selected_T=batch.extras.get("selected"),
         )
         values = dict[str, float | Tensor](zip(SUMS, (result.loss.detach(), *_reported(result)), strict=True))
         if detail:

@@ -41,6 +41,9 @@ def step_metrics(
         values |= {**_differ("r3", routes), **_coverage(routes)}
     if routes_without_replay is not None:
         values |= _differ("mismatch_without_replay", routes_without_replay)
+    teacher = [report.teacher_logprobs for report in reports if report.teacher_logprobs is not None]
+    if teacher:
+        values["distill/kl"] = float(np.mean(trainer - np.concatenate(teacher), dtype=np.float64))
     values["time/old_logprob"] = max(report.old_logprob_seconds for report in reports)
     values["time/logprob_without_replay"] = max(report.seconds_without_replay for report in reports)
     values["time/update"] = max(report.update_seconds for report in reports)

@@ -46,7 +46,8 @@ class Reader:
         count = index.columns["branches"][number]
         branches = [self._branch(index, (number, branch), row, notes) for branch in range(count)]
         conversation = _conversation(row)
-        _assign_branches(conversation["turns"], [branch["sampled"] for branch in branches])
+        if not any(turn["branch"] for turn in conversation["turns"]):  # an agent program's are not recorded
+            _assign_branches(conversation["turns"], [branch["sampled"] for branch in branches])
         return {**_head(index, number, row), **conversation, "branches": branches, "notes": list(dict.fromkeys(notes))}
 
     def routes(self, index: StepIndex, branch_id: BranchId, start: int, stop: int | None) -> Json | None:
@@ -253,6 +254,7 @@ def _head(index: StepIndex, number: int, row: Mapping[str, Any]) -> Json:
         "hacks": row["suspected_hack"],
         "parts": row.get("parts", {}),
         "metrics": row.get("metrics", {}),
+        "model_calls": row.get("model_calls", []),
         "patch": row.get("patch", ""),
         "tests": row.get("tests", {}),
         "test_log": row.get("test_log", ""),
@@ -283,7 +285,7 @@ def _conversation(row: Mapping[str, Any]) -> Json:
         "turns": [
             {
                 **turn,
-                "branch": 0,
+                "branch": turn.get("branch", 0),
                 "message": sampled.get(number),
                 "observation_message": observed.get(number),
                 "span": _span(turn),
@@ -304,7 +306,8 @@ def _span(turn: Mapping[str, Any]) -> list[int] | None:
 
 
 def _assign_branches(turns: Sequence[Json], sampled: Sequence[Sequence[Sequence[int]]]) -> None:
-    """Set each turn's branch: the first that sampled the turn's token span and is not assigned for it yet."""
+    """Set the branch of each turn of an agent program: the first that sampled the turn's token span and is not assigned
+    for it yet."""
     assigned: set[tuple[int, int]] = set()
     for turn in turns:
         if turn["span"] is None:

@@ -29,13 +29,13 @@ from agent_rl.weight_sync.requests import PublishReport, PublishRequest
 
 @dataclass(frozen=True, slots=True)
 class StagedDelta:
-    """A delta of ``size`` bytes that the engines at ``urls`` have proved; ``digests``: the checksums after loading it.
-    ``seconds``: by stage."""
+    """A delta of ``size`` bytes that the engines at ``urls`` have proved; ``digests``: the checksums after loading
+    it."""
 
     urls: tuple[str, ...]
     size: int
     digests: Digests
-    seconds: StageTimer
+    timer: StageTimer
 
 
 class DeltaSender:
@@ -80,7 +80,7 @@ class DeltaSender:
             self._held.pop(url, None)
         if staged is not None and by_delta:
             publisher = self._connect(replace(request, urls=by_delta))
-            report = publisher.load_staged(state, staged.size, request.version, staged.digests, staged.seconds)
+            report = publisher.load_staged(state, staged.size, request.version, staged.digests, staged.timer)
             reports.append((len(by_delta), report))
         if in_full:
             publisher = self._connect(replace(request, urls=in_full))

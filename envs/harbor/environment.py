@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import io
+import gzip
 import logging
 import shlex
-import tarfile
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -18,6 +17,7 @@ from typing import Any
 from envs.context import EnvContext, ToolStyle
 from envs.harbor.grading import LOGS, Survey, copy_in, grade
 from envs.harbor.tasks import CONFIG, HarborTask, HealthCheck, read_files, read_task, resolve
+from envs.rows import select_split
 from envs.scaffold import DEFAULT_SCAFFOLD, Scaffold
 from envs.types import Finding, Grade, Message, Task, TaskRecordError, UndecidableError
 from sandbox import (
@@ -29,6 +29,7 @@ from sandbox import (
     UserSandbox,
     image_builder,
 )
+from sandbox.files import archive
 from tools import ToolCall, ToolResult, ToolSet
 
 _log = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ _SECONDS = 60.0
 _CHUNK = 90_000
 """Characters per call: Linux allows at most 128 KiB in one command argument."""
 # Prints the directories of PATH, then the programs in them.
-_SURVEY = f"""mkdir -p {LOGS}/agent {LOGS}/verifier {LOGS}/artifacts && chmod 777 {LOGS}/* || exit
+_SURVEY = f"""set -- {LOGS}/agent {LOGS}/verifier {LOGS}/artifacts; mkdir -p "$@" && chmod 777 "$@" || exit
 printf '%s\\n\\n' "$PATH"; IFS=:; for d in $PATH; do ls -1 "$d" 2>/dev/null; done; true"""
 
 
@@ -61,9 +62,9 @@ class TimedTools:
 
     async def call(self, call: ToolCall) -> ToolResult:
         """Run a call."""
-        return (
-            ToolResult(_TIME_OVER, submitted=True) if time.monotonic() > self.deadline else await self.tools.call(call)
-        )
+        if time.monotonic() > self.deadline:
+            return ToolResult(_TIME_OVER, submitted=True)
+        return await self.tools.call(call)
 
 
 @dataclass(frozen=True)
@@ -75,13 +76,13 @@ class HarborEpisode:
     root: Sandbox
     messages: Sequence[Message]
     tools: ToolSet
-    survey: Survey
+    before: Survey
     users: Sequence[str]
     verifier: str
 
     async def grade(self) -> Grade:
         """Grade the state of the agent's sandbox; see :mod:`envs.harbor.grading`."""
-        return await grade(self.root, self.task, self.survey, self.users, self.verifier)
+        return await grade(self.root, self.task, self.before, self.users, self.verifier)
 
 
 @dataclass
@@ -92,6 +93,8 @@ class HarborEnvironment:
       holds all tasks.
     - ``limit``: keep only the first ``limit`` tasks of a split.
     - ``image``: the image of every task, with ``{task}`` for its name, in place of the one that it names or builds.
+    - ``may_replace``: patterns of paths, such as "/usr/lib/python3/*", that an agent may change without losing its
+      reward, although programs and libraries of the image lie there.
     - ``skip_broken``: skip tasks that are broken or need what agent-rl lacks, and name them in the log, instead of
       raising.
     """
@@ -102,6 +105,7 @@ class HarborEnvironment:
     heldout: int | None = None
     limit: int | None = None
     image: str | None = None
+    may_replace: Sequence[str] = ()
     skip_broken: bool = False
     _read: dict[str, HarborTask] = field(default_factory=dict, init=False)
 
@@ -132,13 +136,7 @@ class HarborEnvironment:
 
     def tasks(self, split: str) -> Sequence[Task]:
         """The tasks of ``split``. Raises ``TaskRecordError`` as :meth:`prepare` does."""
-        tasks = self._tasks()
-        if self.heldout is not None:
-            count = max(0, len(tasks) - self.heldout)
-            splits = {"train": tasks[:count], "heldout": tasks[count:]}
-            if split not in splits:
-                raise TaskRecordError(f"{self.path}: no split {split!r}; it has train and heldout")
-            tasks = splits[split]
+        tasks = select_split(Path(self.path), split, self.heldout, lambda _: self._tasks(), is_data_set=True)
         return [Task(task.id, self.name, {"instruction": task.instruction}) for task in tasks[: self.limit]]
 
     @asynccontextmanager
@@ -151,19 +149,19 @@ class HarborEnvironment:
             user if section.user is None else str(section.user) for section in (config.agent, config.verifier)
         )
         async with self.context.sandbox(self.context.for_agent(spec)) as root:
-            survey = await _survey(root, own)
+            before = await _survey(root, own, tuple(self.may_replace))
             if own.uploads_environment:
                 await copy_in(root, read_files(own.directory / "environment", own), spec.workdir)
-            numbers = {name: await _numeric(root, own, name) for name in (agent, verifier)}
+            numbers = {name: await _numeric(root, own, name) for name in (user, agent, verifier)}
             sandbox = root if numbers[agent] == ROOT else UserSandbox(root, numbers[agent])
             if config.environment.healthcheck is not None:
-                await _wait_until_healthy(sandbox, own, config.environment.healthcheck)
+                await _wait_until_healthy(root, own, config.environment.healthcheck, numbers[user])
             scaffold, style = self.scaffold, self.context.tool_style
             tools = scaffold.tools(sandbox, style=style, timeout=self.context.tool_timeout)
             timed = TimedTools(tools, time.monotonic() + (config.agent.timeout_sec or float("inf")))
             messages = scaffold.initial_messages(own.instruction, spec.workdir, style)
             users = (ROOT, *sorted({*numbers.values()} - {ROOT}))
-            yield HarborEpisode(own, sandbox, root, messages, timed, survey, users, numbers[verifier])
+            yield HarborEpisode(own, sandbox, root, messages, timed, before, users, numbers[verifier])
 
     def gold(self, task: Task) -> str:
         """There is no patch; see :meth:`solution`."""
@@ -176,13 +174,10 @@ class HarborEnvironment:
         files = read_files(own.directory / "solution", own)
         if "solve.sh" not in files:
             return []
-        stream = io.BytesIO()
-        with tarfile.open(fileobj=stream, mode="w:gz") as tar:
-            for name, (content, executable) in files.items():
-                member = tarfile.TarInfo(name)
-                member.size, member.mode = len(content), 0o755 if executable or name == "solve.sh" else 0o644
-                tar.addfile(member, io.BytesIO(content))
-        text = base64.b64encode(stream.getvalue()).decode()
+        text = base64.b64encode(
+            gzip.compress(archive({name: content for name, (content, _) in files.items()}))
+        ).decode()
+        programs = shlex.join(["solve.sh", *(name for name, (_, executable) in files.items() if executable)])
         packed = "/tmp/.solution.b64"
         exports = "".join(
             f"export {name}={shlex.quote(value)}; " for name, value in resolve(own.config.solution.env).items()
@@ -190,7 +185,7 @@ class HarborEnvironment:
         commands = [f"printf %s {text[at : at + _CHUNK]} >> {packed}" for at in range(0, len(text), _CHUNK)]
         commands.append(
             "to=/solution; mkdir -p $to 2>/dev/null || { to=/tmp/solution; mkdir -p $to; }; "
-            f"base64 -d {packed} | tar -xz -C $to && rm {packed} && {exports}"
+            f"base64 -d {packed} | tar -xz -C $to && rm {packed} && (cd $to && chmod 755 {programs}) && {exports}"
             "DEBIAN_FRONTEND=noninteractive $to/solve.sh"
         )
         return [self.scaffold.shell(command) for command in commands]
@@ -215,17 +210,19 @@ class HarborEnvironment:
         """The tasks, read once. Raises ``TaskRecordError``, a line for each problem."""
         if not self._read:
             problems: list[str] = []
+            tasks: dict[str, HarborTask] = {}
             for directory in task_directories(Path(self.path)):
                 try:
                     task = read_task(directory)
                     self._check_limits(task)
-                    self._read[task.id] = task
+                    tasks[task.id] = task
                 except TaskRecordError as error:
                     problems += str(error).splitlines()
             if problems and not self.skip_broken:
                 raise TaskRecordError("\n".join(problems))
             if problems:
                 _log.warning("%s: skipped, a line each:\n%s", self.path, "\n".join(problems))
+            self._read = tasks
         return list(self._read.values())
 
     def _find(self, task: Task) -> HarborTask:
@@ -270,6 +267,7 @@ class HarborEnvironment:
 
 def task_directories(path: Path) -> list[Path]:
     """The directories of the tasks in ``path``. Raises ``TaskRecordError`` if there are none."""
+    path = path.resolve()
     if (path / CONFIG).is_file():
         return [path]
     directories = sorted(file.parent for file in path.glob(f"*/{CONFIG}"))
@@ -290,13 +288,13 @@ def initial_messages(statement: str, workdir: str, style: ToolStyle) -> tuple[Me
     return {"role": "system", "content": _SYSTEM.format(workdir=workdir)}, {"role": "user", "content": statement}
 
 
-async def _survey(root: Sandbox, task: HarborTask) -> Survey:
+async def _survey(root: Sandbox, task: HarborTask, may_replace: tuple[str, ...]) -> Survey:
     """Create the log directories, and list the programs of the image."""
     result = await root.exec(["sh", "-c", _SURVEY], timeout=_SECONDS, cwd="/")
     if not result.ok:
         raise SandboxStartError(f"task {task.id}: {LOGS} could not be created: {result.text.strip()[-200:]}")
     path, _, programs = result.stdout.decode(errors="replace").partition("\n\n")
-    return Survey(tuple(path.split(":")), frozenset(programs.split("\n")) - {""})
+    return Survey(tuple(path.split(":")), frozenset(programs.split("\n")) - {""}, may_replace)
 
 
 async def _numeric(root: Sandbox, task: HarborTask, user: str) -> str:
@@ -312,10 +310,10 @@ async def _numeric(root: Sandbox, task: HarborTask, user: str) -> str:
     return ":".join(result.text.split())
 
 
-async def _wait_until_healthy(sandbox: Sandbox, task: HarborTask, check: HealthCheck) -> None:
-    """Run the health check until it succeeds. Raises ``SandboxStartError`` after the last of its retries."""
+async def _wait_until_healthy(root: Sandbox, task: HarborTask, check: HealthCheck, user: str) -> None:
+    """Run the health check as the image's user until it succeeds. Raises ``SandboxStartError`` after the last retry."""
     begin, failures = time.monotonic(), 0
-    while not (result := await sandbox.exec(check.command, timeout=check.timeout_sec)).ok:
+    while not (result := await root.exec(check.command, timeout=check.timeout_sec, user=user)).ok:
         starting = time.monotonic() - begin < check.start_period_sec
         failures += not starting
         if failures >= check.retries:

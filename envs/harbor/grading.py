@@ -9,19 +9,25 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
+from itertools import islice
 from pathlib import PurePosixPath
 
+from envs.grades import MAX_NAMES, PART_NAME
 from envs.harbor.tasks import HarborTask, read_files, resolve
 from envs.types import Grade, GradingError
 from sandbox import Change, ExecResult, Sandbox, SandboxFileError
+from sandbox.types import EXIT_DISK_LIMIT
 
 LOGS = "/logs"
 TESTS = "/tests"
 MAX_LOG = 1 << 16
 _SETUP_SECONDS = 60.0
 _REWARD_BYTES = 1 << 20
+_LISTED = 10
 _PROGRAMS = ("/bin", "/sbin", "/lib", "/usr")
 _NOT_PROGRAMS = ("/usr/share", "/usr/local/share", "/usr/include", "/usr/src")
 _PYTHON_STARTUP = ("sitecustomize.py", "usercustomize.py")
@@ -39,14 +45,21 @@ _RUN = f'cd -- "$1" 2>/dev/null || cd /; exec {TESTS}/test.sh'
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What the image looked like before the agent's first command: the directories of PATH, and their programs."""
+    """The image before the agent's first command: the directories of PATH, and the names of their programs.
+
+    ``may_replace`` are patterns of paths that the agent may change nevertheless.
+    """
 
     path: tuple[str, ...]
     programs: frozenset[str]
+    may_replace: tuple[str, ...] = ()
 
 
 def parse_reward(name: str, content: bytes) -> tuple[float, dict[str, float]]:
-    """The reward and the metrics of a reward file. Raises ``GradingError`` for one without a finite reward."""
+    """The reward and the metrics of a reward file; numbers whose names a grade does not allow are left out.
+
+    Raises ``GradingError`` for a file without a finite reward.
+    """
     try:
         value = json.loads(content) if name.endswith(".json") else float(content)
         named: Mapping[str, object] = value if isinstance(value, dict) else {"reward": value}
@@ -57,7 +70,9 @@ def parse_reward(name: str, content: bytes) -> tuple[float, dict[str, float]]:
         raise GradingError(f"{name} has a value that is not a finite number: {content[:100]!r}")
     if "reward" not in numbers:
         raise GradingError(f"{name} has no number named reward: {content[:100]!r}")
-    return numbers.pop("reward"), numbers
+    reward = numbers.pop("reward")
+    metrics = {key: number for key, number in numbers.items() if re.fullmatch(PART_NAME, key)}
+    return reward, dict(islice(metrics.items(), MAX_NAMES))
 
 
 def replaced_programs(changes: Mapping[str, Change], survey: Survey) -> list[str]:
@@ -67,6 +82,8 @@ def replaced_programs(changes: Mapping[str, Change], survey: Survey) -> list[str
 
 def _replaces(path: str, change: Change, survey: Survey) -> bool:
     where = PurePosixPath(path)
+    if any(fnmatch(path, pattern) for pattern in survey.may_replace):
+        return False
     if path in _ABOVE_TESTS:
         return True
     if change == "added":
@@ -93,11 +110,12 @@ async def grade(sandbox: Sandbox, task: HarborTask, survey: Survey, users: Seque
     """
     for user in users:  # the end of a command kills all processes of its user
         await sandbox.exec(["/bin/sh", "-c", ":"], timeout=_SETUP_SECONDS, user=user)
-    if replaced := replaced_programs(await sandbox.changes(), survey):
-        return Grade(0.0, False, suspected_hack=[f"a program of the image was replaced: {each}" for each in replaced])
     tests = read_files(task.directory / "tests", task)
     tests["test.sh"] = tests["test.sh"][0], True
     try:
+        if replaced := replaced_programs(await sandbox.changes(), survey):
+            hacks = [f"a program of the image was replaced: {each}" for each in replaced[:_LISTED]]
+            return Grade(0.0, False, suspected_hack=hacks)
         prepared = await sandbox.exec(["/bin/sh", "-c", _CLEAR], timeout=_SETUP_SECONDS, cwd="/")
         prepared = await copy_in(sandbox, tests, TESTS) if prepared.ok else prepared
     except SandboxFileError as error:
@@ -108,11 +126,13 @@ async def grade(sandbox: Sandbox, task: HarborTask, survey: Survey, users: Seque
     timeout, env = task.config.verifier.timeout_sec, resolve(task.config.verifier.env)
     run = ["bash", "-c", _RUN, "bash", sandbox.spec.workdir]
     result = await sandbox.exec(run, timeout=timeout, cwd="/", env=env, user=verifier)
+    if result.exit_code == EXIT_DISK_LIMIT:
+        return Grade(0.0, False, log=result.text[-MAX_LOG:], suspected_hack=["the tests outgrew the sandbox's disk"])
     if result.timed_out:
         raise GradingError(f"task {task.id}: test.sh did not end within {timeout:.0f} s")
-    reward, _ = await _read_reward(sandbox, task, result)
+    reward, metrics = await _read_reward(sandbox, task, result)
     log = result.text[-MAX_LOG:]
-    return Grade(reward, reward >= 1.0, log=log, seconds=result.seconds)
+    return Grade(reward, reward >= 1.0, log=log, seconds=result.seconds, metrics=metrics)
 
 
 async def _read_reward(sandbox: Sandbox, task: HarborTask, result: ExecResult) -> tuple[float, dict[str, float]]:

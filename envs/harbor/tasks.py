@@ -193,8 +193,12 @@ def _incomplete(config: HarborConfig, directory: Path) -> Iterator[str]:
             yield f"{name} is missing"
     if config.environment.docker_image is None and not (directory / "environment/Dockerfile").is_file():
         yield "it has neither environment/Dockerfile nor [environment].docker_image"
-    for section, env in (("environment", config.environment.env), ("verifier", config.verifier.env)):
-        for name, value in env.items():
+    for section, owner in (
+        ("environment", config.environment),
+        ("verifier", config.verifier),
+        ("solution", config.solution),
+    ):
+        for name, value in owner.env.items():
             if (match := _TEMPLATE.fullmatch(value)) and match[2] is None:
                 yield f"[{section}].env.{name}: {value} has no default; sandboxes get no variable of this machine"
     for section, user in (("agent", config.agent.user), ("verifier", config.verifier.user)):

@@ -9,14 +9,15 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager
-from dataclasses import replace
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from envs.context import EnvContext, ToolStyle
-from envs.mini.generator import SPLITS, generate, to_record
+from envs.mini.generator import SPLITS, MiniTask, generate, stream, to_record
 from envs.scaffold import DEFAULT_SCAFFOLD, Scaffold
 from envs.swe.audit import audit_record
 from envs.swe.calls import CallRun
@@ -25,8 +26,9 @@ from envs.swe.pytest_log import judge_pytest_log
 from envs.swe.records import SweRecord, parse_record, write_jsonl
 from envs.swe.repositories import WORKDIR, RepositoryCache
 from envs.swe.sources import read_jsonl
-from envs.types import Finding, GradingError, Message, Task, TaskRecordError
+from envs.types import Finding, Grade, GradingError, Message, Task, TaskRecordError
 from sandbox import SandboxSpec
+from tools import ToolCall, ToolResult, ToolSet
 
 _SOURCES = ("templates.py", "templates.txt", "functions.py", "generator.py")
 _SYSTEM: Message = {"role": "system", "content": "Fix the bug."}
@@ -34,6 +36,9 @@ _SYSTEM: Message = {"role": "system", "content": "Fix the bug."}
 
 class MiniEnvironment:
     """Small generated repositories with one seeded bug each. Splits: ``train``, ``heldout``, ``heldout_family``.
+
+    With ``issues`` above 1 a repository has so many bugs, in different files. The first is in the task, and each
+    ``finish`` but the last returns the next one with its file, so that an episode grows with ``issues``.
 
     Tasks are generated from ``seed``, verified in sandboxes of the context's backend, and cached under ``cache_dir``.
     The file name contains a digest of the generator's source, so that another version does not reuse them. Initial
@@ -46,6 +51,7 @@ class MiniEnvironment:
         *,
         train_tasks: int = 640,
         heldout_tasks: int = 256,
+        issues: int = 1,
         seed: int = 0,
         cache_dir: Path = Path(".cache/tasks"),
     ) -> None:
@@ -54,7 +60,7 @@ class MiniEnvironment:
             scaffold = replace(scaffold, initial_messages=initial_messages)
         self._context = replace(context, tool_style="concise", scaffold=scaffold)
         self._counts = {"train": train_tasks, "heldout": heldout_tasks, "heldout_family": heldout_tasks}
-        self._seed = seed
+        self._seed, self._issues = seed, issues
         self._cache = Path(cache_dir)
         self._tasks: dict[str, list[Task]] = {}
         self._repositories = RepositoryCache()
@@ -82,13 +88,17 @@ class MiniEnvironment:
             self._check(split)
             records = self._cached(split)
             if records is None:
-                fresh = await asyncio.to_thread(_generate_records, split, self._counts[split], self._seed)
+                parts = split, self._counts[split], self._seed, self._issues
+                fresh = await asyncio.to_thread(_generate_records, *parts)
                 records = await verify_records(self._context, fresh)
                 write_jsonl(self._file(split), records)
             self._tasks[split] = [Task(record.id, self.name, record.model_dump()) for record in records]
 
-    def start(self, task: Task) -> AbstractAsyncContextManager[SweEpisode]:
-        return start_episode(self._context, self._record(task), repositories=self._repositories)
+    @asynccontextmanager
+    async def start(self, task: Task) -> AsyncIterator[SweEpisode]:
+        record = self._record(task)
+        async with start_episode(self._context, record, repositories=self._repositories) as episode:
+            yield episode if self._issues == 1 else QueuedEpisode.of(episode)
 
     def gold(self, task: Task) -> str:
         return self._record(task).gold
@@ -110,17 +120,79 @@ class MiniEnvironment:
         return read_jsonl(file) if file.is_file() else None
 
     def _file(self, split: str) -> Path:
-        return self._cache / f"mini-{_digest()}-{split}-{self._seed}-{self._counts[split]}.jsonl"
+        issues = "" if self._issues == 1 else f"-{self._issues}"
+        return self._cache / f"mini-{_digest()}-{split}-{self._seed}-{self._counts[split]}{issues}.jsonl"
 
 
 def initial_messages(statement: str, workdir: str = WORKDIR, style: ToolStyle = "concise") -> tuple[Message, Message]:
-    """The system and the user message of a generated task. The user message is only the issue."""
-    issue = statement.removeprefix("[ISSUE]\n").removesuffix("\n[/ISSUE]")
-    return _SYSTEM, {"role": "user", "content": issue}
+    """The system and the user message of a generated task. The user message is only the first issue."""
+    return _SYSTEM, {"role": "user", "content": _issues(statement)[0]}
 
 
-def _generate_records(split: str, count: int, seed: int) -> list[SweRecord]:
-    return [to_record(task) for task in generate(split, count, seed)]
+def _issues(statement: str) -> list[str]:
+    return statement.removeprefix("[ISSUE]\n").removesuffix("\n[/ISSUE]").split("\n")
+
+
+@dataclass(frozen=True)
+class QueuedEpisode(SweEpisode):
+    """An episode of several issues. Its reward is the share of the issues whose file passes its tests."""
+
+    @classmethod
+    def of(cls, episode: SweEpisode) -> QueuedEpisode:
+        queued = cls(**vars(episode))
+        following = [f"{issue}\n{queued.record.files[path]}" for issue, path in queued.reported[1:]]
+        return replace(queued, tools=QueuedTools(episode.tools, following))
+
+    @property
+    def reported(self) -> list[tuple[str, str]]:
+        """The issues, each with the path that it names."""
+        issues, paths = _issues(self.record.problem_statement), self.record.files
+        return [(issue, next(path for path in paths if path in issue)) for issue in issues]
+
+    async def grade(self) -> Grade:
+        """Grade the agent's patch. The sandbox stays usable."""
+        grade = await super().grade()
+        failed = [test for test in self.record.calls if grade.tests.get(test) != "PASSED"]
+        fixed = [not any(f"test_{path}::" in test for test in failed) for _, path in self.reported]
+        return replace(grade, reward=sum(fixed) / len(fixed))
+
+
+class QueuedTools:
+    """``tools`` whose ``finish`` returns the next of ``issues`` as long as there is one."""
+
+    def __init__(self, tools: ToolSet, issues: Sequence[str]) -> None:
+        self._tools, self._following = tools, iter(issues)
+
+    def schemas(self) -> Sequence[Mapping[str, Any]]:
+        return self._tools.schemas()
+
+    async def call(self, call: ToolCall) -> ToolResult:
+        result = await self._tools.call(call)
+        following = next(self._following, None) if result.submitted else None
+        return result if following is None else ToolResult(following)
+
+
+def _generate_records(split: str, count: int, seed: int, issues: int) -> list[SweRecord]:
+    if issues == 1:
+        return [to_record(task) for task in generate(split, count, seed)]
+    tasks = stream(split, seed)
+    return [to_record(_joined(tasks, issues)) for _ in range(count)]
+
+
+def _joined(tasks: Iterator[MiniTask], issues: int) -> MiniTask:
+    """The next ``issues`` tasks in one repository. Tasks that have a file of the same name are left out."""
+    joined = next(tasks)
+    while joined.issue.count("\n") + 1 < issues:
+        task = next(tasks)
+        if joined.files.keys().isdisjoint(task.files):
+            joined = replace(
+                joined,
+                files=joined.files | task.files,
+                fixed=joined.fixed | task.fixed,
+                cases=joined.cases | task.cases,
+                issue=f"{joined.issue}\n{task.issue}",
+            )
+    return joined
 
 
 def _digest() -> str:

@@ -151,6 +151,7 @@ class DockerSandbox(BaseSandbox):
         The engine leaves out changed files whose size and time are the image's. They are listed if its directory is on
         this machine.
         """
+        self._check_files()
         listed = await self._backend.call(partial(self._api.diff, self._container), SandboxLostError) or []
         files = await self._backend.call(partial(layer_files, self._api, self._container), SandboxLostError)
         kinds: dict[str, Change] = dict.fromkeys(files, "changed")

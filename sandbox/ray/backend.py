@@ -106,6 +106,10 @@ class ClusterBackend:
         report: NodeReport = await node.remote.call("report")
         return report
 
+    async def relay(self, path: str, proxy: str, host: str, port: int) -> None:
+        """Make ``host`` and ``port`` reachable from sandboxes of every node; see :meth:`SandboxNodeActor.relay`."""
+        await asyncio.gather(*(node.remote.call("relay", path, proxy, host, port) for node in self._alive()))
+
     async def image_ids(self, image: str) -> dict[str, str]:
         """Return the id of ``image`` by the name of each node that has it. Raises as :meth:`start` does."""
         inputs = await self._probe(SandboxSpec(image=image))

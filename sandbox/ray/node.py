@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
+import socket
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from sandbox import socket_proxy
 from sandbox.base import ForwardingSandbox
 from sandbox.disk import free_bytes
 from sandbox.errors import ImageMissingError, SandboxError, SandboxLostError, SandboxNodeLostError
 from sandbox.factory import open_backend
 from sandbox.shielded import shielded, wait_until_done
 from sandbox.types import ImagePolicy, ImageProvider, Sandbox, SandboxBackend, SandboxSpec
+
+_CHUNK = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +64,7 @@ class SandboxNodeActor:
     def __init__(self) -> None:
         self._local: SandboxBackend | None = None
         self._sandboxes: dict[str, Sandbox] = {}
+        self._relays: dict[str, asyncio.Server] = {}
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Response:
         """Call ``method`` of this class and return its value or its ``SandboxError``."""
@@ -74,6 +82,10 @@ class SandboxNodeActor:
         """Close every sandbox of the node."""
         await self._backend.close()
         self._sandboxes.clear()
+        for path, relay in self._relays.items():
+            relay.close()
+            await asyncio.to_thread(shutil.rmtree, os.path.dirname(path), ignore_errors=True)
+        self._relays.clear()
 
     async def reap(self) -> int:
         return await self._backend.reap()
@@ -98,6 +110,14 @@ class SandboxNodeActor:
         if isinstance(self._backend, ImageProvider):
             await self._backend.fetch(image)
 
+    async def relay(self, path: str, proxy: str, host: str, port: int) -> None:
+        """Forward the unix socket ``path`` of this node to ``host`` and ``port``, and copy :mod:`sandbox.socket_proxy`
+        to ``proxy``, for sandboxes without network. Does nothing on the controller's node, where the socket exists."""
+        if await asyncio.to_thread(os.path.exists, path):
+            return
+        listening = await asyncio.to_thread(_relay_socket, path, proxy)
+        self._relays[path] = await asyncio.start_unix_server(partial(_relay, host, port), sock=listening)
+
     async def start(self, key: str, spec: SandboxSpec) -> str:
         """Start a sandbox, store it as ``key`` and return its id."""
         sandbox = self._sandboxes[key] = await self._backend.start(spec)
@@ -120,6 +140,38 @@ class SandboxNodeActor:
     def _backend(self) -> SandboxBackend:
         assert self._local is not None, "open() comes first"
         return self._local
+
+
+def _relay_socket(path: str, proxy: str) -> socket.socket:
+    """A unix socket at ``path`` in a new directory, with the proxy for sandboxes."""
+    directory = Path(path).parent
+    directory.mkdir(parents=True)
+    directory.chmod(0o755)  # a container's root may map to another user
+    shutil.copy(socket_proxy.__file__, proxy)
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(path)
+    Path(path).chmod(0o666)
+    return listening
+
+
+async def _relay(host: str, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Connect a client of a relay to ``host`` and ``port`` until both directions have ended."""
+    try:
+        upstream_reader, upstream = await asyncio.open_connection(host, port)
+    except OSError:
+        writer.close()  # the program sees a broken connection and retries
+        return
+    await asyncio.gather(_copy(reader, upstream), _copy(upstream_reader, writer))
+    upstream.close()
+    writer.close()
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with suppress(OSError):
+        while data := await reader.read(_CHUNK):
+            writer.write(data)
+            await writer.drain()
+        writer.write_eof()
 
 
 def _missing_directories(directories: Sequence[str]) -> tuple[str, ...]:

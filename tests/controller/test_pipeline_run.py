@@ -6,7 +6,7 @@ import asyncio
 import os
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,9 @@ from agent_rl.controller.task_order import task_at
 from agent_rl.controller.train import TrainingRun, run_to_last_step
 from agent_rl.errors import TrainerDied, UserError
 from agent_rl.monitoring.metrics_log import read_metrics
+from agent_rl.rollout.records import read_trajectories
 from agent_rl.types import StopReason, Trajectory
-from envs import Task
+from envs import Grade, GradedEpisode, Task
 
 BY_TIME = re.compile(r"^time/|seconds|per_second|^staleness/|^off_policy/|^async_rollout/|^recover/|^loop/")
 SHAPES = [(0, 0, False), (0, 0, True), (1, 1, True), (1, 3, False)]
@@ -111,6 +112,25 @@ async def test_a_trainer_that_dies_restarts_and_no_buffered_episode_is_sampled_t
     check_whole(config.run_dir)
     assert len(lives) == 2
     assert len(given) - len(set(given)) <= config.rollout.concurrency
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+async def test_grades_of_whole_groups_reach_training_and_records(tmp_path: Path, depth: int) -> None:
+    config = run_config(tmp_path, depth=depth, steps=3)
+    life, lengths = Life(config, []), list[int]()
+
+    async def grade_group(task: Task, episodes: Sequence[GradedEpisode]) -> list[Grade]:
+        lengths.append(len(episodes))
+        numbers = [int(episode.messages[0]["content"]) for episode in episodes]
+        return [Grade(float(number), number == 0, parts={"number": number}) for number in numbers]
+
+    life.runtime.task_runtime.env.grade_group = grade_group
+    assert await life.live()
+    assert set(lengths) == {config.rollout.group_size}
+    for step in (1, 2, 3):
+        for trajectory in (t for group in read_trajectories(config.run_dir, step) for t in group.trajectories):
+            assert trajectory.reward == trajectory.parts["number"] == float(trajectory.messages[0]["content"])
+    assert all("reward/number" in row for row in read_metrics(config.run_dir))
 
 
 async def _nothing() -> None:

@@ -239,6 +239,14 @@ def test_the_engines_are_those_of_the_run(tmp_path: Path) -> None:
         assert resource(make_plan(recipe("paper-swe", override)), "GPU of an engine").count == 4 * engines
 
 
+def test_weight_deltas_cost_a_copy_of_the_weights_on_both_sides() -> None:
+    config = recipe("two-nodes", "engine.weight_sync=delta")
+    plan, weights = make_plan(config), 2 * parameters_of(planned_model(config.model))  # bfloat16
+    assert size_of(resource(plan, "memory of a trainer host").items, "weights as sent") == weights
+    received = size_of(resource(plan, "memory of an engine host").items, "weights as received")
+    assert received == 8 // config.engine.gpus * weights
+
+
 def test_a_directory_has_priority_over_known_models(tmp_path: Path) -> None:
     directory = tmp_path / "Qwen3-30B-A3B"
     directory.mkdir()

@@ -23,7 +23,7 @@ from agent_rl.config.loader import load_config
 
 AGENT_RL: Any = typer.main.get_command(app)
 FOREIGN_PROGRAMS = ("npm", "pip", "pre-commit", "ray", "sbatch")
-WRITTEN_BY_COMMANDS = ("letters.yaml", "service.yaml")
+WRITTEN_BY_USERS = ("letters.yaml", "service.yaml", "desk.yaml")
 
 RUN: Mapping[str, str] = {
     "agent-rl config list": "swebench-verified",
@@ -83,7 +83,9 @@ def read_agent_rl(arguments: list[str]) -> None:
     command, rest = find(arguments)
     given = command.make_context(command.name, rest).params
     config = given.get("config") or given.get("source")
-    if config is not None and Path(config).suffix == ".yaml" and Path(config).name not in WRITTEN_BY_COMMANDS:
+    if config is None or Path(config).parts[0] == "runs" or Path(config).name in WRITTEN_BY_USERS:
+        return
+    if Path(config).suffix == ".yaml":
         load_config(ROOT / config, given.get("overrides") or ())
 
 

@@ -17,6 +17,7 @@ FOREIGN = {
     *("setup.py", "sitecustomize.py", "usercustomize.py", "conftest.py", "sweb.yaml", "tasks/"),  # of tasks
     *("distrib_optimizer.py", "layers/logprob_processor.py", "tools/check_r3_trace.py"),  # of Megatron, SGLang, NeMo RL
     *("letters.py", "test_letters.py", "letters.yaml"),  # written by `agent-rl envs new letters`
+    *("desk.py", "desk.yaml"),  # of the tutorial about users and judges
     "config.yaml",  # of a run's directory
 }
 """Files that pages name and that are not of this repository."""

@@ -9,11 +9,11 @@ from support import doc_pages as pages
 from agent_rl.config.loader import load_config
 
 PAGE = pages.ROOT / "docs/how-to/from-verl-and-slime.md"
-HEAD = "| verl | slime | here |"
+HEADS = ("| verl | slime | here |", "| prime-rl | SkyRL | here |")
 
 
 def test_the_last_column_of_each_row_is_a_config() -> None:
-    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| ") and line != HEAD]
+    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| ") and line not in HEADS]
     assert rows
     for row in rows:
         overrides = re.findall(r"`([^`]+)`", row.strip("| ").rsplit("|", 1)[1])

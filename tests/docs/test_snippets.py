@@ -99,6 +99,7 @@ async def elsewhere(block: Block, directory: Path) -> None:
 
 RUN: dict[str, list[Callable[[Block, Path], Awaitable[None]]]] = {
     "docs/tutorials/first-environment.md": [template_excerpt] * 3,
+    "docs/tutorials/users-and-judges.md": [elsewhere],
     "docs/reference/environments.md": [elsewhere] * 4,
     "docs/reference/objectives.md": [objective_spec, objective_formula, advantage_parts],
     "docs/reference/tools.md": [custom_tools, rendering],

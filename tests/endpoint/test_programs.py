@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shlex
+import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -139,3 +141,39 @@ async def test_a_program_compacts_before_its_context_is_full(
     assert trajectory.turns[-1].prompt_tokens < max(turn.prompt_tokens for turn in trajectory.turns)
     sampled = sum(turn.completion_tokens for turn in trajectory.turns)
     assert sum(branch.sampled_tokens for branch in trajectory.branches) == sampled, "the summary is trained"
+
+
+def after_opening(name: str, arguments: dict[str, object]) -> str:
+    """A call without the opening that the endpoint writes for a required call."""
+    return calling((name, arguments)).removeprefix('<tool_call>\n{"name": "')
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("kind", "said", "branches"),
+    [
+        (
+            "code",
+            [
+                'I look.\n<code>\nprint(shell("ls"))\n</code>\nObservation: invented',
+                '<code>\nfinal_answer("good")\n</code>',
+            ],
+            1,
+        ),
+        # It sends its calls back as text.
+        ("calls", [after_opening("shell", {"command": "ls"}), after_opening("final_answer", {"answer": "good"})], 2),
+        (
+            "output",
+            [after_opening("shell", {"command": "ls"}), after_opening("final_result", {"name": "Rome", "people": 3})],
+            1,
+        ),
+    ],
+    ids=["smolagents-code", "smolagents-calls", "pydantic-ai-output"],
+)
+async def test_agents_of_libraries(say: Any, drive: Any, kind: str, said: list[str], branches: int) -> None:
+    script = Path(__file__).parent / "programs" / "library_agents.py"
+    program = shlex.join([sys.executable, str(script), kind])
+    libraries = HarnessConfig(command=program, location="host", env={"PYTHONPATH": str(AGENTS / "python")})
+    trajectory = await drive(say(*said), libraries, max_tokens=CONTEXT)
+    assert (trajectory.stop, trajectory.error) == (StopReason.SUBMITTED, "")
+    assert (len(trajectory.turns), len(trajectory.branches)) == (2, branches)

@@ -6,17 +6,23 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.endpoint_sessions import RECORD, call
+from support.endpoint_sessions import RECORD, call, drive
 
 from agent_rl.config import HarnessConfig
-from agent_rl.endpoint.episode import SANDBOX_ENDPOINT, SANDBOX_HARNESS
+from agent_rl.endpoint.episode import SANDBOX_ENDPOINT, SANDBOX_HARNESS, relay_endpoint
+from agent_rl.endpoint.server import serve_endpoint
+from agent_rl.render import ChatRenderer
 from agent_rl.types import StopReason
 from envs.context import EnvContext
 from envs.swe.sandboxes import sandbox_spec
-from sandbox import Sandbox, SandboxBackend, SandboxPool, SandboxSpec, open_backend
+from sandbox import ImagePolicy, Sandbox, SandboxBackend, SandboxPool, SandboxSpec, open_backend
+from sandbox.ray.backend import ClusterBackend, SandboxNode
+from sandbox.ray.node import RemoteNode, SandboxNodeActor
+from sandbox.temp_dir import TempDirectory
 
 pytestmark = pytest.mark.bubblewrap
 PROGRAMS = Path(__file__).parent / "programs"
@@ -66,6 +72,22 @@ async def test_a_program_in_the_sandbox(say: Any, drive: Any, pool: Watched) -> 
     assert binds[0] == {SANDBOX_ENDPOINT, SANDBOX_HARNESS}
     assert len(binds) > 1
     assert not any(binds[1:])
+
+
+async def test_a_sandbox_on_another_node_reaches_the_endpoint(say: Any, renderer: ChatRenderer, pool: Watched) -> None:
+    node, short = SandboxNodeActor(), TempDirectory("node-")
+    await node.open("bubblewrap", "node", ImagePolicy(), None)
+    remote = RemoteNode("node", "bubblewrap", SimpleNamespace(call=SimpleNamespace(remote=node.call)))
+    async with serve_endpoint(bind="127.0.0.1") as endpoint:
+        endpoint.directory = short.path / "endpoint"  # another node does not have the controller's
+        await relay_endpoint(endpoint, ClusterBackend([SandboxNode(remote, remote)], max_per_node=1))
+        harness = HarnessConfig(command=f"python3 {SANDBOX_HARNESS}/talk.py ends", directory=PROGRAMS)
+        trajectory = await drive(endpoint, renderer, say(call("ls")), harness, pool)
+        assert (trajectory.stop, trajectory.error) == (StopReason.SUBMITTED, "")
+        assert len(trajectory.turns) == 3
+        await node.close()
+        assert not endpoint.directory.exists()
+    short.remove()
 
 
 async def test_a_sandbox_without_python_is_a_harness_failure(say: Any, drive: Any, pool: Watched) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 import pytest
 from engine_proxy import Fault, proxy
 from server_control import idle, running, tell
@@ -16,6 +18,7 @@ from support.routing_rows import slice_rows
 from support.trajectories import trajectory
 
 from agent_rl.config import GuardConfig, R3Config, RolloutConfig
+from agent_rl.engine.request import generate_body
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.errors import EngineRejected
 from agent_rl.rollout.episode import EpisodeRules
@@ -25,6 +28,7 @@ from agent_rl.rollout.route_audit import Auditor, audit_metrics
 from agent_rl.rollout.scripted_policies import ByteRenderer
 from agent_rl.rollout.transcript import Transcript
 from agent_rl.types import FinishReason, RouteAudit, SamplingParams, Trajectory, VersionSpan
+from agent_rl.utils.http import AsyncHttp
 from envs import Task
 from r3.routing import Routing, SpanKind, validate
 from r3.stitch import RouteStitcher
@@ -34,10 +38,22 @@ pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 PROMPT = [int(token) for token in np.random.default_rng(7).integers(2, 250, 40)]
 SAMPLE = SamplingParams(max_new_tokens=12)
+GREEDY = SamplingParams(temperature=0.0, max_new_tokens=12)
 
 
 def same_sets(first: Routing, second: Routing) -> None:
     np.testing.assert_array_equal(np.sort(first.experts, axis=2), np.sort(second.experts, axis=2))
+
+
+async def test_raw_routes_are_those_of_the_json_answer(engine: SGLangEngine, server_url: str) -> None:
+    got = await engine.generate(PROMPT, GREEDY, routes_from=0, session="s")
+    body = generate_body(PROMPT, GREEDY, 0, max_positions=512)
+    async with AsyncHttp() as http:
+        answer = orjson.loads(await http.post(f"{server_url}/generate", body))
+    assert tuple(answer["output_ids"]) == got.tokens
+    wide = base64.b64decode(answer["meta_info"]["routed_experts"])
+    rows = np.frombuffer(wide, "<i4").reshape(51, 5, 2)[:, 1:]
+    np.testing.assert_array_equal(np.sort(rows, axis=2), np.sort(got.routing.experts, axis=2))
 
 
 async def prefill(engine: SGLangEngine, tokens: list[int]) -> Routing:
@@ -62,7 +78,7 @@ async def test_tokens_log_probs_and_rows_line_up(engine: SGLangEngine) -> None:
         (39, 51, SpanKind.SAMPLED),
     ]
     assert {span.weight_version for span in got.routing.spans} == {got.weight_version}
-    assert got.wire_bytes > 4 * 5 * 2 * 51
+    assert 5 * 2 * 51 < got.wire_bytes < 4 * 5 * 2 * 51, "one byte per id"
 
 
 async def test_the_last_id_of_the_vocabulary_is_scored(engine: SGLangEngine) -> None:

@@ -90,7 +90,8 @@ class Run:
             self.trainer.update()
         self.step += 1
         await self._sync.stage(self.step)
-        metrics = await self._sync.publish(self.step)
+        async with self._engine.gate.closed():
+            metrics = await self._sync.publish(self.step)
         assert metrics["weight_sync/verified"] == 1, "checksums of all weights were compared with the trainer's"
         assert metrics["weight_sync/disk_loads"] == 0
         return metrics
@@ -209,6 +210,15 @@ async def test_a_delta_is_relayed_and_one_of_two_engines_may_need_all_weights(
         load(receivers, model, "default")
 
 
+async def test_engines_after_a_broken_relay_are_named(engine: SGLangEngine) -> None:
+    with WeightReceivers([*engine.urls, "http://127.0.0.1:9", "http://127.0.0.1:10"], timeout=30) as receivers:
+        refusals = await asyncio.to_thread(receivers.stage, b"no delta")
+    own, *others = refusals.values()
+    assert "damaged in transfer" in own
+    assert len(others) == 2
+    assert all(reason.startswith("the relay to http://127.0.0.1:9 broke off: ") for reason in others)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1200)
 async def test_two_hundred_deltas_under_load(engine: SGLangEngine, run_of: Any, engine_config: EngineConfig) -> None:
@@ -226,9 +236,7 @@ async def test_two_hundred_deltas_under_load(engine: SGLangEngine, run_of: Any, 
         tasks = [group.create_task(sample(number)) for number in range(8)]
         ratios = []
         for _ in range(200):
-            async with engine.gate.closed():
-                metrics = await run.publish()
-            ratios.append(metrics["weight_sync/delta_ratio"])
+            ratios.append((await run.publish())["weight_sync/delta_ratio"])
             await asyncio.sleep(0.05)
         for task in tasks:
             task.cancel()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import yaml
@@ -80,6 +83,49 @@ def test_users_code_imports_from_one_place(tmp_path: Path) -> None:
 def test_printed_environment_passes_checks_and_is_solved(command: Command, number: int, name: str) -> None:
     Path(f"printed_{number}.py").write_text(printed(number))
     check(command, f"printed_{number}:{name}", **({} if name == "Shop" else {"count": 3}))
+
+
+TUTORIAL = PAGE.parents[1] / "tutorials/users-and-judges.md"
+
+
+def judging(content: str) -> type[BaseHTTPRequestHandler]:
+    """A chat endpoint whose every answer is ``content``."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            body = json.dumps({"choices": [{"message": {"content": content}}]}).encode()
+            self.send_response(200)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *arguments: object) -> None:
+            """Say nothing."""
+
+    return Handler
+
+
+def test_tutorial_of_users_and_judges(command: Command) -> None:
+    text = TUTORIAL.read_text()
+    Path("desk.py").write_text(text.split("```python\n")[1].split("```")[0])
+    assert "FAILED" not in command("envs", "check", "desk:Desk")
+    config = text.split("```yaml\n")[1].split("```")[0]
+    with ThreadingHTTPServer(("127.0.0.1", 0), judging('{"polite": 0.5}')) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        address = f"127.0.0.1:{server.server_port}"
+        Path("desk.yaml").write_text(config.replace("127.0.0.1:8000", address))
+        said = command("eval", "desk.yaml", "--policy", "gold")
+        server.shutdown()
+    assert "100.0%" in said
+    assert "reward/polite            0.5" in said
+    assert len(list(Path("judged").iterdir())) == 3  # the first task was tried before, untouched
+    without_cache = Path("desk.yaml").read_text().replace("cache: judged", "retries: 0")
+    Path("desk.yaml").write_text(without_cache.replace(address, "127.0.0.1:1"))
+    ran = CliRunner().invoke(app, ["eval", "desk.yaml", "--policy", "gold", "--out", "again"], env={"COLUMNS": "200"})
+    assert ran.exit_code
+    assert "none of 2 tasks could be graded" in ran.output + str(ran.exception)
+    assert "ModelError" in ran.output + str(ran.exception)
 
 
 EVERYTHING = '''

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,11 +28,11 @@ Variant = Callable[..., Path]
 def variant(tmp_path: Path) -> Variant:
     """Copies the task ``greeting`` with text appended to its ``task.toml``, and further files."""
 
-    def make(toml: str = "", files: dict[str, str] | None = None, *, replace: tuple[str, str] = ("", "")) -> Path:
+    def make(toml: str = "", files: dict[str, str] | None = None, *, swap: tuple[str, str] = ("", "")) -> Path:
         directory = tmp_path / "greeting"
         shutil.copytree(TASKS / "greeting", directory, dirs_exist_ok=True)
         config = (directory / "task.toml").read_text()
-        (directory / "task.toml").write_text(config.replace(*replace) + toml if replace[0] else config + toml)
+        (directory / "task.toml").write_text(config.replace(*swap) + toml if swap[0] else config + toml)
         for name, text in (files or {}).items():
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
             (directory / name).write_text(text)
@@ -74,7 +76,7 @@ def test_what_is_not_supported_is_refused_by_name(variant: Variant) -> None:
     for name, toml in UNSUPPORTED.items():
         _refused(variant(toml), name)
     for name, key in UNSUPPORTED_KEYS.items():
-        _refused(variant(replace=("[environment]\n", f"[environment]\n{key}\n")), name)
+        _refused(variant(swap=("[environment]\n", f"[environment]\n{key}\n")), name)
     for name, file in UNSUPPORTED_FILES.items():
         _refused(variant(files={file: ""}), name)
 
@@ -90,7 +92,10 @@ def _refused(directory: Path, name: str) -> None:
 BROKEN = {
     "schema_version '2.0' is unknown": ('schema_version = "1.4"', 'schema_version = "2.0"'),
     "verifier.timeout_sec: Input should be greater than 0": ("timeout_sec = 30.0", "timeout_sec = 0"),
-    "has no default; sandboxes get no variable": ("timeout_sec = 30.0", "env = {KEY = '${HOME}'}"),
+    "has no default; sandboxes get no variable": (
+        "[environment]\n",
+        "[solution]\nenv = {KEY = '${HOME}'}\n[environment]\n",
+    ),
     "the user nobody keeps the sandbox alive": ("timeout_sec = 120.0", "user = 'nobody'"),
     "Invalid value": ("cpus = 1", "cpus = one"),
 }
@@ -99,7 +104,7 @@ BROKEN = {
 @pytest.mark.parametrize("message", BROKEN)
 def test_broken_task_is_one_line(variant: Variant, message: str) -> None:
     with pytest.raises(TaskRecordError, match=message.replace("(", r"\(")) as error:
-        read_task(variant(replace=BROKEN[message]))
+        read_task(variant(swap=BROKEN[message]))
     assert len(str(error.value).splitlines()) == 1
 
 
@@ -165,7 +170,11 @@ async def test_environment_splits_skips_and_names_every_problem(
         ["counter"],
         ["greeting"],
     ]
-    with pytest.raises(TaskRecordError, match="it has train and heldout"):
+    broken = HarborEnvironment(EnvContext(NullBackend(), limits=SandboxSpec(memory_mb=255)), TASKS)
+    for _ in range(2):
+        with pytest.raises(TaskRecordError, match=r"set sandbox\.memory_mb=256 or more"):
+            broken.tasks("train")
+    with pytest.raises(TaskRecordError, match="has train and heldout"):
         environment.tasks("test")
     variant("\n[[steps]]\nname = 'one'\n")
     shutil.copytree(TASKS / "counter", tmp_path / "counter")
@@ -185,6 +194,8 @@ def test_reward_files() -> None:
         0.25,
         {"lines": 3.0, "fast": 1.0},
     )
+    many = {"reward": 1, "no name": 1, **{f"m{number}": number for number in range(99)}}
+    assert len(parse_reward("reward.json", json.dumps(many).encode())[1]) == 32
     for (name, content), reason in {
         ("reward.txt", b""): "empty",
         ("reward.txt", b"\n"): "empty",
@@ -225,6 +236,7 @@ def test_replaced_programs_are_told_from_honest_changes() -> None:
         "/etc/ld.so.preload": "added",
         "/conftest.py": "added",
     }
+    assert replaced_programs(hacks, replace(survey, may_replace=("/opt/*", "/[!o]*"))) == []
     assert replaced_programs({**honest, **hacks}, survey) == [f"{path}: {hacks[path]}" for path in sorted(hacks)]
 
 
@@ -239,7 +251,7 @@ async def test_call_after_the_deadline_ends_the_episode() -> None:
 @pytest.fixture(
     params=[
         pytest.param("docker", marks=[pytest.mark.docker, pytest.mark.slow]),
-        pytest.param("podman", marks=[pytest.mark.podman, pytest.mark.slow]),
+        pytest.param("podman", marks=[pytest.mark.podman, pytest.mark.exhaustive]),
     ]
 )
 async def context(request: pytest.FixtureRequest) -> AsyncIterator[EnvContext]:
@@ -273,7 +285,7 @@ async def test_image_settings_users_and_partial_rewards(context: EnvContext) -> 
     part = await played(
         environment, "greeting", ['[ "$PWD $GREETING" = "/app Hello" ]', "echo 'Hello Ada!' > hello.txt"]
     )
-    assert part.reward == pytest.approx(1 / 3)
+    assert (part.reward, part.metrics) == (pytest.approx(1 / 3), {"lines": 1.0})
     commands = ["id -un | grep -qx worker && [ -w . ] && [ ! -w /etc ] && [ -w /logs/artifacts ]", "[ ! -e /tests ]"]
     assert (await played(environment, "counter", commands)).reward == 0.0
 

@@ -91,3 +91,21 @@ async def test_breaking_another_function_costs_the_reward(env: MiniEnvironment) 
     fixed_and_broken = {path: text.replace(f"def {other}(", "def gone(") for path, text in mini.fixed.items()}
     grade = await grade_patch(env._context, record, diff_files(mini.files, fixed_and_broken))
     assert not grade.resolved
+
+
+async def test_a_task_of_several_issues_states_them_one_after_another(context: EnvContext, tmp_path: Path) -> None:
+    env = MiniEnvironment(context, train_tasks=1, heldout_tasks=1, issues=2, cache_dir=tmp_path)
+    await env.prepare("train")
+    (task,) = env.tasks("train")
+    first, *others = generate("train", 9, seed=0)
+    second = next(other for other in others if first.files.keys().isdisjoint(other.files))
+    finish = ToolCall("finish", {"command": "submit"})
+    async with env.start(task) as episode:
+        assert episode.messages[1]["content"] == first.issue
+        fix = {"command": "str_replace", "path": first.path, "old_str": first.old, "new_str": first.new}
+        assert (await episode.tools.call(ToolCall("file_editor", fix))).text == "edited"
+        result = await episode.tools.call(finish)
+        assert (result.text, result.submitted) == (f"{second.issue}\n{second.files[second.path]}", False)
+        assert (await episode.tools.call(finish)).submitted
+        grade = await episode.grade()
+    assert (grade.reward, grade.resolved) == (0.5, False)

@@ -95,8 +95,9 @@ class AtOnce(Words):
 
 
 def test_needs_sandbox() -> None:
-    names = ("math", "mini", "swe", *(f"{HERE}:{name}" for name in ("PlainEnvironment", "Words", "WordsInASandbox")))
-    assert [needs_sandbox(name) for name in names] == [False, True, True, True, False, True]
+    own = (f"{HERE}:{name}" for name in ("PlainEnvironment", "Words", "WordsInASandbox"))
+    names = ("math", "mini", "orders", "swe", *own)
+    assert [needs_sandbox(name) for name in names] == [False, True, False, True, True, False, True]
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,17 @@ from agent_rl.config import HarnessConfig, RunConfig
 from agent_rl.config.loader import MODELS, load_config
 from agent_rl.controller import preflight
 from agent_rl.controller.rollout_runtime import open_rollout_runtime, open_task_runtime
+from agent_rl.endpoint import session as session_module
 from agent_rl.endpoint.episode import HarnessRun
+from agent_rl.endpoint.messages import ChatRequest
 from agent_rl.endpoint.server import serve_endpoint
+from agent_rl.endpoint.session import HarnessRenderer, Session
 from agent_rl.monitoring.console import Display
 from agent_rl.render import ChatRenderer
+from agent_rl.rollout.conversation_tree import ChatMessage, Node
 from agent_rl.rollout.episode import EpisodeRules, run_episode
 from agent_rl.rollout.scripted_policies import SOLVERS
-from agent_rl.types import Trajectory
+from agent_rl.types import Branch, Trajectory
 from envs import Task
 from tools import tool_format
 
@@ -67,6 +71,43 @@ async def test_the_program_equals_the_built_in_loop(tmp_path: Path) -> None:
             if found := differing(native, driven):
                 wrong[task.id] = found
         assert not wrong
+
+
+@pytest.mark.sglang
+async def test_a_reply_sampled_in_pieces_until_a_stop_sequence_is_the_beginning_of_the_whole_reply(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_module, "PIECE", 2)
+    config = with_program(tmp_path)
+    checked = preflight.run(config.model_copy(update={"engine": config.engine.model_copy(update={"dtype": "float32"})}))
+    rules = EpisodeRules.from_config(checked.config)
+    async with open_rollout_runtime(checked, tmp_path / "logs", Display("harness"), routes=True) as runtime:
+        rendering = HarnessRenderer(runtime.renderer, runtime.format, describe_tools=False)
+        (task,) = await pick_tasks(Policy(runtime.task_runtime, runtime.runner(rules)), "heldout", 1)
+        async with runtime.task_runtime.env.start(task) as episode:
+            messages = [ChatMessage(m["role"], m["content"]) for m in episode.messages]
+
+        async def sample(stops: tuple[str, ...]) -> tuple[Node, str, Branch]:
+            session = Session(f"stops {stops}", runtime.engine, rendering, rules, 4000)
+            node = session.begin(ChatRequest(messages, [], 60, False, "m", stops=stops))
+            await session.sampling(node)
+            session.tree.deliver(node)
+            assert node.spoken is not None
+            return node, node.spoken.text, session.tree.branches()[0]
+
+        whole, text, all_of_it = await sample(())
+        late = range(len(text) // 2, len(text) - 6)
+        stop = next(text[at : at + 6] for at in late if text.index(text[at : at + 6]) == at)
+        part, shown, some_of_it = await sample((stop,))
+        assert (part.stopped, shown) == (stop, text[: text.index(stop)].strip())
+        assert session_module.PIECE < len(part.sampled) < len(whole.sampled)
+        assert part.sampled == whole.sampled[: len(part.sampled)]
+        np.testing.assert_allclose(part.logprobs, whole.logprobs[: len(part.logprobs)], atol=1e-4)
+        assert all_of_it.routing is not None
+        assert some_of_it.routing is not None
+        rows = part.end - 1
+        assert np.array_equal(some_of_it.routing.experts[:rows], all_of_it.routing.experts[:rows])
+        assert some_of_it.routes_missing == 0
 
 
 @pytest.mark.timeout(1800)

@@ -20,7 +20,7 @@ from agent_rl.controller.fork import fork
 from agent_rl.controller.run_models import resolve_run
 from agent_rl.monitoring.metrics_log import read_metrics
 
-pytestmark = [pytest.mark.megatron, pytest.mark.slow, pytest.mark.exhaustive]
+pytestmark = [pytest.mark.megatron, pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(1800)]
 
 CLOCK = re.compile("^time/|per_second")
 
@@ -38,7 +38,10 @@ def start(tmp_path: Path) -> Iterator[Callable[[Path], MarkedProcess]]:
     yield begin
     for process in started:
         process.close()
-    assert [line for process in started for line in process.alive()] == []
+    deadline = time.monotonic() + 60
+    while left := [line for process in started for line in process.alive()]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.5)
 
 
 def config_of(directory: Path, name: str) -> Path:
@@ -52,7 +55,7 @@ def config_of(directory: Path, name: str) -> Path:
 
 
 def wait_for_step(process: MarkedProcess, run: Path, step: int) -> None:
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 900
     while len(read_metrics(run)) < step:
         assert not process.ended, process.text
         assert time.monotonic() < deadline, process.text
@@ -65,7 +68,7 @@ def exact(run: Path) -> list[dict[str, float]]:
 
 def test_killed_run_resumes_bit_for_bit(start: Callable[[Path], MarkedProcess], tmp_path: Path) -> None:
     whole = start(config_of(tmp_path, "whole"))
-    assert whole.process.wait(300) == 0, whole.text
+    assert whole.process.wait(900) == 0, whole.text
     config, run = config_of(tmp_path, "killed"), tmp_path / "killed"
     for step, sign in ((3, signal.SIGKILL), (6, signal.SIGINT)):
         process = start(config)
@@ -77,7 +80,7 @@ def test_killed_run_resumes_bit_for_bit(start: Callable[[Path], MarkedProcess], 
     last = start(config)
     wait_for_step(last, run, 8)
     kill_rank(last.mark)
-    assert last.process.wait(300) == 0, last.text
+    assert last.process.wait(900) == 0, last.text
     assert f"resuming from {run}/checkpoints/step-" in last.text
     assert last.text.count("a trainer rank died: ") == 1
     assert exact(run) == exact(tmp_path / "whole")

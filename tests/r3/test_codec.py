@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from support.routing_rows import encode_payload
 
-from r3.payload import RouteLayout, decode_payload, extract_payload, narrow
+from r3.payload import RouteLayout, decode_payload, extract_payload, narrow, split_raw
 from r3.routing import RoutingError, check_experts
 
 
@@ -50,6 +50,41 @@ def test_decode_inverts_encode(case: tuple[RouteLayout, NDArray[np.unsignedinteg
     decoded = decode_payload(encode_payload(experts, layout), layout, len(experts))
     assert decoded.dtype == (np.uint8 if layout.num_experts <= 256 else np.uint16)
     np.testing.assert_array_equal(decoded, experts)
+
+
+def raw_body(experts: NDArray[np.unsignedinteger], layout: RouteLayout, size: int, rest: bytes = b"{}") -> bytes:
+    """What a server sends that agent-rl launched."""
+    wire_TLK = np.zeros((len(experts), layout.num_layers, layout.top_k), f"<u{size}")
+    wire_TLK[:, list(layout.moe_layer_ids)] = experts
+    ids = wire_TLK.tobytes()
+    return b"\x93routes" + bytes([size]) + len(ids).to_bytes(8, "little") + ids + rest
+
+
+@given(routed(), st.sampled_from([1, 2]), st.binary(max_size=20))
+def test_raw_routes_are_decoded(case: tuple[RouteLayout, NDArray[np.unsignedinteger]], size: int, rest: bytes) -> None:
+    layout, experts = case
+    if experts.size and experts.max() > 255:
+        size = 2
+    routes, after = split_raw(raw_body(experts, layout, size, rest))
+    assert bytes(after) == rest
+    decoded = decode_payload(routes, layout, len(experts))
+    assert decoded.dtype == (np.uint8 if layout.num_experts <= 256 else np.uint16)
+    np.testing.assert_array_equal(decoded, experts)
+    with pytest.raises(RoutingError, match="expected"):
+        decode_payload(routes, layout, len(experts) + 1)
+
+
+def test_wrong_raw_routes_are_refused() -> None:
+    experts = np.array([[[0, 1], [2, 3]]], np.uint8)
+    body = raw_body(experts, SMALL, 1, b"")
+    for cut in (body[:-1], body.replace(b"routes\x01", b"routes\x03")):
+        with pytest.raises(RoutingError, match="raw routes of 8 bytes"):
+            split_raw(cut)
+    for wrong in ([[[0, 9], [2, 3]]], [[[1, 1], [2, 3]]]):
+        routes, _ = split_raw(raw_body(np.array(wrong, np.uint8), SMALL, 1))
+        with pytest.raises(RoutingError, match="names expert"):
+            decode_payload(routes, SMALL, 1)
+    assert split_raw(b'{"output_ids":[]}') is None
 
 
 LONG_ROWS = 20_011

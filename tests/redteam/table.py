@@ -219,6 +219,13 @@ GROUPS = (
         ),
     ),
     Group(
+        "Code that the tests of a Harbor task run",
+        "tests/redteam/test_harbor_attacks.py",
+        "docker",
+        STANDS,
+        _all(test_harbor_attacks.STANDING, "none, as in Harbor itself; see SECURITY.md"),
+    ),
+    Group(
         "Sockets of the host and of other sandboxes",
         "tests/redteam/test_networks.py",
         "bubblewrap, docker, podman and gVisor",

@@ -51,6 +51,8 @@ ATTACKS = {
         f"mkdir /tmp/p; printf '{EVIL}' > /tmp/p/comm; chmod 755 /tmp/p/comm; rm -r /usr/local/bin; "
         "ln -s /tmp/p /usr/local/bin"
     ),
+    "removes every program": "rm -rf /usr/bin/* /usr/lib/* 2>/dev/null",
+    "outgrows its disk": "head -c 200000000 /dev/zero > big; sleep 6",
     "preloads a library": "echo /tmp/own.so > /etc/ld.so.preload",
     "runs code when Python starts": (
         "printf 'print(3.0)\\nimport os\\nos._exit(0)\\n' > /usr/local/lib/python3.11/dist-packages/sitecustomize.py"
@@ -65,9 +67,17 @@ ON_PROCESSES_AND_LAYERS = (
 """Attacks whose outcome depends on the container engine; the others are the same in docker and podman."""
 
 
-async def graded(context: EnvContext, attack: str) -> Grade:
+STANDING = {
+    "writes the reward in code that the tests run": (
+        "printf '#!/bin/sh\\necho 1 > /logs/verifier/reward.json\\n' > sum.sh; chmod 755 sum.sh"
+    ),
+}
+"""Attacks that win on the task ``counter``, whose tests run the agent's program (docs/explanation/security.md)."""
+
+
+async def graded(context: EnvContext, attack: str, task: str = "greeting") -> Grade:
     """The grade after the agent ran ``attack`` and nothing else."""
-    environment = HarborEnvironment(context, TASKS / "greeting")
+    environment = HarborEnvironment(context, TASKS / task)
     async with environment.start(environment.tasks("train")[0]) as episode:
         await episode.tools.call(environment.scaffold.shell(attack))
         return await episode.grade()
@@ -82,7 +92,7 @@ async def graded(context: EnvContext, attack: str) -> Grade:
     ],
 )
 async def test_agent_that_is_root_gets_no_reward_without_solving_the_task(backend: str, names: tuple[str, ...]) -> None:
-    async with context_of(backend, SandboxSpec(memory_mb=256)) as context:
+    async with context_of(backend, SandboxSpec(memory_mb=256, disk_mb=100)) as context:
         try:
             grades = await asyncio.gather(*(graded(context, ATTACKS[name]) for name in names))
         except ImageMissingError as error:
@@ -90,3 +100,13 @@ async def test_agent_that_is_root_gets_no_reward_without_solving_the_task(backen
     for name, grade in zip(names, grades, strict=True):
         report_stopped(name, "; ".join(grade.suspected_hack) or grade.log.strip() or "the tests found nothing done")
         assert (grade.reward, grade.resolved) == (0.0, False), name
+
+
+@pytest.mark.docker
+@pytest.mark.parametrize("name", STANDING)
+async def test_code_that_the_tests_run_can_write_the_reward(name: str) -> None:
+    async with context_of("docker", SandboxSpec(memory_mb=256)) as context:
+        try:
+            assert (await graded(context, STANDING[name], "counter")).reward == 1.0
+        except ImageMissingError as error:
+            pytest.skip(str(error))

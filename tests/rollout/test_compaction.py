@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from rich.console import Console
 from support import memory_env
+from support.episode_branches import ListLog, Recording, Replaying, check_branch, text, trained
 from support.family_templates import FORMS
 from support.memory_env import FIX, SUBMIT, InterruptedEngine, MemoryEnvironment, TurnsEngine, call
 from support.plain_values import CLOCKS, plain
@@ -32,8 +30,8 @@ from agent_rl.rollout.group import Rollout
 from agent_rl.rollout.metrics import rollout_metrics
 from agent_rl.rollout.records import decode_trajectory, encode_trajectory, read_trajectories, write_trajectories
 from agent_rl.rollout.scripted_policies import ByteRenderer
-from agent_rl.rollout.turn_log import LoggedTurn, decode_turn, encode_turn
-from agent_rl.types import BranchCause, Completion, Group, SampledCall, StopReason, Trajectory
+from agent_rl.types import BranchCause, Group, SampledCall, StopReason, Trajectory
+from agent_rl.viewer.api import Resources
 from tools import Reasoning, ToolCall
 from tools.formats import tool_format
 
@@ -41,35 +39,6 @@ ASK = "shorten"
 ORDINARY, EXHAUSTIVE = ("gpt_oss", "kimi_k2", "glm4_moe", "qwen3_moe"), pytest.mark.exhaustive
 LONG = call("echo", text="x" * 150)
 """A turn of about 220 bytes, whose observation has 150."""
-
-
-@dataclass
-class ListLog:
-    turns: list[LoggedTurn] = field(default_factory=list)
-
-    async def kept(self) -> Sequence[LoggedTurn]:
-        return tuple(self.turns)
-
-    async def keep(self, turn: LoggedTurn) -> None:
-        self.turns.append(decode_turn(encode_turn(turn), "a test"))
-
-    async def start_over(self) -> None:
-        raise AssertionError("a replayed turn differs")
-
-
-@dataclass
-class Recording:
-    """An engine that keeps what ``inner`` sampled, and how many rows of routes it sent."""
-
-    inner: Any
-    sampled: list[int] = field(default_factory=list)
-    rows: int = 0
-
-    async def generate(self, tokens: Any, sampling: Any, **options: Any) -> Completion:
-        completion: Completion = await self.inner.generate(tokens, sampling, **options)
-        self.sampled += completion.tokens
-        self.rows += 0 if completion.routing is None else completion.routing.tokens
-        return completion
 
 
 async def drive(
@@ -86,29 +55,6 @@ async def drive(
         check_branch(trajectory, branch)
         assert len(branch.tokens) <= limits.max_tokens
     return trajectory
-
-
-def check_branch(trajectory: Trajectory, branch: Any) -> None:
-    """Its log-probs and routes are those of its own positions, and it begins as its parent does."""
-    tokens, mask, size = branch.tokens, branch.loss_mask, len(branch.tokens)
-    positions = np.where(mask, -0.001 * (np.arange(size) + 1), 0).astype(np.float32)
-    assert np.array_equal(branch.logprobs, positions)
-    assert branch.routing.present.tolist() == [True] * (size - 1) + [False]
-    assert branch.routing.experts[:-1].tolist() == [
-        memory_env.row_of(position, int(token)) for position, token in enumerate(tokens[:-1])
-    ]
-    if branch.parent is not None:
-        parent = trajectory.branches[branch.parent]
-        assert branch.tokens[: branch.shared].tolist() == parent.tokens[: branch.shared].tolist()
-        assert not mask[: branch.shared].any()
-
-
-def text(branch: Any) -> str:
-    return ByteRenderer().decode(branch.tokens.tolist())
-
-
-def trained(trajectory: Trajectory) -> list[int]:
-    return [token for branch in trajectory.branches for token in branch.tokens[branch.loss_mask].tolist()]
 
 
 async def test_a_long_conversation_goes_on_with_the_summary_and_the_last_turn() -> None:
@@ -166,16 +112,6 @@ async def test_over_any_branch_points_every_sampled_token_is_trained_once(
     ignored = (*CLOCKS, "recovered", "replayed_turns")
     assert plain(again, *ignored) == plain(trajectory, *ignored)
     assert again.replayed_turns == len(kept)
-
-
-@dataclass
-class Replaying:
-    """An engine that returns ``completions`` one after another."""
-
-    completions: list[Completion]
-
-    async def generate(self, *request: Any, **options: Any) -> Completion:
-        return self.completions.pop(0)
 
 
 async def test_calls_in_a_summary_are_not_executed_and_not_part_of_it() -> None:
@@ -318,3 +254,6 @@ async def test_metrics_rows_and_show_know_the_branches(tmp_path: Path) -> None:
     out = io.StringIO()
     show(tmp_path, step=None, task=None, sample=None, as_list=False, console=Console(file=out, width=120))
     assert "turn 3 is a summary, with which a new branch begins" in out.getvalue()
+    viewed = Resources([tmp_path]).read("0/t/1-0")
+    assert [turn["branch"] for turn in viewed["turns"]] == [0, 0, 0, 1]
+    assert [branch["cause"] for branch in viewed["branches"]] == ["start", "compaction"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any, TypeVar
 import pytest
 from support.scripted_engine import ScriptedEngine
 
-from agent_rl.config import RolloutConfig
+from agent_rl.config import CompactionConfig, RolloutConfig
 from agent_rl.controller.journal import Journal
 from agent_rl.evaluation.evaluate import evaluate
 from agent_rl.rollout.episode import EpisodeRules, run_episode
@@ -21,7 +22,8 @@ from agent_rl.rollout.group import GroupSettings, Limiter, RolloutEvent, collect
 from agent_rl.rollout.scripted_policies import PATCH_CHUNK, ByteRenderer, gold, solver_runner
 from agent_rl.types import Completion, StopReason, Trajectory
 from envs import EnvContext, Task
-from envs.mini import MiniEnvironment
+from envs.mini import MiniEnvironment, generate
+from envs.mini.generator import MiniTask
 from sandbox import Sandbox, SandboxBackend, SandboxSpec
 from sandbox.bubblewrap.backend import BubblewrapBackend
 from tools import ToolCall
@@ -62,6 +64,37 @@ async def test_gold_passes_and_noop_fails(backend: Any, task_cache: Path, policy
     assert (report.pass_at_1, report.graded, report.infrastructure_failures) == (rate, 4, 0)
     assert report.turns_mean == turns
     assert report.stops == {"submitted": 4}
+
+
+async def test_a_task_that_exceeds_the_context_is_solved_with_compactions(backend: Any, tmp_path: Path) -> None:
+    env = MiniEnvironment(EnvContext(backend=backend), train_tasks=1, heldout_tasks=1, issues=3, cache_dir=tmp_path)
+    await env.prepare("train")
+    bugs: list[MiniTask] = []
+    for bug in generate("train", 12, seed=0):
+        if not any(bug.files.keys() & other.files.keys() for other in bugs):
+            bugs.append(bug)
+    renderer, fmt, finish = ByteRenderer(), tool_format("hermes"), ToolCall("finish", {"command": "submit"})
+    written = list[str]()
+    for bug in bugs[:3]:
+        fix = {"command": "str_replace", "path": bug.path, "old_str": bug.old, "new_str": bug.new}
+        written += [fmt.render(ToolCall("file_editor", fix)), fmt.render(finish)]
+
+    async def play(compaction: CompactionConfig | None) -> Trajectory:
+        turns = deque(written)
+
+        def speak(session: str, number: int, tokens: Sequence[int]) -> Sequence[int]:
+            asked = bytes(token for token in tokens[-12:] if token < 256).endswith(b"Sum up.")
+            return renderer.encode("A bug is fixed." if asked else turns.popleft())
+
+        limits = RolloutConfig(max_tokens=1000, max_new_tokens=250, describe_tools=False, compaction=compaction)
+        parts = env, env.tasks("train")[0], ScriptedEngine(speak), renderer, fmt, EpisodeRules(limits, routes=None)
+        return await run_episode(*parts)
+
+    full = await play(None)
+    assert (full.stop, full.resolved) == (StopReason.CONTEXT_FULL, False)
+    solved = await play(CompactionConfig(at_tokens=490, keep_turns=1, prompt="Sum up."))
+    assert (solved.stop, solved.resolved, solved.reward) == (StopReason.SUBMITTED, True, 1.0)
+    assert len(solved.branches) >= 3
 
 
 async def test_a_patch_of_many_chunks_arrives_whole(backend: SandboxBackend, task_cache: Path) -> None:

@@ -17,7 +17,16 @@ import pytest
 from support import containers
 from support.loop_clock import LoopClock
 
-from sandbox import ImageMissingError, ImagePolicy, ImagePullError, SandboxError, SandboxPool, SandboxSpec, bounded
+from sandbox import (
+    ImageMissingError,
+    ImagePolicy,
+    ImagePullError,
+    ImageSettings,
+    SandboxError,
+    SandboxPool,
+    SandboxSpec,
+    bounded,
+)
 from sandbox.docker.backend import DockerBackend
 from sandbox.docker.client import EngineClient, connect, translate_errors
 from sandbox.docker.images import ImageStore
@@ -211,8 +220,11 @@ async def test_a_start_pulls_its_image(
     without = DockerBackend(run_id="pulls-not")
     with pytest.raises(ImageMissingError, match=f"docker pull {image}"):
         await without.start(SandboxSpec(image=image))
+    with pytest.raises(ImageMissingError, match=f"docker pull {image}"):
+        await without.image_settings(image)
     await without.close()
     backend = DockerBackend(run_id="pulls", images=ImagePolicy(pull=True))
+    assert await backend.image_settings(image) == ImageSettings("/", "0:0")
     sandbox = await backend.start(SandboxSpec(image=image))
     assert await sandbox.read_file("/noise", max_bytes=_SIZE)
     await backend.close()

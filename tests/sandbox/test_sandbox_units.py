@@ -18,10 +18,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandbox import SandboxFileError, SandboxLostError, SandboxSpec, SandboxUnavailableError, open_backend
+from sandbox import (
+    ImageBuildError,
+    SandboxFileError,
+    SandboxLostError,
+    SandboxSpec,
+    SandboxUnavailableError,
+    open_backend,
+)
 from sandbox.bubblewrap.seccomp import sandbox_filter
 from sandbox.cgroup import ran_out_of_memory
 from sandbox.docker.backend import check_limits
+from sandbox.docker.build import base_images, image_name
 from sandbox.docker.client import is_quota_refusal, supports_quota
 from sandbox.docker.exec import END, Demux, MarkedStream
 from sandbox.lease import EXPIRY_SECONDS, Heartbeat, Lease, Owner
@@ -296,3 +304,32 @@ def test_file_systems_with_quotas_and_quota_refusals_are_recognized() -> None:
     assert is_quota_refusal("--storage-opt is supported only for overlay over xfs with 'pquota' mount option")
     assert is_quota_refusal("Storage option overlay.size not supported. Filesystem does not support Project Quota")
     assert not is_quota_refusal("no space left on device")
+
+
+def test_base_images_are_those_that_no_stage_makes() -> None:
+    dockerfile = """# FROM comment
+ARG VERSION=1
+FROM --platform=linux/amd64 python:3.12 AS build
+from scratch
+FROM Build AS second
+FROM base:$VERSION
+  FROM debian
+COPY --from=build /a /b
+"""
+    assert base_images(dockerfile) == ["python:3.12", "debian"]
+
+
+def test_image_name_changes_with_contents_modes_and_links(tmp_path: Path) -> None:
+    with pytest.raises(ImageBuildError, match="no Dockerfile"):
+        image_name(tmp_path)
+    names = set()
+    for change in (
+        lambda: (tmp_path / "Dockerfile").write_text("FROM a"),
+        lambda: (tmp_path / "run.sh").write_text("true"),
+        lambda: (tmp_path / "run.sh").chmod(0o755),
+        lambda: (tmp_path / "link").symlink_to("/etc/shadow"),
+    ):
+        change()
+        names.add(image_name(tmp_path))
+        assert image_name(tmp_path) in names
+    assert len(names) == 4

@@ -212,7 +212,7 @@ def _episode(task: Task, number: int, reward: float, first: str, last: str) -> T
     spans = (VersionSpan(3, 5, first), VersionSpan(5, 7, last)) if first != last else (VersionSpan(3, 7, first),)
     return Trajectory(
         task.id, task.env, _tokens(task, number), made.loss_mask, made.logprobs, None, StopReason.SUBMITTED, reward,
-        resolved=bool(reward), turns=(), messages=(), versions=spans,
+        resolved=bool(reward), turns=(), messages=({"role": "assistant", "content": str(number)},), versions=spans,
     )  # fmt: skip
 
 

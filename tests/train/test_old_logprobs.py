@@ -89,18 +89,21 @@ def test_rescore_without_rescored_values_is_refused() -> None:
         _training_input(replace(batch, old_logprobs_T=None), trainer, "rescore")
 
 
-def test_rescoring_needs_one_token_more_than_rollout_max_tokens(tmp_path: Path) -> None:
-    def check(max_tokens: int, source: str) -> None:
-        train = TrainConfig.model_validate({"old_logprob": {"source": source}})
-        check_lengths(RolloutConfig(max_tokens=max_tokens), train, tmp_path / "model", model_spec)
+@pytest.mark.parametrize(
+    "train", [{"old_logprob": {"source": "rescore"}}, {"distill": {"teacher": "http://teacher:30000"}}]
+)
+def test_an_evaluation_needs_one_token_more_than_rollout_max_tokens(tmp_path: Path, train: dict[str, object]) -> None:
+    def check(max_tokens: int, settings: dict[str, object]) -> None:
+        limits = RolloutConfig(max_tokens=max_tokens)
+        check_lengths(limits, TrainConfig.model_validate(settings), tmp_path / "model", model_spec)
 
     install_model(tmp_path / "model")
     model_spec = read_model_spec(tmp_path / "model")
     positions = model_spec.max_positions
-    check(positions, "recompute")
-    check(positions - 1, "rescore")
+    check(positions, {})
+    check(positions - 1, train)
     with pytest.raises(UserError, match=f"lower rollout.max_tokens to {positions - 1}"):
-        check(positions, "rescore")
+        check(positions, train)
 
 
 def test_rescoring_at_another_temperature_is_refused() -> None:

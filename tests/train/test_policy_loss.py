@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -15,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent_rl.config import Clip, CorrectionConfig, CorrectionMask, CorrectionWeight, KlConfig, RunConfig, TrainConfig
-from agent_rl.config.objectives import OBJECTIVES, Aggregation
+from agent_rl.config.objectives import OBJECTIVES, Aggregation, objective_spec
 
 torch = pytest.importorskip("torch", reason="needs the trainer environment")
 
@@ -72,6 +73,7 @@ def draw(lengths: list[int], seed: int) -> Case:
         "weights": generator.random(total) + 0.5,
         "reference": old + generator.normal(size=total) * 0.5,
         "entropy": generator.random(total) * 2,
+        "selected": generator.random(total) < 0.3,
     }
     return Case(values, generator.random(total) < 0.7, np.repeat(np.arange(len(lengths)), lengths))
 
@@ -84,6 +86,7 @@ def computed(case: Case, chosen: TrainConfig, counts: LossCounts) -> tuple[Any, 
     ratio, weight = tensors["log_ratio"], tensors["log_weight"]
     factors = correction_factors(chosen.correction, ratio, mask, sequence, log_weight_T=weight)
     named = {"entropy_T": entropy, "weights_T": tensors["weights"], "reference_T": tensors["reference"]}
+    named["selected_T"] = torch.tensor(case.values["selected"]) > 0
     rest = {"train": chosen, "length": LENGTH, "counts": counts}
     result = policy_loss(new, tensors["old"], factors, tensors["advantages"], mask, sequence, **named, **rest)
     return result, new, entropy
@@ -124,6 +127,8 @@ def direct_term(case: Case, chosen: TrainConfig, own: list[int], t: int, frozen:
         return -math.exp(sum(direct_gmpo(case, clip, u) for u in own) / len(own)) * advantage
     if chosen.objective == "reinforce":
         return -ratio * advantage
+    if chosen.objective == "kl_cov":
+        return clip.options["kl"] * abs(log_ratio) * bool(v["selected"][t]) - ratio * advantage
     if chosen.objective in ("dppo_tv", "dppo_kl"):
         pull = clip.options["log_ratio_penalty"] * log_ratio**2
         return pull - (0 if diverged(case, chosen, t, frozen) else ratio * advantage)
@@ -134,6 +139,8 @@ def direct_term(case: Case, chosen: TrainConfig, own: list[int], t: int, frozen:
         weight = min(max(math.exp(frozen[t] - v["old"][t]), 1 - clip.low), 1 + clip.high)
         return -weight * advantage * v["new"][t]
     term = -min(ratio * advantage, min(max(ratio, 1 - clip.low), 1 + clip.high) * advantage)
+    if chosen.objective == "clip_cov" and v["selected"][t] and term == -ratio * advantage:
+        return 0.0
     return min(term, -clip.dual * advantage) if clip.dual is not None and advantage < 0 else term
 
 
@@ -179,6 +186,8 @@ CLIPS: dict[str, dict[str, Any]] = {
     "sapo": {"tau_positive": 2.0, "tau_negative": 3.0},
     "gmpo": {"eps_low": 0.2, "eps_high": 0.3},
     "dppo_tv": {"eps_low": 0.05, "eps_high": 0.08, "objective_options": {"log_ratio_penalty": 0.02}},
+    "clip_cov": {"eps_low": 0.2, "eps_high": 0.28},
+    "kl_cov": {"objective_options": {"kl": 0.7}},
     "dppo_kl": {"eps_low": 0.01, "eps_high": 0.02, "objective_options": {"log_ratio_penalty": 0.0}},
 }
 """Wide enough that many ratios are not clipped; gspo's are the widest that the config accepts."""
@@ -319,6 +328,8 @@ PRESETS: dict[str, TrainConfig] = {
     "REINFORCE, leave-one-out": TrainConfig(
         objective="reinforce", aggregation="constant", baseline="leave_one_out", advantage_scale="none"
     ),
+    "clip-cov": TrainConfig(objective="clip_cov", eps_low=0.2, eps_high=0.2),
+    "KL-cov": TrainConfig(objective="kl_cov"),
     "DPPO, total variation": TrainConfig(objective="dppo_tv", eps_low=0.2, eps_high=0.2),
     "DPPO, KL": TrainConfig(objective="dppo_kl", eps_low=0.05, eps_high=0.05),
     "prime-rl's default": TrainConfig(
@@ -366,6 +377,14 @@ def test_the_page_has_every_objectives_own_defaults() -> None:
         expected = [*((train.clip.low, train.clip.high) if math.isfinite(train.clip.high) else ("", ""))]
         expected += [*(train.clip.tau or ("", "")), train.loss_aggregation]
         assert cells == [f"{fact:g}" if isinstance(fact, float) else fact for fact in expected], name
+
+
+def test_the_page_has_every_objectives_options() -> None:
+    listed = table("| `objective` | options |")
+    rows = {name: cells.replace("`", "") for names, cells in listed for name in re.findall(r"`(\w+)`", names)}
+    assert rows.keys() == {name for name in OBJECTIVES.built_in if objective_spec(name).options}
+    for name, cells in rows.items():
+        assert yaml.safe_load("{" + cells.replace("2e-4", "2.0e-4") + "}") == objective_spec(name).options
 
 
 @settings(deadline=None, max_examples=40)

@@ -26,6 +26,7 @@ from r3.mismatch.report import differing_experts, route_mismatch
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 
 Config = Callable[..., RunConfig]
+LAYOUTS = ("tensor", "pipeline", "context", "expert")
 
 
 def descendants(pid: int) -> set[int]:
@@ -184,6 +185,28 @@ async def test_two_data_ranks_equal_one(run_config: Config, tmp_path: Path) -> N
             assert after[name] == pytest.approx(before[name], rel=1e-4, abs=1e-5), name
     for left, right in zip(logprobs_one, logprobs_two, strict=True):
         assert right == pytest.approx(left, abs=1e-5)
+
+
+@pytest.mark.exhaustive
+async def test_supervised_updates_are_equal_in_every_layout(run_config: Config) -> None:
+    """Two updates each; adapters, which begin as zeros, have the same first loss."""
+    data = samples()
+    sequences = [(sample.tokens, sample.loss_mask * np.float32(0.5 + n % 2)) for n, sample in enumerate(data)]
+    layouts: list[dict[str, object]] = [{}, *({"parallel": {"world_size": 2, name: 2}} for name in LAYOUTS)]
+    layouts += [{"parallel": {"world_size": 2}}, {"lora": {"rank": 8}}]
+    results = []
+    with ray_cluster(None, cpus=2):
+        for layout in layouts:
+            async with RayTrainer(run_config(replay="off", **layout)) as trainer:
+                results.append([await trainer.supervise(sequences) for _ in range(2)])
+    one, *others, adapters = results
+    for other, layout in zip(others, layouts[1:], strict=False):
+        for before, after in zip(one, other, strict=True):
+            for name in ("sft/loss", "train/grad_norm", "train/sampled_tokens"):
+                assert after[name] == pytest.approx(before[name], rel=1e-4), (layout, name)
+    assert one[1]["sft/loss"] < one[0]["sft/loss"]
+    assert adapters[0]["sft/loss"] == pytest.approx(one[0]["sft/loss"], rel=1e-5)
+    assert adapters[1]["sft/loss"] < adapters[0]["sft/loss"]
 
 
 async def test_ranks_replay_and_report_their_own_share_of_the_routes(run_config: Config) -> None:

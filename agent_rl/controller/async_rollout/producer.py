@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Collection, Container, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Container, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 
@@ -49,8 +49,8 @@ DROP_WINDOW_BATCHES = 4
 
 class RolloutProducer:
     """Fills ``buffer`` with the groups of the tasks in ``order``, without tasks whose id is in ``left_out`` at that
-    time. Trajectories that stopped for a reason in ``masked`` teach nothing. ``last_episode``: when the last episode
-    ended."""
+    time. Trajectories that stopped for a reason in ``masked`` teach nothing. ``scored`` wraps the runner of episodes,
+    recovered ones included. ``last_episode``: when the last episode ended."""
 
     def __init__(
         self,
@@ -65,8 +65,10 @@ class RolloutProducer:
         left_out: Container[str] = (),
         rescore: Rescore | None = None,
         grading: GroupGrading | None = None,
+        scored: Callable[[EpisodeRunner], EpisodeRunner] | None = None,
         on_event: OnEvent = lambda event: None,
     ) -> None:
+        self._scored = scored
         self._order, self._buffer, self._journal, self._run = order, buffer, journal, run
         self._masked, self._left_out, self._on_event = masked, left_out, on_event
         self._rules = buffer.rules
@@ -136,6 +138,8 @@ class RolloutProducer:
         await self._journal.wait_usable(position)
         with self._timed():
             run = self._journal.runner(position, self._run, self._buffer.oldest(position))
+            if self._scored is not None:
+                run = self._scored(run)
             spills = self._rules.depth and not self._grades_groups  # a group is graded with its messages
             ended = await self._collector.collect(task, spill(run) if spills else run)
         if self._rules.depth and self._grades_groups and isinstance(ended, Group):
@@ -210,4 +214,5 @@ def _restore_fields(stripped: Trajectory, journaled: Trajectory) -> Trajectory:
         journaled, queue_seconds=stripped.queue_seconds, recovered=stripped.recovered,
         replayed_turns=stripped.replayed_turns, audit=stripped.audit, reward=stripped.reward,
         resolved=stripped.resolved, parts=stripped.parts, metrics=stripped.metrics,
+        model_calls=stripped.model_calls, teacher_logprobs=stripped.teacher_logprobs,
     )  # fmt: skip

@@ -80,6 +80,7 @@ class Chat:
 
     def read(self, body: bytes) -> ChatRequest:
         request = parse_request(_Request, body)
+        tool_choice, forced_tool = read_tool_choice(request.tool_choice)
         require_supported(request.n in (None, 1), "n above 1")
         require_supported((request.response_format or {}).get("type", "text") == "text", "response_format")
         require_supported(not request.top_logprobs, "top_logprobs")
@@ -97,7 +98,8 @@ class Chat:
             model=request.model,
             include_usage=bool((request.stream_options or {}).get("include_usage")),
             stops=read_stops(request.stop, "stop"),
-            tool_choice=read_tool_choice(request.tool_choice),
+            tool_choice=tool_choice,
+            forced_tool=forced_tool,
             logprobs=bool(request.logprobs),
         )
 

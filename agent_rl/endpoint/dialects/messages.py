@@ -57,6 +57,7 @@ class Messages:
 
     def read(self, body: bytes) -> ChatRequest:
         request = parse_request(_Request, body)
+        tool_choice, forced_tool = read_tool_choice(request.tool_choice)
         usable = [tool for tool in request.tools or () if tool.input_schema is not None]
         tools = {tool.name: tool_schema(tool.name, tool.description, tool.input_schema) for tool in usable}
         deferred = {tool.name: tools.pop(tool.name) for tool in usable if tool.defer_loading}
@@ -67,7 +68,7 @@ class Messages:
         return ChatRequest(
             messages, list(tools.values()), check_max_tokens(request.max_tokens), bool(request.stream), request.model,
             deferred_tools=list(deferred.values()), stops=read_stops(request.stop_sequences, "stop_sequences"),
-            tool_choice=read_tool_choice(request.tool_choice),
+            tool_choice=tool_choice, forced_tool=forced_tool,
         )  # fmt: skip
 
     def response(self, reply: ChatResponse) -> dict[str, Any]:

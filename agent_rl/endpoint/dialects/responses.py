@@ -53,6 +53,7 @@ class Responses:
 
     def read(self, body: bytes) -> ChatRequest:
         request = parse_request(_Request, body)
+        tool_choice, forced_tool = read_tool_choice(request.tool_choice)
         require_supported(request.previous_response_id is None, "previous_response_id")
         require_supported(((request.text or {}).get("format") or {}).get("type", "text") == "text", "text.format")
         require_supported(not request.top_logprobs, "top_logprobs")
@@ -62,7 +63,7 @@ class Responses:
         tools = [tool_schema(t.name, t.description, t.parameters) for t in request.tools or () if t.type == "function"]
         return ChatRequest(
             messages, tools, check_max_tokens(request.max_output_tokens), bool(request.stream), request.model,
-            tool_choice=read_tool_choice(request.tool_choice),
+            tool_choice=tool_choice, forced_tool=forced_tool,
         )  # fmt: skip
 
     def response(self, reply: ChatResponse) -> dict[str, Any]:

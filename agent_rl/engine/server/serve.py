@@ -24,12 +24,15 @@ if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
     cpu_shims.install()
 
 import lora_merge  # beside this file
+import raw_routes
 import store_address
 import uvicorn.config
 
 uvicorn.config.WS_PROTOCOLS["auto"] = None  # no websockets: SGLang checks the key of HTTP requests only
 lora_merge.install(Path(sys.argv[sys.argv.index("--model-path") + 1]))
 store_address.install()
+if "--enable-return-routed-experts" in sys.argv:
+    raw_routes.install()
 MIRROR = None
 if os.environ.get("AGENT_RL_WEIGHT_SYNC") == "delta":
     import mirror
@@ -70,11 +73,11 @@ def main() -> None:
         os.setpgrp()  # the group is killed later, so it must hold only our processes
     threading.Thread(target=_die_with_owner, name="die-with-owner", daemon=True).start()
     from sglang.launch_server import load_plugins, prepare_server_args, run_server
+    from sglang.srt.entrypoints import http_server
 
+    raw_routes.serve(http_server)
     if MIRROR is not None:
-        from sglang.srt.entrypoints.http_server import app
-
-        mirror.serve(app, MIRROR)
+        mirror.serve(http_server.app, MIRROR)
     load_plugins()
     run_server(prepare_server_args([*sys.argv[1:], *([f"--api-key={KEY}"] if KEY else [])]))
 

@@ -29,7 +29,8 @@ class MicroBatch:
     ``sample_ids``: each sequence's index in the global batch. ``tokens_T`` int64, ``cu_seqlens`` int32 ``[n + 1]``,
     ``mask_T`` bool (sampled, and not a sequence's first token), ``logprobs_T`` float32 (the rollout's),
     ``advantages_T`` and ``weights_T`` float32. ``old_logprobs_T`` float32: the samples' ``old_logprobs``, or None.
-    ``lag_T`` int32: their ``lag``, or 0. ``kept_T``: their kept tokens, one row per token, or None.
+    ``lag_T`` int32: their ``lag``, or 0. ``teacher_T`` float32: their ``teacher_logprobs``, or None. ``kept_T``: their
+    kept tokens, one row per token, or None.
     """
 
     sample_ids: tuple[int, ...]
@@ -42,6 +43,7 @@ class MicroBatch:
     lag_T: NDArray[np.int32]
     old_logprobs_T: NDArray[np.float32] | None = None
     kept_T: KeptTokens | None = None
+    teacher_T: NDArray[np.float32] | None = None
 
     @property
     def tokens(self) -> int:
@@ -67,7 +69,8 @@ def pack(samples: Mapping[int, Sample] | Sequence[Sample], ids: Sequence[int]) -
         advantages_T=np.repeat([sample.advantage for sample in members], lengths).astype(np.float32),
         weights_T=np.repeat([sample.weight for sample in members], lengths).astype(np.float32),
         lag_T=np.concatenate([_lag(sample) for sample in members]),
-        old_logprobs_T=_old_logprobs(ids, members),
+        old_logprobs_T=_of_all(ids, [sample.old_logprobs for sample in members], "old log-probs"),
+        teacher_T=_of_all(ids, [sample.teacher_logprobs for sample in members], "log-probs of the teacher"),
         kept_T=KeptTokens.join([_kept(index, sample) for index, sample in zip(ids, members, strict=True)]),
     )
 
@@ -84,12 +87,12 @@ def _kept(index: int, sample: Sample) -> tuple[int, KeptTokens | None]:
     return len(sample.tokens), kept
 
 
-def _old_logprobs(ids: Sequence[int], members: Sequence[Sample]) -> NDArray[np.float32] | None:
-    """The old log-probs of all samples, or None. A mixture is an error, because the ratio has one source."""
-    available = [sample.old_logprobs for sample in members if sample.old_logprobs is not None]
-    if available and len(available) != len(members):
-        missing = next(i for i, sample in zip(ids, members, strict=True) if sample.old_logprobs is None)
-        raise TrainerError(f"sample {missing} has no old log-probs, and others of its micro-batch have some")
+def _of_all(ids: Sequence[int], values: Sequence[NDArray[np.float32] | None], name: str) -> NDArray[np.float32] | None:
+    """The values ``name`` of all samples, or None. A mixture is an error, because a loss has one source of them."""
+    available = [each for each in values if each is not None]
+    if available and len(available) != len(values):
+        missing = next(i for i, each in zip(ids, values, strict=True) if each is None)
+        raise TrainerError(f"sample {missing} has no {name}, and others of its micro-batch have some")
     return np.concatenate(available).astype(np.float32) if available else None
 
 
@@ -131,5 +134,6 @@ def _check_sample(index: int, sample: Sample) -> None:
             raise TrainerError(f"sample {index} has {tokens} tokens and {len(array)} entries of {name}")
     if not np.isfinite(sample.logprobs[np.asarray(sample.loss_mask, bool)]).all():
         raise TrainerError(f"sample {index} has a rollout log-prob of a sampled token that is not a finite number")
-    if sample.old_logprobs is not None and len(sample.old_logprobs) != tokens:
-        raise TrainerError(f"sample {index} has {tokens} tokens and {len(sample.old_logprobs)} old log-probs")
+    for name, values in (("old log-probs", sample.old_logprobs), ("log-probs of the teacher", sample.teacher_logprobs)):
+        if values is not None and len(values) != tokens:
+            raise TrainerError(f"sample {index} has {tokens} tokens and {len(values)} {name}")

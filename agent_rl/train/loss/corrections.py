@@ -82,8 +82,9 @@ def within_policy(
     mask_T: Tensor,
     sequence_T: Tensor,
 ) -> Tensor:
-    """``[T]`` factors of off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556, eq. 9), without a gradient: 0
-    for a negative advantage in a sequence with a mean of log old - log current above ``correction.opsm``, else 1."""
+    """``[T]`` factors of off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556, section 3.1), without a
+    gradient: 0 for a negative advantage in a sequence with a mean of log old - log current above ``correction.opsm``,
+    else 1."""
     if correction.opsm is None:
         return torch.ones_like(logprobs_T)
     distance_T = _zero_unsampled(old_logprobs_T - logprobs_T, mask_T)

@@ -20,6 +20,8 @@ gmpo       -s_i A, s_i the geometric mean of the sequence's    GMPO, arXiv 2507.
 dppo_tv    -r A while the token's probability has moved less   DPPO, arXiv 2602.04879, eq. 13
            than high along A or low against it
 dppo_kl    the same with the binary KL of the probabilities    the same, eq. 14
+clip_cov   grpo, without the selected tokens                   arXiv 2505.22617, section 4
+kl_cov     -r A, plus kl |log r| for the selected tokens       the same
 ========== =================================================== =======================================================
 
 Dr.GRPO (arXiv 2503.20783) is grpo with the aggregation ``constant`` and advantages that are not divided by their std.
@@ -49,13 +51,15 @@ SEQUENCE_LOG_LIMIT = 10.0
 @dataclass(frozen=True, slots=True)
 class Tokens:
     """The inputs of a formula, ``[T]`` each: ``log_ratio_T`` log pi - log pi_old, within +-LOG_LIMIT, 0 where not
-    sampled; ``logprobs_T`` log pi; ``advantages_T``; ``mask_T`` bool; ``sequence_T`` int64."""
+    sampled; ``logprobs_T`` log pi; ``advantages_T``; ``mask_T`` bool; ``sequence_T`` int64; ``selected_T`` bool: the
+    tokens of the objective's selection."""
 
     log_ratio_T: Tensor
     logprobs_T: Tensor
     advantages_T: Tensor
     mask_T: Tensor
     sequence_T: Tensor
+    selected_T: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +77,16 @@ Formula = Callable[[Tokens, Clip], Terms]
 
 def objective_terms(
     objective: str, logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, mask_T: Tensor,
-    sequence_T: Tensor, clip: Clip,
+    sequence_T: Tensor, clip: Clip, selected_T: Tensor | None = None,
 ) -> Terms:  # fmt: skip
     """The terms of the objective registered as ``objective`` (:mod:`agent_rl.config.objectives`); see the table above.
     ``mask_T`` bool, ``sequence_T`` int64, the others floats."""
     # Old log-probs are undefined where the mask is 0; an infinite ratio there would give 0 * inf = NaN.
     log_ratio_T = torch.where(mask_T, logprobs_T - old_logprobs_T, torch.zeros_like(logprobs_T))
     log_ratio_T = log_ratio_T.clamp(-LOG_LIMIT, LOG_LIMIT)
-    return _formula(objective)(Tokens(log_ratio_T, logprobs_T, advantages_T, mask_T, sequence_T), clip)
+    selected_T = torch.zeros_like(mask_T) if selected_T is None else selected_T & mask_T
+    tokens = Tokens(log_ratio_T, logprobs_T, advantages_T, mask_T, sequence_T, selected_T)
+    return _formula(objective)(tokens, clip)
 
 
 @cache
@@ -132,6 +138,21 @@ def gmpo(tokens: Tokens, clip: Clip) -> Terms:
     mean_n = sequence_mean(sign_T * torch.minimum(signed_T, bounded_T), tokens.mask_T, tokens.sequence_T)
     ratio_T = mean_n.exp()[tokens.sequence_T]
     return Terms(-ratio_T * tokens.advantages_T, (signed_T > bounded_T).detach(), ratio_T.detach())
+
+
+def clip_cov(tokens: Tokens, clip: Clip) -> Terms:
+    """The clipped ratio; the selected tokens have no gradient."""
+    terms = _clipped(tokens.log_ratio_T, tokens.advantages_T, clip)
+    removed_T = tokens.selected_T & ~terms.clipped_T
+    loss_T = torch.where(removed_T, torch.zeros_like(terms.loss_T), terms.loss_T)
+    return Terms(loss_T, terms.clipped_T | removed_T, terms.ratio_T)
+
+
+def kl_cov(tokens: Tokens, clip: Clip) -> Terms:
+    """The ratio of each token, not clipped; the selected ones have a penalty on their distance from the old policy."""
+    ratio_T = tokens.log_ratio_T.exp()
+    penalty_T = clip.options["kl"] * tokens.log_ratio_T.abs() * tokens.selected_T
+    return Terms(penalty_T - ratio_T * tokens.advantages_T, torch.zeros_like(tokens.mask_T), ratio_T.detach())
 
 
 def dppo_tv(tokens: Tokens, clip: Clip) -> Terms:
@@ -264,8 +285,8 @@ def kl_estimate(estimator: KlEstimator, logprobs_T: Tensor, reference_T: Tensor)
 
 def kl_penalty(kl: KlConfig, logprobs_T: Tensor, reference_T: Tensor, ratio_T: Tensor | None = None) -> Tensor:
     """The estimate of ``kl.estimator``, ``[T]``, before its coefficient, times the ratio to the old policy, where given
-    (unbiased: DeepSeek-V3.2, arXiv 2512.02556, eq. 7). ``kl.k3_limit`` limits a token's k3, which grows with exp(-d)
-    and would let one token outweigh a batch; a limited token has no gradient."""
+    (unbiased: DeepSeek-V3.2, arXiv 2512.02556, section 3.1). ``kl.k3_limit`` limits a token's k3, which grows with
+    exp(-d) and would let one token outweigh a batch; a limited token has no gradient."""
     estimate_T = kl_estimate(kl.estimator, logprobs_T, reference_T)
     estimate_T = estimate_T if ratio_T is None else ratio_T * estimate_T
     return estimate_T if kl.estimator != "k3" or kl.k3_limit is None else estimate_T.clamp(max=kl.k3_limit)
@@ -297,6 +318,14 @@ def penalized_advantages(
     sequences = kl_T.split(torch.bincount(sequence_T).tolist())
     to_come_T = torch.cat([part.flip(0).cumsum(0).flip(0) for part in sequences])
     return (advantages_T.detach().double() - coefficient * to_come_T).to(advantages_T.dtype)
+
+
+def distilled_advantages(
+    advantages_T: Tensor, logprobs_T: Tensor, teacher_T: Tensor, reward: float, coefficient: float
+) -> Tensor:
+    """``reward * A_t - coefficient * (log pi_old - log teacher)_t``, ``[T]``, detached: each token's reverse KL to the
+    teacher in its own advantage, without discounting (Thinking Machines, "On-Policy Distillation", 2025)."""
+    return reward * advantages_T.detach() - coefficient * (logprobs_T - teacher_T).detach()
 
 
 def advantage_moments(advantages_T: Tensor, mask_T: Tensor) -> Tensor:

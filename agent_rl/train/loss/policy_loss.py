@@ -67,6 +67,7 @@ def policy_loss(
     length: int,
     counts: LossCounts,
     reference_T: Tensor | None = None,
+    selected_T: Tensor | None = None,
 ) -> PolicyLoss:
     """This micro-batch's share of the loss::
 
@@ -79,8 +80,8 @@ def policy_loss(
     only with ``train.kl.apply_to: loss``). ``H``: the entropy ``entropy_T``, which needs a gradient if eta,
     ``train.entropy_coefficient``, is not 0. Corrections do not apply to KL and entropy, which do not depend on the
     sampling policy. ``mask_T`` bool, ``sequence_T`` int64: the token's sequence in the micro-batch. ``length``: the
-    divisor of the aggregation ``constant``. Values at tokens that were not sampled have no effect, even infinity and
-    NaN.
+    divisor of the aggregation ``constant``. ``selected_T`` bool: the tokens that the objective selects.
+    Values at tokens that were not sampled have no effect, even infinity and NaN.
     """
 
     def sampled(values_T: Tensor) -> Tensor:
@@ -91,7 +92,9 @@ def policy_loss(
     advantages_T, entropy_T, weights_T = sampled(advantages_T), sampled(entropy_T), sampled(weights_T)
     near_T = within_policy(train.correction, logprobs_T, old_logprobs_T, advantages_T, mask_T, sequence_T)
     factors_T = factors_T * near_T
-    terms = objective_terms(train.objective, logprobs_T, old_logprobs_T, advantages_T, mask_T, sequence_T, train.clip)
+    terms = objective_terms(
+        train.objective, logprobs_T, old_logprobs_T, advantages_T, mask_T, sequence_T, train.clip, selected_T
+    )
     shares_T = aggregation_weights(
         train.loss_aggregation,
         mask_T,

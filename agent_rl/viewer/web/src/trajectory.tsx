@@ -9,7 +9,7 @@ import { Fact, LongText, Outcome, Resource } from "./parts";
 import { link, route, setQuery } from "./route";
 import { number, plural, visible } from "./text";
 import { TimeBar } from "./timebar";
-import type { Branch, Run, Trajectory } from "./types";
+import type { Branch, ModelCall, Run, Trajectory } from "./types";
 
 const VIEWS: Record<View, string> = { chat: "Chat", tokens: "Tokens", both: "Side by side" };
 /** Where chat and tokens have room side by side. */
@@ -49,6 +49,7 @@ function Whole({ run, value, layers }: { run: string; value: Trajectory; layers:
       )}
       <Patch patch={value.patch} />
       <Tests value={value} />
+      <ModelCalls calls={value.model_calls} />
     </>
   );
 }
@@ -162,6 +163,26 @@ function Tests({ value }: { value: Trajectory }) {
         </ul>
       )}
       {value.test_log && <LongText text={value.test_log} name="Log of the tests" />}
+    </section>
+  );
+}
+
+/** What judges and simulated users were sent, and what they answered. */
+function ModelCalls({ calls }: { calls: ModelCall[] }) {
+  if (!calls.length) return null;
+  return (
+    <section aria-label="Model calls" id="model_calls">
+      <h2>Judges and users</h2>
+      {calls.map((call, at) => {
+        const name = `${visible(call.client)} ${visible(call.model)}, ${call.cached ? "cached" : `${number(call.seconds)} s`}`;
+        const texts = [...call.messages.map((message) => `[${message.role}] ${message.content}`), `[answer] ${call.response}`];
+        return (
+          <div key={at}>
+            <h3>{name}</h3>
+            <LongText text={texts.join("\n\n")} name={name} />
+          </div>
+        );
+      })}
     </section>
   );
 }

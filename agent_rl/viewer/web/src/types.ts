@@ -177,6 +177,15 @@ export interface Branch {
   detail: Detail | null;
 }
 
+export interface ModelCall {
+  client: string;
+  model: string;
+  messages: { role: string; content: string }[];
+  response: string;
+  seconds: number;
+  cached: boolean;
+}
+
 export interface Trajectory extends Answer {
   id: string;
   n: string;
@@ -195,6 +204,7 @@ export interface Trajectory extends Answer {
   patch: string;
   parts: Record<string, number>;
   metrics: Record<string, number>;
+  model_calls: ModelCall[];
   tests: Record<string, string>;
   test_log: string;
   times: {
