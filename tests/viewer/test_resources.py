@@ -58,7 +58,7 @@ def test_a_run_is_summarized(run: Path) -> None:
     found = read(run, "run")
     assert (found["kind"], found["state"], found["steps"], found["total"]) == ("train", "stopped", 2, 4)
     assert found["filed"] == ["1", "2", "eval-2-sampled"]
-    assert (found["detail"], found["resumes"], found["format"]) == (["1", "2"], [1], 3)
+    assert (found["detail"], found["resumes"], found["format"]) == (["1", "2"], [1], 4)
     assert found["facts"] == {"group_size": 2, "moe_layers": LAYERS, "num_experts": EXPERTS, "top_k": 2}
     (line,) = Resources([run]).read("runs")["runs"]
     assert (line["name"], line["pass_at_1"], line["guard"]) == ("demo", [0.5, 0.1, 0.9], 0)
