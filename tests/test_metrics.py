@@ -35,6 +35,7 @@ from agent_rl.train.reports import RankReport, ReferenceReport, RouteCounts, Upd
 from agent_rl.train.step_metrics import sft_metrics, step_metrics
 from agent_rl.types import Group, Rescored, RouteAudit
 from agent_rl.utils.concurrency import LoopLag
+from r3.kept_tokens import KeptTokens
 from r3.routing import Routing
 from sandbox.ray.backend import ClusterBackend
 
@@ -60,7 +61,8 @@ def made_by_calling() -> Mapping[str, set[str]]:
     won = replace(
         won, mutant_seconds=1.0, audit=RouteAudit(2, 0, 2, 0), harness={"rewrites": 0, "retries": 0, "echo_differs": 0}
     )
-    won = replace(won, parts={"<part>": 1.0}, metrics={"<metric>": 1.0})
+    kept = KeptTokens.from_rows([[1, 2]] * int(won.loss_mask.sum()))
+    won = replace(won, parts={"<part>": 1.0}, metrics={"<metric>": 1.0}, kept=kept)
     group = Group("t", (won, replace(trajectory(0.0), recovered=True)))
     of_source = source_metrics([Group("<source>:t", (won,))], ["<source>"])
     audited, backend = set(audit_metrics([won])), ClusterBackend([], max_per_node=1)

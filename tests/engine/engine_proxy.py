@@ -119,6 +119,7 @@ async def proxy(target: str, fault: Fault) -> AsyncIterator[str]:
         try:
             head = (await reader.readuntil(b"\r\n\r\n")).decode()
             method, path, _ = head.split("\r\n")[0].split()
+            path = path.partition("?")[0]  # so that the server sends routes in JSON, which faults change
             lengths = [line.split(":")[1] for line in head.split("\r\n") if line.lower().startswith("content-length")]
             body = await reader.readexactly(int(lengths[0])) if lengths else b""
             request = orjson.loads(body) if path == "/generate" else {}

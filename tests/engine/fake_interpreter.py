@@ -31,6 +31,18 @@ def run_server(arguments):
 """
 
 
+_PATCHED = {
+    "model_executor/model_runner_components/weight_updater": """class WeightUpdater:
+    def load_weights_from_distributed(self, tensors): ...
+""",
+    "managers/scheduler_components/batch_result_processor": """class SchedulerBatchResultProcessor:
+    def _maybe_collect_routed_experts(self, req): ...
+""",
+    "entrypoints/http_server": "serve_generate_request = orjson_response = dumps_json = None",
+}
+"""Modules of which serve.py replaces functions."""
+
+
 def make_interpreter(directory: Path) -> Path:
     """Write the interpreter below ``directory``."""
     package = directory / "site" / "sglang"
@@ -40,9 +52,10 @@ def make_interpreter(directory: Path) -> Path:
     (package / "__init__.py").touch()
     paths = [str(Path(__file__).parent), str(Path(__file__).parents[1]), *sys.path]
     (package / "launch_server.py").write_text(_LAUNCH.format(paths=paths, directory=str(directory)))
-    loader = package / "srt" / "model_executor" / "model_runner_components" / "weight_updater.py"
-    loader.parent.mkdir(parents=True)
-    loader.write_text("class WeightUpdater:\n    def load_weights_from_distributed(self, tensors): ...\n")
+    for path, text in _PATCHED.items():
+        module = package / "srt" / f"{path}.py"
+        module.parent.mkdir(parents=True)
+        module.write_text(text)
     interpreter = directory / "python"
     command = f'PYTHONPATH={package.parent} exec {sys.executable} "$@"'
     interpreter.write_text(f"#!/bin/sh\nunset SGLANG_USE_CPU_ENGINE\n{command}\n")

@@ -44,7 +44,8 @@ def test_the_metrics_of_a_step() -> None:
         | {f"rollout/stop/{name}": value for name, value in stops.items()}
         | {"rollout/tokens_per_second": 180 / 2, "rollout/sampled_tokens_per_second": 120 / 2}
         | {"rollout/suspected_hacks": 0, "rollout/retractions": 0, "rollout/thinking_tokens": 0}
-        | {"rollout/thinking_truncated": 0}
+        | {"rollout/thinking_truncated": 0, "rollout/compactions": 0, "rollout/subagents": 0}
+        | {"rollout/branch_tokens_mean": 180 / 4, "rollout/summary_tokens_mean": 0}
     )
 
 

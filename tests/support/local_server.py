@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 
 Handler = Callable[[str, dict[str, Any]], Awaitable[tuple[int, bytes]]]
-"""``(path, JSON body) -> (status, body)``; status 0 hangs up."""
+"""``(path without query, JSON body) -> (status, body)``; status 0 hangs up."""
 
 
 @asynccontextmanager
@@ -23,7 +23,7 @@ async def serving(handler: Handler, port: int = 0, host: str = "127.0.0.1") -> A
                 lines = head.decode().split("\r\n")
                 lengths = [line.split(":")[1] for line in lines if line.lower().startswith("content-length")]
                 body = await reader.readexactly(int(lengths[0])) if lengths else b"{}"
-                status, said = await handler(lines[0].split()[1], orjson.loads(body))
+                status, said = await handler(lines[0].split()[1].partition("?")[0], orjson.loads(body))
                 if not status:
                     return
                 writer.write(b"HTTP/1.1 %d x\r\ncontent-length: %d\r\n\r\n%b" % (status, len(said), said))
