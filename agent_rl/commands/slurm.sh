@@ -76,6 +76,7 @@ while kill -0 "$run" 2>/dev/null; do wait "$run"; code=$?; done  # a trapped sig
 say "the run ended with exit code $code"
 [ "${#ray_steps[@]}" = 0 ] || kill -TERM "${ray_steps[@]}" 2>/dev/null
 for each in "${ray_steps[@]}"; do while kill -0 "$each" 2>/dev/null; do wait "$each"; done; done
+[ "${#ray_steps[@]}" = 0 ] || rm -rf "$temp"
 
 if [ "$told" = USR1 ] || { [ "$code" = 143 ] && [ -z "$told" ]; }; then
   if [ "${SLURM_RESTART_COUNT:-0}" -lt "$requeues" ]; then

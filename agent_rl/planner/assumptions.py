@@ -15,10 +15,13 @@ from agent_rl.errors import UserError
 from agent_rl.train.ray_launch import threads_per_rank
 
 _BENCH = "measured on two EPYC cores: benchmarks/bench_plan_time.py"
-_FIT = "fitted by hand to a busy machine with two EPYC cores; benchmarks/bench_plan_time.py differs by up to 60 %"
+_FIT = "fitted by hand to quickstart and paper-small on two EPYC cores; bench_plan_time.py differs by up to 60 %"
 _QUICKSTART = "measured: 20 steps of configs/quickstart.yaml"
 _TINY_MOE = (2.9, 155.0, 42.0, 1.65, 0.75), _QUICKSTART
-_PAPER_MOE = (3.3, 180.0, 60.0, 1.5, 0.75), "measured: 15 steps of configs/paper-small.yaml"
+_PAPER_MOE = (
+    (3.2, 173.0, 55.0, 1.5, 0.75),
+    "measured: six runs of configs/paper-small.yaml (40 to 71 sampled)",
+)
 """Turns, tokens and sampled tokens of an episode of mini, the longest over the mean, and the share that is trained."""
 _ENERGY = "fitted to ML.ENERGY's vLLM figures of Qwen3-30B-A3B and 235B on H100s (github.com/ml-energy/leaderboard)"
 _GUESS = "a guess"
@@ -134,15 +137,13 @@ _BOTH = (
 )
 _CPU = (
     *_BOTH,
-    _row(
-        "loop_turn", 0.0075, "s of the loop and the engine's HTTP server for a turn", f"{_QUICKSTART}, processor time"
-    ),
+    _row("loop_turn", 0.009, "s of the loop and the engine's HTTP server for a turn", _FIT),
     _row("trainer_flops", 57e9, "FLOP/s of one thread in float32", _BENCH),
     _row("trainer_copy", 4.1e-7, "s of a token's copy to an expert, a thread", _BENCH),
-    _row("trainer_serial", 0.3, "of a thread's time, the same with more threads", _BENCH),
+    _row("trainer_serial", 0.6, "of a thread's time, the same with more threads", _FIT),
     _row("adam", 1e10, "bytes/s of the optimizer's state", _BENCH),
     _row("adam_tensor", 2.4e-5, "s of a tensor in an update", _BENCH),
-    _row("engine_layer", 0.0015, "s of a layer in a decode step", _FIT),
+    _row("engine_layer", 0.002, "s of a layer in a decode step", _FIT),
     _row("engine_request", 0.0013, "s of a request", _FIT),
     _row("engine_copy", 8.4e-6, "s of a decoded token's copy to an expert", _FIT),
     _row("prefill_copy", 2.3e-6, "s of a prefilled token's copy to an expert", _FIT),

@@ -67,10 +67,11 @@ class WorkerActor:
     @ray.method
     def start(self, request: WorkerRequest, optimizer: OptimizerSpec, rank: int, rendezvous: Rendezvous) -> WorkerInfo:
         """Build the worker. Collective: all workers start at once."""
-        if not request.config.async_rollout.depth:
+        if not request.config.async_rollout.depth and "GOMP_SPINCOUNT" not in os.environ:
             # Engines wait during passes. Threads that never spin double the time of narrow layers, and threads that
-            # spin for long slow the worker 10 times beside another busy process. OpenMP reads it when torch loads.
-            os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+            # spin for long slow the worker 10 times beside another busy process. A process with more threads than
+            # cores, as this one, spins only where the policy is ACTIVE. OpenMP reads both when torch loads.
+            os.environ.update(OMP_WAIT_POLICY="ACTIVE", GOMP_SPINCOUNT="1000")
         from agent_rl.train.worker import TrainerWorker
 
         engine = request.config.engine

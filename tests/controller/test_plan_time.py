@@ -46,7 +46,7 @@ def seconds(plan: TimePlan) -> dict[str, float]:
 @pytest.mark.parametrize("name", RECORDED)
 def test_phases_of_a_recorded_run_are_predicted_within_25_percent(name: str) -> None:
     recorded = RECORDED[name]
-    plan = timed(name, assume=("cores=2", f"trainer_threads={recorded['threads']}"))
+    plan = timed(recorded["config"], assume=("cores=2", f"trainer_threads={recorded['threads']}"))
     predicted = seconds(plan) | {"step": plan.step, "training": sum(phase.seconds for phase in plan.training)}
     predicted["update"] += predicted["optimizer"]
     ratios = {phase: predicted[phase] / took for phase, took in recorded["seconds"].items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import secrets
 import shutil
@@ -65,6 +66,13 @@ class SlurmCluster:
         """The id of a new job."""
         return self.call("sbatch", "--parsable", *options, script, cwd=script.parent)
 
+    def cancel_all(self) -> None:
+        """End every job and its processes, which outlive Slurm's daemons."""
+        self.call("scancel", "--user", getpass.getuser())
+        deadline = time.monotonic() + 60
+        while self.call("squeue", "-h") and time.monotonic() < deadline:
+            time.sleep(0.2)
+
     def state(self, job: str) -> dict[str, str]:
         """The fields of ``scontrol show job``."""
         fields = self.call("scontrol", "show", "job", "-o", job).split(" ")
@@ -106,6 +114,7 @@ def slurm_cluster(directory: Path) -> Iterator[SlurmCluster]:
             assert time.monotonic() < deadline, cluster.call("sinfo", "-N")
             time.sleep(0.1)
         yield cluster
+        cluster.cancel_all()
     finally:
         _end([*directory.glob("slurm*.pid"), munge / "pid"])
 
