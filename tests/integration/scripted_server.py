@@ -36,11 +36,12 @@ class ForcingHttp(AsyncHttp):
         self.responses: list[Sampled] = []
 
     async def post(self, url: str, body: Mapping[str, Any], **options: Any) -> bytes:
-        if not url.endswith("/generate"):
+        endpoint = url.partition("?")[0]  # without the query, the server answers in JSON
+        if not endpoint.endswith("/generate"):
             return await super().post(url, body, **options)
         sampling = body["sampling_params"] | {"custom_params": {"tokens": list(self._turns.popleft())}}
         forced = {**body, "sampling_params": sampling, "custom_logit_processor": self._processor}
-        response = orjson.loads(await super().post(url, forced, **options))
+        response = orjson.loads(await super().post(endpoint, forced, **options))
         meta = response["meta_info"]
         values = zip(meta["model_logprobs"], meta["output_token_logprobs"], strict=True)
         meta["output_token_logprobs"] = [[own, *rest] for own, (_, *rest) in values]
