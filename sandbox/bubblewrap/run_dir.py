@@ -79,9 +79,9 @@ def dir_leases(base: Path) -> list[Lease]:
         try:
             owner = Owner.from_json((directory / _OWNER).read_text())
             silence_seconds = time.time() - (directory / _OWNER).stat().st_mtime
+            sandboxes = tuple(sandbox.name for sandbox in (directory / "sandboxes").glob("*"))
         except (FileNotFoundError, ValueError):
             continue  # being removed, or not a run directory
-        sandboxes = tuple(sandbox.name for sandbox in (directory / "sandboxes").glob("*"))
         leases.append(Lease("bubblewrap", owner, sandboxes, silence_seconds, str(directory)))
     return leases
 
