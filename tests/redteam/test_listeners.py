@@ -103,7 +103,7 @@ def quickstart(tmp_path: Path) -> Iterator[Running]:
     (tmp_path / "program.py").write_text(PROGRAM)
     program = shlex.join([sys.executable, str(tmp_path / "program.py")])
     settings = [
-        "name=open", f"runs_dir={tmp_path}", f"model={tmp_path}/model", "train.steps=500", "train.checkpoint_every=0",
+        "name=open", f"runs_dir={tmp_path}", f"model={tmp_path}/model", "train.steps=5000", "train.checkpoint_every=0",
         f"env.options={{train_tasks: 16, heldout_tasks: 8, cache_dir: {ROOT}/.cache/tasks}}",
         "rollout.tasks_per_step=2", "rollout.group_size=2", "eval.tasks=0", "train.parallel.world_size=2",
         f"rollout.harness={{command: {program!r}, location: host}}",
