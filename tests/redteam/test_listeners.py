@@ -11,8 +11,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -21,7 +23,7 @@ from support.listeners import Listener, descendants, listeners_of
 
 from agent_rl.config.loader import install_model
 from tests.redteam.attack import report_stopped
-from tests.redteam.web_page import REQUESTS
+from tests.redteam.web_page import REQUESTS, Reply
 
 pytestmark = [pytest.mark.redteam, pytest.mark.sglang, pytest.mark.megatron, pytest.mark.bubblewrap, pytest.mark.slow]
 
@@ -103,7 +105,7 @@ def quickstart(tmp_path: Path) -> Iterator[Running]:
     (tmp_path / "program.py").write_text(PROGRAM)
     program = shlex.join([sys.executable, str(tmp_path / "program.py")])
     settings = [
-        "name=open", f"runs_dir={tmp_path}", f"model={tmp_path}/model", "train.steps=5000", "train.checkpoint_every=0",
+        "name=open", f"runs_dir={tmp_path}", f"model={tmp_path}/model", "train.steps=500", "train.checkpoint_every=0",
         f"env.options={{train_tasks: 16, heldout_tasks: 8, cache_dir: {ROOT}/.cache/tasks}}",
         "rollout.tasks_per_step=2", "rollout.group_size=2", "eval.tasks=0", "train.parallel.world_size=2",
         f"rollout.harness={{command: {program!r}, location: host}}",
@@ -188,8 +190,14 @@ def refuse_endpoint_without_session(run: Running, now: set[Listener]) -> None:
 
 def refuse_web_pages(now: set[Listener]) -> None:
     """A page of another site at each port: the port needs a key, or speaks another protocol than HTTP."""
+    ports = list(now)
+
+    def send(name: str, listener: Listener) -> Reply:
+        return REQUESTS[name].send(listener.port, "/api/jobs/", listener.address, 1.0)
+
     for name in PAGES:
-        replies = {each: REQUESTS[name].send(each.port, "/api/jobs/", each.address, 1.0) for each in now}
+        with ThreadPoolExecutor(len(ports)) as pool:  # a port that speaks no HTTP is silent for the whole second
+            replies = dict(zip(ports, pool.map(partial(send, name), ports), strict=True))
         allowed = {each: reply for each, reply in replies.items() if reply.status not in (0, 401, 403, 404, 405)}
         assert not allowed, (name, allowed)
         statuses = {str(kind_of(each)): replies[each].status for each in sorted(now, key=lambda each: each.command)}
