@@ -38,7 +38,8 @@ class SlurmJob:
 
 
 def slurm_script(config: RunConfig, arguments: Sequence[str], job: SlurmJob) -> str:
-    """The batch script that trains ``config``, given as ``arguments`` of ``agent-rl train``. Raises UserError."""
+    """The batch script that trains ``config``, given as ``arguments`` of ``agent-rl train`` or ``sft``. Raises
+    UserError."""
     nodes = job.nodes or planned_nodes(config)
     _check(config, job, nodes)
     gpus = config.hardware.gpus_per_node if _gpus(config) else 0
@@ -58,7 +59,7 @@ def slurm_script(config: RunConfig, arguments: Sequence[str], job: SlurmJob) -> 
         *job.options,
     ]
     address = ["train.ray_address=auto"] if nodes > 1 else []
-    command = [sys.executable, "-m", "agent_rl.cli", "train", *arguments, *address]
+    command = [sys.executable, "-m", "agent_rl.cli", "train" if config.sft is None else "sft", *arguments, *address]
     lines = [
         "#!/usr/bin/env bash",
         *(f"#SBATCH {option}" for option in options),

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from support import memory_env
+from support.episode_branches import ListLog
 from support.memory_env import SUBMIT, TurnsEngine, call
 from support.plain_values import CLOCKS, plain
 
@@ -22,7 +23,6 @@ from agent_rl.rollout.group import Rollout
 from agent_rl.rollout.metrics import rollout_metrics
 from agent_rl.rollout.records import decode_trajectory, encode_trajectory
 from agent_rl.rollout.scripted_policies import ByteRenderer
-from agent_rl.rollout.turn_log import LoggedTurn, decode_turn, encode_turn
 from agent_rl.types import Completion, FinishReason, Group, StopReason, Trajectory, Turn
 from tools import Reasoning
 
@@ -61,20 +61,6 @@ class Thinker:
         if got.finish is FinishReason.LENGTH or not self.left:
             return got
         return replace(got, finish=FinishReason.ABORT, interrupted=True, routing=got.routing if got.tokens else None)
-
-
-@dataclass
-class ListLog:
-    turns: list[LoggedTurn] = field(default_factory=list)
-
-    async def kept(self) -> Sequence[LoggedTurn]:
-        return tuple(self.turns)
-
-    async def keep(self, turn: LoggedTurn) -> None:
-        self.turns.append(decode_turn(encode_turn(turn), "a test"))
-
-    async def start_over(self) -> None:
-        raise AssertionError("a replayed turn differs")
 
 
 async def drive(engine: Any, limit: int | None, *, opened: bool = True, log: Any = None, **limits: Any) -> Trajectory:
