@@ -48,13 +48,20 @@ def private_paths(named: Iterable[Path] = ()) -> frozenset[Path]:
     return frozenset(alias for path in found for alias in _aliases(path, mounts))
 
 
-def covers(binds: Iterable[Bind], private: Iterable[Path]) -> list[str]:
-    """Return the bwrap arguments that cover the ``private`` paths below ``binds``. Paths that are gone are left out:
-    bwrap could not make a place for them.
+@dataclass(frozen=True, slots=True)
+class Cover:
+    """The bwrap arguments that cover the private path ``source`` in sandboxes."""
+
+    source: Path
+    arguments: tuple[str, ...]
+
+
+def covers(binds: Iterable[Bind], private: Iterable[Path]) -> list[Cover]:
+    """Return the covers of the ``private`` paths below ``binds``.
 
     Raises ``SandboxStartError`` if a bind itself is private.
     """
-    private, arguments = sorted(private), list[str]()
+    private, result = sorted(private), list[Cover]()
     for bind in binds:
         source, covered = bind.source.resolve(), list[Path]()
         for path in private:
@@ -67,8 +74,19 @@ def covers(binds: Iterable[Bind], private: Iterable[Path]) -> list[str]:
             if path.is_relative_to(source) and not hidden_already and path.exists():
                 covered.append(path)
                 target = str(bind.target / path.relative_to(source))
-                hidden = ["--tmpfs", target, "--remount-ro", target]
-                arguments += hidden if path.is_dir() else ["--ro-bind", "/dev/null", target]
+                hidden = ("--tmpfs", target, "--remount-ro", target)
+                result.append(Cover(path, hidden if path.is_dir() else ("--ro-bind", "/dev/null", target)))
+    return result
+
+
+def mount_arguments(mounts: Iterable[str | Cover]) -> list[str]:
+    """Return ``mounts`` as bwrap arguments. Covers of paths that are gone are left out: bwrap cannot mount them."""
+    arguments = list[str]()
+    for mount in mounts:
+        if isinstance(mount, str):
+            arguments.append(mount)
+        elif mount.source.exists():
+            arguments += mount.arguments
     return arguments
 
 

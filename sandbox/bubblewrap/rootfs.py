@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path, PurePosixPath
 
-from sandbox.bubblewrap.private import Bind, covers
+from sandbox.bubblewrap.private import Bind, Cover, covers
 from sandbox.errors import ImageMissingError
 from sandbox.types import ImagePolicy
 
@@ -42,9 +42,9 @@ PYTHON_PACKAGES = ("pytest", "markupsafe", "pretend")
 
 @dataclass(frozen=True, slots=True)
 class RootFs:
-    """The bwrap arguments of the read-only root, with its home directory and PATH."""
+    """The mounts of the read-only root, with its home directory and PATH. A string is one bwrap argument."""
 
-    arguments: tuple[str, ...]
+    mounts: tuple[str | Cover, ...]
     home: str
     path: str
     seed: Path | None = None
@@ -59,19 +59,20 @@ def host_root(cache: Path, private: Collection[Path]) -> RootFs:
     """
     prefix = Path(sys.base_prefix)
     generated = _generate_files(cache, prefix)
-    arguments, binds = [*_bind(generated / "etc", "/etc")], list[Bind]()
+    binds = list[Bind]()
+    mounts: list[str | Cover] = [*_bind(generated / "etc", "/etc")]
     for directory in (Path("/"), Path("/usr"), Path("/usr/local"), prefix):
         names = _TOP_DIRS if directory == Path("/") else _TOOL_DIRS
         for name in (*names, *(["ssl"] if directory == prefix else [])):
-            arguments += _bind_directory(directory / name, binds)
+            mounts += _bind_directory(directory / name, binds)
     site_dirs = _site_dirs()
-    arguments += covers(binds, [path for path in private if not any(path.is_relative_to(site) for site in site_dirs)])
-    arguments += [part for directory in site_dirs for part in _bind(generated / "site", directory)]
+    mounts += covers(binds, [path for path in private if not any(path.is_relative_to(site) for site in site_dirs)])
+    mounts += [part for directory in site_dirs for part in _bind(generated / "site", directory)]
     path = f"{prefix}/bin:{_SYSTEM_PATH}"
     if not (prefix / "bin" / "python").exists():
-        arguments += _bind(generated / "bin", "/opt/agent-rl/bin")
+        mounts += _bind(generated / "bin", "/opt/agent-rl/bin")
         path = f"/opt/agent-rl/bin:{path}"
-    return RootFs(tuple(arguments), HOST_HOME, path)
+    return RootFs(tuple(mounts), HOST_HOME, path)
 
 
 def _generate_files(cache: Path, prefix: Path) -> Path:
@@ -134,16 +135,16 @@ def dir_root(root: Path, private: Collection[Path]) -> RootFs:
             "(one "
             f"with the directory usr/ in it, not a link); make one with: python -m sandbox.base_image --rootfs DIR"
         )
-    arguments, binds = list[str](), list[Bind]()
+    mounts, binds = list[str | Cover](), list[Bind]()
     # Each entry is bound onto a new root, where mount points can be created without changing the image directory.
     for entry in sorted(root.iterdir()):
         if entry.name in ("proc", "dev", "sys", "tmp", "root", "run", *_TOP_DIRS) or not _is_dir(entry):
             continue
-        arguments += _bind_directory(entry, binds, Path("/", entry.name))
+        mounts += _bind_directory(entry, binds, Path("/", entry.name))
     for name in _TOP_DIRS:
-        arguments += _bind_directory(root / name, binds, Path("/", name))
-    arguments += covers(binds, private)
-    return RootFs(tuple(arguments), ROOTFS_HOME, f"/usr/local/sbin:{_SYSTEM_PATH}:/usr/sbin:/sbin", seed=root)
+        mounts += _bind_directory(root / name, binds, Path("/", name))
+    mounts += covers(binds, private)
+    return RootFs(tuple(mounts), ROOTFS_HOME, f"/usr/local/sbin:{_SYSTEM_PATH}:/usr/sbin:/sbin", seed=root)
 
 
 def path_in_image(root: Path, sandbox_path: str) -> Path:

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from sandbox.base import ROOT, BaseSandbox
 from sandbox.bubblewrap.launch import Launcher
-from sandbox.bubblewrap.private import Bind, covers
+from sandbox.bubblewrap.private import Bind, Cover, covers, mount_arguments
 from sandbox.bubblewrap.rootfs import RootFs, copy_regular, path_in_image
 from sandbox.cgroup import Cgroup
 from sandbox.disk import Usage, usage
@@ -73,7 +73,10 @@ class BubblewrapSandbox(BaseSandbox):
         if user not in (ROOT, "0", "root"):
             raise SandboxUnavailableError(f"user {user!r}: bubblewrap has only root; set sandbox.backend=docker")
         kills_before = self.cgroup.oom_kills() if self.cgroup else 0
-        finished, started = await self._run(argv, timeout, cwd, env, stdin)
+        mounts = mount_arguments(self._mounts)
+        finished, started = await self._run(mounts, argv, timeout, cwd, env, stdin)
+        if not started and mounts != (remaining := mount_arguments(self._mounts)):  # a private path vanished meanwhile
+            finished, started = await self._run(remaining, argv, timeout, cwd, env, stdin)
         if finished.returncode != 0 and not self.disk_watch.overgrown:
             await self._check_disk()
         if self.disk_watch.overgrown:
@@ -126,10 +129,11 @@ class BubblewrapSandbox(BaseSandbox):
             if source.is_dir():
                 shutil.copytree(source, work, symlinks=True, dirs_exist_ok=True, copy_function=copy_regular)
 
-    def _all_mounts(self, private: Collection[Path]) -> list[str]:
+    def _all_mounts(self, private: Collection[Path]) -> list[str | Cover]:
         # /proc is remounted read-only: if this process is root, the sandbox's root could set kernel parameters in
         # /proc/sys even without capabilities.
-        mounts = [*self._root.arguments, "--proc", "/proc", *_hidden(), "--remount-ro", "/proc", "--dev", "/dev"]
+        mounts: list[str | Cover] = [*self._root.mounts, "--proc", "/proc", *_hidden()]
+        mounts += ["--remount-ro", "/proc", "--dev", "/dev"]
         for area, directory in self._areas.items():
             mounts += ["--bind", str(self._directory / directory), area]
         for source, target in self._spec.ro_binds.items():
@@ -144,7 +148,13 @@ class BubblewrapSandbox(BaseSandbox):
         return [*mounts, "--remount-ro", "/"]
 
     async def _run(
-        self, argv: Sequence[str], timeout: float, cwd: str, env: Mapping[str, str], stdin: bytes | None
+        self,
+        mounts: Sequence[str],
+        argv: Sequence[str],
+        timeout: float,
+        cwd: str,
+        env: Mapping[str, str],
+        stdin: bytes | None,
     ) -> tuple[ProcessResult, bool]:
         """Run one bwrap in a new task, so that closing the sandbox can cancel it."""
         self._check_open()
@@ -155,7 +165,7 @@ class BubblewrapSandbox(BaseSandbox):
             self._launcher.run(
                 self._spec,
                 self.cgroup,
-                self._mounts,
+                mounts,
                 argv,
                 cwd=cwd,
                 env=full_env,

@@ -123,6 +123,22 @@ async def test_directories_of_the_config_are_hidden(
 
 
 @pytest.mark.parametrize("system_directory", ["/usr/lib"], indirect=True)
+async def test_sandboxes_go_on_after_a_private_directory_is_removed(
+    system_directory: Path, open_backends: list[BubblewrapBackend], tmp_path: Path
+) -> None:
+    private = fill(system_directory / "tasks")
+    policy = ImagePolicy(private=(private,))
+    open_backends.append(BubblewrapBackend(run_id="removed", base=tmp_path / "base", images=policy))
+    sandbox = await open_backends[0].start(SandboxSpec())
+    shutil.rmtree(private)
+    assert (await sandbox.exec("true", timeout=20)).ok
+    assert await leaks(open_backends[0], system_directory) == ""
+    fill(private)
+    read = await sandbox.exec(f"{LEAKS} {private}; ls -A {private}", timeout=20)
+    assert not read.stdout
+
+
+@pytest.mark.parametrize("system_directory", ["/usr/lib"], indirect=True)
 async def test_a_private_directory_below_a_read_only_bind_is_hidden(
     system_directory: Path, open_backends: list[BubblewrapBackend], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
