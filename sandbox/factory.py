@@ -15,6 +15,7 @@ BACKENDS = Registry(
         "auto": "sandbox.factory:best_backend",
         "bubblewrap": "sandbox.bubblewrap.backend:BubblewrapBackend",
         "docker": "sandbox.docker.backend:DockerBackend",
+        "modal": "sandbox.remote.modal:open_modal",
         "podman": "sandbox.docker.backend:PodmanBackend",
     },
     SandboxUnavailableError,

@@ -86,7 +86,7 @@ class TreeCollector:
     def __init__(self, name: str, limits: TreeLimits, known: Mapping[str, str] | None = None) -> None:
         self.files: dict[str, TreeFile] = {}
         self.limits = limits
-        self._known = known or {}
+        self.known = known or {}
         self._name, self._bytes, self._entries, self._compared = name, 0, 0, 0
 
     def count_entry(self) -> None:
@@ -97,7 +97,7 @@ class TreeCollector:
 
     def read(self, path: str, mode: int, size: int, stream: _Readable) -> None:
         """Add a regular file of ``size`` bytes; reads ``stream`` only if its content is needed."""
-        known = self._known.get(path)
+        known = self.known.get(path)
         with_data = size <= self.limits.file_bytes
         if known is None and not with_data:
             self.add(path, TreeFile(mode, None))

@@ -43,7 +43,7 @@ class SandboxConfig(Section):
 
     backend: Annotated[str, AfterValidator(_check_backend)] = Field(
         "auto",
-        description="auto, docker, podman, bubblewrap, or a registered backend (docs/reference/sandboxes.md). auto: "
+        description="auto, docker, podman, bubblewrap, modal, or a registered backend (docs/reference/sandboxes.md). auto: "
         "docker if a container engine responds, else bubblewrap.",
     )
     runtime: str | None = Field(

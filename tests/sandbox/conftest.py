@@ -38,6 +38,7 @@ CONTAINER_ENGINES = [
     pytest.param("podman", marks=pytest.mark.podman),
     pytest.param("docker with runsc", marks=[pytest.mark.docker, pytest.mark.exhaustive]),
 ]
+REMOTE = pytest.param("remote", marks=pytest.mark.docker)
 ON_HOSTS = " on hosts"
 BUBBLEWRAP = [
     pytest.param("bubblewrap in a pool", marks=pytest.mark.bubblewrap),
@@ -48,7 +49,7 @@ SLOW_CONTAINER_ENGINES = [
     pytest.param("podman", marks=[pytest.mark.podman, pytest.mark.exhaustive]),
     CONTAINER_ENGINES[2],
 ]
-slow_in_podman = pytest.mark.parametrize("engine", [*BUBBLEWRAP, *SLOW_CONTAINER_ENGINES], indirect=True)
+slow_in_podman = pytest.mark.parametrize("engine", [*BUBBLEWRAP, *SLOW_CONTAINER_ENGINES, REMOTE], indirect=True)
 """Runs a test on every backend, in podman only when ``exhaustive`` tests are asked for."""
 
 
@@ -77,10 +78,15 @@ class Engine:
     pooled: bool = False
     on_hosts: bool = False
 
+    @property
+    def factory(self) -> str:
+        """The name or path by which ``open_backend`` finds the backend."""
+        return "support.remote_docker:open_remote" if self.name == "remote" else self.name
+
     async def open(self, run_id: str) -> SandboxBackend:
         if self.on_hosts:
             return await open_cluster(self.name, run_id=run_id, sandboxes_per_node=16)
-        return open_backend(self.name, run_id=run_id, runtime=self.runtime)
+        return open_backend(self.factory, run_id=run_id, runtime=self.runtime)
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +100,7 @@ def two_nodes() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", params=[*BUBBLEWRAP, *CONTAINER_ENGINES])
+@pytest.fixture(scope="module", params=[*BUBBLEWRAP, *CONTAINER_ENGINES, REMOTE])
 def engine(request: pytest.FixtureRequest) -> Engine:
     name, _, runtime = str(request.param).partition(" with ")
     if name.endswith(ON_HOSTS):
@@ -159,7 +165,7 @@ class Host:
     def sandbox_exists(self, backend: str, sandbox_id: str) -> bool:
         """Whether the container, directory or control groups of a sandbox exist on the machine."""
         if backend != "bubblewrap":
-            api = connect(backend)
+            api = connect(backend.removeprefix("remote "))
             try:
                 return any(c["Id"].startswith(sandbox_id) for c in api.containers(all=True))
             finally:
