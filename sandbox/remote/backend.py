@@ -47,8 +47,9 @@ class Provider(Protocol):
     async def start(self, spec: SandboxSpec, command: Sequence[str]) -> Instance:
         """Start an instance of ``spec.image`` whose main program is ``command``, as root, and connect to it.
 
-        The program kills all other processes of the instance at the end of a command. It needs the capabilities ``DAC_OVERRIDE``, ``FOWNER``, ``KILL``, ``SETGID``, ``SETUID`` and
-        ``SETPCAP``, and the image Python 3.7 or newer. Raises ``SandboxStartError`` or ``ImageMissingError``.
+        The program kills all other processes of the instance at the end of a command. It needs the capabilities
+        ``DAC_OVERRIDE``, ``FOWNER``, ``KILL``, ``SETGID``, ``SETUID`` and ``SETPCAP``, and the image Python 3.7 or
+        newer. Raises ``SandboxStartError`` or ``ImageMissingError``.
         """
         ...
 
