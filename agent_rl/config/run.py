@@ -249,6 +249,9 @@ class RunConfig(Section):
             "train.kl, which needs sampled log-probs: remove it": self.train.kl.coefficient > 0,
             "train.entropy_coefficient: set it to 0": self.train.entropy_coefficient > 0,
             "train.balance, which plans from replayed routes: disable it": self.train.balance.enabled,
+            "engine.urls: sft.eval_every starts its own engines": self.evaluates_sft and not self.engine.launched,
+            "engine.colocate: engines of sft.eval_every need GPUs of their own": self.evaluates_sft
+            and self.engine.colocate,
         }
         if self.sft is not None and (messages := [message for message, conflict in conflicts.items() if conflict]):
             raise ValueError(f"sft conflicts with {messages[0]}")
@@ -270,6 +273,11 @@ class RunConfig(Section):
     def evaluations(self) -> dict[str, EvalSettings]:
         """The settings of evaluation by source; "" is the environment of the section ``env``."""
         return {name: self.eval.settings_of(name) for name in self.eval.sources or self.train.sources or ("",)}
+
+    @property
+    def evaluates_sft(self) -> bool:
+        """Whether `agent-rl sft` evaluates by Pass@1."""
+        return self.sft is not None and self.sft.eval_every > 0
 
     @property
     def captures_routes(self) -> bool:
