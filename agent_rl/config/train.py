@@ -231,9 +231,23 @@ class DistillConfig(Section):
         description="URL of an SGLang server with the model's tokenizer. Or, on CPUs, a checkpoint directory or "
         "RUN[@STEP] that the run serves."
     )
-    coefficient: float = Field(1.0, gt=0, description="Weight of the reverse KL to the teacher, in the advantage.")
+    coefficient: float = Field(
+        1.0, gt=0, description="Weight of the reverse KL to the teacher, in the advantage; with top_k in the loss."
+    )
     reward: float = Field(0.0, ge=0, description="Weight of the reward's advantage. 0: learn from the teacher alone.")
+    top_k: int | None = Field(
+        None,
+        gt=0,
+        le=256,
+        description="Learn from the teacher's distribution over its top_k most likely tokens and the rest, 8 * top_k "
+        "bytes per sampled token. null: from its log-prob of the sampled token.",
+    )
     concurrency: int = Field(8, gt=0, description="Maximum number of concurrent evaluations by the teacher.")
+
+    @property
+    def in_advantage(self) -> float:
+        """The weight of the reverse KL in the advantage; 0 where it is a term of the loss."""
+        return self.coefficient if self.top_k is None else 0.0
 
 
 class LoraConfig(Section):

@@ -259,6 +259,7 @@ def _branch_samples(
     shape is used for a trajectory without routes."""
     old = _by_branch(trajectory, None if trajectory.rescored is None else trajectory.rescored.mean)
     teacher, total = _by_branch(trajectory, trajectory.teacher_logprobs), max(1, _trained_tokens(trajectory))
+    top = trajectory.teacher_top and trajectory.teacher_top.split([each.sampled_tokens for each in trajectory.branches])
     branches = [(index, branch) for index, branch in enumerate(trajectory.branches) if branch.loss_mask.any()]
     return [
         (
@@ -272,6 +273,7 @@ def _branch_samples(
                 weight=int(branch.loss_mask[1:].sum()) / total if by_sequence and len(branches) > 1 else 1.0,
                 old_logprobs=old[index],
                 teacher_logprobs=teacher[index],
+                teacher_top=top[index] if top else None,
                 trajectory=number if len(branches) > 1 else None,
                 lag=None if version is None else _lag(branch, version),
                 kept=branch.kept,

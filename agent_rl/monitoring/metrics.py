@@ -202,6 +202,11 @@ METRICS: tuple[Metric, ...] = (
             "nats",
             "Reverse KL to the teacher before the update; mean over tokens.",
         ),
+        (
+            "distill/loss_kl",
+            "nats",
+            "Reverse KL to the teacher over its `top_k` tokens and the rest, as in the loss; mean over tokens.",
+        ),
     ),
     *_rows(_TEACHER, ("distill/score_seconds_mean", "seconds", "Mean time of the teacher to evaluate a trajectory.")),
     *_rows(

@@ -50,6 +50,7 @@ class UpdateSums:
     dropped: float
     kl_reference: float
     update: Update
+    distill: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from agent_rl.train.optimizer import PolicyOptimizer
 
 Shards = Sequence[RouteShard] | None
-SUMS = ("loss", "clipped", "entropy", "kl", "correction", "dropped", "kl_reference")
+SUMS = ("loss", "clipped", "entropy", "kl", "correction", "dropped", "kl_reference", "distill")
 """The sums that the loss function returns for each micro-batch: fields of :class:`UpdateSums`."""
 
 
@@ -377,8 +377,16 @@ def _distilled(item: PackedBatch, batch: MicroBatch, logprobs: Tensor, distill: 
     if batch.teacher_T is None:
         raise TrainerError(f"train.distill is set and the teacher did not evaluate sample {batch.sample_ids[0]}")
     teacher, advantages = torch.from_numpy(batch.teacher_T).to(logprobs), item.extras["advantages"].to(logprobs)
-    distilled = distilled_advantages(advantages, logprobs, teacher, distill.reward, distill.coefficient)
-    return replace(item, extras={**item.extras, "advantages": distilled})
+    distilled = distilled_advantages(advantages, logprobs, teacher, distill.reward, distill.in_advantage)
+    item = replace(item, extras={**item.extras, "advantages": distilled})
+    if distill.top_k is None:
+        return item
+    if batch.teacher_top_T is None:
+        raise TrainerError(f"train.distill.top_k is set and sample {batch.sample_ids[0]} has no tokens of the teacher")
+    top = torch.from_numpy(batch.teacher_top_T.logprobs).to(logprobs.device)
+    return replace(
+        item, extras={**item.extras, "teacher_top": top}, candidates=torch.from_numpy(batch.teacher_top_T.ids)
+    )
 
 
 def _mean_weight(model: PolicyModel, inputs: Sequence[PackedBatch], correction: CorrectionConfig) -> float:
@@ -437,6 +445,7 @@ def grpo_loss(config: RunConfig, share: MiniStepShare, *, detail: bool = False) 
             counts=counts,
             reference_T=batch.extras.get("reference"),
             selected_T=batch.extras.get("selected"),
+            top_Tk=(batch.extras["candidates"], batch.extras["teacher_top"]) if batch.candidates is not None else None,
         )
         values = dict[str, float | Tensor](zip(SUMS, (result.loss.detach(), *_reported(result)), strict=True))
         if detail:
@@ -449,7 +458,8 @@ def grpo_loss(config: RunConfig, share: MiniStepShare, *, detail: bool = False) 
 
 
 def _reported(result: PolicyLoss) -> tuple[Tensor, ...]:
-    return result.clipped, result.entropy, result.approx_kl, result.correction, result.dropped, result.kl_reference
+    names = ("clipped", "entropy", "approx_kl", "correction", "dropped", "kl_reference", "distill")
+    return tuple(getattr(result, name) for name in names)
 
 
 def _at_sampled_tokens(

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agent_rl.errors import TrainerError
-from agent_rl.types import Sample
+from agent_rl.types import Sample, TopTokens
 from r3.kept_tokens import KeptTokens, KeptTokensError
 
 
@@ -30,7 +30,7 @@ class MicroBatch:
     ``mask_T`` bool (sampled, and not a sequence's first token), ``logprobs_T`` float32 (the rollout's),
     ``advantages_T`` and ``weights_T`` float32. ``old_logprobs_T`` float32: the samples' ``old_logprobs``, or None.
     ``lag_T`` int32: their ``lag``, or 0. ``teacher_T`` float32: their ``teacher_logprobs``, or None. ``kept_T``: their
-    kept tokens, one row per token, or None.
+    kept tokens, one row per token, or None. ``teacher_top_T``: their ``teacher_top``, one row per token, or None.
     """
 
     sample_ids: tuple[int, ...]
@@ -44,6 +44,7 @@ class MicroBatch:
     old_logprobs_T: NDArray[np.float32] | None = None
     kept_T: KeptTokens | None = None
     teacher_T: NDArray[np.float32] | None = None
+    teacher_top_T: TopTokens | None = None
 
     @property
     def tokens(self) -> int:
@@ -71,8 +72,26 @@ def pack(samples: Mapping[int, Sample] | Sequence[Sample], ids: Sequence[int]) -
         lag_T=np.concatenate([_lag(sample) for sample in members]),
         old_logprobs_T=_of_all(ids, [sample.old_logprobs for sample in members], "old log-probs"),
         teacher_T=_of_all(ids, [sample.teacher_logprobs for sample in members], "log-probs of the teacher"),
+        teacher_top_T=_teacher_top(ids, members),
         kept_T=KeptTokens.join([_kept(index, sample) for index, sample in zip(ids, members, strict=True)]),
     )
+
+
+def _teacher_top(ids: Sequence[int], members: Sequence[Sample]) -> TopTokens | None:
+    """One row per token of all samples, or None. Raises TrainerError for rows of other tokens."""
+    if all(sample.teacher_top is None for sample in members):
+        return None
+    rows = []
+    for index, sample in zip(ids, members, strict=True):
+        top, mask = sample.teacher_top, np.asarray(sample.loss_mask, bool)
+        if top is None or len(top) != mask.sum():
+            rows_of = "no" if top is None else str(len(top))
+            raise TrainerError(f"sample {index} has {mask.sum()} sampled tokens and {rows_of} rows of the teacher")
+        ids_Sk = np.zeros((len(mask), top.ids.shape[1]), np.int32)
+        logprobs_Sk = np.zeros(ids_Sk.shape, np.float32)
+        ids_Sk[mask], logprobs_Sk[mask] = top.ids, top.logprobs
+        rows.append(TopTokens(ids_Sk, logprobs_Sk))
+    return TopTokens.join(rows)
 
 
 def _kept(index: int, sample: Sample) -> tuple[int, KeptTokens | None]:
