@@ -250,6 +250,14 @@ class DistillConfig(Section):
         return self.coefficient if self.top_k is None else 0.0
 
 
+class EmaConfig(Section):
+    """An exponential moving average of the weights, for evaluation and export; see docs/how-to/checkpoints.md."""
+
+    decay: float = Field(
+        0.999, gt=0, lt=1, description="Share of the average that an update keeps: it averages 1 / (1 - decay) updates."
+    )
+
+
 class LoraConfig(Section):
     """LoRA: train low-rank adapters on attention and experts and freeze all other weights; see docs/how-to/lora.md."""
 
@@ -287,6 +295,9 @@ class TrainConfig(Section):
     betas: tuple[float, float] = Field((0.9, 0.95), description="Adam's beta1 and beta2.")
     grad_clip: float = Field(1.0, gt=0, description="Global gradient-norm limit.")
     lora: LoraConfig | None = Field(None, description="Train LoRA adapters. null: train all weights.")
+    ema: EmaConfig | None = Field(
+        None, description="Average of the weights, float32 in host memory, saved in checkpoints. null: none."
+    )
     distill: DistillConfig | None = Field(None, description="On-policy distillation. null: no teacher.")
     freeze: tuple[FrozenModule, ...] | None = Field(
         None,
