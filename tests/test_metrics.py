@@ -105,7 +105,9 @@ def lag() -> LoopLag:
 def report() -> RankReport:
     logprobs, update = np.zeros(MAX_STALENESS + 1, np.float32), Update(grad_norm=1.0, lr=1e-3)
     lag = np.arange(len(logprobs), dtype=np.int32)
-    sums = UpdateSums(3, loss=0.0, clipped=0, entropy=0, kl=0, correction=0, dropped=0, kl_reference=0, update=update)
+    sums = UpdateSums(
+        3, loss=0.0, clipped=0, entropy=0, kl=0, correction=0, dropped=0, kl_reference=0, update=update, distill=0.1
+    )
     reference = ReferenceReport(taken=0.0, seconds=1.0)
     return RankReport(logprobs, logprobs, logprobs, lag, (sums,), 1.0, 1.0, 1.0, reference, teacher_logprobs=logprobs)
 

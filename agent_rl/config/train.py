@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from agent_rl.config.advantages import baseline_spec, scale_spec
 from agent_rl.config.base import OFF, Precision, Section, registered_name
-from agent_rl.config.objectives import Aggregation, objective_spec
+from agent_rl.config.objectives import Aggregation, Distance, objective_spec
 from agent_rl.config.tasks import SourceName, TrainSource
 from agent_rl.errors import ConfigError
 
@@ -204,6 +204,7 @@ class Clip:
     ``dual``: constant of dual-clip PPO (arXiv 1912.09729); for a negative advantage A a token's loss is at most
     ``-dual * A``; None: no dual clip. ``tau``: temperatures of the soft gate that replaces the clip (SAPO), for
     positive and for other advantages; None if the objective has no gate. ``options``: the objective's further numbers.
+    ``distance``: what the bounds limit of a token, where it is not the ratio; None: nothing of a single token.
     """
 
     low: float
@@ -211,6 +212,7 @@ class Clip:
     dual: float | None = None
     tau: tuple[float, float] | None = None
     options: Mapping[str, float] = field(default_factory=dict)
+    distance: Distance | None = "ratio"
 
 
 class OverlongConfig(Section):
@@ -429,7 +431,8 @@ class TrainConfig(Section):
         low, high = spec.clip or (math.inf, math.inf)
         tau = spec.tau and (self.tau_positive or spec.tau[0], self.tau_negative or spec.tau[1])
         options = {**spec.options, **self.objective_options}
-        return Clip(self.eps_low or low, self.eps_high or high, self.dual_clip, tau, options)
+        distance = spec.distance if spec.ratio == "token" else None
+        return Clip(self.eps_low or low, self.eps_high or high, self.dual_clip, tau, options, distance)
 
     @property
     def loss_aggregation(self) -> Aggregation:

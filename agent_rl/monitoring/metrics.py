@@ -339,7 +339,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "off_policy/clip_fraction_lag_<lag>",
         "share",
-        "Tokens of this lag whose ratio is outside the objective's clip before the first update.",
+        "Tokens of this lag beyond the objective's clip before the first update, by what it clips; not for gspo.",
         _STEP,
         _LAGS[1:],
     ),

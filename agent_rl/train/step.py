@@ -286,7 +286,7 @@ def _sampled_tokens(inputs: Sequence[PackedBatch], values: Sequence[Mapping[str,
     epochs = range(0, len(values), max(1, len(inputs)))
     entropy = [_tensor(item["entropy_T"]) for item in values[: len(inputs)]]
     flags = [
-        _flags(item.extras, torch.stack([_tensor(values[epoch + number]["clipped_T"]) for epoch in epochs]).any(0))
+        _flags(item.extras, *(_ever(values, [epoch + number for epoch in epochs], name) for name in _TOKEN_FLAGS))
         for number, item in enumerate(inputs)
     ]
     if not inputs:
@@ -294,11 +294,18 @@ def _sampled_tokens(inputs: Sequence[PackedBatch], values: Sequence[Mapping[str,
     return SampledTokens(torch.cat(entropy).cpu().numpy(), torch.cat(flags).cpu().numpy())
 
 
-def _flags(extras: Mapping[str, Tensor], clipped: Tensor) -> Tensor:
-    """uint8 ``[n]``: the :class:`TokenFlag` bits of the ``n`` sampled tokens; ``clipped`` bool ``[n]``."""
+_TOKEN_FLAGS = ("clipped_T", "dropped_T")
+
+
+def _ever(values: Sequence[Mapping[str, float | Tensor]], items: Sequence[int], name: str) -> Tensor:
+    """Whether ``name`` was set in any of these micro-batches."""
+    return torch.stack([_tensor(values[item][name]) for item in items]).any(0)
+
+
+def _flags(extras: Mapping[str, Tensor], clipped: Tensor, masked: Tensor) -> Tensor:
+    """uint8 ``[n]``: the :class:`TokenFlag` bits of the ``n`` sampled tokens; ``clipped``, ``masked`` bool ``[n]``."""
     mask_T = extras["mask"].to(clipped.device)
     factors = extras["factors"].to(clipped.device)[mask_T]
-    masked = factors == 0
     bits = {TokenFlag.CLIPPED: clipped, TokenFlag.REWEIGHTED: (factors != 1) & ~masked, TokenFlag.MASKED: masked}
     return torch.stack([is_set.to(torch.uint8) * int(flag) for flag, is_set in bits.items()]).sum(0, dtype=torch.uint8)
 
@@ -451,7 +458,8 @@ def grpo_loss(config: RunConfig, share: MiniStepShare, *, detail: bool = False) 
         if detail:
             mask_T = batch.extras["mask"]
             entropy = torch.zeros_like(logprobs_T) if entropy_T is None else entropy_T.detach()
-            values |= {"entropy_T": entropy[mask_T].half(), "clipped_T": result.clipped_T[mask_T]}
+            flags = {name: getattr(result, name)[mask_T] for name in _TOKEN_FLAGS}
+            values |= {"entropy_T": entropy[mask_T].half(), **flags}
         return result.loss, values
 
     return loss_fn

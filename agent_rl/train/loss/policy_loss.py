@@ -41,7 +41,7 @@ class PolicyLoss:
     The others are detached sums over the micro-batch's sampled tokens. Divided by the global count they are
     ``train/clip_fraction``, ``train/entropy``, ``train/approx_kl``, ``train/correction_weight``,
     ``train/correction_dropped``, ``train/kl_reference`` (0 without a reference) and ``distill/loss_kl`` (0 without a
-    teacher's top_k). ``clipped_T`` bool: the clipped tokens.
+    teacher's top_k). ``clipped_T`` and ``dropped_T`` bool: the clipped tokens, and those with a correction factor of 0.
     """
 
     loss: Tensor
@@ -53,6 +53,7 @@ class PolicyLoss:
     kl_reference: Tensor
     distill: Tensor
     clipped_T: Tensor
+    dropped_T: Tensor
 
 
 def policy_loss(
@@ -114,7 +115,7 @@ def policy_loss(
     if train.kl.coefficient and reference_T is not None:
         ratio_T = (logprobs_T - old_logprobs_T).clamp(-LOG_LIMIT, LOG_LIMIT).exp() if train.kl.unbiased else None
         penalty_T = kl_penalty(train.kl, logprobs_T, sampled(reference_T), ratio_T)
-    clipped_T = terms.clipped_T & mask_T
+    clipped_T, dropped_T = terms.clipped_T & mask_T, (factors_T == 0) & mask_T
     terms_T = _terms(terms.loss_T, factors_T, penalty_T, entropy_T, train)
     distill_T = torch.zeros_like(logprobs_T)
     if top_Tk is not None and train.distill is not None:
@@ -126,10 +127,11 @@ def policy_loss(
         entropy=entropy_T.detach().sum(),
         approx_kl=kl_estimate("k3", old_logprobs_T, logprobs_T.detach()).sum(),
         correction=factors_T.sum(),
-        dropped=((factors_T == 0) & mask_T).sum().to(logprobs_T.dtype),
+        dropped=dropped_T.sum().to(logprobs_T.dtype),
         kl_reference=penalty_T.detach().sum(),
         distill=distill_T.detach().sum(),
         clipped_T=clipped_T,
+        dropped_T=dropped_T,
     )
 
 
