@@ -338,7 +338,7 @@ class Trajectory:
     ``start_seconds``: time to start the task. ``grade_began``: start of grading, in seconds since ``began``.
     ``recovered``: an earlier start of the run sampled it, so its times are not of this process. ``replayed_turns``:
     turns reused after the loss of the sandbox or the run. ``harness``: counters of the agent program: ``rewrites``,
-    ``retries``, ``echo_differs``. ``parts``, ``metrics``: of the grade (:class:`envs.Grade`).
+    ``retries``, ``echo_differs``. ``parts``, ``metrics``, ``turn_rewards``: of the grade (:class:`envs.Grade`).
     ``model_calls``: the requests to judges and simulated users.
     """
 
@@ -377,6 +377,7 @@ class Trajectory:
     kept: KeptTokens | None = None
     parts: Mapping[str, float] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
+    turn_rewards: tuple[float, ...] = ()
     model_calls: tuple[ModelCall, ...] = ()
 
     @property
@@ -425,6 +426,7 @@ class Group:
 class Sample:
     """A training sample: one branch of a trajectory with the trajectory's advantage (a scalar for all sampled tokens).
 
+    ``advantages`` float32 ``[S]``: an advantage for each token instead; None: ``advantage`` for all.
     ``logprobs`` float32 ``[S]``: log-probs as sampled. ``old_logprobs`` float32 ``[S]``: denominator of the importance
     ratio; None takes the sampled ones or the trainer's own. Both are 0 for tokens that were not sampled.
     ``trajectory``: samples with the same value are branches of one trajectory; they count as one sequence and share a
@@ -445,6 +447,7 @@ class Sample:
     kept: KeptTokens | None = None
     teacher_logprobs: NDArray[np.float32] | None = None
     teacher_top: TopTokens | None = None
+    advantages: NDArray[np.float32] | None = None
 
 
 class TokenFlag(IntFlag):

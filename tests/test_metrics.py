@@ -71,7 +71,7 @@ def made_by_calling() -> Mapping[str, set[str]]:
         "rollout/route_audit.py": audited,
         "rollout/filters.py": filter_metrics([group], [Group("u", (won, won))]),
         "rollout/rescore.py": rescore_metrics([won]),
-        "controller/advantages.py": build_samples([group]).metrics,
+        "controller/advantages.py": build_samples([group], gamma=1.0).metrics,
         "engine/fleet.py": Fleet().metrics(),
         "engine/generation_gate.py": GenerationGate().metrics(),
         "engine/utilization.py": loaded().metrics(["e"]),

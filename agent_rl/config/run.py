@@ -153,9 +153,15 @@ class RunConfig(Section):
         from_equal, distill = self.train.learns_from_equal_rewards, self.train.distill
         if self.rollout.dynamic_sampling.enabled and from_equal:
             key = f"train.baseline {self.train.baseline}" if distill is None else "train.distill"
+            key = "train.turn_rewards" if self.train.turn_rewards is not None else key
             raise ValueError(
                 f"rollout.dynamic_sampling conflicts with {key}, which also learns from groups with equal rewards: "
-                "disable dynamic_sampling, or choose a baseline of the group and no teacher"
+                "disable dynamic_sampling, or choose a baseline of the group, no teacher and no rewards of turns"
+            )
+        if self.train.turn_rewards is not None and self.rollout.harness is not None:
+            raise ValueError(
+                "train.turn_rewards conflicts with rollout.harness: an environment does not see the turns of an agent "
+                "program; remove one of them"
             )
         if self.rollout.group_size == 1 and not from_equal:
             raise ValueError(

@@ -226,6 +226,12 @@ class OverlongConfig(Section):
     penalty: float = Field(1.0, gt=0, description="Amount subtracted from the reward at rollout.max_tokens.")
 
 
+class TurnRewardsConfig(Section):
+    """Advantages by turn, from the rewards of turns; see docs/reference/objectives.md."""
+
+    gamma: float = Field(1.0, ge=0, le=1, description="Discount of the next turn's return.")
+
+
 class DistillConfig(Section):
     """On-policy distillation: learn from a teacher's log-probs of the sampled tokens; see docs/how-to/distill.md."""
 
@@ -330,6 +336,9 @@ class TrainConfig(Section):
         "group",
         description="Divisor of advantages. group: the group's standard deviation. batch: the step's, over sampled "
         "tokens. mean: the group's mean reward (MaxRL). none: 1. Or a registered scale (docs/reference/objectives.md).",
+    )
+    turn_rewards: TurnRewardsConfig | None = Field(
+        None, description="Advantages by turn, from the rewards that a grade gives to turns. null: by trajectory."
     )
     overlong: OverlongConfig = Field(OverlongConfig(), description="Penalty on long trajectories.")
     old_logprob: OldLogprobConfig = Field(OldLogprobConfig(), description="Old log-probs of the importance ratio.")
@@ -441,9 +450,10 @@ class TrainConfig(Section):
 
     @property
     def learns_from_equal_rewards(self) -> bool:
-        """Whether a group of equal rewards has an effect: its baseline is that of the whole step, or it has a
-        teacher."""
-        return self.distill is not None or baseline_spec(self.baseline).over == "batch"
+        """Whether a group of equal rewards has an effect: its baseline is that of the whole step, or it has a teacher,
+        or rewards of turns."""
+        by_turn = self.turn_rewards is not None
+        return by_turn or self.distill is not None or baseline_spec(self.baseline).over == "batch"
 
     @property
     def normalizes_after_penalty(self) -> bool:

@@ -288,6 +288,7 @@ METRICS: tuple[Metric, ...] = (
         _ADVANTAGES,
         ("train/samples", "count", "Trajectories trained on in the step."),
         ("train/zero_variance_groups", "count", "Groups excluded because all their advantages are 0."),
+        ("train/turn_reward_mean", "reward", "Reward of a turn (`train.turn_rewards`); mean over turns."),
         ("train/overlong_penalty", "reward", "Penalty subtracted by `train.overlong`; mean over trajectories."),
         ("r3/dropped_samples", "count", "Trajectories dropped because routes are missing (`r3.missing: drop_sample`)."),
     ),

@@ -67,7 +67,7 @@ def pack(samples: Mapping[int, Sample] | Sequence[Sample], ids: Sequence[int]) -
         cu_seqlens=np.cumsum([0, *lengths]).astype(np.int32),
         mask_T=np.concatenate([_trainable(sample) for sample in members]),
         logprobs_T=np.concatenate([sample.logprobs for sample in members]).astype(np.float32),
-        advantages_T=np.repeat([sample.advantage for sample in members], lengths).astype(np.float32),
+        advantages_T=np.concatenate([_advantages(sample) for sample in members]),
         weights_T=np.repeat([sample.weight for sample in members], lengths).astype(np.float32),
         lag_T=np.concatenate([_lag(sample) for sample in members]),
         old_logprobs_T=_of_all(ids, [sample.old_logprobs for sample in members], "old log-probs"),
@@ -136,6 +136,10 @@ def pack_weighted(sequences: Sequence[tuple[NDArray[np.int32], NDArray[np.float3
     )
 
 
+def _advantages(sample: Sample) -> NDArray[np.float32]:
+    return np.full(len(sample.tokens), sample.advantage, np.float32) if sample.advantages is None else sample.advantages
+
+
 def _lag(sample: Sample) -> NDArray[np.int32]:
     return np.zeros(len(sample.tokens), np.int32) if sample.lag is None else sample.lag
 
@@ -148,7 +152,8 @@ def _trainable(sample: Sample) -> NDArray[np.bool_]:
 
 def _check_sample(index: int, sample: Sample) -> None:
     tokens = len(sample.tokens)
-    for name, array in (("loss_mask", sample.loss_mask), ("logprobs", sample.logprobs)):
+    arrays = (("loss_mask", sample.loss_mask), ("logprobs", sample.logprobs), ("advantages", _advantages(sample)))
+    for name, array in arrays:
         if len(array) != tokens:
             raise TrainerError(f"sample {index} has {tokens} tokens and {len(array)} entries of {name}")
     if not np.isfinite(sample.logprobs[np.asarray(sample.loss_mask, bool)]).all():
