@@ -426,7 +426,8 @@ class Group:
 class Sample:
     """A training sample: one branch of a trajectory with the trajectory's advantage (a scalar for all sampled tokens).
 
-    ``advantages`` float32 ``[S]``: an advantage for each token instead; None: ``advantage`` for all.
+    ``advantages`` float32 ``[S]``: an advantage for each token instead; None: ``advantage`` for all. ``observed`` bool
+    ``[S]``: the observation tokens to predict; None: none.
     ``logprobs`` float32 ``[S]``: log-probs as sampled. ``old_logprobs`` float32 ``[S]``: denominator of the importance
     ratio; None takes the sampled ones or the trainer's own. Both are 0 for tokens that were not sampled.
     ``trajectory``: samples with the same value are branches of one trajectory; they count as one sequence and share a
@@ -448,6 +449,7 @@ class Sample:
     teacher_logprobs: NDArray[np.float32] | None = None
     teacher_top: TopTokens | None = None
     advantages: NDArray[np.float32] | None = None
+    observed: NDArray[np.bool_] | None = None
 
 
 class TokenFlag(IntFlag):

@@ -150,18 +150,23 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check_groups(self) -> RunConfig:
-        from_equal, distill = self.train.learns_from_equal_rewards, self.train.distill
+        from_equal, lessons = self.train.learns_from_equal_rewards, self.train.other_lessons
         if self.rollout.dynamic_sampling.enabled and from_equal:
-            key = f"train.baseline {self.train.baseline}" if distill is None else "train.distill"
-            key = "train.turn_rewards" if self.train.turn_rewards is not None else key
+            key = lessons[0] if lessons else f"train.baseline {self.train.baseline}"
             raise ValueError(
                 f"rollout.dynamic_sampling conflicts with {key}, which also learns from groups with equal rewards: "
-                "disable dynamic_sampling, or choose a baseline of the group, no teacher and no rewards of turns"
+                "disable dynamic_sampling, or that"
             )
-        if self.train.turn_rewards is not None and self.rollout.harness is not None:
+        by_turn = [key for key in lessons if key != "train.distill"]
+        if by_turn and self.rollout.harness is not None:
             raise ValueError(
-                "train.turn_rewards conflicts with rollout.harness: an environment does not see the turns of an agent "
-                "program; remove one of them"
+                f"{by_turn[0]} conflicts with rollout.harness: turns and observations of an agent program are not told "
+                "apart; remove one of them"
+            )
+        if self.train.echo is not None and self.rollout.temperature != 1.0:
+            raise ValueError(
+                "train.echo requires rollout.temperature 1, at which observations are predicted; it is "
+                f"{self.rollout.temperature:g}"
             )
         if self.rollout.group_size == 1 and not from_equal:
             raise ValueError(

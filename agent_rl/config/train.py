@@ -232,6 +232,12 @@ class TurnRewardsConfig(Section):
     gamma: float = Field(1.0, ge=0, le=1, description="Discount of the next turn's return.")
 
 
+class EchoConfig(Section):
+    """ECHO (arXiv 2605.24517): also learn to predict observations; see docs/reference/objectives.md."""
+
+    coefficient: float = Field(0.05, gt=0, description="Weight of the observations' cross entropy in the loss.")
+
+
 class DistillConfig(Section):
     """On-policy distillation: learn from a teacher's log-probs of the sampled tokens; see docs/how-to/distill.md."""
 
@@ -306,6 +312,7 @@ class TrainConfig(Section):
     ema: EmaConfig | None = Field(
         None, description="Average of the weights, float32 in host memory, saved in checkpoints. null: none."
     )
+    echo: EchoConfig | None = Field(None, description="Cross entropy of observation tokens (ECHO). null: none.")
     distill: DistillConfig | None = Field(None, description="On-policy distillation. null: no teacher.")
     freeze: tuple[FrozenModule, ...] | None = Field(
         None,
@@ -450,10 +457,15 @@ class TrainConfig(Section):
 
     @property
     def learns_from_equal_rewards(self) -> bool:
-        """Whether a group of equal rewards has an effect: its baseline is that of the whole step, or it has a teacher,
-        or rewards of turns."""
-        by_turn = self.turn_rewards is not None
-        return by_turn or self.distill is not None or baseline_spec(self.baseline).over == "batch"
+        """Whether a group of equal rewards has an effect: its baseline is that of the whole step, or something else
+        than the reward teaches."""
+        return bool(self.other_lessons) or baseline_spec(self.baseline).over == "batch"
+
+    @property
+    def other_lessons(self) -> tuple[str, ...]:
+        """The keys by which trajectories teach whatever their rewards."""
+        keys = {"distill": self.distill, "echo": self.echo, "turn_rewards": self.turn_rewards}
+        return tuple(f"train.{key}" for key, section in keys.items() if section is not None)
 
     @property
     def normalizes_after_penalty(self) -> bool:

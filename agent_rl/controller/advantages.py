@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from agent_rl.config import OverlongConfig
 from agent_rl.config.advantages import BASELINES, SCALES, baseline_spec, scale_spec
 from agent_rl.config.objectives import Aggregation
-from agent_rl.controller.turn_credit import Credit, by_turn, split
+from agent_rl.controller.turn_credit import Credit, by_turn, observations, split
 from agent_rl.errors import TrainerError
 from agent_rl.types import Branch, Group, Sample, StopReason, TrainingDecision, TrainingStatus, Trajectory
 from r3.routing import Routing, Span, SpanKind
@@ -127,6 +127,7 @@ def build_samples(
     aggregation: Aggregation = "sequence",
     published: int | None = None,
     gamma: float | None = None,
+    observed: bool = False,
     eps: float = 1e-6,
 ) -> GroupSamples:
     """One sample per branch of a trajectory, with advantages taken within groups. Groups without variance are dropped
@@ -146,9 +147,9 @@ def build_samples(
 
     Missing rows of routes stay absent and the trainer routes those tokens itself. With ``drop_missing`` a trajectory
     with missing rows is removed before advantages are taken, and a group with fewer than 2 remaining trajectories has
-    no effect. ``gamma``: advantages are by turn (:mod:`agent_rl.controller.turn_credit`). ``published``: weight version
-    at the start of the step, from which each token's lag is counted; None sets no lag. Raises TrainerError for a
-    trajectory without a reward.
+    no effect. ``gamma``: advantages are by turn (:mod:`agent_rl.controller.turn_credit`). ``observed``: samples name
+    their observations. ``published``: weight version at the start of the step, from which each token's lag is counted;
+    None sets no lag. Raises TrainerError for a trajectory without a reward.
     """
     shape = next((t.routing for group in groups for t in group.trajectories if t.routing is not None), None)
     missing = [[drop_missing and t.routes_missing > 0 for t in group.trajectories] for group in groups]
@@ -208,6 +209,8 @@ def build_samples(
             for (index, branch), sample in numbered
         ]
         turn_reward = float(np.mean([value for t in trajectories for value in t.turn_rewards] or [0.0]))
+    if observed:
+        numbered = [(at, replace(sample, observed=observations(trajectories[at[0]], at[1]))) for at, sample in numbered]
     if aggregation == "prompt":
         numbered = _weighted_by_prompt(numbered, [len(group.trajectories) for group in groups])
     samples, origins = tuple(sample for _, sample in numbered), tuple(origin for origin, _ in numbered)

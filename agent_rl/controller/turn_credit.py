@@ -56,6 +56,13 @@ def by_turn(trajectory: Trajectory, branch: int, advantages: NDArray[np.float64]
     return np.where(turns >= 0, advantages[turns], 0.0).astype(np.float32)
 
 
+def observations(trajectory: Trajectory, branch: int) -> NDArray[np.bool_]:
+    """``[S]``: the observations of a branch: the tokens after its first trained one that no turn produced. So neither
+    the prompt nor what the branch shares with an earlier one, nor turns that are left out of training."""
+    after = np.cumsum(trajectory.branches[branch].loss_mask) > 0
+    return after & (_turn_of_tokens(trajectory, branch) < 0)
+
+
 def _turn_tokens(trajectory: Trajectory) -> list[int]:
     """Sampled tokens of each turn."""
     counts = np.zeros(max(1, len(trajectory.turns)), np.int64)

@@ -294,6 +294,7 @@ METRICS: tuple[Metric, ...] = (
     ),
     *_rows(
         _STEP,
+        ("train/observation_loss", "nats", "Cross entropy of observations (`train.echo`); mean over their tokens."),
         ("train/sampled_tokens", "tokens", "Sampled tokens in all updates of the step."),
         ("train/updates", "count", "Optimizer updates applied."),
         ("train/skipped_updates", "count", "Updates skipped as not finite or as a spike (docs/how-to/debug-a-run.md)."),

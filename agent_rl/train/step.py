@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from agent_rl.train.optimizer import PolicyOptimizer
 
 Shards = Sequence[RouteShard] | None
-SUMS = ("loss", "clipped", "entropy", "kl", "correction", "dropped", "kl_reference", "distill")
+SUMS = ("loss", "clipped", "entropy", "kl", "correction", "dropped", "kl_reference", "distill", "observation")
 """The sums that the loss function returns for each micro-batch: fields of :class:`UpdateSums`."""
 
 
@@ -276,7 +276,7 @@ def _updates(
         update = optimizer.step(finite_loss=finite, spike_norm=request.spike_norm, on_spike=config.guard.on_spike)
         if update.taken:
             balancer.weights_changed()
-        updates.append(UpdateSums(tokens=share.sampled_tokens, update=update, **sums))
+        updates.append(UpdateSums(share.sampled_tokens, update=update, observed=share.observed, **sums))
         values += batch_values
     return updates, values
 
@@ -319,8 +319,10 @@ def _training_input(batch: MicroBatch, old_logprobs: Tensor, source: OldLogprobS
     rollout, trainer = torch.from_numpy(batch.logprobs_T).to(old_logprobs), old_logprobs.detach()
     old = _old_logprobs(batch, trainer, rollout, source)
     lengths = torch.from_numpy(np.diff(batch.cu_seqlens)).long()
+    observed = {} if batch.observed_T is None else {"observed": torch.from_numpy(batch.observed_T)}
     return packed(
         batch,
+        **observed,
         mask=torch.from_numpy(batch.mask_T).to(trainer.device),
         advantages=torch.from_numpy(batch.advantages_T),
         weights=torch.from_numpy(batch.weights_T),
@@ -433,7 +435,7 @@ def grpo_loss(config: RunConfig, share: MiniStepShare, *, detail: bool = False) 
     The constant length of Dr.GRPO is ``rollout.max_tokens``. With ``detail`` the function also returns the entropy of
     the sampled tokens and which of them were clipped.
     """
-    counts = LossCounts(share.sampled_tokens, share.sequences, share.weight)
+    counts = LossCounts(share.sampled_tokens, share.sequences, share.weight, share.observed)
 
     def loss_fn(
         logprobs_T: Tensor, entropy_T: Tensor | None, batch: PackedBatch
@@ -452,6 +454,7 @@ def grpo_loss(config: RunConfig, share: MiniStepShare, *, detail: bool = False) 
             counts=counts,
             reference_T=batch.extras.get("reference"),
             selected_T=batch.extras.get("selected"),
+            observed_T=batch.extras.get("observed"),
             top_Tk=(batch.extras["candidates"], batch.extras["teacher_top"]) if batch.candidates is not None else None,
         )
         values = dict[str, float | Tensor](zip(SUMS, (result.loss.detach(), *_reported(result)), strict=True))
@@ -466,7 +469,7 @@ def grpo_loss(config: RunConfig, share: MiniStepShare, *, detail: bool = False) 
 
 
 def _reported(result: PolicyLoss) -> tuple[Tensor, ...]:
-    names = ("clipped", "entropy", "approx_kl", "correction", "dropped", "kl_reference", "distill")
+    names = ("clipped", "entropy", "approx_kl", "correction", "dropped", "kl_reference", "distill", "observation")
     return tuple(getattr(result, name) for name in names)
 
 

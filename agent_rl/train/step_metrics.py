@@ -127,20 +127,21 @@ def _train(reports: Sequence[RankReport]) -> dict[str, float]:
         return counts
     tokens = max(1, sum(ranks[0].tokens for ranks in updates))
     divergence = sum(rank.distill for ranks in updates for rank in ranks)
-    return (
-        counts
-        | ({"distill/loss_kl": divergence / tokens} if divergence else {})
-        | {
-            "train/loss": float(np.mean([sum(rank.loss for rank in ranks) for ranks in updates])),
-            "train/grad_norm": float(np.mean([ranks[0].update.grad_norm for ranks in updates])),
-            "train/clip_fraction": sum(rank.clipped for ranks in updates for rank in ranks) / tokens,
-            "train/entropy": sum(rank.entropy for ranks in updates for rank in ranks) / tokens,
-            "train/approx_kl": sum(rank.kl for ranks in updates for rank in ranks) / tokens,
-            "train/correction_weight": sum(rank.correction for ranks in updates for rank in ranks) / tokens,
-            "train/correction_dropped": sum(rank.dropped for ranks in updates for rank in ranks) / tokens,
-            "train/lr": updates[-1][0].update.lr,
-        }
-    )
+    further = {"distill/loss_kl": divergence / tokens} if divergence else {}
+    if observed := sum(ranks[0].observed for ranks in updates):
+        observation = sum(rank.observation for ranks in updates for rank in ranks)
+        further["train/observation_loss"] = observation / observed
+    means = {
+        "train/loss": float(np.mean([sum(rank.loss for rank in ranks) for ranks in updates])),
+        "train/grad_norm": float(np.mean([ranks[0].update.grad_norm for ranks in updates])),
+        "train/clip_fraction": sum(rank.clipped for ranks in updates for rank in ranks) / tokens,
+        "train/entropy": sum(rank.entropy for ranks in updates for rank in ranks) / tokens,
+        "train/approx_kl": sum(rank.kl for ranks in updates for rank in ranks) / tokens,
+        "train/correction_weight": sum(rank.correction for ranks in updates for rank in ranks) / tokens,
+        "train/correction_dropped": sum(rank.dropped for ranks in updates for rank in ranks) / tokens,
+        "train/lr": updates[-1][0].update.lr,
+    }
+    return counts | further | means
 
 
 def _reference(reports: Sequence[RankReport]) -> dict[str, float]:

@@ -9,25 +9,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.trajectories import trajectory
+from support.trajectories import with_turns
 
 from agent_rl.config import RunConfig
 from agent_rl.controller.advantages import build_samples
 from agent_rl.train.batching.packing import pack
-from agent_rl.types import Group, Trajectory, Turn
+from agent_rl.types import Group, Trajectory
 
 REWARD = st.floats(-2, 2, width=16)
-
-
-def with_turns(reward: float, sizes: list[int], rewards: list[float]) -> Trajectory:
-    """A prompt of 3 tokens, then turns of ``sizes`` tokens, each followed by two tokens of observation."""
-    mask, turns = [False] * 3, []
-    for size in sizes:
-        turns.append(Turn("", None, {}, None, "", len(mask), size, 2, 0, "0", 0.0, 0.0))
-        mask += [True] * size + [False] * 2
-    made, length = trajectory(reward), len(mask)
-    arrays = {"tokens": np.arange(length, dtype=np.int32), "logprobs": np.zeros(length, np.float32)}
-    return replace(made, **arrays, loss_mask=np.array(mask), turns=tuple(turns), turn_rewards=tuple(rewards))
 
 
 def by_loops(members: list[Trajectory], gamma: float) -> list[list[float]]:

@@ -31,6 +31,7 @@ class MicroBatch:
     ``advantages_T`` and ``weights_T`` float32. ``old_logprobs_T`` float32: the samples' ``old_logprobs``, or None.
     ``lag_T`` int32: their ``lag``, or 0. ``teacher_T`` float32: their ``teacher_logprobs``, or None. ``kept_T``: their
     kept tokens, one row per token, or None. ``teacher_top_T``: their ``teacher_top``, one row per token, or None.
+    ``observed_T`` bool: their ``observed``, without a sequence's first token, or None.
     """
 
     sample_ids: tuple[int, ...]
@@ -45,6 +46,7 @@ class MicroBatch:
     kept_T: KeptTokens | None = None
     teacher_T: NDArray[np.float32] | None = None
     teacher_top_T: TopTokens | None = None
+    observed_T: NDArray[np.bool_] | None = None
 
     @property
     def tokens(self) -> int:
@@ -73,8 +75,15 @@ def pack(samples: Mapping[int, Sample] | Sequence[Sample], ids: Sequence[int]) -
         old_logprobs_T=_of_all(ids, [sample.old_logprobs for sample in members], "old log-probs"),
         teacher_T=_of_all(ids, [sample.teacher_logprobs for sample in members], "log-probs of the teacher"),
         teacher_top_T=_teacher_top(ids, members),
+        observed_T=_observed(ids, members),
         kept_T=KeptTokens.join([_kept(index, sample) for index, sample in zip(ids, members, strict=True)]),
     )
+
+
+def _observed(ids: Sequence[int], members: Sequence[Sample]) -> NDArray[np.bool_] | None:
+    masks = [None if sample.observed is None else sample.observed.astype(np.float32) for sample in members]
+    observed = _of_all(ids, masks, "observations")
+    return None if observed is None else observed.astype(np.bool_)
 
 
 def _teacher_top(ids: Sequence[int], members: Sequence[Sample]) -> TopTokens | None:
