@@ -300,6 +300,28 @@ class Branch:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class TopTokens:
+    """A teacher's most likely tokens at each of n sampled tokens: ``ids`` int32 ``[n, k]``, ``logprobs`` float32 ``[n,
+    k]``, from the most likely one on."""
+
+    ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @classmethod
+    def join(cls, parts: Sequence[TopTokens]) -> TopTokens:
+        """The rows of all parts."""
+        return cls(np.concatenate([each.ids for each in parts]), np.concatenate([each.logprobs for each in parts]))
+
+    def split(self, counts: Sequence[int]) -> list[TopTokens]:
+        """The rows of consecutive parts with these numbers of rows."""
+        ends = np.cumsum(counts)[:-1]
+        return [TopTokens(*part) for part in zip(np.split(self.ids, ends), np.split(self.logprobs, ends), strict=True)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Trajectory:
     """A finished episode.
 
@@ -307,7 +329,8 @@ class Trajectory:
     other tokens; ``routing`` with S rows (the last is absent) or None; ``kept`` with a row per sampled token, or None.
     They and ``messages`` belong to the first branch; ``further`` holds the other branches. ``reward`` is None iff
     ``stop.infrastructure``. ``versions``: weight versions of the sampled tokens, in order; a span may include
-    observation tokens. ``teacher_logprobs`` float32 ``[sampled tokens]`` of all branches: those of a teacher.
+    observation tokens. ``teacher_logprobs`` float32 ``[sampled tokens]`` of all branches: those of a teacher;
+    ``teacher_top``: its most likely tokens there.
     ``error``: reason of an infrastructure failure in the first line; for ``environment_error`` a traceback follows.
     ``tests``, ``test_log``: results and log of the hidden tests. A run's records keep only the end of the log.
     ``began``: Unix
@@ -315,7 +338,7 @@ class Trajectory:
     ``start_seconds``: time to start the task. ``grade_began``: start of grading, in seconds since ``began``.
     ``recovered``: an earlier start of the run sampled it, so its times are not of this process. ``replayed_turns``:
     turns reused after the loss of the sandbox or the run. ``harness``: counters of the agent program: ``rewrites``,
-    ``retries``, ``echo_differs``. ``parts``, ``metrics``: of the grade (:class:`envs.Grade`).
+    ``retries``, ``echo_differs``. ``parts``, ``metrics``, ``turn_rewards``: of the grade (:class:`envs.Grade`).
     ``model_calls``: the requests to judges and simulated users.
     """
 
@@ -345,6 +368,7 @@ class Trajectory:
     test_log: str = ""
     rescored: Rescored | None = None
     teacher_logprobs: NDArray[np.float32] | None = None
+    teacher_top: TopTokens | None = None
     audit: RouteAudit | None = None
     recovered: bool = False
     replayed_turns: int = 0
@@ -353,6 +377,7 @@ class Trajectory:
     kept: KeptTokens | None = None
     parts: Mapping[str, float] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
+    turn_rewards: tuple[float, ...] = ()
     model_calls: tuple[ModelCall, ...] = ()
 
     @property
@@ -401,12 +426,14 @@ class Group:
 class Sample:
     """A training sample: one branch of a trajectory with the trajectory's advantage (a scalar for all sampled tokens).
 
+    ``advantages`` float32 ``[S]``: an advantage for each token instead; None: ``advantage`` for all. ``observed`` bool
+    ``[S]``: the observation tokens to predict; None: none.
     ``logprobs`` float32 ``[S]``: log-probs as sampled. ``old_logprobs`` float32 ``[S]``: denominator of the importance
     ratio; None takes the sampled ones or the trainer's own. Both are 0 for tokens that were not sampled.
     ``trajectory``: samples with the same value are branches of one trajectory; they count as one sequence and share a
     mini step; None: no other branch. ``lag`` int32 ``[S]``: age of a sampled token's weights in updates before this
     step; None: the same for all tokens. ``kept``: as in :class:`Branch`. ``teacher_logprobs`` float32 ``[S]``: those of
-    a teacher, 0 where not sampled.
+    a teacher, 0 where not sampled. ``teacher_top``: its most likely tokens, a row per sampled token.
     """
 
     tokens: NDArray[np.int32]
@@ -420,6 +447,9 @@ class Sample:
     lag: NDArray[np.int32] | None = None
     kept: KeptTokens | None = None
     teacher_logprobs: NDArray[np.float32] | None = None
+    teacher_top: TopTokens | None = None
+    advantages: NDArray[np.float32] | None = None
+    observed: NDArray[np.bool_] | None = None
 
 
 class TokenFlag(IntFlag):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from envs.types import Grade, ProtocolError
@@ -16,8 +16,9 @@ RESERVED_PARTS = frozenset({"mean", "std", "pass_rate", "groups_uniform"})
 """Names of metrics ``reward/NAME`` that every run has."""
 
 
-def checked_grade(grade: object) -> Grade:
-    """``grade`` with plain types. Raises ProtocolError if records and the trainer cannot represent it."""
+def checked_grade(grade: object, turns: int | None = None) -> Grade:
+    """``grade`` with plain types. Raises ProtocolError if records and the trainer cannot represent it. ``turns``: the
+    agent's number of turns; None: not known."""
     if not isinstance(grade, Grade):
         raise ProtocolError(f"grade returned a {type(grade).__name__}, not a Grade")
     reward = float(grade.reward)
@@ -29,7 +30,10 @@ def checked_grade(grade: object) -> Grade:
     parts, metrics = _checked_numbers(grade.parts, "parts"), _checked_numbers(grade.metrics, "metrics")
     if reserved := sorted(RESERVED_PARTS & parts.keys()):
         raise ProtocolError(f"the grade's part {reserved[0]!r} has the name of a metric of every run: rename it")
-    return replace(grade, reward=reward, resolved=bool(grade.resolved), parts=parts, metrics=metrics)
+    rewards = _checked_turns(grade.turn_rewards, turns)
+    return replace(
+        grade, reward=reward, resolved=bool(grade.resolved), parts=parts, metrics=metrics, turn_rewards=rewards
+    )
 
 
 def weighted(grade: Grade, weights: Mapping[str, float]) -> Grade:
@@ -41,6 +45,19 @@ def weighted(grade: Grade, weights: Mapping[str, float]) -> Grade:
         named = ", ".join(grade.parts) or "none"
         raise ProtocolError(f"reward_weights names the part {missing[0]!r}; the grade's parts are: {named}")
     return replace(grade, reward=math.fsum(weight * grade.parts[name] for name, weight in weights.items()))
+
+
+def _checked_turns(rewards: object, turns: int | None) -> tuple[float, ...]:
+    if not isinstance(rewards, Sequence) or isinstance(rewards, str):
+        raise ProtocolError(f"the grade's turn_rewards are a {type(rewards).__name__}; expected a list of numbers")
+    for number, reward in enumerate(rewards, 1):
+        if not isinstance(reward, bool | int | float) or not math.isfinite(reward):
+            raise ProtocolError(f"the grade's reward of turn {number} is {str(reward)[:60]}; expected a finite number")
+    if rewards and turns is not None and len(rewards) != turns:
+        raise ProtocolError(
+            f"the grade's turn_rewards are {len(rewards)} numbers; the agent took {turns} turns: give one for each"
+        )
+    return tuple(float(reward) for reward in rewards)
 
 
 def _checked_numbers(numbers: object, field: str) -> dict[str, float]:

@@ -34,7 +34,8 @@ class Grade:
     took. A failed grading raises ``GradingError`` or ``SandboxError`` instead.
 
     ``parts`` are the named parts of the reward. Where the config has ``reward_weights``, the reward becomes their
-    weighted sum. ``metrics`` are figures that are logged and not trained on.
+    weighted sum. ``metrics`` are figures that are logged and not trained on. ``turn_rewards`` is empty, or has a number
+    for each turn of the agent: what this turn earned, beside ``reward`` at the end (``train.turn_rewards``).
     """
 
     reward: float
@@ -47,6 +48,7 @@ class Grade:
     mutant_seconds: float = 0.0
     parts: Mapping[str, float] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
+    turn_rewards: Sequence[float] = ()
 
 
 @dataclass(frozen=True, slots=True)

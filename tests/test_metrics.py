@@ -33,7 +33,7 @@ from agent_rl.rollout.route_audit import audit_metrics
 from agent_rl.train.expert_balancing.report import BalanceReport, PassBalance, balance_metrics
 from agent_rl.train.reports import RankReport, ReferenceReport, RouteCounts, Update, UpdateSums
 from agent_rl.train.step_metrics import sft_metrics, step_metrics
-from agent_rl.types import Group, Rescored, RouteAudit
+from agent_rl.types import Group, Rescored, RouteAudit, Turn
 from agent_rl.utils.concurrency import LoopLag
 from r3.kept_tokens import KeptTokens
 from r3.routing import Routing
@@ -64,6 +64,7 @@ def made_by_calling() -> Mapping[str, set[str]]:
     kept = KeptTokens.from_rows([[1, 2]] * int(won.loss_mask.sum()))
     won = replace(won, parts={"<part>": 1.0}, metrics={"<metric>": 1.0}, kept=kept)
     group = Group("t", (won, replace(trajectory(0.0), recovered=True)))
+    turn = Turn("", None, {}, None, "", 3, 2, 0, 0, "0", 0.0, 0.0)
     of_source = source_metrics([Group("<source>:t", (won,))], ["<source>"])
     audited, backend = set(audit_metrics([won])), ClusterBackend([], max_per_node=1)
     made = {
@@ -71,7 +72,9 @@ def made_by_calling() -> Mapping[str, set[str]]:
         "rollout/route_audit.py": audited,
         "rollout/filters.py": filter_metrics([group], [Group("u", (won, won))]),
         "rollout/rescore.py": rescore_metrics([won]),
-        "controller/advantages.py": build_samples([group]).metrics,
+        "controller/advantages.py": build_samples(
+            [replace(group, trajectories=(replace(won, turns=(turn,)),))], gamma=1.0
+        ).metrics,
         "engine/fleet.py": Fleet().metrics(),
         "engine/generation_gate.py": GenerationGate().metrics(),
         "engine/utilization.py": loaded().metrics(["e"]),
@@ -105,7 +108,20 @@ def lag() -> LoopLag:
 def report() -> RankReport:
     logprobs, update = np.zeros(MAX_STALENESS + 1, np.float32), Update(grad_norm=1.0, lr=1e-3)
     lag = np.arange(len(logprobs), dtype=np.int32)
-    sums = UpdateSums(3, loss=0.0, clipped=0, entropy=0, kl=0, correction=0, dropped=0, kl_reference=0, update=update)
+    sums = UpdateSums(
+        3,
+        loss=0.0,
+        clipped=0,
+        entropy=0,
+        kl=0,
+        correction=0,
+        dropped=0,
+        kl_reference=0,
+        update=update,
+        distill=0.1,
+        observed=2,
+        observation=3.0,
+    )
     reference = ReferenceReport(taken=0.0, seconds=1.0)
     return RankReport(logprobs, logprobs, logprobs, lag, (sums,), 1.0, 1.0, 1.0, reference, teacher_logprobs=logprobs)
 

@@ -137,10 +137,11 @@ def fork(
 def export_run(
     run: RunAtStep,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="New directory of the Hugging Face checkpoint.")],
+    ema: Annotated[bool, typer.Option("--ema", help="Export the average of the weights (train.ema).")] = False,
 ) -> None:
     """Export a checkpoint of a run as a Hugging Face checkpoint, with adapters merged. Needs no GPU.
 
-    A config accepts RUN[@STEP] too: model=runs/NAME@STEP.
+    A config accepts RUN[@STEP] too: model=runs/NAME@STEP, or model=runs/NAME@STEP+ema for the average of the weights.
     """
     from agent_rl.controller.run_models import export, find_checkpoint
     from agent_rl.errors import UserError
@@ -148,5 +149,5 @@ def export_run(
     directory, _, step = run.partition("@")
     if out.exists():
         raise UserError(f"{out}: exists; name a new directory")
-    export(find_checkpoint(Path(directory), step, "export"), Path(directory), out)
+    export(find_checkpoint(Path(directory), step, "export"), Path(directory), out, averaged=ema)
     typer.echo(f"{out}: written")

@@ -184,8 +184,11 @@ def _render_episode(episode: EpisodeRecord) -> RenderableType:
         if message["role"] == "assistant":
             break
         parts += [Rule(cell(message["role"]), align="left"), _printable_text(message["content"])]
-    for number, turn in enumerate(row["turns"], 1):
+    rewards = row.get("turn_rewards") or [None] * len(row["turns"])
+    for number, (turn, reward) in enumerate(zip(row["turns"], rewards, strict=True), 1):
         parts += _render_turn(number, turn)
+        if reward is not None:
+            parts.append(_printable_text(f"reward of the turn: {reward:g}"))
     parts.append(Rule("end", align="left"))
     for name, numbers in (("reward parts", row.get("parts")), ("metrics", row.get("metrics"))):
         if numbers:

@@ -13,6 +13,9 @@ from agent_rl.errors import ConfigError
 from sandbox.registry import Registry
 
 Aggregation = Literal["token", "sequence", "constant", "prompt"]
+Distance = Literal["ratio", "log_ratio", "probability", "kl"]
+"""What a clip bounds of a token, relative to the old policy: its ratio less 1, its log-ratio, the change of its
+probability, or the KL of the token against all others."""
 
 MAX_SEQUENCE_CLIP = 0.1
 """Upper limit of the clip range of a sequence ratio. A sequence's mean ratio stays near 1, so a wider clip has no
@@ -25,16 +28,17 @@ class ObjectiveSpec:
 
     ``formula``: import path ``package.module:function`` of a :data:`agent_rl.train.loss.objectives.Formula`. ``clip``:
     default distances of the lower and upper bound of the ratio from 1 (or of the divergence from 0); None: no clip.
-    ``ratio``: the clipped ratio, per token or the mean of a sequence. ``dual_clip``: whether dual clip applies.
-    ``tau``: default temperatures of the soft gate, for positive and for other advantages; None: no gate. ``options``:
-    the formula's further numbers with their defaults. ``selection``: import path of the scores by which tokens are
-    selected (:mod:`agent_rl.train.loss.selection`), the option ``fraction`` of all; None: no selection.
-    ``aggregation``: default loss aggregation.
+    ``ratio``: the clipped ratio, per token or the mean of a sequence. ``distance``: what the clip bounds.
+    ``dual_clip``: whether dual clip applies. ``tau``: default temperatures of the soft gate, for positive and for other
+    advantages; None: no gate. ``options``: the formula's further numbers with their defaults. ``selection``: import
+    path of the scores by which tokens are selected (:mod:`agent_rl.train.loss.selection`), the option ``fraction`` of
+    all; None: no selection. ``aggregation``: default loss aggregation.
     """
 
     formula: str
     clip: tuple[float, float] | None = (0.2, 0.27)
     ratio: Literal["token", "sequence"] = "token"
+    distance: Distance = "ratio"
     dual_clip: bool = False
     tau: tuple[float, float] | None = None
     options: Mapping[str, float] = field(default_factory=dict)
@@ -84,11 +88,11 @@ REINFORCE = ObjectiveSpec(f"{_FORMULAS}:reinforce", clip=None)
 # SAPO uses a soft gate instead of a clip (arXiv 2511.20347, with the temperatures of its experiments).
 SAPO = ObjectiveSpec(f"{_FORMULAS}:sapo", clip=None, tau=(1.0, 1.05), aggregation="sequence")
 # GMPO clips the log-ratios of tokens, with a wide range (arXiv 2507.20673, section 3).
-GMPO = ObjectiveSpec(f"{_FORMULAS}:gmpo", clip=(0.4, 0.4), aggregation="sequence")
+GMPO = ObjectiveSpec(f"{_FORMULAS}:gmpo", clip=(0.4, 0.4), distance="log_ratio", aggregation="sequence")
 # DPPO limits the divergence of a token's probability (arXiv 2602.04879). The option is prime-rl's kl_tau.
 _PULL = {"log_ratio_penalty": 0.0}
-DPPO_TV = ObjectiveSpec(f"{_FORMULAS}:dppo_tv", (0.2, 0.2), options=_PULL)
-DPPO_KL = ObjectiveSpec(f"{_FORMULAS}:dppo_kl", (0.05, 0.05), options=_PULL)
+DPPO_TV = ObjectiveSpec(f"{_FORMULAS}:dppo_tv", (0.2, 0.2), distance="probability", options=_PULL)
+DPPO_KL = ObjectiveSpec(f"{_FORMULAS}:dppo_kl", (0.05, 0.05), distance="kl", options=_PULL)
 # Bounds and fractions as in verl and in arXiv 2505.22617.
 _SELECTION = "agent_rl.train.loss.selection"
 CLIP_COV = ObjectiveSpec(

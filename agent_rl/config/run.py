@@ -150,12 +150,23 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check_groups(self) -> RunConfig:
-        from_equal, distill = self.train.learns_from_equal_rewards, self.train.distill
+        from_equal, lessons = self.train.learns_from_equal_rewards, self.train.other_lessons
         if self.rollout.dynamic_sampling.enabled and from_equal:
-            key = f"train.baseline {self.train.baseline}" if distill is None else "train.distill"
+            key = lessons[0] if lessons else f"train.baseline {self.train.baseline}"
             raise ValueError(
                 f"rollout.dynamic_sampling conflicts with {key}, which also learns from groups with equal rewards: "
-                "disable dynamic_sampling, or choose a baseline of the group and no teacher"
+                "disable dynamic_sampling, or that"
+            )
+        by_turn = [key for key in lessons if key != "train.distill"]
+        if by_turn and self.rollout.harness is not None:
+            raise ValueError(
+                f"{by_turn[0]} conflicts with rollout.harness: turns and observations of an agent program are not told "
+                "apart; remove one of them"
+            )
+        if self.train.echo is not None and self.rollout.temperature != 1.0:
+            raise ValueError(
+                "train.echo requires rollout.temperature 1, at which observations are predicted; it is "
+                f"{self.rollout.temperature:g}"
             )
         if self.rollout.group_size == 1 and not from_equal:
             raise ValueError(
@@ -249,6 +260,9 @@ class RunConfig(Section):
             "train.kl, which needs sampled log-probs: remove it": self.train.kl.coefficient > 0,
             "train.entropy_coefficient: set it to 0": self.train.entropy_coefficient > 0,
             "train.balance, which plans from replayed routes: disable it": self.train.balance.enabled,
+            "engine.urls: sft.eval_every starts its own engines": self.evaluates_sft and not self.engine.launched,
+            "engine.colocate: engines of sft.eval_every need GPUs of their own": self.evaluates_sft
+            and self.engine.colocate,
         }
         if self.sft is not None and (messages := [message for message, conflict in conflicts.items() if conflict]):
             raise ValueError(f"sft conflicts with {messages[0]}")
@@ -270,6 +284,11 @@ class RunConfig(Section):
     def evaluations(self) -> dict[str, EvalSettings]:
         """The settings of evaluation by source; "" is the environment of the section ``env``."""
         return {name: self.eval.settings_of(name) for name in self.eval.sources or self.train.sources or ("",)}
+
+    @property
+    def evaluates_sft(self) -> bool:
+        """Whether `agent-rl sft` evaluates by Pass@1."""
+        return self.sft is not None and self.sft.eval_every > 0
 
     @property
     def captures_routes(self) -> bool:

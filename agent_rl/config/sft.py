@@ -46,3 +46,9 @@ class SftConfig(Section):
     validation_every: int = Field(
         0, ge=0, description="Steps between measurements of the loss on held-out rows. 0: only after the last step."
     )
+    eval_every: int = Field(
+        0,
+        ge=0,
+        description="Epochs between evaluations by Pass@1, as the section `eval` describes them; also before the first "
+        "step and after the last. Engines run during an evaluation only. 0: none.",
+    )

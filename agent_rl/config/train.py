@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from agent_rl.config.advantages import baseline_spec, scale_spec
 from agent_rl.config.base import OFF, Precision, Section, registered_name
-from agent_rl.config.objectives import Aggregation, objective_spec
+from agent_rl.config.objectives import Aggregation, Distance, objective_spec
 from agent_rl.config.tasks import SourceName, TrainSource
 from agent_rl.errors import ConfigError
 
@@ -204,6 +204,7 @@ class Clip:
     ``dual``: constant of dual-clip PPO (arXiv 1912.09729); for a negative advantage A a token's loss is at most
     ``-dual * A``; None: no dual clip. ``tau``: temperatures of the soft gate that replaces the clip (SAPO), for
     positive and for other advantages; None if the objective has no gate. ``options``: the objective's further numbers.
+    ``distance``: what the bounds limit of a token, where it is not the ratio; None: nothing of a single token.
     """
 
     low: float
@@ -211,6 +212,7 @@ class Clip:
     dual: float | None = None
     tau: tuple[float, float] | None = None
     options: Mapping[str, float] = field(default_factory=dict)
+    distance: Distance | None = "ratio"
 
 
 class OverlongConfig(Section):
@@ -224,6 +226,18 @@ class OverlongConfig(Section):
     penalty: float = Field(1.0, gt=0, description="Amount subtracted from the reward at rollout.max_tokens.")
 
 
+class TurnRewardsConfig(Section):
+    """Advantages by turn, from the rewards of turns; see docs/reference/objectives.md."""
+
+    gamma: float = Field(1.0, ge=0, le=1, description="Discount of the next turn's return.")
+
+
+class EchoConfig(Section):
+    """ECHO (arXiv 2605.24517): also learn to predict observations; see docs/reference/objectives.md."""
+
+    coefficient: float = Field(0.05, gt=0, description="Weight of the observations' cross entropy in the loss.")
+
+
 class DistillConfig(Section):
     """On-policy distillation: learn from a teacher's log-probs of the sampled tokens; see docs/how-to/distill.md."""
 
@@ -231,9 +245,31 @@ class DistillConfig(Section):
         description="URL of an SGLang server with the model's tokenizer. Or, on CPUs, a checkpoint directory or "
         "RUN[@STEP] that the run serves."
     )
-    coefficient: float = Field(1.0, gt=0, description="Weight of the reverse KL to the teacher, in the advantage.")
+    coefficient: float = Field(
+        1.0, gt=0, description="Weight of the reverse KL to the teacher, in the advantage; with top_k in the loss."
+    )
     reward: float = Field(0.0, ge=0, description="Weight of the reward's advantage. 0: learn from the teacher alone.")
+    top_k: int | None = Field(
+        None,
+        gt=0,
+        le=256,
+        description="Learn from the teacher's distribution over its top_k most likely tokens and the rest, 8 * top_k "
+        "bytes per sampled token. null: from its log-prob of the sampled token.",
+    )
     concurrency: int = Field(8, gt=0, description="Maximum number of concurrent evaluations by the teacher.")
+
+    @property
+    def in_advantage(self) -> float:
+        """The weight of the reverse KL in the advantage; 0 where it is a term of the loss."""
+        return self.coefficient if self.top_k is None else 0.0
+
+
+class EmaConfig(Section):
+    """An exponential moving average of the weights, for evaluation and export; see docs/how-to/checkpoints.md."""
+
+    decay: float = Field(
+        0.999, gt=0, lt=1, description="Share of the average that an update keeps: it averages 1 / (1 - decay) updates."
+    )
 
 
 class LoraConfig(Section):
@@ -273,6 +309,10 @@ class TrainConfig(Section):
     betas: tuple[float, float] = Field((0.9, 0.95), description="Adam's beta1 and beta2.")
     grad_clip: float = Field(1.0, gt=0, description="Global gradient-norm limit.")
     lora: LoraConfig | None = Field(None, description="Train LoRA adapters. null: train all weights.")
+    ema: EmaConfig | None = Field(
+        None, description="Average of the weights, float32 in host memory, saved in checkpoints. null: none."
+    )
+    echo: EchoConfig | None = Field(None, description="Cross entropy of observation tokens (ECHO). null: none.")
     distill: DistillConfig | None = Field(None, description="On-policy distillation. null: no teacher.")
     freeze: tuple[FrozenModule, ...] | None = Field(
         None,
@@ -303,6 +343,9 @@ class TrainConfig(Section):
         "group",
         description="Divisor of advantages. group: the group's standard deviation. batch: the step's, over sampled "
         "tokens. mean: the group's mean reward (MaxRL). none: 1. Or a registered scale (docs/reference/objectives.md).",
+    )
+    turn_rewards: TurnRewardsConfig | None = Field(
+        None, description="Advantages by turn, from the rewards that a grade gives to turns. null: by trajectory."
     )
     overlong: OverlongConfig = Field(OverlongConfig(), description="Penalty on long trajectories.")
     old_logprob: OldLogprobConfig = Field(OldLogprobConfig(), description="Old log-probs of the importance ratio.")
@@ -404,7 +447,8 @@ class TrainConfig(Section):
         low, high = spec.clip or (math.inf, math.inf)
         tau = spec.tau and (self.tau_positive or spec.tau[0], self.tau_negative or spec.tau[1])
         options = {**spec.options, **self.objective_options}
-        return Clip(self.eps_low or low, self.eps_high or high, self.dual_clip, tau, options)
+        distance = spec.distance if spec.ratio == "token" else None
+        return Clip(self.eps_low or low, self.eps_high or high, self.dual_clip, tau, options, distance)
 
     @property
     def loss_aggregation(self) -> Aggregation:
@@ -413,9 +457,15 @@ class TrainConfig(Section):
 
     @property
     def learns_from_equal_rewards(self) -> bool:
-        """Whether a group of equal rewards has an effect: its baseline is that of the whole step, or it has a
-        teacher."""
-        return self.distill is not None or baseline_spec(self.baseline).over == "batch"
+        """Whether a group of equal rewards has an effect: its baseline is that of the whole step, or something else
+        than the reward teaches."""
+        return bool(self.other_lessons) or baseline_spec(self.baseline).over == "batch"
+
+    @property
+    def other_lessons(self) -> tuple[str, ...]:
+        """The keys by which trajectories teach whatever their rewards."""
+        keys = {"distill": self.distill, "echo": self.echo, "turn_rewards": self.turn_rewards}
+        return tuple(f"train.{key}" for key, section in keys.items() if section is not None)
 
     @property
     def normalizes_after_penalty(self) -> bool:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from agent_rl.config import OverlongConfig
 from agent_rl.config.advantages import BASELINES, SCALES, baseline_spec, scale_spec
 from agent_rl.config.objectives import Aggregation
+from agent_rl.controller.turn_credit import Credit, by_turn, observations, split
 from agent_rl.errors import TrainerError
 from agent_rl.types import Branch, Group, Sample, StopReason, TrainingDecision, TrainingStatus, Trajectory
 from r3.routing import Routing, Span, SpanKind
@@ -22,8 +23,9 @@ class GroupSamples:
     """The samples of a step's groups. ``zero_variance_groups``: groups without effect because all their rewards were
     equal; ``dropped``: trajectories without routes; ``overlong_penalty``: mean length penalty per trajectory.
 
-    ``decisions``: one per trajectory, in the order of groups and members. ``origins``: for each sample the index of its
-    trajectory in that order and the number of its branch.
+    ``decisions``: one per trajectory, in the order of groups and members; with rewards of turns the mean advantage over
+    its tokens. ``origins``: for each sample the index of its trajectory in that order and the number of its branch.
+    ``turn_reward``: the mean reward of a turn; None where advantages are by trajectory.
     """
 
     samples: tuple[Sample, ...]
@@ -33,11 +35,13 @@ class GroupSamples:
     overlong_penalty: float = 0.0
     decisions: tuple[TrainingDecision, ...] = ()
     origins: tuple[tuple[int, int], ...] = ()
+    turn_reward: float | None = None
 
     @property
     def metrics(self) -> dict[str, float]:
-        """``train/zero_variance_groups``, ``train/samples``, ``train/overlong_penalty``, ``r3/dropped_samples``."""
-        return {
+        """``train/zero_variance_groups``, ``train/samples``, ``train/overlong_penalty``, ``r3/dropped_samples``, and
+        ``train/turn_reward_mean``."""
+        return ({} if self.turn_reward is None else {"train/turn_reward_mean": self.turn_reward}) | {
             "train/zero_variance_groups": float(self.zero_variance_groups),
             "train/samples": float(len(self.samples)),
             "train/overlong_penalty": self.overlong_penalty,
@@ -122,6 +126,8 @@ def build_samples(
     equal_rewards: bool = False,
     aggregation: Aggregation = "sequence",
     published: int | None = None,
+    gamma: float | None = None,
+    observed: bool = False,
     eps: float = 1e-6,
 ) -> GroupSamples:
     """One sample per branch of a trajectory, with advantages taken within groups. Groups without variance are dropped
@@ -141,8 +147,9 @@ def build_samples(
 
     Missing rows of routes stay absent and the trainer routes those tokens itself. With ``drop_missing`` a trajectory
     with missing rows is removed before advantages are taken, and a group with fewer than 2 remaining trajectories has
-    no effect. ``published``: weight version at the start of the step, from which each token's lag is counted; None sets
-    no lag. Raises TrainerError for a trajectory without a reward.
+    no effect. ``gamma``: advantages are by turn (:mod:`agent_rl.controller.turn_credit`). ``observed``: samples name
+    their observations. ``published``: weight version at the start of the step, from which each token's lag is counted;
+    None sets no lag. Raises TrainerError for a trajectory without a reward.
     """
     shape = next((t.routing for group in groups for t in group.trajectories if t.routing is not None), None)
     missing = [[drop_missing and t.routes_missing > 0 for t in group.trajectories] for group in groups]
@@ -156,7 +163,15 @@ def build_samples(
         [_reward(group, t) - cost for t, cost in zip(members, costs, strict=True)]
         for group, members, costs in zip(groups, members_of, penalties, strict=True)
     ]
-    tokens = [[_trained_tokens(t) for t in members] for members in members_of]
+    credits = [
+        [
+            Credit([reward], [_trained_tokens(t)]) if gamma is None else Credit.by_turn(t, reward, gamma)
+            for t, reward in zip(members, costed, strict=True)
+        ]
+        for members, costed in zip(members_of, rewards, strict=True)
+    ]
+    rewards = [[value for each in group for value in each.returns] for group in credits]
+    tokens = [[count for each in group for count in each.tokens] for group in credits]
     by_step = scale_spec(scale).over == "batch"
     advantages = _advantages(rewards, tokens, baseline, "none" if by_step else scale, eps)
     has_effect = [bool(values.any()) for values in advantages]
@@ -165,28 +180,43 @@ def build_samples(
     has_effect = [equal_rewards or effective for effective in has_effect]
     if by_step and normalized:
         advantages = _advantages(rewards, tokens, baseline, scale, eps)
+    by_member = [split(values, group) for values, group in zip(advantages, credits, strict=True)]
     kept_decisions = iter(
-        TrainingDecision(_training_status(t, effective, masked), advantage)
-        for members, values, effective in zip(members_of, advantages, has_effect, strict=True)
-        for t, advantage in zip(members, values.tolist(), strict=True)
+        TrainingDecision(_training_status(t, effective, masked), credit.mean(own))
+        for members, group, values, effective in zip(members_of, credits, by_member, has_effect, strict=True)
+        for t, credit, own in zip(members, group, values, strict=True)
     )
+    of_turns = iter(own for values in by_member for own in values)
     decisions = tuple(
         TrainingDecision(TrainingStatus.DROPPED) if is_dropped else next(kept_decisions)
         for group_missing in missing
         for is_dropped in group_missing
     )
     trajectories = [t for group in groups for t in group.trajectories]
+    turn_advantages = [
+        np.zeros(0) if is_dropped else next(of_turns) for group_missing in missing for is_dropped in group_missing
+    ]
     numbered = [
         ((index, branch), sample)
         for index, (t, decision) in enumerate(zip(trajectories, decisions, strict=True))
         if decision.training_status is TrainingStatus.TRAINED and decision.advantage is not None
         for branch, sample in _branch_samples(index, t, decision.advantage, shape, aggregation == "sequence", published)
     ]
+    turn_reward = None
+    if gamma is not None:
+        numbered = [
+            ((index, branch), replace(sample, advantages=by_turn(trajectories[index], branch, turn_advantages[index])))
+            for (index, branch), sample in numbered
+        ]
+        turn_reward = float(np.mean([value for t in trajectories for value in t.turn_rewards] or [0.0]))
+    if observed:
+        numbered = [(at, replace(sample, observed=observations(trajectories[at[0]], at[1]))) for at, sample in numbered]
     if aggregation == "prompt":
         numbered = _weighted_by_prompt(numbered, [len(group.trajectories) for group in groups])
     samples, origins = tuple(sample for _, sample in numbered), tuple(origin for origin, _ in numbered)
     mean_penalty = float(np.mean([cost for costs in penalties for cost in costs] or [0.0]))
-    return GroupSamples(samples, len(groups), has_effect.count(False), dropped, mean_penalty, decisions, origins)
+    zero_variance = has_effect.count(False)
+    return GroupSamples(samples, len(groups), zero_variance, dropped, mean_penalty, decisions, origins, turn_reward)
 
 
 def overlong_penalty(tokens: int, limit: int, overlong: OverlongConfig) -> float:
@@ -259,6 +289,7 @@ def _branch_samples(
     shape is used for a trajectory without routes."""
     old = _by_branch(trajectory, None if trajectory.rescored is None else trajectory.rescored.mean)
     teacher, total = _by_branch(trajectory, trajectory.teacher_logprobs), max(1, _trained_tokens(trajectory))
+    top = trajectory.teacher_top and trajectory.teacher_top.split([each.sampled_tokens for each in trajectory.branches])
     branches = [(index, branch) for index, branch in enumerate(trajectory.branches) if branch.loss_mask.any()]
     return [
         (
@@ -272,6 +303,7 @@ def _branch_samples(
                 weight=int(branch.loss_mask[1:].sum()) / total if by_sequence and len(branches) > 1 else 1.0,
                 old_logprobs=old[index],
                 teacher_logprobs=teacher[index],
+                teacher_top=top[index] if top else None,
                 trajectory=number if len(branches) > 1 else None,
                 lag=None if version is None else _lag(branch, version),
                 kept=branch.kept,

@@ -99,16 +99,17 @@ class Checkpoints:
         latest = checkpoint.latest_checkpoint(self._state.checkpoints)
         return 0 if latest is None else checkpoint.checkpoint_step(latest)
 
-    async def save(self, progress: Progress, *, good: int | None = None) -> None:
+    async def save(self, progress: Progress, *, good: int | None = None, best: int | None = None) -> None:
         """Start to write a step's checkpoint; returns when training may continue. Raises the error of the previous
         write.
 
-        ``good``: last step before the run may have diverged; the newest checkpoint up to it is kept.
+        ``good``: last step before the run may have diverged; the newest checkpoint up to it is kept. ``best``: a step
+        whose checkpoint is kept.
         """
         await self.finish()
         directory = self._state.checkpoint(progress.step)
         saved = await self._trainer.begin_save(directory, asdict(progress))
-        self._writing = asyncio.create_task(self._complete(saved, progress, good))
+        self._writing = asyncio.create_task(self._complete(saved, progress, good, best))
 
     def check(self) -> None:
         """Raise the error of a write that has ended meanwhile. Does not wait."""
@@ -126,17 +127,20 @@ class Checkpoints:
             self._writing.cancel()
             await asyncio.gather(self._writing, return_exceptions=True)
 
-    async def _complete(self, saved: asyncio.Task[None], progress: Progress, good: int | None) -> None:
+    async def _complete(
+        self, saved: asyncio.Task[None], progress: Progress, good: int | None, best: int | None
+    ) -> None:
         await saved
         # Complete even if cancelled: a restart in this process reads the same directories.
-        await shielded(asyncio.to_thread(self._remove_old, progress, good))
+        await shielded(asyncio.to_thread(self._remove_old, progress, good, best))
 
-    def _remove_old(self, progress: Progress, good: int | None) -> None:
+    def _remove_old(self, progress: Progress, good: int | None, best: int | None) -> None:
         if self._journal is not None:
             self._journal.forget_through(progress.step, progress.is_open)
         last_good = None if good is None else self.newest(good)
         for directory in checkpoint.complete_checkpoints(self._state.checkpoints)[: -self._config.keep_checkpoints]:
-            if directory != last_good and not self._is_permanent(directory):
+            is_kept = directory == last_good or checkpoint.checkpoint_step(directory) == best
+            if not is_kept and not self._is_permanent(directory):
                 checkpoint.remove(directory)
 
     def _is_permanent(self, directory: Path) -> bool:

@@ -32,6 +32,7 @@ FIXED: Mapping[str, str] = MappingProxyType(
         "train.sources": _DATA,
         "train.lora": _STATE,
         "train.freeze": _STATE,
+        "train.ema": _STATE,
         "sft.data": _ROWS,
         "sft.batch_rows": _ROWS,
         "sft.batch_tokens": _ROWS,

@@ -35,8 +35,9 @@ MIN_FREE_BYTES = 1 << 30
 TRAINER_PACKAGES = ("torch", "megatron-core", "ray")
 
 Purpose = Literal["model", "sft", "serve", "rollout", "train"]
-"""``model``: only the model is read. ``sft``: only the trainer starts. ``serve``: engines serve the model. ``rollout``:
-trajectories are kept, with routes where the config replays them. ``train``: the trainer starts too."""
+"""``model``: only the model is read. ``sft``: the trainer starts, and with ``sft.eval_every`` engines. ``serve``:
+engines serve the model. ``rollout``: trajectories are kept, with routes where the config replays them. ``train``: the
+trainer starts too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ def run(config: RunConfig, purpose: Purpose = "serve") -> Checked:
     config = resolve_models(config, print)
     reference = config.train.kl.reference
     model_spec = _check_models(config.model, reference)
-    if purpose not in ("model", "sft"):
+    if purpose not in ("model", "sft") or config.evaluates_sft:
         _check_programs(config.engine, config.rollout)
         for source in config.environments.values():
             check_environment(source.env, source.options)

@@ -1,6 +1,7 @@
-"""Runs in place of models: ``RUN`` or ``RUN@STEP`` names the weights of a run's checkpoint.
+"""Runs in place of models: ``RUN`` or ``RUN@STEP`` names the weights of a run's checkpoint, ``RUN@STEP+ema`` their
+average.
 
-The checkpoint is exported once into ``RUN/exports/step-NNNNNN``, which is used from then on.
+The checkpoint is exported once into ``RUN/exports/step-NNNNNN`` (or ``step-NNNNNN-ema``), which is used from then on.
 """
 
 from __future__ import annotations
@@ -32,15 +33,16 @@ def resolve_models(config: RunConfig, print_line: Callable[[str], None]) -> RunC
 
 
 def resolve_run(name: Path, key: str) -> Path:
-    """The exported model of ``name``, the value of the config's ``key``, where it is ``RUN`` or ``RUN@STEP``; any other
-    name unchanged. Raises as :func:`resolve_models`."""
-    run, _, step = str(name).partition("@")
+    """The exported model of ``name``, the value of the config's ``key``, where it is ``RUN``, ``RUN@STEP`` or
+    ``RUN@STEP+ema``; any other name unchanged. Raises as :func:`resolve_models`."""
+    run, _, version = str(name).partition("@")
     if (name / "config.json").is_file() or not is_run(Path(run)):
         return name
+    step, averaged = version.removesuffix("+ema"), version.endswith("+ema")
     source = find_checkpoint(Path(run), step, key)
-    out = Path(run) / "exports" / source.name
+    out = Path(run) / "exports" / f"{source.name}{'-ema' if averaged else ''}"
     if not (out / "config.json").is_file():
-        export(source, Path(run), out)
+        export(source, Path(run), out, averaged=averaged)
     return out
 
 
@@ -59,14 +61,17 @@ def find_checkpoint(run: Path, step: str, key: str) -> Path:
     return complete[wanted]
 
 
-def export(source: Path, run: Path, out: Path) -> None:
-    """Write the weights of the checkpoint ``source`` of ``run`` as a Hugging Face checkpoint to the new directory
-    ``out``. Raises UserError where torch is missing, otherwise as :func:`resolve_models`."""
+def export(source: Path, run: Path, out: Path, *, averaged: bool = False) -> None:
+    """Write the weights of the checkpoint ``source`` of ``run``, or their average, as a Hugging Face checkpoint to the
+    new directory ``out``. Raises UserError where torch is missing or the run has no average, otherwise as
+    :func:`resolve_models`."""
     if importlib.util.find_spec("torch") is None:
         raise UserError("exporting needs torch; run `agent-rl install trainer`")
     from agent_rl.train.checkpoint.export import export_checkpoint
 
     config = load_recorded(run / "config.yaml")
+    if averaged and config.train.ema is None:
+        raise UserError(f"{run} has no average of its weights: train with train.ema, or leave +ema and --ema out")
     config = config.model_copy(update={"model": fetch_model(resolve_run(config.model, "model"), "model")})
     out.parent.mkdir(parents=True, exist_ok=True)
-    export_checkpoint(source, config, out)
+    export_checkpoint(source, config, out, "ema" if averaged else "master")

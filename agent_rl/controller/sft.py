@@ -3,6 +3,7 @@
 ::
 
     SftData ─ batches of every epoch, from the seed ─▶ trainer.supervise ─▶ metrics, checkpoint, loss on held-out rows
+                                                     └ sft.eval_every: export ─▶ engines ─▶ Pass@1
 
 A step is one update. The batch of a step follows from rows, seed and config, so a killed run repeats the steps after
 its last checkpoint with the same bits.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,17 +26,24 @@ import orjson
 from rich.table import Table
 
 from agent_rl.config import EngineConfig, RunConfig, SandboxConfig, SftConfig
+from agent_rl.controller.async_rollout.evaluations import Evaluations, due_evaluations
 from agent_rl.controller.checkpoints import Checkpoints, Progress, TrainerRestarts
 from agent_rl.controller.guard import Guard
 from agent_rl.controller.placement import open_reservations
 from agent_rl.controller.preflight import Checked, check_remote_services
+from agent_rl.controller.rollout_runtime import open_rollout_runtime
 from agent_rl.controller.state import RunState, keep_tokenizer
+from agent_rl.controller.summary import best_evaluation, evaluation_points
 from agent_rl.controller.train import run_to_last_step
+from agent_rl.engine.ray_servers import Reservation
 from agent_rl.errors import ConfigError
+from agent_rl.evaluation.quarantine import Quarantine
 from agent_rl.monitoring.console import Display
 from agent_rl.monitoring.metrics_log import MetricsLog
 from agent_rl.monitoring.plots import draw_run
 from agent_rl.monitoring.sinks import SinkRun, sink_factories
+from agent_rl.rollout.episode import EpisodeRules
+from agent_rl.rollout.group import RolloutEvent
 from agent_rl.train.checkpoint.directory import latest_checkpoint, read_manifest
 from agent_rl.train.ray_trainer import RayTrainer
 from agent_rl.train.reports import WeightedSequences
@@ -64,9 +73,20 @@ class SftData:
 
     def batches(self, sft: SftConfig, seed: int) -> list[list[int]]:
         """The sequences of every step. An epoch has all sequences, in an order of its own."""
+        return [batch for epoch in self.epochs(sft, seed) for batch in epoch]
+
+    def epochs(self, sft: SftConfig, seed: int) -> list[list[list[int]]]:
+        """The batches of every epoch."""
         lengths = [len(tokens) for tokens, _ in self.train]
         orders = [np.random.default_rng([seed, epoch]).permutation(len(lengths)) for epoch in range(sft.epochs)]
-        return [batch for order in orders for batch in _epoch(order.tolist(), lengths, sft)]
+        return [_epoch(order.tolist(), lengths, sft) for order in orders]
+
+    def evaluated_steps(self, sft: SftConfig, seed: int) -> frozenset[int]:
+        """The steps whose weights ``sft.eval_every`` evaluates: 0, the ends of its epochs and the last."""
+        if not sft.eval_every:
+            return frozenset()
+        ends = np.cumsum([len(epoch) for epoch in self.epochs(sft, seed)]).tolist()
+        return frozenset((0, *ends[sft.eval_every - 1 :: sft.eval_every], ends[-1]))
 
 
 def _epoch(order: Sequence[int], lengths: Sequence[int], sft: SftConfig) -> list[list[int]]:
@@ -84,7 +104,9 @@ def _epoch(order: Sequence[int], lengths: Sequence[int], sft: SftConfig) -> list
 async def train_sft(checked: Checked, data: SftData) -> None:
     """Train to the last step, from the last checkpoint if there is one; write and show the summary."""
     config, display = checked.config, Display(checked.config.name)
-    cluster = replace(checked.cluster, engine=EngineConfig(), sandbox=SandboxConfig())
+    cluster = checked.cluster
+    if not config.evaluates_sft:
+        cluster = replace(cluster, engine=EngineConfig(), sandbox=SandboxConfig())
     with lock_directory(config.run_dir), display:
         await check_remote_services(EngineConfig(), config.train.ray_address)
         async with open_reservations(cluster, ranks=True) as reservations:
@@ -101,11 +123,13 @@ async def train_sft(checked: Checked, data: SftData) -> None:
                 config, checked.model_spec, placement_group=reservations.ranks, note=display.note
             )  # fmt: skip
             async with trainer:
-                begin = partial(SftRun, config, state, display, trainer, data)
+                evaluator = SftEvaluator(checked, state, display, trainer, reservations.engines)
+                begin = partial(SftRun, config, state, display, trainer, data, evaluator)
                 summary = await run_to_last_step(begin, TrainerRestarts(config.train.restarts))
     display.note(f"{state.dir}/summary.json   {state.dir}/run.png")
     display.table(_table(summary))
-    display.next("eval", state.dir / "config.yaml", f"model={state.dir}@{summary['steps']}")
+    step = summary.get("best_step") or summary["steps"]
+    display.next("eval", state.dir / "config.yaml", f"model={state.dir}@{step}")
 
 
 def check_same_rows(run: Path, digest: str) -> None:
@@ -117,15 +141,78 @@ def check_same_rows(run: Path, digest: str) -> None:
         )
 
 
+@dataclass(frozen=True)
+class SftEvaluator:
+    """Measures the Pass@1 of the trainer's weights, with engines that start for it and end after it. ``reservations``:
+    of engines on Ray."""
+
+    checked: Checked
+    state: RunState
+    display: Display
+    trainer: RayTrainer
+    reservations: Sequence[Reservation]
+
+    async def evaluate(self, step: int) -> None:
+        """Evaluate the weights of ``step`` as the section ``eval`` says, unless that is recorded."""
+        config, display = self.checked.config, self.display
+        settings = {name: each.model_copy(update={"every": 1}) for name, each in config.evaluations.items()}
+        if not due_evaluations(settings, self.state.evaluations, step, config.train.steps):
+            return
+        display.stage(f"step {step}: weights for an evaluation")
+        weights = self.state.dir / "weights" / f"step-{step:06d}"
+        await asyncio.to_thread(shutil.rmtree, weights, ignore_errors=True)
+        try:
+            await self.trainer.export(weights)
+            checked = replace(self.checked, config=config.model_copy(update={"model": weights}))
+            opening = open_rollout_runtime(
+                checked,
+                self.state.dir / "logs",
+                display,
+                routes=False,
+                reservations=self.reservations,
+                split=config.eval.split,
+            )
+            async with opening as runtime:
+                await runtime.task_runtime.env.prepare(config.eval.split)
+                evaluations = Evaluations(
+                    settings,
+                    EpisodeRules.from_config(config),
+                    self.state,
+                    display,
+                    runtime,
+                    None,
+                    Quarantine(self.state.dir / "quarantine.json"),
+                    self._on_event,
+                    steps=config.train.steps,
+                    concurrent=False,
+                )
+                try:
+                    await evaluations.begin(step)
+                finally:
+                    await evaluations.close()
+        finally:
+            await asyncio.to_thread(shutil.rmtree, weights, ignore_errors=True)
+
+    def _on_event(self, event: RolloutEvent) -> None:
+        if event.trajectory is not None and not event.trajectory.stop.infrastructure:
+            self.display.advance()
+
+
 class SftRun:
     """A supervised run from its last checkpoint to its last step."""
 
     def __init__(
-        self, config: RunConfig, state: RunState, display: Display, trainer: RayTrainer, data: SftData
+        self,
+        config: RunConfig,
+        state: RunState,
+        display: Display,
+        trainer: RayTrainer,
+        data: SftData,
+        evaluator: SftEvaluator,
     ) -> None:
         assert config.sft is not None
         self.config, self.sft, self.state, self.display = config, config.sft, state, display
-        self.trainer, self.data = trainer, data
+        self.trainer, self.data, self.evaluator = trainer, data, evaluator
         self.metrics = MetricsLog(state.dir, sink_factories(SinkRun(state.dir, state.run_id, config)), display.note)
         self.guard = Guard(config.guard, state.dir, display.note)
         self.checkpoints = Checkpoints(config.train, state, trainer)
@@ -138,14 +225,20 @@ class SftRun:
         self.display.start_steps(done, len(batches))
         for row in self.metrics.rows:
             self.display.step(int(row["step"]), row)
+        evaluated = self.data.evaluated_steps(self.sft, self.config.seed)
+        if done in evaluated:
+            await self.evaluator.evaluate(done)
         for step in range(done + 1, len(batches) + 1):
             await self._step(step, batches[step - 1], last=step == len(batches))
             self.checkpoints.check()
-            if self.checkpoints.due(step) or self.guard.stopping:
-                await self.checkpoints.save(self.progress, good=self.guard.good_step)
+            if step in evaluated or self.checkpoints.due(step) or self.guard.stopping:
+                best = best_evaluation(self.state.evaluations)
+                await self.checkpoints.save(self.progress, good=self.guard.good_step, best=best and best[0])
             if self.guard.stopping:
                 await self.checkpoints.finish()
             self.guard.enforce(self.state.checkpoint(step), self.checkpoints.newest)
+            if step in evaluated:
+                await self.evaluator.evaluate(step)
         await self.checkpoints.finish()
         await self.trainer.export(self.state.dir / "model")
         return await asyncio.to_thread(self._summarize)
@@ -202,20 +295,23 @@ class SftRun:
 
     def _summarize(self) -> dict[str, object]:
         """Write ``summary.json`` and ``run.png``; returns the summary."""
-        rows = self.metrics.rows
+        rows, evaluations, directory = self.metrics.rows, self.state.evaluations, self.state.dir
+        best = best_evaluation(evaluations)
+        seconds = sum(report["seconds"] for report in evaluations.values())
         summary = {
-            "name": self.state.dir.name,
+            "name": directory.name,
             "steps": len(rows),
-            "seconds": sum(row["time/step"] + row.get("time/validation", 0.0) for row in rows),
+            "seconds": seconds + sum(row["time/step"] + row.get("time/validation", 0.0) for row in rows),
             "sequences": len(self.data.train),
             "heldout_sequences": len(self.data.heldout),
             "left_out_rows": len(self.data.left_out),
             "loss_first": rows[0].get("sft/loss"),
             "loss_last": rows[-1].get("sft/loss"),
             "validation_loss": rows[-1].get("sft/validation_loss"),
+            **({} if best is None else {"best_step": best[0], "best_pass_at_1": best[1]}),
         }
-        write_json(self.state.dir / "summary.json", summary)
-        draw_run(rows, self.state.dir / "run.png", title=self.state.dir.name, evaluations={})
+        write_json(directory / "summary.json", summary)
+        draw_run(rows, directory / "run.png", title=directory.name, evaluations=evaluation_points(evaluations))
         return summary
 
 

@@ -48,7 +48,7 @@ def summarize(
         "means": {name: statistics.fmean(values) for name in MEANS if (values := _values(rows, name))},
     }
     write_json(state.dir / "summary.json", summary)
-    draw_run(rows, state.dir / "run.png", title=state.dir.name, evaluations=_points(evaluations))
+    draw_run(rows, state.dir / "run.png", title=state.dir.name, evaluations=evaluation_points(evaluations))
     return summary
 
 
@@ -100,13 +100,27 @@ def _seconds(rows: Sequence[Mapping[str, float]], evaluations: Mapping[str, Mapp
     return sum(row["time/step"] for row in rows) + sum(report["seconds"] for report in evaluations.values())
 
 
-def _points(evaluations: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[int, tuple[float, float, float]]]:
+def evaluation_points(
+    evaluations: Mapping[str, Mapping[str, Any]],
+) -> dict[str, dict[int, tuple[float, float, float]]]:
+    """Pass@1 and its interval, sampled, by source and step."""
     points: dict[str, dict[int, tuple[float, float, float]]] = {}
     for key, report in evaluations.items():
         if key.endswith("/sampled") and report["pass_at_1"] is not None:
             of_source = points.setdefault(evaluation_source(key), {})
             of_source[evaluation_step(key)] = (report["pass_at_1"], *report["interval"])
     return points
+
+
+def best_evaluation(evaluations: Mapping[str, Mapping[str, Any]]) -> tuple[int, float] | None:
+    """The step with the highest Pass@1, the mean of the sources, and this rate; the first of equal ones. None without
+    an evaluation."""
+    rates: dict[int, list[float]] = {}
+    for points in evaluation_points(evaluations).values():
+        for step, (rate, *_) in points.items():
+            rates.setdefault(step, []).append(rate)
+    means = {step: statistics.fmean(values) for step, values in rates.items()}
+    return max(sorted(means.items()), key=lambda item: item[1], default=None)
 
 
 def why_idle(row: Mapping[str, float]) -> str | None:

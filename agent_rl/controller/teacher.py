@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import orjson
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from agent_rl.config import EngineConfig, RunConfig
@@ -26,8 +27,7 @@ from agent_rl.errors import EngineError, RolloutFailed, UserError
 from agent_rl.models.spec import read_model_spec
 from agent_rl.rollout.filters import masked_stops
 from agent_rl.rollout.group import EpisodeRunner, Limiter
-from agent_rl.rollout.rescore import sampled_logprobs
-from agent_rl.types import StopReason, Trajectory
+from agent_rl.types import Branch, StopReason, TopTokens, Trajectory
 from agent_rl.utils.http import AsyncHttp
 from envs import Task
 
@@ -36,11 +36,19 @@ _TOKENIZER = "tokenizer.json"
 
 
 class Teacher:
-    """Adds ``teacher_logprobs`` to trajectories, at most ``concurrency`` at once; not to those without sampled tokens
-    or with a stop reason in ``skipped``, which are not trained."""
+    """Adds ``teacher_logprobs``, and ``teacher_top`` with ``top_k``, to trajectories, at most ``concurrency`` at once;
+    not to those without sampled tokens or with a stop reason in ``skipped``, which are not trained."""
 
-    def __init__(self, engine: SGLangEngine, *, concurrency: int, skipped: Collection[StopReason] = ()) -> None:
+    def __init__(
+        self,
+        engine: SGLangEngine,
+        *,
+        concurrency: int,
+        top_k: int | None = None,
+        skipped: Collection[StopReason] = (),
+    ) -> None:
         self._engine, self._limiter, self._skipped = engine, Limiter(concurrency), frozenset(skipped)
+        self._top = top_k or 0
         self._seconds: list[float] = []
 
     def scored(self, run: EpisodeRunner) -> EpisodeRunner:
@@ -58,17 +66,27 @@ class Teacher:
             return trajectory
         started, session = time.perf_counter(), f"teacher-{trajectory.task_id}"
         try:
-            parts = [
-                (await sampled_logprobs(self._engine, self._limiter, branch, session))[0]
-                for branch in trajectory.branches
-            ]
+            parts = [await self._score(branch, session) for branch in trajectory.branches if branch.sampled_tokens]
         except EngineError as error:
             raise RolloutFailed(
                 f"{KEY}: the teacher did not evaluate a trajectory of {trajectory.task_id}: {error}; start it again, "
                 "then run the same command, which keeps the finished episodes"
             ) from error
         self._seconds.append(time.perf_counter() - started)
-        return replace(trajectory, teacher_logprobs=np.concatenate(parts))
+        top = [top for _, top in parts if top is not None]
+        return replace(
+            trajectory,
+            teacher_logprobs=np.concatenate([logprobs for logprobs, _ in parts]),
+            teacher_top=TopTokens.join(top) if top else None,
+        )
+
+    async def _score(self, branch: Branch, session: str) -> tuple[NDArray[np.float32], TopTokens | None]:
+        """The teacher's log-probs and most likely tokens at the sampled tokens of ``branch``."""
+        async with self._limiter:
+            scores = await self._engine.rescore(branch.tokens.tolist(), session=session, top=self._top)
+        sampled = branch.loss_mask
+        top = scores.top and TopTokens(scores.top.ids[sampled[1:]], scores.top.logprobs[sampled[1:]])
+        return np.asarray(scores.logprobs, np.float32)[sampled], top
 
     def metrics(self) -> dict[str, float]:
         """``distill/score_seconds_mean`` of the trajectories since the last call."""
@@ -84,7 +102,9 @@ async def open_teacher(checked: Checked, logs: Path, note: Callable[[str], None]
     if distill is None:
         yield None
         return
-    teacher = partial(Teacher, concurrency=distill.concurrency, skipped=masked_stops(config.train.filter))
+    teacher = partial(
+        Teacher, concurrency=distill.concurrency, top_k=distill.top_k, skipped=masked_stops(config.train.filter)
+    )
     if distill.teacher.startswith(("http://", "https://")):
         url = distill.teacher.rstrip("/")
         settings = config.engine.model_copy(update={"urls": (url,), "urls_file": None})

@@ -353,7 +353,9 @@ class TrainingRun:
             masked=self.masked,
             penalty=partial(overlong_penalty, limit=max_tokens, overlong=train.overlong),
             normalized=not train.normalizes_after_penalty,
-            equal_rewards=train.distill is not None,
+            equal_rewards=train.distill is not None or train.echo is not None,
+            observed=train.echo is not None,
+            gamma=None if train.turn_rewards is None else train.turn_rewards.gamma,
             aggregation=train.loss_aggregation,
             published=step - 1,
         )

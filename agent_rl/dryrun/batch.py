@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from agent_rl.config import RunConfig
 from agent_rl.models.spec import ModelSpec
 from agent_rl.train.batching.partition import MiniStepShare
-from agent_rl.types import Sample
+from agent_rl.types import Sample, TopTokens
 from r3.routing import Routing, narrowest_dtype
 
 
@@ -24,13 +24,23 @@ def make_samples(config: RunConfig, model_spec: ModelSpec, expert_rank: int, ske
         (),
         model_spec.num_experts,
     )
-    return {index: _sample(length, model_spec.vocab_size, routing, index) for index in range(count)}
+    top_k = (config.train.distill.top_k if config.train.distill else None) or 0
+    return {index: _sample(length, model_spec.vocab_size, routing, index, top_k) for index in range(count)}
 
 
-def _sample(length: int, vocabulary: int, routing: Routing | None, index: int) -> Sample:
+def _sample(length: int, vocabulary: int, routing: Routing | None, index: int, top_k: int) -> Sample:
     tokens = (np.arange(length) + index).astype(np.int32) % vocabulary
     sampled, zeros = np.arange(length) > 0, np.zeros(length, np.float32)
-    return Sample(tokens, sampled, zeros, 1.0 - 2.0 * (index % 2), routing, teacher_logprobs=zeros)
+    top = TopTokens(np.zeros((length - 1, top_k), np.int32), np.full((length - 1, top_k), -20.0, np.float32))
+    return Sample(
+        tokens,
+        sampled,
+        zeros,
+        1.0 - 2.0 * (index % 2),
+        routing,
+        teacher_logprobs=zeros,
+        teacher_top=top if top_k else None,
+    )
 
 
 def mini_step_share(samples: dict[int, Sample], config: RunConfig) -> MiniStepShare:

@@ -48,8 +48,9 @@ def generate_body(
     return body
 
 
-def score_body(tokens: TokenIds, *, routes: bool) -> dict[str, Any]:
-    """Compute the log-probs of ``tokens`` at temperature 1, and with ``routes`` their routes."""
+def score_body(tokens: TokenIds, *, routes: bool, top: int = 0) -> dict[str, Any]:
+    """Compute the log-probs of ``tokens`` at temperature 1, those of the ``top`` most likely tokens in place of each,
+    and with ``routes`` their routes."""
     body: dict[str, Any] = {
         "input_ids": np.array(tokens, np.int32),
         "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
@@ -57,6 +58,8 @@ def score_body(tokens: TokenIds, *, routes: bool) -> dict[str, Any]:
         # From token 0, which keeps SGLang from taking a prefix from its cache: it caches no log-probs.
         "logprob_start_len": 0,
     }
+    if top:
+        body["top_logprobs_num"] = top
     return body | ({"return_routed_experts": True, "routed_experts_start_len": 0} if routes else {})
 
 

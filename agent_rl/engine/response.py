@@ -11,7 +11,7 @@ import orjson
 
 from agent_rl.engine.types import Scores
 from agent_rl.errors import EngineAborted, EngineOverloaded, EngineRejected, RoutesMissingError
-from agent_rl.types import Completion, FinishReason, TokenIds, VersionSpan
+from agent_rl.types import Completion, FinishReason, TokenIds, TopTokens, VersionSpan
 from r3.kept_tokens import KeptTokens, KeptTokensError
 from r3.payload import RawRoutes, RouteLayout, decode_payload, extract_payload, split_raw
 from r3.routing import Routing, RoutingError, Span, SpanKind, append_span
@@ -74,11 +74,12 @@ def read_completion(body: bytes, context: RequestContext, seconds: float) -> Com
     )
 
 
-def read_scores(body: bytes, tokens: TokenIds, context: RequestContext, vocab_size: int) -> Scores:
-    """The log-probs of an evaluated prompt, and its routes if they were requested and sent.
+def read_scores(body: bytes, tokens: TokenIds, context: RequestContext, vocab_size: int, top: int = 0) -> Scores:
+    """The log-probs of an evaluated prompt, the ``top`` most likely tokens in place of each, and its routes if these
+    were requested and sent.
 
-    Raises EngineAborted for an aborted request (EngineOverloaded for a rejected one), EngineRejected for other tokens
-    or a null log-prob, RoutesMissingError as :func:`read_completion`.
+    Raises EngineAborted for an aborted request (EngineOverloaded for a rejected one), EngineRejected for other tokens,
+    a null log-prob or other top tokens, RoutesMissingError as :func:`read_completion`.
     """
     response, payload = split_body(body, context)
     meta = response["meta_info"]
@@ -94,7 +95,26 @@ def read_scores(body: bytes, tokens: TokenIds, context: RequestContext, vocab_si
         )
     values = [entry[0] for entry in entries[1:]]
     _reject_null(values, context)
-    return Scores((0.0, *map(float, values)), _last_version(meta), _routing(payload, meta, 0, context))
+    likely = _top_tokens(meta, len(tokens), context, vocab_size, top) if top else None
+    return Scores((0.0, *map(float, values)), _last_version(meta), _routing(payload, meta, 0, context), likely)
+
+
+def _top_tokens(
+    meta: Mapping[str, Any], tokens: int, context: RequestContext, vocab_size: int, top: int
+) -> TopTokens:  # fmt: skip
+    rows = (meta.get("input_top_logprobs") or [])[1:]
+    try:
+        pairs = np.array([[entry[:2] for entry in row] for row in rows], np.float64).reshape(len(rows), -1, 2)
+    except (TypeError, ValueError):
+        pairs = np.zeros((0, 0, 2))
+    values, ids = pairs[..., 0].astype(np.float32), pairs[..., 1].astype(np.int32)
+    sound = np.isfinite(values).all() and bool(((ids >= 0) & (ids < vocab_size)).all())
+    if pairs.shape[:2] != (tokens - 1, top) or not sound or (values > 1e-3).any():
+        raise EngineRejected(
+            f"{context}: expected the log-probs of the {top} most likely tokens at {tokens - 1} positions, received "
+            f"{pairs.shape[1]} at {pairs.shape[0]}, or values that are none"
+        )
+    return TopTokens(ids, np.minimum(values, 0.0))
 
 
 Payload = bytes | memoryview | RawRoutes

@@ -155,25 +155,28 @@ class SGLangEngine:
         engine at ``url`` (the first in use by default)."""
         return (await self._scores(url or self.urls[0], tokens, "score")).logprobs
 
-    async def rescore(self, tokens: TokenIds, *, session: str, routes: bool = False) -> Scores:
+    async def rescore(self, tokens: TokenIds, *, session: str, routes: bool = False, top: int = 0) -> Scores:
         """As :meth:`score`, on any engine, with retries and without a cached prefix. ``session`` distributes
-        evaluations over engines. ``routes``: also return the experts of that pass.
+        evaluations over engines. ``routes``: also return the experts of that pass. ``top``: also return so many of the
+        most likely tokens in place of each token.
 
         Raises EngineRejected for a sequence that fills the model's context: SGLang needs a free token after a prompt.
         """
 
         async def post(url: str) -> Scores:
-            return await self._scores(url, tokens, session, routes=routes)
+            return await self._scores(url, tokens, session, routes=routes, top=top)
 
         async def read(scores: Scores, seconds: float) -> tuple[Scores, str]:
             return scores, scores.weight_version
 
         return await self._router.send(session, post, read)
 
-    async def _scores(self, url: str, tokens: TokenIds, session: str, *, routes: bool = False) -> Scores:
+    async def _scores(
+        self, url: str, tokens: TokenIds, session: str, *, routes: bool = False, top: int = 0
+    ) -> Scores:  # fmt: skip
         context = self._context(url, session, tokens, 0 if routes else None)
-        body = await post_generate(self._http, url, context.rid, score_body(tokens, routes=routes))
-        return read_scores(body, tokens, context, self.model_spec.vocab_size)
+        body = await post_generate(self._http, url, context.rid, score_body(tokens, routes=routes, top=top))
+        return read_scores(body, tokens, context, self.model_spec.vocab_size, top)
 
     async def lives(self, url: str) -> bool:
         """Whether the server at ``url`` responds within 5 s."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from agent_rl.types import Completion, SamplingParams, TokenIds
+from agent_rl.types import Completion, SamplingParams, TokenIds, TopTokens
 from r3.routing import Routing
 
 
@@ -42,11 +42,13 @@ class EngineInfo:
 @dataclass(frozen=True, slots=True)
 class Scores:
     """Teacher-forced log-probs of a sequence at temperature 1 (0 for the first token), and the version of the
-    weights. ``routing``: all rows but the last, if requested."""
+    weights. ``routing``: all rows but the last, if requested. ``top``: if requested, the most likely tokens in place of
+    each token but the first."""
 
     logprobs: tuple[float, ...]
     weight_version: str
     routing: Routing | None = None
+    top: TopTokens | None = None
 
 
 class Server(Protocol):

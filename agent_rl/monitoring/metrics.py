@@ -202,6 +202,11 @@ METRICS: tuple[Metric, ...] = (
             "nats",
             "Reverse KL to the teacher before the update; mean over tokens.",
         ),
+        (
+            "distill/loss_kl",
+            "nats",
+            "Reverse KL to the teacher over its `top_k` tokens and the rest, as in the loss; mean over tokens.",
+        ),
     ),
     *_rows(_TEACHER, ("distill/score_seconds_mean", "seconds", "Mean time of the teacher to evaluate a trajectory.")),
     *_rows(
@@ -283,11 +288,13 @@ METRICS: tuple[Metric, ...] = (
         _ADVANTAGES,
         ("train/samples", "count", "Trajectories trained on in the step."),
         ("train/zero_variance_groups", "count", "Groups excluded because all their advantages are 0."),
+        ("train/turn_reward_mean", "reward", "Reward of a turn (`train.turn_rewards`); mean over turns."),
         ("train/overlong_penalty", "reward", "Penalty subtracted by `train.overlong`; mean over trajectories."),
         ("r3/dropped_samples", "count", "Trajectories dropped because routes are missing (`r3.missing: drop_sample`)."),
     ),
     *_rows(
         _STEP,
+        ("train/observation_loss", "nats", "Cross entropy of observations (`train.echo`); mean over their tokens."),
         ("train/sampled_tokens", "tokens", "Sampled tokens in all updates of the step."),
         ("train/updates", "count", "Optimizer updates applied."),
         ("train/skipped_updates", "count", "Updates skipped as not finite or as a spike (docs/how-to/debug-a-run.md)."),
@@ -334,7 +341,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "off_policy/clip_fraction_lag_<lag>",
         "share",
-        "Tokens of this lag whose ratio is outside the objective's clip before the first update.",
+        "Tokens of this lag beyond the objective's clip before the first update, by what it clips; not for gspo.",
         _STEP,
         _LAGS[1:],
     ),

@@ -192,6 +192,10 @@ def state_bytes(train: TrainConfig) -> int:
     return 2 * BYTES[train.optimizer_moments] + (4 if train.dtype == "bfloat16" else 0)
 
 
+CANDIDATE_BYTES = 48
+"""Bytes per token and id of a teacher's top_k: ids and columns in int64, logits, log-probs and the terms of the KL."""
+
+
 def expert_bytes(model: ModelSpec, train: TrainConfig) -> int:
     """Returns the bytes of one expert of one layer."""
     return 3 * model.hidden * model.expert_inner * BYTES[train.dtype]
@@ -210,6 +214,8 @@ def _activations(model: ModelSpec, train: TrainConfig, tokens: int, microbatches
     width = BYTES[train.dtype]
     # Input and output of the last norm, its rows that predict a token, and the rotary embedding's cosines and sines.
     final = tokens * (model.hidden * width * 3 + model.head_dim * 4 * 2)
+    if train.distill is not None and train.distill.top_k is not None:
+        final += tokens * train.distill.top_k * CANDIDATE_BYTES
     if train.recompute == "full":
         return final + _inputs(model, train, tokens, microbatches, device)[0]
     kept = (layer_bytes(model, train, tokens, layer=layer, device=device) for layer in _first_chunk(model, train))

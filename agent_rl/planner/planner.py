@@ -52,8 +52,8 @@ RANK_PROCESS, ENGINE_PROCESS, DRIVER_PROCESS = int(0.6 * GIB), int(2.1 * GIB), i
 GLIBC_SLACK = {"full": 1.5, "selective": 0.5, "none": 0.5}
 """Freed memory that glibc keeps on a CPU, as a multiple of the memory at the peak, by ``train.recompute``
 (benchmarks/bench_plan.py)."""
-STATE_BYTES = 12
-"""Bytes per parameter in a checkpoint: Adam's two moments and the master weight, always float32."""
+STATE_BYTES, EMA_BYTES = 12, 4
+"""Bytes per parameter in a checkpoint: Adam's two moments and the master weight, and their average, always float32."""
 SAMPLE_BYTES = 9
 """Bytes per token of a sample: id, log-prob, mask."""
 IDENTITY_BYTES = 5
@@ -282,7 +282,10 @@ class _Planner:
         if rank.offloaded:
             narrow = "" if config.train.optimizer_moments == "float32" else ", moments in bfloat16"
             yield Item("optimizer", ranks * rank.offloaded, f"its state, between updates{narrow}")
-        copied = (rank.optimizer + rank.offloaded) * STATE_BYTES // state_bytes(config.train)
+        numbers = (rank.optimizer + rank.offloaded) // state_bytes(config.train)
+        if config.train.ema is not None:
+            yield Item("average", ranks * numbers * EMA_BYTES, "of the weights, train.ema")
+        copied = numbers * saved_bytes(config.train)
         yield Item("checkpoint", ranks * copied, "a copy, written while training continues")
 
     def _driver_items(self) -> Iterator[Item]:
@@ -309,7 +312,7 @@ class _Planner:
         ahead = config.async_rollout.depth
         yield Item("journal", (journaled + ahead) * load.tokens * ordered, "episodes since the last checkpoint")
         kept = train.keep_checkpoints + 1  # the next is written before the oldest is removed
-        one = sum(trained_parameters(model, train, ParallelConfig())) * STATE_BYTES
+        one = sum(trained_parameters(model, train, ParallelConfig())) * saved_bytes(train)
         yield Item("checkpoints", kept * one, f"{train.keep_checkpoints} kept and one being written, {gib(one)} each")
         yield Item("model", parameters(model) * BYTES[train.dtype], "exported at the end")
         if config_of_copy(config.model) is not None:
@@ -408,6 +411,11 @@ def planned_device(train: TrainConfig, hardware: HardwareConfig) -> str:
     if memory is None:
         raise UserError("hardware.gpu_memory_gb: train.device is cuda: set the memory of a GPU, in GiB")
     return "cuda"
+
+
+def saved_bytes(train: TrainConfig) -> int:
+    """Bytes per trained parameter in a checkpoint."""
+    return STATE_BYTES + (EMA_BYTES if train.ema is not None else 0)
 
 
 def engine_count(engine: EngineConfig) -> int:

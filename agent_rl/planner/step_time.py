@@ -17,7 +17,7 @@ from agent_rl.planner.compute_model import forward_flops, planned_publish, plann
 from agent_rl.planner.hardware import GPUS
 from agent_rl.planner.memory_model import BYTES, parameters, rank_bytes, trained_parameters
 from agent_rl.planner.plan import PhaseTime, TimePlan, gib
-from agent_rl.planner.planner import STATE_BYTES, engine_count
+from agent_rl.planner.planner import engine_count, saved_bytes
 from agent_rl.planner.rollout_time import RolloutModel
 from agent_rl.train.hf_index import expected_shapes
 
@@ -173,7 +173,7 @@ class _TimePlanner:
             seconds = sum(one.seconds for one in each)
             yield PhaseTime("evaluations", seconds, f"{len(due)} x {seconds / len(due):,.1f} s; {each[0].bound}")
         nodes = -(-train.parallel.world_size // config.hardware.gpus_per_node) if self.device == "cuda" else 1
-        state = sum(trained_parameters(self.model, train, ParallelConfig())) * STATE_BYTES
+        state = sum(trained_parameters(self.model, train, ParallelConfig())) * saved_bytes(train)
         written = state / nodes / assume["disk"]
         saves = train.steps // train.checkpoint_every if train.checkpoint_every else 1
         blocked = saves * written * assume["checkpoint_blocks"]

@@ -549,7 +549,7 @@ class EpisodeRun:
         async with bounded(self.rules.env.grading_timeout, "grading"):
             grade = await episode.grade()
         self.grade_seconds = _seconds_since(started)
-        return weighted(checked_grade(grade), self.rules.weights_of(self.task.id))
+        return weighted(checked_grade(grade, len(self.turns)), self.rules.weights_of(self.task.id))
 
     def _trajectory(self, stop: StopReason, grade: Grade | None, error: Exception | None = None) -> Trajectory:
         branches = [branch.closed() for branch in self.branches]
@@ -585,6 +585,7 @@ class EpisodeRun:
             test_log=grade.log if grade else "",
             parts=grade.parts if grade else {},
             metrics=grade.metrics if grade else {},
+            turn_rewards=tuple(grade.turn_rewards) if grade else (),
             model_calls=tuple(self.model_calls),
         )
 

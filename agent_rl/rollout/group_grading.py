@@ -29,7 +29,8 @@ def group_grading(env: Environment, rules: EpisodeRules) -> GroupGrading | None:
         if not isinstance(grades, Sequence) or len(grades) != len(trajectories):
             raise ProtocolError(f"grade_group must return a list of {len(trajectories)} Grades, one for each episode")
         weights = rules.weights_of(task.id)
-        checked = [weighted(checked_grade(grade), weights) for grade in grades]
+        turns = [len(trajectory.turns) for trajectory in trajectories]
+        checked = [weighted(checked_grade(*pair), weights) for pair in zip(grades, turns, strict=True)]
         first, *others = (_with_grade(*pair) for pair in zip(trajectories, checked, strict=True))
         return [replace(first, model_calls=(*first.model_calls, *calls)), *others]
 
@@ -47,6 +48,7 @@ def _grade_of(trajectory: Trajectory) -> Grade:
         suspected_hack=trajectory.suspected_hack,
         parts=trajectory.parts,
         metrics=trajectory.metrics,
+        turn_rewards=trajectory.turn_rewards,
     )
 
 
@@ -59,4 +61,5 @@ def _with_grade(trajectory: Trajectory, grade: Grade) -> Trajectory:
         test_log=grade.log,
         parts=grade.parts,
         metrics=grade.metrics,
+        turn_rewards=tuple(grade.turn_rewards),
     )

@@ -250,6 +250,7 @@ def _row_fields(trajectory: Trajectory, key: str, routes: bool) -> dict[str, Any
         "tests": dict(trajectory.tests),
         "parts": dict(trajectory.parts),
         "metrics": dict(trajectory.metrics),
+        "turn_rewards": trajectory.turn_rewards,
         "model_calls": [asdict(call) for call in trajectory.model_calls],
         "test_log": trajectory.test_log[-LOG_CHARACTERS:],
         "turns": [asdict(turn) for turn in trajectory.turns],
@@ -354,6 +355,7 @@ def read_trajectory(row: Mapping[str, Any], array: Callable[[str], NDArray], whe
             mutant_seconds=row.get("mutant_seconds", 0.0),
             parts=row.get("parts", {}),
             metrics=row.get("metrics", {}),
+            turn_rewards=tuple(row.get("turn_rewards", ())),
             model_calls=tuple(_model_call(call) for call in row.get("model_calls", ())),
             further=tuple(further),
         )

@@ -24,6 +24,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from agent_rl.config import OnSpike
+from agent_rl.train.ema import EMA, WeightAverage
 from agent_rl.train.optimizer_offload import (
     MasterShard,
     StoredState,
@@ -34,8 +35,7 @@ from agent_rl.train.optimizer_offload import (
 from agent_rl.train.reports import Update
 from agent_rl.train.requests import OptimizerSpec
 
-SLOTS = ("master", "exp_avg", "exp_avg_sq")
-_MOMENTS = SLOTS[1:]
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,8 +43,9 @@ class StateShard:
     """This rank's state of one parameter: elements ``[start, stop)`` of its flattened weight.
 
     ``name``: ``<chunk>.<name of the parameter in that model chunk>``. ``shape``: of the weight on this rank. ``slots``:
-    the optimizer's tensors, flat ``[stop - start]``, by the names in ``SLOTS``, where they are stored; float32, or
-    bfloat16 for moments kept so. ``master`` is the weight itself in float32 training, its float32 copy in bfloat16.
+    the optimizer's tensors, flat ``[stop - start]``, where they are stored; float32, or bfloat16 for moments kept so:
+    ``master`` (the weight itself in float32 training, its float32 copy in bfloat16), ``exp_avg``, ``exp_avg_sq``, and
+    ``ema`` where the weights are averaged.
     """
 
     name: str
@@ -72,6 +73,7 @@ class PolicyOptimizer:
                 # foreach allocates temporaries as large as all masters: 12 GiB for Qwen3-30B-A3B on 8 GPUs.
                 group["foreach"] = False
         self._scheduler = _scheduler(self._optimizer, spec)
+        self._average = None if spec.ema is None else WeightAverage(self._master_values(), spec.ema)
 
     @torch.no_grad()
     def step(self, *, finite_loss: bool = True, spike_norm: float | None = None, on_spike: OnSpike = "allow") -> Update:
@@ -95,6 +97,8 @@ class PolicyOptimizer:
                 limit = min(limit, spike_norm)
             self._clip(limit, grad_norm)
             self._apply()
+            if self._average is not None:
+                self._average.update(self._master_values())
         # The step leaves each parameter's grad aliased to Megatron's gradient buffer, and the next backward pass would
         # add its first micro-batch twice.
         self._optimizer.zero_grad()
@@ -135,8 +139,14 @@ class PolicyOptimizer:
         :meth:`load`.
         """
         names = {id(parameter): name for name, parameter in named_parameters([chunk.module for chunk in self._chunks])}
-        for shard, slots in self._entries():
-            yield StateShard(names[id(shard.parameter)], tuple(shard.parameter.shape), shard.start, slots)
+        for index, (shard, slots) in enumerate(self._entries()):
+            averaged = {} if self._average is None else {EMA: self._average.values[index]}
+            yield StateShard(
+                names[id(shard.parameter)], tuple(shard.parameter.shape), shard.start, {**slots, **averaged}
+            )
+
+    def _master_values(self) -> list[Tensor]:
+        return [slots["master"] for _, slots in self._entries()]
 
     def _entries(self) -> Iterator[tuple[MasterShard, Mapping[str, Tensor]]]:
         """Each parameter's state, flat, where it is stored."""

@@ -39,7 +39,7 @@ class Update:
 @dataclass(frozen=True, slots=True)
 class UpdateSums:
     """One optimizer update on one rank: sums over its sampled tokens. ``loss`` is already divided by ``tokens``, the
-    sampled tokens of all ranks."""
+    sampled tokens of all ranks. ``observed``: observed tokens of all ranks; ``observation``: the sum of their loss."""
 
     tokens: int
     loss: float
@@ -50,6 +50,9 @@ class UpdateSums:
     dropped: float
     kl_reference: float
     update: Update
+    distill: float = 0.0
+    observed: int = 0
+    observation: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -38,7 +38,7 @@ class OptimizerSpec:
 
     ``warmup_steps`` updates of linear warm-up, then ``lr`` (constant), or a line or cosine down to ``lr *
     min_lr_ratio`` at update ``total_steps``. ``offload``: the state is in host memory between updates. ``moments``: the
-    precision of Adam's moments.
+    precision of Adam's moments. ``ema``: the decay of the weights' average; None: no average.
     """
 
     lr: float
@@ -52,6 +52,7 @@ class OptimizerSpec:
     min_lr_ratio: float = 0.0
     offload: bool = False
     moments: Precision = "float32"
+    ema: float | None = None
 
     @classmethod
     def of(cls, train: TrainConfig) -> OptimizerSpec:
@@ -67,6 +68,7 @@ class OptimizerSpec:
             min_lr_ratio=train.min_lr_ratio,
             offload=train.offload_optimizer,
             moments=train.optimizer_moments,
+            ema=None if train.ema is None else train.ema.decay,
         )
 
 

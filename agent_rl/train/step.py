@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from agent_rl.train.optimizer import PolicyOptimizer
 
 Shards = Sequence[RouteShard] | None
-SUMS = ("loss", "clipped", "entropy", "kl", "correction", "dropped", "kl_reference")
+SUMS = ("loss", "clipped", "entropy", "kl", "correction", "dropped", "kl_reference", "distill", "observation")
 """The sums that the loss function returns for each micro-batch: fields of :class:`UpdateSums`."""
 
 
@@ -276,7 +276,7 @@ def _updates(
         update = optimizer.step(finite_loss=finite, spike_norm=request.spike_norm, on_spike=config.guard.on_spike)
         if update.taken:
             balancer.weights_changed()
-        updates.append(UpdateSums(tokens=share.sampled_tokens, update=update, **sums))
+        updates.append(UpdateSums(share.sampled_tokens, update=update, observed=share.observed, **sums))
         values += batch_values
     return updates, values
 
@@ -286,7 +286,7 @@ def _sampled_tokens(inputs: Sequence[PackedBatch], values: Sequence[Mapping[str,
     epochs = range(0, len(values), max(1, len(inputs)))
     entropy = [_tensor(item["entropy_T"]) for item in values[: len(inputs)]]
     flags = [
-        _flags(item.extras, torch.stack([_tensor(values[epoch + number]["clipped_T"]) for epoch in epochs]).any(0))
+        _flags(item.extras, *(_ever(values, [epoch + number for epoch in epochs], name) for name in _TOKEN_FLAGS))
         for number, item in enumerate(inputs)
     ]
     if not inputs:
@@ -294,11 +294,18 @@ def _sampled_tokens(inputs: Sequence[PackedBatch], values: Sequence[Mapping[str,
     return SampledTokens(torch.cat(entropy).cpu().numpy(), torch.cat(flags).cpu().numpy())
 
 
-def _flags(extras: Mapping[str, Tensor], clipped: Tensor) -> Tensor:
-    """uint8 ``[n]``: the :class:`TokenFlag` bits of the ``n`` sampled tokens; ``clipped`` bool ``[n]``."""
+_TOKEN_FLAGS = ("clipped_T", "dropped_T")
+
+
+def _ever(values: Sequence[Mapping[str, float | Tensor]], items: Sequence[int], name: str) -> Tensor:
+    """Whether ``name`` was set in any of these micro-batches."""
+    return torch.stack([_tensor(values[item][name]) for item in items]).any(0)
+
+
+def _flags(extras: Mapping[str, Tensor], clipped: Tensor, masked: Tensor) -> Tensor:
+    """uint8 ``[n]``: the :class:`TokenFlag` bits of the ``n`` sampled tokens; ``clipped``, ``masked`` bool ``[n]``."""
     mask_T = extras["mask"].to(clipped.device)
     factors = extras["factors"].to(clipped.device)[mask_T]
-    masked = factors == 0
     bits = {TokenFlag.CLIPPED: clipped, TokenFlag.REWEIGHTED: (factors != 1) & ~masked, TokenFlag.MASKED: masked}
     return torch.stack([is_set.to(torch.uint8) * int(flag) for flag, is_set in bits.items()]).sum(0, dtype=torch.uint8)
 
@@ -312,8 +319,10 @@ def _training_input(batch: MicroBatch, old_logprobs: Tensor, source: OldLogprobS
     rollout, trainer = torch.from_numpy(batch.logprobs_T).to(old_logprobs), old_logprobs.detach()
     old = _old_logprobs(batch, trainer, rollout, source)
     lengths = torch.from_numpy(np.diff(batch.cu_seqlens)).long()
+    observed = {} if batch.observed_T is None else {"observed": torch.from_numpy(batch.observed_T)}
     return packed(
         batch,
+        **observed,
         mask=torch.from_numpy(batch.mask_T).to(trainer.device),
         advantages=torch.from_numpy(batch.advantages_T),
         weights=torch.from_numpy(batch.weights_T),
@@ -377,8 +386,16 @@ def _distilled(item: PackedBatch, batch: MicroBatch, logprobs: Tensor, distill: 
     if batch.teacher_T is None:
         raise TrainerError(f"train.distill is set and the teacher did not evaluate sample {batch.sample_ids[0]}")
     teacher, advantages = torch.from_numpy(batch.teacher_T).to(logprobs), item.extras["advantages"].to(logprobs)
-    distilled = distilled_advantages(advantages, logprobs, teacher, distill.reward, distill.coefficient)
-    return replace(item, extras={**item.extras, "advantages": distilled})
+    distilled = distilled_advantages(advantages, logprobs, teacher, distill.reward, distill.in_advantage)
+    item = replace(item, extras={**item.extras, "advantages": distilled})
+    if distill.top_k is None:
+        return item
+    if batch.teacher_top_T is None:
+        raise TrainerError(f"train.distill.top_k is set and sample {batch.sample_ids[0]} has no tokens of the teacher")
+    top = torch.from_numpy(batch.teacher_top_T.logprobs).to(logprobs.device)
+    return replace(
+        item, extras={**item.extras, "teacher_top": top}, candidates=torch.from_numpy(batch.teacher_top_T.ids)
+    )
 
 
 def _mean_weight(model: PolicyModel, inputs: Sequence[PackedBatch], correction: CorrectionConfig) -> float:
@@ -418,7 +435,7 @@ def grpo_loss(config: RunConfig, share: MiniStepShare, *, detail: bool = False) 
     The constant length of Dr.GRPO is ``rollout.max_tokens``. With ``detail`` the function also returns the entropy of
     the sampled tokens and which of them were clipped.
     """
-    counts = LossCounts(share.sampled_tokens, share.sequences, share.weight)
+    counts = LossCounts(share.sampled_tokens, share.sequences, share.weight, share.observed)
 
     def loss_fn(
         logprobs_T: Tensor, entropy_T: Tensor | None, batch: PackedBatch
@@ -437,19 +454,23 @@ def grpo_loss(config: RunConfig, share: MiniStepShare, *, detail: bool = False) 
             counts=counts,
             reference_T=batch.extras.get("reference"),
             selected_T=batch.extras.get("selected"),
+            observed_T=batch.extras.get("observed"),
+            top_Tk=(batch.extras["candidates"], batch.extras["teacher_top"]) if batch.candidates is not None else None,
         )
         values = dict[str, float | Tensor](zip(SUMS, (result.loss.detach(), *_reported(result)), strict=True))
         if detail:
             mask_T = batch.extras["mask"]
             entropy = torch.zeros_like(logprobs_T) if entropy_T is None else entropy_T.detach()
-            values |= {"entropy_T": entropy[mask_T].half(), "clipped_T": result.clipped_T[mask_T]}
+            flags = {name: getattr(result, name)[mask_T] for name in _TOKEN_FLAGS}
+            values |= {"entropy_T": entropy[mask_T].half(), **flags}
         return result.loss, values
 
     return loss_fn
 
 
 def _reported(result: PolicyLoss) -> tuple[Tensor, ...]:
-    return result.clipped, result.entropy, result.approx_kl, result.correction, result.dropped, result.kl_reference
+    names = ("clipped", "entropy", "approx_kl", "correction", "dropped", "kl_reference", "distill", "observation")
+    return tuple(getattr(result, name) for name in names)
 
 
 def _at_sampled_tokens(

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agent_rl.config import Clip
+from agent_rl.config.objectives import Distance
 from agent_rl.errors import TrainerError
 from agent_rl.train.reports import RankReport, RouteCounts, Update
 from agent_rl.train.route_sharding import MicroBatches, by_sample
@@ -17,6 +18,8 @@ from agent_rl.types import Sample, TokenDetail
 from r3.mismatch.report import log_ratios, mismatch_metrics
 
 Bits = NDArray[np.uint8]
+_EPS = 1e-8
+"""As in dppo_kl."""
 
 
 def step_metrics(
@@ -82,12 +85,29 @@ def _off_policy(
     """The difference of the weights before this step from those that sampled, for each lag above 0."""
     logs = {age: log_ratios(trainer, rollout, lag == age) for age in np.unique(lag[lag > 0]).tolist()}
     ratios = {age: np.exp(log) for age, log in logs.items()}
-    outside = {age: (ratio < 1 - clip.low) | (ratio > 1 + clip.high) for age, ratio in ratios.items()}
+    outside = {
+        age: _outside(clip, clip.distance, log, np.exp(rollout[lag == age].astype(np.float64)))
+        for age, log in logs.items()
+        if clip.distance is not None
+    }
     return (
         _by_lag("off_policy/k3_kl_lag", {age: float(np.mean(ratio - 1 - logs[age])) for age, ratio in ratios.items()})
         | _by_lag("off_policy/ratio_mean_lag", {age: ratio.mean() for age, ratio in ratios.items()})
         | _by_lag("off_policy/clip_fraction_lag", {age: beyond.mean() for age, beyond in outside.items()})
     )
+
+
+def _outside(
+    clip: Clip, distance: Distance, log_ratio: NDArray[np.float64], old: NDArray[np.float64]
+) -> NDArray[np.bool_]:
+    """Whether tokens of probability ``old`` have moved beyond the clip, down or up."""
+    ratio = np.exp(log_ratio)
+    if distance == "kl":
+        others = np.maximum(1 - old, 0)
+        moved = others * np.log((others + _EPS) / (np.maximum(1 - old * ratio, 0) + _EPS)) - old * log_ratio
+        return np.asarray(moved > np.where(ratio > 1, clip.high, clip.low))
+    moved = {"ratio": ratio - 1, "log_ratio": log_ratio, "probability": old * (ratio - 1)}[distance]
+    return np.asarray((moved < -clip.low) | (moved > clip.high))
 
 
 def _by_lag(name: str, values: Mapping[int, float]) -> dict[str, float]:
@@ -106,7 +126,12 @@ def _train(reports: Sequence[RankReport]) -> dict[str, float]:
     if not updates:  # without a finite update there are no means
         return counts
     tokens = max(1, sum(ranks[0].tokens for ranks in updates))
-    return counts | {
+    divergence = sum(rank.distill for ranks in updates for rank in ranks)
+    further = {"distill/loss_kl": divergence / tokens} if divergence else {}
+    if observed := sum(ranks[0].observed for ranks in updates):
+        observation = sum(rank.observation for ranks in updates for rank in ranks)
+        further["train/observation_loss"] = observation / observed
+    means = {
         "train/loss": float(np.mean([sum(rank.loss for rank in ranks) for ranks in updates])),
         "train/grad_norm": float(np.mean([ranks[0].update.grad_norm for ranks in updates])),
         "train/clip_fraction": sum(rank.clipped for ranks in updates for rank in ranks) / tokens,
@@ -116,6 +141,7 @@ def _train(reports: Sequence[RankReport]) -> dict[str, float]:
         "train/correction_dropped": sum(rank.dropped for ranks in updates for rank in ranks) / tokens,
         "train/lr": updates[-1][0].update.lr,
     }
+    return counts | further | means
 
 
 def _reference(reports: Sequence[RankReport]) -> dict[str, float]:

@@ -72,6 +72,14 @@ async def test_the_newest_checkpoints_and_every_nth_are_kept(tmp_path: Path) -> 
     assert resumed == Progress(state.run_id, 9, 27, "w9")
 
 
+async def test_the_best_checkpoint_is_kept(tmp_path: Path) -> None:
+    checkpoints, state = opened(tmp_path, keep_checkpoints=1)
+    for step, best in ((1, None), (2, 1), (3, 1), (4, 3)):
+        await checkpoints.save(Progress(state.run_id, step), best=best)
+        await checkpoints.finish()
+        assert directories(state) == sorted({step, best or step})
+
+
 async def test_training_continues_while_a_checkpoint_is_written(tmp_path: Path) -> None:
     writer = Writer()
     checkpoints, state = opened(tmp_path, writer, keep_checkpoints=1)

@@ -17,7 +17,7 @@ async def test_a_run_at_a_step_is_exported_once(tmp_path: Path, monkeypatch: pyt
     assert await Life(config, []).live()
     run, exported = config.run_dir, []
 
-    def export(source: Path, _: Path, out: Path) -> None:
+    def export(source: Path, _: Path, out: Path, *, averaged: bool = False) -> None:
         exported.append(source.name)
         out.mkdir(parents=True)
         (out / "config.json").touch()

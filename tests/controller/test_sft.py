@@ -226,6 +226,21 @@ def test_batches_hold_every_row_once_an_epoch() -> None:
     assert all(sum(lengths[index] for index in batch) <= 100 and len(batch) <= 8 for batch in by_tokens)
 
 
+@pytest.mark.parametrize(
+    ("limits", "steps"),
+    [
+        ({"epochs": 3}, set()),
+        ({"epochs": 3, "eval_every": 1}, {0, 6, 12, 18}),
+        ({"epochs": 3, "eval_every": 2}, {0, 12, 18}),
+        ({"epochs": 1, "eval_every": 2}, {0, 6}),
+    ],
+)
+def test_epochs_whose_weights_are_evaluated(limits: dict[str, int], steps: set[int]) -> None:
+    data = SftData([(np.zeros(4, np.int32), np.ones(4, np.float32))] * 41, [], [])
+    sft = SftConfig.model_validate({"data": [{"path": "x"}], "batch_rows": 8, **limits})
+    assert data.evaluated_steps(sft, seed=3) == steps
+
+
 def test_the_rows_of_a_task_are_held_out_together(tmp_path: Path) -> None:
     checked, data, _ = prepare(config_of(tmp_path, {"path": RUN, "weight": 0.5}, validation_share=0.25, epochs=2))
     train, heldout = ({tokens.tobytes()[:200] for tokens, _ in part} for part in (data.train, data.heldout))
@@ -250,6 +265,12 @@ def test_evaluations_have_no_tokens_and_are_rendered(tmp_path: Path) -> None:
         ("sft.data=[{path: x, wieght: 2}]", r"unknown key 'sft.data.0.wieght': did you mean 'weight'\?"),
         ("train.mini_steps=2", "sft conflicts with train.mini_steps above 1"),
         ("train.kl.coefficient=0.1", "sft conflicts with train.kl"),
+        (
+            "sft={data: [{path: x}], eval_every: 1}\nengine.urls=[http://x]",
+            "sft conflicts with engine.urls: sft.eval_every",
+        ),
+        ("sft={data: [{path: x}], eval_every: 1}\nengine.colocate=true", "sft conflicts with engine.colocate"),
+        ("sft={data: [{path: x}], eval_every: 1}\nengine.python=/none", "engine.python: no interpreter /none"),
         ("sft.data=[{path: missing.jsonl}]", "sft.data: missing.jsonl: no such file"),
         (f"sft.data=[{{path: {ROOT}/docs}}]", "docs: expected the directory of a run with trajectories, or of an eval"),
         ("sft.validation_share=0.999", r"sft.validation_share: 0.999 of 24 task\(s\) leaves none"),
@@ -262,7 +283,7 @@ def test_a_bad_config_is_one_line_before_a_directory_exists(tmp_path: Path, over
     )
     (tmp_path / "c.yaml").write_text(config)
     with pytest.raises((ConfigError, UserError), match=problem):
-        prepare(load_config(tmp_path / "c.yaml", [f"model={MODEL}", override]))
+        prepare(load_config(tmp_path / "c.yaml", [f"model={MODEL}", *override.split("\n")]))
     assert not (tmp_path / "runs").exists()
 
 

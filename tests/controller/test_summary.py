@@ -14,7 +14,7 @@ from support.evaluations import eval_report
 
 from agent_rl.config import RunConfig
 from agent_rl.controller.state import RunState
-from agent_rl.controller.summary import summarize, summary_table, why_idle
+from agent_rl.controller.summary import best_evaluation, summarize, summary_table, why_idle
 
 FACTS = {"sandbox": "bubblewrap", "engine": "sglang"}
 UNIFORM = {"rollout/trajectories": 8.0, "reward/groups_uniform": 1.0, "reward/mean": 0.0}
@@ -52,6 +52,15 @@ def test_an_evaluation_in_which_nothing_was_graded_has_no_rate(state: RunState) 
     summary = summarize(state, [{"step": 1.0, **LEARNED}], FACTS, steps=1)
     assert summary["pass_at_1_before"] is None
     assert "nan" not in printed(summary)
+
+
+def test_the_best_evaluation_is_the_first_with_the_highest_mean_of_the_sources(state: RunState) -> None:
+    assert best_evaluation(state.evaluations) is None
+    rates = {"step-0/a/sampled": 0.2, "step-4/a/sampled": 0.5, "step-8/a/sampled": 0.3, "step-12/a/sampled": 0.9}
+    rates |= {"step-0/b/sampled": 0.2, "step-4/b/sampled": 0.5, "step-8/b/sampled": 0.7, "step-12/b/sampled": 0.0}
+    for key, rate in (rates | {"step-12/a/greedy": 1.0, "step-16/a/sampled": math.nan}).items():
+        state.record_evaluation(key, eval_report(rate))
+    assert best_evaluation(state.evaluations) == (4, 0.5)
 
 
 @pytest.mark.parametrize(

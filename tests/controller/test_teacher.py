@@ -25,7 +25,7 @@ from agent_rl.engine.types import Scores  # noqa: E402
 from agent_rl.errors import EngineUnreachable, RolloutFailed, TrainerError, UserError  # noqa: E402
 from agent_rl.train.batching.packing import pack  # noqa: E402
 from agent_rl.train.step import _distilled, _training_input  # noqa: E402
-from agent_rl.types import Branch, Group, StopReason, TokenIds, Trajectory  # noqa: E402
+from agent_rl.types import Branch, Group, StopReason, TokenIds, TopTokens, Trajectory  # noqa: E402
 from envs import Task  # noqa: E402
 
 TASK = Task("task", "memory", {})
@@ -37,11 +37,13 @@ class Scorer:
     def __init__(self, failing: int = 0) -> None:
         self.failing, self.requests = failing, list[Sequence[int]]()
 
-    async def rescore(self, tokens: TokenIds, *, session: str) -> Scores:
+    async def rescore(self, tokens: TokenIds, *, session: str, top: int = 0) -> Scores:
         self.requests.append(tokens)
         if len(self.requests) <= self.failing:
             raise EngineUnreachable("http://teacher:1: connection refused")
-        return Scores(tuple(-token / 10 for token in tokens), "7")
+        ids = np.array([[token, token + 1] for token in tokens[1:]], np.int32)
+        likely = TopTokens(ids, ids.astype(np.float32) * np.float32(-0.1)) if top else None
+        return Scores(tuple(-token / 10 for token in tokens), "7", top=likely)
 
 
 def branched() -> Trajectory:
@@ -59,6 +61,22 @@ async def test_every_branch_has_the_teachers_log_probs_at_its_sampled_tokens() -
     assert second.teacher_logprobs == pytest.approx([0, 0, 0, -0.3, -0.4, -0.5])
     assert teacher.metrics().keys() == {"distill/score_seconds_mean"}
     assert teacher.metrics() == {}
+
+
+async def test_every_sampled_token_has_the_teachers_most_likely_tokens() -> None:
+    scored = await Teacher(Scorer(), concurrency=2, top_k=2).score(branched())
+    samples = build_samples([Group("t", (scored,))], equal_rewards=True).samples
+    batch = pack(samples, [1, 0])
+    assert batch.teacher_top_T is not None
+    drawn = batch.mask_T
+    assert batch.teacher_top_T.ids[drawn].tolist() == [[3, 4], [4, 5], [5, 6], [3, 4], [4, 5]]
+    assert batch.teacher_top_T.logprobs[drawn][0] == pytest.approx([-0.3, -0.4])
+    assert not batch.teacher_top_T.ids[~drawn].any()
+    broken = replace(samples[0], teacher_top=samples[1].teacher_top)
+    with pytest.raises(TrainerError, match="sample 0 has 2 sampled tokens and 3 rows of the teacher"):
+        pack([broken, samples[1]], [0, 1])
+    with pytest.raises(TrainerError, match="and no rows"):
+        pack([replace(samples[0], teacher_top=None), samples[1]], [0, 1])
 
 
 async def test_a_teacher_that_fails_ends_the_run_with_its_reason() -> None:
@@ -103,6 +121,13 @@ def test_advantages_equal_the_float_loop(reward: float) -> None:
     for at in np.flatnonzero(mask):
         expected = reward * 0.7 - 0.3 * (student[at].item() - next(teacher))
         assert found[at].item() == pytest.approx(expected, abs=1e-6)
+    whole = DistillConfig(teacher="t", coefficient=0.3, reward=reward, top_k=2)
+    top = replace(batch, teacher_top_T=TopTokens(np.zeros((8, 2), np.int32), np.full((8, 2), -1, np.float32)))
+    in_loss = _distilled(item, top, student, whole)
+    assert in_loss.extras["advantages"].tolist() == pytest.approx([reward * 0.7] * 8)
+    assert in_loss.candidates is not None
+    with pytest.raises(TrainerError, match=r"top_k is set and sample 0 has no tokens of the teacher"):
+        _distilled(item, batch, student, whole)
     with pytest.raises(TrainerError, match="the teacher did not evaluate sample 0"):
         _distilled(item, replace(batch, teacher_T=None), student, settings)
 

@@ -43,6 +43,25 @@ async def episode(rules: EpisodeRules = PLAIN, **fields: Any) -> Trajectory:
     return await run_memory_episode(TurnsEngine([SUBMIT]), MemoryEnvironment(grade=graded(**fields)), rules=rules)
 
 
+async def test_rewards_of_turns_are_one_for_each_and_reach_records(tmp_path: Path) -> None:
+    turns = TurnsEngine([FIX, SUBMIT])
+    made = await run_memory_episode(turns, MemoryEnvironment(grade=graded(turn_rewards=[0.5, -1])), rules=PLAIN)
+    assert made.turn_rewards == (0.5, -1.0)
+    write_trajectories(tmp_path, 1, [Group("t", (made,))])
+    ((read,),) = (group.trajectories for group in read_trajectories(tmp_path, 1))
+    assert read.turn_rewards == (0.5, -1.0)
+    assert restore(Group("t", (strip(made),)), [replace(read, turn_rewards=())]).trajectories[0].turn_rewards
+    console = Console(record=True, width=200)
+    show(tmp_path, step=1, task=None, sample=None, as_list=False, console=console)
+    printed = console.export_text()
+    assert printed.index("reward of the turn: 0.5") < printed.index("reward of the turn: -1")
+    failed = await run_memory_episode(
+        TurnsEngine([FIX, SUBMIT]), MemoryEnvironment(grade=graded(turn_rewards=[1.0])), rules=PLAIN
+    )
+    assert failed.stop is StopReason.ENVIRONMENT_ERROR
+    assert "turn_rewards are 1 numbers; the agent took 2 turns: give one for each" in failed.error
+
+
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
@@ -53,6 +72,9 @@ async def episode(rules: EpisodeRules = PLAIN, **fields: Any) -> Trajectory:
         ({"metrics": {"length": "long"}}, "length = long; expected a finite number"),
         ({"metrics": {f"m{number}": 1.0 for number in range(33)}}, "at most 32 names"),
         ({"parts": [("right", 1.0)]}, "must be a dict"),
+        ({"turn_rewards": [0.5, float("inf")]}, "reward of turn 2 is inf; expected a finite number"),
+        ({"turn_rewards": ["0.5"]}, "reward of turn 1 is 0.5; expected a finite number"),
+        ({"turn_rewards": 0.5}, "turn_rewards are a float; expected a list"),
     ],
 )
 async def test_parts_with_wrong_names_or_numbers_are_no_reward(fields: dict[str, Any], reason: str) -> None:

@@ -28,9 +28,14 @@ Routes = list[PackedRoutes] | None
 
 
 def batches(count: int = 3) -> Batches:
-    """Every second batch has kept tokens."""
+    """Every second batch has kept tokens, the others candidates from the whole vocabulary."""
     items = [tiny.packed(seed, (13, 6 + seed)) for seed in range(count)]
-    return [replace(batch, kept=kept_of(batch)) if number % 2 else batch for number, batch in enumerate(items)]
+    draw = torch.Generator().manual_seed(5)
+    others = [torch.randint(0, tiny.VOCAB, (len(batch), 3), generator=draw, dtype=torch.int32) for batch in items]
+    return [
+        replace(batch, kept=kept_of(batch)) if number % 2 else replace(batch, candidates=others[number])
+        for number, batch in enumerate(items)
+    ]
 
 
 def kept_of(batch: PackedBatch) -> KeptTokens:
@@ -108,9 +113,11 @@ def optimizer(model: Any, dtype: torch.dtype) -> Any:
     return PolicyOptimizer(model.chunks, OptimizerSpec(lr=0.05, eps=1e-2, weight_decay=0.01), dtype)
 
 
-def loss(logprobs: Tensor, entropy: Tensor | None, _batch: PackedBatch) -> tuple[Tensor, dict[str, Any]]:
+def loss(logprobs: Tensor, entropy: Tensor | None, batch: PackedBatch) -> tuple[Tensor, dict[str, Any]]:
     assert entropy is not None
     value = -(logprobs.sum() + entropy.sum()) / 50
+    if batch.candidates is not None:
+        value = value - (batch.extras["candidates"] * torch.tensor([0.5, -0.25, 0.1])).sum() / 50
     return value, {"loss": value}
 
 

@@ -27,7 +27,7 @@ def weight_gradient(dtype: torch.dtype) -> Tensor:
     hidden = (torch.randn(TOKENS, HIDDEN, generator=draw) + 0.5).bfloat16().to(dtype)
     weight = (torch.randn(VOCAB, HIDDEN, generator=draw) * 0.3).bfloat16().to(dtype).requires_grad_()
     targets = torch.randint(0, VOCAB, (TOKENS,), generator=draw)
-    logprobs, _ = token_logprobs(hidden, weight, targets, temperature=0.8, entropy=False, entropy_gradient=False)
+    logprobs, *_ = token_logprobs(hidden, weight, targets, temperature=0.8, entropy=False, entropy_gradient=False)
     (gradient,) = torch.autograd.grad(logprobs.sum(), weight)
     return gradient
 
@@ -39,6 +39,31 @@ def test_a_gradient_of_many_chunks_is_summed_in_float32(world: Any, monkeypatch:
     found = weight_gradient(torch.bfloat16)
     assert found.dtype == torch.bfloat16
     assert (found.float() - exact).norm() < 4e-3 * exact.norm()
+
+
+@pytest.mark.parametrize("chunk", [3, 100])
+def test_candidates_equal_loops_over_floats(world: Any, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    from agent_rl.train.megatron.logprobs import token_logprobs
+
+    monkeypatch.setitem(CHUNK_LOGITS, "cpu", chunk * 9)
+    draw = torch.Generator().manual_seed(2)
+    hidden, weight = torch.randn(10, 4, generator=draw), torch.randn(9, 4, generator=draw).requires_grad_()
+    targets = torch.randint(0, 9, (10,), generator=draw)
+    ids = torch.stack([torch.randperm(9, generator=draw)[:3] for _ in range(10)]).int()
+    slopes = torch.randn(10, 3, generator=draw)
+    logprobs, _, found = token_logprobs(hidden, weight, targets, temperature=1.5, candidates_Tk=ids)
+    assert found is not None
+    (gradient,) = torch.autograd.grad(logprobs.sum() + (found * slopes).sum(), weight)
+    expected, pulls = torch.zeros(10, 3), torch.zeros(10, 9)
+    for t, row in enumerate((hidden.double() @ weight.detach().double().T / 1.5).tolist()):
+        total = math.log(sum(math.exp(value) for value in row))
+        for v, value in enumerate(row):
+            pulls[t, v] = (v == int(targets[t])) - math.exp(value - total) * (1 + float(slopes[t].sum()))
+        for j, v in enumerate(ids[t].tolist()):
+            expected[t, j] = row[v] - total
+            pulls[t, v] += slopes[t, j]
+    torch.testing.assert_close(found.detach(), expected)
+    torch.testing.assert_close(gradient, pulls.T @ hidden / 1.5, rtol=1e-4, atol=1e-5)
 
 
 def masked_by_loops(row: list[float], target: int, kept: list[int]) -> tuple[float, float, list[float]]:
@@ -65,7 +90,7 @@ def test_kept_tokens_equal_loops_over_floats(world: Any, monkeypatch: pytest.Mon
     kept = [[3, 1, 8], [], [0], [2, 4], list(range(9)), [], [7, 8], [5, 6, 0, 1], [8], []]
     targets = torch.tensor([1, 5, 0, 4, 3, 8, 7, 0, 8, 2])
     arguments = {"temperature": 1.5, "entropy": True, "entropy_gradient": True, "kept": KeptTokens.from_rows(kept)}
-    logprobs, entropy = token_logprobs(hidden, weight, targets, **arguments)
+    logprobs, entropy, _ = token_logprobs(hidden, weight, targets, **arguments)
     (gradient,) = torch.autograd.grad((logprobs + entropy).sum(), weight)
     rows = (hidden.double() @ weight.detach().double().T / 1.5).tolist()
     expected = [masked_by_loops(*given) for given in zip(rows, targets.tolist(), kept, strict=True)]

@@ -21,6 +21,7 @@ from support.plain_values import CLOCKS, plain
 from agent_rl.commands.rows import RowChoice, write_rows
 from agent_rl.commands.show import show
 from agent_rl.config import CompactionConfig, HarnessConfig, R3Config, RolloutConfig
+from agent_rl.controller.turn_credit import Credit
 from agent_rl.errors import ConfigError
 from agent_rl.render import ChatRenderer
 from agent_rl.render.chat import Encoder
@@ -100,6 +101,7 @@ async def test_over_any_branch_points_every_sampled_token_is_trained_once(
     trajectory = await drive(engine, at_tokens, log=log, **limits)
     assert trained(trajectory) == engine.sampled
     assert sum(turn.completion_tokens for turn in trajectory.turns) == len(engine.sampled)
+    assert Credit.by_turn(trajectory, 0.0, 1.0).tokens == [turn.completion_tokens for turn in trajectory.turns]
     compactions = sum(turn.summary for turn in trajectory.turns)
     assert len(trajectory.further) in (compactions, compactions - 1)
     assert compactions <= most

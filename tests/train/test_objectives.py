@@ -4,21 +4,36 @@ from __future__ import annotations
 
 import math
 import sys
+from dataclasses import replace
 from importlib.metadata import EntryPoint
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from agent_rl.config import Clip, CorrectionConfig, CorrectionMask, CorrectionWeight, KlConfig, KlEstimator, TrainConfig
+from agent_rl.config import (
+    Clip,
+    CorrectionConfig,
+    CorrectionMask,
+    CorrectionWeight,
+    KlConfig,
+    KlEstimator,
+    RunConfig,
+    TrainConfig,
+)
 from agent_rl.config.objectives import OBJECTIVES, Aggregation, ObjectiveSpec
 
 torch = pytest.importorskip("torch", reason="needs the trainer environment")
 
+from agent_rl.train.batching.packing import pack  # noqa: E402
+from agent_rl.train.batching.partition import MiniStepShare  # noqa: E402
 from agent_rl.train.loss import objectives as losses  # noqa: E402
 from agent_rl.train.loss.corrections import RATIOS, correction_factors, weight_moments  # noqa: E402
 from agent_rl.train.loss.objectives import Terms, Tokens, kl_penalty, objective_terms  # noqa: E402
 from agent_rl.train.loss.policy_loss import LossCounts, policy_loss, weighted_cross_entropy  # noqa: E402
+from agent_rl.train.step import _sampled_tokens, _training_input, grpo_loss  # noqa: E402
+from agent_rl.types import Sample, TokenFlag  # noqa: E402
 from sandbox import registry as plugins  # noqa: E402
 
 LENGTHS = (7, 1, 12, 5, 4)
@@ -168,3 +183,18 @@ def test_cross_entropy_weighs_tokens_and_divides_by_the_batchs_weight() -> None:
     assert loss.item() == pytest.approx((1.0 + 0.4) / 1.2)
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == pytest.approx([-1 / 1.2, -0.2 / 1.2, 0.0])
+
+
+def test_tokens_that_off_policy_masking_leaves_out_are_flagged_as_masked() -> None:
+    """The second sequence has a negative advantage and has moved away: in this update its tokens are masked."""
+    correction = {"opsm": 0.1}
+    config = RunConfig.model_validate({"name": "t", "model": ".", "train": {"correction": correction}})
+    logprobs = np.full(4, -1.0, np.float32)
+    mask = np.array([False, True, True, True])
+    samples = [Sample(np.arange(4, dtype=np.int32), mask, logprobs, advantage, None) for advantage in (-1.0, 1.0)]
+    batch, current = pack(samples, [0, 1]), torch.full((8,), -2.0)
+    inputs = _training_input(batch, torch.full((8,), -1.0), "recompute")
+    inputs = replace(inputs, extras={**inputs.extras, "factors": torch.ones(8)})
+    _, values = grpo_loss(config, MiniStepShare((), 6, 2, 6.0), detail=True)(current, None, inputs)
+    flags = _sampled_tokens([inputs], [values]).flags
+    assert [bool(flag & TokenFlag.MASKED) for flag in flags.tolist()] == [True] * 3 + [False] * 3

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from agent_rl.config import Clip
+from agent_rl.config import Clip, TrainConfig
 from agent_rl.train.reports import RankReport, Update, UpdateSums
 from agent_rl.train.step_metrics import step_metrics
 from r3.mismatch.report import mismatch_metrics
@@ -32,6 +32,24 @@ def test_tokens_of_older_weights_count_by_lag_and_not_as_mismatch() -> None:
     assert values["off_policy/k3_kl_lag_1"] == pytest.approx(np.exp(0.4) - 1 - 0.4, rel=1e-5)
     assert (values["off_policy/clip_fraction_lag_1"], values["off_policy/clip_fraction_lag_2"]) == (1.0, 1.0)
     assert "off_policy/k3_kl_lag_0" not in values
+
+
+@pytest.mark.parametrize(
+    ("train", "share"),
+    [
+        ({"objective": "grpo", "eps_low": 0.2, "eps_high": 0.2}, 2 / 4),  # ratios 0.90, 1, 0.61, 1.49
+        ({"objective": "gmpo", "eps_low": 0.45, "eps_high": 0.45}, 1 / 4),  # log-ratios -0.1, 0, -0.5, 0.4
+        ({"objective": "dppo_tv", "eps_low": 0.02, "eps_high": 0.2}, 2 / 4),  # -0.035, 0, -0.02, 0.298
+        ({"objective": "dppo_tv", "eps_low": 0.04, "eps_high": 0.2}, 1 / 4),
+        ({"objective": "dppo_kl", "eps_low": 0.001, "eps_high": 0.3}, 3 / 4),  # 0.0028, 0, 0.0049, 0.32
+        ({"objective": "dppo_kl", "eps_low": 0.004, "eps_high": 0.4}, 1 / 4),
+        ({"objective": "gspo"}, None),
+    ],
+)
+def test_the_share_beyond_the_clip_is_of_what_the_objective_clips(train: dict[str, float], share: float | None) -> None:
+    """A clip of a sequence's mean ratio is that of no token."""
+    values = step_metrics([report([1] * 4)], None, None, TrainConfig.model_validate(train).clip)
+    assert values.get("off_policy/clip_fraction_lag_1") == share
 
 
 def test_a_step_without_a_fresh_token_has_no_mismatch() -> None:

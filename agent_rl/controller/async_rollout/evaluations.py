@@ -7,7 +7,7 @@ the trainer computes its next step. Only the publish of that step waits.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -28,8 +28,9 @@ from agent_rl.types import Group
 class Evaluations:
     """Runs the evaluations that are due and not recorded yet: before, after, and every ``every`` steps of ``steps``.
 
-    ``settings`` are those of each source; "" is the environment of the section ``env``. ``on_event`` is called as
-    episodes end. ``concurrent``: rollout and training go on meanwhile.
+    ``settings`` are those of each source; "" is the environment of the section ``env``. ``admission`` None: the engines
+    serve the weights since their start. ``on_event`` is called as episodes end. ``concurrent``: rollout and training go
+    on meanwhile.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class Evaluations:
         state: RunState,
         display: Display,
         runtime: RolloutRuntime,
-        admission: EngineAdmission,
+        admission: EngineAdmission | None,
         left_out: Quarantine,
         on_event: OnEvent,
         *,
@@ -53,19 +54,12 @@ class Evaluations:
 
     async def begin(self, step: int) -> None:
         """Start to evaluate the weights of ``step`` if that is due. At depth 0, wait for the result."""
-        due = [(source, kind) for source in self._settings for kind in self._kinds_due(step, source)]
+        due = due_evaluations(self._settings, self._state.evaluations, step, self._steps)
         if not due:
             return
         self._running = asyncio.create_task(self._evaluate(step, due), name=f"evaluation-{step}")
         if not self._concurrent:
             await self.finish()
-
-    def _kinds_due(self, step: int, source: str) -> list[str]:
-        settings, ends = self._settings[source], step in (0, self._steps)
-        if not settings.tasks or not (ends or (settings.every and step % settings.every == 0)):
-            return []
-        kinds = ("sampled", "greedy") if settings.greedy and ends else ("sampled",)
-        return [kind for kind in kinds if _key(step, source, kind) not in self._state.evaluations]
 
     async def finish(self) -> None:
         """Wait for the running evaluation, if any. Raises its error."""
@@ -102,7 +96,7 @@ class Evaluations:
             self._on_event(event)
 
         # During concurrent training the trainer's weights are not those that a new engine would need.
-        async with nullcontext() if self._concurrent else self._admission.admit():
+        async with nullcontext() if self._concurrent or self._admission is None else self._admission.admit():
             report = await evaluate(
                 tasks,
                 self._runtime.runner(self._rules.for_evaluation(greedy=greedy, temperature=settings.temperature)),
@@ -119,6 +113,25 @@ class Evaluations:
         low, high = report.interval
         self._display.fact(title, f"{100 * report.pass_at_1:.1f} % [{100 * low:.1f}, {100 * high:.1f}]")
         return report
+
+
+def due_evaluations(
+    settings: Mapping[str, EvalSettings], recorded: Collection[str], step: int, steps: int
+) -> list[tuple[str, str]]:
+    """Source and kind (sampled, greedy) of the evaluations due after ``step`` of ``steps``, without those ``recorded``
+    by key."""
+    return [
+        (source, kind)
+        for source, each in settings.items()
+        for kind in _kinds_due(each, step, ends=step in (0, steps))
+        if _key(step, source, kind) not in recorded
+    ]
+
+
+def _kinds_due(settings: EvalSettings, step: int, *, ends: bool) -> tuple[str, ...]:
+    if not settings.tasks or not (ends or (settings.every and step % settings.every == 0)):
+        return ()
+    return ("sampled", "greedy") if settings.greedy and ends else ("sampled",)
 
 
 def _key(step: int, source: str, kind: str) -> str:

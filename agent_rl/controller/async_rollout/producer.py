@@ -215,4 +215,5 @@ def _restore_fields(stripped: Trajectory, journaled: Trajectory) -> Trajectory:
         replayed_turns=stripped.replayed_turns, audit=stripped.audit, reward=stripped.reward,
         resolved=stripped.resolved, parts=stripped.parts, metrics=stripped.metrics,
         model_calls=stripped.model_calls, teacher_logprobs=stripped.teacher_logprobs,
+        teacher_top=stripped.teacher_top, turn_rewards=stripped.turn_rewards,
     )  # fmt: skip

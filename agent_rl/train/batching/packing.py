@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agent_rl.errors import TrainerError
-from agent_rl.types import Sample
+from agent_rl.types import Sample, TopTokens
 from r3.kept_tokens import KeptTokens, KeptTokensError
 
 
@@ -30,7 +30,8 @@ class MicroBatch:
     ``mask_T`` bool (sampled, and not a sequence's first token), ``logprobs_T`` float32 (the rollout's),
     ``advantages_T`` and ``weights_T`` float32. ``old_logprobs_T`` float32: the samples' ``old_logprobs``, or None.
     ``lag_T`` int32: their ``lag``, or 0. ``teacher_T`` float32: their ``teacher_logprobs``, or None. ``kept_T``: their
-    kept tokens, one row per token, or None.
+    kept tokens, one row per token, or None. ``teacher_top_T``: their ``teacher_top``, one row per token, or None.
+    ``observed_T`` bool: their ``observed``, without a sequence's first token, or None.
     """
 
     sample_ids: tuple[int, ...]
@@ -44,6 +45,8 @@ class MicroBatch:
     old_logprobs_T: NDArray[np.float32] | None = None
     kept_T: KeptTokens | None = None
     teacher_T: NDArray[np.float32] | None = None
+    teacher_top_T: TopTokens | None = None
+    observed_T: NDArray[np.bool_] | None = None
 
     @property
     def tokens(self) -> int:
@@ -66,13 +69,38 @@ def pack(samples: Mapping[int, Sample] | Sequence[Sample], ids: Sequence[int]) -
         cu_seqlens=np.cumsum([0, *lengths]).astype(np.int32),
         mask_T=np.concatenate([_trainable(sample) for sample in members]),
         logprobs_T=np.concatenate([sample.logprobs for sample in members]).astype(np.float32),
-        advantages_T=np.repeat([sample.advantage for sample in members], lengths).astype(np.float32),
+        advantages_T=np.concatenate([_advantages(sample) for sample in members]),
         weights_T=np.repeat([sample.weight for sample in members], lengths).astype(np.float32),
         lag_T=np.concatenate([_lag(sample) for sample in members]),
         old_logprobs_T=_of_all(ids, [sample.old_logprobs for sample in members], "old log-probs"),
         teacher_T=_of_all(ids, [sample.teacher_logprobs for sample in members], "log-probs of the teacher"),
+        teacher_top_T=_teacher_top(ids, members),
+        observed_T=_observed(ids, members),
         kept_T=KeptTokens.join([_kept(index, sample) for index, sample in zip(ids, members, strict=True)]),
     )
+
+
+def _observed(ids: Sequence[int], members: Sequence[Sample]) -> NDArray[np.bool_] | None:
+    masks = [None if sample.observed is None else sample.observed.astype(np.float32) for sample in members]
+    observed = _of_all(ids, masks, "observations")
+    return None if observed is None else observed.astype(np.bool_)
+
+
+def _teacher_top(ids: Sequence[int], members: Sequence[Sample]) -> TopTokens | None:
+    """One row per token of all samples, or None. Raises TrainerError for rows of other tokens."""
+    if all(sample.teacher_top is None for sample in members):
+        return None
+    rows = []
+    for index, sample in zip(ids, members, strict=True):
+        top, mask = sample.teacher_top, np.asarray(sample.loss_mask, bool)
+        if top is None or len(top) != mask.sum():
+            rows_of = "no" if top is None else str(len(top))
+            raise TrainerError(f"sample {index} has {mask.sum()} sampled tokens and {rows_of} rows of the teacher")
+        ids_Sk = np.zeros((len(mask), top.ids.shape[1]), np.int32)
+        logprobs_Sk = np.zeros(ids_Sk.shape, np.float32)
+        ids_Sk[mask], logprobs_Sk[mask] = top.ids, top.logprobs
+        rows.append(TopTokens(ids_Sk, logprobs_Sk))
+    return TopTokens.join(rows)
 
 
 def _kept(index: int, sample: Sample) -> tuple[int, KeptTokens | None]:
@@ -117,6 +145,10 @@ def pack_weighted(sequences: Sequence[tuple[NDArray[np.int32], NDArray[np.float3
     )
 
 
+def _advantages(sample: Sample) -> NDArray[np.float32]:
+    return np.full(len(sample.tokens), sample.advantage, np.float32) if sample.advantages is None else sample.advantages
+
+
 def _lag(sample: Sample) -> NDArray[np.int32]:
     return np.zeros(len(sample.tokens), np.int32) if sample.lag is None else sample.lag
 
@@ -129,7 +161,8 @@ def _trainable(sample: Sample) -> NDArray[np.bool_]:
 
 def _check_sample(index: int, sample: Sample) -> None:
     tokens = len(sample.tokens)
-    for name, array in (("loss_mask", sample.loss_mask), ("logprobs", sample.logprobs)):
+    arrays = (("loss_mask", sample.loss_mask), ("logprobs", sample.logprobs), ("advantages", _advantages(sample)))
+    for name, array in arrays:
         if len(array) != tokens:
             raise TrainerError(f"sample {index} has {tokens} tokens and {len(array)} entries of {name}")
     if not np.isfinite(sample.logprobs[np.asarray(sample.loss_mask, bool)]).all():

@@ -187,12 +187,13 @@ def _swap_between_rows(rows: list[list[Bin]], costs: Sequence[float], loads: Loa
 class MiniStepShare:
     """A data rank's share of one optimizer update: its micro-batches (sample indices). ``sampled_tokens``,
     ``sequences`` (trajectories with a sampled token) and ``weight`` (the sampled tokens' sum of sample weights) count
-    over *all* ranks; the loss is divided by one of them."""
+    over *all* ranks; the loss is divided by one of them, and the loss of ``observed`` tokens by their number."""
 
     micro_batches: tuple[tuple[int, ...], ...]
     sampled_tokens: int
     sequences: int
     weight: float
+    observed: int = 0
 
 
 def split_step(
@@ -220,6 +221,7 @@ def split_step(
         trained = {index for index, count in zip(ids, sampled, strict=True) if count}
         sequences = sum(not trained.isdisjoint(units[unit]) for unit in part.tolist())
         weight = sum(samples[index].weight * count for index, count in zip(ids, sampled, strict=True))
+        observed = sum(int(np.sum(mask)) for index in ids if (mask := samples[index].observed) is not None)
         routings = [routing for index in ids if (routing := samples[index].routing) is not None]
         loads = None
         if lockstep > 1 and len(routings) == len(ids):
@@ -228,7 +230,7 @@ def split_step(
         partition = partition_sequences(lengths, budget=budget, ranks=ranks, cost=cost, lockstep=lockstep, loads=loads)
         for rank, micro_batches in enumerate(partition):
             named = tuple(tuple(ids[i] for i in micro) for micro in micro_batches)
-            shares[rank].append(MiniStepShare(named, sum(sampled), sequences, weight))
+            shares[rank].append(MiniStepShare(named, sum(sampled), sequences, weight, observed))
     return tuple(tuple(share) for share in shares)
 
 

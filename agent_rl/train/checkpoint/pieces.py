@@ -1,9 +1,10 @@
 """Training state on disk in pieces: every rank writes what it owns, and any parallel layout reads what it needs.
 
-A parameter's state is three float32 tensors (``master``, ``exp_avg``, ``exp_avg_sq``). A rank has a *shard* of it,
-along one axis over tensor or expert ranks, and of that shard's flattened elements a *flat range*, where data ranks
-share the optimizer state. A rank's file is a safetensors file of its flat ranges. The metadata of its header says which
-range of which shard of which parameter each is; parameters have their Hugging Face names, which no layout changes.
+A parameter's state is three float32 tensors (``master``, ``exp_avg``, ``exp_avg_sq``), and a fourth (``ema``) where the
+weights are averaged. A rank has a *shard* of it, along one axis over tensor or expert ranks, and of that shard's
+flattened elements a *flat range*, where data ranks share the optimizer state. A rank's file is a safetensors file of
+its flat ranges. The metadata of its header says which range of which shard of which parameter each is; parameters have
+their Hugging Face names, which no layout changes.
 
 Nothing is gathered for writing. To read its own range, a rank maps and copies it where the layout is the same;
 otherwise it assembles the shards that overlap its own.

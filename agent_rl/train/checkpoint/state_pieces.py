@@ -1,7 +1,7 @@
 """This rank's training state as checkpoint pieces (:mod:`.pieces`), read from and written to the optimizer.
 
-The optimizer's three float32 tensors per parameter are the full state: its master weights are the weights in float32
-training and determine them in bfloat16 training.
+The optimizer's float32 tensors per parameter are the full state: its master weights are the weights in float32 training
+and determine them in bfloat16 training.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from agent_rl.train.checkpoint.pieces import FlatRange, PieceReader, Snapshot
 from agent_rl.train.host_memory import host_tensor
 from agent_rl.train.megatron.hf_weights import ParamMapping
 from agent_rl.train.megatron.model import PolicyModel
-from agent_rl.train.optimizer import SLOTS, PolicyOptimizer, StateShard, named_parameters
+from agent_rl.train.optimizer import PolicyOptimizer, StateShard, named_parameters
 
 
 class StatePieces:
@@ -34,13 +34,12 @@ class StatePieces:
         next."""
         shards = [shard for shard in self._optimizer.shards() if self._writes(self._mappings[shard.name])]
         if self._host is None:
-            total = len(SLOTS) * sum(shard.stop - shard.start for shard in shards)
+            total = sum(slot.numel() for shard in shards for slot in shard.slots.values())
             self._host = host_tensor(total, torch.float32, pinned=any(s.slots["master"].is_cuda for s in shards))
         pieces: list[tuple[FlatRange, str]] = []
         offset = 0
         for shard in shards:
-            for slot in SLOTS:
-                source = shard.slots[slot]
+            for slot, source in shard.slots.items():
                 self._host[offset : offset + source.numel()].copy_(source)
                 offset += source.numel()
                 pieces.extend((flat_range, slot) for flat_range in self._ranges(shard))
@@ -55,7 +54,7 @@ class StatePieces:
         ranges, none = self._ranges(shard), np.empty(0, np.float32)
         return {
             slot: torch.from_numpy(np.concatenate([none, *(reader.read(flat_range, slot) for flat_range in ranges)]))
-            for slot in SLOTS
+            for slot in shard.slots
         }
 
     def _ranges(self, shard: StateShard) -> list[FlatRange]:

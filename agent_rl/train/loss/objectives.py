@@ -328,6 +328,23 @@ def distilled_advantages(
     return reward * advantages_T.detach() - coefficient * (logprobs_T - teacher_T).detach()
 
 
+def top_k_divergence(logprobs_Tk: Tensor, teacher_Tk: Tensor) -> Tensor:
+    """KL(pi || teacher) ``[T]`` over k + 1 outcomes: k ids, and the rest of the vocabulary as one. From below it bounds
+    the KL over the whole vocabulary, which it equals where both distributions have the same shape in the rest.
+
+    ``logprobs_Tk``, ``teacher_Tk``: log-probs of the same ids. With its own gradient, as in GKD (arXiv 2306.13649, eq.
+    4, on-policy with the reverse KL; NeMo RL's distillation sums the same k terms). Exactly 0 for equal log-probs.
+    """
+    rest_T, teacher_rest_T = _log_rest(logprobs_Tk), _log_rest(teacher_Tk)
+    inside_T = (logprobs_Tk.exp() * (logprobs_Tk - teacher_Tk)).sum(-1)
+    return inside_T + rest_T.exp() * (rest_T - teacher_rest_T)
+
+
+def _log_rest(logprobs_Tk: Tensor) -> Tensor:
+    """``log(1 - sum exp)``, at least log 1e-6, where float32 ends."""
+    return torch.log(-torch.expm1(logprobs_Tk.logsumexp(-1).clamp(max=-1e-6)))
+
+
 def advantage_moments(advantages_T: Tensor, mask_T: Tensor) -> Tensor:
     """``[3]`` float64: number, sum and sum of squares of the sampled tokens' advantages. Results of micro-batches and
     ranks add up."""

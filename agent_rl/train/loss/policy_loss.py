@@ -20,17 +20,19 @@ from agent_rl.train.loss.objectives import (
     kl_estimate,
     kl_penalty,
     objective_terms,
+    top_k_divergence,
 )
 
 
 @dataclass(frozen=True, slots=True)
 class LossCounts:
-    """The divisors of one optimizer update over *all* micro-batches and ranks: sampled tokens, sequences with one, and
-    the tokens' sum of sample weights."""
+    """The divisors of one optimizer update over *all* micro-batches and ranks: sampled tokens, sequences with one, the
+    tokens' sum of sample weights, and observed tokens."""
 
     tokens: int
     sequences: int
     weight: float
+    observed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +41,9 @@ class PolicyLoss:
 
     The others are detached sums over the micro-batch's sampled tokens. Divided by the global count they are
     ``train/clip_fraction``, ``train/entropy``, ``train/approx_kl``, ``train/correction_weight``,
-    ``train/correction_dropped`` and ``train/kl_reference`` (0 without a reference). ``clipped_T`` bool: the clipped
-    tokens.
+    ``train/correction_dropped``, ``train/kl_reference`` (0 without a reference) and ``distill/loss_kl`` (0 without a
+    teacher's top_k). ``observation`` is the sum of ``train/observation_loss``, over observed tokens. ``clipped_T`` and
+    ``dropped_T`` bool: the clipped tokens, and those with a correction factor of 0.
     """
 
     loss: Tensor
@@ -50,7 +53,10 @@ class PolicyLoss:
     correction: Tensor
     dropped: Tensor
     kl_reference: Tensor
+    distill: Tensor
+    observation: Tensor
     clipped_T: Tensor
+    dropped_T: Tensor
 
 
 def policy_loss(
@@ -68,10 +74,12 @@ def policy_loss(
     counts: LossCounts,
     reference_T: Tensor | None = None,
     selected_T: Tensor | None = None,
+    top_Tk: tuple[Tensor, Tensor] | None = None,
+    observed_T: Tensor | None = None,
 ) -> PolicyLoss:
     """This micro-batch's share of the loss::
 
-        L = sum_t a_t w_t (c_t l_t + beta k_t - eta H_t)
+        L = sum_t a_t w_t (c_t l_t + beta k_t - eta H_t + delta d_t) - lambda / O sum_o logprob_o
 
     ``l``: the objective's terms (:mod:`.objectives`) with ``rho_t = exp(logprob_t - old_logprob_t)``. ``a``: the
     aggregation's weights, which divide by ``counts``. ``c``: the correction factors ``factors_T``
@@ -80,13 +88,19 @@ def policy_loss(
     only with ``train.kl.apply_to: loss``). ``H``: the entropy ``entropy_T``, which needs a gradient if eta,
     ``train.entropy_coefficient``, is not 0. Corrections do not apply to KL and entropy, which do not depend on the
     sampling policy. ``mask_T`` bool, ``sequence_T`` int64: the token's sequence in the micro-batch. ``length``: the
-    divisor of the aggregation ``constant``. ``selected_T`` bool: the tokens that the objective selects.
+    divisor of the aggregation ``constant``. ``selected_T`` bool: the tokens that the objective selects. ``d``: the
+    reverse KL to a teacher over k ids; ``top_Tk``: the current policy's and the teacher's log-probs of them; delta is
+    ``train.distill.coefficient``. The last sum is the cross entropy of the O tokens ``observed_T`` (bool; ECHO, arXiv
+    2605.24517), whatever their advantage; lambda is ``train.echo.coefficient``.
     Values at tokens that were not sampled have no effect, even infinity and NaN.
     """
 
     def sampled(values_T: Tensor) -> Tensor:
         return torch.where(mask_T, values_T, torch.zeros_like(values_T))
 
+    observation = torch.zeros((), dtype=logprobs_T.dtype, device=logprobs_T.device)
+    if observed_T is not None:
+        observation = -torch.where(observed_T, logprobs_T, torch.zeros_like(logprobs_T)).sum()
     # Before any computation: 0 times an infinite value, or its gradient, is NaN.
     logprobs_T, old_logprobs_T, factors_T = sampled(logprobs_T), sampled(old_logprobs_T), sampled(factors_T)
     advantages_T, entropy_T, weights_T = sampled(advantages_T), sampled(entropy_T), sampled(weights_T)
@@ -109,17 +123,29 @@ def policy_loss(
     if train.kl.coefficient and reference_T is not None:
         ratio_T = (logprobs_T - old_logprobs_T).clamp(-LOG_LIMIT, LOG_LIMIT).exp() if train.kl.unbiased else None
         penalty_T = kl_penalty(train.kl, logprobs_T, sampled(reference_T), ratio_T)
-    clipped_T = terms.clipped_T & mask_T
+    clipped_T, dropped_T = terms.clipped_T & mask_T, (factors_T == 0) & mask_T
+    terms_T = _terms(terms.loss_T, factors_T, penalty_T, entropy_T, train)
+    distill_T = torch.zeros_like(logprobs_T)
+    if top_Tk is not None and train.distill is not None:
+        distill_T = top_k_divergence(*(torch.where(mask_T[:, None], each, -LOG_LIMIT) for each in top_Tk))
+        terms_T = terms_T + train.distill.coefficient * distill_T
     return PolicyLoss(
-        loss=(_terms(terms.loss_T, factors_T, penalty_T, entropy_T, train) * weights_T * shares_T).sum(),
+        loss=(terms_T * weights_T * shares_T).sum() + _echo(observation, train, counts),
         clipped=clipped_T.sum().to(logprobs_T.dtype),
         entropy=entropy_T.detach().sum(),
         approx_kl=kl_estimate("k3", old_logprobs_T, logprobs_T.detach()).sum(),
         correction=factors_T.sum(),
-        dropped=((factors_T == 0) & mask_T).sum().to(logprobs_T.dtype),
+        dropped=dropped_T.sum().to(logprobs_T.dtype),
         kl_reference=penalty_T.detach().sum(),
+        distill=distill_T.detach().sum(),
+        observation=observation.detach(),
         clipped_T=clipped_T,
+        dropped_T=dropped_T,
     )
+
+
+def _echo(observation: Tensor, train: TrainConfig, counts: LossCounts) -> Tensor:
+    return observation * (0.0 if train.echo is None else train.echo.coefficient / max(1, counts.observed))
 
 
 def _terms(loss_T: Tensor, factors_T: Tensor, penalty_T: Tensor, entropy_T: Tensor, train: TrainConfig) -> Tensor:

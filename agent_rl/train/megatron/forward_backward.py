@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import tee
 from typing import Any
@@ -106,7 +106,7 @@ class ForwardBackward:
         recorded: list[list[Tensor]] = [[] for _ in self.chunks]
 
         def finish(item: PreparedBatch, hidden: Tensor) -> tuple[Tensor, Any]:
-            logprobs, token_entropy = self._logprobs(hidden, item, temperature, entropy)
+            logprobs, token_entropy, _ = self._logprobs(hidden, item, temperature, entropy)
             return logprobs.sum(), (logprobs, token_entropy)
 
         for chunk in self.chunks:
@@ -137,10 +137,16 @@ class ForwardBackward:
         """
 
         def finish(item: PreparedBatch, hidden: Tensor) -> tuple[Tensor, Any]:
-            logprobs, token_entropy = self._logprobs(hidden, item, temperature, entropy, entropy_gradient)
+            candidates = item.batch.candidates
+            logprobs, token_entropy, of_candidates = self._logprobs(
+                hidden, item, temperature, entropy, entropy_gradient, candidates
+            )
             if not item.real:
                 return logprobs.sum() * 0.0, {}
-            loss, metrics = loss_fn(logprobs, token_entropy, item.batch)
+            batch = item.batch
+            if of_candidates is not None:
+                batch = replace(batch, extras={**batch.extras, "candidates": of_candidates})
+            loss, metrics = loss_fn(logprobs, token_entropy, batch)
             return loss, {name: _detached(value) for name, value in metrics.items()}
 
         for chunk in self.chunks:
@@ -280,9 +286,16 @@ class ForwardBackward:
         return output, loss
 
     def _logprobs(
-        self, hidden: Tensor, item: PreparedBatch, temperature: float, entropy: bool, entropy_gradient: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
-        """Log-probs (and entropy) ``[T]`` in the order of the full batch, the same on every tensor and context rank."""
+        self,
+        hidden: Tensor,
+        item: PreparedBatch,
+        temperature: float,
+        entropy: bool,
+        entropy_gradient: bool = False,
+        candidates: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Log-probs (and entropy) ``[T]``, and those of ``candidates`` ``[T, k]``, in the order of the full batch, the
+        same on every tensor and context rank."""
         layout, batch = item.layout, item.batch
         if self.ranks.tensor_size > 1:
             # Each tensor rank's part of the vocabulary gives a part of the gradient, so the backward pass sums them.
@@ -292,7 +305,7 @@ class ForwardBackward:
         last[batch.cu_seqlens[1:].long() - 1] = True
         rows = ((source >= 0) & ~last[source.clamp(min=0)]).nonzero()[:, 0]
         targets = source[rows] + 1  # the output at a token predicts the next one
-        logprobs, token_entropy = token_logprobs(
+        logprobs, *others = token_logprobs(
             hidden[:, 0][rows],
             self.chunks[-1].module.output_weight(),
             batch.tokens[targets],
@@ -300,9 +313,13 @@ class ForwardBackward:
             entropy=entropy,
             entropy_gradient=entropy_gradient,
             kept=None if batch.kept is None else batch.kept.take(targets.cpu().numpy()),
+            candidates_Tk=None if candidates is None else candidates[targets],
         )
         full = _scatter(logprobs, targets, len(batch), self.ranks)
-        return full, None if token_entropy is None else _scatter(token_entropy, targets, len(batch), self.ranks)
+        token_entropy, of_candidates = (
+            None if values is None else _scatter(values, targets, len(batch), self.ranks) for values in others
+        )
+        return full, token_entropy, of_candidates
 
     def _collect(self, used: dict[int, Tensor], layout: Layout) -> Tensor:
         """The experts that this chunk's routers used, in the order of the columns; see ``PassOutput.routes``."""
@@ -339,7 +356,7 @@ class _SumOverContext(torch.autograd.Function):
 
 
 def _scatter(values: Tensor, targets: Tensor, size: int, ranks: ParallelState) -> Tensor:
-    full = values.new_zeros(size).index_put((targets,), values)
+    full = values.new_zeros(size, *values.shape[1:]).index_put((targets,), values)
     if ranks.context_size == 1:
         return full
     total: Tensor = _SumOverContext.apply(full)

@@ -35,8 +35,10 @@ def token_logprobs(
     entropy: bool = False,
     entropy_gradient: bool = False,
     kept: KeptTokens | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Log-prob of each target under ``softmax(hidden @ weight.T / temperature)`` and the entropy, float32 ``[T]`` each.
+    candidates_Tk: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Log-prob of each target under ``softmax(hidden @ weight.T / temperature)`` and the entropy, float32 ``[T]`` each,
+    and the log-probs ``[T, k]`` of the ids ``candidates_Tk`` in its place (None without them).
 
     ``kept``: the softmax of target i is over the ids of row i, or over the whole vocabulary if the row is empty. The
     entropy is None without ``entropy``, and detached without ``entropy_gradient``. The vocabulary may be sharded over
@@ -45,20 +47,21 @@ def token_logprobs(
     rows = max(1, CHUNK_LOGITS[weight_VH.device.type] // len(weight_VH))
     numbers = np.split(np.arange(len(targets_T)), range(rows, len(targets_T), rows))
     masks = [None if kept is None else kept.take(of_chunk) for of_chunk in numbers]
-    chunks = zip(hidden_TH.split(rows), targets_T.split(rows), masks, strict=True)
+    others = [None] * len(numbers) if candidates_Tk is None else candidates_Tk.split(rows)
+    chunks = zip(hidden_TH.split(rows), targets_T.split(rows), masks, others, strict=True)
     recompute = len(targets_T) > rows and torch.is_grad_enabled()
     total: list[Tensor] = []
     weight = _Summed.apply(weight_VH, total) if recompute else weight_VH
     parts, summed = [], total if recompute else None
-    for hidden, targets, mask in chunks:
-        arguments = (hidden, weight, summed, targets, mask, temperature, entropy, entropy_gradient)
+    for hidden, targets, mask, candidates in chunks:
+        arguments = (hidden, weight, summed, targets, mask, candidates, temperature, entropy, entropy_gradient)
         parts.append(
             checkpoint(_chunk, *arguments, use_reentrant=False, preserve_rng_state=False)
             if recompute
             else _chunk(*arguments)
         )
-    logprobs = torch.cat([logprob for logprob, _ in parts])
-    return logprobs, torch.cat([part for _, part in parts]) if entropy else None
+    logprobs, token_entropy, of_candidates = map(torch.cat, zip(*parts, strict=True))
+    return logprobs, token_entropy if entropy else None, None if candidates_Tk is None else of_candidates
 
 
 def _chunk(
@@ -67,10 +70,11 @@ def _chunk(
     total: list[Tensor] | None,
     targets: Tensor,
     kept: KeptTokens | None,
+    candidates: Tensor | None,
     temperature: float,
     entropy: bool,
     entropy_gradient: bool,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
     logits = (F.linear(hidden, weight) if total is None else _Linear.apply(hidden, weight, total)).float()
@@ -78,9 +82,29 @@ def _chunk(
         logits = logits / temperature
     if kept is not None:
         logits.masked_fill_(_excluded(kept, logits), -torch.inf)
-    # The cross entropy overwrites its logits, so compute the entropy first.
+    # The cross entropy overwrites its logits, so compute the others first.
     token_entropy = vocab_parallel_entropy(logits, gradient=entropy_gradient) if entropy else logits.new_zeros(0)
-    return -vocab_parallel_cross_entropy(logits[:, None, :], targets[:, None])[:, 0], token_entropy
+    ids = targets[:, None] if candidates is None else torch.cat((targets[:, None], candidates), 1)
+    picked = None if candidates is None else _logits_of(logits, ids)
+    logprobs = -vocab_parallel_cross_entropy(logits[:, None, :], targets[:, None])[:, 0]
+    if picked is None:
+        return logprobs, token_entropy, logits.new_zeros(0)
+    return logprobs, token_entropy, picked[:, 1:] - picked[:, :1] + logprobs[:, None]
+
+
+def _logits_of(logits_TV: Tensor, ids_Tk: Tensor) -> Tensor:
+    """``[T, k]``: the logits of these ids, wherever they are in the vocabulary. Every tensor rank gets the gradient of
+    its own logits."""
+    from megatron.core.parallel_state import get_tensor_model_parallel_group
+    from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
+
+    (rows, width), group = logits_TV.shape, get_tensor_model_parallel_group()
+    columns = ids_Tk.long() - group.rank() * width
+    own = (columns >= 0) & (columns < width)
+    # An index, not gather: autograd must not keep the logits, which the cross entropy overwrites.
+    picked = logits_TV[torch.arange(rows, device=columns.device)[:, None], columns.clamp(0, width - 1)]
+    total: Tensor = reduce_from_tensor_model_parallel_region(torch.where(own, picked, 0.0), group)
+    return total
 
 
 def _excluded(kept: KeptTokens, logits_TV: Tensor) -> Tensor:

@@ -30,7 +30,8 @@ class PackedBatch:
 
     ``tokens`` and ``position_ids`` int64 ``[T]``, ``cu_seqlens`` int32 ``[n + 1]`` from 0 to T. ``sample_ids`` ``[n]``
     identify the sequences in route checks. ``extras``: tensors of the loss function by name; the model only moves them
-    to its device. ``kept``: the kept tokens of all T tokens, on the host, or None.
+    to its device. ``kept``: the kept tokens of all T tokens, on the host, or None. ``candidates`` int32 ``[T, k]``: ids
+    whose log-probs in place of each token a loss function gets, as ``extras["candidates"]`` ``[T, k]``; None: none.
     """
 
     tokens: Tensor
@@ -39,6 +40,7 @@ class PackedBatch:
     sample_ids: tuple[int, ...]
     extras: Mapping[str, Tensor] = field(default_factory=dict)
     kept: KeptTokens | None = None
+    candidates: Tensor | None = None
 
     def __post_init__(self) -> None:
         lengths = self.cu_seqlens.diff()
@@ -74,6 +76,7 @@ class PackedBatch:
             self.sample_ids,
             {name: tensor.to(device) for name, tensor in self.extras.items()},
             self.kept,
+            None if self.candidates is None else self.candidates.to(device),
         )
 
     def __len__(self) -> int:
