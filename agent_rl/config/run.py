@@ -160,7 +160,7 @@ class RunConfig(Section):
         if self.rollout.group_size == 1 and not from_equal:
             raise ValueError(
                 f"rollout.group_size is 1; train.baseline {self.train.baseline} requires at least 2. Alternatively set "
-                "train.baseline and train.advantage_scale to batch"
+                "train.baseline to critic, or to batch, and train.advantage_scale to batch"
             )
         return self
 
@@ -249,6 +249,7 @@ class RunConfig(Section):
             "train.kl, which needs sampled log-probs: remove it": self.train.kl.coefficient > 0,
             "train.entropy_coefficient: set it to 0": self.train.entropy_coefficient > 0,
             "train.balance, which plans from replayed routes: disable it": self.train.balance.enabled,
+            "train.baseline critic, which learns from rewards: remove it": self.train.uses_critic,
         }
         if self.sft is not None and (messages := [message for message, conflict in conflicts.items() if conflict]):
             raise ValueError(f"sft conflicts with {messages[0]}")

@@ -352,7 +352,7 @@ class TrainingRun:
             drop_missing=self.config.captures_routes and self.config.r3.missing == "drop_sample",
             masked=self.masked,
             penalty=partial(overlong_penalty, limit=max_tokens, overlong=train.overlong),
-            normalized=not train.normalizes_after_penalty,
+            normalized=not train.normalizes_on_ranks,
             equal_rewards=train.distill is not None,
             aggregation=train.loss_aggregation,
             published=step - 1,

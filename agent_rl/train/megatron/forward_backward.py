@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import tee
 from typing import Any
@@ -83,6 +83,7 @@ class ForwardBackward:
             rotary(model_spec.rotary_dim or model_spec.head_dim, model_spec.rope_theta, model_spec.rope_scaling),
         )
         self.trace: PassTrace | None = None
+        self.value_head: Callable[[Tensor], Tensor] | None = None
         # The schedule would divide by token counts, which the loss function has already done.
         chunks[0].config.finalize_model_grads_func = _finalize
 
@@ -106,8 +107,8 @@ class ForwardBackward:
         recorded: list[list[Tensor]] = [[] for _ in self.chunks]
 
         def finish(item: PreparedBatch, hidden: Tensor) -> tuple[Tensor, Any]:
-            logprobs, token_entropy = self._logprobs(hidden, item, temperature, entropy)
-            return logprobs.sum(), (logprobs, token_entropy)
+            logprobs, token_entropy, values = self._outputs(hidden, item, temperature, entropy)
+            return logprobs.sum(), (logprobs, token_entropy, values)
 
         for chunk in self.chunks:
             chunk.eval()
@@ -115,7 +116,8 @@ class ForwardBackward:
             results = self._run(batches, routes, plans, finish, recorded if record else None, forward_only=True)
         paths = [torch.cat(parts, dim=1) for parts in zip(*recorded, strict=True)] if record else [None] * len(batches)
         return [
-            PassOutput(logprobs, entropy_T, path) for (logprobs, entropy_T), path in zip(results, paths, strict=True)
+            PassOutput(logprobs, entropy_T, path, values)
+            for (logprobs, entropy_T, values), path in zip(results, paths, strict=True)
         ]
 
     def train_microbatches(
@@ -137,10 +139,13 @@ class ForwardBackward:
         """
 
         def finish(item: PreparedBatch, hidden: Tensor) -> tuple[Tensor, Any]:
-            logprobs, token_entropy = self._logprobs(hidden, item, temperature, entropy, entropy_gradient)
+            logprobs, token_entropy, values = self._outputs(hidden, item, temperature, entropy, entropy_gradient)
             if not item.real:
                 return logprobs.sum() * 0.0, {}
-            loss, metrics = loss_fn(logprobs, token_entropy, item.batch)
+            batch = item.batch
+            if values is not None:
+                batch = replace(batch, extras={**batch.extras, "values": values})
+            loss, metrics = loss_fn(logprobs, token_entropy, batch)
             return loss, {name: _detached(value) for name, value in metrics.items()}
 
         for chunk in self.chunks:
@@ -279,10 +284,11 @@ class ForwardBackward:
 
         return output, loss
 
-    def _logprobs(
+    def _outputs(
         self, hidden: Tensor, item: PreparedBatch, temperature: float, entropy: bool, entropy_gradient: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
-        """Log-probs (and entropy) ``[T]`` in the order of the full batch, the same on every tensor and context rank."""
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Log-probs, entropy and values ``[T]`` in the order of the full batch, the same on every tensor and context
+        rank."""
         layout, batch = item.layout, item.batch
         if self.ranks.tensor_size > 1:
             # Each tensor rank's part of the vocabulary gives a part of the gradient, so the backward pass sums them.
@@ -292,8 +298,9 @@ class ForwardBackward:
         last[batch.cu_seqlens[1:].long() - 1] = True
         rows = ((source >= 0) & ~last[source.clamp(min=0)]).nonzero()[:, 0]
         targets = source[rows] + 1  # the output at a token predicts the next one
+        hidden = hidden[:, 0][rows]
         logprobs, token_entropy = token_logprobs(
-            hidden[:, 0][rows],
+            hidden,
             self.chunks[-1].module.output_weight(),
             batch.tokens[targets],
             temperature=temperature,
@@ -301,8 +308,10 @@ class ForwardBackward:
             entropy_gradient=entropy_gradient,
             kept=None if batch.kept is None else batch.kept.take(targets.cpu().numpy()),
         )
-        full = _scatter(logprobs, targets, len(batch), self.ranks)
-        return full, None if token_entropy is None else _scatter(token_entropy, targets, len(batch), self.ranks)
+        outputs = logprobs, token_entropy, None if self.value_head is None else self.value_head(hidden)
+        full, *more = (None if each is None else _scatter(each, targets, len(batch), self.ranks) for each in outputs)
+        assert full is not None
+        return full, more[0], more[1]
 
     def _collect(self, used: dict[int, Tensor], layout: Layout) -> Tensor:
         """The experts that this chunk's routers used, in the order of the columns; see ``PassOutput.routes``."""
