@@ -125,7 +125,6 @@ class Critic:
         count = torch.tensor(sum(int(item.extras["steps"].sum()) for item in inputs))
         steps, clip = int(self._model.sum_over_data(count)), self._config.clip
         self._updates.append(CriticUpdate(steps))
-        self._head.weight.grad = None
 
         def loss_fn(logprobs_T: Tensor, entropy_T: Tensor | None, batch: PackedBatch) -> tuple[Tensor, dict[str, Any]]:
             loss, reported = policy_loss(logprobs_T, entropy_T, batch)
@@ -138,14 +137,14 @@ class Critic:
     def step(self, reported: Sequence[Mapping[str, float | Tensor]]) -> None:
         """Update the head by the gradients of all ranks, unless they are not finite. ``reported``: what the loss
         function returned of each micro-batch. Collective."""
-        weight, ranks = self._head.weight, self._model.ranks
-        gradient = torch.zeros_like(weight)
-        if weight.grad is not None and _computes_values(ranks):
-            gradient.copy_(weight.grad)
-        torch.distributed.all_reduce(gradient)
-        weight.grad, norm = gradient, float(gradient.norm())
+        weight = self._head.weight
+        if weight.grad is None or not _computes_values(self._model.ranks):
+            weight.grad = torch.zeros_like(weight)
+        torch.distributed.all_reduce(weight.grad)
+        norm = float(weight.grad.norm())
         if math.isfinite(norm):
             self._adam.step()
+        weight.grad = None
         loss, clipped = (sum(float(item[name]) for item in reported) for name in ("critic_loss", "critic_clipped"))
         self._updates[-1] = replace(self._updates[-1], loss=loss, clipped=clipped, grad_norm=norm)
 

@@ -69,13 +69,12 @@ def value_loss(
     values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, steps_T: Tensor, *, clip: float | None, count: int
 ) -> tuple[Tensor, Tensor]:
     """This micro-batch's share of ``1 / (2 count) sum_k max((V - R)^2, (clip(V) - R)^2)``, where ``clip(V)`` is within
-    ``clip`` of the old value; and the number of steps without a gradient by the clip. ``count``: steps of the global
+    ``clip`` of the old value; and the number of steps whose loss is the clipped one. ``count``: steps of the global
     batch."""
-    values_k, old_k, returns_k = (each[steps_T] for each in (values_T, old_values_T, returns_T))
-    error_k = (values_k - returns_k) ** 2
-    clipped = torch.zeros_like(error_k[:0]).sum()
+    error_T, clipped_T = (values_T - returns_T) ** 2, torch.zeros_like(steps_T)
     if clip is not None:
-        limited_k = (old_k + (values_k - old_k).clamp(-clip, clip) - returns_k) ** 2
-        clipped = (limited_k > error_k).sum().to(error_k.dtype)
-        error_k = torch.maximum(error_k, limited_k)
-    return error_k.sum() / (2 * max(1, count)), clipped
+        limited_T = (old_values_T + (values_T - old_values_T).clamp(-clip, clip) - returns_T) ** 2
+        clipped_T = (limited_T > error_T) & steps_T
+        error_T = torch.maximum(error_T, limited_T)
+    loss = torch.where(steps_T, error_T, torch.zeros_like(error_T)).sum() / (2 * max(1, count))
+    return loss, clipped_T.sum().to(values_T.dtype)
