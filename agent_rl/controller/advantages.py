@@ -1,4 +1,4 @@
-"""Group-relative advantages: converts groups to samples. Uses only numpy."""
+"""Advantages of trajectories: converts groups to samples. Uses only numpy."""
 
 from __future__ import annotations
 
