@@ -40,9 +40,8 @@ async def compare(rounds: int) -> None:
             columns = [sorted(column) for column in zip(*pairs, strict=True)]
             for what, at in (("median", rounds // 2), ("p99", int(rounds * 0.99))):
                 ours, theirs = columns[1][at], columns[0][at]
-                print(
-                    f"{name:16} {what:6} remote {ours * 1e3:7.1f} ms  docker {theirs * 1e3:7.1f} ms  ratio {ours / theirs:.2f}"
-                )
+                times = f"remote {ours * 1e3:7.1f} ms  docker {theirs * 1e3:7.1f} ms"
+                print(f"{name:16} {what:6} {times}  ratio {ours / theirs:.2f}")
             print(f"{name:16} mean ratio {statistics.fmean(columns[1]) / statistics.fmean(columns[0]):.2f}")
     finally:
         for backend in backends:

@@ -31,7 +31,15 @@ from agent_rl.rollout.metrics import rollout_metrics, source_metrics
 from agent_rl.rollout.rescore import rescore_metrics
 from agent_rl.rollout.route_audit import audit_metrics
 from agent_rl.train.expert_balancing.report import BalanceReport, PassBalance, balance_metrics
-from agent_rl.train.reports import RankReport, ReferenceReport, RouteCounts, Update, UpdateSums
+from agent_rl.train.reports import (
+    CriticReport,
+    CriticUpdate,
+    RankReport,
+    ReferenceReport,
+    RouteCounts,
+    Update,
+    UpdateSums,
+)
 from agent_rl.train.step_metrics import sft_metrics, step_metrics
 from agent_rl.types import Group, Rescored, RouteAudit, Turn
 from agent_rl.utils.concurrency import LoopLag
@@ -123,7 +131,9 @@ def report() -> RankReport:
         observation=3.0,
     )
     reference = ReferenceReport(taken=0.0, seconds=1.0)
-    return RankReport(logprobs, logprobs, logprobs, lag, (sums,), 1.0, 1.0, 1.0, reference, teacher_logprobs=logprobs)
+    critic = CriticReport((2, 1, 1, 1, 0, 0), (CriticUpdate(2),))
+    passes = (logprobs, logprobs, logprobs, lag, (sums,), 1.0, 1.0, 1.0, reference)
+    return RankReport(*passes, teacher_logprobs=logprobs, critic=critic)
 
 
 def balanced() -> BalanceReport:

@@ -8,23 +8,27 @@ from typing import Literal
 from agent_rl.errors import ConfigError
 from sandbox.registry import Registry
 
+Over = Literal["trajectory", "group", "batch"]
+
 
 @dataclass(frozen=True, slots=True)
 class AdvantageSpec:
     """One baseline or scale.
 
     ``formula``: import path ``package.module:function`` of a :data:`agent_rl.controller.advantages.BaselineFormula` or
-    ``ScaleFormula``. ``over``: the trajectories that it sees together, those of a group or of the whole step.
+    ``ScaleFormula``. ``over``: the trajectories that it sees together, those of a group or of the whole step;
+    "trajectory": each on its own, also where all rewards are equal.
     """
 
     formula: str
-    over: Literal["group", "batch"] = "group"
+    over: Over = "group"
 
 
 _FORMULAS = "agent_rl.controller.advantages"
 MEAN = AdvantageSpec(f"{_FORMULAS}:mean_reward")
 LEAVE_ONE_OUT = AdvantageSpec(f"{_FORMULAS}:mean_of_others")
 BATCH_MEAN = AdvantageSpec(f"{_FORMULAS}:mean_reward", over="batch")
+CRITIC = AdvantageSpec(f"{_FORMULAS}:no_baseline", over="trajectory")
 GROUP_STD = AdvantageSpec(f"{_FORMULAS}:by_std")
 BATCH_STD = AdvantageSpec(f"{_FORMULAS}:normalized_over_tokens", over="batch")
 GROUP_MEAN = AdvantageSpec(f"{_FORMULAS}:by_mean")
@@ -37,6 +41,7 @@ BASELINES = Registry(
         "mean": "agent_rl.config.advantages:MEAN",
         "leave_one_out": "agent_rl.config.advantages:LEAVE_ONE_OUT",
         "batch": "agent_rl.config.advantages:BATCH_MEAN",
+        "critic": "agent_rl.config.advantages:CRITIC",
     },
     ConfigError,
 )

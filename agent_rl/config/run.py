@@ -171,7 +171,7 @@ class RunConfig(Section):
         if self.rollout.group_size == 1 and not from_equal:
             raise ValueError(
                 f"rollout.group_size is 1; train.baseline {self.train.baseline} requires at least 2. Alternatively set "
-                "train.baseline and train.advantage_scale to batch"
+                "train.baseline to critic, or to batch, and train.advantage_scale to batch"
             )
         return self
 
@@ -263,6 +263,7 @@ class RunConfig(Section):
             "engine.urls: sft.eval_every starts its own engines": self.evaluates_sft and not self.engine.launched,
             "engine.colocate: engines of sft.eval_every need GPUs of their own": self.evaluates_sft
             and self.engine.colocate,
+            "train.baseline critic, which learns from rewards: remove it": self.train.uses_critic,
         }
         if self.sft is not None and (messages := [message for message, conflict in conflicts.items() if conflict]):
             raise ValueError(f"sft conflicts with {messages[0]}")

@@ -43,8 +43,8 @@ class SandboxConfig(Section):
 
     backend: Annotated[str, AfterValidator(_check_backend)] = Field(
         "auto",
-        description="auto, docker, podman, bubblewrap, modal, or a registered backend (docs/reference/sandboxes.md). auto: "
-        "docker if a container engine responds, else bubblewrap.",
+        description="auto, docker, podman, bubblewrap, modal, or a registered backend (docs/reference/sandboxes.md). "
+        "auto: docker if a container engine responds, else bubblewrap.",
     )
     runtime: str | None = Field(
         None,

@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 from agent_rl.config.advantages import baseline_spec, scale_spec
 from agent_rl.config.base import OFF, Precision, Section, registered_name
+from agent_rl.config.critic import CriticConfig
 from agent_rl.config.objectives import Aggregation, Distance, objective_spec
 from agent_rl.config.tasks import SourceName, TrainSource
 from agent_rl.errors import ConfigError
@@ -337,8 +338,9 @@ class TrainConfig(Section):
     baseline: Baseline = Field(
         "mean",
         description="Reward baseline. mean: of the group. leave_one_out: mean of the others. batch: mean of the step. "
-        "Or a registered baseline (docs/reference/objectives.md).",
+        "critic: values of train.critic. Or a registered baseline (docs/reference/objectives.md).",
     )
+    critic: CriticConfig = Field(CriticConfig(), description="The critic of baseline critic.")
     advantage_scale: AdvantageScale = Field(
         "group",
         description="Divisor of advantages. group: the group's standard deviation. batch: the step's, over sampled "
@@ -431,13 +433,29 @@ class TrainConfig(Section):
         ):
             raise ValueError(problem)
         scale = self.advantage_scale
-        if baseline_spec(self.baseline).over == "batch" and scale != "none" and scale_spec(scale).over == "group":
+        if baseline_spec(self.baseline).over != "group" and scale != "none" and scale_spec(scale).over == "group":
             raise ValueError(
                 f"train.advantage_scale {scale} conflicts with train.baseline {self.baseline}: set advantage_scale to "
                 "batch or none"
             )
         if self.offload_activations and self.recompute != "full":
             raise ValueError(f"train.offload_activations requires train.recompute full; it is {self.recompute}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_critic(self) -> TrainConfig:
+        if not self.uses_critic:
+            if self.critic != CriticConfig():
+                raise ValueError(f"train.critic requires train.baseline critic; it is {self.baseline}")
+            return self
+        conflicts = {
+            f"train.advantage_scale {self.advantage_scale}: set it to batch or none": self.advantage_scale
+            not in ("batch", "none"),
+            "train.distill, whose advantages are of single tokens: remove one of them": self.distill is not None,
+            "train.kl.apply_to reward: set it to loss": self.kl.coefficient > 0 and self.kl.apply_to == "reward",
+        }
+        if messages := [message for message, conflict in conflicts.items() if conflict]:
+            raise ValueError(f"train.baseline critic conflicts with {messages[0]}")
         return self
 
     @property
@@ -457,9 +475,9 @@ class TrainConfig(Section):
 
     @property
     def learns_from_equal_rewards(self) -> bool:
-        """Whether a group of equal rewards has an effect: its baseline is that of the whole step, or something else
-        than the reward teaches."""
-        return bool(self.other_lessons) or baseline_spec(self.baseline).over == "batch"
+        """Whether a group of equal rewards has an effect: its baseline is not that of the group, or something else than
+        the reward teaches."""
+        return bool(self.other_lessons) or baseline_spec(self.baseline).over != "group"
 
     @property
     def other_lessons(self) -> tuple[str, ...]:
@@ -468,12 +486,15 @@ class TrainConfig(Section):
         return tuple(f"train.{key}" for key, section in keys.items() if section is not None)
 
     @property
-    def normalizes_after_penalty(self) -> bool:
-        """Whether ranks normalize advantages over the step after subtracting the KL penalty.
+    def uses_critic(self) -> bool:
+        return self.baseline == "critic"
 
-        Source: REINFORCE++ (arXiv 2501.03262, eq. 8 to 10).
-        """
-        return bool(self.kl.coefficient) and self.kl.apply_to == "reward" and self.advantage_scale == "batch"
+    @property
+    def normalizes_on_ranks(self) -> bool:
+        """Whether ranks normalize advantages over the step: after GAE, or after subtracting the KL penalty
+        (REINFORCE++, arXiv 2501.03262, eq. 8 to 10)."""
+        penalty = bool(self.kl.coefficient) and self.kl.apply_to == "reward"
+        return (penalty or self.uses_critic) and self.advantage_scale == "batch"
 
     @property
     def total_updates(self) -> int:

@@ -1,16 +1,15 @@
-"""Group-relative advantages: converts groups to samples. Uses only numpy."""
+"""Advantages of trajectories: converts groups to samples. Uses only numpy."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from agent_rl.config import OverlongConfig
-from agent_rl.config.advantages import BASELINES, SCALES, baseline_spec, scale_spec
+from agent_rl.config.advantages import BASELINES, SCALES, Over, baseline_spec, scale_spec
 from agent_rl.config.objectives import Aggregation
 from agent_rl.controller.turn_credit import Credit, by_turn, observations, split
 from agent_rl.errors import TrainerError
@@ -85,6 +84,11 @@ def by_mean(centered: Centered) -> NDArray[np.float64]:
     """Divided by the mean reward (MaxRL, arXiv 2602.02710); 0 for a mean that is not positive."""
     mean = centered.rewards_n.mean()
     return centered.values_n / (mean + centered.eps) if mean > 0 else np.zeros_like(centered.values_n)
+
+
+def no_baseline(rewards_n: NDArray[np.float64]) -> float:
+    """0: the trainer subtracts the values of its critic from the rewards."""
+    return 0.0
 
 
 def unscaled(centered: Centered) -> NDArray[np.float64]:
@@ -177,6 +181,7 @@ def build_samples(
     has_effect = [bool(values.any()) for values in advantages]
     if by_step or baseline_spec(baseline).over == "batch":
         has_effect = [any(has_effect)] * len(groups)
+    equal_rewards |= baseline_spec(baseline).over == "trajectory"
     has_effect = [equal_rewards or effective for effective in has_effect]
     if by_step and normalized:
         advantages = _advantages(rewards, tokens, baseline, scale, eps)
@@ -233,11 +238,13 @@ def _advantages(
     """Advantages per group, ``[n]`` each, of groups with so many sampled ``tokens`` per trajectory."""
     center: BaselineFormula = BASELINES.load(baseline_spec(baseline).formula)
     rescale: ScaleFormula = SCALES.load(scale_spec(scale).formula)
+    compares = baseline_spec(baseline).over != "trajectory"
 
     def centered(rewards_n: NDArray[np.float64]) -> NDArray[np.float64]:
         if not np.isfinite(rewards_n).all():
             raise TrainerError(f"rewards must be finite numbers, got {rewards_n.tolist()}")
-        return np.zeros_like(rewards_n) if not np.ptp(rewards_n) else rewards_n - center(rewards_n)
+        equal = compares and not np.ptp(rewards_n)
+        return np.zeros_like(rewards_n) if equal else rewards_n - center(rewards_n)
 
     def scaled(
         values_n: NDArray[np.float64], rewards_n: NDArray[np.float64], tokens_n: NDArray[np.float64]
@@ -250,7 +257,7 @@ def _advantages(
 
 
 def _over(
-    over: Literal["group", "batch"],
+    over: Over,
     formula: Callable[..., NDArray[np.float64]],
     *arguments: Sequence[NDArray[np.float64]],
 ) -> list[NDArray[np.float64]]:

@@ -129,6 +129,8 @@ def why_idle(row: Mapping[str, float]) -> str | None:
         return None
     if row.get("train/skipped_updates"):
         return "the guard skipped the update"
+    if row.get("critic/warmup"):
+        return "the critic warms up"
     if not row.get("rollout/trajectories"):
         return "infrastructure failures dropped every group"
     if row.get("reward/groups_uniform") == 1.0:

@@ -352,7 +352,7 @@ class TrainingRun:
             drop_missing=self.config.captures_routes and self.config.r3.missing == "drop_sample",
             masked=self.masked,
             penalty=partial(overlong_penalty, limit=max_tokens, overlong=train.overlong),
-            normalized=not train.normalizes_after_penalty,
+            normalized=not train.normalizes_on_ranks,
             equal_rewards=train.distill is not None or train.echo is not None,
             observed=train.echo is not None,
             gamma=None if train.turn_rewards is None else train.turn_rewards.gamma,

@@ -222,8 +222,8 @@ def _last_stage_output(phase: str, tokens: int) -> Any:
     from agent_rl.train.step import SUMS
 
     if phase == "update":
-        return dict.fromkeys(SUMS, 0.0)
-    return torch.zeros(tokens, device="cuda"), None
+        return dict.fromkeys((*SUMS, "critic_loss", "critic_clipped"), 0.0)
+    return torch.zeros(tokens, device="cuda"), None, torch.zeros(tokens, device="cuda")
 
 
 def _count_as_phase(usage: UsageRecorder, owner: Any, method: str, name: str) -> None:

@@ -310,6 +310,16 @@ METRICS: tuple[Metric, ...] = (
         ("train/kl_reference", "nats", "KL to the reference model by `train.kl.estimator`; mean over tokens."),
         ("train/kl_penalty", "reward", "KL penalty subtracted from the advantage; mean over tokens."),
     ),
+    *_rows(
+        _STEP,
+        ("critic/value_mean", "reward", "Value before the update; mean over steps of GAE (`train.baseline: critic`)."),
+        ("critic/return_mean", "reward", "Return that the values learn; mean over steps of GAE."),
+        ("critic/explained_variance", "share", "1 - Var(return - value) / Var(return), before the update."),
+        ("critic/loss", "loss", "Value loss of the global batch; mean over updates."),
+        ("critic/clip_fraction", "share", "Steps of GAE whose value loss was clipped (`train.critic.clip`)."),
+        ("critic/grad_norm", "norm", "Gradient norm of the value head; mean over updates."),
+        ("critic/warmup", "flag", "1 if only the value head learned (`train.critic.warmup_steps`)."),
+    ),
     *_rows(_STEP, ("sft/loss", "nats", "Negative log-likelihood of a trained token of `agent-rl sft`; weighted mean.")),
     *_rows(
         "agent_rl/controller/sft.py",

@@ -107,7 +107,7 @@ def forward_flops(model: ModelSpec, config: RunConfig, *, stage: int, skew: floa
         attention=sum(mixer.pair * pairs + mixer.token * tokens for mixer in mixers),
         experts=moe * tokens * (model.top_k * skew * parts.expert + parts.beside_experts),
         dense=sum(model.has_mlp(layer) and not model.moe[layer] for layer in layers) * tokens * parts.dense,
-        logprobs=last * (tokens - count / ranks) * parts.logprobs,
+        logprobs=last * (tokens - count / ranks) * (parts.logprobs + 2 * model.hidden * train.uses_critic),
     )
     if train.lora is None:
         return flops

@@ -171,8 +171,9 @@ def rank_bytes(model: ModelSpec, train: TrainConfig, *, microbatches: int, devic
         20 if offloads else 8 if train.optimizer_moments == "float32" else 16
     )  # bytes per number during Adam's step
     largest = max(min(vocabulary, dense // copies[0]), min(stacked, experts // copies[1]))
+    value_head = 16 * (model.hidden + 1) * train.uses_critic  # float32 weights, gradient and moments on every rank
     return RankBytes(
-        weights=weights * width,
+        weights=weights * width + value_head,
         gradients=(dense + experts) * 4,
         optimizer=0 if offloads else optimizer,
         optimizer_unshared=(dense + experts) * state,

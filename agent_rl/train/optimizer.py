@@ -76,19 +76,26 @@ class PolicyOptimizer:
         self._average = None if spec.ema is None else WeightAverage(self._master_values(), spec.ema)
 
     @torch.no_grad()
-    def step(self, *, finite_loss: bool = True, spike_norm: float | None = None, on_spike: OnSpike = "allow") -> Update:
+    def step(
+        self,
+        *,
+        finite_loss: bool = True,
+        spike_norm: float | None = None,
+        on_spike: OnSpike = "allow",
+        held: bool = False,
+    ) -> Update:
         """Apply the gradients in the model's buffers. Collective.
 
         Every rank skips the update (weights, optimizer and schedule stay) if any rank's loss (``finite_loss``) or the
         gradient norm is not finite. An update whose norm exceeds ``spike_norm`` (None: no limit) is a spike: ``skip``
-        skips it, ``clip`` scales it to ``spike_norm``, ``allow`` applies it.
+        skips it, ``clip`` scales it to ``spike_norm``, ``allow`` applies it. A ``held`` update is not applied.
         """
         overflow = self._optimizer.prepare_grads()
         grad_norm = float(self._optimizer.get_grad_norm())
         finite = finite_loss and not overflow and math.isfinite(grad_norm)
         finite, highest = _agree_on_norm(finite, grad_norm)
         spike = finite and spike_norm is not None and highest > spike_norm
-        taken = finite and not (spike and on_spike == "skip")
+        taken = finite and not held and not (spike and on_spike == "skip")
         if taken:
             # Before the update, so that the first one of a warm-up has lr / warmup_steps and not 0.
             self._scheduler.step(1)
@@ -102,7 +109,7 @@ class PolicyOptimizer:
         # The step leaves each parameter's grad aliased to Megatron's gradient buffer, and the next backward pass would
         # add its first micro-batch twice.
         self._optimizer.zero_grad()
-        return Update(grad_norm, float(self._scheduler.get_lr({})), finite=finite, spike=spike, taken=taken)
+        return Update(grad_norm, float(self._scheduler.get_lr({})), finite=finite, spike=spike, taken=taken, held=held)
 
     def _apply(self) -> None:
         if not self._stored_states:

@@ -136,8 +136,8 @@ def compare_with_reference(
             for batch, old, output in zip(batches, old_logprobs, outputs, strict=True)
         ]
         taken = sum(_taken(batch, values) for batch, values in zip(batches, advantages, strict=True))
-        if train.normalizes_after_penalty:
-            advantages = _normalized(model, batches, advantages)
+        if train.normalizes_on_ranks:
+            advantages = normalized_over_step(model, batches, advantages)
         for item, values in zip(extras, advantages, strict=True):
             item["advantages"] = values
     return ReferenceComparison(tuple(extras), taken, time.perf_counter() - started)
@@ -154,8 +154,10 @@ def _taken(batch: PackedBatch, penalized_T: Tensor) -> float:
     return float(taken_T[batch.extras["mask"].to(penalized_T.device)].sum())
 
 
-def _normalized(model: PolicyModel, batches: Sequence[PackedBatch], advantages: Sequence[Tensor]) -> list[Tensor]:
-    """Normalize by mean and standard deviation over the sampled tokens of the step on all data ranks."""
+def normalized_over_step(
+    model: PolicyModel, batches: Sequence[PackedBatch], advantages: Sequence[Tensor]
+) -> list[Tensor]:
+    """Normalize by mean and standard deviation over the sampled tokens of the step on all data ranks. Collective."""
     moments = [
         advantage_moments(values, batch.extras["mask"].to(values.device))
         for batch, values in zip(batches, advantages, strict=True)

@@ -26,7 +26,7 @@ class Update:
     """One optimizer update: the gradient norm before clipping, and its learning rate.
 
     ``finite``: loss and norm were finite on all ranks. ``spike``: the norm was above the spike limit. ``taken``: the
-    weights changed. The same on every rank.
+    weights changed. ``held``: the policy waits for its critic. The same on every rank.
     """
 
     grad_norm: float
@@ -34,6 +34,7 @@ class Update:
     finite: bool = True
     spike: bool = False
     taken: bool = True
+    held: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,26 @@ class ReferenceReport:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class CriticUpdate:
+    """An update of the value head. ``steps`` and the gradient norm are of all ranks; ``loss``, already divided by
+    ``steps``, and the number of ``clipped`` steps are of one."""
+
+    steps: int
+    loss: float = 0.0
+    clipped: float = 0.0
+    grad_norm: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class CriticReport:
+    """The critic in a step. ``moments`` over the steps of one rank: their count, and the sums of V, R, R^2, R - V and
+    (R - V)^2, of values V before the updates and returns R."""
+
+    moments: tuple[float, ...]
+    updates: tuple[CriticUpdate, ...]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class SampledTokens:
     """The ``n`` sampled tokens: ``entropy`` float16 ``[n]`` in the first epoch, ``flags`` uint8 ``[n]``
@@ -120,6 +141,7 @@ class RankReport:
     reference: ReferenceReport | None = None
     sampled: SampledTokens | None = None
     teacher_logprobs: NDArray[np.float32] | None = None
+    critic: CriticReport | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

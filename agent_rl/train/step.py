@@ -5,6 +5,7 @@
     samples ─ pack ─> old log-probs (r3: replays the rollout's routes | r2, off: routes itself; r2 records)
                   │   (train.balance: each pass with known routes has plans that place experts)
                   ├─> log-probs without replay (only when measured; under r2 and off the old log-probs are these)
+                  ├─> advantages by GAE over the values of the first pass (only with train.baseline critic)
                   ├─> reference log-probs along the update's routes (only with a KL penalty)
                   └─> mini steps: forward + backward (r3: rollout's routes | r2: recorded | off: none) ─> optimizer
     Each rank holds and replays its own shard of the routes. Routes are never gathered.
@@ -36,7 +37,7 @@ from agent_rl.train.loss.objectives import distilled_advantages
 from agent_rl.train.loss.policy_loss import LossCounts, PolicyLoss, policy_loss
 from agent_rl.train.loss.selection import covariance_moments, highest, selection_scores
 from agent_rl.train.megatron.packed_batch import LossFn, PackedBatch, PassOutput, PassPlans
-from agent_rl.train.reference import Reference, ReferenceComparison, compare_with_reference
+from agent_rl.train.reference import Reference, ReferenceComparison, compare_with_reference, normalized_over_step
 from agent_rl.train.reports import (
     RankReport,
     ReferenceReport,
@@ -53,6 +54,7 @@ from r3.shard import Packing, RouteShard, own_routes
 from r3.trace.recorders import RankTracer
 
 if TYPE_CHECKING:
+    from agent_rl.train.critic import Critic
     from agent_rl.train.megatron.model import PolicyModel
     from agent_rl.train.optimizer import PolicyOptimizer
 
@@ -71,13 +73,14 @@ def grpo_step(
     tracer: RankTracer | None = None,
     reference: Reference | None = None,
     balancer: PassBalancer | None = None,
+    critic: Critic | None = None,
 ) -> tuple[RankReport, RouteDifferences | None]:
     """Run this rank's share of a global step. Collective: every rank calls it with the same number of mini steps.
 
     ``rollout``: this rank's shard of the routes of every micro-batch, in order; empty if the samples have no routes.
     ``tracer`` records the routes of a traced step. ``reference``: the model of the KL penalty. ``balancer``: the
-    expert balancing of the passes; None turns it off. Old log-probs, reference log-probs and advantages are computed
-    before the first mini step and are the same for all mini steps.
+    expert balancing of the passes; None turns it off. ``critic``: of ``train.baseline: critic``. Old log-probs,
+    reference log-probs and advantages are computed before the first mini step and are the same for all mini steps.
 
     Returns the report of the rank, and where its routers used other experts than the rollout (None without routes).
     """
@@ -104,10 +107,10 @@ def grpo_step(
     if replay == "r2":
         update_routes = _as_shards(model, batches, recorded)
         balancer.use_routes(batches, update_routes)
-    logprobs = [output.logprobs for output in old]
+    logprobs, values = [output.logprobs for output in old], [output.values for output in old]
     unreplayed_logprobs = None if unreplayed is None else [output.logprobs for output in unreplayed]
     del old, unreplayed, recorded  # routes are the largest data of a step: free those that no pass replays
-    inputs = _training_inputs(model, batches, logprobs, config.train)
+    inputs = _training_inputs(model, batches, logprobs, config.train, critic, values)
     comparison = _compare(model, reference, inputs, update_routes, logprobs, config)
     if comparison is not None:
         inputs = [
@@ -115,7 +118,7 @@ def grpo_step(
             for item, extras in zip(inputs, comparison.extras, strict=True)
         ]
     after_reference = time.perf_counter()
-    updates, loss_values = _updates(model, optimizer, shares, inputs, update_routes, request, tracer, balancer)
+    updates, loss_values = _updates(model, optimizer, shares, inputs, update_routes, request, tracer, balancer, critic)
     report = RankReport(
         rollout_logprobs=_at_sampled_tokens(batches, [batch.logprobs_T for batch in batches]),
         trainer_logprobs=_at_sampled_tokens(batches, logprobs),
@@ -134,6 +137,7 @@ def grpo_step(
             if config.train.distill is None
             else _at_sampled_tokens(batches, [batch.teacher_T for batch in batches if batch.teacher_T is not None])
         ),
+        critic=None if critic is None else critic.report(),
     )
     return report, differences
 
@@ -257,6 +261,7 @@ def _updates(
     request: StepRequest,
     tracer: RankTracer | None,
     balancer: PassBalancer,
+    critic: Critic | None,
 ) -> tuple[list[UpdateSums], list[Mapping[str, float | Tensor]]]:
     """Run all mini steps. Returns the updates, and the loss function's values of every micro-batch, epoch by epoch."""
     config, updates, values = request.config, list[UpdateSums](), list[Mapping[str, float | Tensor]]()
@@ -264,16 +269,25 @@ def _updates(
     for epoch, (share, end) in itertools.product(range(config.train.epochs), zip(shares, ends, strict=True)):
         mini_step = slice(end - len(share.micro_batches), end)
         traced = traced_pass(model, tracer if epoch == 0 else None, "train", mini_step.start)
+        loss = grpo_loss(config, share, detail=request.detail)
+        if critic is not None:
+            loss = critic.loss(loss, inputs[mini_step])
         with traced, balancer.plans("update", mini_step) as plans:
             batch_values = model.train_microbatches(
-                inputs[mini_step], routes[mini_step] if routes is not None else None,
-                grpo_loss(config, share, detail=request.detail),
+                inputs[mini_step], routes[mini_step] if routes is not None else None, loss,
                 temperature=config.rollout.logprob_temperature,
                 entropy_gradient=config.train.entropy_coefficient != 0, plans=plans,
             )  # fmt: skip
         sums = {name: sum(float(item[name]) for item in batch_values) for name in SUMS}
         finite = math.isfinite(sums["loss"])
-        update = optimizer.step(finite_loss=finite, spike_norm=request.spike_norm, on_spike=config.guard.on_spike)
+        update = optimizer.step(
+            finite_loss=finite,
+            spike_norm=request.spike_norm,
+            on_spike=config.guard.on_spike,
+            held=critic is not None and critic.warming_up,
+        )
+        if critic is not None:
+            critic.step(batch_values)
         if update.taken:
             balancer.weights_changed()
         updates.append(UpdateSums(share.sampled_tokens, update=update, observed=share.observed, **sums))
@@ -334,14 +348,25 @@ def _training_input(batch: MicroBatch, old_logprobs: Tensor, source: OldLogprobS
 
 
 def _training_inputs(
-    model: PolicyModel, batches: Sequence[MicroBatch], old_logprobs: Sequence[Tensor], train: TrainConfig
+    model: PolicyModel,
+    batches: Sequence[MicroBatch],
+    old_logprobs: Sequence[Tensor],
+    train: TrainConfig,
+    critic: Critic | None = None,
+    values: Sequence[Tensor | None] = (),
 ) -> list[PackedBatch]:
     """The inputs of the loss function for each micro-batch, with the correction factors ``[T]`` among the extras.
-    ``old_logprobs``: the trainer's own log-probs. Collective where ``train.correction.normalize`` is set."""
+    ``old_logprobs``: the trainer's own log-probs; ``values``: the critic's. Collective."""
     pairs = zip(batches, old_logprobs, strict=True)
     inputs = [_training_input(batch, old, train.old_logprob.source) for batch, old in pairs]
     if train.distill is not None:
         inputs = [_distilled(*each, train.distill) for each in zip(inputs, batches, old_logprobs, strict=True)]
+    if critic is not None:
+        inputs = critic.estimate(inputs, [each for each in values if each is not None])
+        if train.normalizes_on_ranks:
+            scaled = normalized_over_step(model, inputs, [item.extras["advantages"] for item in inputs])
+            pairs_of = zip(inputs, scaled, strict=True)
+            inputs = [replace(item, extras={**item.extras, "advantages": own}) for item, own in pairs_of]
     if objective_spec(train.objective).selection is not None:
         inputs = _with_selection(model, inputs, old_logprobs, train)
     mean = _mean_weight(model, inputs, train.correction) if train.correction.normalize else 1.0

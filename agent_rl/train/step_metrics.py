@@ -50,7 +50,7 @@ def step_metrics(
     values["time/old_logprob"] = max(report.old_logprob_seconds for report in reports)
     values["time/logprob_without_replay"] = max(report.seconds_without_replay for report in reports)
     values["time/update"] = max(report.update_seconds for report in reports)
-    return values | _reference(reports)
+    return values | _reference(reports) | _critic(reports)
 
 
 def sft_metrics(update: Update, loss: float, tokens: int) -> dict[str, float]:
@@ -119,7 +119,7 @@ def _train(reports: Sequence[RankReport]) -> dict[str, float]:
     updates = [ranks for ranks in attempted if ranks[0].update.finite]
     counts = {
         "train/updates": float(sum(ranks[0].update.taken for ranks in attempted)),
-        "train/skipped_updates": float(sum(not ranks[0].update.taken for ranks in attempted)),
+        "train/skipped_updates": float(sum(not (ranks[0].update.taken or ranks[0].update.held) for ranks in attempted)),
         "train/spikes": float(sum(ranks[0].update.spike for ranks in attempted)),
         "train/sampled_tokens": float(sum(ranks[0].tokens for ranks in attempted)),
     }
@@ -156,6 +156,28 @@ def _reference(reports: Sequence[RankReport]) -> dict[str, float]:
         "train/kl_reference": sum(rank.kl_reference for rank, _ in finite) / max(1, tokens),
         "train/kl_penalty": sum(report.taken for report in references) / max(1, sampled),
         "time/reference_logprob": max(report.seconds for report in references),
+    }
+
+
+def _critic(reports: Sequence[RankReport]) -> dict[str, float]:
+    """Values before the updates over all steps; losses and norms as means over the updates of the value head."""
+    critics = [report.critic for report in reports if report.critic is not None]
+    if not critics:
+        return {}
+    count, value, returns, squares, error, error_squares = np.sum([critic.moments for critic in critics], axis=0)
+    updates = [[critic.updates[index] for critic in critics] for index in range(len(critics[0].updates))]
+    steps = max(1, sum(ranks[0].steps for ranks in updates))
+    variance = squares / count - (returns / count) ** 2
+    unexplained = error_squares / count - (error / count) ** 2
+    return {
+        "critic/value_mean": value / count,
+        "critic/return_mean": returns / count,
+        # Equal returns leave no variance to explain.
+        "critic/explained_variance": 1 - unexplained / variance if variance > 1e-12 else 0.0,
+        "critic/loss": float(np.mean([sum(rank.loss for rank in ranks) for ranks in updates])),
+        "critic/clip_fraction": sum(rank.clipped for ranks in updates for rank in ranks) / steps,
+        "critic/grad_norm": float(np.mean([ranks[0].grad_norm for ranks in updates])),
+        "critic/warmup": float(all(update.update.held for update in reports[0].updates)),
     }
 
 

@@ -18,6 +18,7 @@ from agent_rl.train.batching.partition import MiniStepShare
 from agent_rl.train.checkpoint import directory as checkpoint
 from agent_rl.train.checkpoint.directory import Manifest
 from agent_rl.train.checkpoint.saver import CheckpointWriter, read_rng, rng_state, set_rng_state
+from agent_rl.train.critic import Critic
 from agent_rl.train.expert_balancing.report import BalanceReport
 from agent_rl.train.expert_balancing.worker import (
     PassBalancer,
@@ -83,6 +84,7 @@ class TrainerWorker:
         self._reference = (
             None if request.reference is None else Reference.load(self._model, request.reference, progress)
         )
+        self._critic = Critic(self._model, train) if train.uses_critic else None
         self.set_optimizer(optimizer)
         self._placement_pending = train.balance.enabled and train.balance.expert_placement == "measured"
         self._resumed: tuple[Path, Manifest] | None = None
@@ -120,7 +122,7 @@ class TrainerWorker:
 
         self._spec = spec
         self._optimizer = PolicyOptimizer(self._model.chunks, spec, self._dtype)
-        self._state = StatePieces(self._model, self._optimizer)
+        self._state = StatePieces(self._model, self._optimizer, self._critic)
         self._updates = 0
 
     def grpo(
@@ -139,8 +141,9 @@ class TrainerWorker:
             self._measure_placement(step_batches(samples, shares), routes)
         with rank_trace(request.trace, self._ranks.rank, self._ranks.data_rank, self._model.shard) as tracer:
             report, differences = grpo_step(
-                self._model, self._optimizer, samples, shares, routes, request, tracer, self._reference, self._balancer
-            )
+                self._model, self._optimizer, samples, shares, routes, request, tracer, self._reference, self._balancer,
+                self._critic,
+            )  # fmt: skip
         self._updates += sum(item.update.taken for item in report.updates)
         self._release_gpu_cache()
         return report if self._lead else None, differences, self._balancer.report()

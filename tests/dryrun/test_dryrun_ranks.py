@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.megatron, pytest.mark.slow, pytest.mark.timeout(900)]
 HOST = {"offload_optimizer": True, "optimizer_moments": "bfloat16", "offload_activations": True}
 UNRECOMPUTED = {"lora": {"rank": 16}, "kl": {"coefficient": 0.1}, "recompute": "none"}
 POOL = {"enabled": True, "slots": 2, "transfer": {"recompute": "pool", "update": "pool"}}
+CRITIC = {"baseline": "critic", "advantage_scale": "batch", "critic": {"coefficient": 0.1}}
 EP4 = {"world_size": 4, "expert": 4}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one GPU": (0, {"world_size": 1}),
@@ -42,6 +43,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "balanced by a pool": (1, {**EP4, "train": {"balance": POOL}}),
     "allgather": (0, {"world_size": 2, "expert": 2, "dispatcher": "allgather"}),
     "colocated": (0, {**EP4, "colocate": True}),
+    "a critic": (0, {"world_size": 1, "train": CRITIC}),
+    "PP2 TP2, a critic": (3, {"world_size": 4, "pipeline": 2, "tensor": 2, "train": CRITIC}),
     "nothing again": (0, {**EP4, "train": {"recompute": "none"}}),
     "experts again": (0, {**EP4, "train": {"recompute": "selective", "recompute_modules": ["moe"]}}),
 }

@@ -154,6 +154,30 @@ def test_a_killed_run_that_samples_ahead_resumes_bit_for_bit(live: Callable[...,
 
 
 @pytest.mark.exhaustive
+def test_a_killed_run_with_a_critic_resumes_bit_for_bit(live: Callable[..., Life]) -> None:
+    """Single rollouts, sampled ahead, while the critic warms up and after."""
+    critic = (
+        "train.baseline=critic", "train.advantage_scale=batch", "train.critic={warmup_steps: 1, coefficient: 0.1}",
+        "rollout.group_size=1", "rollout.tasks_per_step=8", "async_rollout.depth=1", "train.old_logprob.source=rollout",
+        "train.checkpoint_every=1",
+    )  # fmt: skip
+    reference, draw = metrics_of(live("critic-unkilled", *critic)), random.Random(0)
+    assert [row["critic/warmup"] for row in reference.values()] == [1.0, 0.0, 0.0, 0.0]
+    assert [row["train/updates"] for row in reference.values()] == [0.0, 2.0, 2.0, 2.0]
+    assert {row["train/samples"] for row in reference.values()} == {8.0}, "every episode is trained"
+    for saved in (1, 2, 3):
+        life = live("critic-killed", *critic)
+        assert life.until(lambda life=life, saved=saved: step_saved(life.run) >= saved), life.text
+        time.sleep(draw.uniform(0, 2))
+        life.kill()
+    last = live("critic-killed", *critic)
+    assert [settled(row) for row in metrics_of(last).values()] == [settled(row) for row in reference.values()]
+    states = [(run / "checkpoints/step-000004/rank-00000.safetensors").read_bytes()
+              for run in (last.run, last.run.parents[1] / "critic-unkilled" / "rec")]  # fmt: skip
+    assert states[0] == states[1]
+
+
+@pytest.mark.exhaustive
 def test_a_run_of_two_ranks_survives_ten_random_deaths(live: Callable[..., Life]) -> None:
     pair = "train.parallel.world_size=2"
     reference, draw = metrics_of(live("two-unkilled", pair)), random.Random(0)

@@ -362,7 +362,7 @@ def test_the_documented_config_lines_give_the_papers_losses() -> None:
         for key in ("objective", "clip", "loss_aggregation", "baseline", "advantage_scale", "correction", "kl"):
             assert getattr(train, key) == getattr(wanted, key), f"{name}: {key}"
         assert train.entropy_coefficient == 0
-        assert train.normalizes_after_penalty == (name == "REINFORCE++")
+        assert train.normalizes_on_ranks == (name == "REINFORCE++")
         case = draw(LENGTHS, seed=3)
         result, *_ = computed(case, train, case.counts)
         assert result.loss.item() == pytest.approx(direct(case, wanted, case.counts), rel=1e-10), name

@@ -83,6 +83,7 @@ class ForwardBackward:
             rotary(model_spec.rotary_dim or model_spec.head_dim, model_spec.rope_theta, model_spec.rope_scaling),
         )
         self.trace: PassTrace | None = None
+        self.value_head: Callable[[Tensor], Tensor] | None = None
         # The schedule would divide by token counts, which the loss function has already done.
         chunks[0].config.finalize_model_grads_func = _finalize
 
@@ -106,8 +107,8 @@ class ForwardBackward:
         recorded: list[list[Tensor]] = [[] for _ in self.chunks]
 
         def finish(item: PreparedBatch, hidden: Tensor) -> tuple[Tensor, Any]:
-            logprobs, token_entropy, _ = self._logprobs(hidden, item, temperature, entropy)
-            return logprobs.sum(), (logprobs, token_entropy)
+            logprobs, token_entropy, _, values = self._outputs(hidden, item, temperature, entropy)
+            return logprobs.sum(), (logprobs, token_entropy, values)
 
         for chunk in self.chunks:
             chunk.eval()
@@ -115,7 +116,8 @@ class ForwardBackward:
             results = self._run(batches, routes, plans, finish, recorded if record else None, forward_only=True)
         paths = [torch.cat(parts, dim=1) for parts in zip(*recorded, strict=True)] if record else [None] * len(batches)
         return [
-            PassOutput(logprobs, entropy_T, path) for (logprobs, entropy_T), path in zip(results, paths, strict=True)
+            PassOutput(logprobs, entropy_T, path, values)
+            for (logprobs, entropy_T, values), path in zip(results, paths, strict=True)
         ]
 
     def train_microbatches(
@@ -137,15 +139,15 @@ class ForwardBackward:
         """
 
         def finish(item: PreparedBatch, hidden: Tensor) -> tuple[Tensor, Any]:
-            candidates = item.batch.candidates
-            logprobs, token_entropy, of_candidates = self._logprobs(
-                hidden, item, temperature, entropy, entropy_gradient, candidates
+            logprobs, token_entropy, of_candidates, values = self._outputs(
+                hidden, item, temperature, entropy, entropy_gradient, item.batch.candidates
             )
             if not item.real:
                 return logprobs.sum() * 0.0, {}
-            batch = item.batch
-            if of_candidates is not None:
-                batch = replace(batch, extras={**batch.extras, "candidates": of_candidates})
+            extras = {
+                name: value for name, value in (("candidates", of_candidates), ("values", values)) if value is not None
+            }
+            batch = replace(item.batch, extras={**item.batch.extras, **extras})
             loss, metrics = loss_fn(logprobs, token_entropy, batch)
             return loss, {name: _detached(value) for name, value in metrics.items()}
 
@@ -285,7 +287,7 @@ class ForwardBackward:
 
         return output, loss
 
-    def _logprobs(
+    def _outputs(
         self,
         hidden: Tensor,
         item: PreparedBatch,
@@ -293,9 +295,9 @@ class ForwardBackward:
         entropy: bool,
         entropy_gradient: bool = False,
         candidates: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Log-probs (and entropy) ``[T]``, and those of ``candidates`` ``[T, k]``, in the order of the full batch, the
-        same on every tensor and context rank."""
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """Log-probs and entropy ``[T]``, log-probs of ``candidates`` ``[T, k]`` and values ``[T]``, in the order of the
+        full batch, the same on every tensor and context rank."""
         layout, batch = item.layout, item.batch
         if self.ranks.tensor_size > 1:
             # Each tensor rank's part of the vocabulary gives a part of the gradient, so the backward pass sums them.
@@ -305,8 +307,9 @@ class ForwardBackward:
         last[batch.cu_seqlens[1:].long() - 1] = True
         rows = ((source >= 0) & ~last[source.clamp(min=0)]).nonzero()[:, 0]
         targets = source[rows] + 1  # the output at a token predicts the next one
-        logprobs, *others = token_logprobs(
-            hidden[:, 0][rows],
+        hidden = hidden[:, 0][rows]
+        outputs = token_logprobs(
+            hidden,
             self.chunks[-1].module.output_weight(),
             batch.tokens[targets],
             temperature=temperature,
@@ -315,11 +318,12 @@ class ForwardBackward:
             kept=None if batch.kept is None else batch.kept.take(targets.cpu().numpy()),
             candidates_Tk=None if candidates is None else candidates[targets],
         )
-        full = _scatter(logprobs, targets, len(batch), self.ranks)
-        token_entropy, of_candidates = (
-            None if values is None else _scatter(values, targets, len(batch), self.ranks) for values in others
+        values = None if self.value_head is None else self.value_head(hidden)
+        full, *more = (
+            None if each is None else _scatter(each, targets, len(batch), self.ranks) for each in (*outputs, values)
         )
-        return full, token_entropy, of_candidates
+        assert full is not None
+        return full, more[0], more[1], more[2]
 
     def _collect(self, used: dict[int, Tensor], layout: Layout) -> Tensor:
         """The experts that this chunk's routers used, in the order of the columns; see ``PassOutput.routes``."""

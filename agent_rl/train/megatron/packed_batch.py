@@ -96,17 +96,19 @@ class PackedRoutes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PassOutput:
-    """The output of a forward pass: ``logprobs`` and ``entropy`` float32 ``[T]``, and ``routes``.
+    """The output of a forward pass: ``logprobs``, ``entropy`` and ``values`` float32 ``[T]``, and ``routes``.
 
     Entry i belongs to the distribution of token i; it is 0 for the first token of a sequence.
     ``entropy`` is detached. ``routes``: the experts that this rank's routers used, ``[rows, columns, top_k]`` on
     the CPU, uint8 for up to 256 experts, else int32; rows and columns as in :class:`r3.shard.RouteShard` (padding
-    included); a single rank has those of the full batch.
+    included); a single rank has those of the full batch. ``values``: of the states before the tokens, from the model's
+    value head, or None.
     """
 
     logprobs: Tensor
     entropy: Tensor | None = None
     routes: Tensor | None = None
+    values: Tensor | None = None
 
 
 Routes = PackedRoutes | RouteShard
@@ -117,4 +119,5 @@ PassPlans = Sequence[Mapping[int, LayerPlan]]
 of an expert group. Micro-batches beyond the end have no plan."""
 
 LossFn = Callable[[Tensor, Tensor | None, PackedBatch], tuple[Tensor, dict[str, Any]]]
-"""``(logprobs, entropy, batch) -> (loss, metrics)``; losses are summed over micro-batches and data ranks."""
+"""``(logprobs, entropy, batch) -> (loss, metrics)``; losses are summed over micro-batches and data ranks. With a value
+head the values are among the batch's extras."""
