@@ -116,6 +116,12 @@ class OldLogprobConfig(Section):
         "log-probs as sampled. rescore: new evaluations by the engine.",
     )
     rescore: RescoreConfig = Field(RescoreConfig(), description="Settings of source rescore.")
+    measure_every: int = Field(
+        10,
+        ge=0,
+        description="With source rollout or rescore: steps between measurements of `mismatch/*`. Other steps leave out "
+        "the trainer's pass before the update, unless another key needs it. 0: never measure.",
+    )
 
 
 class CorrectionConfig(Section):
@@ -424,6 +430,16 @@ class TrainConfig(Section):
         Source: REINFORCE++ (arXiv 2501.03262, eq. 8 to 10).
         """
         return bool(self.kl.coefficient) and self.kl.apply_to == "reward" and self.advantage_scale == "batch"
+
+    @property
+    def needs_trainer_logprobs(self) -> bool:
+        """Whether every step runs the trainer's pass before the update, for another reason than to measure."""
+        correction, penalized = self.correction, bool(self.kl.coefficient) and self.kl.apply_to == "reward"
+        selects = objective_spec(self.objective).selection is not None
+        compares = correction.mask is not None or correction.veto is not None
+        owns_routes = self.replay == "r2" or self.balance.enabled
+        recomputes = self.old_logprob.source == "recompute"
+        return recomputes or owns_routes or compares or penalized or selects or self.distill is not None
 
     @property
     def total_updates(self) -> int:
