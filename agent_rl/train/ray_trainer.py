@@ -245,9 +245,11 @@ class RayTrainer:
             lockstep=lockstep_ranks(train.parallel),
         )
 
-    async def logprobs(self, samples: Sequence[Sample], *, replay: bool) -> Sequence[Sequence[float]]:
-        """Log-probs of every token given those before it (0 for the first), one list per sample, at temperature 1."""
-        results, _ = await self._forward(samples, 1.0, replay=replay, record=False)
+    async def logprobs(
+        self, samples: Sequence[Sample], *, replay: bool, temperature: float = 1.0
+    ) -> Sequence[Sequence[float]]:
+        """Log-probs of every token given those before it (0 for the first), one list per sample."""
+        results, _ = await self._forward(samples, temperature, replay=replay, record=False)
         by_index = {index: values for logprobs, _ in results for index, values in logprobs.items()}
         return [by_index[index].tolist() for index in range(len(samples))]
 
