@@ -34,6 +34,7 @@ LAST = 10
 DESCRIPTION = ("run", "method", "replay", "ablation", "depth", "updates", "lr", "seed")
 METRICS = (
     "reward/mean",
+    "rollout/sampled_tokens_mean",
     "train/grad_norm",
     "train/entropy",
     "train/approx_kl",
@@ -52,7 +53,9 @@ PANELS = (
     ("mismatch/f_tau_2", "F(2): tokens beyond a factor 2", "symlog"),
     ("train/grad_norm", "gradient norm", "log"),
     ("train/entropy", "entropy", "linear"),
+    ("rollout/sampled_tokens_mean", "response length: sampled tokens per episode", "linear"),
 )
+"""Metric, title and scale of each panel."""
 FIGURES = {"paper-runs": ("paper-small", 4), "paper-runs-1": ("paper-small", 1)} | {
     "paper-runs-long": ("paper-long", 4),
     "paper-runs-long-1": ("paper-long", 1),
@@ -241,6 +244,8 @@ def _method(train: Mapping[str, Any]) -> str:
         parts.append("TIS" if weight == "token" else f"{weight} weights")
     if mask := train["correction"]["mask"]:
         parts.append(f"{mask} mask")
+    if (source := train["old_logprob"]["source"]) != "recompute":
+        parts.append(source)
     return " + ".join(parts)
 
 
@@ -279,7 +284,7 @@ def _run_of_rows(rows: Sequence[Mapping[str, str]]) -> Run:
         lr=float(first["lr"]),
         seed=int(first["seed"]),
         steps=[
-            {name: float(row[name]) for name in ("step", *METRICS) if row[name]} for row in rows if int(row["step"])
+            {name: float(row[name]) for name in ("step", *METRICS) if row.get(name)} for row in rows if int(row["step"])
         ],
         pass_at_1={int(row["step"]): float(row["pass_at_1"]) for row in rows if row["pass_at_1"]},
     )
@@ -459,10 +464,15 @@ def draw(runs: Sequence[Run], path: Path) -> None:
     from matplotlib.figure import Figure  # the object interface: no pyplot state, no display
     from PIL import Image
 
-    figure = Figure(figsize=(14, 8), layout="constrained")
+    panels = panels_of(runs)
+    columns = -(-len(panels) // 2)
+    figure = Figure(figsize=(14 / 3 * columns, 8), layout="constrained")
     groups = by_setting(runs)
     several_rates = len({lr for *_, lr in groups}) > 1
-    for axes, (metric, title, scale) in zip(figure.subplots(2, 3).flat, PANELS, strict=True):
+    places = figure.subplots(2, columns).flat
+    for axes in places[len(panels) :]:
+        axes.set_axis_off()
+    for axes, (metric, title, scale) in zip(places, panels, strict=False):
         for number, ((setting, updates, lr), group) in enumerate(groups.items()):
             name = f"{setting}, {updates} per step" + (f", lr {lr:g}" if several_rates else "")
             _draw_setting(axes, [_series(run, metric) for run in group], line_style(number), name)
@@ -479,6 +489,11 @@ def draw(runs: Sequence[Run], path: Path) -> None:
     picture = io.BytesIO()
     figure.savefig(picture, dpi=120)
     Image.open(picture).quantize(128, dither=Image.Dither.NONE).save(path, optimize=True)
+
+
+def panels_of(runs: Sequence[Run]) -> list[tuple[str, str, str]]:
+    """The panels for which a run has a value."""
+    return [panel for panel in PANELS if any(_series(run, panel[0]) for run in runs)]
 
 
 def line_style(number: int) -> dict[str, str]:

@@ -5,9 +5,10 @@
 
 Prints the command of every run before it starts it, so each can be made again alone. A run that has its summary is left
 out, and one that was stopped goes on from its checkpoint: start the same command again. Seed after seed, so that all
-settings have as many runs whenever it is stopped. The six settings of the paper are the default; the others are the
-ablations of docs/research/paper-small.md. After ``--minutes`` the run under way is stopped (it resumes), and so it is
-by Ctrl-C and SIGTERM. Last, the command that draws the runs. Exit code 1: not all runs have ended.
+settings have as many runs whenever it is stopped. The six settings of the paper are the default; the others are
+KwaiKAT's sources of old log-probs, and the ablations of docs/research/paper-small.md. After ``--minutes`` the run under
+way is stopped (it resumes), and so it is by Ctrl-C and SIGTERM. Last, the command that draws the runs. Exit code 1: not
+all runs have ended.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import get_args
 from agent_rl.config import Ablation, RunConfig
 from agent_rl.config.loader import load_config
 
-_AHEAD = ("async_rollout.depth=2", "train.old_logprob.source=rollout")
+_AHEAD = ("async_rollout.depth=2", "train.old_logprob.source=rollout", "train.old_logprob.measure_every=1")
 SETTINGS: dict[str, tuple[str, ...]] = {
     "off": ("train.replay=off",),
     "r2": ("train.replay=r2",),
@@ -35,6 +36,12 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "gspo-r3": ("train.replay=r3", "train.objective=gspo"),
 }
 """What each setting changes of the config."""
+SOURCES: dict[str, tuple[str, ...]] = {
+    source: ("train.replay=off", f"train.old_logprob={{source: {source}, measure_every: 1}}")
+    for source in ("rollout", "rescore")
+}
+"""KwaiKAT's other sources of old log-probs; its comparison is ``off tis r3 rollout rescore``. The figures show the
+mismatch of every step, which changes no update."""
 ABLATIONS: dict[str, tuple[str, ...]] = {
     name.replace("_", "-"): ("train.replay=r3", f"r3.ablation={name}")
     for name in get_args(Ablation)
@@ -52,7 +59,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path)
     parser.add_argument("overrides", nargs="*", help="overrides of every run")
-    parser.add_argument("--settings", nargs="+", choices=SETTINGS | ABLATIONS, default=list(SETTINGS))
+    parser.add_argument("--settings", nargs="+", choices=SETTINGS | SOURCES | ABLATIONS, default=list(SETTINGS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--minutes", type=float, default=600.0)
     options = parser.parse_args()
@@ -74,7 +81,7 @@ def overrides_of(config: Path, setting: str, seed: int, common: Sequence[str]) -
     """What the run of a setting and a seed overrides; its name has both, and how many updates a step makes."""
     changed: RunConfig = load_config(config, common)
     name = f"{changed.name}-{setting}-{changed.train.mini_steps}-{seed}"
-    return [*common, *(SETTINGS | ABLATIONS)[setting], f"name={name}", f"seed={seed}"]
+    return [*common, *(SETTINGS | SOURCES | ABLATIONS)[setting], f"name={name}", f"seed={seed}"]
 
 
 def train(arguments: Sequence[str], deadline: float) -> bool:

@@ -26,6 +26,9 @@ def compare(
         bool,
         typer.Option("--rescore", help="Let the engine evaluate the trajectories again and compare these log-probs."),
     ] = False,
+    dense: Annotated[
+        Path | None, typer.Option(help="Directory of a dense model's comparison: adds its column and its F(tau).")
+    ] = None,
 ) -> None:
     """Measure the mismatch between trainer and engine with and without routing replay."""
     from agent_rl.commands.compare import run_compare
@@ -34,7 +37,14 @@ def compare(
     check_trainer()
     run_async(
         run_compare(
-            source, overrides or (), tasks=tasks, split=split, out=out, trajectories=trajectories, rescore=rescore
+            source,
+            overrides or (),
+            tasks=tasks,
+            split=split,
+            out=out,
+            trajectories=trajectories,
+            rescore=rescore,
+            dense=dense,
         )
     )
 

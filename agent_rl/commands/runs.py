@@ -46,7 +46,8 @@ def list_runs(directories: Sequence[Path], console: Console) -> None:
         )
     costs = any(summary["cost"] is not None for _, summary in rows)
     table = Table(
-        Column("run", overflow="fold"), "kind", "steps", "Pass@1", *["cost"] * costs, "state", "guard", "age", "size"
+        Column("run", overflow="fold"),
+        *("kind", "steps", "Pass@1", "best", *["cost"] * costs, "state", "guard", "age", "size"),
     )
     for path, summary in rows:
         state = summary["state"]
@@ -59,6 +60,7 @@ def list_runs(directories: Sequence[Path], console: Console) -> None:
                 summary["kind"],
                 steps,
                 _pass_rate(summary),
+                "" if summary["best"] is None else f"{100 * summary['best'][1]:.1f} % at {summary['best'][0]}",
                 *["" if summary["cost"] is None else f"{summary['cost']:.2f} USD"] * costs,
                 Text(state, STYLES.get(state, "")),
                 crossed,

@@ -117,6 +117,12 @@ class OldLogprobConfig(Section):
         "log-probs as sampled. rescore: new evaluations by the engine.",
     )
     rescore: RescoreConfig = Field(RescoreConfig(), description="Settings of source rescore.")
+    measure_every: int = Field(
+        10,
+        ge=0,
+        description="With source rollout or rescore: steps between measurements of `mismatch/*`. Other steps leave out "
+        "the trainer's pass before the update, unless another key needs it. 0: never measure.",
+    )
 
 
 class CorrectionConfig(Section):
@@ -495,6 +501,17 @@ class TrainConfig(Section):
         (REINFORCE++, arXiv 2501.03262, eq. 8 to 10)."""
         penalty = bool(self.kl.coefficient) and self.kl.apply_to == "reward"
         return (penalty or self.uses_critic) and self.advantage_scale == "batch"
+
+    @property
+    def needs_trainer_logprobs(self) -> bool:
+        """Whether every step runs the trainer's pass before the update, for another reason than to measure."""
+        correction, penalized = self.correction, bool(self.kl.coefficient) and self.kl.apply_to == "reward"
+        selects = objective_spec(self.objective).selection is not None
+        compares = correction.mask is not None or correction.veto is not None
+        owns_routes = self.replay == "r2" or self.balance.enabled
+        learns = self.distill is not None or self.uses_critic  # from the teacher's gap; by values of this pass
+        recomputes = self.old_logprob.source == "recompute"
+        return recomputes or owns_routes or compares or penalized or selects or learns
 
     @property
     def total_updates(self) -> int:

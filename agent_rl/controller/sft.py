@@ -33,11 +33,12 @@ from agent_rl.controller.placement import open_reservations
 from agent_rl.controller.preflight import Checked, check_remote_services
 from agent_rl.controller.rollout_runtime import open_rollout_runtime
 from agent_rl.controller.state import RunState, keep_tokenizer
-from agent_rl.controller.summary import best_evaluation, evaluation_points
+from agent_rl.controller.summary import evaluation_points
 from agent_rl.controller.train import run_to_last_step
 from agent_rl.engine.ray_servers import Reservation
 from agent_rl.errors import ConfigError
 from agent_rl.evaluation.quarantine import Quarantine
+from agent_rl.evaluation.report import best_step
 from agent_rl.monitoring.console import Display
 from agent_rl.monitoring.metrics_log import MetricsLog
 from agent_rl.monitoring.plots import draw_run
@@ -232,8 +233,8 @@ class SftRun:
             await self._step(step, batches[step - 1], last=step == len(batches))
             self.checkpoints.check()
             if step in evaluated or self.checkpoints.due(step) or self.guard.stopping:
-                best = best_evaluation(self.state.evaluations)
-                await self.checkpoints.save(self.progress, good=self.guard.good_step, best=best and best[0])
+                best = best_step(self.state.evaluations)
+                await self.checkpoints.save(self.progress, good=self.guard.good_step, best=best and best.step)
             if self.guard.stopping:
                 await self.checkpoints.finish()
             self.guard.enforce(self.state.checkpoint(step), self.checkpoints.newest)
@@ -296,7 +297,7 @@ class SftRun:
     def _summarize(self) -> dict[str, object]:
         """Write ``summary.json`` and ``run.png``; returns the summary."""
         rows, evaluations, directory = self.metrics.rows, self.state.evaluations, self.state.dir
-        best = best_evaluation(evaluations)
+        best = best_step(evaluations)
         seconds = sum(report["seconds"] for report in evaluations.values())
         summary = {
             "name": directory.name,
@@ -308,7 +309,7 @@ class SftRun:
             "loss_first": rows[0].get("sft/loss"),
             "loss_last": rows[-1].get("sft/loss"),
             "validation_loss": rows[-1].get("sft/validation_loss"),
-            **({} if best is None else {"best_step": best[0], "best_pass_at_1": best[1]}),
+            **({} if best is None else {"best_step": best.step, "best_pass_at_1": best.pass_at_1}),
         }
         write_json(directory / "summary.json", summary)
         draw_run(rows, directory / "run.png", title=directory.name, evaluations=evaluation_points(evaluations))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.table import Table
 
 from agent_rl.controller.state import RunState, evaluation_source, evaluation_step
+from agent_rl.evaluation.report import best_step
 from agent_rl.monitoring.plots import draw_run
 from agent_rl.utils.run_files import write_json
 
@@ -30,7 +32,7 @@ def summarize(
 ) -> dict[str, Any]:
     """Write ``summary.json`` and ``run.png``; returns the summary. ``facts`` describe the sandbox and the engine."""
     before, after = state.evaluations.get("step-0/sampled"), state.evaluations.get(f"step-{steps}/sampled")
-    evaluations = state.evaluations
+    evaluations, best = state.evaluations, best_step(state.evaluations)
     summary = {
         "name": state.dir.name,
         "pass_at_1_before": before and before["pass_at_1"],
@@ -40,6 +42,7 @@ def summarize(
         "steps": steps,
         "seconds": _seconds(rows, evaluations),
         **facts,
+        "best": best and asdict(best),
         **({"sources": by_source} if (by_source := _by_source(evaluations, steps)) else {}),
         "greedy_before": _rate(evaluations, "step-0/greedy"),
         "greedy_after": _rate(evaluations, f"step-{steps}/greedy"),
@@ -64,6 +67,10 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     for source, rates in summary.get("sources", {}).items():
         for when, rate in rates.items():
             table.add_row(f"{source}: Pass@1 {when}", "–" if rate is None else f"{100 * rate:.1f} %")
+    if best := summary["best"]:
+        rate = f"{100 * best['pass_at_1']:.1f} %, the highest of {best['steps']}"
+        sources = ", ".join(f"{source} {100 * own:.1f}" for source, own in best["sources"].items() if source)
+        table.add_row(f"Pass@1 at the best step, {best['step']}", f"{rate}: {sources}" if sources else rate)
     table.add_row("infrastructure failures in evaluation", str(sum(summary["infrastructure_failures"].values())))
     for reason, count in summary["steps_without_update"].items():
         table.add_row("steps without an update", f"{count} of {summary['steps']}: {reason}")
@@ -110,17 +117,6 @@ def evaluation_points(
             of_source = points.setdefault(evaluation_source(key), {})
             of_source[evaluation_step(key)] = (report["pass_at_1"], *report["interval"])
     return points
-
-
-def best_evaluation(evaluations: Mapping[str, Mapping[str, Any]]) -> tuple[int, float] | None:
-    """The step with the highest Pass@1, the mean of the sources, and this rate; the first of equal ones. None without
-    an evaluation."""
-    rates: dict[int, list[float]] = {}
-    for points in evaluation_points(evaluations).values():
-        for step, (rate, *_) in points.items():
-            rates.setdefault(step, []).append(rate)
-    means = {step: statistics.fmean(values) for step, values in rates.items()}
-    return max(sorted(means.items()), key=lambda item: item[1], default=None)
 
 
 def why_idle(row: Mapping[str, float]) -> str | None:

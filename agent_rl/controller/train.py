@@ -314,7 +314,8 @@ class TrainingRun:
                 spike = self.guard.spike_norm(self.metrics.rows)
                 values |= await self.trainer.step(
                     prepared.samples,
-                    measure_without_replay=self._measure_without_replay(step),
+                    measure_without_replay=_is_due(step, self.config.train.measure_without_replay_every),
+                    measure_mismatch=_is_due(step, self.config.train.old_logprob.measure_every),
                     step=step,
                     spike_norm=spike,
                     on_detail=None if details is None else details.update,
@@ -392,10 +393,6 @@ class TrainingRun:
         if line := self.quarantine.add_undecidable(event):
             self.display.note(line)
 
-    def _measure_without_replay(self, step: int) -> bool:
-        every = self.config.train.measure_without_replay_every
-        return every > 0 and step % every == 0
-
     async def _publish(self, progress: Progress, clock: Clock) -> Mapping[str, float]:
         """Publish the weights to the engines as the version of the step that ended. Episodes that finish from then on
         are journaled for the next step."""
@@ -424,6 +421,10 @@ class TrainingRun:
             await self.checkpoints.save(self.progress, good=self.guard.good_step)
         if self.guard.stopping:
             await self.checkpoints.finish()
+
+
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
 
 
 def _open_rescorer(train: TrainConfig, engine: SGLangEngine) -> Rescorer | None:

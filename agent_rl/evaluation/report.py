@@ -223,6 +223,36 @@ def _by_repo(outcomes: Sequence[TaskOutcome]) -> dict[str, RepoOutcome]:
     }
 
 
+@dataclass(frozen=True, slots=True)
+class BestStep:
+    """The evaluated step of a run with the highest mean Pass@1 over its sources, of ``steps`` evaluated steps.
+
+    ``sources``: Pass@1 of each; "" is the environment of the section ``env``. The highest of several noisy rates is
+    above the step's true rate on average.
+    """
+
+    step: int
+    pass_at_1: float
+    sources: Mapping[str, float]
+    steps: int
+
+
+def best_step(evaluations: Mapping[str, Mapping[str, Any]]) -> BestStep | None:
+    """The best step of a run's sampled ``evaluations``, by their key in the run's state; the first of equal ones. Steps
+    at which a source was not evaluated, or has no rate, do not count. None without such a step."""
+    rates: dict[int, dict[str, float]] = defaultdict(dict)
+    for key, report in evaluations.items():
+        step, *source, decoding = key.split("/")
+        if decoding == "sampled" and isinstance(rate := report.get("pass_at_1"), float | int):
+            rates[int(step.removeprefix("step-"))]["/".join(source)] = float(rate)
+    every = {source for of_step in rates.values() for source in of_step}
+    means = {step: statistics.fmean(own.values()) for step, own in sorted(rates.items()) if own.keys() == every}
+    if not means:
+        return None
+    best = max(means, key=lambda step: means[step])
+    return BestStep(best, means[best], rates[best], len(means))
+
+
 def pass_at_k(samples: int, resolved: int, k: int) -> float:
     """The probability that at least one of k samples, drawn without replacement, is resolved: the unbiased estimate
     ``1 - C(n - c, k) / C(n, k)`` of Chen et al. 2021 (arXiv 2107.03374, equation 1). Raises ValueError for k > n."""

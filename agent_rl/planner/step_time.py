@@ -74,10 +74,12 @@ class _TimePlanner:
 
     def _training(self) -> Iterator[PhaseTime]:
         train = self.config.train
-        if train.old_logprob.source == "recompute":
-            yield self._passes("old log-probs", update=False)
-        if train.measure_without_replay_every and self.config.captures_routes:
-            yield self._passes("log-probs without replay", update=False, share=1 / train.measure_without_replay_every)
+        every = 1 if train.needs_trainer_logprobs else train.old_logprob.measure_every
+        if every:
+            yield self._passes("old log-probs", update=False, share=1 / every)
+        if every and train.measure_without_replay_every and self.config.captures_routes:
+            share = 1 / math.lcm(every, train.measure_without_replay_every)
+            yield self._passes("log-probs without replay", update=False, share=share)
         if train.kl.coefficient:
             yield self._passes("reference log-probs", update=False)
         yield self._passes("update", update=True)

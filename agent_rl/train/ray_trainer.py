@@ -134,13 +134,16 @@ class RayTrainer:
         samples: Sequence[Sample],
         *,
         measure_without_replay: bool,
+        measure_mismatch: bool = True,
         step: int | None = None,
         spike_norm: float | None = None,
         on_detail: DetailSink | None = None,
     ) -> Mapping[str, float]:
         """Run one GRPO global step: old log-probs, then the updates. Without a sampled token there is no update.
 
-        ``measure_without_replay`` also runs a pass without replay for the ``mismatch_without_replay/*`` metrics.
+        ``measure_mismatch`` runs the pass before the update, which every config but some with
+        ``train.old_logprob.source`` rollout or rescore runs anyway. ``measure_without_replay`` also runs one without
+        replay, for the ``mismatch_without_replay/*`` metrics, in steps with the other.
         ``step``: the number of the step in ``r3.trace.steps`` and in ``balance.jsonl``. ``guard.on_spike`` says what
         happens to an update with a gradient norm above ``spike_norm``. ``on_detail`` receives the token details of
         every sample by index. Returns metrics under the names of docs/reference/metrics.md.
@@ -149,7 +152,9 @@ class RayTrainer:
             return {"train/updates": 0.0, "time/old_logprob": 0.0, "time/update": 0.0}
         self.workers.check_running()
         shares, trace, dispatched = await asyncio.to_thread(self._dispatch, samples, step)
-        request = StepRequest(self.config, measure_without_replay, spike_norm, trace, detail=on_detail is not None)
+        request = StepRequest(
+            self.config, measure_without_replay, spike_norm, trace, on_detail is not None, measure_mismatch
+        )
         results = await self.workers.call_each(
             lambda actor, info: actor.grpo.remote(
                 dispatched[info.rank].samples, shares[info.data_rank], request, dispatched[info.rank].routes
@@ -240,9 +245,11 @@ class RayTrainer:
             lockstep=lockstep_ranks(train.parallel),
         )
 
-    async def logprobs(self, samples: Sequence[Sample], *, replay: bool) -> Sequence[Sequence[float]]:
-        """Log-probs of every token given those before it (0 for the first), one list per sample, at temperature 1."""
-        results, _ = await self._forward(samples, 1.0, replay=replay, record=False)
+    async def logprobs(
+        self, samples: Sequence[Sample], *, replay: bool, temperature: float = 1.0
+    ) -> Sequence[Sequence[float]]:
+        """Log-probs of every token given those before it (0 for the first), one list per sample."""
+        results, _ = await self._forward(samples, temperature, replay=replay, record=False)
         by_index = {index: values for logprobs, _ in results for index, values in logprobs.items()}
         return [by_index[index].tolist() for index in range(len(samples))]
 

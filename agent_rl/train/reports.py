@@ -127,11 +127,11 @@ class SampledTokens:
 class RankReport:
     """One data rank's share of a step. Log-probs are concatenated over the sampled tokens, in the same order for
     rollout, trainer (with the configured replay), without replay and ``sampled``. ``lag`` int32: the age of the weights
-    that sampled a token, in updates, relative to those before this step. ``teacher_logprobs``: None without a
-    teacher."""
+    that sampled a token, in updates, relative to those before this step. ``trainer_logprobs``: None without the pass
+    before the update. ``teacher_logprobs``: None without a teacher."""
 
     rollout_logprobs: NDArray[np.float32]
-    trainer_logprobs: NDArray[np.float32]
+    trainer_logprobs: NDArray[np.float32] | None
     logprobs_without_replay: NDArray[np.float32] | None
     lag: NDArray[np.int32]
     updates: tuple[UpdateSums, ...]

@@ -76,10 +76,17 @@ class OptimizerSpec:
 class StepRequest:
     """One global step. ``measure_without_replay``: also measure the mismatch without replay. ``spike_norm``: an update
     with a larger gradient norm is a spike (None: no limit). ``trace``: what to trace of the routes. ``detail``: report
-    entropy and flags of every sampled token."""
+    entropy and flags of every sampled token. ``measure_mismatch``: compare the trainer with the engine."""
 
     config: RunConfig
     measure_without_replay: bool
     spike_norm: float | None = None
     trace: TraceRequest | None = None
     detail: bool = False
+    measure_mismatch: bool = True
+
+    @property
+    def runs_old_logprob_pass(self) -> bool:
+        """Whether the trainer computes its own log-probs before the update."""
+        recorded = self.measure_mismatch or self.detail or self.trace is not None
+        return recorded or self.config.train.needs_trainer_logprobs

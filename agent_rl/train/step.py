@@ -2,7 +2,8 @@
 
 ::
 
-    samples ─ pack ─> old log-probs (r3: replays the rollout's routes | r2, off: routes itself; r2 records)
+    samples ─ pack ─> old log-probs (r3: replays the rollout's routes | r2, off: routes itself; r2 records); left out
+                  │   where the old log-probs are the engine's and nothing else needs the pass
                   │   (train.balance: each pass with known routes has plans that place experts)
                   ├─> log-probs without replay (only when measured; under r2 and off the old log-probs are these)
                   ├─> advantages by GAE over the values of the first pass (only with train.baseline critic)
@@ -95,19 +96,24 @@ def grpo_step(
     balancer.begin_step()
     if replay == "r3":
         balancer.use_routes(batches, update_routes)
-    with traced_pass(model, tracer, "prev-logprob", 0), balancer.plans("recompute") as plans:
-        old = _forward(model, batches, old_routes, temperature, record=record, plans=plans)
-    recorded = [_recorded(output) for output in old] if record else []
+    old: list[PassOutput] | None = None
+    if request.runs_old_logprob_pass:
+        with traced_pass(model, tracer, "prev-logprob", 0), balancer.plans("recompute") as plans:
+            old = _forward(model, batches, old_routes, temperature, record=record, plans=plans)
+    recorded = [_recorded(output) for output in old] if record and old is not None else []
     after_old = time.perf_counter()
     unreplayed = None
-    if request.measure_without_replay:  # under r2 and off the old log-probs came from just this pass
+    if request.measure_without_replay and old is not None:  # under r2 and off the old log-probs came from just this
         unreplayed = _forward(model, batches, None, temperature, record=True) if replay == "r3" else old
     before_update = time.perf_counter()
-    differences = _differences(model, rollout, recorded, unreplayed)
+    differences = None if old is None else _differences(model, rollout, recorded, unreplayed)
     if replay == "r2":
         update_routes = _as_shards(model, batches, recorded)
         balancer.use_routes(batches, update_routes)
-    logprobs, values = [output.logprobs for output in old], [output.values for output in old]
+    own_logprobs = None if old is None else [output.logprobs for output in old]
+    # Without the pass the update reads no log-probs of the trainer: the engine's stand in their place.
+    logprobs = own_logprobs or [torch.from_numpy(batch.logprobs_T).to(model.device) for batch in batches]
+    values = [] if old is None else [output.values for output in old]
     unreplayed_logprobs = None if unreplayed is None else [output.logprobs for output in unreplayed]
     del old, unreplayed, recorded  # routes are the largest data of a step: free those that no pass replays
     inputs = _training_inputs(model, batches, logprobs, config.train, critic, values)
@@ -121,7 +127,7 @@ def grpo_step(
     updates, loss_values = _updates(model, optimizer, shares, inputs, update_routes, request, tracer, balancer, critic)
     report = RankReport(
         rollout_logprobs=_at_sampled_tokens(batches, [batch.logprobs_T for batch in batches]),
-        trainer_logprobs=_at_sampled_tokens(batches, logprobs),
+        trainer_logprobs=None if own_logprobs is None else _at_sampled_tokens(batches, own_logprobs),
         logprobs_without_replay=(
             None if unreplayed_logprobs is None else _at_sampled_tokens(batches, unreplayed_logprobs)
         ),

@@ -29,28 +29,36 @@ def step_metrics(
 
     Route counts are over all ranks (None without routes, or without a pass without replay). ``mismatch/*`` compares
     trainer and engine with equal weights: tokens of older weights are left out. ``off_policy/*`` reports those by lag;
-    ``clip`` defines what counts as clipped.
+    ``clip`` defines what counts as clipped. Both are absent where no pass ran before the update.
     """
-    rollout = np.concatenate([report.rollout_logprobs for report in reports])
-    trainer = np.concatenate([report.trainer_logprobs for report in reports])
     lag = np.concatenate([report.lag for report in reports])
-    values = _train(reports) | _staleness(lag) | _off_policy(rollout, trainer, lag, clip)
+    values = _train(reports) | _staleness(lag) | _compared(reports, lag, clip)
+    if routes is not None:
+        values |= {**_differ("r3", routes), **_coverage(routes)}
+    if routes_without_replay is not None:
+        values |= _differ("mismatch_without_replay", routes_without_replay)
+    values["time/old_logprob"] = max(report.old_logprob_seconds for report in reports)
+    values["time/logprob_without_replay"] = max(report.seconds_without_replay for report in reports)
+    values["time/update"] = max(report.update_seconds for report in reports)
+    return values | _reference(reports) | _critic(reports)
+
+
+def _compared(reports: Sequence[RankReport], lag: NDArray[np.int32], clip: Clip) -> dict[str, float]:
+    """The metrics that compare the trainer's log-probs before the update with those of engine and teacher."""
+    own = [report.trainer_logprobs for report in reports if report.trainer_logprobs is not None]
+    if not own:
+        return {}
+    rollout, trainer = np.concatenate([report.rollout_logprobs for report in reports]), np.concatenate(own)
+    values = _off_policy(rollout, trainer, lag, clip)
     if (fresh := lag == 0).any():
         values |= _mismatch("mismatch", rollout[fresh], trainer[fresh])
         unreplayed = [each.logprobs_without_replay for each in reports if each.logprobs_without_replay is not None]
         if len(unreplayed) == len(reports):
             values |= _mismatch("mismatch_without_replay", rollout[fresh], np.concatenate(unreplayed)[fresh])
-    if routes is not None:
-        values |= {**_differ("r3", routes), **_coverage(routes)}
-    if routes_without_replay is not None:
-        values |= _differ("mismatch_without_replay", routes_without_replay)
     teacher = [report.teacher_logprobs for report in reports if report.teacher_logprobs is not None]
     if teacher:
         values["distill/kl"] = float(np.mean(trainer - np.concatenate(teacher), dtype=np.float64))
-    values["time/old_logprob"] = max(report.old_logprob_seconds for report in reports)
-    values["time/logprob_without_replay"] = max(report.seconds_without_replay for report in reports)
-    values["time/update"] = max(report.update_seconds for report in reports)
-    return values | _reference(reports) | _critic(reports)
+    return values
 
 
 def sft_metrics(update: Update, loss: float, tokens: int) -> dict[str, float]:
@@ -239,6 +247,7 @@ def _detail(
     report: RankReport, part: slice, sample: Sample, replayed: Bits | None, without_replay: Bits | None
 ) -> TokenDetail:
     engine, sampled = report.rollout_logprobs[part], report.sampled
+    assert report.trainer_logprobs is not None, "a step with token details runs the pass"
     return TokenDetail(
         gap=report.trainer_logprobs[part] - engine,
         gap_without_replay=None

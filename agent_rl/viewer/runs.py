@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 from agent_rl.errors import AgentRlError
-from agent_rl.evaluation.report import Z95, EpisodeResult, wilson_interval
+from agent_rl.evaluation.report import Z95, EpisodeResult, best_step, wilson_interval
 from agent_rl.evaluation.saved import report_path
 from agent_rl.monitoring.metrics import METRICS
 from agent_rl.types import StopReason
@@ -47,6 +47,7 @@ def _summary(index: Index, config: Mapping[str, Any], evaluations: Sequence[Json
     directory, kind, steps = index.directory, _kind(index), _last_step(index.directory)
     total = _mapping(config.get("train")).get("steps") if kind == "train" else None
     last = evaluations[-1] if evaluations else None
+    best = best_step({item["key"]: item for item in evaluations}) if kind == "train" else None
     return {
         "name": directory.resolve().name,
         "directory": str(directory),
@@ -55,6 +56,7 @@ def _summary(index: Index, config: Mapping[str, Any], evaluations: Sequence[Json
         "total": total,
         "state": _state(directory, kind, steps, total, guard),
         "pass_at_1": [last["pass_at_1"], *last["interval"]] if last and last["pass_at_1"] is not None else None,
+        "best": best and [best.step, best.pass_at_1],
         "cost": last["cost"] if last else None,
         "guard": sum(event.get("event") in ("warn", "stop") for event in guard),
     }

@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.dense_models import dense_model
 from support.routed_trajectories import routed
 
 from agent_rl.commands import compare as command
 from agent_rl.config.loader import install_model
 from agent_rl.errors import ConfigError
 from agent_rl.types import Trajectory, Turn
+from agent_rl.utils.run_files import write_json
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPERTS = 6
@@ -98,6 +100,58 @@ async def test_rescore_requires_temperature_1(tmp_path: Path) -> None:
     config.write_text("name: cool\nmodel: there\nrollout: {temperature: 0.7}\n")
     with pytest.raises(ConfigError, match=r"rollout\.temperature is 0\.7"):
         await command.run_compare(config, (), tasks=1, split="train", out=tmp_path, trajectories=tmp_path, rescore=True)
+
+
+def test_a_dense_model_has_no_replay_and_stands_beside_one_with_experts(tmp_path: Path) -> None:
+    data = [turns_of(seed) for seed in range(4)]
+    routeless = [replace(item, routing=None) for item in data]
+    assert command.comparable_trajectories(routeless, routes=False) == routeless
+    own = command.engine_pass(routeless)
+    assert [one.moe_layers for one in own.routes] == [0] * 4
+    passed = command.TrainerPass([(values + 0.2).astype(np.float32) for values in own.logprobs], own.routes)
+    dense = command.compare(routeless, None, passed, passed)
+    assert (dense.replay, dense.without_over_with_replay, dense.without_replay.total.routes) == (None, {}, None)
+    assert list(dense.without_replay.by_weight_version) == ["0"]
+    assert {turn: part.logprobs and part.logprobs.tokens for turn, part in dense.without_replay.by_turn.items()} == {
+        1: 8, 2: 8
+    }  # fmt: skip
+    write_json(tmp_path / "compare.json", command.comparison_json(dense))
+    beside = command.read_dense(tmp_path)
+    without = of(data, exchanged_layer=1)
+    both = replace(command.compare(data, of(data), without, without), dense=beside)
+    alone, table = command.tables(dense)[0], command.tables(both)[0]
+    assert [column.header for column in alone.columns] == [
+        "against the engine",
+        "without replay",
+        "noise of the trainer",
+    ]
+    (column,) = [column for column in table.columns if column.header == "dense model"]
+    rows = list(table.columns[0].cells)
+    assert list(column.cells)[rows.index("logprob_abs_diff")].startswith("0.2\n")
+    write_json(tmp_path / "compare.json", command.comparison_json(both))
+    with pytest.raises(ConfigError, match="this is the comparison of a model with experts"):
+        command.read_dense(tmp_path)
+    with pytest.raises(ConfigError, match=r"--dense .*nowhere: no compare\.json"):
+        command.read_dense(tmp_path / "nowhere")
+
+
+@pytest.mark.sglang
+@pytest.mark.megatron
+@pytest.mark.bubblewrap
+@pytest.mark.exhaustive
+async def test_a_dense_model_on_the_real_engine_and_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    install_model(tmp_path / "model")
+    options = f"env.options={{train_tasks: 16, heldout_tasks: 8, cache_dir: {ROOT}/.cache/tasks}}"
+    overrides = [f"model={dense_model(tmp_path / 'model')}", options, "rollout.group_size=2", "train.device=cpu"]
+    out, config = tmp_path / "out", ROOT / "configs" / "quickstart.yaml"
+    await command.run_compare(config, overrides, tasks=2, split="train", out=out, trajectories=None, rescore=True)
+    found = json.loads((out / "compare.json").read_text())
+    assert "replay" not in found
+    assert 0 < found["without_replay"]["total"]["logprobs"]["metrics"]["k3_kl"]["value"] < 1e-2
+    assert found["without_replay_again"]["total"]["logprobs"]["metrics"]["k3_kl"]["value"] < 1e-8
+    assert command.read_dense(out).tokens == found["sampled_tokens"]
+    assert not (out / "routers.png").exists()
 
 
 @pytest.mark.sglang

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from support.evaluations import eval_report
 
 from agent_rl.config import RunConfig
 from agent_rl.controller.state import RunState
-from agent_rl.controller.summary import best_evaluation, summarize, summary_table, why_idle
+from agent_rl.controller.summary import summarize, summary_table, why_idle
 
 FACTS = {"sandbox": "bubblewrap", "engine": "sglang"}
 UNIFORM = {"rollout/trajectories": 8.0, "reward/groups_uniform": 1.0, "reward/mean": 0.0}
@@ -54,13 +55,27 @@ def test_an_evaluation_in_which_nothing_was_graded_has_no_rate(state: RunState) 
     assert "nan" not in printed(summary)
 
 
-def test_the_best_evaluation_is_the_first_with_the_highest_mean_of_the_sources(state: RunState) -> None:
-    assert best_evaluation(state.evaluations) is None
-    rates = {"step-0/a/sampled": 0.2, "step-4/a/sampled": 0.5, "step-8/a/sampled": 0.3, "step-12/a/sampled": 0.9}
-    rates |= {"step-0/b/sampled": 0.2, "step-4/b/sampled": 0.5, "step-8/b/sampled": 0.7, "step-12/b/sampled": 0.0}
-    for key, rate in (rates | {"step-12/a/greedy": 1.0, "step-16/a/sampled": math.nan}).items():
-        state.record_evaluation(key, eval_report(rate))
-    assert best_evaluation(state.evaluations) == (4, 0.5)
+def test_the_best_step_has_the_highest_mean_over_the_sources(state: RunState) -> None:
+    rates = {0: (0.2, 0.3), 5: (0.6, 0.5), 10: (0.9, 0.1), 15: (0.5, 0.6)}
+    for step, (first, second) in rates.items():
+        state.record_evaluation(f"step-{step}/aime24/sampled", eval_report(first))
+        state.record_evaluation(f"step-{step}/amc23/sampled", eval_report(second))
+    state.record_evaluation("step-20/aime24/sampled", eval_report(1.0))
+    state.record_evaluation("step-0/aime24/greedy", eval_report(1.0))
+    summary = summarize(state, [{"step": 1.0, **LEARNED}], FACTS, steps=20)
+    assert summary["best"] == {
+        "step": 5, "pass_at_1": 0.55, "sources": {"aime24": 0.6, "amc23": 0.5}, "steps": 4
+    }  # fmt: skip
+    assert re.search(r"best step, 5 .* 55.0 %, the highest of 4: aime24 60.0, amc23 50.0", printed(summary))
+
+
+def test_the_best_step_of_one_environment_has_no_sources(state: RunState) -> None:
+    for step, rate in ((0, 0.25), (10, 0.75), (20, 0.5)):
+        state.record_evaluation(f"step-{step}/sampled", eval_report(rate))
+    state.record_evaluation("step-5/sampled", eval_report(math.nan, infrastructure_failures=8))
+    summary = summarize(state, [{"step": 1.0, **LEARNED}], FACTS, steps=20)
+    assert (summary["best"]["step"], summary["best"]["steps"]) == (10, 3)
+    assert re.search(r"best step, 10 .* 75.0 %, the highest of 3 ", printed(summary))
 
 
 @pytest.mark.parametrize(

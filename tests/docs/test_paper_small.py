@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -43,6 +44,16 @@ def test_every_figure_of_the_page_can_be_drawn(tmp_path: Path) -> None:
         assert len(paper_figures.of_series(runs, *series)) >= 18
     paper_figures.draw(paper_figures.of_series(runs, "paper-small", 4)[:2], tmp_path / "one.png")
     assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_runs_with_a_response_length_have_a_curve_of_it(tmp_path: Path) -> None:
+    """Figure 6a of the R3 paper. The table of the page has no lengths."""
+    length = "rollout/sampled_tokens_mean"
+    without = run(0, 0.5)
+    runs = [replace(without, steps=[{**row, length: 100.0} for row in without.steps]), run(1, 0.5)]
+    assert [name for name, *_ in paper_figures.panels_of(runs)] == [name for name, *_ in paper_figures.PANELS]
+    assert length not in [name for name, *_ in paper_figures.panels_of(runs[1:])]
+    paper_figures.draw(runs, tmp_path / "seven.png")
 
 
 def test_a_setting_is_compared_with_the_first_one_of_as_many_updates() -> None:
@@ -121,3 +132,9 @@ def test_a_run_of_the_matrix_is_named_for_its_setting_whatever_all_runs_override
         **{replay: ("grpo", replay, None) for replay in ("off", "r2", "r3")},
         **{"tis": ("grpo", "off", "token"), "gspo": ("gspo", "off", None), "gspo-r3": ("gspo", "r3", None)},
     }
+
+
+@pytest.mark.parametrize("source", run_matrix.SOURCES)
+def test_the_matrix_runs_each_source_of_old_logprobs(source: str) -> None:
+    train = load_config(QUICKSTART, run_matrix.overrides_of(QUICKSTART, source, 0, [])).train
+    assert (train.old_logprob.source, train.replay, train.needs_trainer_logprobs) == (source, "off", False)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from integration_run import Run
+from support.dense_models import EXPERTS, TINY, dense_model
 
 from agent_rl.config import Replay, TrainConfig
-from agent_rl.config.loader import MODELS
 from agent_rl.controller.preflight import check_replay
 from agent_rl.errors import UserError
 from agent_rl.models.spec import read_model_spec
@@ -22,38 +21,13 @@ LUCKY = ("env.name=lucky_env:Lucky", "env.options={}", "eval.tasks=0", "train.st
 SHORT = ("rollout.max_turns=2", "rollout.max_new_tokens=24")
 
 
-TINY = json.loads((MODELS["tiny-moe"] / "config.json").read_text())
-EXPERTS = [key for key in TINY if "expert" in key or "router" in key or "moe" in key]
-EXPERTS += ["norm_topk_prob", "decoder_sparse_step", "mlp_only_layers"]
-
-
-def dense(moe: Path) -> Path:
-    """A Qwen3 beside ``moe``: a layer's first expert in place of its experts."""
-    from safetensors.torch import load_file, save_file  # numpy knows no bfloat16
-
-    directory = moe.with_name("dense")
-    shutil.copytree(moe, directory)
-    kept = {key: value for key, value in TINY.items() if key not in EXPERTS}
-    kept |= {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
-    kept["intermediate_size"] = TINY["moe_intermediate_size"]
-    (directory / "config.json").write_text(json.dumps(kept))
-    weights = {
-        name.replace("experts.0.", ""): tensor
-        for name, tensor in load_file(moe / "model.safetensors").items()
-        if ".experts." not in name or ".experts.0." in name
-        if ".mlp.gate." not in name
-    }
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-    return directory
-
-
 @pytest.mark.sglang
 @pytest.mark.megatron
 @pytest.mark.bubblewrap
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_dense_model_is_rolled_out_and_trained(start: Callable[..., Run], tmp_path: Path) -> None:
-    model = dense(tmp_path / "model")
+    model = dense_model(tmp_path / "model")
     run = start(f"model={model}", "train.replay=off", *LUCKY, *SHORT)
     assert run.finish() == 0, run.text
     (row,) = read_metrics(tmp_path / "small")

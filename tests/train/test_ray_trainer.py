@@ -82,6 +82,35 @@ async def test_missing_rows_fall_back_and_are_counted(trainer: RayTrainer) -> No
     assert "mismatch_without_replay/k3_kl" not in metrics
 
 
+@pytest.mark.parametrize("replay", ["r3", "off"])
+@pytest.mark.parametrize("source", ["rollout", "rescore"])
+async def test_the_pass_before_the_update_only_measures_where_the_engine_gives_the_old_logprobs(
+    trainer: RayTrainer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: str, replay: str
+) -> None:
+    """The updates of steps without the pass equal those with it in every bit."""
+    data = [replace(one, old_logprobs=(one.logprobs * np.float32(1.03))) for one in samples()]
+    changed = {"replay": replay, "old_logprob": {"source": source}, "correction": {"weight": "token"}}
+    train = type(trainer.config.train).model_validate(trainer.config.train.model_dump() | changed)
+    monkeypatch.setattr(trainer, "config", trainer.config.model_copy(update={"train": train}))
+    await trainer.save(tmp_path / "step-000001")
+
+    async def two_steps(*, measured: bool) -> tuple[list[dict[str, float]], object]:
+        await trainer.load(tmp_path / "step-000001")
+        rows = [await trainer.step(data, measure_without_replay=True, measure_mismatch=measured) for _ in range(2)]
+        return [dict(row) for row in rows], await trainer.logprobs(data, replay=replay == "r3")
+
+    with_pass, expected = await two_steps(measured=True)
+    without, found = await two_steps(measured=False)
+    assert found == expected
+    absent = with_pass[1].keys() - without[1].keys()
+    assert {name.split("/")[0] for name in absent} == {"mismatch", "mismatch_without_replay", "r3"}
+    for row, full in zip(without, with_pass, strict=True):
+        assert {name: full[name] for name in row if name[:5] != "time/"} == {
+            name: value for name, value in row.items() if name[:5] != "time/"
+        }
+    await trainer.step(data, measure_without_replay=False, measure_mismatch=True)
+
+
 async def test_routes_come_with_the_logprobs(trainer: RayTrainer) -> None:
     data = samples()
     replayed = await trainer.routes(data, replay=True)
