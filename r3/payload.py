@@ -119,6 +119,10 @@ def narrow(
 
     Raises RoutingError, rows counted from ``first_row``.
     """
+    narrowest = narrowest_dtype(num_experts)
+    if experts_TMK.dtype == narrowest:
+        check_experts(experts_TMK, num_experts, where, first_row)
+        return experts_TMK
     lowest, highest = (int(experts_TMK.min()), int(experts_TMK.max())) if experts_TMK.size else (0, 0)
     if lowest < 0 or highest >= num_experts:
         bad = experts_TMK.astype(np.uint32).astype(np.int32)
@@ -128,7 +132,7 @@ def narrow(
             f"{where}: row {first_row + row}, MoE layer {layer}, slot {slot} names expert {expert}, "
             f"expected ids in [0, {num_experts})"
         )
-    experts = experts_TMK.astype(narrowest_dtype(num_experts))
+    experts = experts_TMK.astype(narrowest)
     check_experts(experts, num_experts, where, first_row)
     return experts
 

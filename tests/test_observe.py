@@ -47,6 +47,33 @@ def test_metrics_survive_a_reopen_and_forget_what_is_done_again(tmp_path: Path) 
     assert list((tmp_path / "tensorboard").glob("events.out.tfevents.*"))
 
 
+def test_a_row_cut_at_any_byte_is_ignored_and_replaced(tmp_path: Path) -> None:
+    """A kill within the write of a row, before the next start drops the rows that it repeats, or without that."""
+    log = MetricsLog(tmp_path)
+    log.append(1, {"reward/mean": 0.1})
+    path = tmp_path / "metrics.jsonl"
+    first = path.stat().st_size
+    log.append(2, {"reward/mean": 0.2})
+    whole = path.read_bytes()
+    for cut in range(first, len(whole)):
+        path.write_bytes(whole[:cut])
+        assert [row["step"] for row in read_metrics(tmp_path)] == [1]
+        MetricsLog(tmp_path).append(2, {"reward/mean": 0.4})
+        assert [(row["step"], row["reward/mean"]) for row in read_metrics(tmp_path)] == [(1, 0.1), (2, 0.4)]
+        assert path.read_bytes().count(b"\n") == 2
+
+
+def test_the_bytes_written_do_not_grow_with_the_steps(tmp_path: Path) -> None:
+    """An inode that stays: no step replaces the file."""
+    log = MetricsLog(tmp_path)
+    log.append(1, {"reward/mean": 0.1})
+    inode = (tmp_path / "metrics.jsonl").stat().st_ino
+    for step in range(2, 20):
+        log.append(step, {"reward/mean": 0.1})
+    assert (tmp_path / "metrics.jsonl").stat().st_ino == inode
+    assert [row["step"] for row in read_metrics(tmp_path)] == list(range(1, 20))
+
+
 def test_a_failed_sink_is_reported_in_one_line_and_disabled(tmp_path: Path) -> None:
     class Away:
         def __init__(self, steps: int) -> None:

@@ -15,6 +15,7 @@ import orjson
 from agent_rl.config import RunConfig
 from agent_rl.config.loader import load_config
 from agent_rl.errors import UserError
+from agent_rl.monitoring.metrics_log import parse_metrics
 from agent_rl.planner.assumptions import Assumptions
 from agent_rl.planner.known_models import planned_model
 from agent_rl.planner.plan import PhaseTime, RunPlan, TimePlan
@@ -69,7 +70,7 @@ def step_means(run: Path) -> dict[str, float]:
     """The mean of each metric over the steps of ``run`` whose episodes all ran in this start; a missing value counts as
     0. Raises UserError."""
     try:
-        rows = [orjson.loads(line) for line in (run / "metrics.jsonl").read_bytes().splitlines()]
+        rows = parse_metrics((run / "metrics.jsonl").read_bytes())
     except (OSError, orjson.JSONDecodeError) as error:
         raise UserError(f"--from {run}: no readable metrics.jsonl ({error}): name the directory of a run") from None
     rows = [row for row in rows if "rollout/turns_mean" in row and not row.get("time/rollout_recovered")]

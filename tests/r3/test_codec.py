@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 from typing import Any
 
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from support.routing_rows import encode_payload
 
 from r3.payload import RouteLayout, decode_payload, extract_payload, narrow, split_raw
-from r3.routing import RoutingError, check_experts
+from r3.routing import RoutingError, check_experts, slot_planes
 
 
 @st.composite
@@ -157,6 +158,58 @@ def test_invalid_ids_are_located(place: Any, value: int, message: str) -> None:
     raw[place] = value
     with pytest.raises(RoutingError, match=message):
         decode_payload(base64.b64encode(raw.tobytes()), SMALL, 6)
+
+
+def distinct_ids(rows: int, top_k: int, dtype: type) -> NDArray[np.unsignedinteger]:
+    """Ids ``[rows, 1, top_k]`` below 16."""
+    drawn = np.random.default_rng(top_k).random((rows, 16))
+    return np.argsort(drawn, axis=1)[:, None, :top_k].astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+@pytest.mark.parametrize("top_k", [1, 2, 3, 4, 6, 8, 10])
+def test_each_repeated_id_is_found(dtype: type, top_k: int) -> None:
+    experts = distinct_ids(7, top_k, dtype)
+    check_experts(experts, 16, "here")
+    for row, pair in itertools.product(range(7), itertools.combinations(range(top_k), 2)):
+        wrong = experts.copy()
+        expert = wrong[row, 0, pair[1]] = wrong[row, 0, pair[0]]
+        with pytest.raises(RoutingError, match=f"row {row}, MoE layer 0 names expert {expert} twice"):
+            check_experts(wrong, 16, "here")
+
+
+@pytest.mark.parametrize(("top_k", "dtype"), [(8, np.uint8), (8, np.uint16)])
+def test_each_block_of_rows_is_checked(top_k: int, dtype: type) -> None:
+    experts = distinct_ids(80_000, top_k, dtype)
+    check_experts(experts, 16, "here")
+    for row in (0, 16_383, 16_384, 32_767, 32_768, 79_999):
+        right = experts[row, 0, top_k - 1]
+        experts[row, 0, top_k - 1] = experts[row, 0, 0]
+        with pytest.raises(RoutingError, match=f"row {row}, MoE layer 0 names expert {experts[row, 0, 0]} twice"):
+            check_experts(experts, 16, "here")
+        experts[row, 0, top_k - 1] = 16
+        with pytest.raises(RoutingError, match=f"row {row}, MoE layer 0, slot {top_k - 1} names expert 16"):
+            check_experts(experts, 16, "here")
+        experts[row, 0, top_k - 1] = right
+
+
+@given(st.integers(1, 10), st.integers(0, 40), st.sampled_from([np.uint8, np.uint16]))
+def test_planes_hold_the_slots(top_k: int, rows: int, dtype: type) -> None:
+    choices = np.random.default_rng(rows).integers(0, np.iinfo(dtype).max, (rows, top_k)).astype(dtype)
+    planes = slot_planes(choices)
+    assert planes.shape == (top_k, rows)
+    assert planes.dtype == dtype
+    assert sorted(planes.tolist()) == sorted(choices.T.tolist())
+
+
+def test_raw_routes_of_a_model_without_dense_layers_are_not_copied() -> None:
+    layout = RouteLayout(2, (0, 1), 128, 8)
+    experts = np.broadcast_to(np.arange(8, dtype=np.uint8), (5, 2, 8))
+    body = raw_body(experts, layout, 1)
+    split = split_raw(body)
+    assert split is not None
+    decoded = decode_payload(split[0], layout, 5)
+    assert np.shares_memory(decoded, np.frombuffer(body, np.uint8))
 
 
 @settings(max_examples=300)

@@ -208,6 +208,17 @@ def test_reserved_capacity_takes_no_memory() -> None:
     assert resident() - before < 64 * (1 << 16)
 
 
+def test_a_finished_sequence_holds_no_more_than_its_rows() -> None:
+    """Also with huge pages, of which one would hold 2 MiB."""
+    rows = (16 << 20) // (LAYERS * TOP_K)
+    stitchers, before = [stitcher(capacity=rows) for _ in range(16)], resident()
+    for stitched in stitchers:
+        stitched.append(delta(0, 5), sequence=6)
+    finished = [stitched.finish(6) for stitched in stitchers]
+    assert all((routing.experts[:5] == delta(0, 5).experts).all() for routing in finished)
+    assert resident() - before < 16 * (1 << 16)
+
+
 def resident() -> int:
     """Bytes of this process in memory."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
