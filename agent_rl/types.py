@@ -89,7 +89,8 @@ class FinishReason(StrEnum):
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Sampling parameters. ``temperature`` 0 is greedy. ``top_k`` None: all tokens. ``keep_mask``: return the kept
-    tokens, and log-probs normalized over them. ``stop_token_ids`` end a turn and stay in the output."""
+    tokens, and log-probs normalized over them. ``stop_token_ids`` end a turn and stay in the output. ``grammar``: EBNF
+    text that the reply follows, of which the last ``grammar_prefix`` tokens of the prompt are the beginning."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -98,6 +99,8 @@ class SamplingParams:
     keep_mask: bool = False
     max_new_tokens: int = 1024
     stop_token_ids: tuple[int, ...] = ()
+    grammar: str | None = None
+    grammar_prefix: int = 0
 
 
 @dataclass(frozen=True, slots=True)
