@@ -425,6 +425,16 @@ class Sample:
     teacher_logprobs: NDArray[np.float32] | None = None
 
 
+def drawn_mask(sequence: Branch | Sample) -> NDArray[np.bool_]:
+    """``[S]``: the tokens that a loss counts: sampled, not the first of the sequence, and drawn from two kept tokens or
+    more. A single kept token has log-prob 0 under all weights, so ratio 1 and no gradient. Raises KeptTokensError."""
+    mask = np.array(sequence.loss_mask, dtype=bool)
+    if sequence.kept is not None:
+        mask &= sequence.kept.spread(mask).counts != 1
+    mask[:1] = False
+    return mask
+
+
 class TokenFlag(IntFlag):
     """How an update treated a sampled token."""
 

@@ -296,8 +296,7 @@ def _sampled_tokens(inputs: Sequence[PackedBatch], values: Sequence[Mapping[str,
 
 def _flags(extras: Mapping[str, Tensor], clipped: Tensor) -> Tensor:
     """uint8 ``[n]``: the :class:`TokenFlag` bits of the ``n`` sampled tokens; ``clipped`` bool ``[n]``."""
-    mask_T = extras["mask"].to(clipped.device)
-    factors = extras["factors"].to(clipped.device)[mask_T]
+    factors = extras["factors"].to(clipped.device)[extras["sampled"].to(clipped.device)]
     masked = factors == 0
     bits = {TokenFlag.CLIPPED: clipped, TokenFlag.REWEIGHTED: (factors != 1) & ~masked, TokenFlag.MASKED: masked}
     return torch.stack([is_set.to(torch.uint8) * int(flag) for flag, is_set in bits.items()]).sum(0, dtype=torch.uint8)
@@ -314,7 +313,8 @@ def _training_input(batch: MicroBatch, old_logprobs: Tensor, source: OldLogprobS
     lengths = torch.from_numpy(np.diff(batch.cu_seqlens)).long()
     return packed(
         batch,
-        mask=torch.from_numpy(batch.mask_T).to(trainer.device),
+        mask=torch.from_numpy(batch.drawn_T).to(trainer.device),
+        sampled=torch.from_numpy(batch.mask_T).to(trainer.device),
         advantages=torch.from_numpy(batch.advantages_T),
         weights=torch.from_numpy(batch.weights_T),
         sequence=torch.repeat_interleave(torch.arange(len(lengths)), lengths).to(trainer.device),
@@ -440,7 +440,7 @@ def grpo_loss(config: RunConfig, share: MiniStepShare, *, detail: bool = False) 
         )
         values = dict[str, float | Tensor](zip(SUMS, (result.loss.detach(), *_reported(result)), strict=True))
         if detail:
-            mask_T = batch.extras["mask"]
+            mask_T = batch.extras["sampled"]
             entropy = torch.zeros_like(logprobs_T) if entropy_T is None else entropy_T.detach()
             values |= {"entropy_T": entropy[mask_T].half(), "clipped_T": result.clipped_T[mask_T]}
         return result.loss, values

@@ -79,7 +79,9 @@ def _load(scheduler: Any) -> Any:
         revision=model.revision,
     )
     config = scheduler.model_config
-    return xgrammar_backend.XGrammarGrammarBackend(tokenizer, config.vocab_size, list(config.hf_eos_token_id or ()))
+    return xgrammar_backend.XGrammarGrammarBackend(
+        tokenizer, config.vocab_size, list(config.hf_eos_token_id or ()) or None
+    )
 
 
 def _begin(req: Any, end_ids: Any) -> None:
