@@ -59,6 +59,14 @@ class EngineRejected(EngineError):
     """The engine refused the request."""
 
 
+class GrammarRefused(EngineRejected):
+    """No grammar of the engine expresses the form."""
+
+
+class GrammarsUnsupported(EngineRejected):
+    """The engine converts no forms to grammars: agent-rl did not launch it."""
+
+
 class EngineKeyRefused(EngineRejected):
     """The API key is missing or wrong (status 401 or 403)."""
 

@@ -89,7 +89,8 @@ class FinishReason(StrEnum):
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Sampling parameters. ``temperature`` 0 is greedy. ``top_k`` None: all tokens. ``keep_mask``: return the kept
-    tokens, and log-probs normalized over them. ``stop_token_ids`` end a turn and stay in the output."""
+    tokens, and log-probs normalized over them. ``stop_token_ids`` end a turn and stay in the output. ``grammar``: EBNF
+    text that the reply follows, of which the last ``grammar_prefix`` tokens of the prompt are the beginning."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -98,6 +99,8 @@ class SamplingParams:
     keep_mask: bool = False
     max_new_tokens: int = 1024
     stop_token_ids: tuple[int, ...] = ()
+    grammar: str | None = None
+    grammar_prefix: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -450,6 +453,16 @@ class Sample:
     teacher_top: TopTokens | None = None
     advantages: NDArray[np.float32] | None = None
     observed: NDArray[np.bool_] | None = None
+
+
+def drawn_mask(sequence: Branch | Sample) -> NDArray[np.bool_]:
+    """``[S]``: the tokens that a loss counts: sampled, not the first of the sequence, and drawn from two kept tokens or
+    more. A single kept token has log-prob 0 under all weights, so ratio 1 and no gradient. Raises KeptTokensError."""
+    mask = np.array(sequence.loss_mask, dtype=bool)
+    if sequence.kept is not None:
+        mask &= sequence.kept.spread(mask).counts != 1
+    mask[:1] = False
+    return mask
 
 
 class TokenFlag(IntFlag):

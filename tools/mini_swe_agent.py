@@ -12,10 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from sandbox import ExecResult, Sandbox
+from tools.formats.grammars import literal, sequence
 from tools.runtime import ToolRuntime
 from tools.schema import check_nesting, check_text, function_schemas
 from tools.text import Style
-from tools.types import ParseFailure, ToolCall, ToolError, ToolResult, ToolSet
+from tools.types import Form, ParseFailure, ToolCall, ToolError, ToolResult, ToolSet
 
 SUBMIT = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 """A command that succeeds with this first line of output ends the task."""
@@ -71,6 +72,15 @@ class MiniSweAgentFormat:
 
     def render(self, call: ToolCall) -> str:
         return f"```mswea_bash_command\n{call.arguments['command']}\n```"
+
+    def call_form(self, name: str, parameters: Mapping[str, Any]) -> Form:
+        """See :class:`tools.types.ConstrainsCalls`. The one tool is bash with a command."""
+        if name != "bash" or list(parameters.get("properties") or ()) != ["command"]:
+            raise ValueError(
+                f"{self.name} writes calls of the tool bash with the argument command only, not of {name!r}"
+            )
+        command = {"type": "any_text", "excludes": [_CLOSE]}
+        return sequence(literal("```mswea_bash_command\n"), command, literal(_CLOSE))
 
     def describe(self, schemas: Sequence[Mapping[str, Any]]) -> str:
         """Empty: the scaffold's prompts describe the block."""

@@ -111,6 +111,20 @@ class MarksText(Protocol):
         ...
 
 
+Form = Mapping[str, Any]
+"""What a text may be, as data (:mod:`tools.formats.grammars`)."""
+
+
+@runtime_checkable
+class ConstrainsCalls(Protocol):
+    """A format whose calls a grammar can express. Optional."""
+
+    def call_form(self, name: str, parameters: Mapping[str, Any]) -> Form:
+        """The text of a call of the tool ``name`` whose arguments have the JSON schema ``parameters``, without the
+        token that ends the turn. Raises ``ValueError`` for a call that the format or a grammar cannot write."""
+        ...
+
+
 @runtime_checkable
 class WritesTurns(Protocol):
     """A format of whole turns, not of calls inside a turn's text. Optional."""

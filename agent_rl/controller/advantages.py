@@ -13,7 +13,16 @@ from agent_rl.config.advantages import BASELINES, SCALES, Over, baseline_spec, s
 from agent_rl.config.objectives import Aggregation
 from agent_rl.controller.turn_credit import Credit, by_turn, observations, split
 from agent_rl.errors import TrainerError
-from agent_rl.types import Branch, Group, Sample, StopReason, TrainingDecision, TrainingStatus, Trajectory
+from agent_rl.types import (
+    Branch,
+    Group,
+    Sample,
+    StopReason,
+    TrainingDecision,
+    TrainingStatus,
+    Trajectory,
+    drawn_mask,
+)
 from r3.routing import Routing, Span, SpanKind
 
 
@@ -285,8 +294,8 @@ def _reward(group: Group, trajectory: Trajectory) -> float:
 
 
 def _trained_tokens(trajectory: Trajectory) -> int:
-    """Number of sampled tokens that follow another token."""
-    return sum(int(branch.loss_mask[1:].sum()) for branch in trajectory.branches)
+    """Number of tokens that a loss counts."""
+    return sum(int(drawn_mask(branch).sum()) for branch in trajectory.branches)
 
 
 def _branch_samples(
@@ -307,8 +316,8 @@ def _branch_samples(
                 logprobs=branch.logprobs,
                 advantage=advantage,
                 routing=_absent_rows(len(branch.tokens), shape) if branch.routing is None and shape else branch.routing,
-                weight=int(branch.loss_mask[1:].sum()) / total if by_sequence and len(branches) > 1 else 1.0,
-                old_logprobs=old[index],
+                weight=int(drawn_mask(branch).sum()) / total if by_sequence and len(branches) > 1 else 1.0,
+                old_logprobs=_as_sampled_where_kept(branch, old[index]),
                 teacher_logprobs=teacher[index],
                 teacher_top=top[index] if top else None,
                 trajectory=number if len(branches) > 1 else None,
@@ -325,7 +334,7 @@ def _weighted_by_prompt(
 ) -> list[tuple[tuple[int, int], Sample]]:
     """The samples with weight 1 / sampled tokens of their group. ``sizes``: trajectories per group."""
     group_of = np.repeat(np.arange(len(sizes)), sizes)
-    tokens = [int(sample.loss_mask[1:].sum()) for _, sample in numbered]
+    tokens = [int(drawn_mask(sample).sum()) for _, sample in numbered]
     totals = np.bincount([group_of[index] for (index, _), _ in numbered], tokens) if numbered else np.zeros(0)
     return [(origin, replace(sample, weight=1 / max(1.0, totals[group_of[origin[0]]]))) for origin, sample in numbered]
 
@@ -343,6 +352,14 @@ def _by_branch(trajectory: Trajectory, sampled: NDArray[np.float32] | None) -> l
         values[branch.loss_mask] = part
         found.append(values)
     return found
+
+
+def _as_sampled_where_kept(branch: Branch, old: NDArray[np.float32] | None) -> NDArray[np.float32] | None:
+    """``old`` with the log-probs as sampled at tokens that were drawn from kept tokens: an engine that evaluates them
+    again normalizes over the whole vocabulary."""
+    if old is None or branch.kept is None:
+        return old
+    return np.where(branch.kept.spread(branch.loss_mask).counts > 0, branch.logprobs, old)
 
 
 def _lag(branch: Branch, published: int) -> NDArray[np.int32]:

@@ -1,7 +1,7 @@
-"""Forces a reply to be a tool call (``tool_choice``: required, or a named tool) with an engine that constrains nothing.
+"""The tokens with which the endpoint begins a reply that is constrained or must be a tool call.
 
-The endpoint writes the tokens with which every such call begins and the engine samples the rest, for example in the
-format hermes for the named tool ``bash``::
+They are those with which every such call begins; the engine samples the rest, under a grammar if it has one
+(``constraints.py``). For example in the format hermes for the named tool ``bash``::
 
     opening    <tool_call>\\n{"name": "bash", "arguments":      part of the prompt, not trained
     sampled     {"command": "ls"}}\\n</tool_call>             trained
@@ -9,9 +9,9 @@ format hermes for the named tool ``bash``::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
-from typing import Protocol
+from typing import Any, Protocol
 
 from agent_rl.endpoint.messages import ChatRequest, RequestRejected
 from agent_rl.types import TokenIds
@@ -33,25 +33,39 @@ class CallRenderer(Protocol):
     def written(self, text: str) -> list[int]: ...
 
 
-def forced_opening(renderer: CallRenderer, fmt: ToolCallFormat, request: ChatRequest) -> list[int]:
-    """The tokens with which the reply to ``request`` begins; empty if no call is forced. Raises RequestRejected.
+def forced_tools(request: ChatRequest) -> list[Mapping[str, Any]]:
+    """The offered tools of which the reply must call one. Raises RequestRejected if there is none."""
+    offered, named = [*request.tools, *request.deferred_tools], request.forced_tool
+    tools = [tool for tool in offered if named in (None, tool["function"]["name"])]
+    if not tools:
+        missing = "no tool" if named is None else f"no tool {named!r}"
+        raise RequestRejected("bad", f"tool_choice: {missing} is offered")
+    return tools
+
+
+def forced_opening(
+    renderer: CallRenderer, fmt: ToolCallFormat, request: ChatRequest, *, constrained: bool = False
+) -> list[int]:
+    """The tokens with which the reply to ``request`` begins; empty if no call is forced and it is not ``constrained``
+    by a grammar. Raises RequestRejected.
 
     They are the common prefix of the tokens of whole calls, so that they are tokens as the model writes them. Thoughts
     that the prompt opens are closed before.
     """
-    if request.tool_choice != "required":
-        return []
-    offered = [tool["function"]["name"] for tool in (*request.tools, *request.deferred_tools)]
-    names = offered if request.forced_tool is None else [name for name in offered if name == request.forced_tool]
-    if not names:
-        missing = "no tool" if request.forced_tool is None else f"no tool {request.forced_tool!r}"
-        raise RequestRejected("bad", f"tool_choice: {missing} is offered")
+    forced = request.tool_choice == "required"
+    closing = renderer.end_of_thoughts if renderer.reasoning.prompt_opens and (forced or constrained) else ()
+    return [*closing, *(_call_opening(renderer, fmt, request, constrained) if forced else ())]
+
+
+def _call_opening(renderer: CallRenderer, fmt: ToolCallFormat, request: ChatRequest, constrained: bool) -> list[int]:
+    names = [tool["function"]["name"] for tool in forced_tools(request)]
     try:
         calls = [fmt.render(ToolCall(name, arguments)) for name in names for arguments in _EXAMPLES]
     except KeyError:  # a format of one tool with one argument
+        if constrained:
+            return []
         raise RequestRejected("bad", f"tool_choice: no call can be forced in the format {fmt.name}") from None
-    opening = _common_prefix([renderer.written(call) for call in calls])
-    return [*(renderer.end_of_thoughts if renderer.reasoning.prompt_opens else ()), *opening]
+    return _common_prefix([renderer.written(call) for call in calls])
 
 
 def _common_prefix(sequences: Sequence[Sequence[int]]) -> list[int]:

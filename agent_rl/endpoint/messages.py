@@ -57,7 +57,8 @@ class ChatRequest:
     the prompt; a tool search returns them. Sampling parameters are ignored in favor of the run's; of ``max_tokens``
     the smaller value applies. ``stops``: texts that end the reply and are not part of it. ``tool_choice`` none: the
     reply has no calls; the tools stay in the prompt, so that the conversation keeps its prefix. ``forced_tool``: the
-    tool that a required call names, None for any."""
+    tool that a required call names, None for any. ``response_schema``: the JSON schema of a reply that is no call.
+    ``strict_tools``: the tools whose calls must follow their schemas."""
 
     messages: Sequence[ChatMessage]
     tools: Sequence[Mapping[str, Any]]
@@ -70,6 +71,8 @@ class ChatRequest:
     tool_choice: ToolChoice = "auto"
     forced_tool: str | None = None
     logprobs: bool = False
+    response_schema: Mapping[str, Any] | None = None
+    strict_tools: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +175,24 @@ def read_tool_choice(choice: Any) -> tuple[ToolChoice, str | None]:
         return "required", str(name)
     require_supported(isinstance(kind, str | None) and kind in _TOOL_CHOICES, f"tool_choice {kind!r}")
     return _TOOL_CHOICES[kind], None
+
+
+def read_response_format(wanted: Any, where: str) -> dict[str, Any] | None:
+    """The JSON schema that a request wants its reply to follow; None for plain text.
+
+    Chat completions have the schema in ``json_schema.schema``, Responses and Messages in ``schema``.
+    """
+    if wanted is None:
+        return None
+    kind = wanted.get("type") if isinstance(wanted, Mapping) else wanted
+    require_supported(kind in ("text", "json_object", "json_schema"), f"{where} {kind!r}")
+    if kind != "json_schema":
+        return {"type": "object"} if kind == "json_object" else None
+    inner = wanted.get("json_schema", wanted)
+    schema = inner.get("schema") if isinstance(inner, Mapping) else None
+    if not isinstance(schema, dict):
+        raise RequestRejected("bad", f"{where}: expected a JSON schema as an object")
+    return schema
 
 
 def read_stops(stops: Any, where: str) -> tuple[str, ...]:

@@ -328,7 +328,8 @@ class DialectApp:
             async with self._endpoint.turn:
                 await asyncio.sleep(0)
                 chat_request = self._dialect.read(body)
-                node = None if self._counting else session.begin(chat_request)
+            grammar = None if self._counting else await session.grammar(chat_request)
+            node = None if self._counting else session.begin(chat_request, grammar)
             if node is None:
                 await _send(send, 200, {"input_tokens": session.count_tokens(chat_request)})
                 return

@@ -7,22 +7,23 @@ import secrets
 import time
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from agent_rl.config import RolloutConfig
 from agent_rl.config.rollout import TrainIfConfig
+from agent_rl.endpoint.constraints import grammar_of
 from agent_rl.endpoint.forced_calls import forced_opening
 from agent_rl.endpoint.messages import ChatRequest, ChatResponse, Finish, RequestRejected
 from agent_rl.endpoint.stop_sequences import PIECE, find_stop, tokens_until_stop
 from agent_rl.endpoint.training_rules import RequestKind, apply_training_rules
 from agent_rl.engine.types import Engine
-from agent_rl.errors import EngineAborted, TemplateError
+from agent_rl.errors import EngineAborted, EngineError, TemplateError
 from agent_rl.rollout.conversation_tree import ChatMessage, ConversationTree, Node, RequestPlan, Tokens, Tools
 from agent_rl.rollout.episode import MAX_ABORTS, EpisodeRules
 from agent_rl.rollout.initial_prompt import Renderer, build_initial_prompt
 from agent_rl.rollout.thoughts import ThoughtLength, TurnBudget, measure_thoughts
-from agent_rl.types import FinishReason, StopReason, Turn
+from agent_rl.types import FinishReason, SamplingParams, StopReason, Turn
 from tools import ParsedTurn, ToolCall, ToolCallFormat, ToolResult, ToolSet, parse_turn
 
 _BYTES_A_TOKEN, _SPARE_BYTES = 16, 64 << 10
@@ -153,6 +154,7 @@ class Session:
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._stats: dict[Node, _ReplyStats] = {}
         self._kinds: dict[Node, RequestKind] = {}
+        self._grammars: dict[Node, str | None] = {}
         self._sampling: dict[Node, asyncio.Task[None]] = {}
         self._started = time.perf_counter()
         self.reading = asyncio.Semaphore(_BODIES_AT_ONCE)  # held while a request's body is read
@@ -171,20 +173,30 @@ class Session:
                 "full", "the conversation fills the context", tokens=size // _BYTES_A_TOKEN, limit=self.context
             )
 
-    def begin(self, request: ChatRequest) -> Node:
+    async def grammar(self, request: ChatRequest) -> str | None:
+        """The grammar of the reply to ``request``, for :meth:`begin`; None if it has none. Raises RequestRejected."""
+        try:
+            return await grammar_of(self.engine, self.rendering.fmt, request)
+        except EngineError as error:
+            self._fail(error)
+            raise RequestRejected("ended", f"the episode is over: {error}") from error
+
+    def begin(self, request: ChatRequest, grammar: str | None = None) -> Node:
         """Start to sample a reply, or return the undelivered reply to an identical earlier request. Then await
         :meth:`sampling`, and call :meth:`leave` in any case. Raises RequestRejected."""
         self._check_open()
-        node = self._find_or_start(request)
+        node = self._find_or_start(request, grammar)
         self._stats[node].clients += 1
         return node
 
-    def _find_or_start(self, request: ChatRequest) -> Node:
+    def _find_or_start(self, request: ChatRequest, grammar: str | None) -> Node:
         plan = self._plan_request(request)
         for node in plan.undelivered:
             if not self._stats[node].clients:
                 return node
-        opening = forced_opening(self.rendering.renderer, self.rendering.fmt, request) if self.resumable else []
+        renderer, opening = self.rendering.renderer, list[int]()
+        if self.resumable:
+            opening = forced_opening(renderer, self.rendering.fmt, request, constrained=grammar is not None)
         if (tokens := len(plan.prompt) + len(opening)) >= self.context:
             self.context_full = True
             raise RequestRejected("full", "the conversation fills the context", tokens=tokens, limit=self.context)
@@ -195,6 +207,7 @@ class Session:
         node = self.tree.begin(plan, request.stops, opening)
         self._stats[node] = _ReplyStats(time.perf_counter() - self._started)
         self._kinds[node] = RequestKind.of(request)
+        self._grammars[node] = grammar
         self._sampling[node] = asyncio.create_task(
             self._sample(node, request, self.tree.tokens(node)), name=f"reply-{self.name}-{node.number}"
         )
@@ -329,7 +342,8 @@ class Session:
         stats, limits, aborts = self._stats[node], self.rules.rollout, 0
         new_tokens = min(request.max_tokens or limits.max_new_tokens, limits.max_new_tokens)
         renderer, context = self.rendering.renderer, self.context - node.prompt
-        budget = TurnBudget(renderer, None if node.opening else limits.max_thinking_tokens, new_tokens, context)
+        constrained = bool(node.opening) or self._grammars[node] is not None
+        budget = TurnBudget(renderer, None if constrained else limits.max_thinking_tokens, new_tokens, context)
         while aborts <= MAX_ABORTS:
             if closing := budget.close_thoughts(node.sampled):
                 self.tree.insert(node, closing)
@@ -338,7 +352,7 @@ class Session:
                 budget.request = min(budget.request, PIECE)
             completion = await self.engine.generate(
                 array("i", prompt.tobytes()),
-                self.rules.sampling(budget.request, self.rendering.stop_token_ids),
+                self._sampling_params(node, budget.request),
                 routes_from=self.tree.routes_from(node),
                 session=self.name,
             )
@@ -354,6 +368,16 @@ class Session:
                 return
             prompt = self.tree.tokens(node)
         raise EngineAborted(f"the engine aborted a reply of {self.name} {aborts} times")
+
+    def _sampling_params(self, node: Node, new_tokens: int) -> SamplingParams:
+        """Those of the next request of the reply. Its grammar continues after the tokens that the reply has."""
+        params = self.rules.sampling(new_tokens, self.rendering.stop_token_ids)
+        if (grammar := self._grammars[node]) is None:
+            return params
+        renderer = self.rendering.renderer
+        before = len(renderer.end_of_thoughts) if renderer.reasoning.prompt_opens else 0
+        mask = self.rules.masks and params.temperature > 0
+        return replace(params, keep_mask=mask, grammar=grammar, grammar_prefix=len(node.reply_tokens) - before)
 
     def _response(self, node: Node, request: ChatRequest, spoken: ParsedTurn) -> ChatResponse:
         stats = self._stats[node]

@@ -43,6 +43,9 @@ def generate_body(
     }
     if sampling.keep_mask:
         body["return_sampling_mask"] = True
+    if sampling.grammar is not None:
+        body["sampling_params"]["ebnf"] = sampling.grammar
+        body["sampling_params"]["custom_params"] = {"grammar_prefix": sampling.grammar_prefix}
     if routes_from is not None:
         body |= {"return_routed_experts": True, "routed_experts_start_len": routes_from}
     return body

@@ -23,6 +23,7 @@ from agent_rl.config import EngineConfig
 from agent_rl.engine.admission_checks import AdmissionChecks, responds
 from agent_rl.engine.fleet import Fleet
 from agent_rl.engine.generation_gate import GenerationGate, InFlightRequest
+from agent_rl.engine.grammars import Grammars
 from agent_rl.engine.request import abort, generate_body, post_generate, score_body
 from agent_rl.engine.response import RequestContext, read_completion, read_scores
 from agent_rl.engine.routing import RequestRouter
@@ -74,6 +75,7 @@ class SGLangEngine:
         self.gate = GenerationGate(config.weight_sync_timeout)
         self._http = AsyncHttp(config.request_timeout, headers=config.headers)
         self._router = RequestRouter(self.fleet, self.gate, config, backoff=backoff)
+        self._grammars = Grammars(self._http, self._router)
         self.admission = AdmissionChecks(model_spec, self._http, self._router, routes=routes, masks=masks)
         self.sleep = EngineSleep(self.fleet, self.gate, servers, config, self._http)
 
@@ -114,6 +116,10 @@ class SGLangEngine:
         """
         body = generate_body(tokens, sampling, routes_from, max_positions=self.model_spec.max_positions)
         return await self._sample(body, tokens, routes_from, session)
+
+    async def grammar(self, form: Mapping[str, Any]) -> str:
+        """See :meth:`agent_rl.engine.types.Constraining.grammar`."""
+        return await self._grammars.convert(form)
 
     async def prefill(self, tokens: TokenIds, *, session: str, afresh: bool) -> Completion:
         """The routes of ``tokens`` (one token is sampled after them). ``afresh`` uses no cached prefix. Raises

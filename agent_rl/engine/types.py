@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from agent_rl.types import Completion, SamplingParams, TokenIds, TopTokens
 from r3.routing import Routing
@@ -22,6 +23,18 @@ class Engine(Protocol):
         whether that is an error. ``session`` names the episode and keeps it on its engine. An aborted request returns
         the tokens sampled so far with ``finish`` ABORT. Raises one of :mod:`agent_rl.errors`' engine errors once the
         retry budget is spent.
+        """
+        ...
+
+
+@runtime_checkable
+class Constraining(Protocol):
+    """An engine that can constrain a reply. Optional."""
+
+    async def grammar(self, form: Mapping[str, Any]) -> str:
+        """``form`` (:mod:`tools.formats.grammars`) as :attr:`SamplingParams.grammar`.
+
+        Raises GrammarRefused for a form that no grammar expresses, GrammarsUnsupported if the engine has none.
         """
         ...
 

@@ -7,10 +7,12 @@ Eight requests at once would therefore compute the same prompt eight times.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from typing import Any
 
+from agent_rl.engine.grammars import convert
 from agent_rl.engine.types import Engine
 from agent_rl.types import Completion, SamplingParams, TokenIds
 
@@ -69,3 +71,7 @@ class _EpisodeEngine:
             return await generate(tokens, sampling, routes_from=routes_from, session=session)
         finally:
             prompt.ended.set()
+
+    async def grammar(self, form: Mapping[str, Any]) -> str:
+        """See :meth:`agent_rl.engine.types.Constraining.grammar`."""
+        return await convert(self._shared.engine, form)

@@ -112,7 +112,7 @@ class Critic:
         their extras ``[T]``. Their ``advantages`` are the rewards before. ``values [T]``: of the old log-prob pass."""
         self._moments, self._updates, estimated = torch.zeros_like(self._moments), [], list[PackedBatch]()
         for item, values_T in zip(inputs, values, strict=True):
-            names = ("advantages", "mask", "sequence")
+            names = ("advantages", "sampled", "sequence")
             arguments = (values_T.float().cpu(), *(item.extras[name].cpu() for name in names))
             found = generalized_advantages(*arguments, self._config)
             self._moments += _moments(arguments[0][found.steps_T], found.returns_T[found.steps_T])

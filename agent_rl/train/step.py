@@ -324,8 +324,8 @@ def _ever(values: Sequence[Mapping[str, float | Tensor]], items: Sequence[int], 
 
 def _flags(extras: Mapping[str, Tensor], clipped: Tensor, masked: Tensor) -> Tensor:
     """uint8 ``[n]``: the :class:`TokenFlag` bits of the ``n`` sampled tokens; ``clipped``, ``masked`` bool ``[n]``."""
-    mask_T = extras["mask"].to(clipped.device)
-    factors = extras["factors"].to(clipped.device)[mask_T]
+    sampled_T = extras["sampled"].to(clipped.device)
+    factors = extras["factors"].to(clipped.device)[sampled_T]
     bits = {TokenFlag.CLIPPED: clipped, TokenFlag.REWEIGHTED: (factors != 1) & ~masked, TokenFlag.MASKED: masked}
     return torch.stack([is_set.to(torch.uint8) * int(flag) for flag, is_set in bits.items()]).sum(0, dtype=torch.uint8)
 
@@ -343,7 +343,8 @@ def _training_input(batch: MicroBatch, old_logprobs: Tensor, source: OldLogprobS
     return packed(
         batch,
         **observed,
-        mask=torch.from_numpy(batch.mask_T).to(trainer.device),
+        mask=torch.from_numpy(batch.drawn_T).to(trainer.device),
+        sampled=torch.from_numpy(batch.mask_T).to(trainer.device),
         advantages=torch.from_numpy(batch.advantages_T),
         weights=torch.from_numpy(batch.weights_T),
         sequence=torch.repeat_interleave(torch.arange(len(lengths)), lengths).to(trainer.device),
@@ -490,7 +491,7 @@ def grpo_loss(config: RunConfig, share: MiniStepShare, *, detail: bool = False) 
         )
         values = dict[str, float | Tensor](zip(SUMS, (result.loss.detach(), *_reported(result)), strict=True))
         if detail:
-            mask_T = batch.extras["mask"]
+            mask_T = batch.extras["sampled"]
             entropy = torch.zeros_like(logprobs_T) if entropy_T is None else entropy_T.detach()
             flags = {name: getattr(result, name)[mask_T] for name in _TOKEN_FLAGS}
             values |= {"entropy_T": entropy[mask_T].half(), **flags}

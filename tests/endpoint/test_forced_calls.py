@@ -94,7 +94,11 @@ async def test_the_other_dialects_force_calls(renderer: ChatRenderer) -> None:
         ("hermes", {"type": "function", "function": {"name": "none"}}, "tool_choice: no tool 'none' is offered"),
         ("hermes", {"type": "allowed_tools"}, "tool_choice 'allowed_tools': not supported"),
         ("hermes", 3, "tool_choice 3: not supported"),
-        ("mini-swe-agent", "required", "tool_choice: no call can be forced in the format mini-swe-agent"),
+        (
+            "mini-swe-agent",
+            "required",
+            "tool_choice: no grammar expresses the schema: mini-swe-agent writes calls of the tool bash",
+        ),
     ],
 )
 async def test_a_choice_that_cannot_be_forced_is_refused(serve: Any, fmt: str, choice: Any, line: str) -> None:

@@ -104,7 +104,19 @@ def test_split_step_uses_every_sample_in_exactly_one_mini_step(lengths: list[int
     assert sorted(seen) == list(range(len(samples)))
     for step in range(len(shares[0])):
         batches = [pack(samples, ids) for rank in shares for ids in rank[step].micro_batches]
-        assert {rank[step].sampled_tokens for rank in shares} == {sum(int(b.mask_T.sum()) for b in batches)}
+        assert {rank[step].sampled_tokens for rank in shares} == {sum(int(b.drawn_T.sum()) for b in batches)}
+
+
+def test_a_token_with_one_kept_id_is_not_counted() -> None:
+    """A grammar forced tokens 2 and 4; token 3 was drawn from two ids, token 5 from the whole vocabulary."""
+    mask = np.array([False, False, True, True, True, True])
+    kept = KeptTokens.from_rows([[12], [13, 20], [14], []])
+    sample = Sample(np.arange(10, 16, dtype=np.int32), mask, np.zeros(6, np.float32), 1.0, None, kept=kept)
+    batch = pack([sample], (0,))
+    assert batch.mask_T.tolist() == mask.tolist()
+    assert batch.drawn_T.tolist() == [False, False, False, True, False, True]
+    ((share,),) = split_step([sample], mini_steps=1, budget=64, ranks=1)
+    assert (share.sampled_tokens, share.sequences, share.weight) == (2, 1, 2.0)
 
 
 def test_weighted_sequences_are_packed_in_the_given_order() -> None:

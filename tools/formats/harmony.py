@@ -11,10 +11,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from tools.formats.grammars import json_call
 from tools.formats.json_calls import decode_json, make_call
 from tools.formats.turns import check_name, describe_as_json, first_call
 from tools.reasoning import Reasoning
-from tools.types import CallBlock, ParseFailure, ToolCall
+from tools.types import CallBlock, Form, ParseFailure, ToolCall
 
 HARMONY = Reasoning("<|channel|>analysis<|message|>", "<|end|>", prompt_opens=False)
 _MESSAGE, _CALL = "<|message|>", "<|call|>"
@@ -56,6 +57,10 @@ class HarmonyFormat:
         check_name(call.name)
         body = json.dumps(dict(call.arguments), ensure_ascii=False)
         return f"<|channel|>commentary to=functions.{call.name} <|constrain|>json{_MESSAGE}{body}{_CALL}"
+
+    def call_form(self, name: str, parameters: Mapping[str, Any]) -> Form:
+        """See :class:`tools.types.ConstrainsCalls`."""
+        return json_call(lambda call: self.render(call).removesuffix(_CALL), name, parameters)
 
     def render_turn(self, thoughts: str, text: str, calls: Sequence[ToolCall]) -> str:
         """Thoughts, text and the call are a message each. Raises ``ValueError`` for more than one call."""

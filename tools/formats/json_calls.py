@@ -9,8 +9,9 @@ from typing import Any
 
 import orjson
 
+from tools.formats.grammars import json_call
 from tools.formats.turns import NAME, check_name, describe_as_json, first_call
-from tools.types import CallBlock, ParseFailure, ToolCall
+from tools.types import CallBlock, Form, ParseFailure, ToolCall
 
 _SPACE = re.compile(r"\s*")
 
@@ -41,6 +42,10 @@ class HermesFormat:
     def render(self, call: ToolCall) -> str:
         body = json.dumps({"name": call.name, "arguments": dict(call.arguments)}, ensure_ascii=False)
         return f"{self._open}\n{body}\n{self._close}"
+
+    def call_form(self, name: str, parameters: Mapping[str, Any]) -> Form:
+        """See :class:`tools.types.ConstrainsCalls`."""
+        return json_call(self.render, name, parameters)
 
     def describe(self, schemas: Sequence[Mapping[str, Any]]) -> str:
         example = '{"name": <tool name>, "arguments": <arguments as a JSON object>}'
@@ -104,6 +109,10 @@ class MarkedJsonFormat:
         check_name(call.name)
         body = json.dumps(dict(call.arguments), ensure_ascii=False)
         return f"{self._section[0]}{before}{self._write_name(call.name)}{between}{body}{after}{self._section[1]}"
+
+    def call_form(self, name: str, parameters: Mapping[str, Any]) -> Form:
+        """See :class:`tools.types.ConstrainsCalls`."""
+        return json_call(self.render, name, parameters)
 
     def describe(self, schemas: Sequence[Mapping[str, Any]]) -> str:
         before, between, after = self._call

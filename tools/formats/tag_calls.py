@@ -13,9 +13,11 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal
 
+from tools.formats.grammars import tagged_call
 from tools.formats.json_calls import decode_json
 from tools.formats.turns import NAME, check_name, describe_as_json, first_call
-from tools.types import CallBlock, ParseFailure, ToolCall
+from tools.schema import accepts_string
+from tools.types import CallBlock, Form, ParseFailure, ToolCall
 
 _NAME = r"([^<>\n]*)"
 
@@ -110,6 +112,20 @@ class TagFormat:
         arguments = [self._write_argument(key, value) for key, value in call.arguments.items()]
         parts = [self._section[0], self._call_tag(call.name), *arguments, self._call[2], self._section[1]]
         return self._line_end.join(part for part in parts if part)
+
+    def call_form(self, name: str, parameters: Mapping[str, Any]) -> Form:
+        """See :class:`tools.types.ConstrainsCalls`."""
+        for each in (name, *(parameters.get("properties") or ())):
+            check_name(each)
+        padding, close_tag = "\n" if self._padding == "always" else "", self._argument[2]
+
+        def argument(key: str, schema: Mapping[str, Any]) -> tuple[str, str]:
+            tag = self._argument_tag(key, "" if accepts_string(schema) else 0)
+            return tag + padding, padding + close_tag + self._line_end
+
+        head = "".join(part + self._line_end for part in (self._section[0], self._call_tag(name)) if part)
+        tail = self._line_end.join(filter(None, (self._call[2], self._section[1])))
+        return tagged_call(head, argument, tail, parameters, [close_tag])
 
     def describe(self, schemas: Sequence[Mapping[str, Any]]) -> str:
         return describe_as_json(schemas, self.render(ToolCall("NAME", {"ARG": "value"})))

@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sandbox import Sandbox, SessionResult, open_session
+from tools.formats.grammars import tagged_call
 from tools.openhands.editor import EditorError, StrReplaceEditor
 from tools.runtime import ToolRuntime
 from tools.schema import ToolSpec, check_nesting, check_text, function_schemas, read_json
 from tools.text import Style, elements, through_last
-from tools.types import ParseFailure, ToolCall, ToolError, ToolResult, ToolSet
+from tools.types import Form, ParseFailure, ToolCall, ToolError, ToolResult, ToolSet
 
 CONTINUE = (
     "Please continue working on the task on whatever approach you think is suitable.\n"
@@ -44,6 +45,17 @@ class OpenHandsFormat:
             f"<parameter={key}>{_render_value(value)}</parameter>\n" for key, value in call.arguments.items()
         )
         return f"<function={call.name}>\n{fields}</function>"
+
+    def call_form(self, name: str, parameters: Mapping[str, Any]) -> Form:
+        """See :class:`tools.types.ConstrainsCalls`."""
+        markers = ("</parameter>", "</function>", "<parameter=", "<function=")
+        return tagged_call(
+            f"<function={name}>\n",
+            lambda key, _: (f"<parameter={key}>", "</parameter>\n"),
+            "</function>",
+            parameters,
+            markers,
+        )
 
     def describe(self, schemas: Sequence[Mapping[str, Any]]) -> str:
         """Empty: the scaffold's system prompt describes the tools."""

@@ -15,12 +15,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from sandbox import ExecResult, Sandbox
+from tools.formats.grammars import tagged_call
 from tools.r2egym.command import CommandStopped, Output, format_crash, parse_arguments
 from tools.r2egym.editor import FileEditor
 from tools.runtime import ToolRuntime
 from tools.schema import ToolSpec, check_nesting, check_text, function_schemas
 from tools.text import Style, elements, split_lines
-from tools.types import ParseFailure, ToolCall, ToolError, ToolResult, ToolSet
+from tools.types import Form, ParseFailure, ToolCall, ToolError, ToolResult, ToolSet
 
 CONTINUE = """
 You forgot to use a function call in your response. 
@@ -54,6 +55,17 @@ class R2EGymFormat:
         """The layout of past turns in R2E-Gym's training data."""
         parameters = [f"  <parameter={key}>{value}</parameter>\n" for key, value in call.arguments.items()]
         return f"<function={call.name}>\n{''.join(parameters)}</function>"
+
+    def call_form(self, name: str, parameters: Mapping[str, Any]) -> Form:
+        """See :class:`tools.types.ConstrainsCalls`."""
+        markers = ("</parameter>", "</function>", "<parameter=", "<function=")
+        return tagged_call(
+            f"<function={name}>\n",
+            lambda key, _: (f"  <parameter={key}>", "</parameter>\n"),
+            _CLOSE,
+            parameters,
+            markers,
+        )
 
     def describe(self, schemas: Sequence[Mapping[str, Any]]) -> str:
         """Empty: the scaffold's system prompt describes the tools."""

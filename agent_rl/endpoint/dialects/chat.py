@@ -17,6 +17,7 @@ from agent_rl.endpoint.messages import (
     issued_reply_id,
     join_text,
     parse_request,
+    read_response_format,
     read_stops,
     read_tool_choice,
     require_supported,
@@ -52,6 +53,7 @@ class _Described(RequestModel):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class _Tool(RequestModel):
@@ -82,7 +84,6 @@ class Chat:
         request = parse_request(_Request, body)
         tool_choice, forced_tool = read_tool_choice(request.tool_choice)
         require_supported(request.n in (None, 1), "n above 1")
-        require_supported((request.response_format or {}).get("type", "text") == "text", "response_format")
         require_supported(not request.top_logprobs, "top_logprobs")
         return ChatRequest(
             messages=[_message(message, index) for index, message in enumerate(request.messages)],
@@ -101,6 +102,10 @@ class Chat:
             tool_choice=tool_choice,
             forced_tool=forced_tool,
             logprobs=bool(request.logprobs),
+            response_schema=read_response_format(request.response_format, "response_format"),
+            strict_tools=frozenset(
+                tool.function.name for tool in request.tools or () if tool.function is not None and tool.function.strict
+            ),
         )
 
     def response(self, reply: ChatResponse) -> dict[str, Any]:

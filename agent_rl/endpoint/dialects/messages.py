@@ -16,6 +16,7 @@ from agent_rl.endpoint.messages import (
     issued_reply_id,
     join_text,
     parse_request,
+    read_response_format,
     read_stops,
     read_tool_choice,
     tool_schema,
@@ -38,6 +39,7 @@ class _Tool(RequestModel):
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     defer_loading: bool | None = None
+    strict: bool | None = None
 
 
 class _Request(RequestModel):
@@ -48,6 +50,8 @@ class _Request(RequestModel):
     tools: list[_Tool] | None = None
     tool_choice: dict[str, Any] | None = None
     stop_sequences: Any = None
+    output_config: dict[str, Any] | None = None
+    output_format: Any = None
     stream: bool | None = None
 
 
@@ -68,7 +72,8 @@ class Messages:
         return ChatRequest(
             messages, list(tools.values()), check_max_tokens(request.max_tokens), bool(request.stream), request.model,
             deferred_tools=list(deferred.values()), stops=read_stops(request.stop_sequences, "stop_sequences"),
-            tool_choice=tool_choice, forced_tool=forced_tool,
+            tool_choice=tool_choice, forced_tool=forced_tool, response_schema=_response_schema(request),
+            strict_tools=frozenset(tool.name for tool in usable if tool.strict),
         )  # fmt: skip
 
     def response(self, reply: ChatResponse) -> dict[str, Any]:
@@ -97,6 +102,12 @@ class Messages:
         if error.kind == "full":
             text = f"prompt is too long: {error.tokens} tokens > {error.limit} maximum"
         return {"type": "error", "error": {"type": kinds.get(error.kind, "invalid_request_error"), "message": text}}
+
+
+def _response_schema(request: _Request) -> dict[str, Any] | None:
+    """Of ``output_config.format``, or of ``output_format`` as the beta of structured outputs sends it."""
+    wanted = (request.output_config or {}).get("format")
+    return read_response_format(request.output_format if wanted is None else wanted, "output_config.format")
 
 
 def _system(system: Any) -> str:

@@ -17,6 +17,7 @@ from agent_rl.endpoint.messages import (
     issued_reply_id,
     join_text,
     parse_request,
+    read_response_format,
     read_tool_choice,
     require_supported,
     tool_schema,
@@ -33,6 +34,7 @@ class _Tool(RequestModel):
     name: str = ""
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class _Request(RequestModel):
@@ -55,7 +57,6 @@ class Responses:
         request = parse_request(_Request, body)
         tool_choice, forced_tool = read_tool_choice(request.tool_choice)
         require_supported(request.previous_response_id is None, "previous_response_id")
-        require_supported(((request.text or {}).get("format") or {}).get("type", "text") == "text", "text.format")
         require_supported(not request.top_logprobs, "top_logprobs")
         items = [{"role": "user", "content": request.input}] if isinstance(request.input, str) else request.input
         system = [ChatMessage("system", request.instructions)] if request.instructions else []
@@ -64,6 +65,8 @@ class Responses:
         return ChatRequest(
             messages, tools, check_max_tokens(request.max_output_tokens), bool(request.stream), request.model,
             tool_choice=tool_choice, forced_tool=forced_tool,
+            response_schema=read_response_format((request.text or {}).get("format"), "text.format"),
+            strict_tools=frozenset(t.name for t in request.tools or () if t.type == "function" and t.strict),
         )  # fmt: skip
 
     def response(self, reply: ChatResponse) -> dict[str, Any]:

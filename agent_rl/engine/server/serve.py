@@ -23,7 +23,8 @@ if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
 
     cpu_shims.install()
 
-import lora_merge  # beside this file
+import grammars  # beside this file, like the next ones
+import lora_merge
 import raw_routes
 import store_address
 import uvicorn.config
@@ -31,6 +32,7 @@ import uvicorn.config
 uvicorn.config.WS_PROTOCOLS["auto"] = None  # no websockets: SGLang checks the key of HTTP requests only
 lora_merge.install(Path(sys.argv[sys.argv.index("--model-path") + 1]))
 store_address.install()
+grammars.install()
 if "--enable-return-routed-experts" in sys.argv:
     raw_routes.install()
 MIRROR = None
@@ -76,6 +78,7 @@ def main() -> None:
     from sglang.srt.entrypoints import http_server
 
     raw_routes.serve(http_server)
+    grammars.serve(http_server.app)
     if MIRROR is not None:
         mirror.serve(http_server.app, MIRROR)
     load_plugins()

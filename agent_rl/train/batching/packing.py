@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agent_rl.errors import TrainerError
-from agent_rl.types import Sample, TopTokens
+from agent_rl.types import Sample, TopTokens, drawn_mask
 from r3.kept_tokens import KeptTokens, KeptTokensError
 
 
@@ -27,7 +27,8 @@ class MicroBatch:
     """Sequences packed for one forward pass.
 
     ``sample_ids``: each sequence's index in the global batch. ``tokens_T`` int64, ``cu_seqlens`` int32 ``[n + 1]``,
-    ``mask_T`` bool (sampled, and not a sequence's first token), ``logprobs_T`` float32 (the rollout's),
+    ``mask_T`` bool (sampled, and not a sequence's first token), ``drawn_T`` bool (those that a loss counts,
+    :func:`agent_rl.types.drawn_mask`), ``logprobs_T`` float32 (the rollout's),
     ``advantages_T`` and ``weights_T`` float32. ``old_logprobs_T`` float32: the samples' ``old_logprobs``, or None.
     ``lag_T`` int32: their ``lag``, or 0. ``teacher_T`` float32: their ``teacher_logprobs``, or None. ``kept_T``: their
     kept tokens, one row per token, or None. ``teacher_top_T``: their ``teacher_top``, one row per token, or None.
@@ -38,6 +39,7 @@ class MicroBatch:
     tokens_T: NDArray[np.int64]
     cu_seqlens: NDArray[np.int32]
     mask_T: NDArray[np.bool_]
+    drawn_T: NDArray[np.bool_]
     logprobs_T: NDArray[np.float32]
     advantages_T: NDArray[np.float32]
     weights_T: NDArray[np.float32]
@@ -63,11 +65,13 @@ def pack(samples: Mapping[int, Sample] | Sequence[Sample], ids: Sequence[int]) -
     for index, sample in zip(ids, members, strict=True):
         _check_sample(index, sample)
     lengths = [len(sample.tokens) for sample in members]
+    kept = [_kept(index, sample) for index, sample in zip(ids, members, strict=True)]
     return MicroBatch(
         sample_ids=tuple(ids),
         tokens_T=np.concatenate([sample.tokens for sample in members]).astype(np.int64),
         cu_seqlens=np.cumsum([0, *lengths]).astype(np.int32),
         mask_T=np.concatenate([_trainable(sample) for sample in members]),
+        drawn_T=np.concatenate([drawn_mask(sample) for sample in members]),
         logprobs_T=np.concatenate([sample.logprobs for sample in members]).astype(np.float32),
         advantages_T=np.concatenate([_advantages(sample) for sample in members]),
         weights_T=np.repeat([sample.weight for sample in members], lengths).astype(np.float32),
@@ -76,7 +80,7 @@ def pack(samples: Mapping[int, Sample] | Sequence[Sample], ids: Sequence[int]) -
         teacher_T=_of_all(ids, [sample.teacher_logprobs for sample in members], "log-probs of the teacher"),
         teacher_top_T=_teacher_top(ids, members),
         observed_T=_observed(ids, members),
-        kept_T=KeptTokens.join([_kept(index, sample) for index, sample in zip(ids, members, strict=True)]),
+        kept_T=KeptTokens.join(kept),
     )
 
 
@@ -138,6 +142,7 @@ def pack_weighted(sequences: Sequence[tuple[NDArray[np.int32], NDArray[np.float3
         tokens_T=np.concatenate([tokens for tokens, _ in members]).astype(np.int64),
         cu_seqlens=np.cumsum([0, *(len(tokens) for tokens, _ in members)]).astype(np.int32),
         mask_T=weights_T != 0,
+        drawn_T=weights_T != 0,
         logprobs_T=zeros_T,
         advantages_T=zeros_T,
         weights_T=weights_T,

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from agent_rl.config import ParallelConfig
 from agent_rl.errors import TrainerError
 from agent_rl.train.batching.cost import TOKENS, SequenceCost, expert_loads
-from agent_rl.types import Sample
+from agent_rl.types import Sample, drawn_mask
 
 Partition = tuple[tuple[tuple[int, ...], ...], ...]
 """``partition[rank][micro_batch]``: indices of sequences. With few sequences a rank may have no micro-batch."""
@@ -185,9 +185,10 @@ def _swap_between_rows(rows: list[list[Bin]], costs: Sequence[float], loads: Loa
 
 @dataclass(frozen=True, slots=True)
 class MiniStepShare:
-    """A data rank's share of one optimizer update: its micro-batches (sample indices). ``sampled_tokens``,
-    ``sequences`` (trajectories with a sampled token) and ``weight`` (the sampled tokens' sum of sample weights) count
-    over *all* ranks; the loss is divided by one of them, and the loss of ``observed`` tokens by their number."""
+    """A data rank's share of one optimizer update: its micro-batches (sample indices). ``sampled_tokens`` (those of
+    :func:`agent_rl.types.drawn_mask`), ``sequences`` (trajectories with such a token) and ``weight`` (these tokens' sum
+    of sample weights) count over *all* ranks; the loss is divided by one of them, and the loss of ``observed`` tokens by
+    their number."""
 
     micro_batches: tuple[tuple[int, ...], ...]
     sampled_tokens: int
@@ -217,7 +218,7 @@ def split_step(
     shares: list[list[MiniStepShare]] = [[] for _ in range(ranks)]
     for part in mini_step_units:
         ids = [index for unit in part.tolist() for index in units[unit]]
-        sampled = [int(samples[index].loss_mask[1:].sum()) for index in ids]
+        sampled = [int(drawn_mask(samples[index]).sum()) for index in ids]
         trained = {index for index, count in zip(ids, sampled, strict=True) if count}
         sequences = sum(not trained.isdisjoint(units[unit]) for unit in part.tolist())
         weight = sum(samples[index].weight * count for index, count in zip(ids, sampled, strict=True))

@@ -1,0 +1,71 @@
+"""What a reply may say: forced calls and JSON schemas of a request as a form, which the engine converts to a grammar.
+
+::
+
+    tool_choice required, or a tool          a call of an offered tool, or of that tool
+    response_format without tools, or none   JSON of the schema
+    response_format with tools               either
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from agent_rl.endpoint.forced_calls import forced_tools
+from agent_rl.endpoint.messages import ChatRequest, RequestRejected
+from agent_rl.engine.grammars import convert
+from agent_rl.engine.types import Engine
+from agent_rl.errors import GrammarRefused, GrammarsUnsupported
+from tools import ToolCallFormat
+from tools.formats.grammars import json_value, literal, one_of, sequence, without_rules
+from tools.types import ConstrainsCalls, Form, WritesTurns
+
+
+async def grammar_of(engine: Engine, fmt: ToolCallFormat, request: ChatRequest) -> str | None:
+    """The grammar of the reply to ``request``; None if it may say anything, or if only its opening can be forced.
+
+    The calls of a tool follow its schema; if no grammar expresses that and the tool is not strict, they have its
+    arguments with any JSON as values. Raises RequestRejected for what can be neither constrained nor forced.
+    """
+    forced = request.tool_choice == "required"
+    if not forced and request.response_schema is None:
+        return None
+    if forced and not isinstance(fmt, ConstrainsCalls):
+        return None
+    called = _called(request)
+    free = [name for name in called if name not in request.strict_tools]
+    refusal = ""
+    for without in ([], free) if free else ([],):
+        try:
+            return await convert(engine, _form(fmt, request, called, without))
+        except (GrammarRefused, ValueError) as error:
+            refusal = str(error)
+        except GrammarsUnsupported as error:
+            if forced:
+                return None
+            raise RequestRejected("bad", f"response_format: {error}") from None
+    where = "tool_choice" if forced else "response_format"
+    raise RequestRejected("bad", f"{where}: no grammar expresses the schema: {refusal}")
+
+
+def _called(request: ChatRequest) -> dict[str, Any]:
+    """The schemas of the arguments of the tools that the reply may call, by name."""
+    offered = [*request.tools, *request.deferred_tools]
+    tools = {"none": [], "auto": offered, "required": forced_tools(request)}[request.tool_choice]
+    return {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
+
+
+def _form(fmt: ToolCallFormat, request: ChatRequest, called: dict[str, Any], without: Collection[str]) -> Form:
+    """``without``: tools whose calls need not follow their schemas. Raises ValueError for what cannot be written."""
+    forms = []
+    if request.tool_choice != "required" and request.response_schema is not None:
+        value = json_value(request.response_schema)
+        turn = fmt.render_turn("", "{}", ()) if isinstance(fmt, WritesTurns) else "{}"
+        before = turn.partition("{}")[0]
+        forms.append(sequence(literal(before), value) if before else value)
+    for name, parameters in called.items():
+        if not isinstance(fmt, ConstrainsCalls):
+            raise ValueError(f"the format {fmt.name} has no form of calls")
+        forms.append(fmt.call_form(name, without_rules(parameters) if name in without else parameters))
+    return one_of(forms)
