@@ -6,9 +6,9 @@ The database is a set of pages. A page is a short text with one order::
         return count + 5          what it costs: the count, and a fee of 5
 
 The customer wants the fee off. The agent looks the order up, takes the fee off if the order is open, and leaves it if
-it was sent; then it finishes, or tells the customer. The tools and the form of the pages are those of the
-demonstrations of ``tiny-moe`` (docs/research/starting-model.md), so that this small model can learn the environment
-within minutes.
+it was sent; then it finishes, or tells the customer, who may have further orders. The tools and the form of the pages
+are those of the demonstrations of ``tiny-moe`` (docs/research/starting-model.md), so that this small model can learn
+the environment within minutes.
 """
 
 from __future__ import annotations
@@ -43,6 +43,9 @@ class Orders:
         train_tasks: int = Field(640, gt=0, description="Tasks of the split train.")
         heldout_tasks: int = Field(256, gt=0, description="Tasks of the split heldout.")
         seed: int = Field(0, description="Seed of the tasks.")
+        orders: int = Field(
+            1, gt=0, le=len(_PAGES), description="Orders of an episode, which the customer names in turn."
+        )
 
     @classmethod
     def tasks(cls, split: str, options: Options) -> list[dict[str, Any]]:
@@ -51,14 +54,16 @@ class Orders:
             raise TaskRecordError(f"environment orders has no split {split!r}; it has train, heldout")
         heldout = split == "heldout"
         count = options.heldout_tasks if heldout else options.train_tasks
-        return list(islice(_orders(options.seed, heldout=heldout), count))
+        drawn = _orders(options.seed, heldout=heldout)
+        return list(islice(drawn if options.orders == 1 else _in_turn(drawn, options.orders), count))
 
     async def setup(self, task: Task) -> list[Message]:
         """The customer's first message."""
-        row = self.row = task.record
-        self.page, self.text, self.looked, self.messages = f"{row['page']}.py", _text(row), False, 0
-        user = _PHRASES[row["phrase"]].format(item=row["item"], count=row["count"], page=self.page)
-        return [{"role": "system", "content": "Fix the order."}, {"role": "user", "content": user}]
+        row = task.record
+        self.rows = [row, *row.get("further", ())]
+        self.texts, self.looked, self.messages = {_page(row): _text(row) for row in self.rows}, set[str](), 0
+        self.named = 0
+        return [{"role": "system", "content": "Fix the order."}, {"role": "user", "content": _request(row)}]
 
     async def file_editor(
         self, command: Literal["view", "str_replace"], path: str, old_str: str = "", new_str: str = ""
@@ -71,46 +76,58 @@ class Orders:
             old_str: The text to replace, for str_replace. It must occur once.
             new_str: The text in its place.
         """
-        if path != self.page:
+        if path not in self.texts:
             raise ToolError("no such page")
         if command == "view":
-            self.looked = True
-            return self.text
-        if not old_str or self.text.count(old_str) != 1:
+            self.looked.add(path)
+            return self.texts[path]
+        if not old_str or self.texts[path].count(old_str) != 1:
             raise ToolError("not found")
-        self.text = self.text.replace(old_str, new_str)
+        self.texts[path] = self.texts[path].replace(old_str, new_str)
         return "edited"
 
     async def finish(self, command: Literal["submit"] = "submit") -> ToolResult:
-        """End the conversation.
+        """End the conversation, or hear the next order.
 
         Args:
             command: Always submit.
         """
-        return ToolResult("", submitted=True)
+        return self._next("")
 
     async def respond(self, text: str) -> ToolResult:
         """The customer, who is content with what is right and otherwise says again where the order is."""
         self.messages += 1
-        if self.looked and self.text == _right_text(self.row):
-            return ToolResult("Thank you.", submitted=True)
-        return ToolResult(f"It is `{self.row['item']}` in {self.page}.")
+        row = self.rows[self.named]
+        return self._next("Thank you.") if self._right(row) else ToolResult(f"It is `{row['item']}` in {_page(row)}.")
+
+    def _next(self, goodbye: str) -> ToolResult:
+        """The customer's next order, or the end of the conversation."""
+        self.named += 1
+        ended = self.named == len(self.rows)
+        return ToolResult(goodbye, submitted=True) if ended else ToolResult(_request(self.rows[self.named]))
+
+    def _right(self, row: Mapping[str, Any]) -> bool:
+        """Whether the agent looked the order up and left it as it has to be."""
+        return _page(row) in self.looked and self.texts[_page(row)] == _right_text(row)
 
     async def grade(self) -> Grade:
-        """1 if the agent looked the order up and left it as it has to be."""
-        right = self.looked and self.text == _right_text(self.row)
-        parts = {"right": float(right), "looked": float(self.looked)}
-        return Grade(float(right), right, parts=parts, metrics={"messages": float(self.messages)})
+        """The share of the orders that are right; resolved if all are."""
+        right = sum(map(self._right, self.rows)) / len(self.rows)
+        parts = {"right": right, "looked": len(self.looked) / len(self.rows)}
+        return Grade(right, right == 1, parts=parts, metrics={"messages": float(self.messages)})
 
     @classmethod
     def solution(cls, task: Task) -> list[ToolCall | str]:
         """The calls, and what the agent says to the customer."""
-        row, page = task.record, f"{task.record['page']}.py"
-        look = ToolCall("file_editor", {"command": "view", "path": page})
-        if row["state"] == "sent":
-            return [look, "It was sent already."]
-        change = {"command": "str_replace", "path": page, "old_str": f" + {row['fee']}", "new_str": ""}
-        return [look, ToolCall("file_editor", change), "The fee is off."]
+        return [step for row in (task.record, *task.record.get("further", ())) for step in _solution(row)]
+
+
+def _solution(row: Mapping[str, Any]) -> list[ToolCall | str]:
+    look = ToolCall("file_editor", {"command": "view", "path": _page(row)})
+    if row["state"] == "sent":
+        return [look, "It was sent already."]
+    change = {**look.arguments, "command": "str_replace", "old_str": f" + {row['fee']}", "new_str": ""}
+    return [look, ToolCall("file_editor", change), "The fee is off."]
 
 
 def _orders(seed: int, *, heldout: bool) -> Iterator[dict[str, Any]]:
@@ -129,6 +146,26 @@ def _orders(seed: int, *, heldout: bool) -> Iterator[dict[str, Any]]:
         if side == heldout and name not in seen:
             seen.add(name)
             yield {"id": name, **row, "count": rng.randint(2, 9), "phrase": rng.randrange(len(_PHRASES))}
+
+
+def _in_turn(orders: Iterator[dict[str, Any]], count: int) -> Iterator[dict[str, Any]]:
+    """Tasks of ``count`` of the ``orders`` on different pages."""
+    while True:
+        row = next(orders)
+        further: list[dict[str, Any]] = []
+        while len(further) < count - 1:
+            other = next(orders)
+            if other["page"] not in {each["page"] for each in (row, *further)}:
+                further.append(other)
+        yield {**row, "id": "_".join(each["id"] for each in (row, *further)), "further": further}
+
+
+def _page(row: Mapping[str, Any]) -> str:
+    return f"{row['page']}.py"
+
+
+def _request(row: Mapping[str, Any]) -> str:
+    return _PHRASES[row["phrase"]].format(item=row["item"], count=row["count"], page=_page(row))
 
 
 def _text(row: Mapping[str, Any]) -> str:

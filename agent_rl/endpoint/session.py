@@ -17,6 +17,7 @@ from agent_rl.endpoint.forced_calls import forced_opening
 from agent_rl.endpoint.messages import ChatRequest, ChatResponse, Finish, RequestRejected
 from agent_rl.endpoint.stop_sequences import PIECE, find_stop, tokens_until_stop
 from agent_rl.endpoint.training_rules import RequestKind, apply_training_rules
+from agent_rl.endpoint.written_calls import with_read_calls
 from agent_rl.engine.types import Engine
 from agent_rl.errors import EngineAborted, EngineError, TemplateError
 from agent_rl.rollout.conversation_tree import ChatMessage, ConversationTree, Node, RequestPlan, Tokens, Tools
@@ -301,7 +302,7 @@ class Session:
         if not request.messages or request.messages[-1].role == "assistant":
             raise RequestRejected("bad", "messages: the last message must have role user or tool")
         try:
-            return self.tree.plan_request(request.messages, request.tools)
+            return self.tree.plan_request([*map(with_read_calls, request.messages)], request.tools)
         except (TemplateError, TypeError, ValueError) as error:
             raise RequestRejected("bad", f"messages: cannot be rendered: {error}") from error
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import shlex
-import sys
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
+from support.agent_programs import AGENTS, ROOT
 
 from agent_rl.config import HarnessConfig
 from agent_rl.config.loader import load_config
@@ -18,11 +15,9 @@ from agent_rl.types import BranchCause, StopReason, Trajectory
 from sandbox import SandboxPool, open_backend
 from tools import ToolCall, tool_format
 
-ROOT = Path(__file__).parents[2]
-AGENTS = Path(os.environ.get("AGENT_RL_AGENTS", ROOT / ".cache" / "agents"))
 MINI = "mini-swe-agent", "mini-swe-agent"
-CLAUDE = "claude-code", "node_modules/@anthropic-ai/claude-code-linux-x64"
-CODEX = "codex", "node_modules/@openai/codex-linux-x64/vendor/x86_64-unknown-linux-musl"
+CLAUDE = "claude-code", "claude-code/node_modules/@anthropic-ai/claude-code-linux-x64"
+CODEX = "codex", "codex/node_modules/@openai/codex-linux-x64/vendor/x86_64-unknown-linux-musl"
 CONTEXT = 200_000  # the shipped tokenizer has 1,024 tokens: prompts are long
 
 pytestmark = pytest.mark.bubblewrap
@@ -141,39 +136,3 @@ async def test_a_program_compacts_before_its_context_is_full(
     assert trajectory.turns[-1].prompt_tokens < max(turn.prompt_tokens for turn in trajectory.turns)
     sampled = sum(turn.completion_tokens for turn in trajectory.turns)
     assert sum(branch.sampled_tokens for branch in trajectory.branches) == sampled, "the summary is trained"
-
-
-def after_opening(name: str, arguments: dict[str, object]) -> str:
-    """A call without the opening that the endpoint writes for a required call."""
-    return calling((name, arguments)).removeprefix('<tool_call>\n{"name": "')
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("kind", "said", "branches"),
-    [
-        (
-            "code",
-            [
-                'I look.\n<code>\nprint(shell("ls"))\n</code>\nObservation: invented',
-                '<code>\nfinal_answer("good")\n</code>',
-            ],
-            1,
-        ),
-        # It sends its calls back as text.
-        ("calls", [after_opening("shell", {"command": "ls"}), after_opening("final_answer", {"answer": "good"})], 2),
-        (
-            "output",
-            [after_opening("shell", {"command": "ls"}), after_opening("final_result", {"name": "Rome", "people": 3})],
-            1,
-        ),
-    ],
-    ids=["smolagents-code", "smolagents-calls", "pydantic-ai-output"],
-)
-async def test_agents_of_libraries(say: Any, drive: Any, kind: str, said: list[str], branches: int) -> None:
-    script = Path(__file__).parent / "programs" / "library_agents.py"
-    program = shlex.join([sys.executable, str(script), kind])
-    libraries = HarnessConfig(command=program, location="host", env={"PYTHONPATH": str(AGENTS / "python")})
-    trajectory = await drive(say(*said), libraries, max_tokens=CONTEXT)
-    assert (trajectory.stop, trajectory.error) == (StopReason.SUBMITTED, "")
-    assert (len(trajectory.turns), len(trajectory.branches)) == (2, branches)

@@ -81,6 +81,22 @@ async def test_sent_order_must_be_looked_up_and_left_as_it_is(orders: Environmen
         assert (ended.parts, ended.resolved) == (parts, parts["right"] == 1.0)
 
 
+async def test_customer_names_further_orders_one_after_another() -> None:
+    several = load_environment("orders", NOWHERE, {"train_tasks": 6, "heldout_tasks": 6, "orders": 3})
+    assert [finding for finding in await check_environment(several) if not finding.ok] == []
+    task = several.tasks("train")[0]
+    rows = [task.record, *task.record["further"]]
+    assert len({row["page"] for row in rows}) == 3
+    turns = several.solution(task)  # type: ignore[attr-defined]
+    ended = await drive(several, task, turns)
+    assert (ended.stop, ended.reward, ended.resolved) == (StopReason.SUBMITTED, 1.0, True)
+    assert sum(f"{rows[1]['item']}({rows[1]['count']})" in turn.observation for turn in ended.turns) == 1
+    only_first = [*turns[: 3 if rows[0]["state"] == "open" else 2], *[ToolCall("finish", {})] * 2]
+    ended = await drive(several, task, only_first)
+    assert (ended.stop, ended.resolved) == (StopReason.SUBMITTED, False)
+    assert ended.parts == {"right": pytest.approx(1 / 3), "looked": pytest.approx(1 / 3)}
+
+
 async def test_wrong_page_or_text_changes_nothing(orders: Environment) -> None:
     task = task_in(orders, "open")
     turns = [
