@@ -17,7 +17,7 @@ from agent_rl import bootstrap
 from scripts.record_cuda_metadata import METADATA, PYTHONS
 
 RECORD = json.loads(METADATA.read_text())
-KERNELS = ("sglang-kernel", "nvidia-ml-py", "cuda-python", "torch-memory-saver", "ninja")
+KERNELS = ("sglang-kernel", "flashinfer-python", "nvidia-ml-py", "cuda-python", "torch-memory-saver", "ninja")
 """What SGLang's server imports or runs on a GPU only."""
 
 
