@@ -234,7 +234,9 @@ class SftRun:
             self.checkpoints.check()
             if step in evaluated or self.checkpoints.due(step) or self.guard.stopping:
                 best = best_step(self.state.evaluations)
-                await self.checkpoints.save(self.progress, good=self.guard.good_step, best=best and best.step)
+                await self.checkpoints.save(
+                    self.progress, good=self.guard.good_step, best=None if best is None else best.step
+                )
             if self.guard.stopping:
                 await self.checkpoints.finish()
             self.guard.enforce(self.state.checkpoint(step), self.checkpoints.newest)

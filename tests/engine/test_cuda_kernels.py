@@ -122,7 +122,9 @@ def test_the_server_of_pair_a_imports_on_a_gpu_with_its_packages_and_only_with_t
 def test_names_are_read_through_star_imports_and_branches(tmp_path: Path) -> None:
     package = tmp_path / "kernels"
     package.mkdir()
-    lines = "try:\n    from kernels.part import *\nexcept ImportError:\n    spare = 1\nif spare:\n    import os as system\n"
+    lines = (
+        "try:\n    from kernels.part import *\nexcept ImportError:\n    spare = 1\nif spare:\n    import os as system\n"
+    )
     (package / "__init__.py").write_text(lines)
     (package / "part.py").write_text("def run():\n    hidden = 1\nclass Kernel: ...\nsize: int = 2\n")
     assert module_names(package) == {

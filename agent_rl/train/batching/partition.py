@@ -187,8 +187,8 @@ def _swap_between_rows(rows: list[list[Bin]], costs: Sequence[float], loads: Loa
 class MiniStepShare:
     """A data rank's share of one optimizer update: its micro-batches (sample indices). ``sampled_tokens`` (those of
     :func:`agent_rl.types.drawn_mask`), ``sequences`` (trajectories with such a token) and ``weight`` (these tokens' sum
-    of sample weights) count over *all* ranks; the loss is divided by one of them, and the loss of ``observed`` tokens by
-    their number."""
+    of sample weights) count over *all* ranks; the loss is divided by one of them, and the loss of ``observed`` tokens
+    by their number."""
 
     micro_batches: tuple[tuple[int, ...], ...]
     sampled_tokens: int
