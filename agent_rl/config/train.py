@@ -232,6 +232,34 @@ class TurnRewardsConfig(Section):
     gamma: float = Field(1.0, ge=0, le=1, description="Discount of the next turn's return.")
 
 
+class DifficultyPool(Section):
+    """Tasks by their latest solve rate."""
+
+    up_to: float = Field(..., ge=0, le=1, description="Highest solve rate of the pool's tasks, inclusive.")
+    weight: float = Field(..., ge=0, description="Weight of one of its tasks, relative to an unseen task's 1.")
+
+
+class CurriculumConfig(Section):
+    """Draw tasks by their measured solve rate; see docs/how-to/train.md."""
+
+    pools: tuple[DifficultyPool, ...] = Field(
+        (
+            DifficultyPool(up_to=0.25, weight=0.2),
+            DifficultyPool(up_to=0.75, weight=1.0),
+            DifficultyPool(up_to=1.0, weight=0.2),
+        ),
+        min_length=1,
+        description="Pools by rising `up_to`; the last one has 1.",
+    )
+
+    @model_validator(mode="after")
+    def _check_pools(self) -> CurriculumConfig:
+        limits = [pool.up_to for pool in self.pools]
+        if limits != sorted(set(limits)) or limits[-1] != 1.0:
+            raise ValueError(f"train.curriculum.pools: up_to is {limits}; it must rise from pool to pool, up to 1")
+        return self
+
+
 class EchoConfig(Section):
     """ECHO (arXiv 2605.24517): also learn to predict observations; see docs/reference/objectives.md."""
 
@@ -293,6 +321,9 @@ class TrainConfig(Section):
         default_factory=dict,
         description="Environments to train on, by name. They replace `env.name` and `env.options`. Empty: the "
         "environment of the section `env` (docs/how-to/train.md).",
+    )
+    curriculum: CurriculumConfig | None = Field(
+        None, description="Draw tasks by their solve rate so far. null: every task once per epoch."
     )
     replay: Annotated[Replay, OFF] = Field(
         "r3", description="Routing replay mode: r3 (rollout), r2 (trainer's first pass), off."
