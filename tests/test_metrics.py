@@ -124,6 +124,7 @@ def report() -> RankReport:
         distill=0.1,
         observed=2,
         observation=3.0,
+        router_shift=2.0,
     )
     reference = ReferenceReport(taken=0.0, seconds=1.0)
     return RankReport(logprobs, logprobs, logprobs, lag, (sums,), 1.0, 1.0, 1.0, reference, teacher_logprobs=logprobs)

@@ -148,6 +148,13 @@ class CorrectionConfig(Section):
         description="Off-policy sequence masking (DeepSeek-V3.2): mask sequences with a negative advantage whose mean "
         "log-ratio of the old to the current policy is above this. null: no masking.",
     )
+    router_shift: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="Floor of RSPO's router-shift ratio, which multiplies a token's ratio before the clip; requires "
+        "replay. null: no router shift.",
+    )
 
     @model_validator(mode="after")
     def _check_bounds(self) -> CorrectionConfig:
@@ -466,6 +473,10 @@ class TrainConfig(Section):
             raise ValueError(
                 f"train.advantage_scale {scale} conflicts with train.baseline {self.baseline}: set advantage_scale to "
                 "batch or none"
+            )
+        if self.correction.router_shift is not None and self.replay == "off":
+            raise ValueError(
+                "train.correction.router_shift compares the gates of replayed experts: set train.replay to r3 or r2"
             )
         if self.offload_activations and self.recompute != "full":
             raise ValueError(f"train.offload_activations requires train.recompute full; it is {self.recompute}")

@@ -299,6 +299,11 @@ METRICS: tuple[Metric, ...] = (
     ),
     *_rows(
         _STEP,
+        (
+            "train/router_shift_mean",
+            "ratio",
+            "Router-shift ratio (`correction.router_shift`); mean over tokens.",
+        ),
         ("train/observation_loss", "nats", "Cross entropy of observations (`train.echo`); mean over their tokens."),
         ("train/sampled_tokens", "tokens", "Sampled tokens in all updates of the step."),
         ("train/updates", "count", "Optimizer updates applied."),

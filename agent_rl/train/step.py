@@ -57,7 +57,8 @@ if TYPE_CHECKING:
     from agent_rl.train.optimizer import PolicyOptimizer
 
 Shards = Sequence[RouteShard] | None
-SUMS = ("loss", "clipped", "entropy", "kl", "correction", "dropped", "kl_reference", "distill", "observation")
+_AUXILIARY = ("distill", "observation", "router_shift")
+SUMS = ("loss", "clipped", "entropy", "kl", "correction", "dropped", "kl_reference", *_AUXILIARY)
 """The sums that the loss function returns for each micro-batch: fields of :class:`UpdateSums`."""
 
 
@@ -93,7 +94,8 @@ def grpo_step(
     if replay == "r3":
         balancer.use_routes(batches, update_routes)
     with traced_pass(model, tracer, "prev-logprob", 0), balancer.plans("recompute") as plans:
-        old = _forward(model, batches, old_routes, temperature, record=record, plans=plans)
+        shifts = config.train.correction.router_shift is not None
+        old = _forward(model, batches, old_routes, temperature, record=record, gates=shifts, plans=plans)
     recorded = [_recorded(output) for output in old] if record else []
     after_old = time.perf_counter()
     unreplayed = None
@@ -104,10 +106,14 @@ def grpo_step(
     if replay == "r2":
         update_routes = _as_shards(model, batches, recorded)
         balancer.use_routes(batches, update_routes)
-    logprobs = [output.logprobs for output in old]
+    logprobs, gates = [output.logprobs for output in old], [output.gates for output in old]
     unreplayed_logprobs = None if unreplayed is None else [output.logprobs for output in unreplayed]
     del old, unreplayed, recorded  # routes are the largest data of a step: free those that no pass replays
     inputs = _training_inputs(model, batches, logprobs, config.train)
+    inputs = [
+        item if own is None else replace(item, extras={**item.extras, "gates": own})
+        for item, own in zip(inputs, gates, strict=True)
+    ]
     comparison = _compare(model, reference, inputs, update_routes, logprobs, config)
     if comparison is not None:
         inputs = [
@@ -189,10 +195,11 @@ def _forward(
     temperature: float,
     *,
     record: bool,
+    gates: bool = False,
     plans: PassPlans | None = None,
 ) -> list[PassOutput]:
     inputs = [packed(batch) for batch in batches]
-    return model.forward_logprobs(inputs, routes, temperature=temperature, record=record, plans=plans)
+    return model.forward_logprobs(inputs, routes, temperature=temperature, record=record, gates=gates, plans=plans)
 
 
 def _recorded(output: PassOutput) -> NDArray[np.integer]:
@@ -455,6 +462,7 @@ def grpo_loss(config: RunConfig, share: MiniStepShare, *, detail: bool = False) 
             reference_T=batch.extras.get("reference"),
             selected_T=batch.extras.get("selected"),
             observed_T=batch.extras.get("observed"),
+            shift_T=batch.extras.get("router_shift"),
             top_Tk=(batch.extras["candidates"], batch.extras["teacher_top"]) if batch.candidates is not None else None,
         )
         values = dict[str, float | Tensor](zip(SUMS, (result.loss.detach(), *_reported(result)), strict=True))
@@ -469,7 +477,7 @@ def grpo_loss(config: RunConfig, share: MiniStepShare, *, detail: bool = False) 
 
 
 def _reported(result: PolicyLoss) -> tuple[Tensor, ...]:
-    names = ("clipped", "entropy", "approx_kl", "correction", "dropped", "kl_reference", "distill", "observation")
+    names = ("clipped", "entropy", "approx_kl", "correction", "dropped", "kl_reference", *_AUXILIARY)
     return tuple(getattr(result, name) for name in names)
 
 

@@ -101,12 +101,14 @@ class PassOutput:
     Entry i belongs to the distribution of token i; it is 0 for the first token of a sequence.
     ``entropy`` is detached. ``routes``: the experts that this rank's routers used, ``[rows, columns, top_k]`` on
     the CPU, uint8 for up to 256 experts, else int32; rows and columns as in :class:`r3.shard.RouteShard` (padding
-    included); a single rank has those of the full batch.
+    included); a single rank has those of the full batch. ``gates`` float32 ``[T, L, K]`` on the CPU: the router's
+    log-probabilities of the experts used.
     """
 
     logprobs: Tensor
     entropy: Tensor | None = None
     routes: Tensor | None = None
+    gates: Tensor | None = None
 
 
 Routes = PackedRoutes | RouteShard
