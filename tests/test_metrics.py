@@ -13,8 +13,10 @@ import pytest
 from support.trajectories import trajectory
 
 from agent_rl.config import MAX_STALENESS, Clip, GuardConfig
+from agent_rl.config.train import CurriculumConfig
 from agent_rl.controller.advantages import build_samples
 from agent_rl.controller.async_rollout.task_ledger import LedgerFile
+from agent_rl.controller.curriculum import Curriculum
 from agent_rl.controller.guard import Guard
 from agent_rl.controller.journal import Journal
 from agent_rl.controller.rollout_runtime import TaskRuntime
@@ -80,6 +82,7 @@ def made_by_calling() -> Mapping[str, set[str]]:
         "rollout/route_audit.py": audited,
         "rollout/filters.py": filter_metrics([group], [Group("u", (won, won))]),
         "rollout/rescore.py": rescore_metrics([won]),
+        "controller/curriculum.py": Curriculum(CurriculumConfig(), lambda: {"t": 1.0}, Path("none")).metrics(),
         "controller/advantages.py": build_samples(
             [replace(group, trajectories=(replace(won, turns=(turn,)),))], gamma=1.0
         ).metrics,
@@ -129,6 +132,7 @@ def report() -> RankReport:
         distill=0.1,
         observed=2,
         observation=3.0,
+        router_shift=2.0,
     )
     reference = ReferenceReport(taken=0.0, seconds=1.0)
     critic = CriticReport((2, 1, 1, 1, 0, 0), (CriticUpdate(2),))

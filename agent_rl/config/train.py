@@ -155,6 +155,13 @@ class CorrectionConfig(Section):
         description="Off-policy sequence masking (DeepSeek-V3.2): mask sequences with a negative advantage whose mean "
         "log-ratio of the old to the current policy is above this. null: no masking.",
     )
+    router_shift: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="Floor of RSPO's router-shift ratio, which multiplies a token's ratio before the clip; requires "
+        "replay. null: no router shift.",
+    )
 
     @model_validator(mode="after")
     def _check_bounds(self) -> CorrectionConfig:
@@ -239,6 +246,34 @@ class TurnRewardsConfig(Section):
     gamma: float = Field(1.0, ge=0, le=1, description="Discount of the next turn's return.")
 
 
+class DifficultyPool(Section):
+    """Tasks by their latest solve rate."""
+
+    up_to: float = Field(..., ge=0, le=1, description="Highest solve rate of the pool's tasks, inclusive.")
+    weight: float = Field(..., ge=0, description="Weight of one of its tasks, relative to an unseen task's 1.")
+
+
+class CurriculumConfig(Section):
+    """Draw tasks by their measured solve rate; see docs/how-to/train.md."""
+
+    pools: tuple[DifficultyPool, ...] = Field(
+        (
+            DifficultyPool(up_to=0.25, weight=0.2),
+            DifficultyPool(up_to=0.75, weight=1.0),
+            DifficultyPool(up_to=1.0, weight=0.2),
+        ),
+        min_length=1,
+        description="Pools by rising `up_to`; the last one has 1.",
+    )
+
+    @model_validator(mode="after")
+    def _check_pools(self) -> CurriculumConfig:
+        limits = [pool.up_to for pool in self.pools]
+        if limits != sorted(set(limits)) or limits[-1] != 1.0:
+            raise ValueError(f"train.curriculum.pools: up_to is {limits}; it must rise from pool to pool, up to 1")
+        return self
+
+
 class EchoConfig(Section):
     """ECHO (arXiv 2605.24517): also learn to predict observations; see docs/reference/objectives.md."""
 
@@ -300,6 +335,9 @@ class TrainConfig(Section):
         default_factory=dict,
         description="Environments to train on, by name. They replace `env.name` and `env.options`. Empty: the "
         "environment of the section `env` (docs/how-to/train.md).",
+    )
+    curriculum: CurriculumConfig | None = Field(
+        None, description="Draw tasks by their solve rate so far. null: every task once per epoch."
     )
     replay: Annotated[Replay, OFF] = Field(
         "r3", description="Routing replay mode: r3 (rollout), r2 (trainer's first pass), off."
@@ -444,6 +482,10 @@ class TrainConfig(Section):
                 f"train.advantage_scale {scale} conflicts with train.baseline {self.baseline}: set advantage_scale to "
                 "batch or none"
             )
+        if self.correction.router_shift is not None and self.replay == "off":
+            raise ValueError(
+                "train.correction.router_shift compares the gates of replayed experts: set train.replay to r3 or r2"
+            )
         if self.offload_activations and self.recompute != "full":
             raise ValueError(f"train.offload_activations requires train.recompute full; it is {self.recompute}")
         return self
@@ -509,7 +551,8 @@ class TrainConfig(Section):
         selects = objective_spec(self.objective).selection is not None
         compares = correction.mask is not None or correction.veto is not None
         owns_routes = self.replay == "r2" or self.balance.enabled
-        learns = self.distill is not None or self.uses_critic  # from the teacher's gap; by values of this pass
+        # From the gap to the teacher; by values and by the gates of this pass.
+        learns = self.distill is not None or self.uses_critic or correction.router_shift is not None
         recomputes = self.old_logprob.source == "recompute"
         return recomputes or owns_routes or compares or penalized or selects or learns
 

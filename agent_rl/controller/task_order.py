@@ -1,4 +1,7 @@
-"""The order in which training draws tasks. A function of seed and position, so that a resumed run draws the same."""
+"""The order in which training draws tasks. A function of seed and position, so that a resumed run draws the same.
+
+With a curriculum it depends on solve rates too, and the draws are recorded (:mod:`agent_rl.controller.curriculum`).
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from agent_rl.controller.curriculum import Curriculum
 from agent_rl.errors import ConfigError
 from envs import Task
 
@@ -22,9 +26,13 @@ class WeightedTasks:
 
 class TaskOrder:
     """Shuffled epochs of each of ``sources``, without repetition. The sources take turns: each position belongs to the
-    source that is furthest behind its share, so that every stretch of positions has the weights' proportions."""
+    source that is furthest behind its share, so that every stretch of positions has the weights' proportions. A
+    ``curriculum`` draws the source's task instead of its epochs."""
 
-    def __init__(self, sources: Mapping[str, WeightedTasks], seed: int) -> None:
+    def __init__(
+        self, sources: Mapping[str, WeightedTasks], seed: int, curriculum: Curriculum | None = None
+    ) -> None:  # fmt: skip
+        self._curriculum = curriculum
         self._sources, self._seed = tuple(sources.values()), seed
         total = sum(source.weight for source in self._sources)
         self._shares = [source.weight / total for source in self._sources]
@@ -42,6 +50,8 @@ class TaskOrder:
         while len(self._places) <= position:
             self._extend()
         source, own = self._places[position]
+        if self._curriculum is not None:
+            return self._curriculum.draw(self._sources[source].tasks, position, self._seed)
         return task_at(self._sources[source].tasks, own, self._seed, source)
 
     def check(self, per_step: int) -> None:

@@ -32,6 +32,7 @@ from agent_rl.controller.async_rollout.producer import RolloutProducer
 from agent_rl.controller.async_rollout.task_ledger import LedgerFile, LedgerRow, Outcome, TaskLedger
 from agent_rl.controller.batch import Batch, batch_metrics, build_batch, check_filled, goodput, rescore_values
 from agent_rl.controller.checkpoints import Checkpoints, Progress, TrainerRestarts
+from agent_rl.controller.curriculum import Curriculum, solve_rate
 from agent_rl.controller.engine_admission import EngineAdmission, check_missing_budget, probe_engines
 from agent_rl.controller.guard import Guard
 from agent_rl.controller.journal import Journal
@@ -192,6 +193,8 @@ class TrainingRun:
         self.guard = Guard(config.guard, state.dir, display.note)
         self.journal = Journal(state.dir / "journal", state.run_id, turns=config.rollout.recover == "turns")
         self.history = LedgerFile(state.dir)
+        settings = config.train.curriculum
+        self.curriculum = None if settings is None else Curriculum(settings, self.history.solve_rates, state.dir)
         self.checkpoints = Checkpoints(config.train, state, trainer, self.journal)
         self.progress = Progress(state.run_id)
         self.quarantine = Quarantine(state.dir / "quarantine.json")
@@ -224,7 +227,7 @@ class TrainingRun:
             self.display.step(int(row["step"]), row)
         await self._publish(self.progress, Clock())
         await self.evaluations.begin(done)
-        order = TaskOrder(tasks.training_sources(self.config), self.config.seed)
+        order = TaskOrder(tasks.training_sources(self.config), self.config.seed, self.curriculum)
         order.check(self.config.rollout.tasks_per_step)
         buffer = RolloutBuffer(self._buffer_rules(), TaskLedger(self.progress.position, self.progress.ahead), done)
         producer = self._make_producer(buffer, order)
@@ -336,7 +339,9 @@ class TrainingRun:
         values |= self.journal.metrics(step) | self.loop_lag.metrics()
         values |= goodput(prepared.samples, batch.sampled, values["time/step"])
         values["async_rollout/trainer_idle"] = values["time/rollout"] / values["time/step"]
-        values |= self.history.append(LedgerRow(step, batch.outcomes, tuple(group.task_id for group in batch.sampled)))
+        tasks = tuple(group.task_id for group in batch.sampled)
+        values |= self.history.append(LedgerRow(step, batch.outcomes, tasks, tuple(map(solve_rate, batch.sampled))))
+        values |= {} if self.curriculum is None else self.curriculum.metrics()
         values |= self.guard.judge(step, values, self.metrics.rows)
         await asyncio.to_thread(self.metrics.append, step, values)
         self.display.step(step, values)

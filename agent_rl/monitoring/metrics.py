@@ -237,6 +237,11 @@ METRICS: tuple[Metric, ...] = (
         ("time/weight_sync", "seconds", "Time to send the weights to the engines and verify them."),
         ("data/position", "count", "Tasks drawn since the run began; the next step continues from here."),
     ),
+    *_rows(
+        "agent_rl/controller/curriculum.py",
+        ("curriculum/tasks_seen", "count", "Tasks with a solve rate (`train.curriculum`)."),
+        ("curriculum/solve_rate_mean", "share", "Latest solve rate of a task; mean over the tasks seen."),
+    ),
     *_rows("agent_rl/monitoring/metrics_log.py", ("time/ended", "seconds", "Unix time at the end of the step.")),
     *_rows(
         "agent_rl/engine/generation_gate.py",
@@ -294,6 +299,11 @@ METRICS: tuple[Metric, ...] = (
     ),
     *_rows(
         _STEP,
+        (
+            "train/router_shift_mean",
+            "ratio",
+            "Router-shift ratio (`correction.router_shift`); mean over tokens.",
+        ),
         ("train/observation_loss", "nats", "Cross entropy of observations (`train.echo`); mean over their tokens."),
         ("train/sampled_tokens", "tokens", "Sampled tokens in all updates of the step."),
         ("train/updates", "count", "Optimizer updates applied."),

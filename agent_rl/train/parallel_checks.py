@@ -24,6 +24,7 @@ def layout_problems(config: RunConfig, model: ModelSpec | None = None) -> list[s
     problems = (
         parallel_problems(train.parallel) + balance_problems(train, model) + lora_problems(train, config.engine.dtype)
     )
+    problems += router_shift_problems(train)
     if model is not None:
         modules = train.recompute_modules if train.recompute == "selective" else ()
         problems += model_problems(train.parallel, model) + recompute_problems(modules, model)
@@ -100,6 +101,18 @@ def parallel_problems(parallel: ParallelConfig) -> list[str]:
         ),
     }
     return [f"train.parallel: {problem}" for problem, broken in rules.items() if broken]
+
+
+def router_shift_problems(train: TrainConfig) -> list[str]:
+    """A rank must have the gates of all layers at all tokens that it computes the loss of."""
+    parallel = train.parallel
+    shared = parallel.tensor * parallel.pipeline * parallel.context
+    if train.correction.router_shift is None or shared == 1:
+        return []
+    return [
+        "train.correction.router_shift requires train.parallel.tensor, pipeline and context 1, where a rank has the "
+        "gates of all layers at its tokens"
+    ]
 
 
 def model_problems(parallel: ParallelConfig, model: ModelSpec) -> list[str]:

@@ -54,6 +54,7 @@ class UpdateSums:
     distill: float = 0.0
     observed: int = 0
     observation: float = 0.0
+    router_shift: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

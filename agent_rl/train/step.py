@@ -60,7 +60,8 @@ if TYPE_CHECKING:
     from agent_rl.train.optimizer import PolicyOptimizer
 
 Shards = Sequence[RouteShard] | None
-SUMS = ("loss", "clipped", "entropy", "kl", "correction", "dropped", "kl_reference", "distill", "observation")
+_AUXILIARY = ("distill", "observation", "router_shift")
+SUMS = ("loss", "clipped", "entropy", "kl", "correction", "dropped", "kl_reference", *_AUXILIARY)
 """The sums that the loss function returns for each micro-batch: fields of :class:`UpdateSums`."""
 
 
@@ -98,8 +99,9 @@ def grpo_step(
         balancer.use_routes(batches, update_routes)
     old: list[PassOutput] | None = None
     if request.runs_old_logprob_pass:
+        shifts = config.train.correction.router_shift is not None
         with traced_pass(model, tracer, "prev-logprob", 0), balancer.plans("recompute") as plans:
-            old = _forward(model, batches, old_routes, temperature, record=record, plans=plans)
+            old = _forward(model, batches, old_routes, temperature, record=record, gates=shifts, plans=plans)
     recorded = [_recorded(output) for output in old] if record and old is not None else []
     after_old = time.perf_counter()
     unreplayed = None
@@ -113,10 +115,14 @@ def grpo_step(
     own_logprobs = None if old is None else [output.logprobs for output in old]
     # Without the pass the update reads no log-probs of the trainer: the engine's stand in their place.
     logprobs = own_logprobs or [torch.from_numpy(batch.logprobs_T).to(model.device) for batch in batches]
-    values = [] if old is None else [output.values for output in old]
+    values = [output.values for output in old or ()]
+    gates = [output.gates for output in old or () if output.gates is not None]
     unreplayed_logprobs = None if unreplayed is None else [output.logprobs for output in unreplayed]
     del old, unreplayed, recorded  # routes are the largest data of a step: free those that no pass replays
     inputs = _training_inputs(model, batches, logprobs, config.train, critic, values)
+    if gates:
+        pairs = zip(inputs, gates, strict=True)
+        inputs = [replace(item, extras={**item.extras, "gates": own}) for item, own in pairs]
     comparison = _compare(model, reference, inputs, update_routes, logprobs, config)
     if comparison is not None:
         inputs = [
@@ -199,10 +205,11 @@ def _forward(
     temperature: float,
     *,
     record: bool,
+    gates: bool = False,
     plans: PassPlans | None = None,
 ) -> list[PassOutput]:
     inputs = [packed(batch) for batch in batches]
-    return model.forward_logprobs(inputs, routes, temperature=temperature, record=record, plans=plans)
+    return model.forward_logprobs(inputs, routes, temperature=temperature, record=record, gates=gates, plans=plans)
 
 
 def _recorded(output: PassOutput) -> NDArray[np.integer]:
@@ -487,6 +494,7 @@ def grpo_loss(config: RunConfig, share: MiniStepShare, *, detail: bool = False) 
             reference_T=batch.extras.get("reference"),
             selected_T=batch.extras.get("selected"),
             observed_T=batch.extras.get("observed"),
+            shift_T=batch.extras.get("router_shift"),
             top_Tk=(batch.extras["candidates"], batch.extras["teacher_top"]) if batch.candidates is not None else None,
         )
         values = dict[str, float | Tensor](zip(SUMS, (result.loss.detach(), *_reported(result)), strict=True))
@@ -501,7 +509,7 @@ def grpo_loss(config: RunConfig, share: MiniStepShare, *, detail: bool = False) 
 
 
 def _reported(result: PolicyLoss) -> tuple[Tensor, ...]:
-    names = ("clipped", "entropy", "approx_kl", "correction", "dropped", "kl_reference", "distill", "observation")
+    names = ("clipped", "entropy", "approx_kl", "correction", "dropped", "kl_reference", *_AUXILIARY)
     return tuple(getattr(result, name) for name in names)
 
 

@@ -136,6 +136,8 @@ def _train(reports: Sequence[RankReport]) -> dict[str, float]:
     tokens = max(1, sum(ranks[0].tokens for ranks in updates))
     divergence = sum(rank.distill for ranks in updates for rank in ranks)
     further = {"distill/loss_kl": divergence / tokens} if divergence else {}
+    if shift := sum(rank.router_shift for ranks in updates for rank in ranks):
+        further["train/router_shift_mean"] = shift / tokens
     if observed := sum(ranks[0].observed for ranks in updates):
         observation = sum(rank.observation for ranks in updates for rank in ranks)
         further["train/observation_loss"] = observation / observed

@@ -247,6 +247,22 @@ def test_weight_deltas_cost_a_copy_of_the_weights_on_both_sides() -> None:
     assert received == 8 // config.engine.gpus * weights
 
 
+def test_an_average_of_the_weights_costs_memory_of_the_host() -> None:
+    plans = [make_plan(recipe("two-nodes", *more)) for more in ((), ("train.ema={}",))]
+    plain, averaged = (resource(plan, "memory of a trainer host").items for plan in plans)
+    assert 4 * size_of(averaged, "average") == size_of(averaged, "checkpoint"), "of three other numbers"
+    assert 3 * size_of(averaged, "checkpoint") == 4 * size_of(plain, "checkpoint")
+
+
+def test_a_teachers_tokens_cost_memory_of_their_micro_batch() -> None:
+    configs = [
+        recipe("two-nodes", "rollout.dynamic_sampling.enabled=false", f"train.distill={{teacher: x, top_k: {k}}}")
+        for k in ("null", "64")
+    ]
+    plain, whole = (make_plan(config).rank.activations for config in configs)
+    assert whole - plain == 64 * 48 * configs[0].train.microbatch_tokens // configs[0].train.parallel.context
+
+
 def test_a_directory_has_priority_over_known_models(tmp_path: Path) -> None:
     directory = tmp_path / "Qwen3-30B-A3B"
     directory.mkdir()

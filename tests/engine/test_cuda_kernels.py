@@ -53,7 +53,7 @@ def pins() -> set[str]:
 
 def test_the_requirements_are_those_of_pair_a() -> None:
     assert set(PAIRS["A"]) <= pins()
-    assert bootstrap.TORCH == PAIRS["A"][0]
+    assert PAIRS["A"][0] == bootstrap.TORCH
 
 
 @pytest.mark.parametrize("pair", PAIRS)

@@ -20,7 +20,7 @@ from agent_rl.controller.advantages import group_advantages
 from agent_rl.errors import ConfigError, TrainerDied, TrainerError
 from agent_rl.train.ray_session import ray_cluster
 from agent_rl.train.ray_trainer import RayTrainer
-from agent_rl.types import Sample
+from agent_rl.types import Sample, TopTokens
 from r3.mismatch.report import differing_experts, route_mismatch
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
@@ -130,6 +130,48 @@ async def test_steps_from_a_checkpoint_are_bit_equal(run_config: Config, tmp_pat
     expected = -advantage + 0.1 * k3 - 0.02 * last["train/entropy"]
     assert last["train/loss"] == pytest.approx(expected, rel=1e-4), "on the policy every ratio is 1"
     assert [row["train/lr"] for row in straight] == pytest.approx([5e-3, 1e-2, 7e-3, 4e-3])
+
+
+@pytest.mark.exhaustive
+async def test_everything_beside_the_reward_resumes_bit_for_bit(run_config: Config, tmp_path: Path) -> None:
+    """A teacher's most likely tokens, observations, the router shift of RSPO, advantages by turn, and an average of the
+    weights, over several updates of a step."""
+    distill = {"teacher": "http://t", "top_k": 2, "coefficient": 0.3, "reward": 1.0}
+    config = run_config(
+        steps=5, mini_steps=2, epochs=2, distill=distill, echo={}, ema={"decay": 0.5}, objective="gmpo",
+        correction={"router_shift": 0.5},
+    )  # fmt: skip
+    generator, data = np.random.default_rng(0), list[Sample]()
+    for sample in samples():
+        size, count = len(sample.tokens), int(sample.loss_mask.sum())
+        top = TopTokens(
+            generator.integers(0, VOCAB, (count, 2)).astype(np.int32),
+            -1 - generator.random((count, 2)).astype(np.float32),
+        )
+        data.append(
+            replace(
+                sample, observed=~sample.loss_mask & (np.arange(size) > 2), teacher_top=top,
+                teacher_logprobs=sample.logprobs, advantages=generator.normal(size=size).astype(np.float32),
+            )
+        )  # fmt: skip
+    async with RayTrainer(config) as trainer:
+        straight = []
+        for step in range(4):
+            if step == 2:
+                await trainer.save(tmp_path / "step-000002")
+            straight.append(numbers(await trainer.step(data, measure_without_replay=False)))
+        await trainer.save(tmp_path / "straight")
+        await trainer.load(tmp_path / "step-000002")
+        resumed = [numbers(await trainer.step(data, measure_without_replay=False)) for _ in range(2)]
+        await trainer.save(tmp_path / "resumed")
+    assert resumed == straight[2:]
+    states = [(tmp_path / name / "rank-00000.safetensors").read_bytes() for name in ("straight", "resumed")]
+    assert states[0] == states[1]
+    assert b'embed_tokens.weight.ema"' in states[0][:100_000]
+    for row in straight:
+        assert 0.5 < row["train/router_shift_mean"] < 1
+    for name in ("train/observation_loss", "distill/loss_kl"):
+        assert straight[-1][name] < straight[0][name], name
 
 
 async def assert_broken_updates_change_nothing(trainer: RayTrainer, data: list[Sample], directory: Path) -> None:

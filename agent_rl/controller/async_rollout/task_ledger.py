@@ -123,11 +123,13 @@ NAME = "ledger.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class LedgerRow:
-    """The outcomes of the positions in a step's batch, and the task of each group of trajectories."""
+    """The outcomes of the positions in a step's batch, and the task of each group of trajectories. ``solved``: the
+    share of each group's trajectories that are resolved; empty if unknown."""
 
     step: int
     outcomes: Mapping[int, Outcome]
     tasks: tuple[str, ...]
+    solved: tuple[float, ...] = ()
 
 
 class LedgerFile:
@@ -149,6 +151,10 @@ class LedgerFile:
         self._write()
         return self.counts()
 
+    def solve_rates(self) -> dict[str, float]:
+        """The latest solve rate of each task."""
+        return {task: rate for row in self._rows for task, rate in zip(row.tasks, row.solved, strict=False)}
+
     def counts(self) -> dict[str, float]:
         """``ledger/*``: number of positions by outcome, over all steps so far."""
         totals = Counter(outcome for each in self._rows for outcome in each.outcomes.values())
@@ -168,7 +174,7 @@ NAMES = {
 
 def _line(row: LedgerRow) -> bytes:
     outcomes = {str(position): outcome.value for position, outcome in row.outcomes.items()}
-    return orjson.dumps({"step": row.step, "outcomes": outcomes, "tasks": row.tasks}) + b"\n"
+    return orjson.dumps({"step": row.step, "outcomes": outcomes, "tasks": row.tasks, "solved": row.solved}) + b"\n"
 
 
 def read_ledger(run_dir: Path) -> list[LedgerRow]:
@@ -181,6 +187,7 @@ def read_ledger(run_dir: Path) -> list[LedgerRow]:
                 row["step"],
                 {int(position): Outcome(outcome) for position, outcome in row["outcomes"].items()},
                 tuple(row["tasks"]),
+                tuple(row.get("solved", ())),
             )
             for row in rows
         ]

@@ -27,12 +27,13 @@ probability over q, whatever the source of the old log-probs, so that rho times 
 
 ``veto`` works with each of them: it drops a whole sequence with a token of r_t < veto. Dropped tokens stay in the loss'
 denominator; their factor is 0, as with an advantage of 0. ``normalize`` divides weights by their mean over the step,
-before anything is dropped, so that a correction does not change the size of the update. ``opsm`` depends on the current
-policy, so :func:`within_policy` computes it in each update.
+before anything is dropped, so that a correction does not change the size of the update. ``opsm`` and ``router_shift``
+depend on the current policy, so :func:`within_policy` and :func:`floored_shift` are computed in each update.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 import torch
@@ -90,6 +91,14 @@ def within_policy(
     distance_T = _zero_unsampled(old_logprobs_T - logprobs_T, mask_T)
     far_T = RATIOS["geometric"](distance_T, mask_T, sequence_T) > correction.opsm
     return 1.0 - (far_T & (advantages_T < 0)).to(logprobs_T.dtype)
+
+
+def floored_shift(correction: CorrectionConfig, shift_T: Tensor) -> Tensor:
+    """``[T]`` logs of the router-shift ratios (:mod:`agent_rl.train.megatron.router_shift`), without a gradient, at
+    least the log of ``correction.router_shift``."""
+    if correction.router_shift is None:
+        return torch.zeros_like(shift_T)
+    return shift_T.detach().clamp(min=math.log(correction.router_shift))
 
 
 def _zero_unsampled(values_T: Tensor, mask_T: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from agent_rl.config import TrainConfig
-from agent_rl.train.loss.corrections import within_policy
+from agent_rl.train.loss.corrections import floored_shift, within_policy
 from agent_rl.train.loss.objectives import (
     LOG_LIMIT,
     aggregation_weights,
@@ -55,6 +55,7 @@ class PolicyLoss:
     kl_reference: Tensor
     distill: Tensor
     observation: Tensor
+    router_shift: Tensor
     clipped_T: Tensor
     dropped_T: Tensor
 
@@ -76,6 +77,7 @@ def policy_loss(
     selected_T: Tensor | None = None,
     top_Tk: tuple[Tensor, Tensor] | None = None,
     observed_T: Tensor | None = None,
+    shift_T: Tensor | None = None,
 ) -> PolicyLoss:
     """This micro-batch's share of the loss::
 
@@ -91,7 +93,8 @@ def policy_loss(
     divisor of the aggregation ``constant``. ``selected_T`` bool: the tokens that the objective selects. ``d``: the
     reverse KL to a teacher over k ids; ``top_Tk``: the current policy's and the teacher's log-probs of them; delta is
     ``train.distill.coefficient``. The last sum is the cross entropy of the O tokens ``observed_T`` (bool; ECHO, arXiv
-    2605.24517), whatever their advantage; lambda is ``train.echo.coefficient``.
+    2605.24517), whatever their advantage; lambda is ``train.echo.coefficient``. ``shift_T``: the logs of the
+    router-shift ratios, which multiply ``rho`` (RSPO, arXiv 2510.23027).
     Values at tokens that were not sampled have no effect, even infinity and NaN.
     """
 
@@ -106,8 +109,12 @@ def policy_loss(
     advantages_T, entropy_T, weights_T = sampled(advantages_T), sampled(entropy_T), sampled(weights_T)
     near_T = within_policy(train.correction, logprobs_T, old_logprobs_T, advantages_T, mask_T, sequence_T)
     factors_T = factors_T * near_T
+    shifted_T, router_shift = old_logprobs_T, torch.zeros_like(observation)
+    if shift_T is not None:
+        shift_T = floored_shift(train.correction, shift_T)
+        shifted_T, router_shift = old_logprobs_T - sampled(shift_T), sampled(shift_T.exp()).sum()
     terms = objective_terms(
-        train.objective, logprobs_T, old_logprobs_T, advantages_T, mask_T, sequence_T, train.clip, selected_T
+        train.objective, logprobs_T, shifted_T, advantages_T, mask_T, sequence_T, train.clip, selected_T
     )
     shares_T = aggregation_weights(
         train.loss_aggregation,
@@ -139,6 +146,7 @@ def policy_loss(
         kl_reference=penalty_T.detach().sum(),
         distill=distill_T.detach().sum(),
         observation=observation.detach(),
+        router_shift=router_shift,
         clipped_T=clipped_T,
         dropped_T=dropped_T,
     )

@@ -29,6 +29,7 @@ from agent_rl.train.megatron.kernels import rotary
 from agent_rl.train.megatron.logprobs import token_logprobs
 from agent_rl.train.megatron.packed_batch import LossFn, PackedBatch, PackedRoutes, PassOutput, PassPlans, Routes
 from agent_rl.train.megatron.parallel import ParallelState
+from agent_rl.train.megatron.router_shift import GATES, log_router_shift, recorded_gates
 from agent_rl.train.megatron.token_sharding import Layout
 from agent_rl.train.route_trace import PassTrace
 from r3.balance import LayerPlan
@@ -95,16 +96,18 @@ class ForwardBackward:
         temperature: float = 1.0,
         entropy: bool = False,
         record: bool = False,
+        gates: bool = False,
         plans: PassPlans | None = None,
     ) -> list[PassOutput]:
         """Log-probs of every token without gradients, one output per batch, on every model-parallel rank.
 
         ``routes``: the experts to replay; None leaves the choice to the routers. ``record`` also returns the experts
-        that this rank's routers used. Data ranks may have different numbers of batches. ``plans``: which experts ranks
-        borrow, for a model built with ``balance``. Raises ReplayError for routes that are wrong or not consumed exactly
-        once, TrainerError for routes of other tokens.
+        that this rank's routers used, ``gates`` their log-probabilities. Data ranks may have different numbers of
+        batches. ``plans``: which experts ranks borrow, for a model built with ``balance``. Raises ReplayError for
+        routes that are wrong or not consumed exactly once, TrainerError for routes of other tokens.
         """
         recorded: list[list[Tensor]] = [[] for _ in self.chunks]
+        gated: list[Tensor] | None = [] if gates else None
 
         def finish(item: PreparedBatch, hidden: Tensor) -> tuple[Tensor, Any]:
             logprobs, token_entropy, _, values = self._outputs(hidden, item, temperature, entropy)
@@ -113,11 +116,13 @@ class ForwardBackward:
         for chunk in self.chunks:
             chunk.eval()
         with torch.no_grad():
-            results = self._run(batches, routes, plans, finish, recorded if record else None, forward_only=True)
+            results = self._run(batches, routes, plans, finish, recorded if record else None, gated, forward_only=True)
         paths = [torch.cat(parts, dim=1) for parts in zip(*recorded, strict=True)] if record else [None] * len(batches)
         return [
-            PassOutput(logprobs, entropy_T, path, values)
-            for (logprobs, entropy_T, values), path in zip(results, paths, strict=True)
+            PassOutput(logprobs, entropy_T, path, values, scores)
+            for (logprobs, entropy_T, values), path, scores in zip(
+                results, paths, gated or [None] * len(batches), strict=True
+            )
         ]
 
     def train_microbatches(
@@ -157,7 +162,7 @@ class ForwardBackward:
             for parameter in chunk.parameters():
                 # The optimizer leaves .grad pointing into the buffer: the first micro-batch would be counted twice.
                 parameter.grad = None
-        return self._run(batches, routes, plans, finish, None, forward_only=False)
+        return self._run(batches, routes, plans, finish, None, None, forward_only=False)
 
     def _run(
         self,
@@ -166,6 +171,7 @@ class ForwardBackward:
         plans: PassPlans | None,
         finish: Callable[[PreparedBatch, Tensor], tuple[Tensor, Any]],
         recorded: list[list[Tensor]] | None,
+        gated: list[Tensor] | None,
         *,
         forward_only: bool,
     ) -> list[Any]:
@@ -177,7 +183,7 @@ class ForwardBackward:
         if plans is not None and self.balancer is None:
             raise TrainerError("the pass has balancing plans, and the model was not built with balance")
         items = self._prepared(batches, routes, plans or (), count)
-        step = partial(self._step, finish=finish, recorded=recorded, backward=not forward_only)
+        step = partial(self._step, finish=finish, recorded=recorded, gated=gated, backward=not forward_only)
         try:
             results = get_forward_backward_func()(
                 forward_step_func=step,
@@ -263,6 +269,7 @@ class ForwardBackward:
         *,
         finish: Callable[[PreparedBatch, Tensor], tuple[Tensor, Any]],
         recorded: list[list[Tensor]] | None,
+        gated: list[Tensor] | None,
         backward: bool,
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Any]]]:
         """Run one micro-batch through one chunk. Returns its output, and the function that the schedule calls for the
@@ -271,7 +278,10 @@ class ForwardBackward:
         layout = item.layout
         packed = PackedAttention.build(layout, self.rotary, self.device)
         balanced = self._pass_balancer.forward(number, item.plans, backward=backward)
-        with self.replayer.forward(number, item.experts, item.present, backward=backward) as used, balanced:
+        shifts = gated is not None or GATES in item.batch.extras
+        recording = recorded_gates(chunk) if shifts else nullcontext(list[Tensor]())
+        replay = self.replayer.forward(number, item.experts, item.present, backward=backward)
+        with replay as used, balanced, recording as gates:
             output = chunk(
                 input_ids=layout.take(item.batch.tokens, 0)[None],
                 position_ids=layout.positions.to(self.device)[None],
@@ -280,6 +290,10 @@ class ForwardBackward:
             )
         if recorded is not None and item.real:
             recorded[number].append(self._collect(used, layout))
+        if gated is not None and item.real:
+            gated.append(torch.stack(gates, 1).cpu())
+        elif GATES in item.batch.extras:
+            item = _with_shift(item, torch.stack(gates, 1))
 
         def loss(hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
             value, result = finish(item, hidden)
@@ -343,6 +357,13 @@ class ForwardBackward:
         source = parallel_state.get_pipeline_model_parallel_last_rank()
         torch.distributed.broadcast_object_list(payload, src=source, group=group)
         return payload[0] or []
+
+
+def _with_shift(item: PreparedBatch, gates_TLK: Tensor) -> PreparedBatch:
+    """``item`` with the router shift of its tokens in place of the old policy's gates."""
+    extras = dict(item.batch.extras)
+    shift_T = log_router_shift(extras.pop(GATES), gates_TLK, item.present)
+    return replace(item, batch=replace(item.batch, extras={**extras, "router_shift": shift_T}))
 
 
 class _SumOverContext(torch.autograd.Function):

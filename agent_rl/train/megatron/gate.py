@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
@@ -26,6 +27,7 @@ class Gate(TopKRouter):
     def __init__(self, config: Any, pg_collection: Any = None, *, model_spec: ModelSpec) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
         self._spec = model_spec
+        self.recorded: list[Tensor] | None = None  # agent_rl/train/megatron/router_shift.py
         if model_spec.router_bias:  # Megatron would add one to every linear layer too
             self.bias = torch.nn.Parameter(self.weight.new_zeros(model_spec.num_experts))
             self.bias.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
@@ -43,6 +45,10 @@ class Gate(TopKRouter):
             experts = self._choose(corrected, spec.top_k)[1]
         else:
             experts = self.router_replay.get_replay_topk(corrected, spec.top_k, default_compute_topk=self._choose)[1]
+        if self.recorded is not None:
+            wide = logits.detach().float()
+            logs = F.logsigmoid(wide) if spec.scoring == "sigmoid" else wide.log_softmax(-1)
+            self.recorded.append(logs.gather(1, experts))
         gates = scores.gather(1, experts)
         if late:
             gates = gates.float().softmax(-1)

@@ -102,13 +102,15 @@ class PassOutput:
     ``entropy`` is detached. ``routes``: the experts that this rank's routers used, ``[rows, columns, top_k]`` on
     the CPU, uint8 for up to 256 experts, else int32; rows and columns as in :class:`r3.shard.RouteShard` (padding
     included); a single rank has those of the full batch. ``values``: of the states before the tokens, from the model's
-    value head, or None.
+    value head, or None. ``gates`` float32 ``[T, L, K]`` on the CPU: the router's log-probabilities of the experts used,
+    or None.
     """
 
     logprobs: Tensor
     entropy: Tensor | None = None
     routes: Tensor | None = None
     values: Tensor | None = None
+    gates: Tensor | None = None
 
 
 Routes = PackedRoutes | RouteShard
