@@ -112,10 +112,10 @@ class Critic:
         their extras ``[T]``. Their ``advantages`` are the rewards before. ``values [T]``: of the old log-prob pass."""
         self._moments, self._updates, estimated = torch.zeros_like(self._moments), [], list[PackedBatch]()
         for item, values_T in zip(inputs, values, strict=True):
-            names = ("advantages", "mask", "sequence")
-            arguments = (values_T.float().cpu(), *(item.extras[name].cpu() for name in names))
-            found = generalized_advantages(*arguments, self._config)
-            self._moments += _moments(arguments[0][found.steps_T], found.returns_T[found.steps_T])
+            rewards_T, mask_T, sequence_T = (item.extras[name].cpu() for name in ("advantages", "mask", "sequence"))
+            old_T = values_T.float().cpu()
+            found = generalized_advantages(old_T, rewards_T, mask_T, sequence_T, self._config)
+            self._moments += _moments(old_T[found.steps_T], found.returns_T[found.steps_T])
             extras = {"advantages": found.advantages_T, "returns": found.returns_T, "steps": found.steps_T}
             estimated.append(replace(item, extras={**item.extras, **extras, "old_values": values_T.detach()}))
         return estimated
