@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from agent_rl.train.megatron.model import PolicyModel
     from agent_rl.train.megatron.parallel import ParallelState
 
+_BETAS = (0.5, 0.95)
+"""Adam's, of the value head. It makes one update per step, so a momentum of ten updates would overshoot the returns."""
 _ROWS = 4096
 """Tokens whose hidden states are converted to float32 at once."""
 
@@ -81,7 +83,7 @@ class Critic:
         # Every tensor rank computes the values of all tokens, and the backward pass sums their gradients.
         trunk_gradient = train.critic.coefficient / ranks.tensor_size
         model.value_head = self._head = ValueHead(model.model_spec.hidden, trunk_gradient, model.device)
-        self._adam = torch.optim.Adam([self._head.weight], train.critic.lr, train.betas, foreach=False)
+        self._adam = torch.optim.Adam([self._head.weight], train.critic.lr, _BETAS, foreach=False)
         zeros = torch.zeros_like(self._head.weight)
         state = {"step": torch.tensor(0.0), "exp_avg": zeros.clone(), "exp_avg_sq": zeros.clone()}
         self._adam.state[self._head.weight] = state
