@@ -14,7 +14,7 @@ class CriticConfig(Section):
     advantages (GAE); see docs/how-to/critic.md."""
 
     lr: float = Field(
-        0.1,
+        0.3,
         gt=0,
         description="Learning rate of the value head (Adam, constant): about the change of a value per update.",
     )

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from agent_rl.train.megatron.model import PolicyModel
     from agent_rl.train.megatron.parallel import ParallelState
 
+_BETAS = (0.5, 0.95)
+"""Adam's, of the value head. It makes one update per step, so a momentum of ten updates would overshoot the returns."""
 _ROWS = 4096
 """Tokens whose hidden states are converted to float32 at once."""
 
@@ -81,7 +83,7 @@ class Critic:
         # Every tensor rank computes the values of all tokens, and the backward pass sums their gradients.
         trunk_gradient = train.critic.coefficient / ranks.tensor_size
         model.value_head = self._head = ValueHead(model.model_spec.hidden, trunk_gradient, model.device)
-        self._adam = torch.optim.Adam([self._head.weight], train.critic.lr, train.betas, foreach=False)
+        self._adam = torch.optim.Adam([self._head.weight], train.critic.lr, _BETAS, foreach=False)
         zeros = torch.zeros_like(self._head.weight)
         state = {"step": torch.tensor(0.0), "exp_avg": zeros.clone(), "exp_avg_sq": zeros.clone()}
         self._adam.state[self._head.weight] = state
@@ -112,10 +114,10 @@ class Critic:
         their extras ``[T]``. Their ``advantages`` are the rewards before. ``values [T]``: of the old log-prob pass."""
         self._moments, self._updates, estimated = torch.zeros_like(self._moments), [], list[PackedBatch]()
         for item, values_T in zip(inputs, values, strict=True):
-            names = ("advantages", "sampled", "sequence")
-            arguments = (values_T.float().cpu(), *(item.extras[name].cpu() for name in names))
-            found = generalized_advantages(*arguments, self._config)
-            self._moments += _moments(arguments[0][found.steps_T], found.returns_T[found.steps_T])
+            rewards_T, mask_T, sequence_T = (item.extras[name].cpu() for name in ("advantages", "sampled", "sequence"))
+            old_T = values_T.float().cpu()
+            found = generalized_advantages(old_T, rewards_T, mask_T, sequence_T, self._config)
+            self._moments += _moments(old_T[found.steps_T], found.returns_T[found.steps_T])
             extras = {"advantages": found.advantages_T, "returns": found.returns_T, "steps": found.steps_T}
             estimated.append(replace(item, extras={**item.extras, **extras, "old_values": values_T.detach()}))
         return estimated

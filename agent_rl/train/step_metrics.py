@@ -170,24 +170,29 @@ def _reference(reports: Sequence[RankReport]) -> dict[str, float]:
 
 
 def _critic(reports: Sequence[RankReport]) -> dict[str, float]:
-    """Values before the updates over all steps; losses and norms as means over the updates of the value head."""
+    """Values before the updates over all steps; losses and norms as means over finite updates."""
     critics = [report.critic for report in reports if report.critic is not None]
     if not critics:
         return {}
     count, value, returns, squares, error, error_squares = np.sum([critic.moments for critic in critics], axis=0)
-    updates = [[critic.updates[index] for critic in critics] for index in range(len(critics[0].updates))]
-    steps = max(1, sum(ranks[0].steps for ranks in updates))
     variance = squares / count - (returns / count) ** 2
     unexplained = error_squares / count - (error / count) ** 2
-    return {
+    values = {
         "critic/value_mean": value / count,
         "critic/return_mean": returns / count,
         # Equal returns leave no variance to explain.
         "critic/explained_variance": 1 - unexplained / variance if variance > 1e-12 else 0.0,
-        "critic/loss": float(np.mean([sum(rank.loss for rank in ranks) for ranks in updates])),
-        "critic/clip_fraction": sum(rank.clipped for ranks in updates for rank in ranks) / steps,
-        "critic/grad_norm": float(np.mean([ranks[0].grad_norm for ranks in updates])),
         "critic/warmup": float(all(update.update.held for update in reports[0].updates)),
+    }
+    attempted = [[critic.updates[index] for critic in critics] for index in range(len(critics[0].updates))]
+    updates = [ranks for ranks in attempted if np.isfinite(ranks[0].grad_norm)]
+    if not updates:
+        return values
+    return values | {
+        "critic/loss": float(np.mean([sum(rank.loss for rank in ranks) for ranks in updates])),
+        "critic/clip_fraction": sum(rank.clipped for ranks in updates for rank in ranks)
+        / max(1, sum(ranks[0].steps for ranks in updates)),
+        "critic/grad_norm": float(np.mean([ranks[0].grad_norm for ranks in updates])),
     }
 
 
