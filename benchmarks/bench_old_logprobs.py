@@ -5,9 +5,15 @@ batches of different company: what the mean of n evaluations can take away is th
 company, the share of tokens whose evaluations differ at all, a token's variance, and the variance of the means of 2, 4
 and 8 evaluations (disjoint ones of the same 16), and how far an evaluation is from the log-prob sampled with.
 
-``--table OUT`` also trains the quickstart's task in small: replay r3 and off, times recompute, rollout and rescore
-(``--evaluations``, 8 by default), times three seeds. Each run is resumed where it was left, and skipped where it is
-done; OUT then holds ``old_logprobs.json`` and the table as Markdown. The runs share one server, one at a time.
+``--table OUT`` also trains the task of ``--config`` (the quickstart) in small: replay r3 and off, times recompute,
+rollout and rescore (``--evaluations``, 8 by default), times three seeds. Each run is resumed where it was left, and
+skipped where it is done; OUT then holds ``old_logprobs.json`` and the table as Markdown. The runs share one server, one
+at a time. Rollout and rescore leave the trainer's pass out of steps that do not measure the mismatch; ``ratio`` is the
+time of a step relative to recompute with the same replay and seed. What that saves, at equal settings:
+
+    python benchmarks/bench_old_logprobs.py --table runs/old-quickstart --replays off --sources recompute rescore
+    python benchmarks/bench_old_logprobs.py --table runs/old-paper --config configs/paper-small.yaml --replays off
+        --sources recompute rescore
 
 ``--pairs OUT`` takes the first step of every run in OUT, whose trajectories are all the starting model's, and asks for
 one update on each under every source, replay and correction, from the same weights: what differs between the lines of
@@ -31,10 +37,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import yaml
 from numpy.typing import NDArray
 
 from agent_rl.config import EngineConfig, RunConfig
-from agent_rl.config.loader import install_model
+from agent_rl.config.loader import install_model, load_config
 from agent_rl.controller.advantages import build_samples
 from agent_rl.engine.launch import EngineServer
 from agent_rl.engine.sglang import SGLangEngine
@@ -58,7 +65,10 @@ MEASURED = {
     "spread": "old_logprob/spread_fraction",
     "from rollout": "old_logprob/rollout_abs_diff",
     "tail s": "time/rescore_tail",
+    "pass s": "time/old_logprob",
+    "step s": "time/step",
 }
+REPLAYS, SOURCES = ("r3", "off"), ("recompute", "rollout", "rescore")
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,14 +174,9 @@ class Cell:
         return f"{self.replay}-{self.source}-{self.seed}"
 
 
-def cells() -> list[Cell]:
+def cells(replays: Sequence[str] = REPLAYS, sources: Sequence[str] = SOURCES) -> list[Cell]:
     """All runs, seed by seed: what is done when it is stopped early is whole seeds."""
-    return [
-        Cell(replay, source, seed)
-        for seed in SEEDS
-        for replay in ("r3", "off")
-        for source in ("recompute", "rollout", "rescore")
-    ]
+    return [Cell(replay, source, seed) for seed in SEEDS for replay in replays for source in sources]
 
 
 def train(cell: Cell, out: Path, model: Path, url: str, ray: str, chosen: argparse.Namespace) -> bool:
@@ -186,7 +191,7 @@ def train(cell: Cell, out: Path, model: Path, url: str, ray: str, chosen: argpar
     ]  # fmt: skip
     log = out / f"{cell.name}.log"
     with log.open("ab") as file:
-        command = [sys.executable, "-m", "agent_rl.cli", "train", "configs/quickstart.yaml", *overrides]
+        command = [sys.executable, "-m", "agent_rl.cli", "train", str(chosen.config), *overrides]
         done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
     if done.returncode:
         print(f"{cell.name} ended with {done.returncode}; see {log}; another call goes on with it", flush=True)
@@ -195,9 +200,13 @@ def train(cell: Cell, out: Path, model: Path, url: str, ray: str, chosen: argpar
 
 async def run_cells(out: Path, model: Path, chosen: argparse.Namespace) -> None:
     """Run what is not done yet, on one server and one Ray; write the table after each run."""
-    left = [cell for cell in cells() if not (out / cell.name / "summary.json").exists()]
+    every = cells(chosen.replays, chosen.sources)
+    left = [cell for cell in every if not (out / cell.name / "summary.json").exists()]
     if left:
-        config = EngineConfig(threads=1, max_total_tokens=65536, max_running_requests=64, start_timeout=600)
+        extra = load_config(chosen.config).engine.extra_args
+        config = EngineConfig(
+            threads=1, max_total_tokens=65536, max_running_requests=64, start_timeout=600, extra_args=extra
+        )
         async with EngineServer(config, model, out / "engine.log") as server:
             with ExitStack() as stack:
                 ray = await asyncio.to_thread(_start_ray, stack)
@@ -230,8 +239,27 @@ def write_table(out: Path) -> None:
     for replay, source in variants:
         runs = [rows for cell, rows in done.items() if (cell.replay, cell.source) == (replay, source)]
         figures[f"{replay} {source}"] = _over_seeds(runs)
+        if ratios := _step_ratios(done, replay, source):
+            figures[f"{replay} {source}"]["ratio"] = _of_seeds(ratios)
     (out / "old_logprobs.json").write_text(json.dumps(figures, indent=1))
     (out / "old_logprobs.md").write_text(markdown(figures))
+
+
+def _step_ratios(done: Mapping[Cell, Sequence[Mapping[str, float]]], replay: str, source: str) -> list[float]:
+    """The mean time of a step over that with recompute, for each seed that has both."""
+    means = {cell: statistics.fmean(row["time/step"] for row in rows) for cell, rows in done.items()}
+    pairs = [(Cell(replay, source, seed), Cell(replay, "recompute", seed)) for seed in SEEDS]
+    return [means[one] / means[base] for one, base in pairs if one in means and base in means]
+
+
+def _of_seeds(means: Sequence[float]) -> dict[str, float]:
+    half = T_OF_SEEDS * statistics.stdev(means) / math.sqrt(len(means)) if len(means) == len(SEEDS) else math.nan
+    return {
+        "mean": statistics.fmean(means),
+        "half_interval": half,
+        "std_over_steps": math.nan,
+        "seeds": float(len(means)),
+    }
 
 
 def _over_seeds(runs: Sequence[Sequence[Mapping[str, float]]]) -> dict[str, dict[str, float]]:
@@ -242,23 +270,18 @@ def _over_seeds(runs: Sequence[Sequence[Mapping[str, float]]]) -> dict[str, dict
         means = [statistics.fmean(values) for values in per_step if values]
         if not means:
             continue
-        half = T_OF_SEEDS * statistics.stdev(means) / math.sqrt(len(means)) if len(means) == len(SEEDS) else math.nan
         steps = [statistics.stdev(values) for values in per_step if len(values) > 1]
-        found[name] = {
-            "mean": statistics.fmean(means),
-            "half_interval": half,
-            "std_over_steps": statistics.fmean(steps) if steps else math.nan,
-            "seeds": float(len(means)),
-        }
+        found[name] = _of_seeds(means) | {"std_over_steps": statistics.fmean(steps) if steps else math.nan}
     return found
 
 
 def markdown(figures: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
     """The table; a cell is the mean over seeds and half its 95 % interval, the gradient norm's also its spread."""
-    lines = ["| replay | source | " + " | ".join(MEASURED) + " |", "|---" * (len(MEASURED) + 2) + "|"]
+    columns = (*MEASURED, "ratio")
+    lines = ["| replay | source | " + " | ".join(columns) + " |", "|---" * (len(columns) + 2) + "|"]
     for variant, metrics in figures.items():
         replay, source = variant.split()
-        row = [_cell(name, metrics.get(name)) for name in MEASURED]
+        row = [_cell(name, metrics.get(name)) for name in columns]
         lines.append(f"| {replay} | {source} | " + " | ".join(row) + " |")
     return "\n".join(lines) + "\n"
 
@@ -389,6 +412,9 @@ def main() -> None:
     parser.add_argument("--others", type=int, default=24, help="sequences that keep the watched four company")
     parser.add_argument("--table", type=Path, metavar="OUT", help="also train, and write the table here")
     parser.add_argument("--evaluations", type=int, default=8, help="n of rescore")
+    parser.add_argument("--config", type=Path, default=Path("configs/quickstart.yaml"), help="config of --table")
+    parser.add_argument("--replays", nargs="+", choices=REPLAYS, default=REPLAYS)
+    parser.add_argument("--sources", nargs="+", choices=SOURCES, default=SOURCES)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--tasks", type=int, default=3, help="tasks a step, eight trajectories each")
     parser.add_argument(
@@ -404,7 +430,8 @@ def main() -> None:
             print(json.dumps(asyncio.run(measure_spread(model, Path(scratch), chosen.others))))
         return
     out = chosen.table.absolute()
-    install_model(model := out / "model")
+    name = str(yaml.safe_load(chosen.config.read_text()).get("model", "tiny-moe"))
+    install_model(model := out / "model", name)
     asyncio.run(run_cells(out, model, chosen))
     print((out / "old_logprobs.md").read_text())
 

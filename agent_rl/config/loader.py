@@ -27,15 +27,16 @@ MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors", "to
 
 
 def shipped_configs() -> dict[str, str]:
-    """Each shipped config's name and the comment in its first line, sorted by name."""
-    files = sorted(CONFIGS.glob("*.yaml"))
-    return {file.stem: file.read_text().partition("\n")[0].removeprefix("# ") for file in files}
+    """Each shipped config's name (``recipes/NAME`` of a paper's recipe) and the comment in its first line, sorted."""
+    files = [*sorted(CONFIGS.glob("*.yaml")), *sorted(CONFIGS.glob("recipes/*.yaml"))]
+    heads = {file: file.read_text().partition("\n")[0].removeprefix("# ") for file in files}
+    return {file.relative_to(CONFIGS).as_posix().removesuffix(".yaml"): head for file, head in heads.items()}
 
 
 def find_config(name: Path, directory: Path = Path()) -> Path:
     """The file ``name`` in ``directory``, else the shipped config of that name. ``.yaml`` may be omitted."""
     shipped = CONFIGS / name.with_suffix(".yaml")
-    if (directory / name).is_file() or name.parent != Path() or not shipped.is_file():
+    if (directory / name).is_file() or name.parent not in (Path(), Path("recipes")) or not shipped.is_file():
         return directory / name
     return shipped
 

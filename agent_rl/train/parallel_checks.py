@@ -27,7 +27,7 @@ def layout_problems(config: RunConfig, model: ModelSpec | None = None) -> list[s
     problems += router_shift_problems(train)
     if model is not None:
         modules = train.recompute_modules if train.recompute == "selective" else ()
-        problems += model_problems(train.parallel, model) + recompute_problems(modules, model)
+        problems += model_problems(train.parallel, model) + recompute_problems(modules, model) + router_problems(model)
         problems += expert_problems(train.dtype, model) + expert_form_problems(train, model)
         problems += adapter_problems(train, model) + freeze_problems(train, model)
     return problems
@@ -112,6 +112,16 @@ def router_shift_problems(train: TrainConfig) -> list[str]:
     return [
         "train.correction.router_shift requires train.parallel.tensor, pipeline and context 1, where a rank has the "
         "gates of all layers at its tokens"
+    ]
+
+
+def router_problems(model: ModelSpec) -> list[str]:
+    """A softmax over the one expert of a token is 1: its router has no gradient, and Megatron refuses it."""
+    if model.top_k != 1 or not model.norm_topk_prob or model.family.correction:
+        return []
+    return [
+        "model: num_experts_per_tok=1 and norm_topk_prob=true: every chosen expert has the weight 1, so its "
+        "router cannot learn; set norm_topk_prob to false, or use a model with more experts per token"
     ]
 
 

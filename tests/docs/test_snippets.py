@@ -160,7 +160,8 @@ def is_key(model: type[BaseModel], path: list[str]) -> bool:
     if field is None:
         return False
     inner = sections(field.annotation)
-    return len(path) == 1 or path[0] == "options" or any(is_key(section, path[1:]) for section in inner)
+    named = path[0] == "sources"  # sections by names of the user
+    return len(path) <= 1 + named or path[0] == "options" or any(is_key(one, path[1 + named :]) for one in inner)
 
 
 def is_code(path: list[str]) -> bool:

@@ -90,6 +90,14 @@ def test_recomputing_missing_modules_is_refused(modules: list[str], model: dict[
     assert layout_problems(config({}, recompute="full", recompute_modules=modules), model_spec(model)) == []
 
 
+def test_a_router_of_one_expert_whose_weight_is_always_1_is_refused() -> None:
+    one = MODEL | {"num_experts_per_tok": 1}
+    (line,) = layout_problems(config({}), model_spec(one | {"norm_topk_prob": True}))
+    assert line.startswith("model: num_experts_per_tok=1 and norm_topk_prob=true: ")
+    assert layout_problems(config({}), model_spec(one | {"norm_topk_prob": False})) == []
+    assert layout_problems(config({}), model_spec(MODEL | {"norm_topk_prob": True})) == []
+
+
 def test_an_expert_width_without_a_kernel_is_refused() -> None:
     assert layout_problems(config({}, dtype="float32"), model_spec(MODEL)) == []
     (line,) = layout_problems(config({}, dtype="bfloat16"), model_spec(MODEL))
