@@ -11,7 +11,7 @@ and freed, so that the store holds those of one. The parts of each trajectory:
 - ``decode``, ``stitch``, ``journal``: an answer's bytes to routes, rows to their place, the trajectory to the disk;
 - ``episode``: the rest of the episode loop;
 - ``batch``: groups to samples; ``dispatch``: routes to every rank, also on the wall clock with one thread and with the
-  trainer's (``wall_1``, ``wall``); ``merge``: the ranks' answers to metrics;
+  trainer's, the fastest of three (``wall_1``, ``wall``); ``merge``: the ranks' answers to metrics;
 - ``records``: the trajectories of the step to the disk.
 
 Then a step of 512 trajectories, of four and of sixteen times as many on as many times the GPUs: **modelled** from the
@@ -41,10 +41,11 @@ import checkout  # noqa: F401
 import numpy as np
 import orjson
 import ray
-from bench_codec import LAYOUT, TOP_K, synthetic_routes
+from bench_codec import EXPERTS, LAYOUT, TOP_K, synthetic_routes
 from bench_loop import SlowEnvironment
 from resident_memory import resident
 from support.fake_workers import FakeWorkers
+from timing import time_call
 
 from agent_rl.config import R3Config, RolloutConfig
 from agent_rl.config.loader import load_config
@@ -71,7 +72,7 @@ from r3.stitch import RouteStitcher
 from tools import ToolCall
 from tools.formats import tool_format
 
-TOKENS, TURNS = 65_536, 32
+TOKENS, TURNS, ROUNDS = 65_536, 32, 3
 TENSOR, EXPERT, RANKS, BUDGET = 4, 8, 32, 65_536
 DATA = RANKS // TENSOR
 PLANNED = Path(__file__).parents[1] / "configs/paper-swe.yaml"
@@ -120,7 +121,9 @@ class RawEngine:
 
     def __init__(self, parts: Parts) -> None:
         self._read = parts.timed("decode", read_completion)
-        self._rows = synthetic_routes(2 * TOKENS // TURNS).tobytes()
+        rows, draw = synthetic_routes(2 * TOKENS // TURNS), np.random.default_rng(0)
+        # Every turn has other experts, or the archive of a trajectory would be a fifth of what it is.
+        self._turns = [draw.permutation(EXPERTS).astype(np.uint8)[rows].tobytes() for _ in range(TURNS)]
         self._row = LAYOUT.num_layers * TOP_K
         entries = [[-0.5, token, None] for token in ANSWER]
         meta = {"finish_reason": {"type": "stop"}, "output_token_logprobs": entries, "weight_version": "0"}
@@ -131,7 +134,8 @@ class RawEngine:
     ) -> Completion:
         assert routes_from is not None
         size = (len(tokens) + len(ANSWER) - 1 - routes_from) * self._row
-        body = b"".join((b"\x93routes\x01", size.to_bytes(8, "little"), self._rows[:size], self._json))
+        rows = memoryview(self._turns[routes_from * TURNS // TOKENS])[:size]
+        body = b"".join((b"\x93routes\x01", size.to_bytes(8, "little"), rows, self._json))
         context = RequestContext("r", session, "http://engine", len(tokens), routes_from, LAYOUT)
         return await asyncio.to_thread(self._read, body, context, 0.0)
 
@@ -204,11 +208,14 @@ def train(samples: list[Sample], parts: Parts) -> int:
             ranks.infos = [info for info in every if info.data_rank == data_rank]
             dispatch(ranks, samples, micro_batches, routes=True)  # type: ignore[arg-type]
 
-    with mock.patch("agent_rl.train.ray_trainer.DISPATCH_THREADS", 1), parts.time("wall_1", time.perf_counter):
-        send()
-    ranks.bytes = 0
-    with parts.time("wall", time.perf_counter), parts.time("dispatch"):
-        send()
+    walls: dict[str, list[float]] = {"wall_1": [], "wall": []}
+    for _ in range(ROUNDS):
+        with mock.patch("agent_rl.train.ray_trainer.DISPATCH_THREADS", 1):
+            walls["wall_1"].append(time_call(send))
+        ranks.bytes, parts["dispatch"] = 0, 0.0
+        with parts.time("dispatch"):
+            walls["wall"].append(time_call(send))
+    parts |= {name: min(seconds) for name, seconds in walls.items()}
     whole = [WorkerInfo(rank, rank, DATA, True, ShardSpec(tuple(range(48))), 48) for rank in range(DATA)]
     ranks.infos = whole
     differs = [answered(ranks, samples, micro_batches[info.data_rank]) for info in whole]
@@ -260,7 +267,8 @@ def report(found: dict[str, float]) -> None:
     planned = planned_seconds()
     print(f"\nplanned step on 32 + 16 H100 SXM, s: {', '.join(f'{k} {v:,.0f}' for k, v in planned.items())}")
     print(
-        f"{'trajectories':>13} {'driver CPU s':>13} {'lost s':>8} {'of a step':>10} {'8 threads':>10} {'held GB':>8} {'store GB':>9}"
+        f"{'trajectories':>13} {'driver CPU s':>13} {'lost s':>8} {'of a step':>10} {'8 threads':>10} {'held GB':>8} "
+        f"{'store GB':>9}"
     )
     for times in (1, 4, 16):
         count = 512 * times
