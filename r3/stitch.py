@@ -13,17 +13,57 @@ A turn that was interrupted arrives in parts, one :meth:`RouteStitcher.append` e
 
 from __future__ import annotations
 
-import math
 import mmap
+import weakref
+from collections import defaultdict
 from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from r3.routing import Routing, RoutingError, Span, SpanKind, append_span, narrowest_dtype
 
 _RESERVE_BYTES = 1 << 28
-_HUGE_PAGES_FROM = 1 << 24  # bytes of a sequence, of which a huge page of 2 MiB is an eighth
+
+
+class PagePool:
+    """Memory for rows, which later sequences write again once nobody refers to it: the kernel takes up to ten times as
+    long to provide a page as it takes to write it.
+
+    Only written pages take memory. Pages of huge size would take 2 MiB for the first row, and on a machine in use the
+    kernel moves memory to make them. Memory that came back is the kernel's to take (``MADV_FREE``) until it is written
+    again. Mappings have sizes of powers of two, so that any of one size fits.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[mmap.mmap]] = defaultdict(list)
+
+    def empty(self, size: int) -> NDArray[np.uint8]:
+        """``size`` bytes with any contents."""
+        length = max(mmap.PAGESIZE, 1 << (size - 1).bit_length()) if size else mmap.PAGESIZE
+        try:
+            pages = self._free[length].pop()
+        except IndexError:
+            pages = _mapped(length)
+        whole = np.frombuffer(pages, np.uint8)
+        weakref.finalize(whole, self._take_back, pages).atexit = False
+        return whole[:size]
+
+    def _take_back(self, pages: mmap.mmap) -> None:
+        pages.madvise(mmap.MADV_FREE)
+        self._free[len(pages)].append(pages)
+
+
+def _mapped(length: int) -> mmap.mmap:
+    pages = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without huge pages
+        pages.madvise(mmap.MADV_NOHUGEPAGE)
+    return pages
+
+
+PAGES = PagePool()
+"""The pool of this process, as malloc has one."""
 
 
 class RouteStitcher:
@@ -31,22 +71,17 @@ class RouteStitcher:
 
     ``capacity`` rows are reserved at once, up to 256 MiB. Only written pages take memory, so the capacity may be that
     of the longest possible sequence. Beyond the capacity the buffer doubles: appending is linear in the rows overall.
-
-    Pages are 4 KiB. For 16 to 256 MiB they are 2 MiB, which the kernel provides in a sixth of the time; :meth:`finish`
-    gives the rest of the last one back.
     """
 
-    def __init__(self, *, moe_layers: int, top_k: int, num_experts: int, capacity: int = 0) -> None:
+    def __init__(
+        self, *, moe_layers: int, top_k: int, num_experts: int, capacity: int = 0, pages: PagePool = PAGES
+    ) -> None:
         self._num_experts = num_experts
         self._shape = [moe_layers, top_k, num_experts]
-        dtype = narrowest_dtype(num_experts)
-        most = _RESERVE_BYTES // max(1, moe_layers * top_k * dtype.itemsize)
-        shape = (min(capacity, most), moe_layers, top_k)
-        size = math.prod(shape) * dtype.itemsize
-        self._pages = _reserved(size, huge=capacity <= most and size >= _HUGE_PAGES_FROM) if size else None
-        self._buffer = (
-            np.empty(shape, dtype) if self._pages is None else np.frombuffer(self._pages, dtype).reshape(shape)
-        )
+        dtype, row = narrowest_dtype(num_experts), moe_layers * top_k
+        capacity = min(capacity, _RESERVE_BYTES // max(1, row * dtype.itemsize))
+        reserved = pages.empty(capacity * row * dtype.itemsize) if capacity * row else np.empty(0, np.uint8)
+        self._buffer = reserved.view(dtype).reshape(capacity, moe_layers, top_k)
         self._rows = 0
         self._turns = 0
         self._spans: list[Span] = []
@@ -130,7 +165,7 @@ class RouteStitcher:
             return
         grown = np.empty((max(rows, 2 * capacity), *self._buffer.shape[1:]), dtype=self._buffer.dtype)
         grown[: self._rows] = self._buffer[: self._rows]
-        self._buffer, self._pages = grown, None
+        self._buffer = grown
 
     def truncate(self, rows: int) -> None:
         """Remove the rows from ``rows`` on, whose tokens were discarded. Raises RoutingError for rows that do not
@@ -157,10 +192,6 @@ class RouteStitcher:
         self._reserve(total_tokens)
         experts = self._buffer[:total_tokens]
         experts[self._rows :] = 0
-        if self._pages is not None:
-            used = -(-experts.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-            if used < len(self._pages):
-                self._pages.madvise(mmap.MADV_DONTNEED, used)
         spans = list(self._spans)
         append_span(spans, Span(self._rows, total_tokens, "", "", SpanKind.MISSING))
         present = np.ones(total_tokens, dtype=np.bool_)
@@ -168,12 +199,3 @@ class RouteStitcher:
             if span.kind is SpanKind.MISSING:
                 present[span.start : span.stop] = False
         return Routing(experts, present, tuple(spans), self._num_experts)
-
-
-def _reserved(size: int, huge: bool) -> mmap.mmap:
-    """``size`` bytes whose pages get memory when written. With np.empty the first row may take a huge page, more than
-    all routes of a sequence of a small model."""
-    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without huge pages
-        pages.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
-    return pages

@@ -12,8 +12,10 @@ thread: it takes seconds for 512 long trajectories, and the event loop also serv
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +38,7 @@ from agent_rl.train.reports import ForwardResult, RankReport, RouteDifferences, 
 from agent_rl.train.requests import OptimizerSpec, StepRequest, WorkerRequest
 from agent_rl.train.route_sharding import (
     MicroBatches,
+    WorkerInfo,
     by_sample,
     count_all_differing,
     have_routes,
@@ -57,6 +60,7 @@ if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
 PUBLISH_SECONDS = 900.0
+DISPATCH_THREADS = min(8, os.cpu_count() or 1)
 
 Shares = tuple[tuple[MiniStepShare, ...], ...]
 """``shares[data_rank][mini_step]``"""
@@ -363,20 +367,20 @@ class DispatchedStep:
 def dispatch(
     workers: WorkerGroup, samples: Sequence[Sample], micro_batches: Sequence[MicroBatches], *, routes: bool
 ) -> list[DispatchedStep]:
-    """Put the data of ``micro_batches[data_rank]`` into the object store, for every worker. Blocks. Routes are sharded
-    one micro-batch at a time, so they are never copied as a whole."""
+    """Put the data of ``micro_batches[data_rank]`` into the object store, for every worker. Blocks. Each thread shards
+    the routes of one micro-batch at a time, so they are never copied as a whole. NumPy and Ray copy them without the
+    interpreter's lock."""
     stored: list[ObjectRef[Mapping[int, Sample]]] = [
         workers.put(without_routes(samples, batches)) for batches in micro_batches
     ]
-    return [
-        DispatchedStep(
-            stored[info.data_rank],
-            [workers.put(shard_routes(samples, ids, info.shard)) for ids in micro_batches[info.data_rank]]
-            if routes
-            else [],
-        )
-        for info in workers.infos
-    ]
+
+    def for_worker(info: WorkerInfo) -> DispatchedStep:
+        batches = micro_batches[info.data_rank] if routes else ()
+        shards = [workers.put(shard_routes(samples, ids, info.shard)) for ids in batches]
+        return DispatchedStep(stored[info.data_rank], shards)
+
+    with ThreadPoolExecutor(DISPATCH_THREADS, thread_name_prefix="dispatch") as threads:
+        return list(threads.map(for_worker, workers.infos))
 
 
 def _silent(_: str) -> None: ...

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from r3.routing import Routing, RoutingError, Span, SpanKind, validate
-from r3.stitch import RouteStitcher
+from r3.stitch import PagePool, RouteStitcher
 
 LAYERS, TOP_K, EXPERTS = 3, 2, 256
 
@@ -208,15 +208,42 @@ def test_reserved_capacity_takes_no_memory() -> None:
     assert resident() - before < 64 * (1 << 16)
 
 
-def test_a_finished_sequence_holds_no_more_than_its_rows() -> None:
-    """Also with huge pages, of which one would hold 2 MiB."""
-    rows = (16 << 20) // (LAYERS * TOP_K)
-    stitchers, before = [stitcher(capacity=rows) for _ in range(16)], resident()
-    for stitched in stitchers:
-        stitched.append(delta(0, 5), sequence=6)
-    finished = [stitched.finish(6) for stitched in stitchers]
-    assert all((routing.experts[:5] == delta(0, 5).experts).all() for routing in finished)
-    assert resident() - before < 16 * (1 << 16)
+def test_memory_is_written_again_only_when_nobody_refers_to_it() -> None:
+    pages, shape = PagePool(), {"moe_layers": LAYERS, "top_k": TOP_K, "num_experts": EXPERTS}
+
+    def finished(rows: int) -> Routing:
+        stitched = RouteStitcher(**shape, capacity=10, pages=pages)
+        stitched.append(delta(0, rows), sequence=rows + 1)
+        return stitched.finish(rows + 1)
+
+    first, second = finished(9), finished(3)
+    assert not np.shares_memory(first.experts, second.experts)
+    kept, place = first.experts[2:4], first.experts.ctypes.data
+    del first
+    third = finished(5)
+    assert not np.shares_memory(kept, third.experts)
+    del kept
+    fourth = finished(4)
+    assert fourth.experts.ctypes.data == place
+    for routing, rows in ((second, 3), (third, 5), (fourth, 4)):
+        np.testing.assert_array_equal(routing.experts[:rows], delta(0, rows).experts)
+        assert not routing.experts[rows:].any()
+
+
+def test_the_kernel_may_take_memory_that_came_back() -> None:
+    pages = PagePool()
+    held = pages.empty(1 << 24)
+    held[:] = 1
+    before = lazily_freed()
+    del held
+    assert lazily_freed() - before >= 1 << 23
+    assert len(pages.empty(3)) == 3
+
+
+def lazily_freed() -> int:
+    """Bytes of this process that the kernel may take."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return 1024 * int(next(line.split()[1] for line in lines if line.startswith("LazyFree")))
 
 
 def resident() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from agent_rl.config import RunConfig
 from agent_rl.train import ray_trainer
 from agent_rl.train.ray_trainer import RayTrainer
 from agent_rl.train.reports import RankReport, SampledTokens
+from agent_rl.train.route_sharding import shard_routes
 from agent_rl.train.step_metrics import RouteDifferenceBits, token_details
 from agent_rl.types import Sample, TokenDetail
 from r3.routing import Routing
+from r3.shard import ShardSpec
 
 LAYERS, RANKS, SECONDS = 4, 2, 10
 
@@ -91,3 +94,27 @@ def test_token_details_keep_their_sample_over_ranks_and_micro_batches() -> None:
         for values in (detail.gap, detail.entropy, detail.flags):
             np.testing.assert_array_equal(values, wanted)
         np.testing.assert_array_equal(detail.gap_without_replay, wanted + 0.5)
+
+
+def test_each_worker_is_sent_its_own_shards_in_order() -> None:
+    """They are put by several threads."""
+
+    class Keeping(FakeWorkers):
+        def put(self, value: object) -> object:
+            return value
+
+    samples = [sample_of(length) for length in (4, 8, 12, 20, 6, 10)]
+    workers = Keeping(samples, RANKS, LAYERS)
+    workers.infos = [
+        replace(workers.infos[data_rank], rank=2 * data_rank + tensor, shard=ShardSpec((0, 1, 2, 3), 0, 1, tensor, 2))
+        for data_rank in range(RANKS)
+        for tensor in range(2)
+    ]
+    batches = [[(0, 3), (1,)], [(5, 4), (2,)]]
+    sent = ray_trainer.dispatch(workers, samples, batches, routes=True)  # type: ignore[arg-type]
+    for info, stored in zip(workers.infos, sent, strict=True):
+        assert set(stored.samples) == {index for ids in batches[info.data_rank] for index in ids}  # type: ignore[call-overload]
+        for ids, shard in zip(batches[info.data_rank], stored.routes, strict=True):
+            wanted = shard_routes(samples, ids, info.shard)
+            np.testing.assert_array_equal(shard.experts, wanted.experts)  # type: ignore[attr-defined]
+            np.testing.assert_array_equal(shard.identity, wanted.identity)  # type: ignore[attr-defined]
