@@ -288,7 +288,7 @@ METRICS: tuple[Metric, ...] = (
     ),
     *_rows(
         _STEP,
-        ("train/sampled_tokens", "tokens", "Sampled tokens in all updates of the step."),
+        ("train/sampled_tokens", "tokens", "Sampled tokens that the loss counts, in all updates of the step."),
         ("train/updates", "count", "Optimizer updates applied."),
         ("train/skipped_updates", "count", "Updates skipped as not finite or as a spike (docs/how-to/debug-a-run.md)."),
         ("train/spikes", "count", "Updates with a gradient norm above `guard.spike_factor` times the median."),
