@@ -76,9 +76,7 @@ class MiniSweAgentFormat:
     def call_form(self, name: str, parameters: Mapping[str, Any]) -> Form:
         """See :class:`tools.types.ConstrainsCalls`. The one tool is bash with a command."""
         if name != "bash" or list(parameters.get("properties") or ()) != ["command"]:
-            raise ValueError(
-                f"{self.name} writes calls of the tool bash with the argument command only, not of {name!r}"
-            )
+            raise ValueError(f"{self.name} writes calls of the tool bash with the one argument command")
         command = {"type": "any_text", "excludes": [_CLOSE]}
         return sequence(literal("```mswea_bash_command\n"), command, literal(_CLOSE))
 

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from agent_rl.endpoint.forced_calls import forced_tools
@@ -51,8 +51,11 @@ async def grammar_of(engine: Engine, fmt: ToolCallFormat, request: ChatRequest) 
 
 def _called(request: ChatRequest) -> dict[str, Any]:
     """The schemas of the arguments of the tools that the reply may call, by name."""
-    offered = [*request.tools, *request.deferred_tools]
-    tools = {"none": [], "auto": offered, "required": forced_tools(request)}[request.tool_choice]
+    tools: Sequence[Mapping[str, Any]] = ()
+    if request.tool_choice == "required":
+        tools = forced_tools(request)
+    elif request.tool_choice == "auto":
+        tools = [*request.tools, *request.deferred_tools]
     return {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
 
 

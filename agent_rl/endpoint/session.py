@@ -320,12 +320,10 @@ class Session:
             found = find_stop(text, request.stops, renderer.reasoning)
             shown = text[: found.start] if found else text
             tools = [] if request.tool_choice == "none" else [*request.tools, *request.deferred_tools]
-            self.tree.commit(
-                node,
-                text,
-                parse_turn(self.rendering.fmt, shown, tools, renderer.reasoning),
-                found.text if found else "",
-            )
+            spoken = parse_turn(self.rendering.fmt, shown, tools, renderer.reasoning)
+            if request.response_schema is not None and not spoken.calls:  # JSON is no malformed call
+                spoken = parse_turn(self.rendering.fmt, shown, [], renderer.reasoning)
+            self.tree.commit(node, text, spoken, found.text if found else "")
         except Exception as error:
             self._fail(error)
             raise

@@ -305,7 +305,7 @@ METRICS: tuple[Metric, ...] = (
             "Router-shift ratio (`correction.router_shift`); mean over tokens.",
         ),
         ("train/observation_loss", "nats", "Cross entropy of observations (`train.echo`); mean over their tokens."),
-        ("train/sampled_tokens", "tokens", "Sampled tokens in all updates of the step."),
+        ("train/sampled_tokens", "tokens", "Sampled tokens that the loss counts, in all updates of the step."),
         ("train/updates", "count", "Optimizer updates applied."),
         ("train/skipped_updates", "count", "Updates skipped as not finite or as a spike (docs/how-to/debug-a-run.md)."),
         ("train/spikes", "count", "Updates with a gradient norm above `guard.spike_factor` times the median."),
