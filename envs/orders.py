@@ -118,16 +118,16 @@ class Orders:
 
     @classmethod
     def solution(cls, task: Task) -> list[ToolCall | str]:
-        """The calls, and what the agent says to the customer."""
+        """The calls."""
         return [step for row in (task.record, *task.record.get("further", ())) for step in _solution(row)]
 
 
 def _solution(row: Mapping[str, Any]) -> list[ToolCall | str]:
-    look = ToolCall("file_editor", {"command": "view", "path": _page(row)})
+    look, finish = ToolCall("file_editor", {"command": "view", "path": _page(row)}), ToolCall("finish", {})
     if row["state"] == "sent":
-        return [look, "It was sent already."]
-    change = {**look.arguments, "command": "str_replace", "old_str": f" + {row['fee']}", "new_str": ""}
-    return [look, ToolCall("file_editor", change), "The fee is off."]
+        return [look, finish]
+    change = {**look.arguments, "command": "str_replace", "old_str": f"return count + {row['fee']}"}
+    return [look, ToolCall("file_editor", {**change, "new_str": "return count"}), finish]
 
 
 def _orders(seed: int, *, heldout: bool) -> Iterator[dict[str, Any]]:

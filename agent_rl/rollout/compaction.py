@@ -13,7 +13,7 @@ branch are those that the engine used for it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -25,6 +25,7 @@ from agent_rl.rollout.transcript import Transcript
 from agent_rl.types import Branch, BranchCause, SampledCall
 
 Message = Mapping[str, str]
+Prompt = tuple[list[Message], list[int]]
 SUMMARY = "Summary of the work so far:"
 """Stands before the summary, at the end of the new branch's task."""
 
@@ -110,3 +111,44 @@ class OpenBranch:
         following = self.child(number, [*messages, *kept.messages], [*prompt, *kept.tokens], max_tokens)
         starts = [start.moved(len(prompt), len(messages)) for start in kept.starts]
         return replace(following, turns=starts, cause=BranchCause.COMPACTION)
+
+
+class Compactions:
+    """When the conversation of an episode is compacted, and what it goes on with. ``held_back``: the observation that
+    made a compaction necessary, until :meth:`take_held_back`."""
+
+    def __init__(self, rollout: RolloutConfig) -> None:
+        self._rollout, self.done = rollout, 0
+        self.held_back: Observation | None = None
+
+    @property
+    def config(self) -> CompactionConfig:
+        assert self._rollout.compaction is not None, "only a compaction holds an observation back"
+        return self._rollout.compaction
+
+    def needed(self, tokens: int, turns: int) -> bool:
+        """Whether a conversation of so many ``tokens`` is compacted after ``turns``. At least two must be left."""
+        compaction = self._rollout.compaction
+        return (
+            compaction is not None
+            and tokens > compaction.at_tokens
+            and self.done < compaction.max_per_episode
+            and turns + 2 <= self._rollout.max_turns
+        )
+
+    def take_held_back(self) -> Observation:
+        assert self.held_back is not None, "see needed"
+        taken, self.held_back = self.held_back, None
+        return taken
+
+    def next_branch(
+        self, before: OpenBranch, number: int, prompts: Callable[[int], Prompt], kept: Sequence[KeptTurns], last: int
+    ) -> OpenBranch | None:
+        """The branch after ``before``, which has ``number``, with as many of the ``kept`` turns as fit before the
+        ``last`` tokens; None if none fits. ``prompts``: the messages and tokens that it begins with, by the number of
+        turns before it."""
+        for turns in kept:
+            messages, prompt = prompts(turns.starts[0].number)
+            if len(prompt) + len(turns.tokens) + last <= self.config.at_tokens:
+                return before.followed_by(number, messages, prompt, self._rollout.max_tokens, turns)
+        return None

@@ -23,15 +23,15 @@ from functools import partial
 from hashlib import sha256
 from typing import Any
 
-from agent_rl.config import EnvConfig, R3Config, RolloutConfig, RunConfig, SubagentsConfig
+from agent_rl.config import EnvConfig, R3Config, RolloutConfig, RunConfig
 from agent_rl.engine.generation_gate import GenerationGate
 from agent_rl.engine.types import Engine
 from agent_rl.errors import AgentRlError, EngineAborted, EngineError, HarnessError, RoutesMissingError
 from agent_rl.render.prefix_check import Role
-from agent_rl.rollout.compaction import SUMMARY, Observation, OpenBranch, TurnStart
+from agent_rl.rollout.compaction import SUMMARY, Compactions, Observation, OpenBranch, TurnStart
 from agent_rl.rollout.initial_prompt import Renderer, build_initial_prompt
 from agent_rl.rollout.route_audit import Auditor
-from agent_rl.rollout.subagents import SCHEMA, SILENT, TASK, Delegation
+from agent_rl.rollout.subagents import SILENT, TASK, Delegation, Subagents
 from agent_rl.rollout.thoughts import TurnBudget, measure_thoughts
 from agent_rl.rollout.transcript import Transcript
 from agent_rl.rollout.turn_log import LoggedTurn, ReplayDiffers, ReplayEngine, TurnLog
@@ -193,10 +193,7 @@ class EpisodeRun:
         self.schemas: Sequence[Mapping[str, Any]] = ()
         self.branch = OpenBranch(Transcript((), max_tokens=self.limits.max_tokens, routes=None))
         self.branches = [self.branch]
-        self.held_back: Observation | None = None  # until the compaction that it made necessary
-        self.compactions = self.subagents = 0
-        self.request: str | None = None  # for a sub-agent, until it begins
-        self.delegation: Delegation | None = None  # while a sub-agent runs
+        self.compactions, self.subagents = Compactions(self.limits), Subagents(self.limits.subagents)
         # The fields of Turn: frozen at the end, because a turn may be interrupted.
         self.turns: list[dict[str, Any]] = []
         self.parse_failures_in_a_row = 0
@@ -251,7 +248,7 @@ class EpisodeRun:
         self.user = user_of(episode)
         self.task_messages = episode.messages
         if not isinstance(target, Dialogue):
-            self.schemas = [*target.schemas(), *([SCHEMA] if self.limits.subagents else [])]
+            self.schemas = [*target.schemas(), *self.subagents.schemas]
         messages, prompt = self._initial_prompt(0)
         transcript = Transcript(prompt, max_tokens=self.limits.max_tokens, routes=self.rules.routes)
         self.branch = OpenBranch(transcript, messages)
@@ -309,25 +306,25 @@ class EpisodeRun:
     async def _turn(self, handle: TurnHandler, engine: Engine) -> StopReason | None:
         """Sample a turn, execute it, append the observation; returns the stop reason if the episode ends. The turn
         after an observation that was held back is a summary."""
-        if self.held_back is not None:
-            return await self._compact(self.held_back, engine)
+        if self.compactions.held_back is not None:
+            return await self._compact(engine)
         if self.transcript.remaining < 1:
             return StopReason.CONTEXT_FULL
         tokens = await self._sample(engine)
         turn_stop = tokens[-1] if tokens and tokens[-1] in self.renderer.stop_token_ids else None
         outcome = handle(self.turns[-1]["text"])
-        if isinstance(outcome, ParseFailure) and self.delegation is not None:
-            return self._end_subagent(self.delegation)
+        if isinstance(outcome, ParseFailure) and self.subagents.running:
+            return self._end_subagent()
         text, stop = (
             self._record_parse_failure(outcome)
             if isinstance(outcome, ParseFailure)
             else await self._record_result(outcome)
         )
-        if self.request is not None:
-            return self._begin_subagent(self.request, turn_stop)
+        if self.subagents.request is not None:
+            return self._begin_subagent(turn_stop)
         stop = stop or self._observe(text, turn_stop, self.turns[-1])
-        if self.delegation is not None and self._subagent_is_over(stop):
-            return self._end_subagent(self.delegation)
+        if self.subagents.running and (stop or self.subagents.is_over()):
+            return self._end_subagent()
         return stop
 
     async def _sample(self, engine: Engine) -> Sequence[int]:
@@ -407,7 +404,7 @@ class EpisodeRun:
     def _call(self, tools: ToolSet, text: str) -> Awaitable[ToolResult] | ParseFailure:
         parsed = parse_call(self.fmt, text, self.renderer.reasoning)
         if isinstance(parsed, ParseFailure):
-            to_user = self.user is not None and self.delegation is None and parsed.words
+            to_user = self.user is not None and not self.subagents.running and parsed.words
             words = words_of(self.fmt, text, self.renderer.reasoning) if to_user else ""
             if not words or self.user is None:
                 return parsed
@@ -415,49 +412,35 @@ class EpisodeRun:
             return self.user(words)
         self.parse_failures_in_a_row = 0
         self.turns[-1].update(tool=parsed.name, arguments=dict(parsed.arguments))
-        if parsed.name == TASK and self.limits.subagents is not None and self.delegation is None:
-            return self._delegate(parsed.arguments.get("prompt"), self.limits.subagents)
+        if self.subagents.takes(parsed.name):
+            return self.subagents.accept(parsed.arguments.get("prompt"))
         return tools.call(parsed)
 
-    async def _delegate(self, prompt: object, limits: SubagentsConfig) -> ToolResult:
-        """Accept a call of the tool ``task``, or say why not."""
-        if not isinstance(prompt, str) or not prompt.strip():
-            return ToolResult(f"{TASK}: prompt must be a text", failed=True)
-        if self.subagents >= limits.max_per_episode:
-            return ToolResult(f"{TASK}: at most {limits.max_per_episode} sub-agents per episode", failed=True)
-        self.request = prompt
-        return ToolResult("")
-
-    def _begin_subagent(self, request: str, stop: int | None) -> StopReason | None:
+    def _begin_subagent(self, stop: int | None) -> StopReason | None:
         """Begin the sub-agent's branch. A request that fills its context is its result."""
-        limits, self.request = self.limits.subagents, None
-        assert limits is not None, "only then a request is accepted"
-        self.subagents += 1
-        system = [message for message in self.task_messages[:1] if message["role"] == "system"]
-        said = {"role": "user", "content": f"{limits.prompt}\n\n{request}"}
+        first, most = self.subagents.take_request(self.task_messages)
         messages, prompt = build_initial_prompt(
-            self.renderer, self.fmt, [*system, said], self.schemas[:-1], describe_tools=self.limits.describe_tools
+            self.renderer, self.fmt, first, self.schemas[:-1], describe_tools=self.limits.describe_tools
         )
         parent, number = self.branch, len(self.turns) - 1
-        if len(prompt) >= limits.max_tokens:
-            self.turns[-1]["observation"] = text = f"{TASK}: the prompt does not fit into {limits.max_tokens} tokens"
+        if len(prompt) >= most:
+            self.turns[-1]["observation"] = text = f"{TASK}: the prompt does not fit into {most} tokens"
             return self._observe(text, stop, self.turns[-1])
-        self.branch = parent.child(self.branches.index(parent), messages, prompt, limits.max_tokens)
-        self.branches.append(self.branch)
-        self.delegation = Delegation(self.branch, parent, number, stop)
+        self._enter(parent.child(self.branches.index(parent), messages, prompt, most))
+        self.subagents.running = Delegation(self.branch, parent, number, stop)
         return None
 
-    def _subagent_is_over(self, stop: StopReason | None) -> bool:
-        limits = self.limits.subagents
-        return stop is not None or (limits is not None and len(self.branch.turns) >= limits.max_turns)
-
-    def _end_subagent(self, delegation: Delegation) -> StopReason | None:
+    def _end_subagent(self) -> StopReason | None:
         """The sub-agent's last words become the observation of the turn that called it."""
         words = parse_turn(self.fmt, self.turns[-1]["text"], self.schemas, self.renderer.reasoning).text or SILENT
-        self.branch, self.delegation = delegation.parent, None
-        turn = self.turns[delegation.turn]
+        ended = self.subagents.end()
+        self.branch, turn = ended.parent, self.turns[ended.turn]
         turn["observation"] = words
-        return self._observe(words, delegation.stop, turn)
+        return self._observe(words, ended.stop, turn)
+
+    def _enter(self, branch: OpenBranch) -> None:
+        self.branch = branch
+        self.branches.append(branch)
 
     def _record_parse_failure(self, failure: ParseFailure) -> tuple[str, StopReason | None]:
         self.parse_failures_in_a_row += 1
@@ -483,8 +466,9 @@ class EpisodeRun:
         observation = Observation(text, by_user, stop, call)
         tokens, message = self._render(observation)
         turn["observation_tokens"] = len(tokens)
-        if self._must_compact(len(self.transcript.tokens) + len(tokens)):
-            self.held_back = observation
+        in_all = len(self.transcript.tokens) + len(tokens)
+        if not self.subagents.running and self.compactions.needed(in_all, len(self.turns)):
+            self.compactions.held_back = observation
             return None
         self.messages.append(message)
         if len(tokens) >= self.transcript.remaining:
@@ -498,23 +482,11 @@ class EpisodeRun:
         tokens = self.renderer.observation(text, observation.role, stop=observation.stop, call=observation.call)
         return tokens, {"role": observation.role or self.scaffold.observation_role or "tool", "content": text}
 
-    def _must_compact(self, tokens: int) -> bool:
-        """Whether a conversation of so many ``tokens`` is compacted. At least two turns must be left."""
-        compaction = self.limits.compaction
-        return (
-            compaction is not None
-            and self.delegation is None
-            and tokens > compaction.at_tokens
-            and self.compactions < compaction.max_per_episode
-            and len(self.turns) + 2 <= self.limits.max_turns
-        )
-
-    async def _compact(self, held_back: Observation, engine: Engine) -> StopReason | None:
+    async def _compact(self, engine: Engine) -> StopReason | None:
         """Sample a summary as the last turn of the branch and begin the next branch; returns CONTEXT_FULL if the
         request or the next branch does not fit."""
-        compaction, before = self.limits.compaction, self.branch
-        assert compaction is not None, "only a compaction holds an observation back"
-        kept, self.held_back = before.last_turns(compaction.keep_turns), None
+        compaction, before, held_back = self.compactions.config, self.branch, self.compactions.take_held_back()
+        kept = before.last_turns(compaction.keep_turns)
         request = self.renderer.observation(compaction.prompt, "user", stop=held_back.stop)
         if len(request) >= before.transcript.remaining:
             before.messages.append(self._render(held_back)[1])
@@ -524,21 +496,19 @@ class EpisodeRun:
         start = len(before.transcript.tokens)
         await self._sample(engine)
         self.turns[-1]["summary"] = True
-        self.compactions += 1
+        self.compactions.done += 1
         if not compaction.train_summary:
             before.transcript.leave_out_from(start)
         summary = parse_turn(self.fmt, self.turns[-1]["text"], self.schemas, self.renderer.reasoning).text
+        prompts = partial(self._initial_prompt, addition=f"\n\n{SUMMARY}\n{summary}")
         tokens, message = self._render(held_back)
-        for turns in kept:
-            prompt = self._initial_prompt(turns.starts[0].number, f"\n\n{SUMMARY}\n{summary}")
-            if len(prompt[1]) + len(turns.tokens) + len(tokens) <= compaction.at_tokens:
-                number, max_tokens = self.branches.index(before), self.limits.max_tokens
-                self.branch = before.followed_by(number, *prompt, max_tokens, turns)
-                self.branches.append(self.branch)
-                self.messages.append(message)
-                self.transcript.observed(tokens)
-                return None
-        return StopReason.CONTEXT_FULL
+        branch = self.compactions.next_branch(before, self.branches.index(before), prompts, kept, len(tokens))
+        if branch is None:
+            return StopReason.CONTEXT_FULL
+        self._enter(branch)
+        self.messages.append(message)
+        self.transcript.observed(tokens)
+        return None
 
     def _with_remark(self, text: str, turns: int) -> str:
         return self.scaffold.with_turn_note(text, turns, self.limits.max_turns)

@@ -43,7 +43,7 @@ async def test_an_ordinary_episode(
     assert len(trajectory.turns) == len(said)
     assert len(trajectory.branches) == program.branches
     assert sum(bool(turn.left_out) for turn in trajectory.turns) == program.side_requests
-    assert trajectory.harness == {"rewrites": 0, "retries": 0, "echo_differs": 0}
+    assert trajectory.harness == {"rewrites": program.branches - 1, "retries": 0, "echo_differs": 0}
     sampled = [token for branch in trajectory.branches for token in branch.tokens[branch.loss_mask].tolist()]
     assert len(sampled) == sum(turn.completion_tokens for turn in trajectory.turns if not turn.left_out)
     if not program.says:  # what it says is not cut

@@ -60,7 +60,8 @@ async def drive(orders: Environment, task: Task, turns: Sequence[ToolCall | str]
 
 async def test_customer_is_content_only_with_what_is_right(orders: Environment) -> None:
     task = task_in(orders, "open")
-    look, change, said = orders.solution(task)  # type: ignore[attr-defined]
+    look, change, _ = orders.solution(task)  # type: ignore[attr-defined]
+    said = "The fee is off."
     ended = await drive(orders, task, [said, look, said, change, said])
     assert (ended.stop, ended.reward, ended.metrics) == (StopReason.SUBMITTED, 1.0, {"messages": 3.0})
     assert [turn.observation.startswith("It is `") for turn in ended.turns] == [True, False, True, False, False]

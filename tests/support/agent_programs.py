@@ -13,7 +13,6 @@ import os
 import shutil
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +53,7 @@ class AgentProgram(BaseModel):
     name: str
     packages: list[str] = []
     npm: list[str] = []
-    python: str = "3.11"
+    python: str = ""
     api: str
     mount: str = ""
     harness: dict[str, Any]
@@ -98,34 +97,32 @@ class AgentProgram(BaseModel):
         if library := self.harness.get("library"):
             script = (PROGRAMS / "library_agents.py").read_text()
             write = f"cat >/tmp/agent.py <<'END'\n{script}END\n"
-            run = f"PYTHONPATH={_MOUNT} {interpreter(self.python)} /tmp/agent.py {library}"
+            own = f"{_MOUNT}/python" if self.python else sys.base_prefix
+            run = f"LD_LIBRARY_PATH={own}/lib PYTHONPATH={_MOUNT} {own}/bin/python3 /tmp/agent.py {library}"
             return HarnessConfig(command=write + run, directory=directory)
         fields = {**self.harness, "command": _NODE + self.harness["command"], "directory": directory}
         return HarnessConfig.model_validate(fields)
 
     def install(self) -> None:
-        """Install the packages; nothing is left of what failed."""
+        """Install the packages, with their Python if it is another one; nothing is left of what failed."""
         if self.installed:
             return
-        directory, pip = str(self.directory), [interpreter(self.python), "-m", "pip", "install", "--quiet"]
+        directory, python = str(self.directory), self.python or sys.executable
         try:
             if self.packages:
-                subprocess.run([*pip, "--target", directory, *self.packages], check=True)
+                pip = [python, "-m", "pip", "install", "--quiet", "--target"]
+                subprocess.run([*pip, directory, *self.packages], check=True)
             else:
                 subprocess.run(["npm", "install", "--no-audit", "--prefix", directory, *self.npm], check=True)
+            if self.python:
+                show = [python, "-c", "import sys; print(sys.base_prefix)"]
+                prefix = Path(subprocess.run(show, check=True, capture_output=True, text=True).stdout.strip())
+                ignored = shutil.ignore_patterns("site-packages", "test", "*.a")
+                for part in ("bin", "lib"):
+                    shutil.copytree(prefix / part, self.directory / "python" / part, symlinks=True, ignore=ignored)
         except BaseException:
             shutil.rmtree(directory, ignore_errors=True)
             raise
-
-
-@cache
-def interpreter(version: str) -> str:
-    """A Python of ``version``. Raises FileNotFoundError if there is none."""
-    if sys.version.startswith(f"{version}."):
-        return os.path.realpath(sys.executable)
-    if found := shutil.which(f"python{version}"):
-        return os.path.realpath(found)
-    raise FileNotFoundError(f"python{version} is not on the path")
 
 
 def programs() -> list[AgentProgram]:

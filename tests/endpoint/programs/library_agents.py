@@ -203,16 +203,6 @@ def crewai(task: str) -> object:
     return Agent(role="agent", goal="work", backstory="none", llm=model, tools=[tool(shell)]).kickoff(task).raw
 
 
-def camel(task: str) -> object:
-    from camel.agents import ChatAgent
-    from camel.models import ModelFactory
-    from camel.types import ModelPlatformType
-
-    platform = ModelPlatformType.OPENAI_COMPATIBLE_MODEL
-    model = ModelFactory.create(model_platform=platform, model_type=MODEL, url=URL, api_key=KEY)
-    return ChatAgent("Work.", model=model, tools=[shell]).step(task).msgs[0].content
-
-
 def google_adk(task: str) -> object:
     from google.adk.agents import LlmAgent
     from google.adk.models.lite_llm import LiteLlm
