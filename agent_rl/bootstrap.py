@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -109,12 +110,16 @@ def add_trainer_packages() -> None:
     log_step("trainer packages: ready")
 
 
-def build_engine() -> None:
-    """Install the files of this machine's device. On a machine with an NVIDIA device these include CUDA kernels."""
-    pip, (requirements, nodeps, constraints, _) = make_venv(engine_venv()), engine_files(cuda=NVIDIA.exists())
+def build_engine(*, cuda: bool) -> None:
+    """Install the files of a device; for ``cuda`` these include kernels."""
+    pip, (requirements, nodeps, constraints, _) = make_venv(engine_venv()), engine_files(cuda=cuda)
     run(pip, "install", "--quiet", "--progress-bar=on", TORCH)
     run(pip, "install", "--quiet", "--no-deps", "--progress-bar=on", "--requirement", nodeps)
     run(pip, "install", "--quiet", "--progress-bar=on", "-c", constraints, "-r", requirements)
+
+
+def build_engine_once(*, cuda: bool) -> None:
+    build_once(engine_venv(), engine_files(cuda=cuda), partial(build_engine, cuda=cuda), "engine environment")
 
 
 def build_docs() -> None:
@@ -166,9 +171,8 @@ def main(steps: Sequence[str]) -> int:
         return 2
     actions = {
         "trainer": lambda: build_once(TRAINER, [PYPROJECT, TRAINER_CONSTRAINTS], build_trainer, "trainer environment"),
-        "engine": lambda: build_once(
-            engine_venv(), engine_files(cuda=NVIDIA.exists()), build_engine, "engine environment"
-        ),
+        "engine": lambda: build_engine_once(cuda=NVIDIA.exists()),
+        "engine-cuda": lambda: build_engine_once(cuda=True),  # for another machine, as in a container image
         "trainer-packages": add_trainer_packages,
         "docs": lambda: build_once(DOCS, [PYPROJECT, DOCS_CONSTRAINTS], build_docs, "documentation environment"),
         "sandbox": ensure_sandbox,

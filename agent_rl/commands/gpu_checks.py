@@ -1,4 +1,4 @@
-"""What a run on this machine's GPUs needs, for ``agent-rl doctor``: driver, tool chain, kernels and limits."""
+"""What a run on this machine's GPUs needs, for ``agent-rl doctor``: driver, tool chain, kernels, links, limits."""
 
 from __future__ import annotations
 
@@ -27,6 +27,15 @@ import json, pynvml, sgl_kernel, torch
 print(json.dumps({"torch": torch.__version__, "nccl": torch.cuda.nccl.version(), "cuda": torch.cuda.is_available()}))
 """
 _TRAINER_PROBE = _PROBE.replace("pynvml, sgl_kernel, ", "")
+_COMPILED_PROBE = """
+import json, time, torch
+from sglang.kernels.ops.activation.activation import silu_and_mul
+begun, rows = time.perf_counter(), torch.randn(4, 256, dtype=torch.bfloat16, device="cuda")
+found, (gate, up) = silu_and_mul(rows).float(), rows.float().chunk(2, dim=-1)
+error = (found - torch.nn.functional.silu(gate) * up).abs().max().item()
+print(json.dumps({"error": error, "seconds": time.perf_counter() - begun}))
+"""
+_COMPILE_SECONDS, _COMPILED_ERROR = 600.0, 0.1
 
 GpuCheck = Callable[[RunConfig], str]
 
@@ -80,6 +89,27 @@ def check_kernels(config: RunConfig) -> str:
     return f"sgl_kernel imported, torch {engine['torch']}, NCCL {engine['nccl']} in both environments"
 
 
+def check_compiled_kernel(config: RunConfig) -> str:
+    """One kernel that SGLang compiles at its first use, compared with torch. Raises ConfigError."""
+    found = _probe(config.engine.python, _COMPILED_PROBE, _COMPILE_SECONDS)
+    if not found["error"] <= _COMPILED_ERROR:  # NaN is wrong as well
+        raise ConfigError(f"SGLang's compiled silu_and_mul differs from torch's by {found['error']:.3g}")
+    return f"silu_and_mul compiled and correct, {found['seconds']:.0f} s"
+
+
+def check_links(config: RunConfig) -> str:
+    """How the GPUs reach each other. Raises ConfigError where NVLink connects only some of them."""
+    rows = [line.split() for line in _output("nvidia-smi", "topo", "-m").splitlines()]
+    rows = [row[1:] for row in rows if re.fullmatch(r"GPU\d+", row[0] if row else "") and "X" in row]
+    links = {f"GPU{one}-GPU{two}": rows[one][two] for one in range(len(rows)) for two in range(one)}
+    without = [pair for pair, kind in links.items() if not kind.startswith("NV")]
+    if without and len(without) < len(links):
+        raise ConfigError(f"NVLink connects some GPUs only; without it: {', '.join(without[:4])}")
+    if without:
+        return f"{len(rows)} GPUs without NVLink ({', '.join(sorted(set(links.values())))}): all exchanges use PCIe"
+    return f"{len(rows)} GPUs, {', '.join(sorted(set(links.values()))) or 'no link needed'}"
+
+
 def check_limits(config: RunConfig) -> str:
     """The limits of pinned memory, shared memory and open files. Raises ConfigError where one is too low."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -98,18 +128,20 @@ GPU_CHECKS: dict[str, GpuCheck] = {
     "gpu": check_driver,
     "gpu tool chain": check_tool_chain,
     "gpu kernels": check_kernels,
+    "gpu compiled kernel": check_compiled_kernel,
+    "gpu links": check_links,
     "gpu limits": check_limits,
 }
 
 
-def _probe(python: str, code: str) -> dict[str, Any]:
-    return dict(json.loads(_output(python, "-c", code).splitlines()[-1]))
+def _probe(python: str, code: str, seconds: float = _SECONDS) -> dict[str, Any]:
+    return dict(json.loads(_output(python, "-c", code, seconds=seconds).splitlines()[-1]))
 
 
-def _output(*command: str) -> str:
+def _output(*command: str, seconds: float = _SECONDS) -> str:
     """What ``command`` prints. Raises ConfigError where it fails."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(f"{command[0]}: {error}") from None
     if done.returncode:

@@ -438,9 +438,10 @@ class TrainConfig(Section):
         description="Activation recomputation. none: keep all activations. selective: recompute recompute_modules. "
         "full: recompute whole layers.",
     )
-    recompute_modules: tuple[Literal["core_attn", "mlp", "moe"], ...] = Field(
+    recompute_modules: tuple[Literal["core_attn", "layernorm", "mlp", "moe"], ...] = Field(
         ("core_attn",),
-        description="Modules that selective recomputation runs again; mlp means the MLP of dense layers.",
+        description="Modules that selective recomputation runs again; layernorm means the norms before attention and "
+        "MLP or experts, mlp the MLP of dense layers.",
     )
     offload_optimizer: bool = Field(
         False, description="Keep optimizer state in host memory between updates. Results are equal."

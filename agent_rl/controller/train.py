@@ -63,6 +63,7 @@ from agent_rl.utils.directory_lock import lock_directory
 from agent_rl.weight_sync.sync import WeightSync
 
 FILTER_REPORT_STEPS = 10
+_PROMPT_CHARACTERS = 4096
 
 
 @dataclass
@@ -220,6 +221,9 @@ class TrainingRun:
         """Run all remaining steps, with the evaluations before, between and after them. Returns the summary."""
         total, tasks = self.config.train.steps, self.runtime.task_runtime
         await tasks.env.prepare("train", self.config.eval.split)
+        if own := tasks.tasks("train"):
+            text = str(dict(own[0].record))[:_PROMPT_CHARACTERS]
+            self.sync.set_prompt(self.runtime.renderer.initial_prompt([{"role": "user", "content": text}]))
         await self._resume()
         done = self.progress.step
         self.display.start_steps(done, total)

@@ -277,6 +277,7 @@ def _load_shapes_only(job: RankJob, usage: UsageRecorder) -> None:
     replaced.load_weights, replaced.SliceReader = load, lambda directory: ShapeReader(job)
     chosen: Any = kernel_choice  # a kernel check needs values: use the first installed kernel
     chosen.check_kernel = lambda candidate, *_: None if candidate.installed else "it is not installed"
+    chosen.attention_rate = lambda *_: 0.0  # nothing is computed
 
 
 def _map_pool_without_memory(job: RankJob) -> None:

@@ -159,7 +159,11 @@ class SGLangEngine:
     async def score(self, tokens: TokenIds, *, url: str | None = None) -> tuple[float, ...]:
         """Teacher-forced log-prob of every token given those before it, 0 for the first, at temperature 1, by the
         engine at ``url`` (the first in use by default)."""
-        return (await self._scores(url or self.urls[0], tokens, "score")).logprobs
+        return (await self.scores(tokens, url=url or self.urls[0])).logprobs
+
+    async def scores(self, tokens: TokenIds, *, url: str, routes: bool = False) -> Scores:
+        """As :meth:`score`, with ``routes`` also the experts of that pass."""
+        return await self._scores(url, tokens, "score", routes=routes)
 
     async def rescore(self, tokens: TokenIds, *, session: str, routes: bool = False, top: int = 0) -> Scores:
         """As :meth:`score`, on any engine, with retries and without a cached prefix. ``session`` distributes

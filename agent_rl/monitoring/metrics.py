@@ -424,6 +424,11 @@ METRICS: tuple[Metric, ...] = (
             "Absolute log-prob difference between engine and trainer on a fixed sequence after the update; mean over "
             "tokens, worst engine.",
         ),
+        (
+            "weight_sync/logprob_limit",
+            "nats",
+            "The difference from which on an engine is refused, derived from that of the first update.",
+        ),
         ("weight_sync/bytes", "bytes", "Bytes sent to each engine."),
         (
             "weight_sync/delta_ratio",

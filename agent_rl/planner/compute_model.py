@@ -49,7 +49,9 @@ class ForwardFlops:
     def recomputed(self, train: TrainConfig, *, chunked: bool) -> float:
         """Returns the FLOPs of recomputation; ``chunked``: log-probs are computed in several chunks."""
         modules = {"core_attn": self.attention, "moe": self.experts, "mlp": self.dense}
-        selective = sum(modules[name] for name in train.recompute_modules) if train.recompute == "selective" else 0.0
+        selective = (
+            sum(modules.get(name, 0.0) for name in train.recompute_modules) if train.recompute == "selective" else 0.0
+        )
         return (self.layers if train.recompute == "full" else selective) + self.logprobs * chunked
 
     def update(self, train: TrainConfig, *, chunked: bool) -> float:

@@ -254,7 +254,8 @@ def layer_bytes(model: ModelSpec, train: TrainConfig, tokens: int, *, layer: int
     width, tensor = BYTES[train.dtype], train.parallel.tensor
     recomputed = train.recompute_modules if train.recompute == "selective" else ()
     own = tokens // tensor  # tensor parallelism shards the residual stream by tokens
-    residual = 4 * model.hidden * width * own  # inputs and outputs of both norms
+    norms = 2 if "layernorm" in recomputed else 4  # inputs, and unless they are computed again outputs, of both norms
+    residual = norms * model.hidden * width * own
     mixer, moe = mixer_cost(model, layer), model.moe[layer]
     attention = (mixer.projected + mixer.joined) * width * tokens // tensor
     if "core_attn" in recomputed:

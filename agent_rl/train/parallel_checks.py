@@ -160,7 +160,7 @@ def model_problems(parallel: ParallelConfig, model: ModelSpec) -> list[str]:
 
 def recompute_problems(modules: tuple[str, ...], model: ModelSpec) -> list[str]:
     """Modules of a selective recomputation that ``model`` lacks."""
-    available = {"core_attn": True, "moe": any(model.moe), "mlp": _dense(model)}
+    available = {"core_attn": True, "layernorm": True, "moe": any(model.moe), "mlp": _dense(model)}
     return [
         f"train.recompute_modules: {name} would recompute nothing: this model has {_MISSING_LAYERS[name]}"
         for name in modules

@@ -25,23 +25,13 @@ import numpy as np
 
 from agent_rl.config import EngineConfig
 from agent_rl.engine.sglang import SGLangEngine
+from agent_rl.engine.types import EngineInfo, Scores
 from agent_rl.errors import EngineError, WeightSyncError
 from agent_rl.types import Sample
 from agent_rl.weight_sync.digests import DigestKind, RankDigests, engine_difference
+from agent_rl.weight_sync.logprob_gate import LogprobGate, probe_sample, probe_tokens
 from agent_rl.weight_sync.receivers import WeightReceivers
 from agent_rl.weight_sync.requests import PublishReport
-
-PROBE_TOKENS = 128
-
-
-def difference_limit(dtype: str, kv_dtype: str) -> float:
-    """The largest allowed difference of engine and trainer on the fixed sequence, in nats per token, for an engine with
-    weights in ``dtype`` and keys and values in ``kv_dtype``.
-
-    Rounding to bfloat16 gives a mean of about 0.03; keys and values in fp8 gave 0.14 to 0.44 in 195 updates
-    (docs/paper-runs). Weights that are missing or misnamed differ by whole nats.
-    """
-    return 1.0 if kv_dtype.startswith("fp8") else {"bfloat16": 0.3, "float32": 0.02}[dtype]
 
 
 class Trainer(Protocol):
@@ -66,10 +56,9 @@ class Trainer(Protocol):
 
 @dataclass
 class WeightUpdate:
-    """One version being published: the trainer's log-probs of the fixed sequence, and the results so far."""
+    """One version being published, and the results so far."""
 
     step: int
-    logprobs: np.ndarray
     digests: Mapping[DigestKind, RankDigests] = field(default_factory=dict)
     worst: float = 0.0
     retries: int = 0
@@ -99,11 +88,16 @@ class WeightSync:
     ) -> None:
         self._config, self._engine, self._trainer = config, engine, trainer
         self._directory, self._note = directory, note
-        self._tokens = np.arange(min(PROBE_TOKENS, engine.model_spec.vocab_size), dtype=np.int32)
+        self._gate = LogprobGate(config.dtype)
+        self._tokens = probe_tokens((), engine.model_spec.vocab_size)
         self._last: WeightUpdate | None = None
         self._good = (model, "start")  # the newest complete version on disk
         # An earlier start may have gone on beyond our checkpoint.
         shutil.rmtree(directory, ignore_errors=True)
+
+    def set_prompt(self, tokens: Sequence[int]) -> None:
+        """Compare the log-probs of this prompt from now on. Call it before the first update."""
+        self._tokens = probe_tokens(tokens, self._engine.model_spec.vocab_size)
 
     async def publish(self, step: int) -> dict[str, float]:
         """Publish the trainer's weights to every engine in use as version ``step``; returns metrics ``weight_sync/*``.
@@ -111,9 +105,7 @@ class WeightSync:
         An engine that fails is put out of use. Raises WeightSyncError if it was the last one, except for a dead engine,
         which may return.
         """
-        probe = Sample(self._tokens, np.ones(len(self._tokens), bool), np.zeros(len(self._tokens), "f4"), 0.0, None)
-        (logprobs,) = await self._trainer.logprobs([probe], replay=False)
-        self._last = update = WeightUpdate(step, np.asarray(logprobs))
+        self._last = update = WeightUpdate(step)
         self._engine.fleet.publishing(update.version)
         await self._deliver(update, self._engine.fleet.in_use)
         self._engine.fleet.settled()
@@ -152,8 +144,7 @@ class WeightSync:
         update.first = update.first or report
         update.digests = report.digests or update.digests
         updated = [url for url in urls if url not in report.failures]
-        reasons = await asyncio.gather(*(self._compare(update, url) for url in updated))
-        return {**report.failures, **{url: reason for url, reason in zip(updated, reasons, strict=True) if reason}}
+        return {**report.failures, **await self._compare(update, updated)}
 
     async def _publish_alone(self, update: WeightUpdate, url: str) -> dict[str, str]:
         return {url: "", **await self._publish_to(update, [url])}
@@ -167,10 +158,10 @@ class WeightSync:
         except WeightSyncError as error:
             return {url: str(error)}
         update.disk_loads += 1
-        reason = await self._compare(update, url)
-        if not reason:
-            self._keep(directory, update.version)
-        return {url: reason}
+        if reasons := await self._compare(update, [url]):
+            return reasons
+        self._keep(directory, update.version)
+        return {url: ""}
 
     async def _exported(self, step: int) -> Path:
         directory = self._directory / f"step-{step:06d}"
@@ -194,27 +185,40 @@ class WeightSync:
         if before.parent == self._directory and before != directory:
             shutil.rmtree(before)
 
-    async def _compare(self, update: WeightUpdate, url: str) -> str:
-        """Compare log-probs with the trainer's. Returns the reason and pauses the engine if they differ, else ""."""
+    async def _compare(self, update: WeightUpdate, urls: Sequence[str]) -> dict[str, str]:
+        """Compare log-probs with the trainer's, which uses each engine's experts. Returns the reason by URL of each
+        engine that differs; it is paused."""
+        found = dict(zip(urls, await asyncio.gather(*(self._score(update, url) for url in urls)), strict=True))
+        reasons = {url: answer for url, answer in found.items() if isinstance(answer, str)}
+        scored = {url: answer for url, answer in found.items() if not isinstance(answer, str)}
+        samples = [probe_sample(self._tokens, scores, self._engine.model_spec) for _, scores in scored.values()]
+        replayed = any(sample.routing is not None for sample in samples)
+        logprobs = await self._trainer.logprobs(samples, replay=replayed) if samples else ()
+        for (url, (info, scores)), own in zip(scored.items(), logprobs, strict=True):
+            difference = float(np.abs(np.asarray(scores.logprobs)[1:] - np.asarray(own)[1:]).mean())
+            if difference < (limit := self._gate.limit(info.kv_dtype)):
+                self._gate.measure(info.kv_dtype, difference)
+                update.worst = max(update.worst, difference)
+                continue
+            with self._receiver(url) as receiver:
+                await asyncio.to_thread(receiver.pause, self._config.sglang_pause_mode)
+            reasons[url] = (
+                f"{url}, updated to version {update.version}, differs from the trainer by {difference:.3f} nats a "
+                f"token on a fixed sequence, more than {limit:.3g}"
+            )
+        return reasons
+
+    async def _score(self, update: WeightUpdate, url: str) -> tuple[EngineInfo, Scores] | str:
+        """The engine's log-probs of the fixed sequence, with routes where it captures them; or why there are none."""
         try:
             await self._engine.sleep.resume_cache(url)
             info = await self._engine.info(url)
             if info.weight_version != update.version:
                 return f"{url} answers with weights {info.weight_version!r}, not {update.version!r}"
-            scores = await self._engine.score(self._tokens.tolist(), url=url)
+            routes = info.captures_routes and bool(self._engine.model_spec.moe_layer_ids)
+            return info, await self._engine.scores(self._tokens.tolist(), url=url, routes=routes)
         except EngineError as error:
             return str(error)
-        difference = float(np.abs(np.asarray(scores)[1:] - update.logprobs[1:]).mean())
-        limit = difference_limit(self._config.dtype, info.kv_dtype)
-        if difference < limit:
-            update.worst = max(update.worst, difference)
-            return ""
-        with self._receiver(url) as receiver:
-            await asyncio.to_thread(receiver.pause, self._config.sglang_pause_mode)
-        return (
-            f"{url}, updated to version {update.version}, differs from the trainer by {difference:.3f} nats a token on "
-            f"a fixed sequence, more than {limit}"
-        )
 
     async def _exclude(self, url: str, reason: str) -> None:
         """Exclude an engine that failed: permanently, on its last good version if it accepts that, or until it returns
@@ -252,6 +256,7 @@ class WeightSync:
         first = update.first or PublishReport({})  # no engine was alive
         values = {
             "logprob_abs_diff": update.worst,
+            "logprob_limit": max(self._gate.allowed.values(), default=0.0),
             "retries": update.retries,
             "disk_loads": update.disk_loads,
             "engines": len(self._engine.fleet.in_use),

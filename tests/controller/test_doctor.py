@@ -13,7 +13,7 @@ from rich.console import Console
 
 from agent_rl.commands.doctor import diagnose, run_doctor, tasks_table
 from agent_rl.commands.eval import EvalOptions, run_evaluation
-from agent_rl.commands.gpu_checks import check_kernels, check_limits
+from agent_rl.commands.gpu_checks import check_compiled_kernel, check_kernels, check_limits, check_links
 from agent_rl.commands.health import Check, check_disk, check_installation, check_parts, check_sandboxes, checks_table
 from agent_rl.commands.policy import PolicyChoice
 from agent_rl.config.loader import load_config
@@ -190,7 +190,8 @@ async def test_a_gpu_config_on_a_machine_without_gpus_fails(tmp_path: Path, monk
     monkeypatch.setenv("PATH", str(tmp_path))
     config = load_config(Path("quickstart"), ["train.device=cuda", "engine.device=cuda"])
     found = {check.name: check for check in await check_parts(config)}
-    assert not any(found[name].ok for name in ("gpu", "gpu tool chain", "gpu kernels"))
+    assert not any(found[name].ok for name in found if name.startswith("gpu") and name != "gpu limits")
+    assert len([name for name in found if name.startswith("gpu")]) == 6
     assert found["gpu"].detail == (
         "the config asks for GPUs and this machine has no nvidia-smi: install an NVIDIA driver"
     )
@@ -225,6 +226,49 @@ def test_two_releases_of_torch_or_nccl_fail(
     else:
         with pytest.raises(ConfigError, match=reason):
             check_kernels(config)
+
+
+def program(directory: Path, name: str, output: str) -> str:
+    """A program that prints ``output``."""
+    file = directory / name
+    file.write_text(f"#!/bin/sh\ncat <<'END'\n{output}\nEND\n")
+    file.chmod(0o755)
+    return str(file)
+
+
+def test_a_compiled_kernel_that_computes_wrongly_fails(tmp_path: Path) -> None:
+    def check(error: str) -> str:
+        python = program(tmp_path, "python", f'{{"error": {error}, "seconds": 41.2}}')
+        return check_compiled_kernel(load_config(Path("quickstart"), [f"engine.python={python}"]))
+
+    assert check("0.004") == "silu_and_mul compiled and correct, 41 s"
+    for error in ("7.5", "NaN"):
+        with pytest.raises(ConfigError, match=r"compiled silu_and_mul differs from torch's by (7\.5|nan)"):
+            check(error)
+
+
+@pytest.mark.parametrize(
+    ("rows", "found"),
+    [
+        (["GPU0 X 0-15 0 N/A"], "1 GPUs, no link needed"),
+        (["GPU0 X NV18 0-15", "GPU1 NV18 X 0-15"], "2 GPUs, NV18"),
+        (["GPU0 X SYS", "GPU1 SYS X"], "2 GPUs without NVLink (SYS): all exchanges use PCIe"),
+        (["GPU0 X NV18 NV18", "GPU1 NV18 X PHB", "GPU2 NV18 PHB X"], "some GPUs only; without it: GPU2-GPU1"),
+    ],
+)
+def test_nvlink_connects_all_gpus_or_none(
+    rows: list[str], found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    header = "\x1b[4mGPU0 GPU1 CPU Affinity NUMA Affinity\x1b[0m"
+    legend = "Legend:\n\n  X    = Self\n  SYS  = Connection traversing PCIe"
+    program(tmp_path, "nvidia-smi", "\n".join([header, *rows, "", legend]))
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    config = load_config(Path("quickstart"))
+    if found.startswith("some"):
+        with pytest.raises(ConfigError, match=found):
+            check_links(config)
+    else:
+        assert check_links(config) == found
 
 
 def test_too_few_open_files_fail(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -394,3 +394,4 @@ def test_selective_recomputation_keeps_the_other_activations() -> None:
 
     both, moe, attention = (kept("selective", *modules) for modules in (("core_attn", "moe"), ("moe",), ("core_attn",)))
     assert both < moe < attention < kept("none", "moe")
+    assert moe - kept("selective", "moe", "layernorm") == 2 * 4096 * QWEN.hidden * 4, "the outputs of two norms"

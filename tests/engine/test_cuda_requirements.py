@@ -101,16 +101,18 @@ def test_the_environment_for_gpus_resolves_to_its_pins(python: str) -> None:
     assert resolved["nvidia-nccl-cu13"] == nccl(TRAINER_TORCH)
 
 
-@pytest.mark.parametrize("cuda", [False, True])
-def test_an_nvidia_device_selects_the_cuda_requirements(
-    cuda: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(
+    ("step", "device", "cuda"), [("engine", False, False), ("engine", True, True), ("engine-cuda", False, True)]
+)
+def test_an_nvidia_device_or_the_step_selects_the_cuda_requirements(
+    step: str, device: bool, cuda: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    device, commands = tmp_path / "nvidiactl", list[str]()
-    if cuda:
-        device.touch()
-    monkeypatch.setattr(bootstrap, "NVIDIA", device)
-    monkeypatch.setattr(bootstrap, "engine_venv", lambda: tmp_path / "venv")
+    nvidia, commands = tmp_path / "nvidiactl", list[str]()
+    if device:
+        nvidia.touch()
+    monkeypatch.setattr(bootstrap, "NVIDIA", nvidia)
+    monkeypatch.setattr(bootstrap, "engine_venv", lambda: tmp_path)
     monkeypatch.setattr(bootstrap, "run", lambda *command: commands.append(" ".join(map(str, command))))
-    bootstrap.build_engine()
+    assert bootstrap.main([step]) == 0
     assert any("requirements-cuda.txt" in command for command in commands) is cuda
     assert any("constraints-cuda.txt" in command for command in commands) is cuda

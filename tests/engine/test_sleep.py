@@ -132,7 +132,7 @@ class Colocated:
         self.sync = WeightSync(config.engine, config.model, engine, self, directory / "weights", self.notes.append)
 
     async def logprobs(self, samples: Sequence[Sample], *, replay: bool) -> Sequence[Sequence[float]]:
-        return [[-0.5] * len(samples[0].tokens)]
+        return [[-0.5] * len(sample.tokens) for sample in samples]
 
     async def publish(self, engine_urls: Sequence[str], weight_version: str) -> PublishReport:
         """Publish as the trainer's rank 0: an engine that is dead, or has no memory for weights, gets none."""

@@ -18,6 +18,7 @@ from agent_rl.weight_sync.receivers import WeightReceivers
 
 torch = pytest.importorskip("torch", reason="needs the trainer environment")
 from agent_rl.train.ray_trainer import RayTrainer  # noqa: E402
+from agent_rl.weight_sync.logprob_gate import LIMITS  # noqa: E402
 from agent_rl.weight_sync.sync import WeightSync  # noqa: E402
 
 pytestmark = [pytest.mark.megatron, pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -106,6 +107,7 @@ async def test_the_engine_takes_what_the_trainer_learned(
     fixed = Sample(np.array(TOKENS, np.int32), np.ones(len(TOKENS), bool), np.zeros(len(TOKENS), "f4"), 0.0, None)
     async with RayTrainer(config) as trainer:
         sync = WeightSync(config.engine, config.model, engine, trainer, tmp_path / "weights", pytest.fail)
+        sync.set_prompt(TOKENS)
 
         async def gap() -> np.ndarray:
             mine = (await trainer.logprobs([fixed], replay=False))[0]
@@ -127,6 +129,8 @@ async def test_the_engine_takes_what_the_trainer_learned(
                 await sync.stage(version)
             published = await sync.publish(version)
             assert published["weight_sync/verified"] == 1
+            assert published["weight_sync/logprob_abs_diff"] < 2e-5, "the engine's experts are replayed"
+            assert published["weight_sync/logprob_limit"] == LIMITS["float32"].least
             if kind == "deltas" and version > 1:
                 assert 0 < published["weight_sync/delta_ratio"] < 1
             else:

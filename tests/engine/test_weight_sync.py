@@ -42,9 +42,10 @@ from agent_rl.weight_sync.digests import (  # noqa: E402
     rank_difference,
     unchanged_ranks,
 )
+from agent_rl.weight_sync.logprob_gate import LogprobGate, probe_tokens  # noqa: E402
 from agent_rl.weight_sync.publisher import Bucket, WeightPublisher  # noqa: E402
 from agent_rl.weight_sync.requests import PublishReport  # noqa: E402
-from agent_rl.weight_sync.sync import WeightSync, difference_limit  # noqa: E402
+from agent_rl.weight_sync.sync import WeightSync  # noqa: E402
 
 TOKENS = [int(token) for token in np.random.default_rng(11).integers(2, 250, 60)]
 Weights = list[tuple[str, Any]]
@@ -164,11 +165,26 @@ def short_leave(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "kv_dtype", "limit"),
-    [("float32", "auto", 0.02), ("bfloat16", "auto", 0.3), ("bfloat16", "fp8_e4m3", 1.0)],
+    ("dtype", "kv_dtype", "first", "limit"),
+    [
+        ("float32", "auto", 1e-5, 0.01),
+        ("bfloat16", "auto", 0.02, 0.08),
+        ("bfloat16", "auto", 0.4, 1.0),
+        ("bfloat16", "fp8_e4m3", 0.14, 0.56),
+    ],
 )
-def test_the_difference_limit_allows_for_rounding(dtype: str, kv_dtype: str, limit: float) -> None:
-    assert difference_limit(dtype, kv_dtype) == limit
+def test_the_first_difference_sets_the_limit(dtype: str, kv_dtype: str, first: float, limit: float) -> None:
+    gate = LogprobGate(dtype)
+    assert first < gate.limit(kv_dtype) < 2, "weights that are missing differ by whole nats"
+    gate.measure(kv_dtype, first)
+    gate.measure(kv_dtype, limit / 2)
+    assert gate.limit(kv_dtype) == pytest.approx(limit), "later differences do not move it"
+
+
+def test_the_prompt_is_the_runs_own_or_all_small_ids() -> None:
+    assert probe_tokens([5, 6, 7], 64).tolist() == [5, 6, 7]
+    assert probe_tokens((), 64).tolist() == list(range(64))
+    assert (len(probe_tokens((), 1000)), len(probe_tokens(range(1000), 1000))) == (128, 512)
 
 
 class Announces(Fault):
@@ -207,6 +223,21 @@ class TestOneEngine:
         assert metrics["weight_sync/bytes"] == sum(tensor.nbytes for _, tensor in exported(setting.other_model))
         assert not setting.notes
         assert not setting.directory.exists()
+
+    async def test_an_engine_that_computes_otherwise_is_refused_by_what_was_measured_first(
+        self, setting: Setting, engine: SGLangEngine
+    ) -> None:
+        """All bytes are right in each update."""
+        sync, exact = setting.sync(engine), np.array(setting.new)
+        setting.trainer._logprobs = exact + 0.05
+        metrics = await sync.publish(3)
+        assert metrics["weight_sync/logprob_abs_diff"] == pytest.approx(0.05, abs=1e-4)
+        assert metrics["weight_sync/logprob_limit"] == pytest.approx(0.2, abs=1e-3)
+        setting.trainer._logprobs = exact + 0.15
+        assert (await sync.publish(4))["weight_sync/retries"] == 0
+        setting.trainer._logprobs = exact + 0.25
+        with pytest.raises(WeightSyncError, match=r"differs from the trainer by 0\.250 nats .* more than 0\.2"):
+            await sync.publish(5)
 
     @pytest.mark.parametrize(
         ("fault", "reason"),

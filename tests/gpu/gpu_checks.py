@@ -75,9 +75,9 @@ def kernels(outcome: Outcome) -> Iterator[Row]:
         # Not every kernel takes float32 on a GPU: where one does not, the next is taken.
         good = None if fault and dtype == "float32" else fault is None
         yield outcome.row(f"{name}, {dtype}", fault or "right", "right", good)
-    for name, seconds in outcome.first["attention_seconds"].items():
-        found = "it raised" if seconds is None else f"{1e3 * seconds:.1f} ms"
-        yield outcome.row(f"{name}, 8,192 tokens forward and backward", found)
+    for name, tokens, rate in outcome.first["rates"]:
+        found = "it raised" if rate is None else f"{rate:.3g} TFLOP/s"
+        yield outcome.row(f"{name}, {tokens} tokens forward and backward", found)
 
 
 def steps(outcome: Outcome) -> Iterator[Row]:

@@ -28,7 +28,7 @@ from agent_rl.train.requests import OptimizerSpec, StepRequest, WorkerRequest
 from agent_rl.train.route_sharding import shard_routes
 from agent_rl.train.worker import TrainerWorker, device_of
 
-TIMED_TOKENS = {"cuda": 8192, "cpu": 64}
+TIMED_TOKENS = {"cuda": (8192, 32768, 65536), "cpu": (64,)}
 
 
 class Stepped:
@@ -112,7 +112,7 @@ def logprobs(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def kernels(job: dict[str, Any]) -> dict[str, Any]:
-    """Every kernel that is installed on its small case (its error, and what is allowed), and attention's time."""
+    """Every kernel that is installed on its small case (its error, and what is allowed), and attention's rates."""
     config = RunConfig.model_validate(job["config"])
     device, model_spec = device_of(job["device"]), read_model_spec(config.model)
     init_parallel(ParallelConfig(), 0, master_addr="127.0.0.1", master_port=job["port"], device=device)
@@ -130,36 +130,25 @@ def kernels(job: dict[str, Any]) -> dict[str, Any]:
                 if one.installed:
                     fault = choice.check_kernel(one, check, device)
                     rows.append([one.name, str(dtype).removeprefix("torch."), fault])
-    times = {
-        one.name: _attention_seconds(one.kernel, model_spec, device)
+    rates = [
+        [one.name, tokens, _rate(one.kernel, model_spec, device, tokens)]
         for one in choice.attentions(torch.bfloat16, device)
+        for tokens in TIMED_TOKENS[device.type]
         if one.installed
-    }
-    destroy_parallel()
-    return {"rows": rows, "attention_seconds": times}
-
-
-def _attention_seconds(attend: Any, model_spec: ModelSpec, device: torch.device) -> float | None:
-    """Forward and backward over one sequence in bfloat16; None where the kernel raises."""
-    from agent_rl.train.megatron.varlen import Segments
-
-    tokens = TIMED_TOKENS[device.type]
-    shapes = [
-        (tokens, heads, model_spec.head_dim) for heads in (model_spec.heads, model_spec.kv_heads, model_spec.kv_heads)
     ]
-    leaves = [torch.randn(shape, dtype=torch.bfloat16, device=device, requires_grad=True) for shape in shapes]
-    runs, seconds = Segments.build([tokens], [tokens], device), math.inf
+    destroy_parallel()
+    return {"rows": rows, "rates": rates}
+
+
+def _rate(attend: Any, model_spec: ModelSpec, device: torch.device, tokens: int) -> float | None:
+    """TFLOP/s in bfloat16; None where the kernel raises."""
+    from agent_rl.train.megatron.kernel_choice import attention_rate
+
     try:
-        for _ in range(4):
-            begun = time.perf_counter()
-            output = attend(*leaves, runs, model_spec.head_dim**-0.5)
-            torch.autograd.grad(output, leaves, torch.ones_like(output))
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            seconds = min(seconds, time.perf_counter() - begun)
+        sizes = (model_spec.heads, model_spec.kv_heads, model_spec.head_dim)
+        return attention_rate(attend, sizes, torch.bfloat16, device, tokens)
     except Exception:  # which one, its small case says
         return None
-    return seconds
 
 
 WORK: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {

@@ -116,8 +116,17 @@ def test_a_kernel_that_is_not_installed_is_skipped_without_a_note(choice: Any) -
     assert choice.choose("products", [missing, grouped], check, CPU, notes) is grouped
     assert not notes
     fast = [candidate.installed for candidate in choice.attentions(torch.bfloat16, torch.device("cuda"))]
-    assert fast == [False, False, True, True], "Transformer Engine, FlashAttention 3, and torch's two"
+    assert fast == [False, False, False, True, True], "Transformer Engine, FlashAttention 4 and 3, and torch's two"
     assert len(choice.attentions(torch.float32, torch.device("cuda"))) == 1
+
+
+def test_the_rate_of_attention_counts_what_a_kernel_computes(choice: Any, monkeypatch: Patch) -> None:
+    from agent_rl.train.megatron import varlen
+
+    sizes, clock = (SPEC.heads, SPEC.kv_heads, SPEC.head_dim), iter(range(0, 1000, 2))
+    monkeypatch.setattr(choice.time, "perf_counter", lambda: next(clock))
+    rate = choice.attention_rate(varlen.sdpa_per_segment, sizes, torch.float32, CPU, tokens=64)
+    assert rate == pytest.approx(3.5 * 2 * 64**2 * SPEC.heads * SPEC.head_dim / 2 / 1e12), "each run takes 2 s"
 
 
 def test_a_kernel_that_is_wrong_on_another_rank_is_not_used(choice: Any, monkeypatch: Patch) -> None:

@@ -63,6 +63,36 @@ def test_no_tensor_of_a_graph_outlives_a_step(build: Build, recompute: str) -> N
     assert [tuple(tensor.shape) for tensor in tiny.tensors_in_graphs() if id(tensor) not in before] == []
 
 
+def test_recomputed_experts_and_norms_change_no_bit(build: Build) -> None:
+    """With replayed routes, two micro-batches. Norms run twice where they are recomputed, and keep no output."""
+    selective = [("moe",), ("moe", "layernorm")]
+    models = [build(), *(build(recompute="selective", recompute_modules=modules) for modules in selective)]
+    batches = [tiny.packed(lengths=(length,)) for length in (17, 30)]
+    routes = [tiny.everywhere(tiny.random_routes(length)) for length in (17, 30)]
+    outputs, kept, gradients = list[Tensor](), list[tuple[int, int]](), []
+    for model in models:
+        outputs.clear()
+        norms = [
+            norm
+            for layer in model.modules[0].decoder.layers
+            for norm in (layer.input_layernorm, layer.pre_mlp_layernorm)
+        ]
+        hooks = [norm.register_forward_hook(lambda _, __, output: outputs.append(output)) for norm in norms]
+
+        def loss(got: Tensor, *_: Any) -> tuple[Tensor, dict[str, Tensor]]:
+            kept.append((len(outputs), sum(output.untyped_storage().nbytes() > 0 for output in outputs)))
+            return got.sum(), {}
+
+        model.train_microbatches(batches, routes, loss)
+        for hook in hooks:
+            hook.remove()
+        gradients.append([p.main_grad for part in model.modules for p in part.parameters()])
+    assert all(all(map(torch.equal, found, gradients[0])) for found in gradients[1:])
+    once, first = 2 * tiny.LAYERS, kept[::2]
+    assert first == [(once, once), (once, once), (once, 0)]
+    assert [number for number, _ in kept[1::2]] == [2 * once, 2 * once, 3 * once], "the first micro-batch's again"
+
+
 def test_layer_inputs_on_the_host_change_no_bit(build: Build) -> None:
     """Two micro-batches, then two of other lengths, which reuse the memory of the first."""
     from agent_rl.train.megatron.activation_offload import HostActivations, offload_layer_inputs

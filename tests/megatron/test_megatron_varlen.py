@@ -135,8 +135,14 @@ def test_the_reference_for_kernel_checks_equals_the_formula() -> None:
     torch.testing.assert_close(varlen.reference_attention(*given, SEGMENTS, SCALE), wanted)
 
 
+@pytest.mark.parametrize(
+    ("name", "attend"),
+    [("flash_attn_interface", varlen.flash_attention_3), ("flash_attn.cute", varlen.flash_attention_4)],
+)
 @pytest.mark.parametrize("with_sums", [False, True])
-def test_flash_attention_3_gets_its_documented_arguments(monkeypatch: pytest.MonkeyPatch, with_sums: bool) -> None:
+def test_flash_attention_gets_its_documented_arguments(
+    monkeypatch: pytest.MonkeyPatch, with_sums: bool, name: str, attend: varlen.AttentionKernel
+) -> None:
     def flash_attn_varlen_func(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Any:
         assert given["causal"]
         assert (given["max_seqlen_q"], given["max_seqlen_k"]) == (max(QUERIES), max(KEYS))
@@ -144,7 +150,7 @@ def test_flash_attention_3_gets_its_documented_arguments(monkeypatch: pytest.Mon
         out = written_out(query, key, value, *bounds, given["softmax_scale"])
         return (out, torch.zeros(1)) if with_sums else out
 
-    package = ModuleType("flash_attn_interface")
-    package.flash_attn_varlen_func = flash_attn_varlen_func  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "flash_attn_interface", package)
-    check_equal_to_sdpa(varlen.flash_attention_3)
+    for part in (name.partition(".")[0], name):
+        monkeypatch.setitem(sys.modules, part, ModuleType(part))
+    sys.modules[name].flash_attn_varlen_func = flash_attn_varlen_func  # type: ignore[attr-defined]
+    check_equal_to_sdpa(attend)

@@ -1,8 +1,8 @@
 """Choose the kernels of a model's layers: the fastest installed kernel that is correct on every rank.
 
 =============  =========================================================================================
-attention      on a GPU in 16 bits: Transformer Engine, FlashAttention 3, torch's variable-length attention;
-               then, and always on a CPU or in float32, torch's scaled dot product per segment
+attention      on a GPU in 16 bits: Transformer Engine, FlashAttention 4, FlashAttention 3, torch's variable-length
+               attention; then, and always on a CPU or in float32, torch's scaled dot product per segment
 with sinks     on a GPU in 16 bits: torch's flash attention; then, and always on a CPU or in float32, blocks of queries
 experts        torch's grouped matmul, then one matmul per expert
 permutation    on a GPU: Transformer Engine, through Megatron; then Megatron's own
@@ -16,6 +16,7 @@ the CPU. A kernel that is wrong or raises gets one line in the notes, and the ne
 from __future__ import annotations
 
 import importlib.util
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +35,8 @@ from agent_rl.train.megatron.varlen import AttentionKernel, Segments
 
 LIMITS = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 """The largest allowed error of an output or gradient, relative to its largest value."""
+RATE_TOKENS = 8192
+"""The sequence whose attention is timed at the start."""
 
 T = TypeVar("T")
 Dispatcher = Literal["alltoall", "allgather", "flex"]
@@ -107,7 +110,7 @@ def choose_kernels(
     notes: list[str] = []
     attention = choose("attention", attentions(dtype, device), attention_check(model, parallel, dtype), device, notes)
     product: ExpertMatmul = grouped_matmul
-    fused, dispatcher, names = False, parallel.dispatcher, [attention.name]
+    fused, dispatcher, names = False, parallel.dispatcher, [_with_rate(attention, model, parallel, dtype, device)]
     with_sinks: SinkAttention | None = None
     if model.sinks:
         check = sink_check(model, parallel, dtype)
@@ -199,6 +202,7 @@ def attentions(dtype: torch.dtype, device: torch.device) -> list[KernelCandidate
     """All candidates, the fastest first."""
     fused: tuple[tuple[str, AttentionKernel, str], ...] = (
         ("Transformer Engine's attention", varlen.transformer_engine_attention, "transformer_engine"),
+        ("FlashAttention 4", varlen.flash_attention_4, "flash_attn.cute"),
         ("FlashAttention 3", varlen.flash_attention_3, "flash_attn_interface"),
         ("torch's variable-length attention", varlen.torch_varlen_attention, "torch"),
     )
@@ -216,6 +220,46 @@ def attention_check(model: ModelSpec, parallel: ParallelConfig, dtype: torch.dty
         return attend(query, key, value, Segments.build(_QUERIES, keys, query.device), scale)
 
     return KernelCheck(lambda: KernelCase.of(partial(run, varlen.reference_attention), shapes, dtype), run, dtype)
+
+
+def _with_rate(
+    chosen: KernelCandidate[AttentionKernel],
+    model: ModelSpec,
+    parallel: ParallelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> str:
+    """The kernel's name, on a GPU with its rate, which shows a slow kernel that is correct."""
+    if device.type != "cuda" or model.latent is not None:
+        return chosen.name
+    heads, shared = model.heads // parallel.tensor, model.kv_heads // parallel.tensor
+    rate = attention_rate(chosen.kernel, (heads, shared, model.head_dim), dtype, device)
+    return f"{chosen.name} ({rate:.0f} TFLOP/s at {RATE_TOKENS} tokens)"
+
+
+def attention_rate(
+    attend: AttentionKernel,
+    sizes: tuple[int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    tokens: int = RATE_TOKENS,
+) -> float:
+    """TFLOP/s of causal attention forward and backward over one sequence, the best of three after a first run.
+
+    ``sizes``: heads of queries, heads of keys, and their width. The backward pass counts 2.5 times the forward pass.
+    """
+    heads, shared, width = sizes
+    shapes = [(tokens, count, width) for count in (heads, shared, shared)]
+    leaves = [torch.randn(shape, dtype=dtype, device=device, requires_grad=True) for shape in shapes]
+    segments, seconds = Segments.build([tokens], [tokens], device), float("inf")
+    for run in range(4):
+        begun = time.perf_counter()
+        with torch.enable_grad():
+            output = attend(*leaves, segments, width**-0.5)
+            gradients = torch.autograd.grad(output, leaves, torch.ones_like(output))
+        float(gradients[0].sum())  # waits for the device
+        seconds = min(seconds, time.perf_counter() - begun) if run else seconds
+    return 3.5 * 2 * tokens**2 * heads * width / seconds / 1e12
 
 
 def _attention_shapes(model: ModelSpec, parallel: ParallelConfig, keys: Sequence[int]) -> list[tuple[int, ...]]:
@@ -247,7 +291,10 @@ def sink_check(model: ModelSpec, parallel: ParallelConfig, dtype: torch.dtype) -
 
 def installed(package: str) -> bool:
     """Whether ``package`` can be imported."""
-    return importlib.util.find_spec(package) is not None
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # the package around it
+        return False
 
 
 # Expert cases: one expert without a token, and token counts that fill no tile.

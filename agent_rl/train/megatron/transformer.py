@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import tensor_parallel
 from megatron.core.activations import squared_relu
+from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from agent_rl.config import ParallelConfig, Recompute
@@ -31,6 +34,9 @@ def transformer_config(
         + expert_problems(str(dtype).removeprefix("torch."), model)
     )
     virtual = parallel.virtual_pipeline > 1
+    if "layernorm" in modules:
+        # Megatron 0.16.1 reads the default fp8=False as a request for fp8, which needs Transformer Engine.
+        tensor_parallel.CheckpointWithoutOutput = partial(CheckpointWithoutOutput, fp8=None)
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden,

@@ -104,7 +104,20 @@ def flash_attention_3(query: Tensor, key: Tensor, value: Tensor, segments: Segme
     """FlashAttention 3, which aligns the causal mask at the last key."""
     from flash_attn_interface import flash_attn_varlen_func
 
-    out = flash_attn_varlen_func(
+    return _flash_attention(flash_attn_varlen_func, query, key, value, segments, scale)
+
+
+def flash_attention_4(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
+    """FlashAttention 4 (package flash-attn-4), which aligns the causal mask at the last key."""
+    from flash_attn.cute import flash_attn_varlen_func
+
+    return _flash_attention(flash_attn_varlen_func, query, key, value, segments, scale)
+
+
+def _flash_attention(
+    call: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float
+) -> Tensor:
+    out = call(
         query,
         key,
         value,
