@@ -36,7 +36,7 @@ from r3.shard import ShardSpec
 MICROBATCH_TOKENS = 8192
 CAPTION = (
     "max / mean: tokens of the busiest expert rank over the mean, per layer and micro-batch. borrowed: experts per "
-    "rank. link: tokens over the busiest link between nodes. gain: upper limit of a step's speed-up, from its FLOPs."
+    "rank. link: tokens over the busiest node's link. gain: upper limit of a step's speed-up, from its FLOPs."
 )
 PLANNERS: dict[Planner, str] = {
     "sequential": "none",

@@ -51,6 +51,11 @@ class StatePieces:
         weights. Raises TrainerError where the checkpoint is damaged or belongs to another model."""
         self._optimizer.load(lambda shard: self._read(reader, shard), counts)
 
+    def expert_ranges(self) -> dict[str, list[FlatRange]]:
+        """Returns the flat ranges of this rank's shards of expert parameters, by the optimizer's name."""
+        shards = [s for s in self._optimizer.shards() if self._mappings[s.name].described.cut.ranks == "expert"]
+        return {shard.name: self._ranges(shard) for shard in shards}
+
     def _read(self, reader: PieceReader, shard: StateShard) -> dict[str, Tensor]:
         ranges, none = self._ranges(shard), np.empty(0, np.float32)
         return {
