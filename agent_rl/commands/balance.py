@@ -30,13 +30,14 @@ from agent_rl.types import Sample
 from agent_rl.utils.run_files import write_json
 from r3.balance import ExpertLayout, PlanArrays, PlannerOptions, plan_pass
 from r3.balance.cost import borrowed, busiest_link, imbalance, rank_load
+from r3.balance.time_model import ExpertShape
 from r3.balance.transport import Planner
 from r3.shard import ShardSpec
 
 MICROBATCH_TOKENS = 8192
 CAPTION = (
     "max / mean: tokens of the busiest expert rank over the mean, per layer and micro-batch. borrowed: experts per "
-    "rank. link: tokens over the busiest link between nodes. gain: upper limit of a step's speed-up, from its FLOPs."
+    "rank. link: tokens over the busiest node's link. gain: upper limit of a step's speed-up, from its FLOPs."
 )
 PLANNERS: dict[Planner, str] = {
     "sequential": "none",
@@ -90,6 +91,24 @@ def run_balance(run: Path, expert_ranks: Sequence[int], options: SimulationOptio
     Console().print(_table(title, rows))
     if json is not None:
         write_json(json, [asdict(result) for result in rows])
+
+
+def run_counts(
+    run: Path, ranks: int, *, ranks_per_node: int, slots: int = 4
+) -> tuple[ExpertLayout, list[Counts], ExpertShape] | None:
+    """Returns the layout of ``ranks`` expert ranks, the counts ``[M, L, R, E]`` of all steps of ``run`` and the shape
+    of its experts; None if its experts do not divide into the ranks. Raises ConfigError as :func:`run_balance`."""
+    steps = [_samples(run, step) for step in steps_on_disk(run)]
+    options = SimulationOptions(slots, ranks_per_node, None, len(steps))
+    try:
+        layout = _layout(steps[0][0], ranks, options)
+    except ConfigError:
+        return None
+    tokens, cost = _batching(run, None)
+    config = load_recorded(run / "config.yaml")
+    model = planned_model(config.model)
+    shape = ExpertShape(model.hidden, model.expert_inner, 2)
+    return layout, [_counts(samples, layout, tokens, cost) for samples in steps], shape
 
 
 def _last_steps(run: Path, count: int) -> list[int]:

@@ -25,7 +25,6 @@ CorrectionWeight = Literal["token", "sequence", "icepop"]
 CorrectionMask = Literal["token", "sequence", "geometric"]
 KlEstimator = Literal["k1", "k2", "k3"]
 Planner = Literal["foremoe", "eplb", "shadow"]
-ExpertPlacement = Literal["contiguous", "measured"]
 ExpertTransfer = Literal["pool", "exchange"]
 FrozenModule = Literal["embeddings", "lm_head", "attention", "router", "experts", "shared_experts", "mlp"]
 LrSchedule = Literal["constant", "linear", "cosine"]
@@ -77,27 +76,15 @@ class BalanceConfig(Section):
         "comparison.",
     )
     slots: int = Field(4, gt=0, description="Experts that a rank may borrow at once, per layer.")
-    link_slots: int | None = Field(
-        None,
-        ge=0,
-        description="Slots that the planner may use to keep tokens within a node. null: the planner chooses.",
-    )
-    min_rows: int = Field(16, gt=0, description="Minimum rows of a shared expert's matrix product, padded if fewer.")
     transfer: BalanceTransferConfig = Field(BalanceTransferConfig(), description="Transfer of borrowed experts.")
-    within_node: bool = Field(True, description="In updates, borrow only from ranks on the same node.")
     ranks_per_node: int | None = Field(
         None, gt=0, description="Neighboring expert ranks on one node. null: detected from the ranks' host names."
     )
-    expert_placement: ExpertPlacement = Field(
-        "contiguous",
-        description="Home rank of each expert. contiguous: by expert number. measured: balances ranks and nodes on the "
-        "routes of the first step after a start or resume; it loads the weights twice.",
-    )
-    prefetch: bool = Field(True, description="Fetch the next layer's experts while the current layer computes.")
-    keep_order: bool = Field(
-        True,
-        description="Sum a token's expert outputs in the order used without balancing, so that results are "
-        "bit-identical (dispatcher alltoall only).",
+    placement_every: int = Field(
+        4,
+        ge=0,
+        description="Steps between two renewals of the experts' owner ranks from the replayed routes, where expert "
+        "ranks span nodes; experts move if that saves more time than it takes. 0: owners follow expert numbers.",
     )
 
 

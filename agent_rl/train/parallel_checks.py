@@ -205,8 +205,6 @@ def balance_problems(train: TrainConfig, model: ModelSpec | None = None) -> list
         problems.append("train.parallel.expert is 1, so no rank can take load from another; set it to 2 or more")
     if train.replay == "off":
         problems.append("train.replay is off, so no routes are known before a pass; set it to r3 or r2")
-    if train.replay == "r2" and balance.expert_placement == "measured":
-        problems.append("home measured needs routes before the first pass, and train.replay is r2; set it to r3")
     if parallel.dispatcher == "flex":
         problems.append("train.parallel.dispatcher flex does not support borrowed experts; set it to alltoall")
     if (per_node := balance.ranks_per_node) is not None and parallel.expert % min(per_node, parallel.expert):

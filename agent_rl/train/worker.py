@@ -86,8 +86,6 @@ class TrainerWorker:
         )
         self._critic = Critic(self._model, train) if train.uses_critic else None
         self.set_optimizer(optimizer)
-        self._placement_pending = train.balance.enabled and train.balance.expert_placement == "measured"
-        self._resumed: tuple[Path, Manifest] | None = None
         self._publisher: WeightPublisher | None = None
         self._delta = DeltaSender(self._model.model_spec, self._open_publisher)
         self._staged_version: str | None = None
@@ -120,7 +118,6 @@ class TrainerWorker:
         from agent_rl.train.checkpoint.state_pieces import StatePieces
         from agent_rl.train.optimizer import PolicyOptimizer
 
-        self._spec = spec
         self._optimizer = PolicyOptimizer(self._model.chunks, spec, self._dtype)
         self._state = StatePieces(self._model, self._optimizer, self._critic)
         self._updates = 0
@@ -137,8 +134,8 @@ class TrainerWorker:
         ``samples``: those of its data rank, by index. ``routes``: its own shard for every micro-batch, in order, or
         none. Returns the report (only on the lead of a data rank), the route differences and the balancing report.
         """
-        if self._placement_pending:
-            self._measure_placement(step_batches(samples, shares), routes)
+        if self._request.config.train.replay == "r3":
+            self._renew_placement(step_batches(samples, shares), routes)
         with rank_trace(request.trace, self._ranks.rank, self._ranks.data_rank, self._model.shard) as tracer:
             report, differences = grpo_step(
                 self._model, self._optimizer, samples, shares, routes, request, tracer, self._reference, self._balancer,
@@ -148,21 +145,18 @@ class TrainerWorker:
         self._release_gpu_cache()
         return report if self._lead else None, differences, self._balancer.report()
 
-    def _measure_placement(self, batches: Sequence[MicroBatch], routes: Sequence[RouteShard]) -> None:
-        """Place experts by the loads of this first step, then load weights and optimizer state again for it."""
-        self._placement_pending = False
-        updates = self._updates
-        placement = self._balancer.measure_placement(batches, routes, self._model.moe_layers, self._model.device)
-        self._model.set_placement(placement)
-        self._model.load_hf(self._request.model)
+    def _renew_placement(self, batches: Sequence[MicroBatch], routes: Sequence[RouteShard]) -> None:
+        """Move experts to other owner ranks if the routes of this step say so."""
+        if (placement := self._balancer.renewed_placement(batches, routes)) is None:
+            return
+        from agent_rl.train.checkpoint.state_pieces import StatePieces
+        from agent_rl.train.expert_balancing.renewal import move_experts
+
+        self._balancer.use_placement(placement, move_experts(self._model, self._optimizer, placement))
+        self._state = StatePieces(self._model, self._optimizer)
         if self._request.reference is not None:
             self._reference = None  # frees its memory before the new one is read
             self._reference = Reference.load(self._model, self._request.reference)
-        self.set_optimizer(self._spec)
-        if self._resumed is not None:
-            self._load_state(*self._resumed)
-        self._updates = updates
-        self._balancer.weights_changed()
 
     def logprobs(
         self,
@@ -189,7 +183,6 @@ class TrainerWorker:
     ) -> tuple[float, Update]:
         """Run one supervised update over ``shares[data_rank][micro_batch]``. Returns this rank's part of the loss and
         the update. ``spike_norm`` as in a step of GRPO. Collective."""
-        self._placement_pending = False  # a new placement reads the weights of the checkpoint again
         batches = [pack_weighted(sequences, ids) for ids in shares[self._ranks.data_rank]]
         inputs = [packed(batch, weights=torch.from_numpy(batch.weights_T)) for batch in batches]
         parts = self._model.train_microbatches(inputs, None, _supervised_loss(batch_weight), entropy=False)
@@ -216,7 +209,7 @@ class TrainerWorker:
         state. Raises TrainerError where it is damaged or belongs to another model."""
         checkpoint.verify(directory, manifest, share=self._ranks.rank, shares=self._ranks.world_size)
         self._load_state(directory, manifest)
-        self._updates, self._resumed = manifest.updates, (directory, manifest)
+        self._updates = manifest.updates
         self._balancer.weights_changed()
         if manifest.written_by(self._request.config.train.parallel):
             set_rng_state(read_rng(directory, self._ranks.rank))

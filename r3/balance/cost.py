@@ -26,21 +26,18 @@ def by_node(layout: ExpertLayout, ranks: Ints) -> Ints:
     return ranks.reshape(*ranks.shape[:-1], layout.nodes, -1).sum(axis=-1)
 
 
-def links(plans: PlanArrays) -> Ints:
-    """Returns ``[M, L, K, K]``: tokens sent from node to node (0 within a node), as the quotas of a plan send them."""
-    supply = by_node(plans.layout, plans.counts.swapaxes(2, 3))
-    need = by_node(plans.layout, plans.load)
-    within = np.minimum(supply, need)
-    supply_start, supply_stop = _intervals(supply - within)
-    need_start, need_stop = _intervals(need - within)
-    stop = np.minimum(supply_stop[..., :, None], need_stop[..., None, :])
-    start = np.maximum(supply_start[..., :, None], need_start[..., None, :])
-    return np.maximum(stop - start, 0).sum(axis=2)
+def traffic(supply: Ints, need: Ints) -> tuple[Ints, Ints]:
+    """Returns the tokens that each node sends and receives, ``[..., K]``, from those of each expert that its ranks
+    route (``supply``) and compute (``need``), ``[..., K, E]``: a node computes its own tokens first."""
+    excess = supply.astype(np.int32) - need
+    return np.maximum(excess, 0).sum(axis=-1), np.maximum(-excess, 0).sum(axis=-1)
 
 
 def busiest_link(plans: PlanArrays) -> Ints:
-    """Returns ``[M, L]``: tokens over the busiest link from one node to another."""
-    return links(plans).max(axis=(-2, -1))
+    """Returns ``[M, L]``: tokens over the busiest link of a node to the others, in the direction with more."""
+    supply = by_node(plans.layout, plans.counts.swapaxes(2, 3)).swapaxes(2, 3)
+    sent, received = traffic(supply, by_node(plans.layout, plans.load).swapaxes(2, 3))
+    return np.maximum(sent, received).max(axis=-1)
 
 
 def borrowed(plans: PlanArrays) -> Floats:
@@ -48,7 +45,16 @@ def borrowed(plans: PlanArrays) -> Floats:
     return (plans.borrowed >= 0).sum(axis=-1).mean(axis=-1)
 
 
-def _intervals(amounts: Ints) -> tuple[Ints, Ints]:
-    """Returns the start and stop of each of ``[..., K]`` amounts laid end to end."""
-    stops = amounts.cumsum(axis=-1)
-    return stops - amounts, stops
+def borrowed_by_reach(plans: PlanArrays) -> tuple[Ints, Ints]:
+    """Returns ``[M, L]``: the most experts that a rank borrows or lends across nodes, and the most that a rank borrows
+    from its own node."""
+    layout, used = plans.layout, plans.borrowed >= 0
+    owners = np.broadcast_to(layout.owner_rank, (plans.borrowed.shape[1], layout.experts))
+    owner = owners[np.arange(len(owners))[:, None, None], np.where(used, plans.borrowed, 0)]
+    node = np.array(layout.node_of_rank)
+    far = used & (node[owner] != node[:, None])
+    lent = np.zeros(plans.borrowed.shape[:3], np.int64)
+    batch, layer, rank, slot = np.nonzero(far)
+    np.add.at(lent, (batch, layer, owner[batch, layer, rank, slot]), 1)
+    crossing = np.maximum(far.sum(axis=3), lent).max(axis=2)
+    return crossing, (used & ~far).sum(axis=3).max(axis=2)

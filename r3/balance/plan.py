@@ -237,31 +237,3 @@ def _rest(amounts: Ints, met: Ints, group: int) -> Ints:
     grouped = amounts.reshape(len(amounts), -1, group)
     taken = met.reshape(grouped.shape).sum(axis=2, keepdims=True)
     return np.clip(grouped.cumsum(axis=2) - taken, 0, grouped).reshape(amounts.shape).astype(np.int32)
-
-
-def measured_placement(loads: Ints, layout: ExpertLayout) -> Ints:
-    """Returns an expert placement ``[L, E]`` for :class:`ExpertLayout` from ``loads`` ``[L, E]``, the tokens of each
-    expert over one or more steps.
-
-    First over nodes, then over the ranks of each node, the heaviest remaining expert goes to the one with the lowest
-    load that has capacity. The experts of a rank ascend, so that a single rank keeps the contiguous order.
-    """
-    layers, each = len(loads), layout.ranks // layout.nodes
-    node = _greedy_bins(loads, layout.nodes)
-    by_node = np.argsort(node, axis=1, kind="stable").reshape(layers * layout.nodes, -1)
-    inside = np.take_along_axis(loads, by_node.reshape(layers, -1), axis=1).reshape(by_node.shape)
-    order = np.argsort(_greedy_bins(inside, each), axis=1, kind="stable")
-    return np.take_along_axis(by_node, order, axis=1).reshape(layers, -1).astype(np.int32)
-
-
-def _greedy_bins(loads: Ints, bins: int) -> Ints:
-    """Returns ``[B, E]``: the bin of each item of ``loads`` ``[B, E]``; all bins get the same number of items."""
-    rows, capacity = np.arange(len(loads)), loads.shape[1] // bins
-    bin_of = np.zeros(loads.shape, np.int64)
-    bin_load, count = np.zeros((len(loads), bins), np.int64), np.zeros((len(loads), bins), np.int64)
-    for item in np.argsort(-loads, axis=1, kind="stable").T:
-        best = np.where(count < capacity, bin_load, np.iinfo(np.int64).max).argmin(axis=1)
-        bin_of[rows, item] = best
-        bin_load[rows, best] += loads[rows, item]
-        count[rows, best] += 1
-    return bin_of

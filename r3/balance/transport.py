@@ -11,39 +11,51 @@ Experts are named by their parameter slot (``rank * N + i``), so that the expert
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from r3.balance.baselines import eplb_fixed_owners, sequential, shadow
+from r3.balance.cost import traffic
 from r3.balance.plan import ExpertLayout, Ints, PlanArrays, PlanError
+from r3.balance.time_model import TimeModel, Work
 
-EVEN = 101
-"""Load of the fullest rank, in percent of the mean, up to which borrowing costs a pass more than it saves
+WORTHWHILE = 101
+"""Time without borrowing, in percent of the time of a plan, up to which borrowing costs a pass more than it saves
 (benchmarks/bench_balance_step.py)."""
 
+SAMPLED = 32
+"""Instances by which a pass chooses its :class:`Reach`."""
 
-def transport(counts: Ints, layout: ExpertLayout, *, link_slots: int, within_node: bool) -> PlanArrays:
-    """Returns plans for ``counts`` ``[M, L, R, E]``. ``link_slots``: borrowed slots of a rank that save link traffic.
 
-    ``within_node``: no expert is borrowed from another node. An instance borrows nothing if its plan, for lack of
-    slots, would load the fullest rank more than without borrowing; also, on one node or within nodes, if its ranks are
-    even already (``EVEN``).
-    """
-    each = layout.ranks // layout.nodes
-    sources = counts.reshape(*counts.shape[:2], layout.nodes, each, layout.experts).sum(axis=3, dtype=np.int32)
-    by_slot = np.broadcast_to(layout.placement, (counts.shape[1], layout.experts))[:, None]
-    sources = np.take_along_axis(sources, by_slot[None], axis=3).reshape(-1, *sources.shape[2:])
-    demand = own_demand(sources) if within_node else even_demand(sources, link_slots * each, layout.slots * each)
-    slots = rank_slots(demand, layout)
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """From where ranks borrow. ``within_node``: from ranks of the same node only. ``slots``: how many of a rank's X
+    slots are used. ``imports``: how many experts a node borrows to save traffic between nodes."""
+
+    within_node: bool
+    slots: int
+    imports: int = 0
+
+    @staticmethod
+    def choices(layout: ExpertLayout) -> list[Reach]:
+        """Those that a pass chooses from: within nodes, and across nodes with half of the slots or all of them. Half
+        of these are for imports; with more, too few remain to make the loads of ranks even."""
+        slots, each = layout.slots, layout.ranks // layout.nodes
+        if layout.nodes == 1:
+            return [Reach(True, slots)]
+        used = dict.fromkeys((-(-slots // 2), slots))
+        return [Reach(True, slots), *(Reach(False, number, number * each // 2) for number in used)]
+
+
+def transport(counts: Ints, layout: ExpertLayout, reach: Reach, time: TimeModel) -> PlanArrays:
+    """Returns plans for ``counts`` ``[M, L, R, E]``. An instance borrows nothing if its plan saves no time."""
+    sources = _sources(counts, layout)
+    slots, work = _planned(sources, layout, reach)
     plans = as_plans(slots, layout, counts)
-    owner_max = sources.sum(axis=1).reshape(len(sources), layout.ranks, -1).sum(axis=2).max(axis=1)
-    keep = slots.load.reshape(len(sources), -1).max(axis=1) > owner_max
-    if within_node or layout.nodes == 1:
-        total = sources.reshape(len(sources), -1).sum(axis=1, dtype=np.int64)
-        keep |= 100 * layout.ranks * owner_max.astype(np.int64) <= EVEN * total
+    keep = 100 * time.time(_unbalanced_work(sources, layout)) <= WORTHWHILE * time.time(work)
     if not keep.any():
         return plans
     mask, unbalanced = keep.reshape(*counts.shape[:2], 1, 1), PlanArrays.identity(layout, counts)
@@ -51,12 +63,91 @@ def transport(counts: Ints, layout: ExpertLayout, *, link_slots: int, within_nod
     return PlanArrays(layout, borrowed, np.where(mask, unbalanced.load, plans.load), unbalanced.counts)
 
 
-def rank_slots(demand: Ints, layout: ExpertLayout) -> Slots:
+def choose_reach(counts: Ints, layout: ExpertLayout, time: TimeModel) -> Reach:
+    """Returns the choice that leads to the shortest pass over ``counts``, by the time of some instances."""
+    choices = Reach.choices(layout)
+    if len(choices) == 1 or not counts.size:
+        return choices[0]
+    total = counts.shape[0] * counts.shape[1]
+    batch, layer = np.divmod(np.linspace(0, total - 1, min(total, SAMPLED)).astype(int), counts.shape[1])
+    chosen = _chosen_layers(layout, layer)
+    times = _times(_sources(counts[batch, layer][None], chosen), chosen, time)
+    return choices[int(times.sum(axis=1).argmin())]
+
+
+def layer_times(sources: Ints, layout: ExpertLayout, time: TimeModel) -> Ints:
+    """Returns ``[L]``: picoseconds of the planned micro-batches ``[M, L, K, E]``, tokens by source node."""
+    times = _times(_by_slot(sources, layout), layout, time)
+    return times.reshape(len(times), *sources.shape[:2]).sum(axis=1).min(axis=0)
+
+
+def _times(sources: Ints, layout: ExpertLayout, time: TimeModel) -> Ints:
+    """Returns ``[choices, B]``: picoseconds of the instances ``sources`` ``[B, K, E]`` by :meth:`Reach.choices`."""
+    unbalanced = time.time(_unbalanced_work(sources, layout))
+    planned = [time.time(_planned(sources, layout, reach)[1]) for reach in Reach.choices(layout)]
+    return np.minimum(planned, unbalanced)
+
+
+def _chosen_layers(layout: ExpertLayout, layers: Ints) -> ExpertLayout:
+    return layout if layout.placement.ndim == 1 else replace(layout, placement=layout.placement[layers])
+
+
+def _sources(counts: Ints, layout: ExpertLayout) -> Ints:
+    """Returns ``[B, K, E]``: tokens by source node and parameter slot."""
+    return _by_slot(by_source_node(counts, layout), layout)
+
+
+def by_source_node(counts: Ints, layout: ExpertLayout) -> Ints:
+    """Sum ``[M, L, R, E]`` over the source ranks of each node to ``[M, L, K, E]``."""
+    each = layout.ranks // layout.nodes
+    return counts.reshape(*counts.shape[:2], layout.nodes, each, layout.experts).sum(axis=3, dtype=np.int32)
+
+
+def _by_slot(sources: Ints, layout: ExpertLayout) -> Ints:
+    by_slot = np.broadcast_to(layout.placement, (sources.shape[1], layout.experts))[:, None]
+    return np.take_along_axis(sources, by_slot[None], axis=3).reshape(-1, *sources.shape[2:])
+
+
+def _planned(sources: Ints, layout: ExpertLayout, reach: Reach) -> tuple[Slots, Work]:
+    """Returns what the ranks hold and compute, and the work of each instance."""
+    if reach.within_node:
+        demand = own_demand(sources)
+    else:
+        demand = even_demand(sources, reach.imports, reach.slots * (layout.ranks // layout.nodes))
+    slots = rank_slots(demand, layout, reach.slots)
+    return slots, _work(slots, sources, demand, layout)
+
+
+def _work(slots: Slots, sources: Ints, demand: Ints, layout: ExpertLayout) -> Work:
+    """The work of plans in the form of the planner; :func:`.time_model.work_of` has that of any plans."""
+    lead, each = (len(sources), layout.ranks), layout.ranks // layout.nodes
+    held = slots.expert[..., slots.own :].reshape(*lead, slots.expert.shape[2] - slots.own)
+    used, owner = held >= 0, held // layout.experts_per_rank
+    far = used & (owner // each != np.arange(layout.ranks)[:, None] // each)
+    row, rank, slot = np.nonzero(far)
+    lent = np.bincount(row * layout.ranks + owner[row, rank, slot], minlength=lead[0] * lead[1]).reshape(lead)
+    crossing = np.maximum(far.sum(axis=2), lent).max(axis=1)
+    load = slots.load.reshape(lead).max(axis=1)
+    return Work(load.astype(np.int64), _link(sources, demand), crossing, (used & ~far).sum(axis=2).max(axis=1))
+
+
+def _unbalanced_work(sources: Ints, layout: ExpertLayout) -> Work:
+    load = sources.sum(axis=1).reshape(len(sources), layout.ranks, -1).sum(axis=2).max(axis=1)
+    nothing = np.zeros(len(sources), np.int64)
+    return Work(load.astype(np.int64), _link(sources, own_demand(sources)), nothing, nothing)
+
+
+def _link(sources: Ints, demand: Ints) -> Ints:
+    sent, received = traffic(sources, demand)
+    return np.maximum(sent, received).max(axis=1).astype(np.int64)
+
+
+def rank_slots(demand: Ints, layout: ExpertLayout, borrowed_slots: int) -> Slots:
     """Spread the nodes' ``demand`` ``[B, K, E]`` evenly over their ranks; the result has P = B * K problems."""
     each, own = layout.ranks // layout.nodes, own_experts(demand)
     expert = np.arange(layout.experts, dtype=np.int32).reshape(layout.nodes, each, layout.experts_per_rank)
     tokens = demand[:, own].reshape(-1, each, layout.experts_per_rank)
-    slots = Slots.with_own_experts(np.tile(expert, (len(demand), 1, 1)), tokens, layout.slots)
+    slots = Slots.with_own_experts(np.tile(expert, (len(demand), 1, 1)), tokens, borrowed_slots)
     foreign = np.where(own, 0, demand).reshape(-1, layout.experts)
     borrowed = int((foreign > 0).sum(axis=1).max(initial=0))
     largest = np.argsort(-foreign, axis=1, kind="stable")[:, :borrowed].astype(np.int32)
@@ -67,14 +158,16 @@ def rank_slots(demand: Ints, layout: ExpertLayout) -> Slots:
 
 def as_plans(slots: Slots, layout: ExpertLayout, counts: Ints) -> PlanArrays:
     """Returns ``slots`` as plans over logical experts, for ``counts`` ``[M, L, R, E]``."""
-    lead = (*counts.shape[:2], layout.ranks, layout.experts_per_rank + layout.slots)
+    lead = (*counts.shape[:2], layout.ranks, slots.expert.shape[2])
     expert, tokens = slots.expert.reshape(lead), slots.tokens.reshape(lead)
     placement = np.broadcast_to(layout.placement, (lead[1], layout.experts))
     logical = np.where(expert < 0, -1, placement[np.arange(lead[1])[:, None, None], expert])
     load = np.zeros((*lead[:2], layout.experts, layout.ranks), np.int32)
     batch, layer, rank, slot = np.nonzero(tokens)
     load[batch, layer, logical[batch, layer, rank, slot], rank] = tokens[batch, layer, rank, slot]
-    return PlanArrays(layout, np.ascontiguousarray(logical[..., layout.experts_per_rank :]), load, counts)
+    borrowed = np.full((*lead[:3], layout.slots), -1, np.int32)
+    borrowed[..., : lead[3] - slots.own] = logical[..., slots.own :]
+    return PlanArrays(layout, borrowed, load, counts)
 
 
 def own_experts(counts: Ints) -> NDArray[np.bool_]:
@@ -94,15 +187,17 @@ def even_demand(counts: Ints, imports: int, limit: int) -> Ints:
     Each node borrows, for its own tokens, the ``imports`` foreign experts that most of its tokens use; then loads are
     made even. ``counts``: tokens by source node. A node borrows at most ``limit`` experts.
     """
-    own, nodes = own_experts(counts), counts.shape[1]
-    reach = min(limit * (nodes - 1), counts.shape[2] - counts.shape[2] // nodes)
-    preferred = np.argsort(np.where(own, 1, -counts), axis=2, kind="stable")[..., :reach].astype(np.int32)
+    own, (nodes, experts) = own_experts(counts), counts.shape[1:]
+    by_owner = np.argsort(-counts.reshape(len(counts), nodes, nodes, -1), axis=3, kind="stable").astype(np.int32)
+    by_owner += (np.arange(nodes, dtype=np.int32) * (experts // nodes))[:, None]
     demand = np.zeros_like(counts)
-    chosen = preferred[..., : min(imports, limit)]
-    np.put_along_axis(demand, chosen, np.take_along_axis(counts, chosen, axis=2), axis=2)
+    if number := min(imports, limit, experts - experts // nodes):
+        unequal = counts * np.int64(-experts) + np.arange(experts)  # without ties every library chooses the same
+        chosen = np.argpartition(np.where(own, experts, unequal), number - 1, axis=2)[..., :number]
+        np.put_along_axis(demand, chosen, np.take_along_axis(counts, chosen, axis=2), axis=2)
     rest = counts.sum(axis=1, keepdims=True) - demand.sum(axis=1, keepdims=True)
     demand += np.where(own, rest, 0).astype(np.int32)
-    _NodeTransport(counts, demand, preferred, min(limit, imports * 5 // 4), limit).make_even()
+    _NodeTransport(counts, demand, by_owner, min(limit, imports * 5 // 4), limit).make_even()
     return demand
 
 
@@ -119,13 +214,13 @@ class _Pairs:
 class _NodeTransport:
     """Moves tokens between nodes by changing ``demand`` ``[B, K, E]`` in place.
 
-    ``preferred`` ``[B, K, F]``: a node's foreign experts, those that most of its own tokens use first. A node borrows
-    up to ``own_limit`` experts for its own tokens only, and up to ``limit`` if even loads need it.
+    ``by_owner`` ``[B, K, K, E / K]``: the experts of each owner node, those first that most of a node's own tokens use.
+    A node borrows up to ``own_limit`` experts for its own tokens only, and up to ``limit`` if even loads need it.
     """
 
     counts: Ints
     demand: Ints
-    preferred: Ints
+    by_owner: Ints
     own_limit: int
     limit: int
 
@@ -146,7 +241,7 @@ class _NodeTransport:
             amount = np.minimum(excess[index, source], -excess[index, target])
             pairs = _Pairs(rows, source, target)
             remaining = amount - amount // 2 + self._apply(self._lend, pairs, amount // 2)
-            for move in (self._end_loans, self._lend, self._lend_more):
+            for move in (self._end_loans, self._lend, self._extend_loans, self._lend_more):
                 remaining = self._apply(move, pairs, remaining)
             rows = rows[remaining < amount]
 
@@ -159,35 +254,43 @@ class _NodeTransport:
 
     def _lend(self, pairs: _Pairs, amount: Ints) -> Ints:
         """The target borrows more experts of the source, for its own tokens only."""
-        expert, lent, source_tokens = self._preferred_by_target(pairs)
-        new = ~lent & self._is_owner(expert, pairs.source)
-        new &= new.cumsum(axis=1) <= self.own_limit - lent.sum(axis=1, keepdims=True)
+        expert = self.by_owner[pairs.rows, pairs.target, pairs.source]
+        new = self._tokens(pairs, pairs.target, expert) == 0
+        new &= new.cumsum(axis=1) <= self.own_limit - self._loans(pairs)
         own = self.counts[pairs.rows[:, None], pairs.target[:, None], expert]
-        return self._move(pairs, expert, np.where(new, np.minimum(source_tokens, own), 0), amount)
+        available = np.minimum(self._tokens(pairs, pairs.source, expert), own)
+        return self._move(pairs, expert, np.where(new, available, 0), amount)
+
+    def _extend_loans(self, pairs: _Pairs, amount: Ints) -> Ints:
+        """The target computes more tokens, also of other nodes, with the experts of the source that it borrows."""
+        expert = self.by_owner[pairs.rows, pairs.target, pairs.source]
+        lent = self._tokens(pairs, pairs.target, expert) > 0
+        return self._move(pairs, expert, np.where(lent, self._tokens(pairs, pairs.source, expert), 0), amount)
 
     def _lend_more(self, pairs: _Pairs, amount: Ints) -> Ints:
-        """The target also computes tokens of other nodes, first with experts that it borrows already."""
-        expert, lent, source_tokens = self._preferred_by_target(pairs)
-        remaining = self._move(pairs, expert, np.where(lent, source_tokens, 0), amount)
-        new = ~lent & (source_tokens > 0)
-        new &= new.cumsum(axis=1) <= self.limit - lent.sum(axis=1, keepdims=True)
-        return self._move(pairs, expert, np.where(new, source_tokens, 0), remaining)
+        """The target computes tokens of any experts that the source computes, first of those that it borrows."""
+        foreign = ~own_experts(self.counts)[pairs.target]
+        preference = np.where(foreign, -self.counts[pairs.rows, pairs.target], 1)
+        expert = np.argsort(preference, axis=1, kind="stable")[:, : int(foreign.sum(axis=1).max(initial=0))]
+        lent, available = (self._tokens(pairs, node, expert) for node in (pairs.target, pairs.source))
+        remaining = self._move(pairs, expert, np.where(lent > 0, available, 0), amount)
+        new = (available > 0) & (lent == 0)
+        new &= new.cumsum(axis=1) <= self.limit - self._loans(pairs)
+        return self._move(pairs, expert, np.where(new, available, 0), remaining)
 
     def _end_loans(self, pairs: _Pairs, amount: Ints) -> Ints:
         """The source returns tokens to experts of the target that it borrows, the smallest loans first."""
-        expert = self.preferred[pairs.rows, pairs.source][:, ::-1]
-        tokens = self.demand[pairs.rows[:, None], pairs.source[:, None], expert]
-        return self._move(pairs, expert, np.where(self._is_owner(expert, pairs.target), tokens, 0), amount)
+        expert = self.by_owner[pairs.rows, pairs.source, pairs.target][:, ::-1]
+        return self._move(pairs, expert, self._tokens(pairs, pairs.source, expert), amount)
 
-    def _preferred_by_target(self, pairs: _Pairs) -> tuple[Ints, NDArray[np.bool_], Ints]:
-        """Returns ``[rows, F]``: the experts that the target prefers, whether it borrows them, and the source's tokens
-        of them."""
-        expert, rows = self.preferred[pairs.rows, pairs.target], pairs.rows[:, None]
-        lent = self.demand[rows, pairs.target[:, None], expert] > 0
-        return expert, lent, self.demand[rows, pairs.source[:, None], expert]
+    def _tokens(self, pairs: _Pairs, node: Ints, expert: Ints) -> Ints:
+        """Returns ``[rows, n]``: the tokens of ``expert`` that ``node`` computes."""
+        return self.demand[pairs.rows[:, None], node[:, None], expert]
 
-    def _is_owner(self, expert: Ints, node: Ints) -> NDArray[np.bool_]:
-        return expert // (self.demand.shape[2] // self.demand.shape[1]) == node[:, None]
+    def _loans(self, pairs: _Pairs) -> Ints:
+        """Returns ``[rows, 1]``: how many experts the target borrows."""
+        foreign = ~own_experts(self.counts)[pairs.target]
+        return ((self.demand[pairs.rows, pairs.target] > 0) & foreign).sum(axis=1, keepdims=True)
 
     def _move(self, pairs: _Pairs, expert: Ints, tokens: Ints, amount: Ints) -> Ints:
         """Move up to ``amount`` of ``tokens``, the first experts first; returns what remains of ``amount``."""
@@ -288,28 +391,12 @@ Planner = Literal["foremoe", "eplb", "shadow", "sequential"]
 
 @dataclass(frozen=True, eq=False)
 class PlannerOptions:
-    """How a pass is planned.
-
-    ``link_slots``: how many of a rank's X borrowed slots ``foremoe`` uses to reduce traffic between nodes (None: half
-    of them, at most 2). ``within_node``: ``foremoe`` borrows no expert from another node, as an update requires whose
-    weights and gradients are exchanged within nodes. ``expected``: ``[L, E]``, the loads of the last step, by which
-    ``eplb`` places replicas (None, in the first step: no replicas).
-    """
+    """How a pass is planned. ``foremoe`` minimizes ``time``. ``expected``: ``[L, E]``, the loads of the last step, by
+    which ``eplb`` places replicas (None, in the first step: no replicas)."""
 
     planner: Planner = "foremoe"
-    link_slots: int | None = None
-    within_node: bool = False
+    time: TimeModel = field(default_factory=TimeModel)
     expected: Ints | None = None
-
-    def slots_for_links(self, layout: ExpertLayout) -> int:
-        """Returns ``link_slots`` or its default. Raises PlanError if it exceeds the layout's borrowed slots."""
-        if self.link_slots is None:
-            return min(layout.slots // 2, 2)
-        if not 0 <= self.link_slots <= layout.slots:
-            raise PlanError(
-                f"{self.link_slots} slots for links, a rank borrows {layout.slots}: expected 0 to {layout.slots}"
-            )
-        return self.link_slots
 
 
 def plan_pass(counts: Ints, layout: ExpertLayout, options: PlannerOptions) -> PlanArrays:
@@ -321,8 +408,7 @@ def plan_pass(counts: Ints, layout: ExpertLayout, options: PlannerOptions) -> Pl
         raise PlanError(f"counts are {counts.shape}, expected [M, L, {layout.ranks}, {layout.experts}]")
     match options.planner:
         case "foremoe":
-            links = options.slots_for_links(layout)
-            return transport(counts, layout, link_slots=links, within_node=options.within_node)
+            return transport(counts, layout, choose_reach(counts, layout, options.time), options.time)
         case "shadow":
             return shadow(counts, layout)
         case "eplb" if options.expected is not None:

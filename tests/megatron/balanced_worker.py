@@ -118,7 +118,7 @@ def balancing(case: Mapping[str, Any], experts: int, group: Any) -> Any:
         recompute, update = open_transfers(layers, layout, config, ranks, timeout=120.0)
         return recompute, FAULTS.get(case.get("fault"), lambda sound: sound)(update)
 
-    return BalancingSpec(layout, transfers, keep_order=case.get("keep_order", True))
+    return BalancingSpec(layout, transfers)
 
 
 def refresh(model: Any, *, first: bool, fault: str | None) -> None:
@@ -283,7 +283,7 @@ class World:
 
 def main() -> None:
     """Plan: a list of worlds ``{world_size, place, parallel, cases}``, run one after another by the first
-    ``world_size`` processes. A case is ``{name, directory, plan, options, routes, config, keep_order, fault,
+    ``world_size`` processes. A case is ``{name, directory, plan, options, routes, config, fault,
     memory, short}``."""
     rank, directory, worlds = int(sys.argv[1]), Path(sys.argv[2]), json.loads(Path(sys.argv[3]).read_text())
     torch.set_num_threads(1)

@@ -3,6 +3,7 @@ tokens. Every case is compared with the same layout without balancing."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,7 +14,10 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed (the train extra)")
 import layout_matrix as matrix
 import megatron_tiny as tiny
+import numpy as np
 from support.rank_processes import place_of, reserved_port, run_ranks
+
+from agent_rl.config import ParallelConfig
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 
@@ -25,7 +29,7 @@ TENSOR, CONTEXT = {"tensor": 2, **EP2}, {"context": 2, **EP2}
 PIPELINE, VIRTUAL = {"pipeline": 2, **EP2}, {"pipeline": 2, "virtual_pipeline": 2, **EP2}
 FULL, MOE = {"recompute": "full"}, {"recompute": "selective", "recompute_modules": ["moe"]}
 POOL = {"transfer": {"recompute": "pool", "update": "pool"}}
-EXCHANGE = {"transfer": {"recompute": "exchange", "update": "exchange"}, "prefetch": False}
+EXCHANGE = {"transfer": {"recompute": "exchange", "update": "exchange"}}
 MODELS: dict[str, dict[str, Any]] = {
     "top-2": {},
     "top-4": {"num_experts": 16, "num_experts_per_tok": 4},
@@ -70,7 +74,6 @@ OF_EP2 = [
     *both("ep2-crowded", routes="crowded"),
     *both("ep2-shared", model="shared"),
     case("ep2-bf16-relocate", "relocate", model="top-4", options={"dtype": "bfloat16"}),
-    case("ep2-any-order", "relocate", model="top-4", keep_order=False),
     case("ep2-short", "replicate", short=True),
     case("ep2-memory", "replicate", model="wide", memory=True),
     case("fault-not-returned", "replicate", fault="not returned"),
@@ -87,14 +90,42 @@ WORLDS: list[tuple[int, dict[str, Any], list[Case]]] = [
     (2, EP2, OF_EP2),
     (2, GATHER2, both("ep2-allgather")),
 ]
+
+
+def drawn_worlds(count: int, seed: int = 0) -> list[tuple[int, dict[str, Any], list[Case]]]:
+    """Layouts of four ranks that are not among :data:`WORLDS`, each with a model and a recomputation, at random."""
+    rng = np.random.default_rng(seed)
+    sizes = {"tensor": (1, 2), "context": (1, 2), "pipeline": (1, 2), "virtual_pipeline": (1, 2), "expert": (2, 4)}
+    choices = sizes | {"dispatcher": ("alltoall", "allgather"), "distributed_optimizer": (False, True)}
+    layouts = [dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
+    known = [ParallelConfig(world_size=4, **layout) for size, layout, _ in WORLDS if size == 4]
+    valid = [layout for layout in layouts if fits(layout) and ParallelConfig(world_size=4, **layout) not in known]
+    worlds: list[tuple[int, dict[str, Any], list[Case]]] = []
+    for number, index in enumerate(rng.permutation(len(valid))[:count].tolist()):
+        model = str(rng.choice(["top-2", "top-4", "top-8", "shared"]))
+        options = ({}, FULL, MOE)[rng.integers(3)]
+        worlds.append((4, valid[index], both(f"drawn{number}", model=model, options=options)))
+    return worlds
+
+
+def fits(layout: dict[str, Any]) -> bool:
+    """Whether four ranks have room for the layout, and Megatron supports it on the tiny model's four layers."""
+    pipeline, virtual = layout["pipeline"], layout["virtual_pipeline"]
+    dense = layout["tensor"] * layout["context"] * pipeline
+    if (pipeline == 1 and virtual > 1) or (pipeline > 1 and layout["dispatcher"] == "allgather"):
+        return False
+    return 4 % dense == 0 and layout["expert"] * pipeline <= 4
+
+
+UNSEEN = 11
+"""Drawn layouts, which only ``pytest -m exhaustive`` runs."""
+WORLDS += drawn_worlds(UNSEEN)
 CASES = {found["name"]: (size, found) for size, _, cases in WORLDS for found in cases}
-FAULTS = [name for name in CASES if name.startswith("fault")]
-APART = ("ep2-any-order", "ep2-short", *FAULTS)
-"""The cases that have a test of their own."""
+FAULTS = tuple(name for name in CASES if name.startswith("fault"))
 ORDINARY = (
     "ep4-planned", "ep4-crowded-replicate", "pp2-ep2-relocate", "pp2-full-replicate", "native", "ep2-relocate",
     "ep2-planned", "ep2-pool-replicate", "ep2-exchange-relocate", "ep2-moe-replicate", "ep2-top8-replicate",
-    "ep2-absent-replicate", "ep2-shared-replicate", "ep2-bf16-relocate", "ep2-memory", *APART,
+    "ep2-absent-replicate", "ep2-shared-replicate", "ep2-bf16-relocate", "ep2-short", "ep2-memory", *FAULTS,
 )  # fmt: skip
 """The cases outside of ``pytest -m exhaustive``, which runs the others and these."""
 
@@ -119,7 +150,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         plans.append({"world_size": size, "place": place_of(holder), "parallel": parallel, "cases": located})
     plan.write_text(json.dumps(plans))
     worker = Path(__file__).with_name("balanced_worker.py")
-    run_ranks(worker, 4, (directory, plan), held=held, megatron=True, seconds=400.0)
+    run_ranks(worker, 4, (directory, plan), held=held, megatron=True, seconds=400.0 if len(worlds) < UNSEEN else 1500.0)
     return directory
 
 
@@ -133,7 +164,7 @@ def differences(results: Path, name: str) -> dict[str, float]:
     return {kind: max(abs(rank[kind]) for rank in ranks) for kind in ranks[0]}
 
 
-@pytest.mark.parametrize("name", parameters(name for name in CASES if name not in APART))
+@pytest.mark.parametrize("name", parameters(name for name in CASES if name not in FAULTS))
 def test_balanced_equals_unbalanced(name: str, results: Path) -> None:
     found = differences(results, name)
     assert (found.pop("borrowed") > 0) == (plan_of(name) != "none")
@@ -142,19 +173,6 @@ def test_balanced_equals_unbalanced(name: str, results: Path) -> None:
     assert {kind: found[kind] for kind in exact} == dict.fromkeys(exact, 0.0)
     assert found["gradients"] <= 3e-6
     assert found["weights"] <= 1e-6
-
-
-def test_small_shared_products_beside_a_filler_micro_batch_are_close(results: Path) -> None:
-    """A rank without further micro-batches brings tokens that no plan foresees. The rows of a shared product are then
-    padded to fewer rows than the whole has, and on some CPUs its bits differ."""
-    found = differences(results, "ep2-short")
-    assert found["logprobs"] <= 1e-6
-    assert found["gradients"] <= 3e-6
-
-
-def test_another_order_of_summation_is_close(results: Path) -> None:
-    found = differences(results, "ep2-any-order")
-    assert 0 < max(found["logprobs"], found["gradients"]) <= 1e-5
 
 
 def test_an_update_takes_the_memory_of_two_layers_slots_at_most(results: Path) -> None:

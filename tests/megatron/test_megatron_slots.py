@@ -106,12 +106,15 @@ def test_experts_without_rows_are_not_padded() -> None:
 
 
 def test_only_shared_experts_are_padded_up_to_their_tokens() -> None:
-    from agent_rl.train.expert_balancing.plan_feed import local_slots
+    from agent_rl.train.expert_balancing.plan_feed import slot_products
 
-    occupied, min_rows = local_slots(shared_out(), 0, 16)
-    assert occupied.tolist() == [True, True, True, True, True, False]
-    assert min_rows.tolist()[:5] == [0, 10, 0, 0, 0]
-    assert local_slots(shared_out(), 1, 4)[1].tolist()[-1] == 4
+    products = slot_products(shared_out(), 0, 16)
+    assert (products.expert >= 0).tolist() == [True, True, True, True, True, False]
+    assert products.min_rows.tolist()[:5] == [0, 10, 0, 0, 0]
+    assert products.short
+    assert slot_products(shared_out(), 1, 4).min_rows.tolist()[-1] == 4
+    counted = products.counted(torch.tensor([5, 12, *[99] * 6]))
+    assert counted.min_rows.tolist()[:5] == [0, 12, 0, 0, 0], "ten foreseen tokens and two others"
 
 
 def test_a_model_without_balancing_refuses_plans(build: Any) -> None:

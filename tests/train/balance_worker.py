@@ -17,13 +17,15 @@ import torch.distributed as dist
 
 from agent_rl.config import BalanceConfig
 from agent_rl.errors import TrainerError
+from agent_rl.train.expert_balancing.report import BalancedPass
 from agent_rl.train.expert_balancing.transfer import TransferStats
 from agent_rl.train.expert_balancing.worker import Counts, ExpertGroup, ForeseenLoads, RankBalancer
-from r3.balance import ExpertLayout, LayerPlan, PlanArrays
+from r3.balance import ExpertLayout, LayerPlan, PlanArrays, TimeModel
 from r3.balance.transport import PlannerOptions, plan_pass
 from r3.shard import ShardSpec
 
 EXPERTS, LAYERS = 8, (3, 5)
+TIMES: dict[BalancedPass, TimeModel] = {"update": TimeModel()}
 
 
 def counts_of(rank: int) -> Counts:
@@ -60,7 +62,7 @@ class Case:
         self.spoil: Callable[[PlanArrays], PlanArrays] = lambda plans: plans
         spec = ShardSpec(tuple(range(len(LAYERS))))
         transfers, config = [self.experts, self.experts], BalanceConfig()
-        self.balance = RankBalancer(group, self.layout, config, transfers, spec, LAYERS, self._plan)
+        self.balance = RankBalancer(group, self.layout, config, transfers, spec, LAYERS, TIMES, self._plan)
 
     def _plan(self, counts: Counts, layout: ExpertLayout, options: PlannerOptions) -> PlanArrays:
         return self.spoil(plan_pass(counts, layout, options))
@@ -117,7 +119,7 @@ def main(rank: int, ranks: int, results: Path) -> None:
     }
     case.balance.weights_changed()
     found["sound again"] = case.run()
-    dense = RankBalancer(group, case.layout, BalanceConfig(), [NullTransfer()], ShardSpec(()), ())
+    dense = RankBalancer(group, case.layout, BalanceConfig(), [NullTransfer()], ShardSpec(()), (), TIMES)
     with dense.planned("update", ForeseenLoads(counts_of(rank)[:, :0], np.ones(3 - rank), np.zeros(3 - rank))) as plans:
         found["dense stage"] = list(plans)
     case.balance.close()

@@ -22,6 +22,7 @@ from agent_rl.train.requests import OptimizerSpec, StepRequest, WorkerRequest
 from agent_rl.train.route_sharding import shard_routes, without_routes
 from agent_rl.train.worker import TrainerWorker
 from agent_rl.types import Sample
+from r3.balance.time_model import ExpertShape
 
 CAPTURED = Path(__file__).resolve().parents[1] / "captured"
 """Two steps of 16 quickstart trajectories each, as the engine sampled them, with their routes."""
@@ -74,6 +75,7 @@ def one_step(trainer: TrainerWorker, config: RunConfig, data: tuple[Sample, ...]
 
 
 def main() -> None:
+    ExpertShape.state_time = lambda *_: 0  # type: ignore[method-assign]
     rank, results, plan = int(sys.argv[1]), Path(sys.argv[2]), json.loads(Path(sys.argv[3]).read_text())
     for case in plan["cases"]:
         torch.save(run(case, Path(plan["model"]), plan["world_size"], rank), results / f"{case['name']}-{rank}.pt")

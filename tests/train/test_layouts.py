@@ -52,7 +52,6 @@ REFUSED_OPTIONS: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     ({"world_size": 4, "expert": 4}, {"balance": {"enabled": True, "ranks_per_node": 3}}, "balance",
      "train.balance: ranks_per_node 3 does not divide train.parallel.expert=4"),
     (EP2, {"balance": {"enabled": True, "slots": 5}}, "balance", "train.balance: slots 5: other ranks have 4 experts"),
-    (EP2, {"replay": "r2", "balance": {"enabled": True, "expert_placement": "measured"}}, "balance", "train.balance: "),
     (TENSOR2, LORA, "lora", "train.lora: train.parallel.tensor is 2"),
     ({"world_size": 2, "pipeline": 2}, LORA, "lora", "train.lora: train.parallel.pipeline is 2"),
     (EP2, LORA | BALANCE, "lora", "train.lora: train.balance"),

@@ -67,6 +67,11 @@ class StatePieces:
                 tensor.copy_(torch.from_numpy(reader.read(_value_head(self._critic), slot)))
             self._critic.updates = counts[VALUE_HEAD]
 
+    def expert_ranges(self) -> dict[str, list[FlatRange]]:
+        """Returns the flat ranges of this rank's shards of expert parameters, by the optimizer's name."""
+        shards = [s for s in self._optimizer.shards() if self._mappings[s.name].described.cut.ranks == "expert"]
+        return {shard.name: self._ranges(shard) for shard in shards}
+
     def _read(self, reader: PieceReader, shard: StateShard) -> dict[str, Tensor]:
         ranges, none = self._ranges(shard), np.empty(0, np.float32)
         return {

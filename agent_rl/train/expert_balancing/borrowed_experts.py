@@ -14,7 +14,7 @@ A recomputation keeps the fetched weights until the backward pass, which follows
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -58,20 +58,36 @@ class SlotAssignment:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class SlotProducts:
+    """Which products this rank's slots compute, ``[N + X]`` on the CPU: ``expert`` (-1: empty) and ``min_rows``, the
+    minimum number of rows. An expert whose tokens are shared needs ``floor`` rows or as many as it has tokens, because
+    the bits of products of fewer rows depend on their number; ``short``: some shared expert of the layer, on any rank,
+    has fewer foreseen tokens, so its tokens must be counted before the products."""
+
+    expert: Tensor
+    min_rows: Tensor
+    floor: int
+    short: bool
+
+    def counted(self, totals: Tensor) -> SlotProducts:
+        """Returns the same for the true ``totals`` ``[E]`` of the experts' tokens, unforeseen ones included."""
+        whole = totals[self.expert.clamp(min=0)].clamp(max=self.floor)
+        return replace(self, min_rows=torch.where(self.min_rows > 0, whole, 0))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class LayerBorrowing:
     """What this rank borrows and computes in one micro-batch of one layer.
 
     ``layers``: (layer number, plan) of all layers of the micro-batch in this model chunk that borrow; this layer is at
-    ``index``. ``occupied`` bool ``[N + X]`` marks the local slots with an expert. ``min_rows`` int64 ``[N + X]``: the
-    minimum number of rows of each slot's matrix product.
+    ``index``. ``products``: what must hold for the products of the local slots.
     """
 
     layers: Sequence[tuple[int, LayerPlan]]
     index: int
     transfer: Transfer
     assignment: SlotAssignment
-    occupied: Tensor
-    min_rows: Tensor
+    products: SlotProducts
 
     def fetch(self, *, prefetch_next: bool) -> tuple[Tensor, Tensor]:
         """Returns the borrowed ``weight1`` and ``weight2``; ``prefetch_next`` starts the fetch for the next layer."""
@@ -133,12 +149,12 @@ class BalancedExperts(Experts):
         """See :class:`Experts`. When borrowing, ``tokens_per_expert`` has one count per local slot ``[N + X]``."""
         if self.borrowing is None:
             return super().forward(tokens, tokens_per_expert, probs)
-        counts, min_rows, own = tokens_per_expert.to("cpu", torch.int64), self.borrowing.min_rows, len(self.weight1)
+        counts, own, products = tokens_per_expert.to("cpu", torch.int64), len(self.weight1), self.borrowing.products
         split = (int(counts[:own].sum()), int(counts[own:].sum()))
         (tokens, borrowed_tokens), (probs, borrowed_probs) = tokens.split(split), probs.split(split)
-        padding, occupied = RowPadding(counts[:own], min_rows[:own]), self.borrowing.occupied[own:]
+        padding, occupied = RowPadding(counts[:own], products.min_rows[:own]), products.expert[own:] >= 0
         own_output, _ = super().forward(padding.pad(tokens), padding.padded_counts, padding.pad(probs))
-        borrowed_padding = RowPadding(counts[own:][occupied], min_rows[own:][occupied])
+        borrowed_padding = RowPadding(counts[own:][occupied], products.min_rows[own:][occupied])
         borrowed_output: Tensor = _ComputeBorrowed.apply(
             borrowed_tokens, borrowed_probs, borrowed_padding, self.borrowing, self.recomputing
         )

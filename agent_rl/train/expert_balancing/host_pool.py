@@ -188,11 +188,11 @@ def open_transfers(
 ) -> tuple[Transfer, Transfer]:
     """Returns the transfers for passes without and with gradients, as ``config.transfer`` names them: one object when
     both are of one kind. Collective; raises as :class:`HostPool`."""
-    exchange = Exchange(layers, layout, ranks, prefetch=config.prefetch, timeout=timeout)
+    exchange = Exchange(layers, layout, ranks, timeout=timeout)
     kinds = (config.transfer.recompute, config.transfer.update)
     transfers: dict[str, Transfer] = {"exchange": exchange}
     if "pool" in kinds:
-        transfers["pool"] = HostPool(layers, layout, ranks, exchange, prefetch=config.prefetch, timeout=timeout)
+        transfers["pool"] = HostPool(layers, layout, ranks, exchange, timeout=timeout)
     return transfers[kinds[0]], transfers[kinds[1]]
 
 

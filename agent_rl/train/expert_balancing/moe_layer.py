@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -126,11 +126,11 @@ class BalancedMoELayer(ReleasingMoELayer):
     placement: Tensor | None = None
     """The expert in each parameter slot of the expert group, int64 ``[E]`` on the device; None: they are in order."""
 
-    def enable_borrowing(self, layout: ExpertLayout, *, recomputed: bool, keep_order: bool) -> None:
+    def enable_borrowing(self, layout: ExpertLayout, *, recomputed: bool) -> None:
         """Build the dispatcher over the slots of ``layout``. ``recomputed``: the layer runs again under the backward
-        pass. ``keep_order``: outputs are added up as without slots (all-to-all dispatcher only)."""
+        pass."""
         self._expert_dispatcher = self.token_dispatcher
-        self._slot_dispatcher = _slot_dispatcher(self.config, layout, keep_order)
+        self._slot_dispatcher = _slot_dispatcher(self.config, layout)
         self._recomputed = recomputed
         self.clear()
 
@@ -159,6 +159,8 @@ class BalancedMoELayer(ReleasingMoELayer):
             raise TrainerError(f"layer {self.layer_number}: recomputed more often than it ran forward")
         borrowing = self._for_recomputation.popleft() if recomputing else self._borrowing
         self._begun = False
+        if borrowing is not None and borrowing.products.short:
+            borrowing = replace(borrowing, products=borrowing.products.counted(self._totals(routing_map)))
         self.experts.borrowing, self.experts.recomputing = borrowing, recomputing
         self.token_dispatcher = self._expert_dispatcher if borrowing is None else self._slot_dispatcher
         if borrowing is None and self.placement is not None:
@@ -169,20 +171,24 @@ class BalancedMoELayer(ReleasingMoELayer):
             probs, routing_map = borrowing.assignment.to_slots(probs, routing_map)
         return super().preprocess(hidden_states, probs, routing_map)
 
+    def _totals(self, routing_map: Tensor) -> Tensor:
+        """Returns the tokens of each expert over all ranks, int64 ``[E]`` on the CPU. Collective."""
+        totals = routing_map.sum(0)
+        torch.distributed.all_reduce(totals, group=self._expert_dispatcher.tp_ep_group)
+        return totals.cpu()
+
 
 class EvenBalancedMoELayer(BalancedMoELayer, PaddedMoELayer):
     """For the allgather dispatcher: pads the map of slots as :class:`PaddedMoELayer` pads the map of experts."""
 
 
-def _slot_dispatcher(config: Any, layout: ExpertLayout, keep_order: bool) -> MoETokenDispatcher:
+def _slot_dispatcher(config: Any, layout: ExpertLayout) -> MoETokenDispatcher:
     """Returns the dispatcher that ``config`` names, for ``R (N + X)`` slots."""
     groups = get_default_pg_collection()
     slots_per_rank = layout.experts_per_rank + layout.slots
     slot_config = copy.copy(config)
     slot_config.num_moe_experts = layout.ranks * slots_per_rank
-    kind = MoEAllGatherTokenDispatcher
-    if config.moe_token_dispatcher_type == "alltoall":
-        kind = SlotDispatcher if keep_order else MoEAlltoAllTokenDispatcher
+    kind = SlotDispatcher if config.moe_token_dispatcher_type == "alltoall" else MoEAllGatherTokenDispatcher
     first = groups.ep.rank() * slots_per_rank
     local_slots = list(range(first, first + slots_per_rank))
     return kind(slots_per_rank, local_slots, config=slot_config, pg_collection=groups)

@@ -11,14 +11,21 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_block import TransformerBlock
 from numpy.typing import NDArray
-from torch import Tensor
 
 from agent_rl.errors import TrainerError
-from agent_rl.train.expert_balancing.borrowed_experts import BalancedExperts, LayerBorrowing, SlotAssignment
+from agent_rl.train.expert_balancing.borrowed_experts import (
+    BalancedExperts,
+    LayerBorrowing,
+    SlotAssignment,
+    SlotProducts,
+)
 from agent_rl.train.expert_balancing.moe_layer import BalancedMoELayer
 from agent_rl.train.expert_balancing.transfer import Transfer
 from r3.balance import ExpertLayout, LayerPlan
 from r3.megatron_replay import is_recomputed
+
+MIN_ROWS = 16
+"""Rows from which on the bits of a product do not depend on their number: float32 on one thread of a CPU, measured."""
 
 _NO_LIMIT = np.iinfo(np.int64).max
 
@@ -28,16 +35,11 @@ class BalancingSpec:
     """How a model is built that can balance its experts.
 
     ``open_transfers``: from the experts of this rank by layer number to the transfers for passes without and with
-    gradients (they may be one object). ``min_rows``: when an expert's tokens are shared between ranks, every part is
-    computed with at least this many rows (or as many as the expert has tokens), padded with zeros, because products of
-    few rows have other bits on a CPU (measured: float32 on one thread needs 16). ``keep_order``: the outputs of a
-    token's experts are added up in the order without balancing (all-to-all dispatcher only).
+    gradients (they may be one object).
     """
 
     layout: ExpertLayout
     open_transfers: Callable[[Mapping[int, BalancedExperts]], tuple[Transfer, Transfer]]
-    min_rows: int = 16
-    keep_order: bool = True
 
 
 class ExpertBalancer:
@@ -56,12 +58,11 @@ class ExpertBalancer:
         self.recompute, self.update = spec.open_transfers(experts)
 
     def _enable_borrowing(self, chunk: torch.nn.Module) -> Iterator[BalancedMoELayer]:
-        layout, keep_order = self._spec.layout, self._spec.keep_order
         for block in (module for module in chunk.modules() if isinstance(module, TransformerBlock)):
             for index, decoder_layer in enumerate(block.layers):
                 for layer in (module for module in decoder_layer.modules() if isinstance(module, BalancedMoELayer)):
                     recomputed = is_recomputed(layer.config, index)
-                    layer.enable_borrowing(layout, recomputed=recomputed, keep_order=keep_order)
+                    layer.enable_borrowing(self._spec.layout, recomputed=recomputed)
                     yield layer
 
     def set_placement(self, placement: Mapping[int, Sequence[int]], device: torch.device) -> None:
@@ -94,9 +95,8 @@ class ExpertBalancer:
         assignments = torch.from_numpy(tables).to(torch.cuda.current_device())
         by_layer = {}
         for index, (number, plan) in enumerate(plans):
-            occupied, min_rows = local_slots(plan, self._rank, self._spec.min_rows)
-            assignment = SlotAssignment(*assignments[index])
-            by_layer[number] = LayerBorrowing(plans, index, source, assignment, occupied, min_rows)
+            products = slot_products(plan, self._rank, MIN_ROWS)
+            by_layer[number] = LayerBorrowing(plans, index, source, SlotAssignment(*assignments[index]), products)
         return by_layer
 
     def finish(self, microbatches: int) -> None:
@@ -131,13 +131,11 @@ def slot_assignment_table(plan: LayerPlan, source: int) -> NDArray[np.int64]:
     return table
 
 
-def local_slots(plan: LayerPlan, rank: int, min_rows: int) -> tuple[Tensor, Tensor]:
-    """Returns for the local slots ``[N + X]`` of ``rank`` whether they hold an expert, and their minimum rows.
-
-    The minimum is 0 when one rank computes all tokens of the expert, and at most the number of these tokens: without a
-    plan, the product would have that many rows.
-    """
+def slot_products(plan: LayerPlan, rank: int, floor: int) -> SlotProducts:
+    """Returns the products of the local slots of ``rank``. The minimum of rows is 0 when one rank computes all tokens
+    of the expert, else ``floor`` or the number of these tokens: without a plan, the product would have that many."""
     experts = np.concatenate([plan.layout.placement.reshape(plan.layout.ranks, -1)[rank], plan.borrowed[rank]])
-    shared = (plan.load > 0).sum(axis=1) > 1
-    minimum = np.where(shared, np.minimum(plan.load.sum(axis=1), min_rows), 0)[experts]
-    return torch.from_numpy(experts >= 0), torch.from_numpy(minimum.astype(np.int64))
+    shared, total = (plan.load > 0).sum(axis=1) > 1, plan.load.sum(axis=1)
+    minimum = np.where(shared, np.minimum(total, floor), 0)[experts]
+    short = bool((shared & (total < floor)).any())
+    return SlotProducts(torch.from_numpy(experts), torch.from_numpy(minimum.astype(np.int64)), floor, short)

@@ -25,7 +25,7 @@ BalancedPass = Literal["recompute", "update"]
 class PassBalance:
     """A pass of an expert group; arrays ``[M, C]``: M micro-batches, C MoE layers of this stage, numbered ``layers``.
 
-    ``imbalance``: tokens of the fullest rank over the mean. ``link``: tokens over the busiest link between nodes.
+    ``imbalance``: tokens of the fullest rank over the mean. ``link``: tokens over the busiest node's link.
     ``before``: every token on its expert's owner rank; ``after``: as planned. ``borrowed``: mean borrowed experts per
     rank.
     """
@@ -39,13 +39,22 @@ class PassBalance:
     borrowed: NDArray[np.float64]
 
 
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What a new expert placement took: ``nbytes`` of state that this rank received, ``ms`` that the step waited."""
+
+    nbytes: int = 0
+    ms: float = 0.0
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class BalanceReport:
     """One rank's report of a step. Only the first rank of an expert group (``group`` is its number) lists ``passes``.
 
     ``rows``: (token, layer) pairs in passes with plans; ``unforeseen`` of them had no routes and were routed without
     replay. ``bytes_fetched``: weights received; ``bytes_returned``: gradients sent. ``planning_ms``: processor time of
-    planning. The other milliseconds are the time that passes waited for plans, for experts and for the pool's refresh.
+    planning. The other milliseconds are the time that passes waited for plans, for experts and for the pool's refresh,
+    and that the step waited for experts to move to new owner ranks, ``bytes_moved`` of their state to this rank.
     """
 
     group: int
@@ -58,6 +67,8 @@ class BalanceReport:
     planning_exposed_ms: float
     exposed_transfer_ms: float
     pool_refresh_ms: float
+    bytes_moved: int = 0
+    placement_ms: float = 0.0
 
 
 def balance_metrics(reports: Sequence[BalanceReport]) -> dict[str, float]:

@@ -34,16 +34,17 @@ from agent_rl.config import BalanceConfig
 from agent_rl.errors import TrainerError
 from agent_rl.train.batching.packing import MicroBatch
 from agent_rl.train.expert_balancing.exchange import communicator, leave
-from agent_rl.train.expert_balancing.report import BalancedPass, BalanceReport, PassBalance
+from agent_rl.train.expert_balancing.report import BalancedPass, BalanceReport, Moved, PassBalance
 from agent_rl.train.megatron.packed_batch import PassPlans
 from r3.balance import ExpertLayout, LayerPlan, PlanArrays
 from r3.balance.cost import borrowed, busiest_link, imbalance, rank_load
-from r3.balance.plan import measured_placement
+from r3.balance.time_model import HARDWARE, ExpertShape, Hardware, TimeModel
 from r3.balance.transport import PlannerOptions, plan_pass
 from r3.shard import Packing, RouteShard, ShardSpec, router_places
 
 if TYPE_CHECKING:
     from agent_rl.train.expert_balancing.plan_feed import BalancingSpec
+    from agent_rl.train.expert_balancing.renewal import PlacementRenewal
     from agent_rl.train.expert_balancing.transfer import Transfer
     from agent_rl.train.megatron.model import PolicyModel
 
@@ -215,7 +216,19 @@ def balancing_spec(config: BalanceConfig, group: ExpertGroup, layout: ExpertLayo
     from agent_rl.train.expert_balancing.plan_feed import BalancingSpec
 
     transfers = partial(open_transfers, layout=layout, config=config, ranks=group.ranks, timeout=TIMEOUT_SECONDS)
-    return BalancingSpec(layout, transfers, min_rows=config.min_rows, keep_order=config.keep_order)
+    return BalancingSpec(layout, transfers)
+
+
+def time_models(
+    config: BalanceConfig, layout: ExpertLayout, shape: ExpertShape, hardware: Hardware
+) -> dict[BalancedPass, TimeModel]:
+    """Returns the time models of passes without and with gradients."""
+    transfers: dict[BalancedPass, str] = {"recompute": config.transfer.recompute, "update": config.transfer.update}
+    each = layout.ranks // layout.nodes
+    return {
+        kind: TimeModel.of(shape, hardware, each, update=kind == "update", pool=transfer == "pool")
+        for kind, transfer in transfers.items()
+    }
 
 
 class RankBalancer:
@@ -233,9 +246,12 @@ class RankBalancer:
         transfers: Iterable[Transfer],
         spec: ShardSpec,
         layers: Sequence[int],
+        times: Mapping[BalancedPass, TimeModel],
         planner: Planner = plan_pass,
+        renewal: PlacementRenewal | None = None,
     ) -> None:
         self._group, self._layout, self._config, self._planner = group, layout, config, planner
+        self._times, self._renewal = times, renewal
         self._transfers = list(dict.fromkeys(transfers))
         self._spec, self._layers = spec, tuple(layers)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="plans")
@@ -247,38 +263,54 @@ class RankBalancer:
     def for_model(
         cls, balance: BalanceConfig, group: ExpertGroup, layout: ExpertLayout, model: PolicyModel
     ) -> RankBalancer:
-        """The balancer of a model that was built with :func:`balancing_spec`."""
+        """The balancer of a model that was built with :func:`balancing_spec`. All ranks of the world construct theirs
+        together."""
+        from agent_rl.train.expert_balancing.renewal import PlacementRenewal
+
         assert model.balancer is not None
         transfers = (model.balancer.recompute, model.balancer.update)
-        layers = [model.layer_numbers[column] for column in model.shard.columns]
-        return cls(group, layout, balance, transfers, model.shard, layers)
+        columns, layers = model.shard.columns, [model.layer_numbers[column] for column in model.shard.columns]
+        hardware = HARDWARE["cuda" if model.device.type == "cuda" else "cpu"]
+        shape = ExpertShape(model.model_spec.hidden, model.model_spec.expert_inner, model.config.params_dtype.itemsize)
+        times = time_models(balance, layout, shape, hardware)
+        renewal = PlacementRenewal(
+            group,
+            layout,
+            columns,
+            model.moe_layers,
+            list(times.values()),
+            moving=shape.state_time(hardware),
+            every=balance.placement_every,
+            device=model.device,
+        )
+        return cls(group, layout, balance, transfers, model.shard, layers, times, renewal=renewal)
 
     def _clear(self) -> None:
         self._passes: list[PassBalance] = []
         self._loads = np.zeros((len(self._layers), self._layout.experts), np.int32)
         self._rows = self._unforeseen = 0
         self._planning = self._exposed = 0.0
+        self._moved = Moved()
 
     def weights_changed(self) -> None:
         """Call after every update and every load of weights."""
         self._weights_changed = True
 
-    def measure_placement(self, foreseen: ForeseenLoads, moe_layers: int, device: torch.device) -> NDArray[np.int32]:
-        """Choose the expert placement ``[moe_layers, E]`` from the loads of a step on all ranks; later plans use it.
-
-        Returns the same on all ranks of the world, which call it together.
-        """
-        columns, experts = list(self._spec.columns), self._layout.experts
-        loads = torch.zeros(moe_layers, experts, dtype=torch.int64, device=device)
-        loads[columns] = torch.from_numpy(foreseen.counts.sum(axis=0, dtype=np.int64)).to(device)
-        nodes = torch.tensor(self._layout.nodes, device=device)
-        dist.all_reduce(loads)
-        dist.all_reduce(nodes, dist.ReduceOp.MAX)
-        each = self._layout.ranks // int(nodes)
-        wide = replace(self._layout, node_of_rank=tuple(rank // each for rank in range(self._layout.ranks)))
-        placement = measured_placement(loads.cpu().numpy(), wide)
-        self._layout = replace(self._layout, placement=placement[columns])
+    def renewed_placement(self, foreseen: ForeseenLoads) -> NDArray[np.int32] | None:
+        """Count a step. Returns a better expert placement ``[moe_layers, E]`` for its loads, the same on all ranks of
+        the world, or None if all experts stay. Collective over the world."""
+        if self._renewal is None or not self._renewal.due():
+            return None
+        started = time.thread_time()
+        counts = self._gather(foreseen.counts) if self._layers else foreseen.counts[:, :, None]
+        placement = self._renewal.choose(counts)
+        self._planning += time.thread_time() - started
         return placement
+
+    def use_placement(self, placement: NDArray[np.int32], moved: Moved) -> None:
+        """Plan for ``placement`` ``[moe_layers, E]`` from now on. ``moved``: what it took to get there."""
+        self._layout = replace(self._layout, placement=placement[list(self._spec.columns)])
+        self._moved, self._weights_changed = moved, True
 
     def count_foreseen(self, batches: Sequence[MicroBatch], shares: Sequence[RouteShard]) -> ForeseenLoads:
         """See :func:`count_foreseen`; its time counts as planning time."""
@@ -326,6 +358,8 @@ class RankBalancer:
             planning_exposed_ms=1e3 * self._exposed,
             exposed_transfer_ms=sum(stats.exposed_ms for stats in moved),
             pool_refresh_ms=sum(stats.refresh_ms for stats in moved),
+            bytes_moved=self._moved.nbytes,
+            placement_ms=self._moved.ms,
         )
         self._last_loads = self._loads
         self._clear()
@@ -373,9 +407,7 @@ class RankBalancer:
         return plans
 
     def _options(self, kind: BalancedPass) -> PlannerOptions:
-        config = self._config
-        within_node = config.within_node and kind == "update"
-        return PlannerOptions(config.planner, config.link_slots, within_node, self._last_loads)
+        return PlannerOptions(self._config.planner, self._times[kind], self._last_loads)
 
     def _compare_checksums(self, sums: NDArray[np.int64], failure: Exception | None) -> None:
         if len(failed := np.flatnonzero(sums[:, 0])):
@@ -431,13 +463,19 @@ class PassBalancer:
         if self._balance is not None:
             self._balance.weights_changed()
 
-    def measure_placement(
-        self, batches: Sequence[MicroBatch], routes: Sequence[RouteShard], moe_layers: int, device: torch.device
-    ) -> NDArray[np.int32]:
-        """Choose where experts live from the loads of these routes over all ranks; ``[moe_layers, E]``, the same on
-        every rank. Plans follow this placement from now on. Collective."""
+    def renewed_placement(
+        self, batches: Sequence[MicroBatch], routes: Sequence[RouteShard]
+    ) -> NDArray[np.int32] | None:
+        """Where experts should live by the loads of these routes over all ranks, ``[moe_layers, E]``, the same on every
+        rank; None: where they are. Collective."""
+        if self._balance is None:
+            return None
+        return self._balance.renewed_placement(self._balance.count_foreseen(batches, routes))
+
+    def use_placement(self, placement: NDArray[np.int32], moved: Moved) -> None:
+        """See :meth:`RankBalancer.use_placement`."""
         assert self._balance is not None, "train.balance is off"
-        return self._balance.measure_placement(self._balance.count_foreseen(batches, routes), moe_layers, device)
+        self._balance.use_placement(placement, moved)
 
     def report(self) -> BalanceReport | None:
         """What balancing did since the last report; None where it is off."""
