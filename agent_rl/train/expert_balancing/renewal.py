@@ -27,7 +27,7 @@ from agent_rl.train.expert_balancing.exchange import start, wait
 from agent_rl.train.expert_balancing.report import Moved
 from agent_rl.train.expert_balancing.worker import Counts, ExpertGroup
 from agent_rl.train.megatron.model import PolicyModel
-from agent_rl.train.optimizer import SLOTS, PolicyOptimizer, StateShard
+from agent_rl.train.optimizer import PolicyOptimizer, StateShard
 from r3.balance import ExpertLayout, TimeModel
 from r3.balance.placement import joint_placement
 from r3.balance.transport import by_source_node, layer_times
@@ -201,7 +201,7 @@ def _exchange(segments: Sequence[_Segment], shard: StateShard | None) -> int:
     segments = [each for each in segments if rank in (each.source, each.target)]
     if shard is None or all(each.stays for each in segments):
         return 0
-    old = torch.stack([shard.slots[slot].float() for slot in SLOTS])
+    old = torch.stack([values.float() for values in shard.slots.values()])
     new, received, operations = torch.empty_like(old), list[tuple[_Segment, Tensor]](), []
     for each in segments:
         taken = slice(each.source_start, each.source_start + each.size)
@@ -210,11 +210,11 @@ def _exchange(segments: Sequence[_Segment], shard: StateShard | None) -> int:
         elif each.source == rank:
             operations.append(dist.P2POp(dist.isend, old[:, taken].contiguous(), each.target))
         else:
-            received.append((each, old.new_empty(len(SLOTS), each.size)))
+            received.append((each, old.new_empty(len(shard.slots), each.size)))
             operations.append(dist.P2POp(dist.irecv, received[-1][1], each.source))
     wait(start(operations))
     for each, values in received:
         new[:, each.target_start : each.target_start + each.size] = values
-    for slot, values in zip(SLOTS, new, strict=True):
-        shard.slots[slot].copy_(values)
+    for slot, values in zip(shard.slots.values(), new, strict=True):
+        slot.copy_(values)
     return sum(values.nbytes for _, values in received)

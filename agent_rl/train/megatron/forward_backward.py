@@ -117,12 +117,11 @@ class ForwardBackward:
             chunk.eval()
         with torch.no_grad():
             results = self._run(batches, routes, plans, finish, recorded if record else None, gated, forward_only=True)
-        paths = [torch.cat(parts, dim=1) for parts in zip(*recorded, strict=True)] if record else [None] * len(batches)
+        absent: list[Tensor | None] = [None] * len(batches)
+        paths = [torch.cat(parts, dim=1) for parts in zip(*recorded, strict=True)] if record else absent
         return [
             PassOutput(logprobs, entropy_T, path, values, scores)
-            for (logprobs, entropy_T, values), path, scores in zip(
-                results, paths, gated or [None] * len(batches), strict=True
-            )
+            for (logprobs, entropy_T, values), path, scores in zip(results, paths, gated or absent, strict=True)
         ]
 
     def train_microbatches(
