@@ -174,7 +174,9 @@ def _critic(reports: Sequence[RankReport]) -> dict[str, float]:
     critics = [report.critic for report in reports if report.critic is not None]
     if not critics:
         return {}
-    count, value, returns, squares, error, error_squares = np.sum([critic.moments for critic in critics], axis=0)
+    count, value, returns, squares, error, error_squares = np.sum(
+        [critic.moments for critic in critics], axis=0
+    ).tolist()
     variance = squares / count - (returns / count) ** 2
     unexplained = error_squares / count - (error / count) ** 2
     values = {

@@ -119,9 +119,9 @@ def test_the_coefficient_scales_the_value_loss_in_the_policys_gradient(model: An
 
 
 def test_the_policy_waits_for_its_critic_which_learns(model: Any, run_config: Any) -> None:
-    config = run_config(**CRITIC, critic={"warmup_steps": 30, "clip": None})
+    config = run_config(**CRITIC, critic={"warmup_steps": 12, "clip": None, "lr": 1.0})
     critic, step = begin(model, config)
-    before, rows = weights(model), [metrics(step()) for _ in range(30)]
+    before, rows = weights(model), [metrics(step()) for _ in range(12)]
     assert all(map(torch.equal, weights(model), before)), "the policy is not updated"
     for row in rows:
         assert (row["critic/warmup"], row["train/updates"], row["train/skipped_updates"]) == (1.0, 0.0, 0.0)
