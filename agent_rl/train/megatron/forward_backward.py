@@ -117,9 +117,10 @@ class ForwardBackward:
         with torch.no_grad():
             results = self._run(batches, routes, plans, finish, recorded if record else None, gated, forward_only=True)
         paths = [torch.cat(parts, dim=1) for parts in zip(*recorded, strict=True)] if record else [None] * len(batches)
+        scores: Sequence[Tensor | None] = gated or [None] * len(batches)
         return [
-            PassOutput(logprobs, entropy_T, path, scores)
-            for (logprobs, entropy_T), path, scores in zip(results, paths, gated or [None] * len(batches), strict=True)
+            PassOutput(logprobs, entropy_T, path, own)
+            for (logprobs, entropy_T), path, own in zip(results, paths, scores, strict=True)
         ]
 
     def train_microbatches(
