@@ -32,7 +32,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -49,12 +48,10 @@ from agent_rl.models.spec import read_model_spec
 from agent_rl.monitoring.metrics_log import read_metrics
 from agent_rl.rollout.records import read_trajectories
 from agent_rl.rollout.rescore import rescore_metrics
-from agent_rl.train.ray_session import ray_cluster
 from agent_rl.types import Group, Rescored, Sample, SamplingParams, Trajectory
 
 PROMPT_TOKENS, SAMPLED_TOKENS, EVALUATIONS = 100, 100, 16
 SEEDS = (0, 1, 2)
-RAY_ATTEMPTS = 10
 T_OF_SEEDS = 4.303  # Student's t for 95 % and three seeds
 MEASURED = {
     "reward": "reward/mean",
@@ -179,11 +176,10 @@ def cells(replays: Sequence[str] = REPLAYS, sources: Sequence[str] = SOURCES) ->
     return [Cell(replay, source, seed) for seed in SEEDS for replay in replays for source in sources]
 
 
-def train(cell: Cell, out: Path, model: Path, url: str, ray: str, chosen: argparse.Namespace) -> bool:
+def train(cell: Cell, out: Path, model: Path, url: str, chosen: argparse.Namespace) -> bool:
     """Run ``cell`` to its end, from where it was left; whether it got there."""
     overrides = [
         f"name={cell.name}", f"runs_dir={out}", f"model={model}", f"seed={cell.seed}", f"engine.urls=[{url}]",
-        f"train.ray_address={ray}",
         "env.options={train_tasks: 160, heldout_tasks: 8}", "eval.tasks=0", "r3.probe=false", "guard.action='off'",
         f"rollout.tasks_per_step={chosen.tasks}", f"train.steps={chosen.steps}", "train.measure_without_replay_every=0",
         "train.checkpoint_every=1", "train.keep_checkpoints=1", f"train.replay='{cell.replay}'",
@@ -199,7 +195,7 @@ def train(cell: Cell, out: Path, model: Path, url: str, ray: str, chosen: argpar
 
 
 async def run_cells(out: Path, model: Path, chosen: argparse.Namespace) -> None:
-    """Run what is not done yet, on one server and one Ray; write the table after each run."""
+    """Run what is not done yet, on one server; write the table after each run."""
     every = cells(chosen.replays, chosen.sources)
     left = [cell for cell in every if not (out / cell.name / "summary.json").exists()]
     if left:
@@ -208,27 +204,12 @@ async def run_cells(out: Path, model: Path, chosen: argparse.Namespace) -> None:
             threads=1, max_total_tokens=65536, max_running_requests=64, start_timeout=600, extra_args=extra
         )
         async with EngineServer(config, model, out / "engine.log") as server:
-            with ExitStack() as stack:
-                ray = await asyncio.to_thread(_start_ray, stack)
-                for cell in left:
-                    started = time.perf_counter()
-                    if await asyncio.to_thread(train, cell, out, model, server.url, ray, chosen):
-                        print(f"{cell.name}: {time.perf_counter() - started:.0f} s", flush=True)
-                        write_table(out)
+            for cell in left:
+                started = time.perf_counter()
+                if await asyncio.to_thread(train, cell, out, model, server.url, chosen):
+                    print(f"{cell.name}: {time.perf_counter() - started:.0f} s", flush=True)
+                    write_table(out)
     write_table(out)
-
-
-def _start_ray(stack: ExitStack) -> str:
-    """A local Ray for all runs; its address. A busy machine takes longer to start one than Ray waits: tried again."""
-    import ray
-
-    for attempt in range(RAY_ATTEMPTS):
-        try:
-            stack.enter_context(ray_cluster(None, cpus=1))
-            return str(ray.get_runtime_context().gcs_address)
-        except Exception as error:
-            print(f"Ray did not start, attempt {attempt + 1} of {RAY_ATTEMPTS}: {error}", flush=True)
-    raise SystemExit("Ray could not be started")
 
 
 def write_table(out: Path) -> None:

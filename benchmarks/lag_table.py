@@ -11,7 +11,8 @@ where training is slow enough for sampling to run ahead, which short micro-batch
       for depth in 1 2 3; do
         agent-rl train configs/quickstart.yaml name=lag-$depth-$mode engine.pause_mode=$mode
         async_rollout.depth=$depth \\
-          train.old_logprob.source=rollout train.microbatch_tokens=512 eval.tasks=0 train.steps=16
+          'train.old_logprob={source: rollout, measure_every: 1}' train.microbatch_tokens=512 eval.tasks=0 \\
+          train.steps=16
       done
     done
 """

@@ -85,7 +85,9 @@ def _recipe(
     used = row.get("groups", ())
     parts = {**{group: groups[group] for group in used}, name: row}
     settings = {
-        key: Stated(*pair, origin) for origin, part in parts.items() for key, pair in part.get("settings", {}).items()
+        key: Stated(value, where, origin)
+        for origin, part in parts.items()
+        for key, (value, where) in part.get("settings", {}).items()
     }
     choices = {key: value for part in parts.values() for key, value in part.get("choices", {}).items()}
     (paper,) = [part["paper"] for part in parts.values() if "paper" in part]

@@ -107,8 +107,8 @@ class OldLogprobConfig(Section):
     measure_every: int = Field(
         10,
         ge=0,
-        description="With source rollout or rescore: steps between measurements of `mismatch/*`. Other steps leave out "
-        "the trainer's pass before the update, unless another key needs it. 0: never measure.",
+        description="With source rollout or rescore: steps between measurements of `mismatch/*` and of token details. "
+        "Other steps leave out the trainer's pass before the update, unless another key needs it. 0: never measure.",
     )
 
 

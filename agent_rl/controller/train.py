@@ -314,15 +314,17 @@ class TrainingRun:
                 check_missing_budget(step, batch.groups, self.config.r3)
             prepared = self._samples(step, batch)
             values |= prepared.metrics
-            details: dict[int, TokenDetail] | None = {} if self.config.monitoring.token_detail else None
+            train = self.config.train
+            measured = train.needs_trainer_logprobs or _is_due(step, train.old_logprob.measure_every)
+            details: dict[int, TokenDetail] | None = {} if measured and self.config.monitoring.token_detail else None
             if prepared.samples:
                 await self.runtime.engine.sleep.begin()
                 self.display.stage(f"step {step}: update")
                 spike = self.guard.spike_norm(self.metrics.rows)
                 values |= await self.trainer.step(
                     prepared.samples,
-                    measure_without_replay=_is_due(step, self.config.train.measure_without_replay_every),
-                    measure_mismatch=_is_due(step, self.config.train.old_logprob.measure_every),
+                    measure_without_replay=_is_due(step, train.measure_without_replay_every),
+                    measure_mismatch=measured,
                     step=step,
                     spike_norm=spike,
                     on_detail=None if details is None else details.update,

@@ -148,7 +148,7 @@ def test_the_command_prints_phases_totals_and_assumptions() -> None:
     runner, config = CliRunner(), str(ROOT / "configs" / "paper-swe.yaml")
     printed = runner.invoke(app, ["plan", config, "--time", "--assume", "turns=40"], env={"COLUMNS": "200"}).output
     assert re.search(
-        r"^time: [\d,.]+ s a step; [\d,.]+ hours for 150 steps; [\d,]+ GPU hours on 48 GPUs$", printed, re.M
+        r"^time: [\d,.]+ s a step; [\d,.]+ hours for 180 steps; [\d,]+ GPU hours on 48 GPUs$", printed, re.M
     )
     assert re.search(r"turns .* 40 .*--assume", printed)
     assert "time:" not in runner.invoke(app, ["plan", config]).output

@@ -51,7 +51,12 @@ def test_compacted_episodes_train_without_mismatch(start: Callable[..., Run], tm
 
 def test_a_killed_run_continues_compacted_episodes(start: Callable[..., Run], tmp_path: Path) -> None:
     """Rollout runs ahead, so that weights change within episodes and branches. Step 3 is learned again bit for bit."""
-    settings = (*SETTINGS, "rollout.recover=turns", "async_rollout.depth=1", "train.old_logprob.source=rollout")
+    settings = (
+        *SETTINGS,
+        "rollout.recover=turns",
+        "async_rollout.depth=1",
+        "train.old_logprob={source: rollout, measure_every: 1}",
+    )
     first = start(*settings)
     first.until("step 3: reward", 400)
     first.process.send_signal(signal.SIGKILL)

@@ -50,7 +50,7 @@ def test_a_run_trains_on_custom_environments(start: Callable[..., Run], tmp_path
         "rollout.tasks_per_step=12",
         "train.steps=2", "train.checkpoint_every=0", "eval.tasks=0",
         "rollout.dynamic_sampling={enabled: true, max_draws: 2}", "train.old_logprob.source=rescore",
-        "train.old_logprob.rescore.n=2", project=project,
+        "train.old_logprob.rescore.n=2", "train.old_logprob.measure_every=1", project=project,
     )  # fmt: skip
     assert run.finish() == 0, run.text
     groups = [group for step in (1, 2) for group in read_trajectories(tmp_path / "small", step)]
