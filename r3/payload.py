@@ -60,8 +60,8 @@ class RawRoutes:
 def decode_payload(
     payload: bytes | memoryview | RawRoutes, layout: RouteLayout, rows: int, where: str = "routes"
 ) -> NDArray[np.unsignedinteger]:
-    """Decode ``payload`` (base64 or raw) to experts ``[T=rows, M, K]`` in the narrowest dtype. Raw ids of that dtype are
-    not copied if all layers are MoE layers: the result is a read-only view of the response.
+    """Decode ``payload`` (base64 or raw) to experts ``[T=rows, M, K]`` in the narrowest dtype. Raw ids of that dtype
+    are not copied if all layers are MoE layers: the result is a read-only view of the response.
 
     Raises RoutingError, with ``where`` in front of its message, if the payload is not base64, has another number of
     rows, or contains an expert out of range or twice in a row.
