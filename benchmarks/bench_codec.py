@@ -40,9 +40,10 @@ from support.routing_rows import encode_payload
 from timing import fastest
 
 from r3 import archive
+from r3.page_pool import PAGES, PagePool
 from r3.payload import RouteLayout, decode_payload, extract_payload, split_raw
 from r3.routing import Routing, Span, SpanKind
-from r3.stitch import PAGES, PagePool, RouteStitcher
+from r3.stitch import RouteStitcher
 
 LAYERS, TOP_K, EXPERTS = 48, 8, 128
 LAYOUT = RouteLayout(LAYERS, tuple(range(LAYERS)), EXPERTS, TOP_K)

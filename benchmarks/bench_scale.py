@@ -18,7 +18,7 @@ Then a step of 512 trajectories, of four and of sixteen times as many on as many
 cost of a trajectory, which the two sizes that are measured (a half and all) show not to depend on their number.
 ``lost``: seconds in which the trainer waits for the driver (batch, dispatch, merge), against the seconds of a step by
 ``agent-rl plan``; with one thread, and with eight if dispatching keeps eight cores busy, which two cores cannot show.
-``held``: the routes that the driver holds; ``store``: those in the object store.
+``held``: the arrays of the trajectories in the driver; ``store``: what is in the object store.
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ import numpy as np
 import orjson
 import ray
 from bench_codec import EXPERTS, LAYOUT, TOP_K, synthetic_routes
-from bench_loop import SlowEnvironment
-from resident_memory import resident
+from bench_loop import SlowEnvironment, tensor_bytes
 from support.fake_workers import FakeWorkers
 from timing import time_call
 
@@ -232,9 +231,9 @@ def answered(ranks: FakeWorkers, samples: list[Sample], batches: Any) -> Any:
 async def step(count: int) -> dict[str, float]:
     parts = Parts()
     with tempfile.TemporaryDirectory() as name:
-        directory, before = Path(name), resident("VmRSS")
+        directory = Path(name)
         groups = await rollout(count, directory, parts)
-        held = resident("VmRSS") - before
+        held = sum(tensor_bytes(t) for group in groups for t in group.trajectories)
         tokens = [len(t.tokens) for group in groups for t in group.trajectories]
         with parts.time("batch"):
             samples = list(build_samples(groups).samples)

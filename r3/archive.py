@@ -32,7 +32,7 @@ import zstandard
 from numpy.typing import NDArray
 
 from r3.atomic_write import write_atomic
-from r3.routing import Routing, RoutingError, Span, SpanKind, narrowest_dtype, slot_planes, validate
+from r3.routing import Routing, RoutingError, Span, SpanKind, narrowest_dtype, validate
 
 MAGIC = b"\x89R3\r\n\x1a\n\0"
 """First bytes of every archive. As in PNG, a byte over 127 and line ends reveal a transfer as text."""
@@ -85,8 +85,7 @@ def encode(routing: Routing, *, layer_ids: Sequence[int] | None = None, keep_ord
         spans=routing.spans,
     )
     _check(header, MAX_BYTES, "archive")
-    choices_NK = routing.experts[routing.present].reshape(-1, routing.top_k)
-    planes_KN = np.ascontiguousarray(choices_NK.T) if keep_order else slot_planes(choices_NK)
+    planes_KN = np.ascontiguousarray(routing.experts[routing.present].reshape(-1, routing.top_k).T)
     if header.sorted:
         _sort(planes_KN)
         planes_KN[1:] -= planes_KN[:-1].copy()

@@ -60,7 +60,8 @@ class RawRoutes:
 def decode_payload(
     payload: bytes | memoryview | RawRoutes, layout: RouteLayout, rows: int, where: str = "routes"
 ) -> NDArray[np.unsignedinteger]:
-    """Decode ``payload`` (base64 or raw) to experts ``[T=rows, M, K]`` in the narrowest dtype.
+    """Decode ``payload`` (base64 or raw) to experts ``[T=rows, M, K]`` in the narrowest dtype. Raw ids of that dtype
+    are not copied if all layers are MoE layers: the result is a read-only view of the response.
 
     Raises RoutingError, with ``where`` in front of its message, if the payload is not base64, has another number of
     rows, or contains an expert out of range or twice in a row.
@@ -120,9 +121,14 @@ def narrow(
     Raises RoutingError, rows counted from ``first_row``.
     """
     narrowest = narrowest_dtype(num_experts)
-    if experts_TMK.dtype == narrowest:
-        check_experts(experts_TMK, num_experts, where, first_row)
-        return experts_TMK
+    if experts_TMK.dtype != narrowest:
+        _check_range(experts_TMK, num_experts, where, first_row)
+    experts = experts_TMK.astype(narrowest, copy=False)
+    check_experts(experts, num_experts, where, first_row)
+    return experts
+
+
+def _check_range(experts_TMK: NDArray[np.integer], num_experts: int, where: str, first_row: int) -> None:
     lowest, highest = (int(experts_TMK.min()), int(experts_TMK.max())) if experts_TMK.size else (0, 0)
     if lowest < 0 or highest >= num_experts:
         bad = experts_TMK.astype(np.uint32).astype(np.int32)
@@ -132,9 +138,6 @@ def narrow(
             f"{where}: row {first_row + row}, MoE layer {layer}, slot {slot} names expert {expert}, "
             f"expected ids in [0, {num_experts})"
         )
-    experts = experts_TMK.astype(narrowest)
-    check_experts(experts, num_experts, where, first_row)
-    return experts
 
 
 def extract_payload(body: bytes) -> tuple[memoryview, bytes] | None:

@@ -13,6 +13,8 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from r3.page_pool import PAGES
+
 _BLOCK_BYTES = 1 << 18  # a block and what is computed of it fit a core's cache
 
 
@@ -105,41 +107,46 @@ def check_experts(experts: NDArray[np.unsignedinteger], num_experts: int, where:
         return
     choices_NK = experts.reshape(-1, experts.shape[2])
     size = max(1, _BLOCK_BYTES // (choices_NK.shape[1] * choices_NK.itemsize))
-    differences = bytearray(size * (choices_NK.shape[1] - 1) * choices_NK.itemsize)
+    width = choices_NK.shape[1] * choices_NK.itemsize
+    room, differences = PAGES.empty(2 * size * width), bytearray(size * (width - choices_NK.itemsize))
     for start in range(0, len(choices_NK), size):
         block = choices_NK[start : start + size]
-        if _has_repeats(block, differences) or int(block.max()) >= num_experts:
+        if _has_repeats(block, room, differences) or int(block.max()) >= num_experts:
             raise _invalid(experts, num_experts, where, first_row)
 
 
-def slot_planes(choices_NK: NDArray[np.unsignedinteger]) -> NDArray[np.unsignedinteger]:
-    """The ids as one contiguous plane per slot, ``[K, N]``, the slots in any order.
+def slot_planes(choices_NK: NDArray[np.unsignedinteger], room: NDArray[np.uint8]) -> NDArray[np.unsignedinteger]:
+    """The ids as one contiguous plane per slot, ``[K, N]``, the slots in any order. They may lie in ``room``, which has
+    twice the bytes of the ids.
 
-    Rows of 2, 4 or 8 bytes are split as words, half by half, which takes a third of a transposition's time.
+    Rows of 2, 4 or 8 bytes are split as words, half by half, which takes less time than a transposition.
     """
     ids, top_k = choices_NK.dtype.itemsize, choices_NK.shape[1]
     if top_k * ids not in (2, 4, 8) or not choices_NK.flags.c_contiguous or not len(choices_NK):
         return np.ascontiguousarray(choices_NK.T)
     words: NDArray[np.unsignedinteger] = choices_NK.reshape(-1).view(f"<u{top_k * ids}")
+    halves = room[: choices_NK.nbytes], room[len(room) // 2 :][: choices_NK.nbytes]
     while words.itemsize > ids:
-        words = _split_words(words)
+        words = _split_words(words, halves[0])
+        halves = halves[::-1]
     return words.reshape(top_k, -1)
 
 
-def _split_words(words: NDArray[np.unsignedinteger]) -> NDArray[np.unsignedinteger]:
-    """The low halves of all words, then the high halves. Casting keeps the low half, and a word that is read half a
-    word further on has the high half there."""
+def _split_words(words: NDArray[np.unsignedinteger], room: NDArray[np.uint8]) -> NDArray[np.unsignedinteger]:
+    """The low halves of all words, then the high halves, in ``room``. Casting keeps the low half, and a word that is
+    read half a word further on has the high half there."""
     halves = words.view(f"<u{words.itemsize // 2}")
-    split = np.empty_like(halves)
+    split = room.view(halves.dtype)
     split[: len(words)] = words
     split[len(words) : -1] = halves[1:-1].view(words.dtype)
     split[-1] = halves[-1]
     return split
 
 
-def _has_repeats(choices_NK: NDArray[np.unsignedinteger], differences: bytearray) -> bool:
-    """Whether a row has an id twice. ``differences`` is room for the ids of all slots but one."""
-    planes = slot_planes(choices_NK).reshape(-1)
+def _has_repeats(choices_NK: NDArray[np.unsignedinteger], room: NDArray[np.uint8], differences: bytearray) -> bool:
+    """Whether a row has an id twice. ``room``: see :func:`slot_planes`; ``differences``: for the ids of all slots but
+    one."""
+    planes = slot_planes(choices_NK, room).reshape(-1)
     compared = np.frombuffer(differences, planes.dtype)
     for distance in range(len(choices_NK), len(planes), len(choices_NK)):
         pairs = len(planes) - distance

@@ -196,7 +196,7 @@ def test_each_block_of_rows_is_checked(top_k: int, dtype: type) -> None:
 @given(st.integers(1, 10), st.integers(0, 40), st.sampled_from([np.uint8, np.uint16]))
 def test_planes_hold_the_slots(top_k: int, rows: int, dtype: type) -> None:
     choices = np.random.default_rng(rows).integers(0, np.iinfo(dtype).max, (rows, top_k)).astype(dtype)
-    planes = slot_planes(choices)
+    planes = slot_planes(choices, np.empty(2 * choices.nbytes, np.uint8))
     assert planes.shape == (top_k, rows)
     assert planes.dtype == dtype
     assert sorted(planes.tolist()) == sorted(choices.T.tolist())

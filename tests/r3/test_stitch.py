@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from r3.page_pool import PagePool
 from r3.routing import Routing, RoutingError, Span, SpanKind, validate
-from r3.stitch import PagePool, RouteStitcher
+from r3.stitch import RouteStitcher
 
 LAYERS, TOP_K, EXPERTS = 3, 2, 256
 
