@@ -20,6 +20,7 @@ from agent_rl.models.spec import read_model_spec  # noqa: E402
 from agent_rl.train.batching.packing import MicroBatch, pack  # noqa: E402
 from agent_rl.train.step import _training_input  # noqa: E402
 from agent_rl.types import Group, Rescored, Sample, StopReason  # noqa: E402
+from r3.kept_tokens import KeptTokens  # noqa: E402
 
 
 def rescored_group() -> Group:
@@ -34,6 +35,16 @@ def test_a_sample_has_the_mean_of_its_rescored_values_at_sampled_tokens() -> Non
         np.testing.assert_array_equal(sample.logprobs, [0, 0, 0, -1, -1])
     plain = build_samples([Group("t", (trajectory(0.0), trajectory(1.0)))]).samples
     assert [sample.old_logprobs for sample in plain] == [None, None]
+
+
+def test_a_token_with_kept_ids_keeps_its_log_prob_as_sampled() -> None:
+    """The engine evaluates it again over the whole vocabulary."""
+    kept = KeptTokens.from_rows([[3, 9], []])
+    group = rescored_group()
+    masked = replace(group, trajectories=tuple(replace(each, kept=kept) for each in group.trajectories))
+    for sample in build_samples([masked]).samples:
+        assert sample.old_logprobs is not None
+        np.testing.assert_array_equal(sample.old_logprobs, [0, 0, 0, -1.0, -1.5])
 
 
 def test_a_masked_trajectory_counts_in_the_groups_advantages_but_is_not_trained() -> None:

@@ -36,7 +36,8 @@ class LazyBackend(base_grammar_backend.BaseGrammarBackend):
 
     def __init__(self, load: Callable[[], Any]) -> None:
         super().__init__()
-        self._load, self._lock, self._loaded = load, threading.Lock(), None
+        self._load, self._lock = load, threading.Lock()
+        self._loaded: Any = None
 
     def dispatch_ebnf(self, key_string: str) -> Any:
         with self._lock:
