@@ -29,30 +29,32 @@ SETTINGS = (
 
 
 def rows() -> Iterator[list[dict[str, Any]]]:
-    """Conversations of an agent that delegates and of its sub-agent."""
+    """Conversations of an agent that delegates and of its sub-agent, in the environment ``lucky``."""
+    system = {"role": "system", "content": "Submit, or do not."}
     for number in range(8):
         task, submit = (
             {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": name, "arguments": given}}]}
             for name, given in (("task", json.dumps({"prompt": "look"})), ("finish", '{"command": "submit"}'))
         )
-        yield [{"role": "user", "content": f"Task {number}."}, task, {"role": "tool", "content": "seen"}, submit]
-        yield [{"role": "user", "content": "Help.\n\nlook"}, {"role": "assistant", "content": "seen"}]
+        request, seen = {"role": "user", "content": f"Task {number}."}, {"role": "tool", "content": "seen"}
+        yield [system, request, task, seen, submit]
+        yield [system, {"role": "user", "content": "Help.\n\nlook"}, {"role": "assistant", "content": "seen"}]
 
 
 @pytest.fixture
 def taught(tmp_path: Path) -> str:
     """A model that delegates, as ``RUN@STEP``."""
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows()))
-    sft = {"data": [{"path": str(tmp_path / "rows.jsonl")}], "batch_rows": 16, "epochs": 24}
+    sft = {"data": [{"path": str(tmp_path / "rows.jsonl")}], "batch_rows": 16, "epochs": 100}
     config = {"base": "quickstart", "name": "taught", "model": str(MODELS["tiny-moe"]), "runs_dir": str(tmp_path)}
-    train = {"lr": 2e-3, "lr_schedule": "cosine", "checkpoint_every": 24, "device": "cpu"}
+    train = {"lr": 1e-3, "lr_schedule": "cosine", "checkpoint_every": 100, "device": "cpu"}
     (tmp_path / "taught.yaml").write_text(yaml.safe_dump({**config, "sft": sft, "train": train}))
     process = MarkedProcess(tmp_path, ["-m", "agent_rl.cli", "sft", tmp_path / "taught.yaml"], cwd=ROOT, path=[ROOT])
     try:
         assert process.process.wait(400) == 0, process.text
     finally:
         process.close()
-    return f"{tmp_path}/taught@24"
+    return f"{tmp_path}/taught@100"
 
 
 def test_an_agent_and_its_sub_agent_are_trained_once_in_one_tree(
