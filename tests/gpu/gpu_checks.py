@@ -143,7 +143,7 @@ CHECKS = (
     Check("kernels", "kernels", kernels),
     Check("float32", "logprobs", float32, changes={"dtype": "float32"}, devices=("gpu", "cpu"), wide=False),
     Check("one GPU", "step", steps, environment=SEGMENTS),
-    Check("without replay", "step", steps, changes={"replay": "none"}, environment=SEGMENTS),
+    Check("without replay", "step", steps, changes={"replay": "off"}, environment=SEGMENTS),
     Check("without expandable segments", "step", steps),
     Check("selective recomputation", "step", steps, changes=SELECTIVE, environment=SEGMENTS),
     Check("copies and products", "copies", rates),
