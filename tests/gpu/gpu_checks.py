@@ -39,7 +39,7 @@ class Row:
 @dataclass(frozen=True)
 class Check:
     """``work`` of :mod:`gpu_rank` on ``gpus`` ranks, with ``changes`` of the config's train section. ``devices``: run
-    so often, on the GPUs or on the CPU. ``wide``: on the wide model."""
+    so often, on the GPUs or on the CPU. ``wide``: on the wide model. ``environment``: variables of its ranks."""
 
     name: str
     work: str
@@ -48,6 +48,7 @@ class Check:
     changes: Mapping[str, Any] = field(default_factory=dict)
     devices: tuple[str, ...] = ("gpu",)
     wide: bool = True
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,10 @@ def steps(outcome: Outcome) -> Iterator[Row]:
         planned = rank_bytes(model_spec, config.train, microbatches=parallel.pipeline, device="cuda").total
         good = PLAN_OVER[0] <= planned / peak <= PLAN_OVER[1]
         yield outcome.row("peak memory, GiB", f"{peak / GIB:.2f}", f"{planned / GIB:.2f} planned", good)
+        reserved = max(one["reserved"] for one in answers)
+        yield outcome.row("reserved over allocated memory", f"{reserved / peak:.3f}")
+    if (waits := outcome.first["waits"]) is not None:
+        yield outcome.row("waits of the host in a step", str(waits))
     tokens = config.train.microbatch_tokens * config.train.parallel.pipeline
     yield outcome.row("a step, s", f"{outcome.first['seconds']:.2f} ({tokens / outcome.first['seconds']:.0f} tokens/s)")
     yield outcome.row("start with loading, s", f"{max(one['started'] for one in answers):.1f}")
@@ -123,10 +128,25 @@ def float32(outcome: Outcome) -> Iterator[Row]:
     yield outcome.row("largest difference of a log-prob from the CPU's", f"{off:.1e}", f"{FLOAT32:g}", off <= FLOAT32)
 
 
+def rates(outcome: Outcome) -> Iterator[Row]:
+    for name, rate in outcome.first["copies"].items():
+        yield outcome.row(f"a copy {name}, GiB/s", f"{rate:.1f}")
+    for name, rate in outcome.first["products"].items():
+        yield outcome.row(f"grouped matmul, {name}, TFLOP/s", f"{rate:.3g}")
+
+
+SEGMENTS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+"""As ranks of a run have it."""
+SELECTIVE = {"recompute": "selective", "recompute_modules": ["moe", "layernorm"]}
+
 CHECKS = (
     Check("kernels", "kernels", kernels),
     Check("float32", "logprobs", float32, changes={"dtype": "float32"}, devices=("gpu", "cpu"), wide=False),
-    Check("one GPU", "step", steps),
+    Check("one GPU", "step", steps, environment=SEGMENTS),
+    Check("without replay", "step", steps, changes={"replay": "off"}, environment=SEGMENTS),
+    Check("without expandable segments", "step", steps),
+    Check("selective recomputation", "step", steps, changes=SELECTIVE, environment=SEGMENTS),
+    Check("copies and products", "copies", rates),
     Check("offloaded optimizer", "step", offloaded, changes={"offload_optimizer": True, "offload_activations": True}),
     Check("bfloat16 moments", "step", steps, changes={"optimizer_moments": "bfloat16"}),
     Check("checkpoint", "resume", resumed),

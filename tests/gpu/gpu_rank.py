@@ -12,6 +12,7 @@ import math
 import shutil
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -64,15 +65,31 @@ class Stepped:
 
 
 def step(job: dict[str, Any]) -> dict[str, Any]:
-    """Two steps; the second is timed. ``peak``: bytes of tensors on the GPU at most, 0 on a CPU."""
+    """Two steps; the second is timed. On a GPU ``peak``: bytes of tensors at most, ``reserved``: what the allocator
+    took for them, and ``waits``: how often the host waited in a third step."""
     stepped = Stepped(job)
     found = [stepped.step(), stepped.step()]
-    peak = torch.cuda.max_memory_allocated() if stepped.device == "cuda" else 0
+    on_gpu = stepped.device == "cuda"
+    peak, reserved = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()) if on_gpu else (0, 0)
     weights = sum(float(p.detach().double().abs().sum()) for m in stepped.rank.model.modules for p in m.parameters())
+    waits = _host_waits(stepped) if on_gpu and job["config"]["train"]["replay"] == "r3" else None
     notes = list(stepped.rank.model.notes)
     stepped.rank.close()
     finite = all(math.isfinite(value) for one in found for value in one.values())
-    return found[1] | {"peak": peak, "finite": finite, "weights": weights, "started": stepped.started, "notes": notes}
+    memory = {"peak": peak, "reserved": reserved, "waits": waits}
+    return found[1] | memory | {"finite": finite, "weights": weights, "started": stepped.started, "notes": notes}
+
+
+def _host_waits(stepped: Stepped) -> int:
+    """How often the host waits for the GPU in a step, which torch counts."""
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            stepped.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return sum("synchroniz" in str(each.message) for each in seen)
 
 
 def resume(job: dict[str, Any]) -> dict[str, Any]:
@@ -151,8 +168,48 @@ def _rate(attend: Any, model_spec: ModelSpec, device: torch.device, tokens: int)
         return None
 
 
+def copies(job: dict[str, Any]) -> dict[str, Any]:
+    """GiB/s of copies between host and device, pinned and not, and of a grouped matmul TFLOP/s by the skew of its
+    tokens: all experts alike, and half of the tokens for one."""
+    from agent_rl.train.megatron.moe import grouped_matmul
+
+    device, model_spec = device_of(job["device"]), read_model_spec(RunConfig.model_validate(job["config"]).model)
+    on_gpu = device.type == "cuda"
+    size, tokens = (1 << 30, 65536) if on_gpu else (1 << 20, 64)
+    there, rates = torch.empty(size, dtype=torch.uint8, device=device), dict[str, float]()
+    for pinned in (True, False) if on_gpu else (False,):
+        host = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+        for name, target, source in (("to", there, host), ("from", host, there)):
+            key = f"{name} the device, {'pinned' if pinned else 'pageable'}"
+            rates[key] = size / _seconds(lambda target=target, source=source: target.copy_(source), device) / 2**30
+    experts, inner, hidden = model_spec.num_experts, model_spec.expert_inner, model_spec.hidden
+    weight = torch.randn(experts, inner, hidden, dtype=torch.bfloat16, device=device)
+    rows, flops = torch.randn(tokens, hidden, dtype=torch.bfloat16, device=device), 2 * tokens * hidden * inner
+    products = dict[str, float]()
+    for name, first in (("even", tokens // experts), ("half of the tokens for one expert", tokens // 2)):
+        rest = torch.full((experts - 1,), (tokens - first) // (experts - 1))
+        ends = torch.cat((torch.tensor([first]), rest)).cumsum(0)
+        ends[-1] = tokens
+        given = ends.to(device, torch.int32)
+        seconds = _seconds(lambda given=given: grouped_matmul(rows, weight, given), device)
+        products[name] = flops / seconds / 1e12
+    return {"copies": rates, "products": products}
+
+
+def _seconds(call: Callable[[], Any], device: torch.device) -> float:
+    """The best of three runs after a first one."""
+    best = math.inf
+    for run in range(4):
+        begun = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - begun) if run else best
+    return best
+
+
 WORK: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
-    "step": step, "resume": resume, "logprobs": logprobs, "kernels": kernels,
+    "step": step, "resume": resume, "logprobs": logprobs, "kernels": kernels, "copies": copies,
 }  # fmt: skip
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@ With one GPU the checks for one, with more those for two or eight as well, withi
 which order, and what is expected: ``gpu_checks.py``. Each rank of a check is a process of its own, which sees one GPU;
 two layers of Qwen3-30B-A3B's shape with random weights are written to a temporary directory (3.7 GB) for it. Where a
 check breaks off or takes too long, that is its line, and the next begins. Exit code 1 where something was not as
-expected, or there is no GPU.
+expected, or there is no GPU. With ``--cpu`` the checks for one GPU run on a CPU, on a small model, which tests the
+script. ``python -m scripts.gpu_wheelhouse`` collects what a machine without network lacks.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def _ranks(site: Site, check: Check, where: str, seconds: float) -> ProbeRespons
     device = site.device if where == "gpu" else "cpu"
     job = {"work": check.work, "config": site.config(check).model_dump(mode="json"), "device": device}
     job |= {"port": _free_port(), "directory": str(site.directory)}
-    processes = [_start(rank, device) for rank in range(check.gpus)]
+    processes = [_start(rank, device, check.environment) for rank in range(check.gpus)]
     with ThreadPoolExecutor(check.gpus) as pool:
         try:
             answers = [
@@ -99,8 +100,8 @@ def _ranks(site: Site, check: Check, where: str, seconds: float) -> ProbeRespons
                 process.kill()
 
 
-def _start(rank: int, device: str) -> subprocess.Popen[str]:
-    hidden = {"CUDA_VISIBLE_DEVICES": str(rank) if device == "cuda" else ""}
+def _start(rank: int, device: str, environment: Mapping[str, str]) -> subprocess.Popen[str]:
+    hidden = {"CUDA_VISIBLE_DEVICES": str(rank) if device == "cuda" else "", **environment}
     command = [sys.executable, str(Path(__file__).with_name("gpu_rank.py"))]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=os.environ | hidden)
@@ -154,19 +155,26 @@ def table(rows: Sequence[Row]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10.0, help="After so many no other check is begun.")
-    deadline = time.monotonic() + 60 * parser.parse_args().minutes
+    parser.add_argument("--cpu", action="store_true", help="Run the checks for one GPU on a CPU, on a small model.")
+    parser.add_argument("--out", type=Path, default=Path("gpu-run.md"), help="The table, written after every line.")
+    options = parser.parse_args()
+    deadline = time.monotonic() + 60 * options.minutes
     import torch
 
-    if not torch.cuda.is_available():
+    if not (options.cpu or torch.cuda.is_available()):
         raise SystemExit("no GPU here: torch sees none, so nothing was run")
-    print(f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}, torch {torch.__version__}", flush=True)
+    gpus = 1 if options.cpu else torch.cuda.device_count()
+    name = f"{gpus} x {'CPU' if options.cpu else torch.cuda.get_device_name(0)}, torch {torch.__version__}"
+    print(name, flush=True)
     rows: list[Row] = []
-    with tempfile.TemporaryDirectory(prefix="agent-rl-gpu-") as name:
-        write_model(Path(name) / "wide", WIDE)
-        write_model(Path(name) / "narrow", NARROW)
-        for row in run(Site("cuda", torch.cuda.device_count(), Path(name), 16384, deadline), CHECKS):
+    with tempfile.TemporaryDirectory(prefix="agent-rl-gpu-") as directory:
+        write_model(Path(directory) / "wide", NARROW if options.cpu else WIDE)
+        write_model(Path(directory) / "narrow", NARROW)
+        device, tokens = ("cpu", 64) if options.cpu else ("cuda", 16384)
+        for row in run(Site(device, gpus, Path(directory), tokens, deadline), CHECKS):
             print(f"{row.check}: {row.what}: {row.found}", file=sys.stderr, flush=True)
             rows.append(row)
+            options.out.write_text(f"{name}\n\n{table(rows)}\n")
     print(table(rows))
     raise SystemExit(any(row.good is False for row in rows))
 

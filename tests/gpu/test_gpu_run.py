@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,25 @@ def test_without_a_gpu_the_script_ends_with_one_line(
     assert capsys.readouterr().out == ""
 
 
+def test_results_are_written_as_they_come(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A run that is killed after the first check leaves its line."""
+    out = tmp_path / "table.md"
+
+    def checks(site: Site, _: Any) -> Any:
+        assert (site.device, site.gpus) == ("cpu", 1)
+        yield Row("kernels", "attention", "1e-3", "right", True)
+        assert "| kernels | attention | 1e-3 | right | yes |" in out.read_text()
+        yield Row("one GPU", "broke off", "rank 0 took too long", "", False)
+
+    monkeypatch.setattr(gpu_run, "run", checks)
+    monkeypatch.setattr(gpu_run, "write_model", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["gpu_run.py", "--cpu", "--out", str(out)])
+    with pytest.raises(SystemExit) as ended:
+        gpu_run.main()
+    assert ended.value.code == 1
+    assert len(out.read_text().splitlines()) == 6
+
+
 def test_the_table_is_markdown() -> None:
     rows = [Row("step", "peak", "1.2", "1.3 planned", True), Row("a", "b", "c | d"), Row("e", "f", "g", "h", False)]
     lines = ["| step | peak | 1.2 | 1.3 planned | yes |", "| a | b | c / d |  |  |", "| e | f | g | h | **NO** |"]
@@ -54,7 +74,7 @@ def breaking(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     """Ranks run ``code`` instead, with the rank as the first argument."""
     pipe = subprocess.PIPE
 
-    def start(rank: int, device: str) -> subprocess.Popen[str]:
+    def start(rank: int, device: str, environment: Mapping[str, str]) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", code, str(rank)]
         return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 

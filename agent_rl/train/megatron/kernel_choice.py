@@ -250,13 +250,13 @@ def attention_rate(
     """
     heads, shared, width = sizes
     shapes = [(tokens, count, width) for count in (heads, shared, shared)]
-    leaves = [torch.randn(shape, dtype=dtype, device=device, requires_grad=True) for shape in shapes]
+    query, key, value = (torch.randn(shape, dtype=dtype, device=device, requires_grad=True) for shape in shapes)
     segments, seconds = Segments.build([tokens], [tokens], device), float("inf")
     for run in range(4):
         begun = time.perf_counter()
         with torch.enable_grad():
-            output = attend(*leaves, segments, width**-0.5)
-            gradients = torch.autograd.grad(output, leaves, torch.ones_like(output))
+            output = attend(query, key, value, segments, width**-0.5)
+            gradients = torch.autograd.grad(output, (query, key, value), torch.ones_like(output))
         float(gradients[0].sum())  # waits for the device
         seconds = min(seconds, time.perf_counter() - begun) if run else seconds
     return 3.5 * 2 * tokens**2 * heads * width / seconds / 1e12
