@@ -25,7 +25,6 @@ from agent_rl.train.checkpoint.pieces import FlatRange
 from agent_rl.train.checkpoint.state_pieces import StatePieces
 from agent_rl.train.expert_balancing.exchange import start, wait
 from agent_rl.train.expert_balancing.report import Moved
-from agent_rl.train.expert_balancing.worker import Counts, ExpertGroup
 from agent_rl.train.megatron.model import PolicyModel
 from agent_rl.train.optimizer import PolicyOptimizer, StateShard, named_parameters
 from agent_rl.train.reference import Reference
@@ -33,20 +32,23 @@ from r3.balance import ExpertLayout, TimeModel
 from r3.balance.placement import joint_placement
 from r3.balance.transport import by_source_node, layer_times
 
+Counts = NDArray[np.int32]
+
 SAMPLED = 16
 """Micro-batches of a step by which owners are chosen."""
 
 
 class PlacementRenewal:
-    """Chooses placements for the experts of a model. ``times``: of the passes of a step. ``moving``: picoseconds in
-    which a rank sends or receives the state of one expert. ``every``: steps for which a placement stays.
+    """Chooses placements for the experts of a model. ``ranks``: those of the expert group. ``times``: of the passes of
+    a step. ``moving``: picoseconds in which a rank sends or receives the state of one expert. ``every``: steps for
+    which a placement stays.
 
     All ranks of the world construct theirs together.
     """
 
     def __init__(
         self,
-        group: ExpertGroup,
+        ranks: Sequence[int],
         layout: ExpertLayout,
         columns: Sequence[int],
         moe_layers: int,
@@ -57,11 +59,11 @@ class PlacementRenewal:
         device: torch.device,
     ) -> None:
         infos: list[tuple[int, int, tuple[int, ...]]] = [(0, 0, ())] * dist.get_world_size()
-        dist.all_gather_object(infos, (layout.nodes, group.ranks[0], tuple(columns)))
+        dist.all_gather_object(infos, (layout.nodes, ranks[0], tuple(columns)))
         nodes = max(info[0] for info in infos)
         peers = sorted({first for _, first, theirs in infos if theirs == tuple(columns)})
-        self._share, self._shares = peers.index(group.ranks[0]), len(peers)
-        self._leads, self._columns, self._device = group.rank == 0, list(columns), device
+        self._share, self._shares = peers.index(ranks[0]), len(peers)
+        self._leads, self._columns, self._device = ranks[0] == dist.get_rank(), list(columns), device
         self._times, self._moving, self._every = times, moving, every
         node_of_rank = tuple(rank * nodes // layout.ranks for rank in range(layout.ranks))
         in_order = np.tile(np.arange(layout.experts, dtype=np.int32), (moe_layers, 1))
