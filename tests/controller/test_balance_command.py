@@ -85,6 +85,6 @@ def test_counts_of_a_run_are_those_of_its_steps() -> None:
     found = run_counts(CAPTURED / "quickstart", 4, ranks_per_node=2)
     assert found is not None
     layout, steps, shape = found
-    assert (layout.ranks, layout.nodes, shape.hidden) == (4, 2, 256)
+    assert (layout.ranks, layout.nodes, shape.hidden) == (4, 2, 128)
     assert all(counts.shape[1:] == (4, 4, 8) for counts in steps)
     assert run_counts(CAPTURED / "quickstart", 3, ranks_per_node=1) is None
