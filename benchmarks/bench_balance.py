@@ -25,7 +25,7 @@ from pathlib import Path
 
 import checkout  # noqa: F401
 import numpy as np
-from balance_stages import Stages, staged
+from balance_stages import Stages, staged, update_within_machine
 from matplotlib.figure import Figure
 from support.balance_workloads import REGIMES, Pass, skewed_steps
 
@@ -165,13 +165,13 @@ def eplb_last_step(case: Case) -> Result:
     return result
 
 
-def stages_of_paper(case: Case, stages: Stages, instances: int = 2) -> Result:
-    """The paper's four stages on few layers: they take milliseconds for each."""
+def of_paper(case: Case, plan: Callable[[Ints, ExpertLayout], PlanArrays], instances: int = 2) -> Result:
+    """The paper's planners on few layers, as they take milliseconds for each; owners by the loads of the last step."""
     layout = replace(case.layout, slots=8 + case.layout.experts_per_rank)
     few = replace(case, layout=layout, steps=[step[:, :instances] for step in case.steps[:2]])
     placed = joint_placement(by_source_node(few.steps[0], layout), layout, 0.0)
     owned = replace(few, layout=replace(layout, placement=placed))
-    found = planned(owned, lambda counts, on, _model: staged(counts, on, stages))
+    found = planned(owned, lambda counts, on, _model: plan(counts, on))
     assert isinstance(found, Result)
     return found
 
@@ -182,7 +182,8 @@ def compared(case: Case) -> dict[str, Result]:
     runs: dict[str, Callable[[], Result | list[Result]]] = {
         "none": lambda: planned(case, unbalanced),
         "EPLB, last step": lambda: eplb_last_step(case),
-        "the paper's stages": lambda: stages_of_paper(case, Stages()),
+        "the paper's stages": lambda: of_paper(case, lambda counts, on: staged(counts, on, Stages())),
+        "the paper's Algorithm 3": lambda: of_paper(case, lambda counts, on: update_within_machine(counts, on, 2)),
         "within nodes": lambda: planned(case, of_reach(Reach(True, slots))),
         "within nodes, renewed": lambda: planned(case, of_reach(Reach(True, slots)), every=EVERY),
         "within nodes, each step": lambda: planned(case, of_reach(Reach(True, slots)), every=1),
@@ -249,7 +250,9 @@ def draw_cases(out: Path, cases: Mapping[str, Mapping[str, Result]]) -> None:
         bars.barh(list(largest), width, left=left, label=part)
         left += width
     bars.set(xlabel="modelled ms of a layer and micro-batch, recompute and update")
-    ablated = [name for name in largest if name not in ("EPLB, last step", "the paper's stages")]
+    ablated = [
+        name for name in largest if name not in ("EPLB, last step", "the paper's stages", "the paper's Algorithm 3")
+    ]
     ablation.subplots().barh(ablated, [largest["none"].seconds / largest[name].seconds for name in ablated])
     ablation.axes[0].set(xlabel="modelled speed-up over none", xlim=(0.9, None))
     axes.legend(fontsize="small", ncols=5, loc="lower center", bbox_to_anchor=(0.5, 1))

@@ -81,7 +81,7 @@ class BalanceConfig(Section):
         None, gt=0, description="Neighboring expert ranks on one node. null: detected from the ranks' host names."
     )
     placement_every: int = Field(
-        4,
+        1,
         ge=0,
         description="Steps between two renewals of the experts' owner ranks from the replayed routes, where expert "
         "ranks span nodes; experts move if that saves more time than it takes. 0: owners follow expert numbers.",

@@ -41,6 +41,7 @@ from agent_rl.train.megatron.packed_batch import PackedBatch, Routes
 
 if TYPE_CHECKING:
     from agent_rl.train.megatron.model import PolicyModel
+    from agent_rl.train.optimizer import StateShard
 
 
 class Reference:
@@ -69,6 +70,13 @@ class Reference:
     def nbytes(self) -> int:
         """Bytes on the host."""
         return sum(weight.nbytes for weight in self._weights)
+
+    def shards(self, names: Mapping[int, str]) -> list[StateShard]:
+        """Returns the weights, where they are stored, by the optimizer's ``names`` of the parameters' ids."""
+        from agent_rl.train.optimizer import StateShard
+
+        pairs = zip(self._parameters, self._weights, strict=True)
+        return [StateShard(names[id(p)], tuple(p.shape), 0, {"master": weight.view(-1)}) for p, weight in pairs]
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:

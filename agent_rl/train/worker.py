@@ -152,11 +152,9 @@ class TrainerWorker:
         from agent_rl.train.checkpoint.state_pieces import StatePieces
         from agent_rl.train.expert_balancing.renewal import move_experts
 
-        self._balancer.use_placement(placement, move_experts(self._model, self._optimizer, placement))
+        moved = move_experts(self._model, self._optimizer, placement, self._reference)
+        self._balancer.use_placement(placement, moved)
         self._state = StatePieces(self._model, self._optimizer)
-        if self._request.reference is not None:
-            self._reference = None  # frees its memory before the new one is read
-            self._reference = Reference.load(self._model, self._request.reference)
 
     def logprobs(
         self,

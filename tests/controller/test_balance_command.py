@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 pytest.importorskip("torch", reason="torch is not installed (the train extra)")
 from agent_rl.cli import app
+from agent_rl.commands.balance import run_counts
 from agent_rl.config.loader import load_config
 from agent_rl.errors import AgentRlError
 
@@ -78,3 +79,12 @@ def test_errors_are_one_line(tmp_path: Path, options: list[str], told: str) -> N
 def test_directory_without_trajectories_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(AgentRlError, match="no trajectories found"):
         simulate(tmp_path, tmp_path)
+
+
+def test_counts_of_a_run_are_those_of_its_steps() -> None:
+    found = run_counts(CAPTURED / "quickstart", 4, ranks_per_node=2)
+    assert found is not None
+    layout, steps, shape = found
+    assert (layout.ranks, layout.nodes, shape.hidden) == (4, 2, 128)
+    assert all(counts.shape[1:] == (4, 4, 8) for counts in steps)
+    assert run_counts(CAPTURED / "quickstart", 3, ranks_per_node=1) is None

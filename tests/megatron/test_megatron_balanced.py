@@ -122,6 +122,13 @@ UNSEEN = 11
 WORLDS += drawn_worlds(UNSEEN)
 CASES = {found["name"]: (size, found) for size, _, cases in WORLDS for found in cases}
 FAULTS = tuple(name for name in CASES if name.startswith("fault"))
+REORDERED = {
+    case["name"]
+    for _, parallel, cases in WORLDS
+    for case in cases
+    if parallel.get("dispatcher") == "allgather" and case["model"] in ("top-4", "top-8")
+}
+"""The allgather dispatcher adds up a token's experts rank by rank; of more than two, the order is another."""
 ORDINARY = (
     "ep4-planned", "ep4-crowded-replicate", "pp2-ep2-relocate", "pp2-full-replicate", "native", "ep2-relocate",
     "ep2-planned", "ep2-pool-replicate", "ep2-exchange-relocate", "ep2-moe-replicate", "ep2-top8-replicate",
@@ -168,6 +175,9 @@ def differences(results: Path, name: str) -> dict[str, float]:
 def test_balanced_equals_unbalanced(name: str, results: Path) -> None:
     found = differences(results, name)
     assert (found.pop("borrowed") > 0) == (plan_of(name) != "none")
+    if name in REORDERED:
+        assert all(value <= 1e-5 for value in found.values())
+        return
     shared = plan_of(name) in ("replicate", "planned")
     exact = {"logprobs", "routes", "losses", "fetched", "returned"} if shared else set(found)
     assert {kind: found[kind] for kind in exact} == dict.fromkeys(exact, 0.0)

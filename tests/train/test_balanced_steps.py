@@ -26,13 +26,14 @@ pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 
 BALANCED = {"enabled": True, "slots": 2}
 LAYOUTS: dict[str, dict[str, Any]] = {"ep4": {"expert": 4}, "ep2": {"expert": 2}}
+KL = {"kl": {"coefficient": 0.1}}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "ep4": ("ep4", {}),
-    "ep4-balanced": ("ep4", {"balance": BALANCED}),
+    "ep4": ("ep4", KL),
+    "ep4-balanced": ("ep4", {"balance": BALANCED, **KL}),
     "ep2": ("ep2", {}),
     "ep2-balanced": ("ep2", {"balance": BALANCED}),
-    "ep4-renewed": ("ep4", {"balance": BALANCED | {"placement_every": 1, "ranks_per_node": 2}}),
-    "ep2-renewed": ("ep2", {"balance": BALANCED | {"placement_every": 1, "ranks_per_node": 1}}),
+    "ep4-renewed": ("ep4", {"balance": BALANCED | {"ranks_per_node": 2}, **KL}),
+    "ep2-renewed": ("ep2", {"balance": BALANCED | {"ranks_per_node": 1}}),
     "ep4-r2": ("ep4", {"replay": "r2"}),
     "ep4-r2-balanced": ("ep4", {"replay": "r2", "balance": BALANCED | {"transfer": {"update": "pool"}}}),
 }
@@ -123,7 +124,7 @@ async def test_checkpoints_move_between_balanced_and_unbalanced_runs(tmp_path: P
     install_model(tmp_path / "model")
     parallel = {"world_size": ranks, "expert": 2, "distributed_optimizer": True}
     settings = {"device": "cpu", "microbatch_tokens": 1024, "lr": 3e-4, "mini_steps": 2, "parallel": parallel}
-    renewed = BALANCED | {"placement_every": 1, "ranks_per_node": 1}
+    renewed = BALANCED | {"ranks_per_node": 1}
     first, second = worker.captured(1), worker.captured(2)
 
     def open_trainer(name: str, **train: Any) -> RayTrainer:

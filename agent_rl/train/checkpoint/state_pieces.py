@@ -8,7 +8,7 @@ parameter, which rank 0 writes.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import torch
@@ -67,10 +67,10 @@ class StatePieces:
                 tensor.copy_(torch.from_numpy(reader.read(_value_head(self._critic), slot)))
             self._critic.updates = counts[VALUE_HEAD]
 
-    def expert_ranges(self) -> dict[str, list[FlatRange]]:
-        """Returns the flat ranges of this rank's shards of expert parameters, by the optimizer's name."""
-        shards = [s for s in self._optimizer.shards() if self._mappings[s.name].described.cut.ranks == "expert"]
-        return {shard.name: self._ranges(shard) for shard in shards}
+    def expert_ranges(self, shards: Iterable[StateShard]) -> dict[str, list[FlatRange]]:
+        """Returns the flat ranges of those of ``shards`` that belong to experts, by the optimizer's name."""
+        of_experts = [shard for shard in shards if self._mappings[shard.name].described.cut.ranks == "expert"]
+        return {shard.name: self._ranges(shard) for shard in of_experts}
 
     def _read(self, reader: PieceReader, shard: StateShard) -> dict[str, Tensor]:
         ranges, none = self._ranges(shard), np.empty(0, np.float32)

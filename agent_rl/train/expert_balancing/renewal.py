@@ -25,27 +25,30 @@ from agent_rl.train.checkpoint.pieces import FlatRange
 from agent_rl.train.checkpoint.state_pieces import StatePieces
 from agent_rl.train.expert_balancing.exchange import start, wait
 from agent_rl.train.expert_balancing.report import Moved
-from agent_rl.train.expert_balancing.worker import Counts, ExpertGroup
 from agent_rl.train.megatron.model import PolicyModel
-from agent_rl.train.optimizer import PolicyOptimizer, StateShard
+from agent_rl.train.optimizer import PolicyOptimizer, StateShard, named_parameters
+from agent_rl.train.reference import Reference
 from r3.balance import ExpertLayout, TimeModel
 from r3.balance.placement import joint_placement
 from r3.balance.transport import by_source_node, layer_times
+
+Counts = NDArray[np.int32]
 
 SAMPLED = 16
 """Micro-batches of a step by which owners are chosen."""
 
 
 class PlacementRenewal:
-    """Chooses placements for the experts of a model. ``times``: of the passes of a step. ``moving``: picoseconds in
-    which a rank sends or receives the state of one expert. ``every``: steps for which a placement stays.
+    """Chooses placements for the experts of a model. ``ranks``: those of the expert group. ``times``: of the passes of
+    a step. ``moving``: picoseconds in which a rank sends or receives the state of one expert. ``every``: steps for
+    which a placement stays.
 
     All ranks of the world construct theirs together.
     """
 
     def __init__(
         self,
-        group: ExpertGroup,
+        ranks: Sequence[int],
         layout: ExpertLayout,
         columns: Sequence[int],
         moe_layers: int,
@@ -56,11 +59,11 @@ class PlacementRenewal:
         device: torch.device,
     ) -> None:
         infos: list[tuple[int, int, tuple[int, ...]]] = [(0, 0, ())] * dist.get_world_size()
-        dist.all_gather_object(infos, (layout.nodes, group.ranks[0], tuple(columns)))
+        dist.all_gather_object(infos, (layout.nodes, ranks[0], tuple(columns)))
         nodes = max(info[0] for info in infos)
         peers = sorted({first for _, first, theirs in infos if theirs == tuple(columns)})
-        self._share, self._shares = peers.index(group.ranks[0]), len(peers)
-        self._leads, self._columns, self._device = group.rank == 0, list(columns), device
+        self._share, self._shares = peers.index(ranks[0]), len(peers)
+        self._leads, self._columns, self._device = ranks[0] == dist.get_rank(), list(columns), device
         self._times, self._moving, self._every = times, moving, every
         node_of_rank = tuple(rank * nodes // layout.ranks for rank in range(layout.ranks))
         in_order = np.tile(np.arange(layout.experts, dtype=np.int32), (moe_layers, 1))
@@ -136,28 +139,41 @@ class _Segment:
         return (self.source, self.source_start) == (self.target, self.target_start)
 
 
-Ranges = Mapping[str, Sequence[FlatRange]]
-"""The flat ranges of a rank's shards of expert parameters, by the optimizer's name."""
+Ranges = Mapping[tuple[str, str], Sequence[FlatRange]]
+"""The flat ranges of a rank's shards of expert parameters, by kind (optimizer, reference) and the optimizer's name."""
 
 
 @torch.no_grad()
-def move_experts(model: PolicyModel, optimizer: PolicyOptimizer, placement: NDArray[np.int32]) -> Moved:
-    """Move the weights and optimizer state of experts to the ranks of ``placement`` ``[moe_layers, E]``. Collective.
-
-    The weights are set from the optimizer's masters, which determine them.
-    """
-    started = time.perf_counter()
-    held = StatePieces(model, optimizer).expert_ranges()
+def move_experts(
+    model: PolicyModel, optimizer: PolicyOptimizer, placement: NDArray[np.int32], reference: Reference | None
+) -> Moved:
+    """Move the weights and optimizer state of experts, and their weights in ``reference``, to the ranks of
+    ``placement`` ``[moe_layers, E]``. The weights are set from the optimizer's masters, which determine them.
+    Collective."""
+    started, nbytes = time.perf_counter(), 0
+    names = {id(parameter): name for name, parameter in named_parameters(model.modules)}
+    shards = {"optimizer": list(optimizer.shards()), "reference": reference.shards(names) if reference else []}
+    before = _expert_ranges(model, optimizer, shards)
     model.set_placement(placement)
-    needed = StatePieces(model, optimizer).expert_ranges()
     everyone: list[tuple[Ranges, Ranges]] = [({}, {})] * dist.get_world_size()
-    dist.all_gather_object(everyone, (held, needed))
-    shards, nbytes = {shard.name: shard for shard in optimizer.shards()}, 0
-    for name in sorted({name for pair in everyone for ranges in pair for name in ranges}):
-        segments = list(_segments([(old.get(name, ()), new.get(name, ())) for old, new in everyone]))
-        nbytes += _exchange(segments, shards.get(name))
+    dist.all_gather_object(everyone, (before, _expert_ranges(model, optimizer, shards)))
+    own = {(kind, shard.name): shard for kind, of_kind in shards.items() for shard in of_kind}
+    for key in sorted({key for pair in everyone for ranges in pair for key in ranges}):
+        segments = _segments([(old.get(key, ()), new.get(key, ())) for old, new in everyone])
+        nbytes += _exchange(list(segments), own.get(key), model.device)
     optimizer.load(lambda shard: shard.slots, optimizer.counts)
     return Moved(nbytes, 1e3 * (time.perf_counter() - started))
+
+
+def _expert_ranges(
+    model: PolicyModel, optimizer: PolicyOptimizer, shards: Mapping[str, Sequence[StateShard]]
+) -> Ranges:
+    pieces = StatePieces(model, optimizer)
+    return {
+        (kind, name): ranges
+        for kind, of_kind in shards.items()
+        for name, ranges in pieces.expert_ranges(of_kind).items()
+    }
 
 
 def _segments(of_ranks: Sequence[tuple[Sequence[FlatRange], Sequence[FlatRange]]]) -> Iterator[_Segment]:
@@ -195,13 +211,13 @@ def _with_offsets(ranges: Sequence[FlatRange]) -> Iterator[tuple[int, FlatRange]
         offset += flat_range.size
 
 
-def _exchange(segments: Sequence[_Segment], shard: StateShard | None) -> int:
+def _exchange(segments: Sequence[_Segment], shard: StateShard | None, device: torch.device) -> int:
     """Replace the state of this rank's ``shard`` by the segments for it; returns the bytes received."""
     rank = dist.get_rank()
     segments = [each for each in segments if rank in (each.source, each.target)]
     if shard is None or all(each.stays for each in segments):
         return 0
-    old = torch.stack([values.float() for values in shard.slots.values()])
+    old = torch.stack([values.to(device, torch.float32) for values in shard.slots.values()])
     new, received, operations = torch.empty_like(old), list[tuple[_Segment, Tensor]](), []
     for each in segments:
         taken = slice(each.source_start, each.source_start + each.size)
@@ -210,11 +226,11 @@ def _exchange(segments: Sequence[_Segment], shard: StateShard | None) -> int:
         elif each.source == rank:
             operations.append(dist.P2POp(dist.isend, old[:, taken].contiguous(), each.target))
         else:
-            received.append((each, old.new_empty(len(shard.slots), each.size)))
+            received.append((each, old.new_empty(len(old), each.size)))
             operations.append(dist.P2POp(dist.irecv, received[-1][1], each.source))
     wait(start(operations))
     for each, values in received:
         new[:, each.target_start : each.target_start + each.size] = values
-    for slot, values in zip(shard.slots.values(), new, strict=True):
-        slot.copy_(values)
+    for stored, values in zip(shard.slots.values(), new, strict=True):
+        stored.copy_(values)
     return sum(values.nbytes for _, values in received)

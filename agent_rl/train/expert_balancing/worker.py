@@ -274,7 +274,7 @@ class RankBalancer:
         shape = ExpertShape(model.model_spec.hidden, model.model_spec.expert_inner, model.config.params_dtype.itemsize)
         times = time_models(balance, layout, shape, hardware)
         renewal = PlacementRenewal(
-            group,
+            group.ranks,
             layout,
             columns,
             model.moe_layers,
