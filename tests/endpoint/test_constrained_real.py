@@ -34,7 +34,8 @@ PARAMETERS = {
     },
     "required": ["command", "lines", "options"],
 }
-"""No text of its own, so that only white space between tokens could take a call to the length limit."""
+"""No text of its own, so that only white space between tokens could take a call to the length limit. A call in the format
+deepseek-dsml has up to 270 tokens of the shipped tokenizer."""
 RUN = {"type": "function", "function": {"name": "bash", "parameters": PARAMETERS, "strict": True}}
 COMMAND = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
 BASH = {"type": "function", "function": {"name": "bash", "parameters": COMMAND}}
@@ -88,7 +89,7 @@ async def forced_replies(
 ) -> list[dict[str, Any]]:
     """The choices of :data:`CALLS` requests that force a call, 16 at a time."""
     slots = asyncio.Semaphore(16)
-    async with served(renderer, engine=engine, fmt=fmt, max_new_tokens=256, max_turns=CALLS) as opened:
+    async with served(renderer, engine=engine, fmt=fmt, max_new_tokens=512, max_turns=CALLS) as opened:
 
         async def one(number: int) -> dict[str, Any]:
             messages = [{"role": "user", "content": f"Say {number}."}]
