@@ -23,6 +23,7 @@ SCHEMA = {
     "properties": {"mode": {"enum": ["fast", "slow"]}, "lines": {"type": "array", "items": {"type": "integer"}}},
     "required": ["mode", "lines"],
 }
+XML_CALL = b"<function=bash><parameter=command>ls</parameter></function>"
 SAMPLING = SamplingParams(max_new_tokens=200, stop_token_ids=(END,), keep_mask=True)
 
 
@@ -82,6 +83,10 @@ async def test_a_reply_continues_inside_its_grammar(engine: SGLangEngine, model:
     call = tool_format("glm").call_form("bash", SCHEMA)
     reply = await sample(engine, call, b"<tool_call>bash<arg_key>mode</arg_key><arg_value>f")
     assert bytes(reply.tokens[:-1]).startswith(b"ast</arg_value><arg_key>lines</arg_key><arg_value>[")
+    command = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
+    for name, written in (("mini-swe-agent", b"```mswea_bash_command\nls\n```"), ("xml", XML_CALL)):
+        form = tool_format(name).call_form("bash", command)
+        assert (await sample(engine, form, written)).tokens == (END,), "the call is complete"
     with pytest.raises(EngineRejected, match="grammar_prefix: token 63 does not fit the grammar"):
         await sample(engine, json_value(SCHEMA), b"{?")
 
