@@ -30,7 +30,8 @@ def make_samples(config: RunConfig, model_spec: ModelSpec, expert_rank: int, ske
 def _sample(length: int, vocabulary: int, routing: Routing | None, index: int) -> Sample:
     tokens = (np.arange(length) + index).astype(np.int32) % vocabulary
     sampled, zeros = np.arange(length) > 0, np.zeros(length, np.float32)
-    return Sample(tokens, sampled, zeros, 1.0 - 2.0 * (index % 2), routing, teacher_logprobs=zeros)
+    advantage = 1.0 - 2.0 * (index % 2)
+    return Sample(tokens, sampled, zeros, advantage, routing, old_logprobs=zeros, teacher_logprobs=zeros)
 
 
 def mini_step_share(samples: dict[int, Sample], config: RunConfig) -> MiniStepShare:
