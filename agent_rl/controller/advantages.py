@@ -167,70 +167,86 @@ def build_samples(
     shape = next((t.routing for group in groups for t in group.trajectories if t.routing is not None), None)
     missing = [[drop_missing and t.routes_missing > 0 for t in group.trajectories] for group in groups]
     members_of = [
-        [t for t, is_dropped in zip(group.trajectories, group_missing, strict=True) if not is_dropped]
-        for group, group_missing in zip(groups, missing, strict=True)
+        [t for t, absent in zip(group.trajectories, flags, strict=True) if not absent]
+        for group, flags in zip(groups, missing, strict=True)
     ]
-    dropped = sum(map(sum, missing))
     penalties = [[penalty(max(len(branch.tokens) for branch in t.branches)) for t in members] for members in members_of]
-    rewards = [
-        [_reward(group, t) - cost for t, cost in zip(members, costs, strict=True)]
-        for group, members, costs in zip(groups, members_of, penalties, strict=True)
-    ]
-    credits = [
-        [
-            Credit([reward], [_trained_tokens(t)]) if gamma is None else Credit.by_turn(t, reward, gamma)
-            for t, reward in zip(members, costed, strict=True)
-        ]
-        for members, costed in zip(members_of, rewards, strict=True)
-    ]
-    rewards = [[value for each in group for value in each.returns] for group in credits]
-    tokens = [[count for each in group for count in each.tokens] for group in credits]
-    by_step = scale_spec(scale).over == "batch"
-    advantages = _advantages(rewards, tokens, baseline, "none" if by_step else scale, eps)
-    has_effect = [bool(values.any()) for values in advantages]
-    if by_step or baseline_spec(baseline).over == "batch":
-        has_effect = [any(has_effect)] * len(groups)
-    equal_rewards |= baseline_spec(baseline).over == "trajectory"
-    has_effect = [equal_rewards or effective for effective in has_effect]
-    if by_step and normalized:
-        advantages = _advantages(rewards, tokens, baseline, scale, eps)
-    by_member = [split(values, group) for values, group in zip(advantages, credits, strict=True)]
-    kept_decisions = iter(
-        TrainingDecision(_training_status(t, effective, masked), credit.mean(own))
+    credits = [_credits(*each, gamma) for each in zip(groups, members_of, penalties, strict=True)]
+    by_member, has_effect = _credited(credits, baseline, scale, eps, normalized=normalized, equal_rewards=equal_rewards)
+    decided = [
+        (TrainingDecision(_training_status(t, effective, masked), credit.mean(own)), own)
         for members, group, values, effective in zip(members_of, credits, by_member, has_effect, strict=True)
         for t, credit, own in zip(members, group, values, strict=True)
-    )
-    of_turns = iter(own for values in by_member for own in values)
-    decisions = tuple(
-        TrainingDecision(TrainingStatus.DROPPED) if is_dropped else next(kept_decisions)
-        for group_missing in missing
-        for is_dropped in group_missing
-    )
-    trajectories = [t for group in groups for t in group.trajectories]
-    turn_advantages = [
-        np.zeros(0) if is_dropped else next(of_turns) for group_missing in missing for is_dropped in group_missing
     ]
+    is_dropped, of_kept = [absent for group in missing for absent in group], iter(decided)
+    without_routes = TrainingDecision(TrainingStatus.DROPPED), np.zeros(0)
+    decisions = [without_routes if absent else next(of_kept) for absent in is_dropped]
+    trajectories = [t for group in groups for t in group.trajectories]
     numbered = [
-        ((index, branch), sample)
-        for index, (t, decision) in enumerate(zip(trajectories, decisions, strict=True))
+        ((index, branch), _completed(sample, t, branch, None if gamma is None else turns, observed))
+        for index, (t, (decision, turns)) in enumerate(zip(trajectories, decisions, strict=True))
         if decision.training_status is TrainingStatus.TRAINED and decision.advantage is not None
         for branch, sample in _branch_samples(index, t, decision.advantage, shape, aggregation == "sequence", published)
     ]
-    turn_reward = None
-    if gamma is not None:
-        numbered = [
-            ((index, branch), replace(sample, advantages=by_turn(trajectories[index], branch, turn_advantages[index])))
-            for (index, branch), sample in numbered
-        ]
-        turn_reward = float(np.mean([value for t in trajectories for value in t.turn_rewards] or [0.0]))
-    if observed:
-        numbered = [(at, replace(sample, observed=observations(trajectories[at[0]], at[1]))) for at, sample in numbered]
     if aggregation == "prompt":
         numbered = _weighted_by_prompt(numbered, [len(group.trajectories) for group in groups])
-    samples, origins = tuple(sample for _, sample in numbered), tuple(origin for origin, _ in numbered)
-    mean_penalty = float(np.mean([cost for costs in penalties for cost in costs] or [0.0]))
-    zero_variance = has_effect.count(False)
-    return GroupSamples(samples, len(groups), zero_variance, dropped, mean_penalty, decisions, origins, turn_reward)
+    return GroupSamples(
+        samples=tuple(sample for _, sample in numbered),
+        groups=len(groups),
+        zero_variance_groups=has_effect.count(False),
+        dropped=sum(is_dropped),
+        overlong_penalty=_mean([cost for costs in penalties for cost in costs]),
+        decisions=tuple(decision for decision, _ in decisions),
+        origins=tuple(origin for origin, _ in numbered),
+        turn_reward=None if gamma is None else _mean([value for t in trajectories for value in t.turn_rewards]),
+    )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(np.mean(values or [0.0]))
+
+
+def _credits(
+    group: Group, members: Sequence[Trajectory], penalties: Sequence[float], gamma: float | None
+) -> list[Credit]:
+    """What each trajectory of a group is rewarded for; with ``gamma`` each of its turns."""
+    rewards = [_reward(group, t) - cost for t, cost in zip(members, penalties, strict=True)]
+    if gamma is None:
+        return [Credit([reward], [_trained_tokens(t)]) for t, reward in zip(members, rewards, strict=True)]
+    return [Credit.by_turn(t, reward, gamma) for t, reward in zip(members, rewards, strict=True)]
+
+
+def _credited(
+    credits: Sequence[Sequence[Credit]],
+    baseline: str,
+    scale: str,
+    eps: float,
+    *,
+    normalized: bool,
+    equal_rewards: bool,
+) -> tuple[list[list[NDArray[np.float64]]], list[bool]]:
+    """The advantages of each group's trajectories, and whether each group is trained."""
+    rewards = [[value for each in group for value in each.returns] for group in credits]
+    tokens = [[count for each in group for count in each.tokens] for group in credits]
+    by_step, over = scale_spec(scale).over == "batch", baseline_spec(baseline).over
+    advantages = _advantages(rewards, tokens, baseline, "none" if by_step else scale, eps)
+    has_effect = [bool(values.any()) for values in advantages]
+    if by_step or over == "batch":
+        has_effect = [any(has_effect)] * len(credits)
+    if equal_rewards or over == "trajectory":
+        has_effect = [True] * len(credits)
+    if by_step and normalized:
+        advantages = _advantages(rewards, tokens, baseline, scale, eps)
+    return [split(values, group) for values, group in zip(advantages, credits, strict=True)], has_effect
+
+
+def _completed(
+    sample: Sample, trajectory: Trajectory, branch: int, turns: NDArray[np.float64] | None, observed: bool
+) -> Sample:
+    """The sample with the advantages of its ``turns``, and with its observations if they are ``observed``."""
+    if turns is not None:
+        sample = replace(sample, advantages=by_turn(trajectory, branch, turns))
+    return replace(sample, observed=observations(trajectory, branch)) if observed else sample
 
 
 def overlong_penalty(tokens: int, limit: int, overlong: OverlongConfig) -> float:

@@ -38,6 +38,7 @@ def _sample(length: int, vocabulary: int, routing: Routing | None, index: int, t
         zeros,
         1.0 - 2.0 * (index % 2),
         routing,
+        old_logprobs=zeros,
         teacher_logprobs=zeros,
         teacher_top=top if top_k else None,
     )
