@@ -3,19 +3,26 @@
 ::
 
     AgentRlError
-    ├── UserError                a user's mistake; exit code 2; one line with the error, its place and the expected
-    value │   ├── ConfigError          invalid config file or override │   └── TemplateError        chat template that
-    is not prefix-preserving ├── EngineError              the engine failed; counted as infrastructure │   ├──
-    EngineStartError     the server failed to start; the message quotes its log │   ├── EngineUnreachable    no response
-    (connection refused, timeout); retried within a budget │   ├── EngineOverloaded     status 429 or 503; retried
-    within a budget │   ├── EngineRejected       status 4xx; never retried │   │   └── EngineKeyRefused status 401 or
-    403; the API key is missing or wrong │   ├── EngineAborted        the server aborted the request │   ├── EngineStale
-    the response used other weights than the published ones; retried within a budget │   ├── EngineLost           no
-    engine serves, and none will in time │   └── RoutesMissingError   routes are missing, misshapen or out of range;
-    stops the run ├── HarnessError             an agent program failed; counted as infrastructure ├── WeightSyncError
-    a weight update failed ├── TrainerError             the trainer failed │   └── TrainerDied          a trainer
-    process died; restarts from the last checkpoint ├── GuardStop                the guard ended the run after a
-    checkpoint; exit code 3 └── RolloutFailed            a group was not completed within its retry budget
+    ├── UserError                a user's mistake; exit code 2; one line: the error, its place, what would be right
+    │   ├── ConfigError          invalid config file or override
+    │   └── TemplateError        chat template that is not prefix-preserving
+    ├── EngineError              the engine failed; counted as infrastructure
+    │   ├── EngineStartError     the server failed to start; the message quotes its log
+    │   ├── EngineUnreachable    no response (connection refused, timeout); retried within a budget
+    │   ├── EngineOverloaded     status 429 or 503; retried within a budget
+    │   ├── EngineRejected       status 4xx; never retried
+    │   │   ├── GrammarRefused, GrammarsUnsupported
+    │   │   └── EngineKeyRefused status 401 or 403; the API key is missing or wrong
+    │   ├── EngineAborted        the server aborted the request
+    │   ├── EngineStale          the response used other weights than the published ones; retried within a budget
+    │   ├── EngineLost           no engine serves, and none will in time
+    │   └── RoutesMissingError   routes are missing, misshapen or out of range; stops the run
+    ├── HarnessError             an agent program failed; counted as infrastructure
+    ├── WeightSyncError          a weight update failed
+    ├── TrainerError             the trainer failed
+    │   └── TrainerDied          a trainer process died; restarts from the last checkpoint
+    ├── GuardStop                the guard ended the run after a checkpoint; exit code 3
+    └── RolloutFailed            a group was not completed within its retry budget
 """
 
 from __future__ import annotations

@@ -39,8 +39,9 @@ def test_the_page_and_its_resources(served: Served) -> None:
 def test_an_answer_is_sent_at_once(served: Served) -> None:
     """Without TCP_NODELAY, its body waits 40 ms for the client to acknowledge its head."""
     with httpx.Client(base_url=served.address) as client:
-        seconds = sorted(client.get("/api/runs").elapsed.total_seconds() for _ in range(20))
-    assert seconds[5] < 0.03  # a connection's first answers are acknowledged at once
+        seconds = [client.get("/api/runs").elapsed.total_seconds() for _ in range(60)]
+    # A connection's first answers are acknowledged at once. On a loaded machine single answers take longer.
+    assert min(seconds[20:]) < 0.03
 
 
 def test_the_built_files_are_small() -> None:
