@@ -291,7 +291,7 @@ def _updates(
                 temperature=config.rollout.logprob_temperature,
                 entropy_gradient=config.train.entropy_coefficient != 0, plans=plans,
             )  # fmt: skip
-        sums = {name: sum(float(item[name]) for item in batch_values) for name in SUMS}
+        sums = _sums(batch_values)
         finite = math.isfinite(sums["loss"])
         update = optimizer.step(
             finite_loss=finite,
@@ -511,6 +511,14 @@ def grpo_loss(config: RunConfig, share: MiniStepShare, *, detail: bool = False) 
 def _reported(result: PolicyLoss) -> tuple[Tensor, ...]:
     names = ("clipped", "entropy", "approx_kl", "correction", "dropped", "kl_reference", *_AUXILIARY)
     return tuple(getattr(result, name) for name in names)
+
+
+def _sums(values: Sequence[Mapping[str, float | Tensor]]) -> dict[str, float]:
+    """The sums of :data:`SUMS` over micro-batches: one transfer from the device."""
+    if not values:
+        return dict.fromkeys(SUMS, 0.0)
+    rows = torch.stack([torch.stack([_tensor(item[name]) for name in SUMS]) for item in values]).tolist()
+    return {name: sum(column) for name, column in zip(SUMS, zip(*rows, strict=True), strict=True)}
 
 
 def _at_sampled_tokens(

@@ -9,6 +9,7 @@ also by SIGKILL; then the whole process group is killed.
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import signal
@@ -23,8 +24,7 @@ if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
 
     cpu_shims.install()
 
-import grammars  # beside this file, like the next ones
-import lora_merge
+import lora_merge  # beside this file, like the next ones
 import raw_routes
 import store_address
 import uvicorn.config
@@ -32,7 +32,12 @@ import uvicorn.config
 uvicorn.config.WS_PROTOCOLS["auto"] = None  # no websockets: SGLang checks the key of HTTP requests only
 lora_merge.install(Path(sys.argv[sys.argv.index("--model-path") + 1]))
 store_address.install()
-grammars.install()
+GRAMMARS = None
+if importlib.util.find_spec("xgrammar"):
+    import grammars
+
+    GRAMMARS = grammars
+    GRAMMARS.install()
 if "--enable-return-routed-experts" in sys.argv:
     raw_routes.install()
 MIRROR = None
@@ -78,7 +83,8 @@ def main() -> None:
     from sglang.srt.entrypoints import http_server
 
     raw_routes.serve(http_server)
-    grammars.serve(http_server.app)
+    if GRAMMARS is not None:
+        GRAMMARS.serve(http_server.app)
     if MIRROR is not None:
         mirror.serve(http_server.app, MIRROR)
     load_plugins()

@@ -148,10 +148,10 @@ class ForwardBackward:
             )
             if not item.real:
                 return logprobs.sum() * 0.0, {}
-            extras = {
-                name: value for name, value in (("candidates", of_candidates), ("values", values)) if value is not None
-            }
-            batch = replace(item.batch, extras={**item.batch.extras, **extras})
+            named = {"candidates": of_candidates, "values": values}
+            extras = {name: value for name, value in named.items() if value is not None}
+            # A new batch is checked, for which the host waits.
+            batch = replace(item.batch, extras={**item.batch.extras, **extras}) if extras else item.batch
             loss, metrics = loss_fn(logprobs, token_entropy, batch)
             return loss, {name: _detached(value) for name, value in metrics.items()}
 
