@@ -62,7 +62,7 @@ def local(tmp_path: Path, tiny: str) -> Local:
 @pytest.mark.parametrize(
     ("override", "told"),
     [
-        ("lr=1", "unknown key 'lr': did you mean 'train.lr'?"),
+        ("lr=1", "unknown key 'lr': did you mean 'train.lr' or 'train.critic.lr'?"),
         ("rollout.steps=1", "unknown key 'rollout.steps': did you mean 'train.steps' or 'r3.trace.steps'?"),
         (
             "model=/nowhere/model",
