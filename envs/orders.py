@@ -14,8 +14,9 @@ the environment within minutes.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Literal
 
@@ -30,6 +31,7 @@ _ITEMS = (
 )
 _PAGES = ("orders", "stock", "pricing", "billing", "ledger", "labels", "report", "tables")
 _PHRASES = ("{page}: cancel the fee of `{item}({count})`.", "Cancel the fee of `{item}({count})` in {page}.")
+_FEES, _STATES = range(2, 10), ("open", "sent")
 _OPEN_SHARE = 0.7
 _HELDOUT_SHARE = 8  # one in so many orders is held out
 
@@ -49,13 +51,19 @@ class Orders:
 
     @classmethod
     def tasks(cls, split: str, options: Options) -> list[dict[str, Any]]:
-        """Orders drawn from the seed. A hash of an order decides its split, whatever seed drew it."""
+        """Orders drawn from the seed. A hash of an order decides its split, whatever seed drew it.
+
+        Raises ``TaskRecordError`` if the split has fewer different orders.
+        """
         if split not in ("train", "heldout"):
             raise TaskRecordError(f"environment orders has no split {split!r}; it has train, heldout")
         heldout = split == "heldout"
         count = options.heldout_tasks if heldout else options.train_tasks
         drawn = _orders(options.seed, heldout=heldout)
-        return list(islice(drawn if options.orders == 1 else _in_turn(drawn, options.orders), count))
+        tasks = list(islice(drawn if options.orders == 1 else _in_turn(list(drawn), options), count))
+        if len(tasks) < count:
+            raise TaskRecordError(f"env.options.{split}_tasks: {count}: the split {split} has {len(tasks)} orders")
+        return tasks
 
     async def setup(self, task: Task) -> list[Message]:
         """The customer's first message."""
@@ -131,33 +139,37 @@ def _solution(row: Mapping[str, Any]) -> list[ToolCall | str]:
 
 
 def _orders(seed: int, *, heldout: bool) -> Iterator[dict[str, Any]]:
-    """Orders without end, none twice."""
+    """Every order of the split, in the order in which they are drawn."""
     rng = random.Random(f"orders/{seed}/{heldout}")
-    seen: set[str] = set()
-    while True:
+    every = itertools.product(_PAGES, _ITEMS, _FEES, _STATES)
+    remaining = {name for fields in every if _is_heldout(name := "-".join(map(str, fields))) == heldout}
+    while remaining:
         row = {
             "page": rng.choice(_PAGES),
             "item": rng.choice(_ITEMS),
-            "fee": rng.randint(2, 9),
-            "state": "open" if rng.random() < _OPEN_SHARE else "sent",
+            "fee": rng.randint(_FEES[0], _FEES[-1]),
+            "state": _STATES[rng.random() >= _OPEN_SHARE],
         }
         name = "-".join(map(str, row.values()))
-        side = hashlib.sha256(name.encode()).digest()[0] % _HELDOUT_SHARE == 0
-        if side == heldout and name not in seen:
-            seen.add(name)
+        if name in remaining:
+            remaining.remove(name)
             yield {"id": name, **row, "count": rng.randint(2, 9), "phrase": rng.randrange(len(_PHRASES))}
 
 
-def _in_turn(orders: Iterator[dict[str, Any]], count: int) -> Iterator[dict[str, Any]]:
-    """Tasks of ``count`` of the ``orders`` on different pages."""
+def _is_heldout(name: str) -> bool:
+    return hashlib.sha256(name.encode()).digest()[0] % _HELDOUT_SHARE == 0
+
+
+def _in_turn(rows: Sequence[Mapping[str, Any]], options: Orders.Options) -> Iterator[dict[str, Any]]:
+    """Different tasks of several of the orders ``rows``, which are on different pages."""
+    rng, seen = random.Random(f"orders in turn/{options.seed}"), set[str]()
+    of_page = {page: [row for row in rows if row["page"] == page] for page in _PAGES}
     while True:
-        row = next(orders)
-        further: list[dict[str, Any]] = []
-        while len(further) < count - 1:
-            other = next(orders)
-            if other["page"] not in {each["page"] for each in (row, *further)}:
-                further.append(other)
-        yield {**row, "id": "_".join(each["id"] for each in (row, *further)), "further": further}
+        first, *further = (rng.choice(of_page[page]) for page in rng.sample(_PAGES, options.orders))
+        name = "_".join(row["id"] for row in (first, *further))
+        if name not in seen:
+            seen.add(name)
+            yield {**first, "id": name, "further": further}
 
 
 def _page(row: Mapping[str, Any]) -> str:

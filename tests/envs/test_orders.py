@@ -15,6 +15,7 @@ from agent_rl.rollout.scripted_policies import ByteRenderer, solver_runner
 from agent_rl.types import StopReason
 from envs import EnvContext, Environment, Task, TaskRecordError, load_environment
 from envs.conformance import check_environment
+from envs.orders import Orders
 from tools import ToolCall, tool_format
 
 NOWHERE = EnvContext(backend=None)  # type: ignore[arg-type]
@@ -113,3 +114,17 @@ def test_config_trains_the_shipped_model_on_orders() -> None:
     config = load_config(ROOT / "configs/orders-small.yaml")
     assert (config.env.name, config.model.name) == ("orders", "tiny-moe")
     assert load_environment("orders", NOWHERE, config.env.options).tasks("heldout")
+
+
+@pytest.mark.parametrize("orders", [1, 4, 8])
+def test_a_split_has_different_tasks_or_says_how_many_it_has(orders: int) -> None:
+    options = Orders.Options(train_tasks=2000, heldout_tasks=300, orders=orders)
+    names = {split: {task["id"] for task in Orders.tasks(split, options)} for split in ("train", "heldout")}
+    assert {split: len(ids) for split, ids in names.items()} == {"train": 2000, "heldout": 300}
+    of = {split: {order for name in ids for order in name.split("_")} for split, ids in names.items()}
+    assert not of["train"] & of["heldout"]
+
+
+def test_more_orders_than_there_are_is_an_error() -> None:
+    with pytest.raises(TaskRecordError, match=r"env\.options\.train_tasks: 5000: the split train has 2\d{3} orders"):
+        Orders.tasks("train", Orders.Options(train_tasks=5000))
