@@ -82,8 +82,15 @@ async def test_missing_rows_fall_back_and_are_counted(trainer: RayTrainer) -> No
     assert "mismatch_without_replay/k3_kl" not in metrics
 
 
-@pytest.mark.parametrize("replay", ["r3", "off"])
-@pytest.mark.parametrize("source", ["rollout", "rescore"])
+@pytest.mark.parametrize(
+    ("source", "replay"),
+    [
+        ("rescore", "r3"),
+        ("rollout", "off"),
+        pytest.param("rollout", "r3", marks=pytest.mark.exhaustive),
+        pytest.param("rescore", "off", marks=pytest.mark.exhaustive),
+    ],
+)
 async def test_the_pass_before_the_update_only_measures_where_the_engine_gives_the_old_logprobs(
     trainer: RayTrainer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: str, replay: str
 ) -> None:
