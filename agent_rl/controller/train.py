@@ -223,7 +223,7 @@ class TrainingRun:
         await tasks.env.prepare("train", self.config.eval.split)
         if own := tasks.tasks("train"):
             text = str(dict(own[0].record))[:_PROMPT_CHARACTERS]
-            prompt = self.runtime.renderer.initial_prompt([{"role": "user", "content": text}])
+            prompt = self.runtime.renderer.initial_prompt([{"role": "user", "content": text}], ())
             self.sync.set_prompt(prompt[: self.config.rollout.max_tokens - 1])
         await self._resume()
         done = self.progress.step
