@@ -25,8 +25,8 @@ pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 async def test_a_sound_server_passes_every_check(server: str) -> None:
     report = await probe(server, retract=True)
     assert [check for check in report.checks if check.status is not CheckStatus.OK] == []
-    assert len(report.checks) == 14
-    assert report.line().startswith(f"14 checks passed; {report.requests} requests, ")
+    assert len(report.checks) == 15
+    assert report.line().startswith(f"15 checks passed; {report.requests} requests, ")
 
 
 def changed_count(by: int, finish: str) -> Fault:
@@ -84,7 +84,7 @@ def lost_by_retraction(rows: Rows, finish: str, answer: Mapping[str, Any]) -> Ro
 ENDS = ("length", "a stop token", "an abort", "a retraction")
 Case = tuple[str, Fault, dict[str, str]]
 FAULTS: list[Case] = [
-    ("strips the key", StripsEvery(), {"key in every response": "18 of 18 responses lack"}),
+    ("strips the key", StripsEvery(), {"key in every response": "34 of 34 responses lack"}),
     ("ignores the start", IgnoresStart(), {"start honored": "from row 80, received all 160 rows"}),
     ("lags by a row", Lags(), {"row i is token i's": "diverge 1 after the token"}),
     (
@@ -120,6 +120,8 @@ FAULTS: list[Case] = [
         {"log-probs": "0 finite log-probs for 8 tokens", "weight version": "a response has none"},
     ),
 ]
+SECOND_PASS = "conversations alike in a second pass"
+"""Compares all rows, so it may fail with any other check."""
 ALSO = {
     "leads by a row": {"start honored", "siblings keep their rows"},
     "serves stale rows": {"siblings keep their rows"},
@@ -137,17 +139,17 @@ async def test_each_fault_is_reported_and_nothing_else(
     for check, finding in expected.items():
         assert finding in found.get(check, ""), report.line()
         assert check in report.line()
-    assert found.keys() - ALSO.get(name, set()) == expected.keys()
+    assert found.keys() - ALSO.get(name, set()) - {SECOND_PASS} == expected.keys()
     assert all(check.advice for check in report.failed)
     assert report.spoils(missing_allowed=True) == report.failed
-    assert table(report).row_count == 14
+    assert table(report).row_count == 15
 
 
 async def test_some_responses_without_routes_are_allowed_by_policy(server: str) -> None:
-    async with proxy(server, StripsEvery(nth=5)) as url:
+    async with proxy(server, StripsEvery(nth=10)) as url:
         report = await probe(url)
     assert [check.name for check in report.spoils(missing_allowed=False)] == ["key in every response"]
-    assert "3 of 17 responses lack routed_experts" in report.line()
+    assert "3 of 33 responses lack routed_experts" in report.line()
     assert report.spoils(missing_allowed=True) == ()
 
 
