@@ -45,18 +45,21 @@ def rows_of(tokens: list[int], weights: int = 0) -> Rows:
 
 
 class SoundServer:
-    """Answers what the probe asks with ``dp_ranks`` data-parallel ranks."""
+    """Answers what the probe asks with ``dp_ranks`` data-parallel ranks. ``requests``: each prompt, and the rank that it
+    was sent to."""
 
     def __init__(self, dp_ranks: int = 1) -> None:
         self.dp_ranks = dp_ranks
         self._cached: set[tuple[str, int, int]] = set()
         self._samples = 0
+        self.requests: list[tuple[list[int], int | None]] = []
 
     async def handle(self, path: str, request: dict[str, Any]) -> tuple[int, bytes]:
         match path:
             case "/server_info":
                 info = {"enable_return_routed_experts": True, "attn_dp_size": self.dp_ranks, "dp_size": 1}
-                return 200, orjson.dumps(info | {"chunked_prefill_size": 400})
+                graphs = {"cuda_graph_config": {"prefill": {"backend": "disabled"}}}
+                return 200, orjson.dumps(info | graphs | {"chunked_prefill_size": 400})
             case "/v1/loads":
                 return 200, b'{"loads": [{"num_running_reqs": 0, "num_waiting_reqs": 0}]}'
             case "/generate":
@@ -67,6 +70,7 @@ class SoundServer:
 
     def _answer(self, request: dict[str, Any]) -> bytes:
         prompt, sampling = request["input_ids"], request["sampling_params"]
+        self.requests.append((prompt, request.get("routed_dp_rank")))
         tokens, finish = self._sampled(prompt, sampling, request)
         sequence = [*prompt, *tokens]
         key, rank = request.get("extra_key", ""), request.get("routed_dp_rank", 0)
@@ -89,7 +93,7 @@ class SoundServer:
         wanted, finish = (5, "abort") if request.get("stream") else (sampling["max_new_tokens"], "length")
         while len(tokens) < wanted:
             tokens.append((prefix_hashes([*prompt, *tokens])[-1] + salt) % SPEC.vocab_size)
-            if tokens[-1] in sampling["stop_token_ids"]:
+            if tokens[-1] in sampling.get("stop_token_ids", ()):
                 return tokens, "stop"
         return tokens, finish
 

@@ -15,6 +15,7 @@ import orjson
 import pybase64
 from numpy.typing import NDArray
 
+from agent_rl.engine.admission_checks import data_parallel_ranks
 from agent_rl.errors import EngineRejected
 from agent_rl.models.spec import ModelSpec
 from agent_rl.utils.concurrency import shielded
@@ -66,15 +67,9 @@ class ServerOptions:
         captures = info.get("enable_return_routed_experts")
         return ServerOptions(
             captures=None if captures is None else bool(captures),
-            dp_ranks=dp_ranks(info),
+            dp_ranks=data_parallel_ranks(info),
             chunk=max(0, int(info.get("chunked_prefill_size") or 0)),
         )
-
-
-def dp_ranks(info: Mapping[str, Any]) -> int:
-    """Data-parallel ranks by ``/server_info``. SGLang 0.5.23 turns ``--dp-size N --enable-dp-attention`` into
-    ``attn_dp_size`` N."""
-    return int(info.get("dp_size") or 1) * int(info.get("attn_dp_size") or 1)
 
 
 class ProbeClient:
@@ -108,7 +103,7 @@ class ProbeClient:
         afresh: bool = False,
     ) -> RawResponse:
         """Sample ``new_tokens`` after ``prompt``, or up to one of the ``stop`` tokens; routes from row ``start`` on.
-        ``afresh`` uses no cached prefix."""
+        ``afresh`` uses no cached prefix. ``dp_rank``: by default the first, so that requests share its cache."""
         body = self._body(prompt, new_tokens, start, temperature, stop, dp_rank)
         if afresh:
             body["extra_key"] = uuid.uuid4().hex  # prefixes are shared among requests of one key
@@ -117,8 +112,9 @@ class ProbeClient:
     async def interrupt(
         self, prompt: Sequence[int], model_spec: ModelSpec, *, new_tokens: int, do: Callable[[str], Awaitable[None]]
     ) -> RawResponse:
-        """Sample in a stream and call ``do`` with the request's id after its first token; returns the last response."""
-        body = self._body(prompt, new_tokens, 0, 0.0, (), 0) | {"stream": True}
+        """Sample in a stream and call ``do`` with the request's id after its first token, on the last
+        data-parallel rank; returns the last response."""
+        body = self._body(prompt, new_tokens, 0, 0.0, (), self.dp_ranks - 1) | {"stream": True}
         called, last = False, b""
         async with aclosing(self._http.lines(f"{self.url}/generate", body)) as lines:
             async for line in lines:
@@ -139,8 +135,7 @@ class ProbeClient:
         stop: Sequence[int],
         dp_rank: int,
     ) -> dict[str, Any]:
-        """The body of a request. All requests for which the rank does not matter go to rank 0, whose cache they
-        share."""
+        """The body of a request. On a server with one rank ``dp_rank`` is left out."""
         self.requests += 1
         rank = {"routed_dp_rank": dp_rank} if self.dp_ranks > 1 else {}
         return _body(uuid.uuid4().hex, prompt, new_tokens, start, temperature, stop) | rank
