@@ -9,14 +9,11 @@ from __future__ import annotations
 import asyncio
 import base64
 import zlib
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
 import orjson
 from numpy.typing import NDArray
-from support.local_server import serving
 
 from agent_rl.models.spec import ModelSpec
 
@@ -45,11 +42,14 @@ def rows_of(tokens: list[int], weights: int = 0) -> Rows:
 
 
 class SoundServer:
-    """Answers what the probe asks with ``dp_ranks`` data-parallel ranks. ``requests``: each prompt, and the rank that it
-    was sent to."""
+    """Answers what the probe asks with ``dp_ranks`` data-parallel ranks. ``info``: what it reports.
+    ``requests``: each prompt, and the rank that it was sent to."""
 
     def __init__(self, dp_ranks: int = 1) -> None:
-        self.dp_ranks = dp_ranks
+        self.info: dict[str, Any] = {
+            "enable_return_routed_experts": True, "attn_dp_size": dp_ranks, "dp_size": 1, "chunked_prefill_size": 400,
+            "cuda_graph_config": {"prefill": {"backend": "disabled"}}, "max_total_num_tokens": 4096,
+        }  # fmt: skip
         self._cached: set[tuple[str, int, int]] = set()
         self._samples = 0
         self.requests: list[tuple[list[int], int | None]] = []
@@ -57,9 +57,7 @@ class SoundServer:
     async def handle(self, path: str, request: dict[str, Any]) -> tuple[int, bytes]:
         match path:
             case "/server_info":
-                info = {"enable_return_routed_experts": True, "attn_dp_size": self.dp_ranks, "dp_size": 1}
-                graphs = {"cuda_graph_config": {"prefill": {"backend": "disabled"}}}
-                return 200, orjson.dumps(info | graphs | {"chunked_prefill_size": 400})
+                return 200, orjson.dumps(self.info)
             case "/v1/loads":
                 return 200, b'{"loads": [{"num_running_reqs": 0, "num_waiting_reqs": 0}]}'
             case "/generate":
@@ -100,9 +98,3 @@ class SoundServer:
 
 def encoded(rows: Rows) -> str:
     return base64.b64encode(np.ascontiguousarray(rows, dtype="<i4").tobytes()).decode()
-
-
-@asynccontextmanager
-async def sound_server(dp_ranks: int = 1) -> AsyncIterator[str]:
-    async with serving(SoundServer(dp_ranks).handle) as url:
-        yield url

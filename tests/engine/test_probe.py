@@ -14,8 +14,11 @@ from engine_proxy import Changes, DropsMeta, Fault, IgnoresStart, Lags, MixesSib
 from typer.testing import CliRunner
 
 from agent_rl import cli
+from agent_rl.config import EngineConfig
+from agent_rl.engine.launch import EngineServer
 from agent_rl.engine.route_probe.checks import CheckStatus
 from agent_rl.engine.route_probe.run import probe, table
+from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.errors import ConfigError, EngineRejected, EngineUnreachable
 from agent_rl.models.spec import read_model_spec
 
@@ -27,6 +30,23 @@ async def test_a_sound_server_passes_every_check(server: str) -> None:
     assert [check for check in report.checks if check.status is not CheckStatus.OK] == []
     assert len(report.checks) == 15
     assert report.line().startswith(f"15 checks passed; {report.requests} requests, ")
+
+
+@pytest.mark.exhaustive
+async def test_data_parallel_attention_passes_on_every_rank(
+    engine_config: EngineConfig, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|0")
+    options = ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention")
+    config = engine_config.model_copy(update={"extra_args": options, "threads": 1})
+    async with EngineServer(config, model, tmp_path / "engine.log") as server:
+        report = await probe(server.url, retract=True)
+        assert [check for check in report.checks if check.status is not CheckStatus.OK] == []
+        async with SGLangEngine(server.url, read_model_spec(model), config) as engine:
+            assert {tuple(engine.admission.placement(server.url, session).items()) for session in "abcdef"} == {
+                (("routed_dp_rank", 0),),
+                (("routed_dp_rank", 1),),
+            }
 
 
 def changed_count(by: int, finish: str) -> Fault:

@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_proxy import Fault, Lags, Request, Rows, proxy
-from sound_server import SPEC, TOP_K, rows_of, sound_server
+from sound_server import SPEC, TOP_K, SoundServer, rows_of
+from support.local_server import serving
 
 from agent_rl.engine.route_probe.checks import CheckStatus
+from agent_rl.engine.route_probe.conversations import COMPLETION, OBSERVATION
 from agent_rl.engine.route_probe.run import ProbeReport, probe
 
 
@@ -125,7 +127,7 @@ CASES: list[tuple[str, Fault, str, str]] = [
 
 @pytest.mark.parametrize("dp_ranks", [1, 2])
 async def test_a_sound_server_passes(dp_ranks: int) -> None:
-    async with sound_server(dp_ranks) as url, proxy(url, Fault()) as passing:
+    async with serving(SoundServer(dp_ranks).handle) as url, proxy(url, Fault()) as passing:
         report = await probe(passing, SPEC)
     assert report.failed == ()
     assert [check.name for check in report.checks if check.status is CheckStatus.SKIPPED] == ["rows after a retraction"]
@@ -135,7 +137,7 @@ async def test_a_sound_server_passes(dp_ranks: int) -> None:
 @pytest.mark.parametrize(("name", "fault", "check", "expected"), CASES, ids=[case[0] for case in CASES])
 async def test_each_damage_is_named(name: str, fault: Fault, check: str, expected: str) -> None:
     fault.layers, fault.top_k = SPEC.num_layers, TOP_K
-    async with sound_server(dp_ranks=2) as url, proxy(url, fault) as damaging:
+    async with serving(SoundServer(dp_ranks=2).handle) as url, proxy(url, fault) as damaging:
         report = await probe(damaging, SPEC)
     assert expected in finding(report, check)
     assert f"{check}: " in report.line()
@@ -145,3 +147,13 @@ async def test_each_damage_is_named(name: str, fault: Fault, check: str, expecte
 
 def finding(report: ProbeReport, name: str) -> str:
     return next(check.finding for check in report.checks if check.name == name)
+
+
+@pytest.mark.parametrize(("cache", "longest"), [(4096, 399), (799, 160)])
+async def test_a_conversation_crosses_a_chunk_where_there_is_room(cache: int, longest: int) -> None:
+    server = SoundServer()
+    server.info["max_total_num_tokens"] = cache
+    async with serving(server.handle) as url:
+        assert (await probe(url, SPEC)).failed == ()
+    conversations = [len(prompt) for prompt, _ in server.requests]
+    assert max(conversations) == longest + 3 * COMPLETION + 2 * OBSERVATION

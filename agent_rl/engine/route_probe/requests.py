@@ -56,11 +56,12 @@ class RawResponse:
 class ServerOptions:
     """What a server reports of itself. ``captures``: its flag for route capture, None if it reports none.
     ``dp_ranks``: data-parallel ranks, of attention or of whole replicas. ``chunk``: tokens of a prompt that it computes
-    at once, 0 if unknown."""
+    at once, ``cache``: tokens that its cache holds; 0 if unknown."""
 
     captures: bool | None = None
     dp_ranks: int = 1
     chunk: int = 0
+    cache: int = 0
 
     @staticmethod
     def of(info: Mapping[str, Any]) -> ServerOptions:
@@ -68,7 +69,8 @@ class ServerOptions:
         return ServerOptions(
             captures=None if captures is None else bool(captures),
             dp_ranks=data_parallel_ranks(info),
-            chunk=max(0, int(info.get("chunked_prefill_size") or 0)),
+            chunk=int(info.get("chunked_prefill_size") or 0),
+            cache=int(info.get("max_total_num_tokens") or 0),
         )
 
 

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from agent_rl.engine.route_probe.checks import CAPTURE, KEY, Check, CheckStatus, ProbeResponses, check_all
 from agent_rl.engine.route_probe.conversations import MOST, PER_RANK, converse
-from agent_rl.engine.route_probe.requests import ProbeClient, RawResponse
+from agent_rl.engine.route_probe.requests import ProbeClient, RawResponse, ServerOptions
 from agent_rl.errors import ConfigError, EngineUnreachable
 from agent_rl.models.spec import ModelSpec, read_moe_spec
 from agent_rl.monitoring.console import cell
@@ -136,7 +136,7 @@ class _ProbeRequests:
         offsets = np.linspace(self._length // 4, self._length * 3 // 4, VARIANTS).astype(int).tolist()
         variants = [await self._generate(self._changed(prompt, offset), new_tokens=1) for offset in offsets]
         siblings, repeats = await self._siblings()
-        lengths = self._conversation_lengths(options.chunk)
+        lengths = self._conversation_lengths(options)
         conversations = await converse(self._generate, self._tokens, lengths, options.dp_ranks)
         retracted, untried = await self._retract(busy)
         return ProbeResponses(
@@ -164,12 +164,12 @@ class _ProbeRequests:
         ]
         return tuple(siblings), tuple(repeats)
 
-    def _conversation_lengths(self, chunk: int) -> list[int]:
-        """Tokens of each conversation's first prompt. One ends just before the server's chunk, if the model's context
-        has room, so that its later turns stay below and its second pass is computed in two chunks."""
-        lengths = [self._length] * min(MOST, max(4, PER_RANK * self._server.dp_ranks))
-        if self._length < chunk <= min(CHUNK, self._spec.max_positions // 2):
-            lengths[-1] = chunk - 1
+    def _conversation_lengths(self, options: ServerOptions) -> list[int]:
+        """Tokens of each conversation's first prompt. The last one ends just before the server's chunk, if the model's
+        context and the server's cache have room, so that its second pass is computed in two chunks."""
+        lengths = [self._length] * min(MOST, max(4, PER_RANK * options.dp_ranks))
+        if self._length < options.chunk <= min(CHUNK, self._spec.max_positions // 2, options.cache // 2):
+            lengths[-1] = options.chunk - 1
         return lengths
 
     async def _retract(self, busy: int | None) -> tuple[RawResponse | None, str]:
