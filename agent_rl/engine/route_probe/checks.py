@@ -147,7 +147,7 @@ def _key(responses: ProbeResponses) -> Outcome:
     if without_routes == len(responses.all) and not responses.captures:
         return CheckStatus.SKIPPED, "nothing is captured"
     ranks = {response.dp_rank for response in responses.all if response.payload_bytes is None}
-    rank = f", all of data-parallel rank {min(ranks)}" if len(ranks) == 1 and None not in ranks else ""
+    rank = f", all of data-parallel rank {ranks.pop()}" if len(ranks) == 1 and None not in ranks else ""
     return CheckStatus.FAILED, f"{without_routes} of {len(responses.all)} responses lack routed_experts{rank}"
 
 
