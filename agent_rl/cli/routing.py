@@ -119,7 +119,7 @@ def probe(
 ) -> None:
     """Check that a running engine captures routes correctly for replay.
 
-    Sends about twenty short requests; one of up to 1,024 tokens is aborted as it starts. It does not flush the engine's
+    Sends about 35 short requests; one of up to 1,024 tokens is aborted as it starts. It does not flush the engine's
     cache, and does not abort or retract other requests, so a training run may use the engine at the same time.
     Exit code 0: all checks passed. 1: a check failed. 2: no response.
     """

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,12 @@ class UnsupportedArg:
     routes: bool = True
 
 
+def data_parallel_ranks(server: Server) -> int:
+    """Data-parallel ranks by ``/server_info``. SGLang 0.5.23 turns ``--dp-size N --enable-dp-attention`` into
+    ``attn_dp_size`` N and ``dp_size`` 1."""
+    return int(server.get("dp_size") or 1) * int(server.get("attn_dp_size") or 1)
+
+
 def _more_than_one(key: str) -> Callable[[Server], bool]:
     return lambda server: int(server.get(key) or 1) > 1
 
@@ -52,6 +59,14 @@ def _scatters_tokens(server: Server) -> bool:
 
 _GATHERED_BACKENDS = (None, "none", "deepep", "deepep_v2")
 
+
+def _slices_a_prefill_graph(server: Server) -> bool:
+    """Whether ranks of data-parallel attention cut their rows out of a prefill graph's. DeepEP's ranks do not."""
+    prefill = (server.get("cuda_graph_config") or {}).get("prefill") or {}
+    graph = prefill.get("backend") != "disabled"
+    return data_parallel_ranks(server) > 1 and graph and server.get("moe_a2a_backend") not in ("deepep", "deepep_v2")
+
+
 UNSUPPORTED_ARGS = (
     UnsupportedArg(
         "--pp-size above 1", _more_than_one("pp_size"), "routes and weights reach only its first stage", routes=False
@@ -59,14 +74,14 @@ UNSUPPORTED_ARGS = (
     UnsupportedArg(
         "--dp-size above 1",
         _more_than_one("dp_size"),
-        "turns alternate between its ranks, which then lack their prefix, and a weight update reaches only the first; "
-        "start one engine per rank",
+        "SGLang refuses weight updates of its replicas; start one engine per rank, or use --enable-dp-attention",
         routes=False,
     ),
     UnsupportedArg(
-        "--enable-dp-attention",
-        _is("enable_dp_attention", True),
-        "ranks above 0 return the routes of other tokens after a prefill graph ran (issue 31100)",
+        "--enable-dp-attention with a prefill graph",
+        _slices_a_prefill_graph,
+        "ranks above 0 return the routes of other tokens (issue 31100); set --cuda-graph-backend-prefill disabled, or "
+        "--moe-a2a-backend deepep",
     ),
     UnsupportedArg(
         "--enable-hierarchical-cache",
@@ -155,6 +170,13 @@ class AdmissionChecks:
         self._model_spec, self._http, self._router = model_spec, http, router
         self._routes, self._masks = routes, masks
         self._common: dict[str, str] = {}
+        self._data_parallel: dict[str, int] = {}
+
+    def placement(self, url: str, session: str) -> dict[str, int]:
+        """The part of a request that keeps ``session`` on one data-parallel rank of the engine at ``url``, which has
+        its prefix; empty for an engine with one rank."""
+        ranks = self._data_parallel.get(url, 1)
+        return {"routed_dp_rank": zlib.crc32(session.encode()) % ranks} if ranks > 1 else {}
 
     async def admit(self, url: str) -> None:
         """Check the engine at ``url``.
@@ -180,6 +202,7 @@ class AdmissionChecks:
             return  # perhaps a router in front of it: the probe and the checks of each response remain
         if (reason := unsupported_reason(info, routes=self._routes)) is not None:
             raise UserError(f"the engine at {url} was started with {reason}")
+        self._data_parallel[url] = data_parallel_ranks(info)
         self._check_common(url, "SGLang", str(info.get("version") or ""))
 
     async def _check_model(self, url: str) -> None:

@@ -136,8 +136,9 @@ class SGLangEngine:
     ) -> Completion:
         async def post(url: str) -> _Response:
             context = self._context(url, session, tokens, routes_from, masks="return_sampling_mask" in body)
+            placed = {**body, **self.admission.placement(url, session)}
             with self.gate.in_flight(partial(abort, self._http, url, context.rid)) as request:
-                return _Response(await post_generate(self._http, url, context.rid, body), context, request)
+                return _Response(await post_generate(self._http, url, context.rid, placed), context, request)
 
         async def read(response: _Response, seconds: float) -> tuple[tuple[Completion, bool], str | None]:
             parse = partial(read_completion, response.body, response.context, seconds)

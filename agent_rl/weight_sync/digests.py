@@ -99,10 +99,12 @@ class DigestKind:
 def predictable(server: Mapping[str, Any]) -> bool:
     """Whether the checksums of a server with this ``/server_info`` can be predicted.
 
-    Not on a GPU (another hash), nor with expert parallelism, quantized weights or weights packed for Intel AMX.
+    Not on a GPU (another hash), nor with expert parallelism, data-parallel attention, quantized weights or weights
+    packed for Intel AMX.
     """
     plain = server.get("quantization") is None and server.get("attention_backend") != "intel_amx"
-    return server.get("device") == "cpu" and server.get("ep_size", 1) == 1 and plain
+    one_cut = server.get("ep_size", 1) == 1 and int(server.get("attn_dp_size") or 1) == 1
+    return server.get("device") == "cpu" and one_cut and plain
 
 
 class Digests:

@@ -12,6 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from agent_rl.engine.route_probe.checks import Check, CheckStatus, ProbeResponses, check_all
+from agent_rl.engine.route_probe.conversations import Conversation
 from agent_rl.engine.route_probe.requests import RawResponse
 from agent_rl.models.spec import ModelSpec
 
@@ -54,6 +55,13 @@ class Server:
         rows = self.change(rows)[start:]
         return RawResponse(tuple(prompt), start, tuple(tokens), finish, cached, 0, count, "7", rows.nbytes, rows)
 
+    def conversation(self, prompt: list[int], version: str = "7") -> Conversation:
+        first = self.answer(prompt, 8)
+        more = [*prompt, *first.tokens, 1, 2, 3]
+        second = self.answer(more, 8, start=len(prompt) + 7)
+        again = self.answer([*more, *second.tokens], 1)
+        return Conversation((first, second), replace(again, weight_version=version, order=version == "8"))
+
     def answers(self, **changes: Any) -> ProbeResponses:
         rng = np.random.default_rng(5)
         prompt, other = rng.integers(0, 1000, PROMPT).tolist(), rng.integers(0, 1000, PROMPT).tolist()
@@ -71,6 +79,7 @@ class Server:
             stopped=self.answer(prompt, 3, finish="stop"),
             siblings=siblings,
             repeats=tuple(self.answer([*other, *one.tokens], 1, start=PROMPT - 1) for one in siblings),
+            conversations=(self.conversation(other),),
             aborted=self.answer(prompt, 5, finish="abort"),
             retracted=replace(self.answer(prompt, 5), retractions=1),
             untried="",
@@ -123,9 +132,33 @@ def test_a_check_without_evidence_is_skipped() -> None:
     assert found(untold)["rows after a retraction"].finding == "not provoked: 3 requests of others are running"
     ended = replace(sound, aborted=replace(sound.aborted, finish="length"))
     assert not_ok(ended) == {"rows after an abort": CheckStatus.SKIPPED}
-    newer = replace(sound, cached=replace(sound.cached, weight_version="8"))
+    newer = replace(sound, cached=replace(sound.cached, weight_version="8", order=1))
     assert set(not_ok(newer).values()) == {CheckStatus.SKIPPED}
     assert "the weights changed between two responses" in found(newer)["cold and cached alike"].finding
+
+
+def test_a_conversation_across_a_weight_update_is_not_compared() -> None:
+    server = Server()
+    sound = server.answers()
+    prompt = list(sound.siblings[0].prompt)
+    updated = replace(sound, conversations=(server.conversation(prompt, version="8"),))
+    assert not_ok(updated) == {"conversations alike in a second pass": CheckStatus.SKIPPED}
+
+
+def test_versions_that_alternate_are_reported_and_an_update_is_not() -> None:
+    sound = Server().answers()
+
+    def answered(response: RawResponse, order: int, version: str) -> RawResponse:
+        return replace(response, order=order, weight_version=version)
+
+    def version_check(versions: str) -> Check:
+        pairs = enumerate(zip(sound.variants, versions, strict=True))
+        variants = [answered(one, at + 1, version) for at, (one, version) in pairs]
+        return found(replace(sound, variants=tuple(variants)))["weight version"]
+
+    # Every other response has order 0 and version 7.
+    assert version_check("77778888").finding == "7, 8"
+    assert version_check("77878888").finding == "versions 7, 8 alternate: not all ranks have the same weights"
 
 
 @pytest.mark.parametrize(
@@ -135,6 +168,8 @@ def test_stripped_routes_and_missing_capture_are_distinguished(captures: bool | 
     def stripped(value: Any) -> Any:
         if isinstance(value, RawResponse):
             return replace(value, payload_bytes=None, wire_TLK=None)
+        if isinstance(value, Conversation):
+            return Conversation(stripped(value.turns), stripped(value.again))
         return tuple(map(stripped, value)) if isinstance(value, tuple) else value
 
     sound = Server().answers()

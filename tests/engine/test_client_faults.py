@@ -438,13 +438,16 @@ SERVER_INFO = {
     "disaggregation_mode": "null", "moe_runner_backend": "auto",
 }  # fmt: skip
 
+PREFILL_GRAPH = {"decode": {"backend": "full"}, "prefill": {"backend": "breakable"}}
+
 
 @pytest.mark.parametrize(
     ("harmful", "message"),
     [
         ({"pp_size": 2}, "--pp-size above 1: routes and weights reach only its first stage"),
         ({"dp_size": 2}, "--dp-size above 1: .*start one engine per rank"),
-        ({"enable_dp_attention": True}, "--enable-dp-attention: .*issue 31100"),
+        ({"attn_dp_size": 2}, "--enable-dp-attention with a prefill graph: .*issue 31100"),
+        ({"attn_dp_size": 2, "cuda_graph_config": PREFILL_GRAPH}, "--enable-dp-attention with a prefill graph: "),
         ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache: .*issue 26975"),
         ({"speculative_algorithm": "NGRAM"}, "--speculative-algorithm NGRAM: .*issue 37949"),
         ({"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 4}, "--speculative-eagle-topk above 1: "),
@@ -472,6 +475,10 @@ def test_all_refused_options_have_a_case() -> None:
     assert unsupported_reason(SERVER_INFO | {"moe_a2a_backend": "deepep"}) is None
     assert unsupported_reason(SERVER_INFO | {"moe_a2a_backend": "mooncake", "tp_size": 1}) is None
     assert unsupported_reason(SERVER_INFO) is None
+    dp_attention = SERVER_INFO | {"attn_dp_size": 2, "enable_dp_attention": True}
+    assert unsupported_reason(dp_attention | {"cuda_graph_config": {"prefill": {"backend": "disabled"}}}) is None
+    assert unsupported_reason(dp_attention | {"moe_a2a_backend": "deepep"}) is None
+    assert unsupported_reason(dp_attention, routes=False) is None
     assert unsupported_reason(SERVER_INFO | {"enable_hierarchical_cache": True}, routes=False) is None
     assert unsupported_reason(SERVER_INFO | {"pp_size": 2}, routes=False) is not None
     assert unsupported_reason(SERVER_INFO | {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1}) is None

@@ -7,8 +7,12 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 import pytest
+from sound_server import SPEC, SoundServer
+from support.local_server import serving
 
 from agent_rl.engine.routing import SessionAffinity
+from agent_rl.engine.sglang import SGLangEngine
+from agent_rl.types import SamplingParams
 
 
 def home(homes: SessionAffinity, session: str, urls: Sequence[str] = "ab") -> str:
@@ -53,3 +57,13 @@ def test_the_oldest_sessions_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> N
     homes = SessionAffinity()
     assert [home(homes, session) for session in "stu"] == ["a", "b", "a"]
     assert home(homes, "v") == "a", "s is forgotten: each engine has one session"
+
+
+async def test_a_session_keeps_its_data_parallel_rank() -> None:
+    server = SoundServer(dp_ranks=2)
+    async with serving(server.handle) as url, SGLangEngine(url, SPEC) as engine:
+        for session in "abcdef" * 2:
+            await engine.generate([ord(session)] * 50, SamplingParams(max_new_tokens=1), routes_from=0, session=session)
+    ranks = {(prompt[0], rank) for prompt, rank in server.requests if len(prompt) == 50}
+    assert len(ranks) == 6, "one rank a session"
+    assert {rank for _, rank in ranks} == {0, 1}

@@ -112,6 +112,7 @@ def _batch_attention() -> None:
     # SGLang loops over the sequences in Python and computes the prefix's queries again.
     module: Any = importlib.import_module("sglang.srt.layers.attention.torch_native_backend")
     backend = module.TorchNativeAttnBackend
+    backend.get_cpu_graph_seq_len_fill_value = lambda self: 1  # pads the batches of idle data-parallel ranks
     extend, decode = backend._run_sdpa_forward_extend, backend._run_sdpa_forward_decode
 
     def is_plain(encoder_lens: torch.Tensor | None, options: Mapping[str, Any]) -> bool:

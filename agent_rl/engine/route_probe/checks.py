@@ -8,16 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
-from agent_rl.engine.route_probe.requests import RawResponse
+from agent_rl.engine.route_probe.conversations import Conversation, differences
+from agent_rl.engine.route_probe.requests import RawResponse, Rows
 from agent_rl.models.spec import ModelSpec
 from r3.payload import narrow
 from r3.routing import RoutingError
-
-Rows = NDArray[np.int32]
 
 ROUNDING = 0.1
 """Maximum share of (token, layer) expert sets that may differ between two computations of the same tokens. bf16
@@ -51,8 +50,9 @@ class ProbeResponses:
     ``cold`` and ``cached``: one prompt, twice. ``late``: the same again, with the routes from its middle on.
     ``variants``: the same prompt up to token ``changed_at``, other tokens after it. ``stopped``: ended by a stop token.
     ``siblings``: two concurrent requests with another prompt. ``repeats``: each sibling's prompt and completion as a
-    prompt, with the routes from the last token of the siblings' prompt on. ``retracted`` is None if no retraction was
-    provoked, for the reason ``untried``. ``captures``: the server's own report of its flag.
+    prompt, with the routes from the last token of the siblings' prompt on. ``conversations``: concurrent ones of
+    several turns, and a second pass over each. ``retracted`` is None if no retraction was provoked, for the reason
+    ``untried``. ``captures``: the server's own report of its flag.
     """
 
     captures: bool | None
@@ -64,6 +64,7 @@ class ProbeResponses:
     stopped: RawResponse
     siblings: tuple[RawResponse, ...]
     repeats: tuple[RawResponse, ...]
+    conversations: tuple[Conversation, ...]
     aborted: RawResponse
     retracted: RawResponse | None
     untried: str
@@ -72,7 +73,8 @@ class ProbeResponses:
     def all(self) -> tuple[RawResponse, ...]:
         last = () if self.retracted is None else (self.retracted,)
         first = (self.cold, self.cached, self.late, *self.variants, self.stopped)
-        return (*first, *self.siblings, *self.repeats, self.aborted, *last)
+        turns = (response for conversation in self.conversations for response in conversation.all)
+        return (*first, *self.siblings, *self.repeats, *turns, self.aborted, *last)
 
 
 Outcome = tuple[CheckStatus, str]
@@ -85,10 +87,12 @@ _ADVICE = {
     "row i is token i's": "rows are shifted: do not train on them; report the engine's version",
     "cold and cached alike": "turn off what serves stale rows: hierarchical cache, prefill/decode disaggregation",
     "siblings keep their rows": "rows of parallel samples are mixed up: turn off prefix sharing",
+    "conversations alike in a second pass": "do not train on these routes: a server option (drafts, data-parallel "
+    "attention, a cache tier) or a proxy changes rows under load; turn it off",
     "distinct ids in range": "check that --model is this server's model, and that no expert is fused or padded",
     "no all-zero MoE layer": "a layer's router is not captured by this engine for this model",
     "log-probs": "the engine must support return_logprob",
-    "weight version": "without weight_version the sampling weights are unknown",
+    "weight version": "without one version at a time the sampling weights are unknown",
 }
 _COUNT_ADVICE = "row counts must be prompt + completion - 1 - start; otherwise rows cannot be aligned"
 
@@ -107,6 +111,7 @@ def check_all(responses: ProbeResponses, model_spec: ModelSpec) -> tuple[Check, 
         "row i is token i's": lambda: _aligned(responses, moe),
         "cold and cached alike": lambda: _cached(responses, moe),
         "siblings keep their rows": lambda: _siblings(responses, moe),
+        "conversations alike in a second pass": lambda: _conversations(responses, moe),
         "distinct ids in range": lambda: _ids(responses, model_spec),
         "no all-zero MoE layer": lambda: _layers(responses, model_spec),
         "log-probs": lambda: _logprobs(responses),
@@ -141,7 +146,9 @@ def _key(responses: ProbeResponses) -> Outcome:
         return CheckStatus.OK, f"all {len(responses.all)} responses"
     if without_routes == len(responses.all) and not responses.captures:
         return CheckStatus.SKIPPED, "nothing is captured"
-    return CheckStatus.FAILED, f"{without_routes} of {len(responses.all)} responses lack routed_experts"
+    ranks = {response.dp_rank for response in responses.all if response.payload_bytes is None}
+    rank = f", all of data-parallel rank {ranks.pop()}" if len(ranks) == 1 and None not in ranks else ""
+    return CheckStatus.FAILED, f"{without_routes} of {len(responses.all)} responses lack routed_experts{rank}"
 
 
 def _row_error(response: RawResponse) -> Outcome | None:
@@ -152,7 +159,8 @@ def _row_error(response: RawResponse) -> Outcome | None:
         fault = "not base64" if response.payload_bytes < 0 else f"{response.payload_bytes} bytes are not whole rows"
         return CheckStatus.FAILED, f"{fault} of this model's shape"
     if len(response.wire_TLK) != response.rows_expected:
-        return CheckStatus.FAILED, f"expected {response.rows_expected} rows, received {len(response.wire_TLK)}"
+        lacking = "" if len(response.wire_TLK) != len(response.tokens) - 1 else ": the prompt's are missing"
+        return CheckStatus.FAILED, f"expected {response.rows_expected} rows, received {len(response.wire_TLK)}{lacking}"
     return None
 
 
@@ -274,6 +282,31 @@ def _siblings(responses: ProbeResponses, moe: Sequence[int]) -> Outcome:
     return status, finding
 
 
+def _conversations(responses: ProbeResponses, moe: Sequence[int]) -> Outcome:
+    """The worst part of all conversations. A wrong row count fails here too: it may come with load alone."""
+    usable, why = [], "no routes"
+    for conversation in responses.conversations:
+        for response in conversation.all:
+            if (error := _row_error(response)) is not None and error[0] is CheckStatus.FAILED:
+                return CheckStatus.FAILED, f"{_rank(response)}{error[1]}"
+        if (skipped := _unusable(*conversation.all)) is None:
+            usable.append(conversation)
+        else:
+            why = skipped[1]
+    if not usable:
+        return CheckStatus.SKIPPED, why
+    shares = [(share, part, one) for one in usable for part, share in differences(one, moe).items()]
+    share, part, worst = max(shares, key=lambda entry: entry[0])
+    if share > ROUNDING:
+        return CheckStatus.FAILED, f"{_rank(worst.turns[0], worst.again)}{part}: {share:.0%} of the sets differ"
+    return CheckStatus.OK, f"{len(usable)} at once: {f'at most {share:.1%} of the sets differ' if share else 'equal'}"
+
+
+def _rank(*responses: RawResponse) -> str:
+    ranks = [str(response.dp_rank) for response in responses if response.dp_rank is not None]
+    return f"data-parallel rank {' against '.join(ranks)}: " if ranks else ""
+
+
 def _zero_layers(responses: ProbeResponses, model_spec: ModelSpec) -> tuple[list[Rows], list[int]]:
     """The rows of every usable response, MoE layers only, and the ids of the layers that are zero in all of them."""
     moe = list(model_spec.moe_layer_ids)
@@ -290,6 +323,9 @@ def _ids(responses: ProbeResponses, model_spec: ModelSpec) -> Outcome:
     if not rows or not kept:
         return CheckStatus.SKIPPED, "no routes"
     experts = np.concatenate(rows)[:, kept]
+    zero_rows = int((~experts.any(axis=(1, 2))).sum())
+    if zero_rows and model_spec.top_k > 1:
+        return CheckStatus.FAILED, f"{zero_rows} of {len(experts)} rows are zeros: they were not captured"
     try:
         narrow(experts, model_spec.num_experts, "all responses")
     except RoutingError as error:
@@ -317,4 +353,10 @@ def _version(responses: ProbeResponses) -> Outcome:
     versions = {response.weight_version for response in responses.all}
     if "" in versions:
         return CheckStatus.FAILED, "a response has none"
+    in_order = [response.weight_version for response in sorted(responses.all, key=lambda response: response.order)]
+    if sum(left != right for left, right in pairwise(in_order)) >= len(versions):
+        return (
+            CheckStatus.FAILED,
+            f"versions {', '.join(sorted(versions))} alternate: not all ranks have the same weights",
+        )
     return CheckStatus.OK, ", ".join(sorted(versions))

@@ -15,10 +15,13 @@ import orjson
 import pybase64
 from numpy.typing import NDArray
 
+from agent_rl.engine.admission_checks import data_parallel_ranks
 from agent_rl.errors import EngineRejected
 from agent_rl.models.spec import ModelSpec
 from agent_rl.utils.concurrency import shielded
 from agent_rl.utils.http import AsyncHttp
+
+Rows = NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,7 +30,8 @@ class RawResponse:
 
     ``start``: the first row of routes requested. ``logprobs``: number of finite log-probs. ``payload_bytes``: size of
     the routes before base64, None if the key is absent, -1 if it is not base64. ``wire_TLK``: int32 ``[rows, layers,
-    top_k]`` with dense layers; None if the bytes are not whole rows of that shape.
+    top_k]`` with dense layers; None if the bytes are not whole rows of that shape. ``dp_rank``: the data-parallel rank
+    that it was sent to, None on a server with one. ``order``: its place among the responses, as they came.
     """
 
     prompt: tuple[int, ...]
@@ -39,23 +43,47 @@ class RawResponse:
     logprobs: int
     weight_version: str
     payload_bytes: int | None
-    wire_TLK: NDArray[np.int32] | None
+    wire_TLK: Rows | None
+    dp_rank: int | None = None
+    order: int = 0
 
     @property
     def rows_expected(self) -> int:
         return len(self.prompt) + len(self.tokens) - 1 - self.start
 
 
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """What a server reports of itself. ``captures``: its flag for route capture, None if it reports none.
+    ``dp_ranks``: data-parallel ranks, of attention or of whole replicas. ``chunk``: tokens of a prompt that it computes
+    at once, ``cache``: tokens that its cache holds; 0 if unknown."""
+
+    captures: bool | None = None
+    dp_ranks: int = 1
+    chunk: int = 0
+    cache: int = 0
+
+    @staticmethod
+    def of(info: Mapping[str, Any]) -> ServerOptions:
+        captures = info.get("enable_return_routed_experts")
+        return ServerOptions(
+            captures=None if captures is None else bool(captures),
+            dp_ranks=data_parallel_ranks(info),
+            chunk=int(info.get("chunked_prefill_size") or 0),
+            cache=int(info.get("max_total_num_tokens") or 0),
+        )
+
+
 class ProbeClient:
     """Sends requests to one SGLang server. ``timeout`` limits each request, in seconds; ``requests`` counts those to
-    ``/generate``.
+    ``/generate``. ``dp_ranks``: the server's data-parallel ranks, 1 until :meth:`query_info`.
 
     A context manager. All methods raise engine errors; EngineRejected also for a response that is not SGLang's.
     """
 
     def __init__(self, url: str, *, timeout: float, headers: Mapping[str, str] | None = None) -> None:
         self.url = url.rstrip("/")
-        self.requests = 0
+        self.requests, self.dp_ranks, self._responses = 0, 1, 0
         self._http = AsyncHttp(timeout, headers=headers)
 
     async def __aenter__(self) -> ProbeClient:
@@ -73,18 +101,22 @@ class ProbeClient:
         start: int = 0,
         temperature: float = 0.0,
         stop: Sequence[int] = (),
+        dp_rank: int = 0,
+        afresh: bool = False,
     ) -> RawResponse:
-        """Sample ``new_tokens`` after ``prompt``, or up to one of the ``stop`` tokens; routes from row ``start`` on."""
-        self.requests += 1
-        body = _body(uuid.uuid4().hex, prompt, new_tokens, start, temperature, stop)
-        return _read(self.url, body, await self._http.post(f"{self.url}/generate", body), model_spec)
+        """Sample ``new_tokens`` after ``prompt``, or up to one of the ``stop`` tokens; routes from row ``start`` on.
+        ``afresh`` uses no cached prefix. ``dp_rank``: by default the first, so that requests share its cache."""
+        body = self._body(prompt, new_tokens, start, temperature, stop, dp_rank)
+        if afresh:
+            body["extra_key"] = uuid.uuid4().hex  # prefixes are shared among requests of one key
+        return self._read(body, await self._http.post(f"{self.url}/generate", body), model_spec)
 
     async def interrupt(
         self, prompt: Sequence[int], model_spec: ModelSpec, *, new_tokens: int, do: Callable[[str], Awaitable[None]]
     ) -> RawResponse:
-        """Sample in a stream and call ``do`` with the request's id after its first token; returns the last response."""
-        self.requests += 1
-        body = _body(uuid.uuid4().hex, prompt, new_tokens, 0, 0.0, ()) | {"stream": True}
+        """Sample in a stream and call ``do`` with the request's id after its first token, on the last
+        data-parallel rank; returns the last response."""
+        body = self._body(prompt, new_tokens, 0, 0.0, (), self.dp_ranks - 1) | {"stream": True}
         called, last = False, b""
         async with aclosing(self._http.lines(f"{self.url}/generate", body)) as lines:
             async for line in lines:
@@ -94,7 +126,25 @@ class ProbeClient:
                 if not called:
                     called = True
                     await do(body["rid"])
-        return _read(self.url, body, last, model_spec)
+        return self._read(body, last, model_spec)
+
+    def _body(
+        self,
+        prompt: Sequence[int],
+        new_tokens: int,
+        start: int,
+        temperature: float,
+        stop: Sequence[int],
+        dp_rank: int,
+    ) -> dict[str, Any]:
+        """The body of a request. On a server with one rank ``dp_rank`` is left out."""
+        self.requests += 1
+        rank = {"routed_dp_rank": dp_rank} if self.dp_ranks > 1 else {}
+        return _body(uuid.uuid4().hex, prompt, new_tokens, start, temperature, stop) | rank
+
+    def _read(self, body: Mapping[str, Any], raw: bytes, model_spec: ModelSpec) -> RawResponse:
+        self._responses += 1
+        return _read(self.url, body, raw, model_spec, self._responses)
 
     async def abort(self, rid: str) -> None:
         """Abort a request."""
@@ -114,13 +164,16 @@ class ProbeClient:
         except (EngineRejected, KeyError, TypeError, ValueError):
             return None
 
-    async def reports_route_capture(self) -> bool | None:
-        """The server's flag for route capture; None if it reports none (a router in front of it, for example)."""
+    async def query_info(self) -> ServerOptions:
+        """The server's options, and set :attr:`dp_ranks`; the defaults if it reports none (a router in front of it, for
+        example)."""
         try:
-            flag = (await self._http.get_json(f"{self.url}/server_info")).get("enable_return_routed_experts")
-        except (EngineRejected, ValueError):
-            return None
-        return None if flag is None else bool(flag)
+            info = await self._http.get_json(f"{self.url}/server_info")
+            options = ServerOptions.of(info)
+        except (EngineRejected, TypeError, ValueError, AttributeError):
+            options = ServerOptions()
+        self.dp_ranks = options.dp_ranks
+        return options
 
     async def model_path(self) -> str:
         """The server's model directory; empty if it reports none."""
@@ -145,7 +198,7 @@ def _body(
     }
 
 
-def _read(url: str, body: Mapping[str, Any], raw: bytes, model_spec: ModelSpec) -> RawResponse:
+def _read(url: str, body: Mapping[str, Any], raw: bytes, model_spec: ModelSpec, order: int) -> RawResponse:
     try:
         response = orjson.loads(raw)
         meta = response["meta_info"]
@@ -163,6 +216,8 @@ def _read(url: str, body: Mapping[str, Any], raw: bytes, model_spec: ModelSpec) 
             weight_version=str(meta.get("weight_version") or ""),
             payload_bytes=size,
             wire_TLK=wire,
+            dp_rank=body.get("routed_dp_rank"),
+            order=order,
         )
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise EngineRejected(f"{url}: not a response of SGLang's /generate ({error!r})") from None

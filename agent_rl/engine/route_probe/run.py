@@ -1,8 +1,9 @@
 """``agent-rl r3 probe``: send requests to a server and check that its routes can be replayed.
 
 Wrong routes train the wrong experts without an error: a server without capture, a router that strips the key, an
-ignored start, or rows that are stale, shifted or of another request. The probe sends about twenty short requests with
-random prompts that no cache contains, and compares their responses (:mod:`agent_rl.engine.route_probe.checks`).
+ignored start, or rows that are stale, shifted or of another request. The probe sends about forty short requests with
+random prompts that no cache contains, some of them as concurrent conversations, and compares their responses
+(:mod:`agent_rl.engine.route_probe.checks`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import numpy as np
 from rich.table import Table
 
 from agent_rl.engine.route_probe.checks import CAPTURE, KEY, Check, CheckStatus, ProbeResponses, check_all
-from agent_rl.engine.route_probe.requests import ProbeClient, RawResponse
+from agent_rl.engine.route_probe.conversations import MOST, PER_RANK, converse
+from agent_rl.engine.route_probe.requests import ProbeClient, RawResponse, ServerOptions
 from agent_rl.errors import ConfigError, EngineUnreachable
 from agent_rl.models.spec import ModelSpec, read_moe_spec
 from agent_rl.monitoring.console import cell
@@ -31,6 +33,8 @@ LONG = 1024
 RETRACTED = (32, 256)
 """Tokens of the request that the server retracts. The second is tried if the first ended before its retraction."""
 VARIANTS = 8
+CHUNK = 16384
+"""Maximum chunk of a server's prefill for which the probe makes a conversation cross it."""
 REQUEST_SECONDS = 60.0
 PROBE_SECONDS = 180.0
 
@@ -123,8 +127,8 @@ class _ProbeRequests:
         self._length = min(PROMPT, model_spec.max_positions // 4)
 
     async def send(self) -> ProbeResponses:
-        """Send all requests, one after the other except for the two siblings."""
-        captures = await self._server.reports_route_capture()
+        """Send all requests, one after the other except for the two siblings and the conversations."""
+        options = await self._server.query_info()
         busy = await self._server.count_other_requests()
         prompt = self._tokens(self._length)
         cold = await self._generate(prompt)
@@ -132,9 +136,11 @@ class _ProbeRequests:
         offsets = np.linspace(self._length // 4, self._length * 3 // 4, VARIANTS).astype(int).tolist()
         variants = [await self._generate(self._changed(prompt, offset), new_tokens=1) for offset in offsets]
         siblings, repeats = await self._siblings()
+        lengths = self._conversation_lengths(options)
+        conversations = await converse(self._generate, self._tokens, lengths, options.dp_ranks)
         retracted, untried = await self._retract(busy)
         return ProbeResponses(
-            captures=captures,
+            captures=options.captures,
             cold=cold,
             cached=cached,
             late=await self._generate(prompt, start=self._length // 2, new_tokens=1),
@@ -143,6 +149,7 @@ class _ProbeRequests:
             stopped=await self._generate(prompt, stop=_late_token(cold.tokens)),
             siblings=siblings,
             repeats=repeats,
+            conversations=conversations,
             aborted=await self._interrupted(LONG, self._server.abort),
             retracted=retracted,
             untried=untried,
@@ -156,6 +163,14 @@ class _ProbeRequests:
             for sibling in siblings
         ]
         return tuple(siblings), tuple(repeats)
+
+    def _conversation_lengths(self, options: ServerOptions) -> list[int]:
+        """Tokens of each conversation's first prompt. The last one ends just before the server's chunk, if the model's
+        context and the server's cache have room, so that its second pass is computed in two chunks."""
+        lengths = [self._length] * min(MOST, max(4, PER_RANK * options.dp_ranks))
+        if self._length < options.chunk <= min(CHUNK, self._spec.max_positions // 2, options.cache // 2):
+            lengths[-1] = options.chunk - 1
+        return lengths
 
     async def _retract(self, busy: int | None) -> tuple[RawResponse | None, str]:
         """A retraction affects all requests, so the probe skips it while other clients have requests running."""
@@ -188,9 +203,18 @@ class _ProbeRequests:
         new_tokens: int = COMPLETION,
         temperature: float = 0.0,
         stop: Sequence[int] = (),
+        dp_rank: int = 0,
+        afresh: bool = False,
     ) -> RawResponse:
         return await self._server.generate(
-            prompt, self._spec, new_tokens=new_tokens, start=start, temperature=temperature, stop=stop
+            prompt,
+            self._spec,
+            new_tokens=new_tokens,
+            start=start,
+            temperature=temperature,
+            stop=stop,
+            dp_rank=dp_rank,
+            afresh=afresh,
         )
 
     def _tokens(self, count: int) -> list[int]:
