@@ -10,6 +10,7 @@ import socket
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from support.small_disk import small_disk
 from support.train_samples import VOCAB, sample_of, samples
 
 from agent_rl.config import RunConfig
-from agent_rl.controller.sft import SftData, SftRun, check_same_rows
+from agent_rl.controller.sft import SftData, SftEvaluator, SftRun, check_same_rows
 from agent_rl.controller.state import RunState
 from agent_rl.errors import ConfigError, TrainerError, UserError
 from agent_rl.monitoring.console import Display
@@ -258,7 +259,8 @@ async def test_a_stopped_sft_run_resumes_bit_for_bit(trainer: RayTrainer, tmp_pa
         train = trainer.config.train.model_dump() | settings | {"mini_steps": 1}
         config = RunConfig.model_validate(trainer.config.model_dump() | changes | {"train": train})
         display = Stopping(stop)
-        return SftRun(config, RunState(config), display, trainer, data)
+        no_evaluations = cast(SftEvaluator, None)  # sft.eval_every is not set
+        return SftRun(config, RunState(config), display, trainer, data, no_evaluations)
 
     async def live(name: str, stop: int = 99) -> None:
         run = begin(name, stop)
