@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -189,7 +189,10 @@ class TrainingRun:
         self.runtime, self.trainer, engine = runtime, trainer, runtime.engine
         self.rules = EpisodeRules.from_config(config)
         self.metrics = MetricsLog(state.dir, sink_factories(SinkRun(state.dir, state.run_id, config)), display.note)
-        self.sync = WeightSync(config.engine, config.model, engine, trainer, state.dir / "weights", display.note)
+        directory = state.dir / "weights"
+        self.sync = WeightSync(
+            config.engine, config.model, engine, trainer, directory, display.note, self._first_prompt
+        )
         self.admission = EngineAdmission(config.routes_config, engine, self.sync, config.engine.headers)
         self.guard = Guard(config.guard, state.dir, display.note)
         self.journal = Journal(state.dir / "journal", state.run_id, turns=config.rollout.recover == "turns")
@@ -217,14 +220,17 @@ class TrainingRun:
             concurrent=ahead,
         )
 
+    def _first_prompt(self) -> Sequence[int]:
+        """The tokens of the first task, for the comparison of log-probs at weight updates."""
+        own = self.runtime.task_runtime.tasks("train")
+        text = str(dict(own[0].record))[:_PROMPT_CHARACTERS] if own else ""
+        prompt = self.runtime.renderer.initial_prompt([{"role": "user", "content": text}], ())
+        return prompt[: self.config.rollout.max_tokens - 1]
+
     async def run(self) -> dict[str, object]:
         """Run all remaining steps, with the evaluations before, between and after them. Returns the summary."""
         total, tasks = self.config.train.steps, self.runtime.task_runtime
         await tasks.env.prepare("train", self.config.eval.split)
-        if own := tasks.tasks("train"):
-            text = str(dict(own[0].record))[:_PROMPT_CHARACTERS]
-            prompt = self.runtime.renderer.initial_prompt([{"role": "user", "content": text}], ())
-            self.sync.set_prompt(prompt[: self.config.rollout.max_tokens - 1])
         await self._resume()
         done = self.progress.step
         self.display.start_steps(done, total)

@@ -18,10 +18,12 @@ import asyncio
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from agent_rl.config import EngineConfig
 from agent_rl.engine.sglang import SGLangEngine
@@ -74,7 +76,8 @@ class WeightSync:
     """Publishes the trainer's weights to the engines in use.
 
     ``directory``: exports for loading from disk (``step-NNNNNN``; only the newest is kept). ``note`` receives a line
-    for each failed attempt and each engine put out of use.
+    for each failed attempt and each engine put out of use. ``prompt`` returns the tokens whose log-probs of trainer and
+    engine are compared; it is called at the first update.
     """
 
     def __init__(
@@ -85,19 +88,20 @@ class WeightSync:
         trainer: Trainer,
         directory: Path,
         note: Callable[[str], None],
+        prompt: Callable[[], Sequence[int]] = tuple,
     ) -> None:
         self._config, self._engine, self._trainer = config, engine, trainer
         self._directory, self._note = directory, note
         self._gate = LogprobGate(config.dtype)
-        self._tokens = probe_tokens((), engine.model_spec.vocab_size)
+        self._prompt = prompt
         self._last: WeightUpdate | None = None
         self._good = (model, "start")  # the newest complete version on disk
         # An earlier start may have gone on beyond our checkpoint.
         shutil.rmtree(directory, ignore_errors=True)
 
-    def set_prompt(self, tokens: Sequence[int]) -> None:
-        """Compare the log-probs of this prompt from now on. Call it before the first update."""
-        self._tokens = probe_tokens(tokens, self._engine.model_spec.vocab_size)
+    @cached_property
+    def _tokens(self) -> NDArray[np.int32]:
+        return probe_tokens(self._prompt(), self._engine.model_spec.vocab_size)
 
     async def publish(self, step: int) -> dict[str, float]:
         """Publish the trainer's weights to every engine in use as version ``step``; returns metrics ``weight_sync/*``.

@@ -106,8 +106,8 @@ async def test_the_engine_takes_what_the_trainer_learned(
     )
     fixed = Sample(np.array(TOKENS, np.int32), np.ones(len(TOKENS), bool), np.zeros(len(TOKENS), "f4"), 0.0, None)
     async with RayTrainer(config) as trainer:
-        sync = WeightSync(config.engine, config.model, engine, trainer, tmp_path / "weights", pytest.fail)
-        sync.set_prompt(TOKENS)
+        weights = tmp_path / "weights"
+        sync = WeightSync(config.engine, config.model, engine, trainer, weights, pytest.fail, lambda: TOKENS)
 
         async def gap() -> np.ndarray:
             mine = (await trainer.logprobs([fixed], replay=False))[0]

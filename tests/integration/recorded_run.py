@@ -41,7 +41,6 @@ from agent_rl.models.spec import read_model_spec
 from agent_rl.monitoring.console import Display
 from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.group import Limiter
-from agent_rl.rollout.scripted_policies import ByteRenderer
 from agent_rl.rollout.turn_log import LoggedRunner, TurnLog
 from agent_rl.train.ray_trainer import RayTrainer
 from agent_rl.types import StopReason, Trajectory, Turn, VersionSpan
@@ -91,9 +90,6 @@ class NoEngine:
 
     runtime: RecordedRuntime
 
-    def set_prompt(self, tokens: Sequence[int]) -> None:
-        """Nothing is compared with an engine."""
-
     async def publish(self, step: int) -> dict[str, float]:
         self.runtime.version = str(step)
         return {}
@@ -118,7 +114,6 @@ class RecordedRuntime:
         self.engine = SimpleNamespace(model_spec=spec, fleet=fleet, gate=gate, load=load, sleep=sleep)
         env = SimpleNamespace(prepare=_nothing, tasks=lambda split: self.tasks)
         self.task_runtime = TaskRuntime(SimpleNamespace(name="none"), env)
-        self.renderer = ByteRenderer()
 
     def metrics(self) -> dict[str, float]:
         return {}
