@@ -44,13 +44,13 @@ async def test_a_backend_of_an_installed_distribution_starts_sandboxes(distribut
 
 
 def test_registered_names(distribution: None) -> None:
-    assert list(BACKENDS.targets()) == ["auto", "bubblewrap", "docker", "podman", "quiet"]
+    assert list(BACKENDS.targets()) == ["auto", "bubblewrap", "docker", "modal", "podman", "quiet"]
 
 
 @pytest.mark.parametrize(
     ("name", "runtime", "message"),
     [
-        ("dokcer", None, r"'dokcer': did you mean 'docker'.*auto, bubblewrap, docker, pod"),
+        ("dokcer", None, r"'dokcer': did you mean 'docker'.*auto, bubblewrap, docker, modal, pod"),
         ("bubblewrap", "runsc", r"runtime=runsc.*set sandbox.backend=docker"),
     ],
 )
