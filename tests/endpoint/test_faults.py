@@ -104,9 +104,9 @@ async def test_simultaneous_requests_do_not_block_the_loop(serve: Any, monkeypat
     rounds, begun = 0, list[int]()
     begin = Session.begin
 
-    def counted(session: Session, ask: Any) -> Any:
+    def counted(session: Session, *asked: Any) -> Any:
         begun.append(rounds)
-        return begin(session, ask)
+        return begin(session, *asked)
 
     monkeypatch.setattr(Session, "begin", counted)
     async with held(serve, "one") as opened:

@@ -35,9 +35,9 @@ def test_runs_are_listed_with_their_state(tmp_path: Path) -> None:
     make(tmp_path / "three", steps=4, total=20, stopped=True)
     (tmp_path / "nothing").mkdir()
     text = listed(tmp_path)
-    assert "one │ train │ 20 of 20 │ 75.0 % [70.0, 80.0] │ finished" in text
-    assert "two │ train │ 3 of 20 │ 75.0 % [70.0, 80.0] │ stopped" in text
-    assert "three │ train │ 4 of 20 │ 75.0 % [70.0, 80.0] │ guard │ 1" in text
+    assert "one │ train │ 20 of 20 │ 75.0 % [70.0, 80.0] │ 75.0 % at 0 │ finished" in text
+    assert "two │ train │ 3 of 20 │ 75.0 % [70.0, 80.0] │ 75.0 % at 0 │ stopped" in text
+    assert "three │ train │ 4 of 20 │ 75.0 % [70.0, 80.0] │ 75.0 % at 0 │ guard │ 1" in text
     assert "nothing" not in text
     assert "20 of 20" in listed(tmp_path / "one")
 
