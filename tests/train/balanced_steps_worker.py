@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from agent_rl.config import ParallelConfig, RunConfig
 from agent_rl.controller.advantages import build_samples
 from agent_rl.models.spec import read_model_spec
 from agent_rl.rollout.records import read_trajectories
-from agent_rl.train.batching.partition import lockstep_ranks, split_step
+from agent_rl.train.batching.partition import MiniStepShare, lockstep_ranks, split_step
+from agent_rl.train.expert_balancing.report import BalanceReport
+from agent_rl.train.reports import RankReport, RouteDifferences
 from agent_rl.train.requests import OptimizerSpec, StepRequest, WorkerRequest
 from agent_rl.train.route_sharding import shard_routes, without_routes
 from agent_rl.train.worker import TrainerWorker
@@ -49,8 +52,11 @@ def run(case: dict[str, Any], model: Path, world_size: int, rank: int) -> dict[s
     return {"steps": steps, "weights": weights, "reloaded": reloaded}
 
 
-def one_step(trainer: TrainerWorker, config: RunConfig, data: tuple[Sample, ...]) -> dict[str, Any]:
-    """What :class:`agent_rl.train.ray_trainer.RayTrainer` does, for this rank."""
+def step_of_rank(
+    trainer: TrainerWorker, config: RunConfig, data: tuple[Sample, ...], *, unreplayed: bool
+) -> tuple[RankReport | None, RouteDifferences | None, BalanceReport | None, Sequence[MiniStepShare]]:
+    """What :class:`agent_rl.train.ray_trainer.RayTrainer` does, for this rank; its share comes last. ``unreplayed``:
+    with a pass without replay."""
     info, train = trainer.info(), config.train
     shares = split_step(
         data,
@@ -62,8 +68,12 @@ def one_step(trainer: TrainerWorker, config: RunConfig, data: tuple[Sample, ...]
     )[info.data_rank]
     batches = [ids for share in shares for ids in share.micro_batches]
     routes = [shard_routes(data, ids, info.shard) for ids in batches]
-    request = StepRequest(config, measure_without_replay=True)
-    report, differs, balanced = trainer.grpo(without_routes(data, batches), shares, request, routes)
+    request = StepRequest(config, measure_without_replay=unreplayed)
+    return *trainer.grpo(without_routes(data, batches), shares, request, routes), shares
+
+
+def one_step(trainer: TrainerWorker, config: RunConfig, data: tuple[Sample, ...]) -> dict[str, Any]:
+    report, differs, balanced, shares = step_of_rank(trainer, config, data, unreplayed=True)
     return {
         "old": None if report is None else report.trainer_logprobs,
         "without_replay": None if report is None else report.logprobs_without_replay,

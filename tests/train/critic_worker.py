@@ -13,15 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from balanced_steps_worker import step_of_rank
 
 from agent_rl.config import ParallelConfig, RunConfig
 from agent_rl.controller.advantages import build_samples
 from agent_rl.models.spec import read_model_spec
 from agent_rl.rollout.records import read_trajectories
-from agent_rl.train.batching.partition import lockstep_ranks, split_step
 from agent_rl.train.checkpoint import directory as checkpoint
-from agent_rl.train.requests import OptimizerSpec, StepRequest, WorkerRequest
-from agent_rl.train.route_sharding import shard_routes, without_routes
+from agent_rl.train.requests import OptimizerSpec, WorkerRequest
 from agent_rl.train.worker import TrainerWorker
 from agent_rl.types import Sample
 
@@ -62,20 +61,7 @@ def run(case: dict[str, Any], model: Path, results: Path, rank: int) -> dict[str
 
 
 def one_step(trainer: TrainerWorker, config: RunConfig, data: tuple[Sample, ...]) -> dict[str, Any]:
-    """What :class:`agent_rl.train.ray_trainer.RayTrainer` does, for this rank."""
-    info, train = trainer.info(), config.train
-    shares = split_step(
-        data,
-        mini_steps=train.mini_steps,
-        budget=train.microbatch_tokens,
-        ranks=info.data_size,
-        lockstep=lockstep_ranks(train.parallel),
-        expert_ranks=train.parallel.expert,
-    )[info.data_rank]
-    batches = [ids for share in shares for ids in share.micro_batches]
-    routes = [shard_routes(data, ids, info.shard) for ids in batches]
-    request = StepRequest(config, measure_without_replay=False)
-    report, differs, _ = trainer.grpo(without_routes(data, batches), shares, request, routes)
+    report, differs, _, _ = step_of_rank(trainer, config, data, unreplayed=False)
     return {"report": report, "differing": sum(int(part.sum()) for part in differs.unpacked(differs.replayed))}
 
 
