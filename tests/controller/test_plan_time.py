@@ -137,11 +137,15 @@ def test_a_run_corrects_its_own_prediction_to_what_it_measured(run: Path) -> Non
 
 
 def test_a_run_without_finished_steps_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no readable metrics\.jsonl"):
-        predicted(run=tmp_path)
-    (tmp_path / "metrics.jsonl").touch()
-    with pytest.raises(UserError, match="no step has ended yet"):
-        predicted(run=tmp_path)
+    for content, line in (
+        (None, "no step has ended yet"),
+        ("", "no step has ended yet"),
+        ("{\n", r"no readable metrics"),
+    ):
+        if content is not None:
+            (tmp_path / "metrics.jsonl").write_text(content)
+        with pytest.raises(UserError, match=line):
+            predicted(run=tmp_path)
 
 
 def test_the_command_prints_phases_totals_and_assumptions() -> None:
