@@ -16,7 +16,7 @@ from agent_rl.config import RunConfig
 from agent_rl.config.loader import load_config
 from agent_rl.errors import UserError
 from agent_rl.monitoring.metrics_log import read_metrics
-from agent_rl.planner.assumptions import Assumptions
+from agent_rl.planner.assumptions import Assumptions, slowdown
 from agent_rl.planner.known_models import planned_model
 from agent_rl.planner.plan import PhaseTime, RunPlan, TimePlan
 from agent_rl.planner.planner import planned_device
@@ -42,7 +42,8 @@ def predict_time(
     plan: RunPlan, config: RunConfig, *, tokens: int | None, settings: Sequence[str], run: Path | None
 ) -> RunPlan:
     """``plan`` with its duration; ``tokens``: mean length of an episode; ``settings``: assumptions as name=value.
-    Raises UserError. A plan with problems has no duration."""
+    On CPUs this machine's speed is measured, unless ``run`` tells it. Raises UserError. A plan with problems has no
+    duration."""
     if plan.problems:
         return plan
     assume = Assumptions.of(config, plan.device)
@@ -55,6 +56,8 @@ def predict_time(
         predicted = plan_time(of_run, model, device, Assumptions.of(of_run, device).changed(name, **measured))
         factors = phase_factors(predicted, values)
         assume = assume.changed(name, **measured)
+    elif plan.device == "cpu":
+        assume = assume.slowed(slowdown())
     if tokens is not None:
         factor = tokens / assume["tokens"]
         scaled = {name: factor * assume[name] for name in ("tokens", "sampled_tokens", "prompt_tokens")}

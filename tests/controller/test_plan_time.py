@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from agent_rl.cli import app
 from agent_rl.config.loader import load_config
 from agent_rl.errors import UserError
-from agent_rl.planner.assumptions import Assumptions
+from agent_rl.planner.assumptions import Assumptions, slowdown
 from agent_rl.planner.known_models import planned_model
 from agent_rl.planner.plan import TimePlan
 from agent_rl.planner.planner import planned_device
@@ -78,6 +78,17 @@ def test_more_of_a_resource_takes_less_time() -> None:
     wider = seconds(timed("paper-swe", "train.parallel.world_size=64"))
     assert wider["update"] == pytest.approx(seconds(plan)["update"] / 2)
     assert plan.gpu_hours == pytest.approx(plan.hours * (32 + 16))
+
+
+def test_slow_processors_take_longer_and_guesses_about_the_disk_stay() -> None:
+    config = load_config(ROOT / "configs" / "quickstart.yaml", ())
+    once = Assumptions.of(config, "cpu")
+    twice, model = once.slowed(2.0), planned_model(config.model)
+    fast, slow = (plan_time(config, model, "cpu", each) for each in (once, twice))
+    assert slow.step == pytest.approx(2 * fast.step)
+    assert twice["engine_layer"] == 2 * once["engine_layer"]
+    assert (twice["disk"], twice["turns"], twice["batch_share"]) == (once["disk"], once["turns"], once["batch_share"])
+    assert slowdown(0.01) > 0
 
 
 def test_a_pipeline_that_fills_and_drains_takes_longer() -> None:
