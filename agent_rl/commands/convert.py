@@ -16,8 +16,7 @@ def run_convert(source: Path, target: Path) -> None:
     """Convert ``source`` to ``target``. SIGTERM stops it as Ctrl-C does. Raises UserError, one line."""
     if importlib.util.find_spec("torch") is None:
         raise UserError("convert needs torch; run `agent-rl install trainer`")
-    from agent_rl.train.quantized.convert import Conversion
-    from agent_rl.train.quantized.progress import Reporter
+    from agent_rl.train.quantized.convert import Conversion, Reporter
 
     conversion = Conversion.plan(fetch_model(source, "convert"), target)
     signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ _TOOL_CHOICES: Mapping[str | None, ToolChoice] = MappingProxyType(
     {None: "auto", "auto": "auto", "none": "none", "required": "required", "any": "required"}
 )
 _ISSUED_ID = re.compile(r"(?:[a-z]+_)?([0-9a-f]{16})(?:_\d+)?")
+OPENING = "Calling tools:\n"
+_MAX_CHARS = 1 << 20
 
 
 class RequestRejected(Exception):
@@ -229,3 +232,26 @@ def join_text(content: Any, kinds: Sequence[str], where: str) -> str:
             raise RequestRejected("bad", f"{where}: part of type {kind!r}; only text parts are supported")
         texts.append(part["text"])
     return "\n".join(texts)
+
+
+def with_read_calls(message: ChatMessage) -> ChatMessage:
+    """``message`` with the calls that its text lists, if the endpoint issued their ids; else unchanged.
+
+    smolagents' ToolCallingAgent writes an earlier reply as a line and the list of its calls, as Python prints it::
+
+        Calling tools:
+        [{'id': 'call_00112233445566ff_0', 'type': 'function', 'function': {'name': 'shell', 'arguments': {...}}}]
+
+    The ids are the endpoint's, so the message stands for the sampled tokens.
+    """
+    text, opening, listed = message.text.rpartition(OPENING)
+    if message.role != "assistant" or message.calls or not opening or len(listed) > _MAX_CHARS:
+        return message
+    try:
+        calls: list[Mapping[str, Any]] = ast.literal_eval(listed.strip())
+        reply = issued_reply_id(*(call["id"] for call in calls))
+        functions = [call["function"] for call in calls]
+        read = tuple(ToolCall(str(each["name"]), dict(each["arguments"])) for each in functions)
+    except (ValueError, SyntaxError, TypeError, KeyError, MemoryError, RecursionError):
+        return message
+    return ChatMessage("assistant", text, read, message.reasoning, reply) if reply else message

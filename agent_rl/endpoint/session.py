@@ -12,12 +12,10 @@ from typing import Any, Protocol
 
 from agent_rl.config import RolloutConfig
 from agent_rl.config.rollout import TrainIfConfig
-from agent_rl.endpoint.constraints import grammar_of
-from agent_rl.endpoint.forced_calls import forced_opening
-from agent_rl.endpoint.messages import ChatRequest, ChatResponse, Finish, RequestRejected
+from agent_rl.endpoint.constraints import forced_opening, grammar_of
+from agent_rl.endpoint.messages import ChatRequest, ChatResponse, Finish, RequestRejected, with_read_calls
 from agent_rl.endpoint.stop_sequences import PIECE, find_stop, tokens_until_stop
 from agent_rl.endpoint.training_rules import RequestKind, apply_training_rules
-from agent_rl.endpoint.written_calls import with_read_calls
 from agent_rl.engine.types import Engine
 from agent_rl.errors import EngineAborted, EngineError, TemplateError
 from agent_rl.rollout.conversation_tree import ChatMessage, ConversationTree, Node, RequestPlan, Tokens, Tools

@@ -33,9 +33,16 @@ from agent_rl.render.prefix_check import (
     reasoning_of,
 )
 from agent_rl.render.profiles import profile_of
-from agent_rl.render.template import ChatModel, ChatTemplate, Messages, Tools
+from agent_rl.render.template import (
+    ChatModel,
+    ChatTemplate,
+    Messages,
+    Thinking,
+    Tools,
+    check_thinking,
+    template_variables,
+)
 from agent_rl.render.template_limits import check_limits
-from agent_rl.render.thinking import Thinking, check_thinking, template_variables
 from agent_rl.types import SampledCall
 from tools import ToolCall, ToolCallFormat
 from tools.types import WritesTurns
@@ -152,7 +159,7 @@ class ChatRenderer:
     ``model`` is a Hugging Face directory (``tokenizer.json`` and a chat template) or a :class:`ChatModel`. The template
     is probed once here; a template without a constant opening and delta is refused with ``TemplateError`` (see
     :mod:`agent_rl.render.prefix_check`). ``thinking`` and ``options`` are the keys of ``rollout`` (see
-    :mod:`agent_rl.render.thinking`).
+    :mod:`agent_rl.render.template`).
     ``tool_format`` is the name of the family's tool-call format.
     ``observation_role`` is the role of observations; None selects tool if the template can append it, else user.
     """

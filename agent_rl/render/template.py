@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import jinja2
 from jinja2 import nodes
@@ -18,9 +18,13 @@ from tokenizers import Tokenizer
 
 from agent_rl.errors import TemplateError
 from agent_rl.models.files import TEMPLATE_BYTES, TOKENIZER_BYTES, read_object, read_text
+from tools import Reasoning
 
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
+Thinking = Literal["default", "on", "off"]
+SWITCHES = ("enable_thinking", "thinking")
+_OURS = ("messages", "tools", "documents", "add_generation_prompt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,3 +162,31 @@ def _raise_exception(message: str) -> NoReturn:
 
 def _strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
+
+
+def template_variables(source: str, thinking: Thinking, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The variables of the template ``source``, from ``rollout.thinking`` and ``rollout.template_options``.
+
+    The published templates read one of two switches: ``enable_thinking`` (Qwen, GLM, Nemotron) or ``thinking``
+    (DeepSeek, Kimi). A template that reads neither cannot be switched; gpt-oss has ``reasoning_effort``, which is an
+    option. Raises ``TemplateError`` for a variable that the template does not read.
+    """
+    read = variables_of(source)
+    for name in options:
+        if name in _OURS or name not in read:
+            raise TemplateError(f"rollout.template_options: the chat template has no option {name!r}")
+    if thinking == "default":
+        return dict(options)
+    switches = [name for name in SWITCHES if name in read]
+    if not switches:
+        raise TemplateError(
+            f"rollout.thinking is {thinking}, but the chat template reads neither {' nor '.join(SWITCHES)}: "
+            "set rollout.thinking to default"
+        )
+    return dict.fromkeys(switches, thinking == "on") | dict(options)
+
+
+def check_thinking(thinking: Thinking, reasoning: Reasoning) -> None:
+    """Raises ``TemplateError`` if thinking is off and the prompt still opens thoughts."""
+    if thinking == "off" and reasoning.prompt_opens:
+        raise TemplateError("rollout.thinking is off, but the chat template still opens thoughts in its prompt")

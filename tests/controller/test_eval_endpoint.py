@@ -15,7 +15,7 @@ import pytest
 from support.local_server import serving
 from typer.testing import CliRunner
 
-from agent_rl.cli import app
+from agent_rl.cli import app, main
 from tools import ToolCall
 from tools.formats import tool_format
 
@@ -135,9 +135,15 @@ async def test_tokens_of_an_endpoint_that_counts_none_are_unknown(tmp_path: Path
         ("- [", "cannot be read"),
     ],
 )
-async def test_bad_prices_end_the_command_with_one_line(tmp_path: Path, prices: str, complaint: str) -> None:
+def test_bad_prices_end_the_command_with_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], prices: str, complaint: str
+) -> None:
     file = tmp_path / "prices.yaml"
     file.write_text(prices)
-    code, _, errors = await evaluate("http://127.0.0.1:9/v1", tmp_path, "--prices", str(file))
-    assert (code, len(errors)) == (2, 1)
-    assert f"--prices {file}: {complaint}" in errors[0]
+    command = ["eval", str(ROOT / "configs/quickstart.yaml"), "--policy", "http://127.0.0.1:9/v1", "--model", "m"]
+    monkeypatch.setattr(sys, "argv", ["agent-rl", *command, "--prices", str(file), f"runs_dir={tmp_path}"])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert stopped.value.code == 2
+    assert f"--prices {file}: {complaint}" in line

@@ -9,7 +9,7 @@ import openai
 import pytest
 from support.endpoint_sessions import BASH, CHAT, HELLO, MODEL, Saying, served
 
-from agent_rl.endpoint.forced_calls import forced_opening
+from agent_rl.endpoint.constraints import forced_opening
 from agent_rl.endpoint.messages import ChatRequest
 from agent_rl.render import ChatRenderer
 from tools import Reasoning, ToolCall, tool_format

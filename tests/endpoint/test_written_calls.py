@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support.endpoint_sessions import BASH, HELLO, call
 
-from agent_rl.endpoint.written_calls import OPENING, with_read_calls
+from agent_rl.endpoint.messages import OPENING, with_read_calls
 from agent_rl.rollout.conversation_tree import ChatMessage
 from tools import ToolCall
 

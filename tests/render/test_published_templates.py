@@ -14,8 +14,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from agent_rl.errors import TemplateError
 from agent_rl.render import ChatModel, ChatRenderer
-from agent_rl.render.template import ChatTemplate
-from agent_rl.render.thinking import template_variables
+from agent_rl.render.template import ChatTemplate, template_variables
 from agent_rl.types import SampledCall
 
 ROOT = Path(__file__).resolve().parents[2]

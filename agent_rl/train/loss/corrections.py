@@ -94,7 +94,7 @@ def within_policy(
 
 
 def floored_shift(correction: CorrectionConfig, shift_T: Tensor) -> Tensor:
-    """``[T]`` logs of the router-shift ratios (:mod:`agent_rl.train.megatron.router_shift`), without a gradient, at
+    """``[T]`` logs of the router-shift ratios (:mod:`agent_rl.train.megatron.gate`), without a gradient, at
     least the log of ``correction.router_shift``."""
     if correction.router_shift is None:
         return torch.zeros_like(shift_T)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +15,8 @@ from agent_rl.models.spec import ModelSpec
 
 MIN_SUM = 1e-20
 """The sum of a token's gates is at least this where they are normalized, as in DeepSeek-V3's and GLM-4's references."""
+GATES = "gates"
+"""The old policy's log-probabilities ``[T, L, K]`` among the extras of a batch."""
 
 
 class Gate(TopKRouter):
@@ -27,7 +31,7 @@ class Gate(TopKRouter):
     def __init__(self, config: Any, pg_collection: Any = None, *, model_spec: ModelSpec) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
         self._spec = model_spec
-        self.recorded: list[Tensor] | None = None  # agent_rl/train/megatron/router_shift.py
+        self.recorded: list[Tensor] | None = None
         if model_spec.router_bias:  # Megatron would add one to every linear layer too
             self.bias = torch.nn.Parameter(self.weight.new_zeros(model_spec.num_experts))
             self.bias.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
@@ -68,3 +72,34 @@ class Gate(TopKRouter):
             allowed = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter(1, best, True)
             scores = grouped.masked_fill(~allowed[..., None], -torch.inf).flatten(-2)
         return torch.topk(scores, top_k, dim=-1)
+
+
+@contextmanager
+def recorded_gates(chunk: Any) -> Iterator[list[Tensor]]:
+    """The log-probabilities ``[T, K]`` of the experts that each layer used within the block, in the order of layers."""
+    gates = [module for module in chunk.modules() if isinstance(module, Gate) and module.router_replay is not None]
+    recorded: list[Tensor] = []
+    for gate in gates:
+        gate.recorded = recorded
+    try:
+        yield recorded
+    finally:
+        for gate in gates:
+            gate.recorded = None
+
+
+def log_router_shift(old_TLK: Tensor, new_TLK: Tensor, present: Tensor | None = None) -> Tensor:
+    """The log of the router-shift ratio of RSPO (arXiv 2510.23027): how far the router has moved.
+
+    With the router's probabilities r of the old and r' of the current policy, over the K experts that the token used in
+    each of L layers, which are replayed in both passes::
+
+        gamma = exp( - mean over layers and experts of | log r'(expert) - log r(expert) | )
+
+    Returns ``log gamma`` ``[T]``, at most 0, of the token that each row predicts, the next one. ``present`` bool
+    ``[T]`` or ``[T, L]``: where the experts were given; elsewhere the router has not moved.
+    """
+    distance_TL = (new_TLK - old_TLK).abs().mean(-1)
+    if present is not None:
+        distance_TL = torch.where(present if present.ndim == 2 else present[:, None], distance_TL, 0.0)
+    return -distance_TL.mean(-1).roll(1)

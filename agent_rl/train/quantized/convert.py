@@ -2,13 +2,14 @@
 
 The result is written to ``.NAME.partial`` beside its place, and gets its name when it is complete. Each of its files
 holds the weights of the file of the same name, and is there as soon as all of it is on disk: a killed conversion goes
-on with the next file.
+on with the next file. Products of numbers and scales are in float32 and rounded once.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,6 @@ from torch import Tensor
 from agent_rl.errors import ConfigError, UserError
 from agent_rl.models.files import JSON_BYTES, read_text
 from agent_rl.train.hf_index import Entry, LoadProgress, read_headers
-from agent_rl.train.quantized import dequantize
 from agent_rl.train.quantized.formats import Weight, quantization, source_bytes, weights, without_quantization
 from agent_rl.utils.directory_lock import lock_directory
 from agent_rl.utils.run_files import nearest_existing
@@ -29,6 +29,15 @@ from r3.atomic_write import replacing, write_atomic
 _SOURCE = ".source.json"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
            "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu}  # fmt: skip
+GIB = 1 << 30
+REPORT_SECONDS = 10.0
+_FLOAT8 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+"""The number of each byte; looking it up is seven times as fast as torch's cast on a CPU."""
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""The numbers of e2m1, by their four bits (OCP Microscaling Formats 1.0)."""
+_FP4_PAIRS = torch.tensor([(_FP4[byte & 15], _FP4[byte >> 4]) for byte in range(256)])
+_POWERS = torch.ldexp(torch.ones(256), torch.arange(256) - 127)
+"""The scale of each byte: two to the power of the byte minus 127."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,14 +156,14 @@ def _converted(weight: Weight, progress: LoadProgress) -> Iterator[Any]:
     elif weight.kind == "mxfp4":
         blocks, scales = (_read(source, progress).view(source.shape) for source in weight.sources)
         for one, its_scales in zip(blocks, scales, strict=True):
-            yield _bytes(dequantize.from_mxfp4(one, its_scales))
+            yield _bytes(from_mxfp4(one, its_scales))
     else:
         stored, scales = (_read(source, progress).view(_DTYPES[source.dtype]) for source in weight.sources)
         stored, scales = stored.view(weight.shape), scales.view(weight.sources[1].shape)
         if weight.kind == "blocks":
-            yield _bytes(dequantize.from_blocks(stored, scales, weight.block))
+            yield _bytes(from_blocks(stored, scales, weight.block))
         else:
-            yield _bytes(dequantize.from_rows(stored, scales))
+            yield _bytes(from_rows(stored, scales))
 
 
 def _read(entry: Entry, progress: LoadProgress) -> Tensor:
@@ -171,3 +180,47 @@ def _read(entry: Entry, progress: LoadProgress) -> Tensor:
 
 def _bytes(tensor: Tensor) -> Any:
     return tensor.view(torch.uint8).numpy()
+
+
+class Reporter:
+    """Prints a line of progress every REPORT_SECONDS."""
+
+    def __init__(self, print_line: Callable[[str], None]) -> None:
+        self.progress = LoadProgress()
+        self._print_line = print_line
+        self._started = self._printed = time.monotonic()
+
+    def report(self) -> None:
+        if (now := time.monotonic()) - self._printed >= REPORT_SECONDS:
+            self._printed = now
+            self._print_line(self.line())
+
+    def line(self) -> str:
+        read, needed = self.progress.read, self.progress.needed
+        rate = read / max(time.monotonic() - self._started, 1e-9)
+        return f"converted {read / GIB:.2f} of {needed / GIB:.2f} GiB, {rate / GIB:.2f} GiB/s"
+
+
+def from_blocks(weight: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
+    """float8 ``[out, in]`` times the scale of each ``block``; the last blocks may be smaller."""
+    result = torch.empty(weight.shape, dtype=torch.bfloat16)
+    rows, columns = block
+    for number, start in enumerate(range(0, len(weight), rows)):
+        row = scales[number].float().repeat_interleave(columns)[: weight.shape[1]]
+        result[start : start + rows] = _float32(weight[start : start + rows]).mul_(row)
+    return result
+
+
+def from_rows(weight: Tensor, scales: Tensor) -> Tensor:
+    """float8 ``[out, in]`` times a scale for each row, or for all."""
+    return _float32(weight).mul_(scales.float().view(-1, 1)).bfloat16()
+
+
+def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """mxfp4 ``[out, groups, 16]`` with scales ``[out, groups]`` as ``[in, out]``."""
+    pairs = _FP4_PAIRS.index_select(0, blocks.int().flatten()).view(*scales.shape, -1)
+    return pairs.mul_(_POWERS[scales.int()][:, :, None]).bfloat16().flatten(1).T.contiguous()
+
+
+def _float32(weight: Tensor) -> Tensor:
+    return _FLOAT8.index_select(0, weight.view(torch.uint8).int().flatten()).view(weight.shape)
