@@ -222,7 +222,7 @@ def _last_stage_output(phase: str, tokens: int) -> Any:
     from agent_rl.train.step import SUMS
 
     if phase == "update":
-        return dict.fromkeys((*SUMS, "critic_loss", "critic_clipped"), 0.0)
+        return {name: torch.zeros((), device="cuda") for name in (*SUMS, "critic_loss", "critic_clipped")}
     return torch.zeros(tokens, device="cuda"), None, torch.zeros(tokens, device="cuda")
 
 
