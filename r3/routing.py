@@ -204,6 +204,15 @@ def _invalid(experts: NDArray[np.unsignedinteger], num_experts: int, where: str,
 
 def validate(routing: Routing, where: str = "routing") -> None:
     """Raises RoutingError unless shapes, dtype, ids, presence and spans of ``routing`` are consistent."""
+    check_form(routing, where)
+    if routing.present.all():
+        check_experts(routing.experts, routing.num_experts, where)
+    else:
+        check_experts(routing.experts[routing.present], routing.num_experts, f"{where} (present rows)")
+
+
+def check_form(routing: Routing, where: str) -> None:
+    """:func:`validate` without a look at the ids."""
     experts, present = routing.experts, routing.present
     if experts.ndim != 3:
         raise RoutingError(f"{where}: experts must be [tokens, moe_layers, top_k], got shape {experts.shape}")
@@ -215,10 +224,6 @@ def validate(routing: Routing, where: str = "routing") -> None:
     if present.dtype != np.bool_ or present.shape != (len(experts),):
         raise RoutingError(f"{where}: present must be bool [{len(experts)}], got {present.dtype} {list(present.shape)}")
     _check_spans(routing, where)
-    if present.all():
-        check_experts(experts, routing.num_experts, where)
-    else:
-        check_experts(experts[present], routing.num_experts, f"{where} (present rows)")
 
 
 def _check_spans(routing: Routing, where: str) -> None:
