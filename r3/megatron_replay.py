@@ -375,7 +375,10 @@ def validate_routes(experts: Tensor, present: Tensor, *, moe_layers: int, top_k:
         raise ReplayError(f"routes are {tuple(experts.shape)}, the model needs [tokens, {moe_layers}, {top_k}]")
     if present.shape != experts.shape[: present.ndim]:
         raise ReplayError(f"{len(experts)} rows of routes, and a mask of {tuple(present.shape)}")
-    wrong = ((experts < 0) | (experts >= num_experts)).any(-1)
+    outside = experts < 0
+    if num_experts <= torch.iinfo(experts.dtype).max:  # torch casts the number to the dtype: 256 to 0
+        outside |= experts >= num_experts
+    wrong = outside.any(-1)
     for first in range(top_k):
         for second in range(first + 1, top_k):
             wrong |= experts[..., first] == experts[..., second]

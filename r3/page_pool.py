@@ -10,17 +10,21 @@ from contextlib import suppress
 import numpy as np
 from numpy.typing import NDArray
 
+_KEPT_BYTES = 1 << 28
+
 
 class PagePool:
     """Arrays whose memory is used again once nobody refers to them: the kernel takes up to ten times as long to provide
     a page as it takes to write it.
 
     Only written pages take memory. Pages of huge size would take 2 MiB for the first row, and on a machine in use the
-    kernel moves memory to make them. Memory that came back is the kernel's to take (``MADV_FREE``) until it is written
-    again. Mappings have sizes of powers of two, so that any of one size fits.
+    kernel moves memory to make them. Mappings have sizes of powers of two, so that any of one size fits. Of each size
+    the last ``kept`` bytes that came back are written again at the speed of memory. The others are the kernel's to take
+    (``MADV_FREE``), and writing them again takes half as long again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kept: int = _KEPT_BYTES) -> None:
+        self._kept = kept
         self._free: dict[int, list[mmap.mmap]] = defaultdict(list)
 
     def empty(self, size: int) -> NDArray[np.uint8]:
@@ -35,8 +39,10 @@ class PagePool:
         return whole[:size]
 
     def _take_back(self, pages: mmap.mmap) -> None:
-        pages.madvise(mmap.MADV_FREE)
-        self._free[len(pages)].append(pages)
+        free = self._free[len(pages)]
+        free.append(pages)
+        if (oldest := len(free) - 1 - max(1, self._kept // len(pages))) >= 0:
+            free[oldest].madvise(mmap.MADV_FREE)
 
 
 def _mapped(length: int) -> mmap.mmap:

@@ -105,58 +105,81 @@ def check_experts(experts: NDArray[np.unsignedinteger], num_experts: int, where:
     """
     if experts.size == 0:
         return
-    choices_NK = experts.reshape(-1, experts.shape[2])
-    size = max(1, _BLOCK_BYTES // (choices_NK.shape[1] * choices_NK.itemsize))
-    width = choices_NK.shape[1] * choices_NK.itemsize
-    room, differences = PAGES.empty(2 * size * width), bytearray(size * (width - choices_NK.itemsize))
-    for start in range(0, len(choices_NK), size):
-        block = choices_NK[start : start + size]
-        if _has_repeats(block, room, differences) or int(block.max()) >= num_experts:
-            raise _invalid(experts, num_experts, where, first_row)
+    if int(experts.max()) >= num_experts or _has_repeats(experts.reshape(-1, experts.shape[2])):
+        raise _invalid(experts, num_experts, where, first_row)
 
 
-def slot_planes(choices_NK: NDArray[np.unsignedinteger], room: NDArray[np.uint8]) -> NDArray[np.unsignedinteger]:
-    """The ids as one contiguous plane per slot, ``[K, N]``, the slots in any order. They may lie in ``room``, which has
-    twice the bytes of the ids.
+def _has_repeats(choices_NK: NDArray[np.unsignedinteger]) -> bool:
+    """Whether a row has an id twice."""
+    rows, top_k = choices_NK.shape
+    size = min(rows, max(1, _BLOCK_BYTES // (top_k * choices_NK.itemsize)))
+    whole = rows - rows % size
+    finder = RepeatFinder(size, top_k, choices_NK.dtype)
+    if any(finder.found(choices_NK[start : start + size]) for start in range(0, whole, size)):
+        return True
+    return whole < rows and RepeatFinder(rows - whole, top_k, choices_NK.dtype).found(choices_NK[whole:])
 
-    Rows of 2, 4 or 8 bytes are split as words, half by half, which takes less time than a transposition.
+
+Copy = tuple[NDArray[np.unsignedinteger], NDArray[np.unsignedinteger]]
+"""A target, and a source of wider words of which it takes the low halves."""
+
+
+class RepeatFinder:
+    """Finds rows with an id twice in blocks ``[rows, top_k]``. Its memory is written again for every block.
+
+    The slots are laid out as ``planes`` ``[top_k, rows]``, in any order, and compared plane by plane. Rows of 2, 4 or 8
+    bytes are split as words, half by half, which takes less time than a transposition: a cast keeps the low halves, and
+    words that are read half a word further on have the high halves there.
     """
-    ids, top_k = choices_NK.dtype.itemsize, choices_NK.shape[1]
-    if top_k * ids not in (2, 4, 8) or not choices_NK.flags.c_contiguous or not len(choices_NK):
-        return np.ascontiguousarray(choices_NK.T)
-    words: NDArray[np.unsignedinteger] = choices_NK.reshape(-1).view(f"<u{top_k * ids}")
-    halves = room[: choices_NK.nbytes], room[len(room) // 2 :][: choices_NK.nbytes]
-    while words.itemsize > ids:
-        words = _split_words(words, halves[0])
-        halves = halves[::-1]
-    return words.reshape(top_k, -1)
 
+    def __init__(self, rows: int, top_k: int, dtype: np.dtype[np.unsignedinteger]) -> None:
+        ids, size = dtype.itemsize, rows * top_k * dtype.itemsize
+        room = PAGES.empty(2 * size)
+        one, other = room[:size], room[size:]
+        self._half = top_k * ids // 2 if top_k > 1 and top_k * ids in (2, 4, 8) else 0
+        self._first, self._further, half = _low_and_high(one, self._half), list[Copy](), self._half
+        while half > ids:
+            half //= 2
+            self._further += zip(_low_and_high(other, half), _words(one, half), strict=True)
+            one, other = other, one
+        self.planes = one.view(dtype).reshape(top_k, rows)
+        flat, self._differences = one.view(dtype), bytearray(size)
+        compared = np.frombuffer(self._differences, dtype)
+        self._pairs = [(flat[at:], flat[:-at], compared[:-at]) for at in range(rows, len(flat), rows)]
 
-def _split_words(words: NDArray[np.unsignedinteger], room: NDArray[np.uint8]) -> NDArray[np.unsignedinteger]:
-    """The low halves of all words, then the high halves, in ``room``. Casting keeps the low half, and a word that is
-    read half a word further on has the high half there."""
-    halves = words.view(f"<u{words.itemsize // 2}")
-    split = room.view(halves.dtype)
-    split[: len(words)] = words
-    split[len(words) : -1] = halves[1:-1].view(words.dtype)
-    split[-1] = halves[-1]
-    return split
-
-
-def _has_repeats(choices_NK: NDArray[np.unsignedinteger], room: NDArray[np.uint8], differences: bytearray) -> bool:
-    """Whether a row has an id twice. ``room``: see :func:`slot_planes`; ``differences``: for the ids of all slots but
-    one."""
-    planes = slot_planes(choices_NK, room).reshape(-1)
-    compared = np.frombuffer(differences, planes.dtype)
-    for distance in range(len(choices_NK), len(planes), len(choices_NK)):
-        pairs = len(planes) - distance
-        np.bitwise_xor(planes[distance:], planes[:-distance], out=compared[:pairs])
-        if planes.itemsize == 1:
-            if differences.find(0, 0, pairs) >= 0:  # faster than NumPy's all()
+    def found(self, choices_NK: NDArray[np.unsignedinteger]) -> bool:
+        self.split(choices_NK)
+        for one, other, compared in self._pairs:
+            np.bitwise_xor(one, other, out=compared)
+            if compared.itemsize > 1:
+                if not compared.all():
+                    return True
+            elif self._differences.find(0, 0, len(compared)) >= 0:  # faster than NumPy's all()
                 return True
-        elif not compared[:pairs].all():
-            return True
-    return False
+        return False
+
+    def split(self, choices_NK: NDArray[np.unsignedinteger]) -> None:
+        """Fill ``planes``."""
+        if not self._half or not choices_NK.flags.c_contiguous:
+            self.planes[:] = choices_NK.T
+            return
+        words = _words(choices_NK.reshape(-1).view(np.uint8), self._half)
+        for target, source in (*zip(self._first, words, strict=True), *self._further):
+            np.copyto(target, source, casting="unsafe")
+
+
+def _words(data: NDArray[np.uint8], half: int) -> tuple[NDArray[np.unsignedinteger], ...]:
+    """Words with the low halves of all words, with the high halves of all but the last, and the last high half."""
+    wide = f"<u{2 * half}"
+    return data.view(wide), data[half:-half].view(wide), data[-half:].view(f"<u{half}")
+
+
+def _low_and_high(data: NDArray[np.uint8], half: int) -> tuple[NDArray[np.unsignedinteger], ...]:
+    """Where the halves go: the low ones, the high ones but the last, the last."""
+    if not half:
+        return ()
+    halves = data.view(f"<u{half}")
+    return halves[: len(halves) // 2], halves[len(halves) // 2 : -1], halves[-1:]
 
 
 def _invalid(experts: NDArray[np.unsignedinteger], num_experts: int, where: str, first_row: int) -> RoutingError:
@@ -181,6 +204,15 @@ def _invalid(experts: NDArray[np.unsignedinteger], num_experts: int, where: str,
 
 def validate(routing: Routing, where: str = "routing") -> None:
     """Raises RoutingError unless shapes, dtype, ids, presence and spans of ``routing`` are consistent."""
+    check_form(routing, where)
+    if routing.present.all():
+        check_experts(routing.experts, routing.num_experts, where)
+    else:
+        check_experts(routing.experts[routing.present], routing.num_experts, f"{where} (present rows)")
+
+
+def check_form(routing: Routing, where: str) -> None:
+    """:func:`validate` without a look at the ids."""
     experts, present = routing.experts, routing.present
     if experts.ndim != 3:
         raise RoutingError(f"{where}: experts must be [tokens, moe_layers, top_k], got shape {experts.shape}")
@@ -192,10 +224,6 @@ def validate(routing: Routing, where: str = "routing") -> None:
     if present.dtype != np.bool_ or present.shape != (len(experts),):
         raise RoutingError(f"{where}: present must be bool [{len(experts)}], got {present.dtype} {list(present.shape)}")
     _check_spans(routing, where)
-    if present.all():
-        check_experts(experts, routing.num_experts, where)
-    else:
-        check_experts(experts[present], routing.num_experts, f"{where} (present rows)")
 
 
 def _check_spans(routing: Routing, where: str) -> None:

@@ -198,12 +198,13 @@ def test_directory_in_use_or_below_a_file(
 @pytest.mark.parametrize(
     ("override", "answer"),
     [
+        ("env.name=minni", "unknown environment 'minni': did you mean 'mini'?"),
         ("train.ray_address=127.0.0.1:9", "train.ray_address: 127.0.0.1:9: "),
         ("train.ray_address=head-node", "train.ray_address: head-node: write it as HOST:PORT"),
         ("engine.urls=[http://127.0.0.1:9]", "engine.urls: http://127.0.0.1:9/model_info: "),
     ],
 )
-def test_a_missing_cluster_or_engine_is_told_before_anything_starts(
+def test_a_missing_environment_cluster_or_engine_is_told_before_anything_starts(
     complaint: Complaint, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, local: Local, override: str, answer: str
 ) -> None:
     monkeypatch.setattr(train, "open_rollout_runtime", None)

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from agent_rl.config import RunConfig
-from agent_rl.config.loader import INPUT_PATHS, load_config
+from agent_rl.config.loader import INPUT_PATHS, find_config, load_config, shipped_configs
 from agent_rl.errors import ConfigError
 from agent_rl.train.requests import OptimizerSpec
 
@@ -196,6 +196,7 @@ def test_path_options_of_a_tool_class_are_resolved(project: Path, monkeypatch: p
 def test_shipped_config_and_model_load_by_name(project: Path) -> None:
     shipped = load_config(Path("quickstart"))
     assert shipped == load_config(Path("quickstart.yaml"))
+    assert all(find_config(Path(name)).is_file() for name in shipped_configs()), "a name may contain a dot"
     assert (shipped.model / "model.safetensors").is_file()
     (project / "c.yaml").write_text("base: quickstart\nname: c\n")
     assert load_config(project / "c.yaml").model == shipped.model

@@ -372,3 +372,26 @@ def launch_slurm(
     named = str(config.absolute()) if config.is_file() else str(config)
     path.write_text(slurm_script(loaded, [named, *(overrides or ())], job))
     typer.echo(f"next: sbatch {path}")
+
+
+@app.command("launch k8s")
+def launch_k8s(
+    config: ConfigPath,
+    image: Annotated[str, typer.Option(help="Image with agent-rl, its engine environment and Ray.")],
+    claim: Annotated[str, typer.Option(metavar="NAME:PATH", help="PersistentVolumeClaim, and where pods mount it.")],
+    cpus: Annotated[int, typer.Option(min=1, help="CPUs of a pod.")],
+    memory: Annotated[str, typer.Option(help="Memory of a pod, such as 900Gi.")],
+    overrides: Overrides = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Pods. Default: what the config's GPUs need.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The manifests. Default: NAME.k8s.yaml, with the run's name.")
+    ] = None,
+) -> None:
+    """Write manifests of a Ray cluster for Kubernetes with KubeRay; apply them with kubectl. Never run on a cluster."""
+    from agent_rl.commands.launch_k8s import Pods, manifests, run_command
+    from agent_rl.config.loader import load_config
+
+    loaded = load_config(config, overrides or ())
+    path = out or Path(f"{loaded.name}.k8s.yaml")
+    path.write_text(manifests(loaded, Pods(image, claim, cpus, memory, nodes)))
+    typer.echo(f"next: kubectl apply -f {path}\nthen: {run_command(loaded)}")

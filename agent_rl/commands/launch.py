@@ -42,7 +42,7 @@ def slurm_script(config: RunConfig, arguments: Sequence[str], job: SlurmJob) -> 
     UserError."""
     nodes = job.nodes or planned_nodes(config)
     _check(config, job, nodes)
-    gpus = config.hardware.gpus_per_node if _gpus(config) else 0
+    gpus = config.hardware.gpus_per_node if planned_gpus(config) else 0
     options = [
         f"--job-name={config.name}",
         f"--nodes={nodes}",
@@ -74,10 +74,10 @@ def slurm_script(config: RunConfig, arguments: Sequence[str], job: SlurmJob) -> 
 
 def planned_nodes(config: RunConfig) -> int:
     """The nodes that the config's GPUs fill; one for a run on CPUs."""
-    return max(1, -(-_gpus(config) // config.hardware.gpus_per_node))
+    return max(1, -(-planned_gpus(config) // config.hardware.gpus_per_node))
 
 
-def _gpus(config: RunConfig) -> int:
+def planned_gpus(config: RunConfig) -> int:
     """GPUs of the workers and of the engines that the run starts; 0 where the config plans none."""
     engine = config.engine
     if config.hardware.gpu_memory_gb is None:
@@ -92,6 +92,11 @@ def _check(config: RunConfig, job: SlurmJob, nodes: int) -> None:
     for option in job.options:
         if not option.startswith("-") or "\n" in option:
             raise UserError(f"--option {option!r}: write an option of sbatch on one line, for example --partition=gpu")
+    check_placement(config, nodes)
+
+
+def check_placement(config: RunConfig, nodes: int) -> None:
+    """Raise UserError for a config that does not fit a Ray of its own on ``nodes`` nodes."""
     if config.train.ray_address is not None:
         raise UserError(f"train.ray_address is {config.train.ray_address}: remove it; the job starts its own Ray")
     if nodes > 1 and config.engine.placement == "local" and not (config.engine.urls or config.engine.urls_file):

@@ -35,7 +35,7 @@ def shipped_configs() -> dict[str, str]:
 
 def find_config(name: Path, directory: Path = Path()) -> Path:
     """The file ``name`` in ``directory``, else the shipped config of that name. ``.yaml`` may be omitted."""
-    shipped = CONFIGS / name.with_suffix(".yaml")
+    shipped = CONFIGS / f"{name.as_posix().removesuffix('.yaml')}.yaml"
     if (directory / name).is_file() or name.parent not in (Path(), Path("recipes")) or not shipped.is_file():
         return directory / name
     return shipped

@@ -8,7 +8,7 @@
             episode. A payload is a line of JSON, followed by the bytes of a trajectory or turn. The line of a resumed
             episode has its number of replayed turns, that of a restarted episode the reason
 
-Files are append-only, with one write per frame. A kill damages at most the last frame; reading stops there, and the
+Files are append-only. A kill damages at most the last frame; reading stops there, and the
 next writer truncates it. Frames are not synced to disk: a killed process loses nothing that it wrote. A machine that
 loses power loses the work of seconds, which is sampled again, because a damaged frame fails its CRC.
 
@@ -37,7 +37,7 @@ from typing import IO, Any
 
 from agent_rl.rollout import records
 from agent_rl.rollout.group import EpisodeRunner
-from agent_rl.rollout.jsonl_zst import encode_frame, read_frames
+from agent_rl.rollout.jsonl_zst import frame_head, read_frames
 from agent_rl.rollout.records import decode_trajectory, encode_trajectory
 from agent_rl.rollout.turn_log import LoggedRunner, LoggedTurn, decode_turn, encode_turn
 from agent_rl.types import StopReason, Trajectory
@@ -148,7 +148,7 @@ class Journal:
                 self._file.truncate(existing.end)
                 self._file.seek(existing.end)
             else:  # before any episode that finishes meanwhile
-                self._append(encode_frame(json.dumps({**self._header, "step": step, "weights": weights}).encode()))
+                self._append(json.dumps({**self._header, "step": step, "weights": weights}).encode())
         return sum(frame.step == step for frames in self._unread.values() for frame in frames) if existing else 0
 
     async def wait_usable(self, position: int) -> None:
@@ -169,7 +169,7 @@ class Journal:
         """Record the positions of the batch of ``step``."""
         if not self.recorded_batch(step):
             with self._writing:
-                self._append(encode_frame(json.dumps({"batch": list(positions)}).encode() + b"\n"))
+                self._append(json.dumps({"batch": list(positions)}).encode() + b"\n")
 
     def runner(self, position: int, run: LoggedRunner, oldest: int = 0) -> EpisodeRunner:
         """``run``, but it returns recovered trajectories of ``position`` first and journals new ones.
@@ -309,19 +309,19 @@ class Journal:
         self._append_entry({"position": position, "episode": episode.key, "anew": anew})
 
     def _append_entry(self, line: Mapping[str, Any], data: bytes = b"") -> _Frame:
-        payload = encode_frame(json.dumps(line).encode() + b"\n" + data)
         with self._writing:
             step = self._step
             self._positions[step].add(line["position"])
-            end = self._append(payload)
+            end = self._append(json.dumps(line).encode() + b"\n", data)
             self._count(step, line)
         return _Frame(step, end - len(data), len(data))
 
-    def _append(self, frame: bytes) -> int:
-        """Append to the file of the step; returns the new end of the file."""
+    def _append(self, *payload: bytes) -> int:
+        """Append a frame to the file of the step; returns the new end of the file. The parts of ``payload`` are not
+        joined, which would copy them."""
         assert self._file is not None, "a step was begun"
         try:
-            _write_all(self._file, frame)
+            _write_all(self._file, frame_head(*payload), *payload)
         except OSError as error:
             raise disk_error(self._path(self._step), error) from error
         return self._file.tell()
@@ -375,11 +375,12 @@ def _versions(turns: Sequence[LoggedTurn]) -> Iterator[int]:
     return (int(span.version) for turn in turns for completion in turn.completions for span in completion.versions)
 
 
-def _write_all(file: IO[bytes], data: bytes) -> None:
-    start, view = file.tell(), memoryview(data)
+def _write_all(file: IO[bytes], *parts: bytes) -> None:
+    start = file.tell()
     try:
-        while view:
-            view = view[file.write(view) :]
+        for view in map(memoryview, parts):
+            while view:
+                view = view[file.write(view) :]
     except OSError:
         # Frames after a damaged frame would be lost.
         with suppress(OSError):

@@ -52,6 +52,11 @@ class _Engine:
         return bucket.size
 
 
+class _Server(ThreadingHTTPServer):
+    request_queue_size = 1024  # the trainer calls all engines at once
+    daemon_threads = True
+
+
 class FakeEngines:
     """``count`` servers of ``ranks`` GPUs each, for a model with the tensors ``expected`` in precision ``dtype``.
 
@@ -93,8 +98,7 @@ class FakeEngines:
 
             def log_message(self, *_: Any) -> None: ...
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
+        self._server = _Server(("127.0.0.1", 0), Handler)
 
     @property
     def urls(self) -> tuple[str, ...]:

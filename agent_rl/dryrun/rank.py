@@ -125,12 +125,12 @@ def _run(job: RankJob, environment: RankEnvironment, progress: RankProgress) -> 
         rank._state.snapshot()
     _assign_state_owners(rank, usage)
     progress.static = usage.allocated
+    collectives.gather_objects = partial(_one_peer_swaps, job.rank, train.parallel.world_size)
     with usage.phase(STEP_PHASES[0]):
         rank.grpo(samples, [share], StepRequest(job.config, measure_without_replay=False), shards)
     gc.collect()
     progress.retained = usage.allocated - progress.static
-    if ranks.pipeline_size > 1:
-        collectives.gather_objects = partial(_specs_of_all_stages, model)
+    collectives.gather_objects = partial(_specs_of_all_stages, model) if ranks.pipeline_size > 1 else None
     with usage.phase(WEIGHT_PHASES[0], owner="copies"):
         deque(model.export_weights(), maxlen=0)
     _publish(job, rank, environment)
@@ -175,6 +175,15 @@ def _assign_state_owners(rank: Any, usage: UsageRecorder) -> None:
     for owner, tensors in state:
         usage.assign_owner(owner, (tensor.untyped_storage() for tensor in tensors))
     usage.assign_unowned("other state")
+
+
+def _one_peer_swaps(rank: int, ranks: int, own: tuple[Any, Any]) -> list[Any]:
+    """Returns what ranks announce when experts move (before, after): another rank has what this one needs, and needs
+    what this one has."""
+    before, after = own
+    swaps: list[Any] = [({}, {})] * ranks
+    swaps[rank], swaps[(rank + 1) % ranks] = own, (after, before)
+    return swaps
 
 
 def _specs_of_all_stages(model: PolicyModel, own: list[Any]) -> list[Any]:
@@ -222,7 +231,7 @@ def _last_stage_output(phase: str, tokens: int) -> Any:
     from agent_rl.train.step import SUMS
 
     if phase == "update":
-        return dict.fromkeys((*SUMS, "critic_loss", "critic_clipped"), 0.0)
+        return {name: torch.zeros((), device="cuda") for name in (*SUMS, "critic_loss", "critic_clipped")}
     return torch.zeros(tokens, device="cuda"), None, torch.zeros(tokens, device="cuda")
 
 

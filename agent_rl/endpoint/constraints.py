@@ -5,6 +5,7 @@
     tool_choice required, or a tool          a call of an offered tool, or of that tool
     response_format without tools, or none   JSON of the schema
     response_format with tools               either
+    strict tools that may be called          text; after the beginning of a call of such a tool, a call of its schema
 
 The endpoint begins such a reply with the tokens with which every such call begins; the engine samples the rest, under
 the grammar if it has one. For example in the format hermes for the named tool ``bash``::
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from itertools import takewhile
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from agent_rl.endpoint.messages import ChatRequest, RequestRejected
 from agent_rl.engine.grammars import convert
@@ -25,22 +26,29 @@ from agent_rl.engine.types import Engine
 from agent_rl.errors import GrammarRefused, GrammarsUnsupported
 from agent_rl.types import TokenIds
 from tools import Reasoning, ToolCall, ToolCallFormat
-from tools.formats.grammars import json_value, literal, one_of, sequence, without_rules
+from tools.formats.grammars import call_parts, dispatch, json_value, literal, one_of, sequence, without_rules
 from tools.types import ConstrainsCalls, Form, WritesTurns
 
 _EXAMPLES: tuple[dict[str, str], ...] = ({}, {"a": "b"}, {"Z": ""})
 """Arguments of which no two begin alike, so that the common beginning of the calls ends before the arguments."""
 
 
-async def grammar_of(engine: Engine, fmt: ToolCallFormat, request: ChatRequest) -> str | None:
-    """The grammar of the reply to ``request``; None if it may say anything, or if only its opening can be forced.
+class Constraint(NamedTuple):
+    """The ``grammar`` of a reply: from its beginning, or from the first of ``heads`` on."""
+
+    grammar: str
+    heads: tuple[str, ...] = ()
+
+
+async def constraint_of(engine: Engine, fmt: ToolCallFormat, request: ChatRequest) -> Constraint | None:
+    """The constraint of the reply to ``request``; None if it may say anything, or if only its opening can be forced.
 
     The calls of a tool follow its schema; if no grammar expresses that and the tool is not strict, they have its
     arguments with any JSON as values. Raises RequestRejected for what can be neither constrained nor forced.
     """
     forced = request.tool_choice == "required"
     if not forced and request.response_schema is None:
-        return None
+        return await _strict_calls(engine, fmt, request)
     if forced and not isinstance(fmt, ConstrainsCalls):
         return None
     called = _called(request)
@@ -48,7 +56,7 @@ async def grammar_of(engine: Engine, fmt: ToolCallFormat, request: ChatRequest) 
     refusal = ""
     for without in ([], free) if free else ([],):
         try:
-            return await convert(engine, _form(fmt, request, called, without))
+            return Constraint(await convert(engine, _form(fmt, request, called, without)))
         except (GrammarRefused, ValueError) as error:
             refusal = str(error)
         except GrammarsUnsupported as error:
@@ -57,6 +65,20 @@ async def grammar_of(engine: Engine, fmt: ToolCallFormat, request: ChatRequest) 
             raise RequestRejected("bad", f"response_format: {error}") from None
     where = "tool_choice" if forced else "response_format"
     raise RequestRejected("bad", f"{where}: no grammar expresses the schema: {refusal}")
+
+
+async def _strict_calls(engine: Engine, fmt: ToolCallFormat, request: ChatRequest) -> Constraint | None:
+    """Text in which what follows the beginning of a call of a strict tool has its schema."""
+    strict = [(name, schema) for name, schema in _called(request).items() if name in request.strict_tools]
+    if not strict or not isinstance(fmt, ConstrainsCalls):
+        return None
+    try:
+        calls = dict(call_parts(fmt.call_form(name, schema)) for name, schema in strict)
+        return Constraint(await convert(engine, dispatch(calls)), tuple(calls))
+    except (GrammarRefused, ValueError) as error:
+        raise RequestRejected("bad", f"tools: a strict tool: no grammar expresses the schema: {error}") from None
+    except GrammarsUnsupported:
+        return None
 
 
 def _called(request: ChatRequest) -> dict[str, Any]:

@@ -328,8 +328,8 @@ class DialectApp:
             async with self._endpoint.turn:
                 await asyncio.sleep(0)
                 chat_request = self._dialect.read(body)
-            grammar = None if self._counting else await session.grammar(chat_request)
-            node = None if self._counting else session.begin(chat_request, grammar)
+            constraint = None if self._counting else await session.constraint(chat_request)
+            node = None if self._counting else session.begin(chat_request, constraint)
             if node is None:
                 await _send(send, 200, {"input_tokens": session.count_tokens(chat_request)})
                 return

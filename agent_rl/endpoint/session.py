@@ -12,9 +12,9 @@ from typing import Any, Protocol
 
 from agent_rl.config import RolloutConfig
 from agent_rl.config.rollout import TrainIfConfig
-from agent_rl.endpoint.constraints import forced_opening, grammar_of
+from agent_rl.endpoint.constraints import Constraint, constraint_of, forced_opening
 from agent_rl.endpoint.messages import ChatRequest, ChatResponse, Finish, RequestRejected, with_read_calls
-from agent_rl.endpoint.stop_sequences import PIECE, find_stop, tokens_until_stop
+from agent_rl.endpoint.stop_sequences import PIECE, find_stop, tokens_of, tokens_until_stop
 from agent_rl.endpoint.training_rules import RequestKind, apply_training_rules
 from agent_rl.engine.types import Engine
 from agent_rl.errors import EngineAborted, EngineError, TemplateError
@@ -22,7 +22,7 @@ from agent_rl.rollout.conversation_tree import ChatMessage, ConversationTree, No
 from agent_rl.rollout.episode import MAX_ABORTS, EpisodeRules
 from agent_rl.rollout.initial_prompt import Renderer, build_initial_prompt
 from agent_rl.rollout.thoughts import ThoughtLength, TurnBudget, measure_thoughts
-from agent_rl.types import FinishReason, SamplingParams, StopReason, Turn
+from agent_rl.types import Completion, FinishReason, SamplingParams, StopReason, TokenIds, Turn
 from tools import ParsedTurn, ToolCall, ToolCallFormat, ToolResult, ToolSet, parse_turn
 
 _BYTES_A_TOKEN, _SPARE_BYTES = 16, 64 << 10
@@ -153,7 +153,8 @@ class Session:
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._stats: dict[Node, _ReplyStats] = {}
         self._kinds: dict[Node, RequestKind] = {}
-        self._grammars: dict[Node, str | None] = {}
+        self._constraints: dict[Node, Constraint | None] = {}
+        self._constrained_from: dict[Node, int] = {}  # the first token of the reply under its grammar
         self._sampling: dict[Node, asyncio.Task[None]] = {}
         self._started = time.perf_counter()
         self.reading = asyncio.Semaphore(_BODIES_AT_ONCE)  # held while a request's body is read
@@ -172,30 +173,31 @@ class Session:
                 "full", "the conversation fills the context", tokens=size // _BYTES_A_TOKEN, limit=self.context
             )
 
-    async def grammar(self, request: ChatRequest) -> str | None:
-        """The grammar of the reply to ``request``, for :meth:`begin`; None if it has none. Raises RequestRejected."""
+    async def constraint(self, request: ChatRequest) -> Constraint | None:
+        """That of the reply to ``request``, for :meth:`begin`; None if it has none. Raises RequestRejected."""
         try:
-            return await grammar_of(self.engine, self.rendering.fmt, request)
+            return await constraint_of(self.engine, self.rendering.fmt, request)
         except EngineError as error:
             self._fail(error)
             raise RequestRejected("ended", f"the episode is over: {error}") from error
 
-    def begin(self, request: ChatRequest, grammar: str | None = None) -> Node:
+    def begin(self, request: ChatRequest, constraint: Constraint | None = None) -> Node:
         """Start to sample a reply, or return the undelivered reply to an identical earlier request. Then await
         :meth:`sampling`, and call :meth:`leave` in any case. Raises RequestRejected."""
         self._check_open()
-        node = self._find_or_start(request, grammar)
+        node = self._find_or_start(request, constraint)
         self._stats[node].clients += 1
         return node
 
-    def _find_or_start(self, request: ChatRequest, grammar: str | None) -> Node:
+    def _find_or_start(self, request: ChatRequest, constraint: Constraint | None) -> Node:
         plan = self._plan_request(request)
         for node in plan.undelivered:
             if not self._stats[node].clients:
                 return node
         renderer, opening = self.rendering.renderer, list[int]()
+        at_once = constraint is not None and not constraint.heads
         if self.resumable:
-            opening = forced_opening(renderer, self.rendering.fmt, request, constrained=grammar is not None)
+            opening = forced_opening(renderer, self.rendering.fmt, request, constrained=at_once)
         if (tokens := len(plan.prompt) + len(opening)) >= self.context:
             self.context_full = True
             raise RequestRejected("full", "the conversation fills the context", tokens=tokens, limit=self.context)
@@ -206,7 +208,9 @@ class Session:
         node = self.tree.begin(plan, request.stops, opening)
         self._stats[node] = _ReplyStats(time.perf_counter() - self._started)
         self._kinds[node] = RequestKind.of(request)
-        self._grammars[node] = grammar
+        self._constraints[node] = constraint
+        if at_once:
+            self._constrained_from[node] = len(renderer.end_of_thoughts) if renderer.reasoning.prompt_opens else 0
         self._sampling[node] = asyncio.create_task(
             self._sample(node, request, self.tree.tokens(node)), name=f"reply-{self.name}-{node.number}"
         )
@@ -339,13 +343,14 @@ class Session:
         stats, limits, aborts = self._stats[node], self.rules.rollout, 0
         new_tokens = min(request.max_tokens or limits.max_new_tokens, limits.max_new_tokens)
         renderer, context = self.rendering.renderer, self.context - node.prompt
-        constrained = bool(node.opening) or self._grammars[node] is not None
+        constrained = bool(node.opening) or node in self._constrained_from
         budget = TurnBudget(renderer, None if constrained else limits.max_thinking_tokens, new_tokens, context)
         while aborts <= MAX_ABORTS:
             if closing := budget.close_thoughts(node.sampled):
                 self.tree.insert(node, closing)
                 prompt = self.tree.tokens(node)
-            if request.stops and self.resumable:
+            heads = self._awaited_heads(node)
+            if (request.stops or heads) and self.resumable:
                 budget.request = min(budget.request, PIECE)
             completion = await self.engine.generate(
                 array("i", prompt.tobytes()),
@@ -354,6 +359,7 @@ class Session:
                 session=self.name,
             )
             before = node.reply_tokens
+            completion = self._until_strict_call(node, [*before, *completion.tokens], heads, completion)
             if request.stops and (kept := tokens_until_stop(renderer, [*before, *completion.tokens], request.stops)):
                 completion = completion.stopped_after(kept - len(before))
             stats.cached = stats.cached or completion.cached_tokens
@@ -369,12 +375,28 @@ class Session:
     def _sampling_params(self, node: Node, new_tokens: int) -> SamplingParams:
         """Those of the next request of the reply. Its grammar continues after the tokens that the reply has."""
         params = self.rules.sampling(new_tokens, self.rendering.stop_token_ids)
-        if (grammar := self._grammars[node]) is None:
+        if (constraint := self._constraints[node]) is None or node not in self._constrained_from:
             return params
-        renderer = self.rendering.renderer
-        before = len(renderer.end_of_thoughts) if renderer.reasoning.prompt_opens else 0
         mask = self.rules.masks and params.temperature > 0
-        return replace(params, keep_mask=mask, grammar=grammar, grammar_prefix=len(node.reply_tokens) - before)
+        prefix = len(node.reply_tokens) - self._constrained_from[node]
+        return replace(params, keep_mask=mask, grammar=constraint.grammar, grammar_prefix=prefix)
+
+    def _awaited_heads(self, node: Node) -> tuple[str, ...]:
+        """The texts after which the rest of the reply has a grammar; empty if it has none, or has it already."""
+        constraint = self._constraints[node]
+        return constraint.heads if constraint and self.resumable and node not in self._constrained_from else ()
+
+    def _until_strict_call(
+        self, node: Node, tokens: TokenIds, heads: tuple[str, ...], completion: Completion
+    ) -> Completion:
+        """``completion``, the end of the reply's ``tokens``, up to the beginning of a call with one of ``heads``; from
+        there on the reply has its grammar."""
+        renderer = self.rendering.renderer
+        if not heads or (found := find_stop(renderer.decode(tokens), heads, renderer.reasoning)) is None:
+            return completion
+        self._constrained_from[node], kept = tokens_of(renderer, tokens, found)
+        cut = completion.stopped_after(kept - len(tokens) + len(completion.tokens))
+        return replace(cut, finish=FinishReason.ABORT, interrupted=True)
 
     def _response(self, node: Node, request: ChatRequest, spoken: ParsedTurn) -> ChatResponse:
         stats = self._stats[node]

@@ -1,4 +1,4 @@
-"""Ends a reply at the first stop sequence of its request.
+"""Ends a reply at the first stop sequence of its request, and finds where a strict call begins.
 
 An engine without a tokenizer cannot search for text. So a request with stop sequences is sampled in pieces of
 :data:`PIECE` tokens, and the text of the reply is searched after each piece. Tokens after the one that completes a stop
@@ -12,7 +12,7 @@ separated by ``|``::
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -51,3 +51,12 @@ def tokens_until_stop(renderer: Renderer, tokens: TokenIds, stops: Sequence[str]
     until_stop = text[: found.end]
     shorter = range(1, len(tokens))
     return 1 + bisect_left(shorter, True, key=lambda length: renderer.decode(tokens[:length]).startswith(until_stop))
+
+
+def tokens_of(renderer: Renderer, tokens: TokenIds, found: FoundStop) -> tuple[int, int]:
+    """The number of the token with the first character of ``found``, and how many ``tokens`` say nothing after it."""
+
+    def until(end: int) -> int:
+        return bisect_right(range(len(tokens)), end, key=lambda length: len(renderer.decode(tokens[:length]))) - 1
+
+    return until(found.start), until(found.end)

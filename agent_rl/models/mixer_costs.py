@@ -39,9 +39,10 @@ class MixerCost:
     """The cost of one layer's mixer.
 
     - FLOPs of a forward pass over n tokens: ``projections`` n + ``token`` n + ``pair`` n (n + 1).
-    - Numbers that autograd stores of a token: ``projected`` by projections; ``core`` inside of attention and
-      ``core_float32`` in float32, or ``core_inputs`` to compute both again; ``joined``, the input of the output
-      projection. ``gathered``: keys and values, which context ranks exchange.
+    - Numbers that autograd stores of a token: ``projected`` by projections, and ``regrouped`` by ranks with several
+      groups of heads; ``core`` inside of attention and ``core_float32`` in float32, or ``core_inputs`` to compute both
+      again; ``joined``, the input of the output projection, which with a GPU's kernel is the ``attended`` part of
+      ``core``. ``gathered``: keys and values, which context ranks exchange.
     - Engine: ``cached`` numbers per token of the last ``window`` (0: of all), and ``state_float32`` and ``state``
       numbers per sequence, in ``heads`` that engines divide among GPUs.
     """
@@ -51,9 +52,11 @@ class MixerCost:
     pair: int = 0
     token: int = 0
     projected: int = 0
+    regrouped: int = 0
     core: int = 0
     core_inputs: int = 0
     core_float32: int = 0
+    attended: int = 0
     gathered: int = 0
     cached: int = 0
     heads: int = 1
@@ -93,9 +96,10 @@ def _grouped(model: ModelSpec, window: int) -> MixerCost:
         joined=query + query * model.output_gate,
         pair=0 if window else 2 * query,
         token=4 * query * window,
-        # Queries are stored twice: projected together with keys and values, and separately as input of their norm.
-        projected=2 * query + 2 * key + query * model.output_gate,
+        projected=query + 2 * key + query * model.output_gate,
+        regrouped=query,  # the queries of several groups are copied for their norm; those of one are a view
         core=2 * query + key,
+        attended=query,
         core_inputs=query + key,
         gathered=2 * key,
         cached=2 * key,

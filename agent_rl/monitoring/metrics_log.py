@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -14,15 +13,14 @@ import orjson
 
 from agent_rl.monitoring.metrics import check_registered
 from agent_rl.monitoring.sinks import Sink
-from agent_rl.utils.run_files import write_atomic
+from agent_rl.utils.run_files import LineFile, read_lines
 
 
 class MetricsLog:
     """Appends the metrics of steps, and drops those after the step from which a run resumes.
 
-    Every step appends its row with one write and syncs it to the disk. A kill may leave a part of the last row, which
-    readers ignore and the next row replaces. ``sinks`` are opened at the first step. A sink that fails is closed and
-    reported with ``note``; it does not end the run.
+    ``sinks`` are opened at the first step. A sink that fails is closed and reported with ``note``; it does not end the
+    run.
     """
 
     def __init__(
@@ -31,9 +29,8 @@ class MetricsLog:
         sinks: Mapping[str, Callable[[], Sink]] | None = None,
         note: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self._path = run_dir / "metrics.jsonl"
+        self._file = LineFile(run_dir / "metrics.jsonl")
         self._rows: list[dict[str, float]] = read_metrics(run_dir)
-        self._size = len(_complete(self._path.read_bytes())) if self._path.exists() else 0
         self._unopened, self._note = dict(sinks or {}), note
         self._sinks: dict[str, Sink] = {}
         self._writing = threading.Lock()  # close() may run while a thread writes a row
@@ -45,16 +42,14 @@ class MetricsLog:
     def forget_after(self, step: int) -> None:
         """Drop the rows of steps after ``step``, which will be repeated."""
         self._rows = [row for row in self._rows if row["step"] <= step]
-        data = b"".join(map(_line, self._rows))
-        write_atomic(self._path, data)
-        self._size = len(data)
+        self._file.rewrite(map(_line, self._rows))
 
     def append(self, step: int, values: Mapping[str, float]) -> None:
         """Write the row of ``step`` with the current time. Raises AgentRlError for an unregistered metric."""
         row = {"step": step, **{name: float(value) for name, value in values.items()}, "time/ended": time.time()}
         check_registered(row.keys() - {"step"})
         self._rows.append(row)
-        self._write(_line(row))
+        self._file.append(_line(row))
         written = {name: value for name, value in row.items() if name != "step"}
         with self._writing:
             for name in list(self._unopened):
@@ -80,34 +75,14 @@ class MetricsLog:
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             self._note(f"monitoring.sinks: {name} failed and is disabled: {reason}")
 
-    def _write(self, line: bytes) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("ab") as file:
-            file.truncate(self._size)  # what a kill or a full disk left of a row
-            file.write(line)
-            file.flush()
-            os.fsync(file.fileno())
-        self._size += len(line)
-
 
 def read_metrics(run_dir: Path) -> list[dict[str, float]]:
-    """The rows of a run's ``metrics.jsonl``; empty if the file does not exist."""
-    path = run_dir / "metrics.jsonl"
-    return parse_metrics(path.read_bytes()) if path.exists() else []
-
-
-def parse_metrics(data: bytes) -> list[dict[str, float]]:
-    """The complete rows of a ``metrics.jsonl``. Raises orjson.JSONDecodeError for a damaged one."""
-    return [_finite(orjson.loads(line)) for line in _complete(data).splitlines()]
+    """The rows of a run's ``metrics.jsonl``, none without it. Raises orjson.JSONDecodeError for a damaged one."""
+    return [_finite(orjson.loads(line)) for line in read_lines(run_dir / "metrics.jsonl")]
 
 
 def _line(row: Mapping[str, float]) -> bytes:
     return orjson.dumps(row) + b"\n"
-
-
-def _complete(data: bytes) -> bytes:
-    """``data`` without a last line that does not end."""
-    return data[: data.rfind(b"\n") + 1]
 
 
 def _finite(row: dict[str, float | None]) -> dict[str, float]:

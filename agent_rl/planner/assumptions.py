@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -24,7 +25,13 @@ _PAPER_MOE = (
 )
 """Turns, tokens and sampled tokens of an episode of mini, the longest over the mean, and the share that is trained."""
 _ENERGY = "fitted to ML.ENERGY's vLLM figures of Qwen3-30B-A3B and 235B on H100s (github.com/ml-energy/leaderboard)"
+_SYNC = "measured: 18,867 tensors in benchmarks/bench_sync_tensors.py, on two EPYC cores"
+_THREADS = "measured: two threads take 0.88 to 1.11 times as long as one in quickstart and paper-small"
 _GUESS = "a guess"
+_OPERATIONS = 3.9e-5
+"""Seconds of a call in :func:`slowdown` on the two EPYC cores on which speeds were measured."""
+_POWERS = {"s ": 1, "FLOP/s": -1, "bytes/s of the optimizer": -1}
+"""The power of a processor's slowness by the beginning of a unit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +66,15 @@ class Assumptions:
         rows = (*_episode(config), *_sandbox(config), *(_GPU if device == "cuda" else (*_CPU, *_machine(config))))
         return cls({row.name: row for row in rows})
 
+    def slowed(self, factor: float) -> Assumptions:
+        """The same assumptions on processors that take ``factor`` times as long."""
+        rows = {}
+        for name, row in self.values.items():
+            power = next((power for unit, power in _POWERS.items() if row.unit.startswith(unit)), 0)
+            source = f"x {factor**power:.2f}, this machine's speed now; {row.source}" if power else row.source
+            rows[name] = replace(row, value=row.value * factor**power, source=source)
+        return Assumptions(rows)
+
     def overridden(self, settings: Sequence[str]) -> Assumptions:
         """The same assumptions with ``settings``, each ``name=value``. Raises UserError."""
         values = {}
@@ -73,6 +89,25 @@ class Assumptions:
             if not 0 <= values[name] < math.inf:
                 raise UserError(f"--assume {setting}: must be finite and not negative")
         return self.changed("--assume", **values)
+
+
+def slowdown(seconds: float = 1.5) -> float:
+    """How many times as long as on the machine of the measurements above a decode step's operations take here now, with
+    whatever else this machine does. Takes ``seconds`` and loads torch."""
+    import torch
+    from torch.nn.functional import linear, rms_norm
+
+    rows, weight, scale = (torch.ones(size, dtype=torch.bfloat16) for size in ((4, 128), (128, 128), (128,)))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    calls, began = 0, time.perf_counter()
+    with torch.inference_mode():
+        while (spent := time.perf_counter() - began) < seconds:
+            for _ in range(100):
+                rms_norm(linear(rows, weight) + rows, (128,), scale)
+            calls += 100
+    torch.set_num_threads(threads)
+    return spent / calls / _OPERATIONS
 
 
 def _row(name: str, value: float, unit: str, source: str) -> Assumption:
@@ -130,17 +165,17 @@ def _machine(config: RunConfig) -> tuple[Assumption, ...]:
 
 
 _BOTH = (
-    _row("sync_bucket", 0.06, "s of a bucket of a weight sync", "measured: benchmarks/bench_weight_sync.py"),
-    _row("sync_tensor", 1e-4, "s of a tensor of a weight sync", "measured: steps of configs/paper-small.yaml"),
     _row("checkpoint_blocks", 0.04, "of a checkpoint's writing time", "measured: benchmarks/bench_checkpoint.py"),
     _row("disk", 1e9, "bytes/s", _GUESS),
 )
 _CPU = (
     *_BOTH,
+    _row("sync_bucket", 0.06, "s of a bucket of a weight sync", "measured: benchmarks/bench_weight_sync.py"),
+    _row("sync_tensor", 1e-4, "s of a tensor of a weight sync", "measured: steps of configs/paper-small.yaml"),
     _row("loop_turn", 0.009, "s of the loop and the engine's HTTP server for a turn", _FIT),
     _row("trainer_flops", 57e9, "FLOP/s of one thread in float32", _BENCH),
     _row("trainer_copy", 4.1e-7, "s of a token's copy to an expert, a thread", _BENCH),
-    _row("trainer_serial", 0.6, "of a thread's time, the same with more threads", _FIT),
+    _row("trainer_serial", 0.8, "of a thread's time, the same with more threads", _THREADS),
     _row("adam", 1e10, "bytes/s of the optimizer's state", _BENCH),
     _row("adam_tensor", 2.4e-5, "s of a tensor in an update", _BENCH),
     _row("engine_layer", 0.002, "s of a layer in a decode step", _FIT),
@@ -158,6 +193,8 @@ _CPU = (
 )
 _GPU = (
     *_BOTH,
+    _row("sync_bucket", 0.024, "s of a bucket of a weight sync", _SYNC),
+    _row("sync_tensor", 6.4e-5, "s of a tensor of a weight sync", _SYNC),
     _row("loop_turn", 0.0025, "s of the loop for a turn", "measured: benchmarks/bench_http.py and bench_loop.py"),
     _row("products", 0.2, "of the peak FLOP/s, traffic between experts included", "Megatron Bridge 25.11 on H100s: "
          "0.15 (gpt-oss-120b, bfloat16) to 0.24 (Qwen3-235B-A22B, float8)"),

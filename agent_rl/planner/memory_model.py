@@ -257,7 +257,8 @@ def layer_bytes(model: ModelSpec, train: TrainConfig, tokens: int, *, layer: int
     norms = 2 if "layernorm" in recomputed else 4  # inputs, and unless they are computed again outputs, of both norms
     residual = norms * model.hidden * width * own
     mixer, moe = mixer_cost(model, layer), model.moe[layer]
-    attention = (mixer.projected + mixer.joined) * width * tokens // tensor
+    regrouped = mixer.regrouped * (model.kv_heads > tensor)
+    attention = (mixer.projected + regrouped + mixer.joined) * width * tokens // tensor
     if "core_attn" in recomputed:
         attention += mixer.core_inputs * width * tokens // tensor
     else:
@@ -278,7 +279,8 @@ def layer_bytes(model: ModelSpec, train: TrainConfig, tokens: int, *, layer: int
 def _core_bytes(model: ModelSpec, mixer: MixerCost, train: TrainConfig, tokens: int, device: str) -> int:
     """Returns the bytes that the core of a mixer stores: what its kernel stores, and what context ranks exchange."""
     width, tensor, ranks = BYTES[train.dtype], train.parallel.tensor, train.parallel.context
-    core = (mixer.core * width + mixer.core_float32 * 4) * tokens // tensor
+    shared = mixer.attended * (device == "cuda" and train.dtype == "bfloat16")
+    core = ((mixer.core - shared) * width + mixer.core_float32 * 4) * tokens // tensor
     if mixer.core:
         core += 4 * model.heads * tokens // tensor  # the log-sums of softmax
     if ranks > 1 and mixer.gathered:
@@ -314,10 +316,12 @@ def _one_layer(model: ModelSpec, train: TrainConfig, tokens: int, device: str) -
     embedding = model.vocab_size * model.hidden // parallel.tensor
     sent = 2 * rows * model.hidden * (parallel.expert > 1)  # before and after the exchange between expert ranks
     temporary = (rows * (2 * model.hidden + 3 * inner) + sent + max(weight, embedding)) * width
-    if train.recompute != "full":
-        return temporary
-    layers = range(model.num_layers)
-    return temporary + max(layer_bytes(model, train, tokens, layer=layer, device=device) for layer in layers)
+    kept, whole = train.recompute != "full", train.model_copy(update={"recompute": "none"})
+    return temporary + max(
+        layer_bytes(model, whole, tokens, layer=layer, device=device)
+        - kept * layer_bytes(model, train, tokens, layer=layer, device=device)
+        for layer in range(model.num_layers)
+    )
 
 
 def kv_bytes_per_token(model: ModelSpec, dtype: str, tensor: int = 1) -> int:

@@ -15,8 +15,8 @@ import orjson
 from agent_rl.config import RunConfig
 from agent_rl.config.loader import load_config
 from agent_rl.errors import UserError
-from agent_rl.monitoring.metrics_log import parse_metrics
-from agent_rl.planner.assumptions import Assumptions
+from agent_rl.monitoring.metrics_log import read_metrics
+from agent_rl.planner.assumptions import Assumptions, slowdown
 from agent_rl.planner.known_models import planned_model
 from agent_rl.planner.plan import PhaseTime, RunPlan, TimePlan
 from agent_rl.planner.planner import planned_device
@@ -42,7 +42,8 @@ def predict_time(
     plan: RunPlan, config: RunConfig, *, tokens: int | None, settings: Sequence[str], run: Path | None
 ) -> RunPlan:
     """``plan`` with its duration; ``tokens``: mean length of an episode; ``settings``: assumptions as name=value.
-    Raises UserError. A plan with problems has no duration."""
+    On CPUs this machine's speed is measured, unless ``run`` tells it. Raises UserError. A plan with problems has no
+    duration."""
     if plan.problems:
         return plan
     assume = Assumptions.of(config, plan.device)
@@ -55,6 +56,8 @@ def predict_time(
         predicted = plan_time(of_run, model, device, Assumptions.of(of_run, device).changed(name, **measured))
         factors = phase_factors(predicted, values)
         assume = assume.changed(name, **measured)
+    elif plan.device == "cpu":
+        assume = assume.slowed(slowdown())
     if tokens is not None:
         factor = tokens / assume["tokens"]
         scaled = {name: factor * assume[name] for name in ("tokens", "sampled_tokens", "prompt_tokens")}
@@ -70,12 +73,14 @@ def step_means(run: Path) -> dict[str, float]:
     """The mean of each metric over the steps of ``run`` whose episodes all ran in this start; a missing value counts as
     0. Raises UserError."""
     try:
-        rows = parse_metrics((run / "metrics.jsonl").read_bytes())
+        rows = read_metrics(run)
     except (OSError, orjson.JSONDecodeError) as error:
         raise UserError(f"--from {run}: no readable metrics.jsonl ({error}): name the directory of a run") from None
     rows = [row for row in rows if "rollout/turns_mean" in row and not row.get("time/rollout_recovered")]
     if not rows:
-        raise UserError(f"--from {run}: no step has ended yet: name a run with at least one finished step")
+        raise UserError(
+            f"--from {run}: no step has ended yet: name the directory of a run with at least one finished step"
+        )
     names = {*METRICS.values(), *_EPISODE.values(), "train/samples", "rollout/trajectories"}
     return {name: sum(row.get(name, 0.0) for row in rows) / len(rows) for name in names}
 

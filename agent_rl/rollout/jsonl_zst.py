@@ -2,7 +2,7 @@
 others. ``zstdcat`` prints a file as text.
 
 Also append-only logs of frames. A frame there is a length (4 bytes, little-endian), the payload's CRC-32 (4 bytes) and
-the payload. Each frame is one write, so a kill damages at most the last frame; reading stops there.
+the payload. Frames are appended, so a kill damages at most the last one; reading stops there.
 """
 
 from __future__ import annotations
@@ -121,9 +121,17 @@ _HEAD = struct.Struct("<II")
 _MAX_BYTES = 2 << 30
 
 
+def frame_head(*payload: bytes) -> bytes:
+    """What a frame has before its ``payload``, given in parts."""
+    checksum = 0
+    for part in payload:
+        checksum = zlib.crc32(part, checksum)
+    return _HEAD.pack(sum(map(len, payload)), checksum)
+
+
 def encode_frame(payload: bytes) -> bytes:
     """The frame that holds ``payload``."""
-    return _HEAD.pack(len(payload), zlib.crc32(payload)) + payload
+    return frame_head(payload) + payload
 
 
 def read_frames(file: IO[bytes]) -> Iterator[tuple[bytes, int]]:

@@ -272,6 +272,7 @@ def _head(index: StepIndex, number: int, row: Mapping[str, Any]) -> Json:
 def _conversation(row: Mapping[str, Any]) -> Json:
     """The messages, and the turns with the indexes of their messages."""
     turns = row["turns"]
+    rewards = row.get("turn_rewards") or [None] * len(turns)
     messages = row_messages(row)
     sampled: dict[int, int] = {}
     observed: dict[int, int] = {}
@@ -292,9 +293,10 @@ def _conversation(row: Mapping[str, Any]) -> Json:
                 "began": turn.get("began"),
                 "thinking_tokens": turn.get("thinking_tokens", 0),
                 "thinking_chars": turn.get("thinking_chars", 0),
+                "reward": reward,
                 **spoken,
             }
-            for number, (turn, spoken) in enumerate(zip(turns, conversation(turns), strict=True))
+            for number, (turn, reward, spoken) in enumerate(zip(turns, rewards, conversation(turns), strict=True))
         ],
     }
 

@@ -49,6 +49,13 @@ def test_a_whole_run_is_proven(tmp_path: Path, capsys: pytest.CaptureFixture[str
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     check_ledger(tmp_path, Console(highlight=False, width=200))
     assert "2 interrupted episodes resumed and reused 8 turns; 1 restarted" in capsys.readouterr().out
+    path = tmp_path / NAME
+    inode, whole = path.stat().st_ino, path.read_bytes()
+    path.write_bytes(whole[:-9])
+    assert [row.step for row in read_ledger(tmp_path)] == [1], "a kill within the write of a row"
+    LedgerFile(tmp_path).append(LedgerRow(2, {1: KEPT}, ("task-1",)))
+    assert [row.step for row in read_ledger(tmp_path)] == [1, 2]
+    assert path.stat().st_ino == inode, "a step appends"
     history.forget_after(1)
     assert [row.step for row in read_ledger(tmp_path)] == [1]
     assert gaps(read_ledger(tmp_path)) == [1]

@@ -395,3 +395,9 @@ def test_selective_recomputation_keeps_the_other_activations() -> None:
     both, moe, attention = (kept("selective", *modules) for modules in (("core_attn", "moe"), ("moe",), ("core_attn",)))
     assert both < moe < attention < kept("none", "moe")
     assert moe - kept("selective", "moe", "layernorm") == 2 * 4096 * QWEN.hidden * 4, "the outputs of two norms"
+    config = recipe("paper-swe", "train.recompute=selective", "train.recompute_modules=[moe, layernorm]")
+    train = config.train.model_copy(update={"optimizer_moments": "bfloat16"})
+    rank = rank_bytes(QWEN, train, microbatches=1, device="cuda")
+    assert 1.0 <= rank.total / (60.1 * GIB) <= 1.03, "the peak of a dry run of 65,536 tokens"
+    layer = layer_bytes(QWEN, train, 8192, layer=0, device="cuda")
+    assert layer == pytest.approx((0.35 - 0.15) / 3 * GIB, rel=0.05), "dry runs of 1 and 4 layers"

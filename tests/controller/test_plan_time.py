@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from agent_rl.cli import app
 from agent_rl.config.loader import load_config
 from agent_rl.errors import UserError
-from agent_rl.planner.assumptions import Assumptions
+from agent_rl.planner.assumptions import Assumptions, slowdown
 from agent_rl.planner.known_models import planned_model
 from agent_rl.planner.plan import TimePlan
 from agent_rl.planner.planner import planned_device
@@ -80,6 +80,17 @@ def test_more_of_a_resource_takes_less_time() -> None:
     assert plan.gpu_hours == pytest.approx(plan.hours * (32 + 16))
 
 
+def test_slow_processors_take_longer_and_guesses_about_the_disk_stay() -> None:
+    config = load_config(ROOT / "configs" / "quickstart.yaml", ())
+    once = Assumptions.of(config, "cpu")
+    twice, model = once.slowed(2.0), planned_model(config.model)
+    fast, slow = (plan_time(config, model, "cpu", each) for each in (once, twice))
+    assert slow.step == pytest.approx(2 * fast.step)
+    assert twice["engine_layer"] == 2 * once["engine_layer"]
+    assert (twice["disk"], twice["turns"], twice["batch_share"]) == (once["disk"], once["turns"], once["batch_share"])
+    assert slowdown(0.01) > 0
+
+
 def test_a_pipeline_that_fills_and_drains_takes_longer() -> None:
     flat, deep = (
         seconds(timed("paper-swe", "train.parallel.tensor=1", *more))["old log-probs"]
@@ -137,11 +148,15 @@ def test_a_run_corrects_its_own_prediction_to_what_it_measured(run: Path) -> Non
 
 
 def test_a_run_without_finished_steps_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no readable metrics\.jsonl"):
-        predicted(run=tmp_path)
-    (tmp_path / "metrics.jsonl").touch()
-    with pytest.raises(UserError, match="no step has ended yet"):
-        predicted(run=tmp_path)
+    for content, line in (
+        (None, "no step has ended yet"),
+        ("", "no step has ended yet"),
+        ("{\n", r"no readable metrics"),
+    ):
+        if content is not None:
+            (tmp_path / "metrics.jsonl").write_text(content)
+        with pytest.raises(UserError, match=line):
+            predicted(run=tmp_path)
 
 
 def test_the_command_prints_phases_totals_and_assumptions() -> None:

@@ -84,6 +84,7 @@ def test_a_broadcast_without_engines_times_out_and_must_be_aborted(engines: Fake
 
 
 def test_an_engine_that_leaves_early_does_not_receive_the_bucket(engines: FakeEngines) -> None:
+    engines._seconds = 60  # neither may give up before the other waits
     with ThreadPoolExecutor(2) as pool:
         update = ("update_weights_from_distributed", bucket(("a", [2, 3])))
         responses = [pool.submit(engines.handle, number, *update) for number in (0, 1)]

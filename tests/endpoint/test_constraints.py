@@ -15,7 +15,7 @@ from agent_rl.errors import GrammarRefused
 from agent_rl.render import ChatRenderer
 from agent_rl.types import Completion, FinishReason, SamplingParams
 from tools import Reasoning, ToolCall, tool_format
-from tools.formats.grammars import without_rules
+from tools.formats.grammars import call_parts, dispatch, without_rules
 
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}}
@@ -127,6 +127,57 @@ async def test_an_interrupted_reply_continues_inside_its_grammar(renderer: ChatR
     assert len(branch.kept.counts) == len(node.sampled)
 
 
+class Careless(Constrained):
+    """An engine that says ``text``, and under a grammar the rest of ``right``, at most so many tokens as asked for."""
+
+    def __init__(self, renderer: ChatRenderer, text: str, right: str) -> None:
+        super().__init__(renderer, text)
+        self.renderer, self.right, self.given = renderer, right, list[str]()
+
+    async def generate(self, tokens: Any, sampling: SamplingParams, **options: Any) -> Completion:
+        if sampling.grammar is not None:
+            self.given.append(self.renderer.decode(tokens[len(tokens) - sampling.grammar_prefix :]))
+            rest = self.right.removeprefix(self.given[-1].strip())
+            self._said[1:] = [[*self.renderer._encoder.encode(rest), self.renderer.end_of_turn_id]]
+        return await super().generate(tokens, sampling, **options)
+
+
+@pytest.mark.parametrize("fmt", ["hermes", "xml", "harmony"])
+async def test_a_call_of_a_strict_tool_follows_its_schema_whenever_it_is_called(
+    renderer: ChatRenderer, fmt: str
+) -> None:
+    """What stands before the call is sampled without a mask. Thoughts about a call are free."""
+    form = tool_format(fmt)
+    wrong, right = (form.render(ToolCall("bash", arguments)) for arguments in ({"cmd": "x"}, {"command": "ls"}))
+    text = f"<think>\n{wrong}\n</think>\n\nI look.\n"
+    engine = Careless(renderer, text + wrong, right)
+    async with served(renderer, engine=engine, fmt=fmt) as opened:
+        reply = await opened.reply(HELLO, tools=[STRICT])
+        assert reply["tool_calls"][0]["function"]["arguments"] == '{"command":"ls"}'
+        (node,) = opened.session.tree.nodes
+        (branch,) = opened.session.tree.branches()
+    head, following = call_parts(form.call_form("bash", PARAMETERS))
+    assert engine.forms == [dispatch({head: following})]
+    (given,) = engine.given
+    assert given.strip()
+    assert head.startswith(given.strip())
+    assert [params.grammar is None for params in engine.sampled] == [True, False]
+    assert renderer.decode(node.sampled) == text + right
+    free = [count for count, kept in node.kept if kept is None]
+    assert branch.kept is not None
+    assert branch.kept.counts.astype(bool).tolist() == [False] * free[0] + [True] * (len(node.sampled) - free[0])
+
+
+async def test_a_strict_tool_that_is_not_called_changes_nothing(renderer: ChatRenderer) -> None:
+    engine = Constrained(renderer, "Done.")
+    async with served(renderer, engine=engine) as opened:
+        assert (await opened.reply(HELLO, tools=[STRICT]))["content"] == "Done."
+        await opened.reply([*HELLO, *HELLO], tools=[BASH])
+        assert opened.session.tree.branches()[0].kept is None
+    assert [params.grammar for params in engine.sampled] == [None, None]
+    assert len(engine.forms) == 1
+
+
 async def test_a_greedy_reply_has_no_mask(renderer: ChatRenderer) -> None:
     engine = Constrained(renderer, ANSWER)
     async with served(renderer, engine=engine, temperature=0) as opened:
@@ -136,16 +187,19 @@ async def test_a_greedy_reply_has_no_mask(renderer: ChatRenderer) -> None:
 
 async def test_a_schema_without_a_grammar_is_refused_or_left_out_where_it_is_not_strict(renderer: ChatRenderer) -> None:
     exact, loose = HERMES.call_form("bash", PARAMETERS), HERMES.call_form("bash", without_rules(PARAMETERS))
-    engine = Constrained(renderer, ANSWER, refused=(exact, JSON))
+    engine = Constrained(renderer, ANSWER, refused=(exact, JSON, dispatch(dict([call_parts(exact)]))))
     async with served(renderer, engine=engine) as opened:
-        for body in ({"response_format": FORMAT}, {"tools": [STRICT], "tool_choice": "required"}):
+        for where, body in (
+            ("response_format", {"response_format": FORMAT}),
+            ("tool_choice", {"tools": [STRICT], "tool_choice": "required"}),
+            ("tools: a strict tool", {"tools": [STRICT]}),
+        ):
             refused = await opened.post(CHAT, messages=HELLO, **body)
-            (where,) = {"response_format", "tool_choice"} & body.keys()
             line = f"{where}: no grammar expresses the schema: JSON Schema at #: no grammar"
             assert (refused.status_code, refused.json()["error"]["message"]) == (400, line)
         assert engine.requests == 0
         assert await opened.reply(HELLO, tools=[BASH], tool_choice="required")
-    assert engine.forms == [JSON, exact, exact, loose]
+    assert engine.forms == [JSON, exact, engine.refused[2], exact, loose]
 
 
 @pytest.mark.parametrize(

@@ -136,49 +136,65 @@ def test_job_requeues_itself_before_its_time_limit(cluster: SlurmCluster, limite
     assert re.search(r"resumes after [1-9]", log(directory))
 
 
+def wait_for_step(directory: Path, start: int, timeout: float = 300) -> None:
+    """Wait until the run has made a step in its ``start``-th start, from 1."""
+    deadline = time.monotonic() + timeout
+    while len(starts := log(directory).split(": starts on ")) <= start or not re.search(r"step \d+: ", starts[start]):
+        assert time.monotonic() < deadline, log(directory)
+        time.sleep(0.1)
+
+
+def end_in_every_way(cluster: SlurmCluster, batch: Path) -> None:
+    """Preempt, requeue, time out and cancel a job on two nodes, a step after each start, then submit it until it
+    ends."""
+    run = batch.parent
+    job = cluster.submit(batch, "--time=60", "--signal=B:USR1@120")
+    wait_for_step(run, 1)
+    (run / "short.sh").write_text("#!/bin/sh\nsleep 1\n")
+    urgent = cluster.submit(run / "short.sh", "--partition=high", "--nodes=2", "--exclusive", "--output=other")
+    assert cluster.ended(urgent, 120)["JobState"] == "COMPLETED"
+    wait_for_step(run, 2)
+    cluster.call("scontrol", "requeue", job)
+    wait_for_step(run, 3)
+    hours, minutes, seconds = map(int, cluster.state(job)["RunTime"].split(":"))
+    limit = 60 * hours + minutes + 1 + (seconds > 0)  # 60 to 120 s from now
+    cluster.call("scontrol", "update", f"JobId={job}", f"TimeLimit={limit}")
+    wait_for("caught USR1", run, 90)
+    cluster.call("scontrol", "update", f"JobId={job}", "TimeLimit=60")
+    wait_for_step(run, 4)
+    assert cluster.state(job)["Restarts"] == "3"
+    cluster.call("scancel", job)
+    assert cluster.ended(job, 120)["JobState"] == "CANCELLED"
+    assert cluster.ended(cluster.submit(batch, "--time=60"), 400)["JobState"] == "COMPLETED", log(run)
+    assert log(run).count(": starts on ") == 5
+
+
 @pytest.mark.exhaustive
 @pytest.mark.megatron
-@pytest.mark.parametrize("ending", ["preempted", "requeued", "time limit", "cancelled"])
-def test_run_on_two_nodes_resumes_bit_for_bit(cluster: SlurmCluster, tmp_path: Path, ending: str) -> None:
+def test_run_on_two_nodes_resumes_bit_for_bit(cluster: SlurmCluster, tmp_path: Path) -> None:
     install_model(tmp_path / "model")
-    runs = {name: tmp_path / name for name in ("undisturbed", "disturbed")}
-    for directory in runs.values():
-        write_config(directory, tmp_path / "model", steps=6, checkpoint_every=2)
-    recorded = HERE / "recorded_run.py"
-
-    def submit(directory: Path, *options: str) -> str:
-        command = ["env", f"PYTHONPATH={ROOT}:{ROOT / 'tests'}:{HERE}", sys.executable, recorded, directory]
-        return cluster.submit(script(directory, [*command, "train.ray_address=auto"], nodes=2), *options)
-
-    assert cluster.ended(submit(runs["undisturbed"]), 400)["JobState"] == "COMPLETED", log(runs["undisturbed"])
-
-    run = runs["disturbed"]
-    limit = ("--time=2", "--signal=B:USR1@60") if ending == "time limit" else ()
-    job = submit(run, *limit)
-    if ending != "time limit":
-        wait_for("step 3: ", run, 200)
-    if ending == "preempted":
-        (tmp_path / "short.sh").write_text("#!/bin/sh\nsleep 1\n")
-        options = ("--partition=high", "--nodes=2", "--exclusive", "--output=other")
-        cluster.ended(cluster.submit(tmp_path / "short.sh", *options), 120)
-    elif ending == "requeued":
-        cluster.call("scontrol", "requeue", job)
-    elif ending == "cancelled":
-        cluster.call("scancel", job)
-        assert cluster.ended(job, 120)["JobState"] == "CANCELLED"
-        job = submit(run)
-    assert cluster.ended(job, 600)["JobState"] == "COMPLETED", log(run)
-    rows = [[exact(row) for row in read_metrics(directory / "rec")] for directory in runs.values()]
+    rows = []
+    for name in ("undisturbed", "disturbed"):
+        run = tmp_path / name
+        write_config(run, tmp_path / "model", steps=30, checkpoint_every=2)
+        command = ["env", f"PYTHONPATH={ROOT}:{ROOT / 'tests'}:{HERE}", sys.executable, HERE / "recorded_run.py", run]
+        batch = script(run, [*command, "train.ray_address=auto"], nodes=2)
+        if name == "disturbed":
+            end_in_every_way(cluster, batch)
+        else:
+            assert cluster.ended(cluster.submit(batch), 300)["JobState"] == "COMPLETED", log(run)
+        rows.append([exact(row) for row in read_metrics(run / "rec")])
+        assert faults(run / "rec", read_ledger(run / "rec")) == gaps(read_ledger(run / "rec")) == []
     assert rows[0] == rows[1]
-    assert faults(run / "rec", read_ledger(run / "rec")) == gaps(read_ledger(run / "rec")) == []
 
 
 @pytest.mark.exhaustive
 @pytest.mark.megatron
 @pytest.mark.sglang
-def test_quickstart_trains_on_two_nodes(cluster: SlurmCluster, tmp_path: Path) -> None:
-    overrides = [f"runs_dir={tmp_path}", "train.steps=5", "engine.placement=ray", "eval.tasks=0"]
+def test_quickstart_on_two_nodes_trains_through_every_ending(cluster: SlurmCluster, tmp_path: Path) -> None:
+    overrides = [f"runs_dir={tmp_path}", "train.steps=5", "train.checkpoint_every=1", "eval.tasks=0"]
     command = [sys.executable, "-m", "agent_rl.cli", "train", ROOT / "configs" / "quickstart.yaml", *overrides]
-    job = cluster.submit(script(tmp_path, [*command, "train.ray_address=auto"], nodes=2))
-    assert cluster.ended(job, 600)["JobState"] == "COMPLETED", log(tmp_path)
-    assert len(read_metrics(tmp_path / "quickstart")) == 5
+    end_in_every_way(cluster, script(tmp_path, [*command, "engine.placement=ray", "train.ray_address=auto"], nodes=2))
+    run = tmp_path / "quickstart"
+    assert [row["step"] for row in read_metrics(run)] == [1, 2, 3, 4, 5]
+    assert faults(run, read_ledger(run)) == gaps(read_ledger(run)) == []

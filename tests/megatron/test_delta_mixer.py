@@ -23,6 +23,7 @@ OTHER_NAMES = {"A_log": "decay_log", "norm.weight": "norm", "conv1d.weight": "co
 @pytest.mark.usefixtures("world")
 @pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_moe_text"])
 def test_outputs_and_gradients_equal_transformers(kind: str, tmp_path: Path) -> None:
+    from agent_rl.train.megatron.kernel_choice import choose_kernels
     from agent_rl.train.megatron.mixers.delta import GatedDeltaNet
     from agent_rl.train.megatron.transformer import transformer_config
 
@@ -30,7 +31,8 @@ def test_outputs_and_gradients_equal_transformers(kind: str, tmp_path: Path) -> 
     reference = tiny.write_model(tmp_path, kind, sizes, published=tiny.DELTA_KEYS).model.layers[0].linear_attn
     spec = read_model_spec(tmp_path)
     config = transformer_config(spec, ParallelConfig(), torch.float32, "none", ())
-    ours = GatedDeltaNet(config, 1, model_spec=spec)
+    kernels = choose_kernels(spec, ParallelConfig(), torch.float32, torch.device("cpu"), balanced=False)
+    ours = GatedDeltaNet(config, 1, model_spec=spec, kernels=kernels)
     wanted = {OTHER_NAMES.get(name, name): parameter for name, parameter in reference.named_parameters()}
     ours.load_state_dict({name: parameter.detach() for name, parameter in wanted.items()})
 

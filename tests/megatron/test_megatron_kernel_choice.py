@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import megatron_tiny as tiny
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from agent_rl.config import ParallelConfig
 from agent_rl.errors import TrainerError
+from agent_rl.models.parts import Delta, Mamba
 from agent_rl.models.spec import ModelSpec
 
 pytestmark = pytest.mark.megatron
@@ -94,6 +97,67 @@ def test_a_faulty_attention_with_sinks_is_not_used(
     (line,) = kernels.notes
     found = rf"kernels: a fast kernel is not used for attention with sinks: {reason}; next is blocks of queries"
     assert re.fullmatch(found, line)
+
+
+DELTA = replace(SPEC, delta=Delta(2, 4, key_dim=16, value_dim=12, kernel=4, fused=False))
+MAMBA = replace(SPEC, mamba=Mamba(heads=4, head_dim=12, groups=2, state=16, kernel=4))
+RULES = {
+    "flash-linear-attention": (DELTA, "delta_rule", "fla_delta_rule", "torch's delta rule"),
+    "Mamba-2's kernels": (MAMBA, "state_space", "mamba_state_space", "torch's state space"),
+}
+
+
+def fake_packages(monkeypatch: Patch, fault: Fault) -> None:
+    """The packages with the kernels' published signatures, in torch; ``fault`` changes the results."""
+    from agent_rl.train.megatron.delta_rule import delta_rule, state_space
+
+    def chunk_gated_delta_rule(
+        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float, cu_seqlens: Tensor
+    ) -> tuple[Tensor, None]:
+        assert q.dtype == k.dtype == v.dtype == torch.bfloat16
+        wide = (part[0].float() for part in (q * scale, k, v, g, beta))
+        return fault(delta_rule)(*wide, cu_seqlens.diff().tolist())[None].to(q.dtype), None
+
+    def mamba_chunk_scan_combined(
+        x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, seq_idx: Tensor
+    ) -> Tensor:
+        wide = (C[0].float(), B[0].float(), x[0].float(), dt[0], A)
+        return fault(state_space)(*wide, seq_idx[0].bincount().tolist(), chunk_size)[None].to(x.dtype)
+
+    for module, kernel in {
+        "fla.ops.gated_delta_rule": chunk_gated_delta_rule,
+        "mamba_ssm.ops.triton.ssd_combined": mamba_chunk_scan_combined,
+    }.items():
+        monkeypatch.setitem(sys.modules, module, SimpleNamespace(**{kernel.__name__: kernel}))
+
+
+def unchanged(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return kernel
+
+
+def far_off(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda *given: kernel(*given) * 1.1
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("fault", [unchanged, far_off, not_finite, wrong_backwards, raising])
+def test_kernels_of_linear_attention_are_used_if_they_are_correct(
+    choice: Any, monkeypatch: Patch, name: str, fault: Fault
+) -> None:
+    def is_tested(candidate: Any) -> bool:
+        return bool(candidate.name == name)
+
+    spec, part, kernel, other = RULES[name]
+    fake_packages(monkeypatch, fault)
+    monkeypatch.setattr(choice, "installed", lambda _: True)
+    monkeypatch.setattr(choice, "_by_device", lambda fused, last, *_: [*filter(is_tested, fused), last])
+    kernels = choice.choose_kernels(spec, ParallelConfig(), torch.bfloat16, CPU, balanced=False)
+    if fault is unchanged:
+        assert (getattr(kernels, part), kernels.notes) == (getattr(choice, kernel), ())
+        return
+    assert getattr(kernels, part) is getattr(choice, part)
+    (line,) = kernels.notes
+    assert re.fullmatch(rf"kernels: {name} is not used for the .*: it(s error is| raised) .*; next is {other}", line)
 
 
 @pytest.mark.parametrize(("fault", "reason"), FAULTS)

@@ -242,6 +242,15 @@ def test_wrong_experts_are_refused(
         build().forward_logprobs([batch], [tiny.everywhere(routes)])
 
 
+def test_a_byte_names_each_of_256_experts() -> None:
+    from r3.megatron_replay import validate_routes
+
+    routes, present = torch.tensor([[[0, 255]]], dtype=torch.uint8), torch.ones(1, dtype=torch.bool)
+    validate_routes(routes, present, moe_layers=1, top_k=2, num_experts=256)
+    with refused(r"\[0, 255\] are not 2 different ids below 255"):
+        validate_routes(routes, present, moe_layers=1, top_k=2, num_experts=255)
+
+
 @pytest.mark.parametrize("shape", [(3, 2), (4, 1)], ids=["a-layer-short", "wrong-top-k"])
 def test_routes_of_another_shape_are_refused(build: Build, batch: PackedBatch, shape: tuple[int, int]) -> None:
     routes = tiny.random_routes(len(batch))[:, : shape[0], : shape[1]]

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from support.routing_rows import encode_payload
 
 from r3.payload import RouteLayout, decode_payload, extract_payload, narrow, split_raw
-from r3.routing import RoutingError, check_experts, slot_planes
+from r3.routing import RepeatFinder, RoutingError, check_experts
 
 
 @st.composite
@@ -193,13 +193,14 @@ def test_each_block_of_rows_is_checked(top_k: int, dtype: type) -> None:
         experts[row, 0, top_k - 1] = right
 
 
-@given(st.integers(1, 10), st.integers(0, 40), st.sampled_from([np.uint8, np.uint16]))
+@given(st.integers(1, 10), st.integers(1, 40), st.sampled_from([np.uint8, np.uint16]))
 def test_planes_hold_the_slots(top_k: int, rows: int, dtype: type) -> None:
     choices = np.random.default_rng(rows).integers(0, np.iinfo(dtype).max, (rows, top_k)).astype(dtype)
-    planes = slot_planes(choices, np.empty(2 * choices.nbytes, np.uint8))
-    assert planes.shape == (top_k, rows)
-    assert planes.dtype == dtype
-    assert sorted(planes.tolist()) == sorted(choices.T.tolist())
+    finder = RepeatFinder(rows, top_k, np.dtype(dtype))
+    finder.split(choices)
+    assert finder.planes.shape == (top_k, rows)
+    assert finder.planes.dtype == dtype
+    assert sorted(finder.planes.tolist()) == sorted(choices.T.tolist())
 
 
 def test_raw_routes_of_a_model_without_dense_layers_are_not_copied() -> None:

@@ -145,13 +145,15 @@ def test_thoughts_are_folded_until_one_of_their_tokens_is_selected(page: Page, t
     (group,) = read_trajectories(run, 1)
     first, *others = group.trajectories[0].turns
     turns = (replace(first, thinking_tokens=3, thinking_chars=2), *others)
-    write_trajectories(run, 1, [replace(group, trajectories=(replace(group.trajectories[0], turns=turns),))])
+    member = replace(group.trajectories[0], turns=turns, turn_rewards=(0.25, *[0.0] * len(others)))
+    write_trajectories(run, 1, [replace(group, trajectories=(member,))])
     with Served(Resources([run])) as server:
         opened(page, server.address, "#/t/0/1-0")
         thoughts = page.locator(".thoughts details")
         expect(thoughts.locator("summary")).to_have_text("thoughts: 3 tokens")
         expect(thoughts).not_to_have_attribute("open", "")
         assert page.locator(".thoughts h2, .sampled h2").count() == 2
+        expect(page.locator(".thoughts h2")).to_contain_text("to run, reward 0.25, weights")
         opened(page, server.address, "#/t/0/1-0?token=6")
         expect(thoughts).to_have_attribute("open", "")
         (run / "tokenizer.json").unlink()
@@ -159,6 +161,7 @@ def test_thoughts_are_folded_until_one_of_their_tokens_is_selected(page: Page, t
         page.reload()
         expect(page.locator("details summary", has_text="thoughts")).to_have_text("thoughts: 2 characters")
         expect(page.get_by_label("Text of turn 1", exact=True)).to_have_text("ok")
+        expect(page.locator("#turn-1 h2")).to_contain_text("to run, reward 0.25")
         page.goto("about:blank")  # before the server stops
 
 

@@ -28,6 +28,17 @@ def one_of(forms: Sequence[Form]) -> Form:
     return forms[0] if len(forms) == 1 else {"type": "or", "elements": list(forms)}
 
 
+def call_parts(call: Form) -> tuple[str, Form]:
+    """The text with which the form of a ``call`` begins, and the form of what follows."""
+    head, *following = call["elements"]
+    return head["value"], sequence(*following)
+
+
+def dispatch(calls: Mapping[str, Form]) -> Form:
+    """Any text, in which each key of ``calls`` is followed by its form."""
+    return {"type": "dispatch", "rules": [[head, following] for head, following in calls.items()], "loop": True}
+
+
 def json_value(schema: Mapping[str, Any]) -> Form:
     return {"type": "json_schema", "json_schema": dict(schema)}
 

@@ -28,7 +28,7 @@ from agent_rl.errors import AgentRlError
 from agent_rl.rollout.jsonl_zst import read_rows
 from agent_rl.rollout.records import rows_path, step_stem
 from agent_rl.rollout.step_index import columns, read_step_index
-from agent_rl.utils.run_files import write_atomic
+from agent_rl.utils.run_files import LineFile, read_lines
 
 
 class Outcome(StrEnum):
@@ -133,22 +133,21 @@ class LedgerRow:
 
 
 class LedgerFile:
-    """The file while a run writes it. It is small, so it is rewritten at every step; a kill leaves the old or the
-    new version."""
+    """The file while a run writes it."""
 
     def __init__(self, run_dir: Path) -> None:
-        self._path = run_dir / NAME
+        self._file = LineFile(run_dir / NAME)
         self._rows = read_ledger(run_dir)
 
     def forget_after(self, step: int) -> None:
         """Remove the rows of steps after ``step``, which will be repeated."""
         self._rows = [row for row in self._rows if row.step <= step]
-        self._write()
+        self._file.rewrite(map(_line, self._rows))
 
     def append(self, row: LedgerRow) -> dict[str, float]:
         """Write the row of a step; returns the counts."""
         self._rows.append(row)
-        self._write()
+        self._file.append(_line(row))
         return self.counts()
 
     def solve_rates(self) -> dict[str, float]:
@@ -159,9 +158,6 @@ class LedgerFile:
         """``ledger/*``: number of positions by outcome, over all steps so far."""
         totals = Counter(outcome for each in self._rows for outcome in each.outcomes.values())
         return {f"ledger/{name}": float(totals[outcome]) for outcome, name in NAMES.items()}
-
-    def _write(self) -> None:
-        write_atomic(self._path, b"".join(_line(row) for row in self._rows))
 
 
 NAMES = {
@@ -181,7 +177,7 @@ def read_ledger(run_dir: Path) -> list[LedgerRow]:
     """The rows of a run's ``ledger.jsonl``; empty without the file. Raises AgentRlError for invalid content."""
     path = run_dir / NAME
     try:
-        rows = [orjson.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
+        rows = [orjson.loads(line) for line in read_lines(path)]
         return [
             LedgerRow(
                 row["step"],

@@ -80,12 +80,13 @@ class PlacementRenewal:
         group, the same on every rank, or None if all experts stay. Collective over the world."""
         sources = self._gathered(counts)
         steps = self._every * len(counts) / max(1, len(sources))
-        placement = torch.zeros(self._layout.placement.shape, dtype=torch.int32, device=self._device)
-        for layer in range(dist.get_rank(), len(placement), dist.get_world_size()):
-            chosen = self._of_layer(sources[:, layer : layer + 1], layer, steps)
-            placement[layer] = torch.from_numpy(np.ascontiguousarray(chosen)).to(self._device)
-        dist.all_reduce(placement)
-        found = placement.cpu().numpy()
+        held, ranks = self._layout.placement, dist.get_world_size()
+        own = np.tile(held[0], (-(-len(held) // ranks), 1))  # of layers rank, rank + ranks, ...
+        for at, layer in enumerate(range(dist.get_rank(), len(held), ranks)):
+            own[at] = self._of_layer(sources[:, layer : layer + 1], layer, steps)
+        every = torch.empty(ranks * len(own), self._layout.experts, dtype=torch.int32, device=self._device)
+        dist.all_gather_into_tensor(every, torch.from_numpy(own).to(self._device))
+        found = every.cpu().numpy().reshape(ranks, len(own), -1).swapaxes(0, 1).reshape(-1, held.shape[1])[: len(held)]
         if np.array_equal(found, self._layout.placement):
             return None
         self._layout = replace(self._layout, placement=found)

@@ -1,19 +1,28 @@
 """The gated delta rule (Gated DeltaNet, arXiv 2412.06464), the state space of Mamba-2 (arXiv 2405.21060), and their
-short convolution over packed sequences, in torch.
+short convolution over packed sequences: in torch, and by the kernels of others.
 
-Axes: T tokens of all sequences, one after the other, H heads, K and V widths of keys and values, C tokens of a chunk,
-N chunks of all sequences.
+Axes: T tokens of all sequences, one after the other, H heads, G groups of heads, K and V widths of keys and values, C
+tokens of a chunk, N chunks of all sequences.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from agent_rl.models.mixer_costs import CHUNK
+
+DeltaRule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Sequence[int]], Tensor]
+"""As :func:`delta_rule`."""
+StateSpace = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Sequence[int]], Tensor]
+"""As :func:`state_space`."""
+_MAMBA_CHUNK = 128
+"""The chunk of Mamba's kernels, as Nemotron-3 has it. The result does not depend on it."""
 
 
 def causal_convolution(x: Tensor, weight: Tensor, lengths: Sequence[int]) -> Tensor:
@@ -62,15 +71,50 @@ def delta_rule(
     return out.movedim(1, 2).flatten(0, 1)[places]
 
 
-def decayed_sums(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, lengths: Sequence[int], chunk: int = CHUNK
+def fla_delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, lengths: Sequence[int]
+) -> Tensor:
+    """:func:`delta_rule` by the kernels of flash-linear-attention (package fla), which multiply in bfloat16."""
+    kernels: Any = importlib.import_module("fla.ops.gated_delta_rule")
+    narrow = (part.bfloat16()[None] for part in (query, key, value))
+    ends = torch.tensor([0, *lengths], device=query.device).cumsum(0)
+    out: Tensor = kernels.chunk_gated_delta_rule(*narrow, decay[None], beta[None], scale=1.0, cu_seqlens=ends)[0]
+    return out[0].float()
+
+
+def mamba_state_space(
+    query: Tensor, key: Tensor, value: Tensor, step: Tensor, rate: Tensor, lengths: Sequence[int]
+) -> Tensor:
+    """:func:`state_space` by the kernels of Mamba-2 (package mamba_ssm), which multiply in bfloat16."""
+    kernels: Any = importlib.import_module("mamba_ssm.ops.triton.ssd_combined")
+    query, key, value = (part.bfloat16()[None] for part in (query, key, value))
+    sizes = torch.tensor(lengths, device=query.device)
+    sequence = torch.arange(len(lengths), device=query.device, dtype=torch.int32).repeat_interleave(sizes)[None]
+    out: Tensor = kernels.mamba_chunk_scan_combined(
+        value, step[None], rate, key, query, chunk_size=_MAMBA_CHUNK, seq_idx=sequence
+    )
+    return out[0].float()
+
+
+def state_space(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    step: Tensor,
+    rate: Tensor,
+    lengths: Sequence[int],
+    chunk: int = CHUNK,
 ) -> Tensor:
     """The outputs ``o_t = S_t^T q_t`` ``[T, H, V]`` of the states ``S_t [K, V]``, at first zero in each sequence::
 
-        S_t = exp(decay_t) S_(t-1) + k_t v_t^T
+        S_t = exp(rate step_t) S_(t-1) + k_t (step_t v_t)^T
 
-    Axes as in :func:`delta_rule`; the state space of Mamba-2 (arXiv 2405.21060, section 6), by chunks.
+    ``query``, ``key`` ``[T, G, K]``, ``value`` ``[T, H, V]``, ``step`` ``[T, H]``, ``rate`` (negative) ``[H]``,
+    float32. The state space of Mamba-2 (arXiv 2405.21060, section 6), by chunks.
     """
+    each = value.shape[1] // key.shape[1]
+    query, key = (part.repeat_interleave(each, dim=1) for part in (query, key))
+    value, decay = step[..., None] * value, rate * step
     places, total = _places(lengths, multiple=chunk)
     places = places.to(query.device)
     q, k, v, since = (_chunked(x, places, total, chunk) for x in (query, key, value, decay))

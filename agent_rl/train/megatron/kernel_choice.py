@@ -4,6 +4,8 @@
 attention      on a GPU in 16 bits: Transformer Engine, FlashAttention 4, FlashAttention 3, torch's variable-length
                attention; then, and always on a CPU or in float32, torch's scaled dot product per segment
 with sinks     on a GPU in 16 bits: torch's flash attention; then, and always on a CPU or in float32, blocks of queries
+delta rule     on a GPU in 16 bits: flash-linear-attention; then, and always on a CPU or in float32, torch
+state space    on a GPU in 16 bits: Mamba-2's kernels; then, and always on a CPU or in float32, torch
 experts        torch's grouped matmul, then one matmul per expert
 permutation    on a GPU: Transformer Engine, through Megatron; then Megatron's own
 exchange       with ``train.parallel.dispatcher: flex``: DeepEP, through Megatron; then Megatron's all-to-all
@@ -23,12 +25,21 @@ from functools import partial
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from agent_rl.config import ParallelConfig
 from agent_rl.errors import TrainerError
 from agent_rl.models.spec import ModelSpec
 from agent_rl.train.megatron import sinks, varlen
+from agent_rl.train.megatron.delta_rule import (
+    DeltaRule,
+    StateSpace,
+    delta_rule,
+    fla_delta_rule,
+    mamba_state_space,
+    state_space,
+)
 from agent_rl.train.megatron.moe import ExpertMatmul, grouped_matmul, matmul_per_expert
 from agent_rl.train.megatron.sinks import SinkAttention
 from agent_rl.train.megatron.varlen import AttentionKernel, Segments
@@ -44,14 +55,16 @@ Dispatcher = Literal["alltoall", "allgather", "flex"]
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """The chosen kernels; ``attend_with_sinks`` only for a model with sinks. ``notes``: a line for each installed
-    kernel that failed its check."""
+    """The chosen kernels; ``attend_with_sinks`` only for a model with sinks, ``delta_rule`` and ``state_space`` for one
+    with such mixers. ``notes``: a line for each installed kernel that failed its check."""
 
     attend: AttentionKernel
     product: ExpertMatmul
     fused_permutation: bool
     dispatcher: Dispatcher = "alltoall"
     attend_with_sinks: SinkAttention | None = None
+    delta_rule: DeltaRule = delta_rule
+    state_space: StateSpace = state_space
     notes: tuple[str, ...] = ()
 
 
@@ -116,6 +129,20 @@ def choose_kernels(
         check = sink_check(model, parallel, dtype)
         own = choose("attention with sinks", sink_attentions(dtype, device), check, device, notes)
         with_sinks, names = own.kernel, [own.name]
+    delta: KernelCandidate[DeltaRule] = KernelCandidate("torch's delta rule", delta_rule)
+    space: KernelCandidate[StateSpace] = KernelCandidate("torch's state space", state_space)
+    if model.delta:
+        fla: KernelCandidate[DeltaRule] = KernelCandidate("flash-linear-attention", fla_delta_rule, installed("fla"))
+        rules = _by_device([fla], delta, dtype, device)
+        delta = choose("the gated delta rule", rules, delta_check(model, parallel, dtype), device, notes)
+        names.append(delta.name)
+    if model.mamba:
+        mamba: KernelCandidate[StateSpace] = KernelCandidate(
+            "Mamba-2's kernels", mamba_state_space, installed("mamba_ssm")
+        )
+        spaces = _by_device([mamba], space, dtype, device)
+        space = choose("the state space", spaces, space_check(model, parallel, dtype), device, notes)
+        names.append(space.name)
     if any(model.moe):
         purpose, known = (
             ("borrowed experts (train.balance)", EXPERT_MATMULS[:1]) if balanced else ("experts", EXPERT_MATMULS)
@@ -133,7 +160,7 @@ def choose_kernels(
             names.append(exchange.name)
     if device.type == "cuda":
         notes.append(f"kernels: {', '.join(names)}")
-    return Kernels(attention.kernel, product, fused, dispatcher, with_sinks, tuple(notes))
+    return Kernels(attention.kernel, product, fused, dispatcher, with_sinks, delta.kernel, space.kernel, tuple(notes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,8 +234,14 @@ def attentions(dtype: torch.dtype, device: torch.device) -> list[KernelCandidate
         ("torch's variable-length attention", varlen.torch_varlen_attention, "torch"),
     )
     known = [KernelCandidate(name, attend, installed(package)) for name, attend, package in fused]
-    last: KernelCandidate[AttentionKernel] = KernelCandidate("torch's attention per segment", varlen.sdpa_per_segment)
-    return [*known, last] if device.type == "cuda" and dtype != torch.float32 else [last]
+    return _by_device(known, KernelCandidate("torch's attention per segment", varlen.sdpa_per_segment), dtype, device)
+
+
+def _by_device(
+    fused: Sequence[KernelCandidate[T]], last: KernelCandidate[T], dtype: torch.dtype, device: torch.device
+) -> list[KernelCandidate[T]]:
+    """The candidates: on a GPU in 16 bits first the ``fused`` ones."""
+    return [*fused, last] if device.type == "cuda" and dtype != torch.float32 else [last]
 
 
 def attention_check(model: ModelSpec, parallel: ParallelConfig, dtype: torch.dtype) -> KernelCheck[AttentionKernel]:
@@ -273,7 +306,7 @@ def sink_attentions(dtype: torch.dtype, device: torch.device) -> list[KernelCand
     """As :func:`attentions`, with sinks."""
     flash: KernelCandidate[SinkAttention] = KernelCandidate("torch's flash attention", sinks.flash_sink_attention)
     blocks: KernelCandidate[SinkAttention] = KernelCandidate("blocks of queries", sinks.attend_by_blocks)
-    return [flash, blocks] if device.type == "cuda" and dtype != torch.float32 else [blocks]
+    return _by_device([flash], blocks, dtype, device)
 
 
 def sink_check(model: ModelSpec, parallel: ParallelConfig, dtype: torch.dtype) -> KernelCheck[SinkAttention]:
@@ -287,6 +320,34 @@ def sink_check(model: ModelSpec, parallel: ParallelConfig, dtype: torch.dtype) -
     exact = partial(run, sinks.reference_sink_attention)
     shapes = [*_attention_shapes(model, parallel, keys), (model.heads // parallel.tensor,)]
     return KernelCheck(lambda: KernelCase.of(exact, shapes, dtype), run, dtype)
+
+
+def delta_check(model: ModelSpec, parallel: ParallelConfig, dtype: torch.dtype) -> KernelCheck[DeltaRule]:
+    """A check with this rank's number of heads, unit queries and keys, and decays of moderate size."""
+    assert model.delta is not None
+    tokens, heads, key_dim = sum(_QUERIES), model.delta.value_heads // parallel.tensor, model.delta.key_dim
+
+    def run(rule: DeltaRule, *given: Tensor) -> Tensor:
+        query, key, value, decay, beta = map(_wide, given)
+        query, key = (F.normalize(part, dim=-1) for part in (query, key))
+        return rule(query * key_dim**-0.5, key, value, F.logsigmoid(decay), beta.sigmoid(), _QUERIES)
+
+    shapes = [(tokens, heads, width) for width in (key_dim, key_dim, model.delta.value_dim)] + 2 * [(tokens, heads)]
+    return KernelCheck(lambda: KernelCase.of(partial(run, delta_rule), shapes, dtype), run, dtype)
+
+
+def space_check(model: ModelSpec, parallel: ParallelConfig, dtype: torch.dtype) -> KernelCheck[StateSpace]:
+    """A check with this rank's numbers of heads and groups."""
+    assert model.mamba is not None
+    mamba, tokens = model.mamba, sum(_QUERIES)
+    heads, groups = mamba.heads // parallel.tensor, mamba.groups // parallel.tensor
+
+    def run(space: StateSpace, *given: Tensor) -> Tensor:
+        query, key, value, step, rate = map(_wide, given)
+        return space(query * mamba.state**-0.5, key, value, F.softplus(step), -F.softplus(rate), _QUERIES)
+
+    shapes = [*2 * [(tokens, groups, mamba.state)], (tokens, heads, mamba.head_dim), (tokens, heads), (heads,)]
+    return KernelCheck(lambda: KernelCase.of(partial(run, state_space), shapes, dtype), run, dtype)
 
 
 def installed(package: str) -> bool:
@@ -356,7 +417,7 @@ def _permute_and_combine(fused: bool, tokens: Tensor, gates: Tensor) -> Tensor:
 
     chosen = _chosen(*gates.shape)
     routing_map, counts = chosen.to(tokens.device), chosen.sum(0)
-    gates = (gates if gates.dtype == torch.float64 else gates.float()) * routing_map
+    gates = _wide(gates) * routing_map
     count = int(counts.sum())
     rows, row_gates, order = permute(tokens, routing_map, probs=gates, num_out_tokens=count, fused=fused)
     rows = rows + permute(tokens, routing_map, num_out_tokens=count, fused=fused)[0]
@@ -423,8 +484,11 @@ def exchange_check(
 
 def _gates(scores: Tensor, chosen: Tensor) -> Tensor:
     """Dense gates ``[T, E]`` in at least float32: positive for the chosen experts, 0 for the others."""
-    wide = scores if scores.dtype == torch.float64 else scores.float()
-    return wide.sigmoid() * chosen
+    return _wide(scores).sigmoid() * chosen
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
 
 
 def _factors(experts: int) -> Tensor:

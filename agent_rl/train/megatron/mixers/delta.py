@@ -18,7 +18,8 @@ from torch import Tensor
 
 from agent_rl.models.spec import ModelSpec
 from agent_rl.train.megatron.attention import PackedAttention
-from agent_rl.train.megatron.delta_rule import causal_convolution, delta_rule
+from agent_rl.train.megatron.delta_rule import causal_convolution
+from agent_rl.train.megatron.kernel_choice import Kernels
 from agent_rl.train.megatron.mixers.common import column_linear, core, cut_weight, replicated_weight, row_linear
 from agent_rl.train.megatron.token_sharding import Layout
 
@@ -28,11 +29,14 @@ _UNIT_EPS = 1e-6  # of the lengths of queries and keys, in transformers and SGLa
 class GatedDeltaNet(torch.nn.Module):
     """The gated delta rule within each sequence."""
 
-    def __init__(self, config: TransformerConfig, layer_number: int, *, model_spec: ModelSpec, **_unused: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, *, model_spec: ModelSpec, kernels: Kernels, **_unused: Any
+    ) -> None:
         super().__init__()
         assert model_spec.delta is not None
         delta, hidden, ranks = model_spec.delta, model_spec.hidden, config.tensor_model_parallel_size
         self.config, self._delta, self._eps = config, delta, model_spec.norm_eps
+        self._delta_rule = kernels.delta_rule
         self._key_heads, self._value_heads = delta.key_heads // ranks, delta.value_heads // ranks
         self._widths = delta.key_width // ranks, delta.key_width // ranks, delta.value_width // ranks
         if delta.fused:
@@ -91,7 +95,7 @@ class GatedDeltaNet(torch.nn.Module):
         each = self._value_heads // self._key_heads
         query, key = (_unit(part).repeat_interleave(each, dim=1) for part in (query, key))
         decay = -self.decay_log.exp() * F.softplus(step.float() + self.dt_bias.float())
-        out = delta_rule(query * self._delta.key_dim**-0.5, key, value, decay, beta.sigmoid().float(), lengths)
+        out = self._delta_rule(query * self._delta.key_dim**-0.5, key, value, decay, beta.sigmoid().float(), lengths)
         return self._gated_norm((out if own is None else out[own]).to(gate.dtype), gate)
 
     def _gated_norm(self, x: Tensor, gate: Tensor) -> Tensor:

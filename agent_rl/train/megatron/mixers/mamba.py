@@ -15,7 +15,8 @@ from torch import Tensor
 
 from agent_rl.models.spec import ModelSpec
 from agent_rl.train.megatron.attention import PackedAttention
-from agent_rl.train.megatron.delta_rule import causal_convolution, decayed_sums
+from agent_rl.train.megatron.delta_rule import causal_convolution
+from agent_rl.train.megatron.kernel_choice import Kernels
 from agent_rl.train.megatron.mixers.common import column_linear, core, cut_weight, row_linear
 from agent_rl.train.megatron.token_sharding import Layout
 
@@ -23,11 +24,13 @@ from agent_rl.train.megatron.token_sharding import Layout
 class Mamba2(torch.nn.Module):
     """The state space within each sequence."""
 
-    def __init__(self, config: TransformerConfig, layer_number: int, *, model_spec: ModelSpec, **_unused: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, *, model_spec: ModelSpec, kernels: Kernels, **_unused: Any
+    ) -> None:
         super().__init__()
         assert model_spec.mamba is not None
         mamba, ranks = model_spec.mamba, config.tensor_model_parallel_size
-        self.config, self._eps = config, model_spec.norm_eps
+        self.config, self._eps, self._state_space = config, model_spec.norm_eps, kernels.state_space
         self._groups, self._heads, width = mamba.groups // ranks, mamba.heads // ranks, mamba.width // ranks
         self._convolved = tuple(part // ranks for part in mamba.convolved)
         self._parts = width, sum(self._convolved), self._heads
@@ -57,11 +60,8 @@ class Mamba2(torch.nn.Module):
             part.unflatten(-1, (count, -1))
             for part, count in zip(mixed.split(self._convolved, dim=-1), counts, strict=True)
         )
-        each = self._heads // self._groups
-        key, query = (part.repeat_interleave(each, dim=1) for part in (key, query))
         step = F.softplus(step.float() + self.dt_bias.float())
-        decay = -self.decay_log.exp() * step
-        out = decayed_sums(query, key, step[..., None] * value, decay, layout.lengths)
+        out = self._state_space(query, key, value, step, -self.decay_log.exp(), layout.lengths)
         return self._gated_norm((out + self.skip.float()[:, None] * value).flatten(1), gate)
 
     def _gated_norm(self, x: Tensor, gate: Tensor) -> Tensor:

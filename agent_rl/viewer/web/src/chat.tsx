@@ -2,7 +2,7 @@
 
 import type { ComponentChildren } from "preact";
 import { LongText } from "./parts";
-import { plural, seconds, visible } from "./text";
+import { number as figure, plural, seconds, visible } from "./text";
 import type { Branch, Trajectory, Turn } from "./types";
 
 const OUTPUT = 1200;
@@ -43,7 +43,7 @@ export function ChatTurn({ turn, number, open = false }: { turn: Turn; number: n
       <h2>
         Turn {number}{" "}
         <span class="dim">
-          {plural(turn.completion_tokens, "token")}, {seconds(turn.generate_seconds)} to write, {seconds(turn.tool_seconds)} to run
+          <TurnFigures turn={turn} />
         </span>
       </h2>
       {turn.left_out && <p class="dim">not trained: {visible(turn.left_out)}</p>}
@@ -64,6 +64,15 @@ export function ChatTurn({ turn, number, open = false }: { turn: Turn; number: n
         </div>
       )}
     </article>
+  );
+}
+
+export function TurnFigures({ turn }: { turn: Turn }) {
+  return (
+    <>
+      {plural(turn.completion_tokens, "token")}, {seconds(turn.generate_seconds)} to write, {seconds(turn.tool_seconds)} to run
+      {turn.reward !== null && `, reward ${figure(turn.reward)}`}
+    </>
   );
 }
 

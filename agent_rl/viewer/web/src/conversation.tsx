@@ -2,7 +2,7 @@
 
 import type { ComponentChildren } from "preact";
 import { useCallback, useEffect, useMemo, useRef } from "preact/hooks";
-import { ChatPrompt, ChatTurn, Thoughts, turnsOf } from "./chat";
+import { ChatPrompt, ChatTurn, Thoughts, TurnFigures, turnsOf } from "./chat";
 import { stepOf, useResource } from "./data";
 import { type Heat, HeatMap } from "./heat";
 import { mark, paint, type Shown, tokenAt } from "./highlights";
@@ -11,7 +11,7 @@ import { media } from "./media";
 import { Notes } from "./parts";
 import { route, setQuery } from "./route";
 import { scheme } from "./scheme";
-import { plural, seconds, visible } from "./text";
+import { plural, visible } from "./text";
 import { TokenPanel } from "./token_panel";
 import { type Colouring, Toolbar } from "./toolbar";
 import { type Part, partsOf, tokensOf } from "./tokens";
@@ -188,8 +188,7 @@ function TurnHead({ turn, at }: { turn: Turn; at: number }) {
     <h2>
       Turn {at}: {turn.tool ? <>calls {visible(turn.tool)}</> : "makes no call"}{" "}
       <span class="dim">
-        {plural(turn.completion_tokens, "token")}, {seconds(turn.generate_seconds)} to write, {seconds(turn.tool_seconds)} to
-        run, weights {visible(turn.weight_version)}
+        <TurnFigures turn={turn} />, weights {visible(turn.weight_version)}
       </span>
       {turn.parse_failure && <span class="bad"> {visible(turn.parse_failure)}</span>}
     </h2>

@@ -150,6 +150,8 @@ export interface Turn {
   tool_seconds: number;
   thinking_tokens: number;
   thinking_chars: number;
+  /** What the grade gives to the turn. */
+  reward: number | null;
   /** The text as it reads: thoughts, what is said beside the calls, and the calls. */
   thoughts: string;
   said: string;
