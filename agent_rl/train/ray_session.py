@@ -30,6 +30,9 @@ MIN_STORE_BYTES = 256 << 20
 RESPONSE_SECONDS = 10.0
 _CLIENT_PORT = 10001
 _SHARED_MEMORY = Path("/dev/shm")
+_UNUSED_SERVERS = ("start_api_server", "start_log_monitor", "start_monitor")
+"""Methods of Ray's node that start the job API, log streaming and the autoscaler, each in a process of its own: about
+half of the CPU time of a local Ray's start."""
 _STORE_SHARE = 4
 """The share of free shared memory that a local Ray's object store may use: 1 / 4."""
 
@@ -122,8 +125,9 @@ def object_store_bytes() -> int:
 def ray_cluster(address: str | None, *, cpus: int) -> Iterator[None]:
     """Connect to ``address``, or start a local Ray that ends with the block. Raises TrainerError.
 
-    The local Ray has no dashboard and its own directory, and its processes die with this one. It is closed to other
-    machines and users (:mod:`agent_rl.train.ray_session`). An existing connection is used and left open.
+    The local Ray has no dashboard, job API or autoscaler. It has its own directory, and its processes die with this
+    one. It is closed to other machines and users (:mod:`agent_rl.train.ray_session`). An existing connection is used
+    and left open.
     """
     if is_connected():
         yield
@@ -179,7 +183,7 @@ def _init(address: str | None, directory: Path | None, *, cpus: int) -> None:
         # Ray's default niceness of 15 would slow sandbox commands and workers beside any other process.
         marks["RAY_worker_niceness"] = str(os.nice(0))
         marks |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-        with _environment(**variables, **marks), on_loopback() if directory else nullcontext():
+        with _environment(**variables, **marks), _small_and_on_loopback() if directory else nullcontext():
             read_token()
             ray.init(
                 address=address or "local",
@@ -229,14 +233,19 @@ def read_token() -> None:
 
 
 @contextmanager
-def on_loopback() -> Iterator[None]:
-    """A Ray that starts within the block has the node address 127.0.0.1, and all of its servers listen only there. (Ray
-    replaces the argument ``_node_ip_address="127.0.0.1"`` by an address that other machines reach.)"""
+def _small_and_on_loopback() -> Iterator[None]:
+    """A Ray that starts within the block has no server that a local one does not use. It has the node address
+    127.0.0.1, and all of its servers listen only there. (Ray replaces the argument ``_node_ip_address="127.0.0.1"`` by
+    an address that other machines reach.)"""
     from ray._private import ray_constants
+    from ray._private.node import Node
 
-    before = ray_constants.ENABLE_RAY_CLUSTER
-    ray_constants.ENABLE_RAY_CLUSTER = False
-    try:
+    def start_nothing(node: Node, **options: object) -> None: ...
+
+    changes: list[tuple[object, str, object]] = [(Node, name, start_nothing) for name in _UNUSED_SERVERS]
+    changes.append((ray_constants, "ENABLE_RAY_CLUSTER", False))
+    with ExitStack() as stack:
+        for owner, name, value in changes:
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
         yield
-    finally:
-        ray_constants.ENABLE_RAY_CLUSTER = before

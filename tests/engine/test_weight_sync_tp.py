@@ -1,4 +1,7 @@
-"""Weights to a real server of two tensor ranks, each of which holds its part of every matrix."""
+"""Weights to a real server of two tensor ranks, each of which holds its part of every matrix.
+
+Those of hybrids are in ``test_families.py``.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.family_models import write_model
 from support.local_server import serving
 from test_weight_deltas import Run, deltas_equal_full_updates
 from test_weight_sync import FileTrainer, OneBitOff, Setting, torch
@@ -19,7 +21,7 @@ from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.errors import WeightSyncError
 from agent_rl.models.spec import read_model_spec
 from agent_rl.weight_sync.adapters import SUFFIX, BaseWeights
-from agent_rl.weight_sync.digests import DigestKind, RankDigests, engine_difference
+from agent_rl.weight_sync.digests import DigestKind, RankDigests
 from agent_rl.weight_sync.publisher import Bucket, WeightPublisher
 from agent_rl.weight_sync.receivers import WeightReceivers
 from agent_rl.weight_sync.requests import PublishReport
@@ -116,27 +118,6 @@ class TestTwoRanks:
         changes["model.x.weight.lora"] = torch.ones(8, 2)
         unknown, _ = await asyncio.to_thread(publish, WeightPublisher)
         assert "model.x.weight" in unknown.failures[two_ranks]
-
-
-@pytest.mark.sglang
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_moe", "nemotron_h"])
-async def test_two_ranks_of_a_hybrid_hold_what_was_sent(
-    kind: str, engine_config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|0")
-    started, sent = (write_model(tmp_path / name, kind, seed) for seed, name in enumerate(("started", "sent")))
-    config = engine_config.model_copy(update={"extra_args": ("--tp-size", "2"), "threads": 1})
-    server = EngineServer(config, started, tmp_path / "engine.log")
-    await server.start()
-    try:
-        report = await FileTrainer(config, sent, []).publish([server.url], "1")
-        with WeightReceivers([server.url]) as receivers:
-            held = receivers.checksums()[0].ranks
-    finally:
-        await server.stop()
-    assert (report.failures, report.verified) == ({}, 1)
-    assert engine_difference(report.digests[DigestKind.of(held)], held) is None
 
 
 async def test_pipeline_ranks_are_refused() -> None:

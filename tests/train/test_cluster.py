@@ -55,7 +55,7 @@ for starter in (first, second):
     del put
     starter.submit(session.__exit__, None, None, None).result()
 """
-KINDS = ("gcs_server", "raylet/raylet", "/monitor.py", "dashboard.py", "log_monitor.py", "Agent", "ray::Rank")
+KINDS = ("gcs_server", "raylet/raylet", "Agent", "ray::Rank")
 """In the order in which command lines are told apart."""
 
 

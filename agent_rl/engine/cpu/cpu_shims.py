@@ -24,9 +24,11 @@ _LIBRARIES: list[torch.library.Library] = []  # an operator exists as long as it
 
 
 def install() -> None:
-    """Apply all patches: torchvision's operators, no page locking of host buffers, fast hashes, forked workers,
-    batched small experts, batched attention, 8-bit keys and values if requested, and what the model's family needs."""
+    """Apply all patches: no compiler, torchvision's operators, no page locking of host buffers, fast hashes, forked
+    workers, batched small experts, batched attention, 8-bit keys and values if requested, and what the model's family
+    needs."""
     torch.zeros(1).cos()  # as agent_rl/train/megatron/cpu.py does, where the reason is
+    _skip_compiler()
     _define_torchvision_operators()
     _skip_page_locking()
     _hash_fast()
@@ -45,6 +47,14 @@ def _model_type() -> str:
         if argument == "--model-path":
             return str(json.loads((Path(value) / "config.json").read_text()).get("model_type"))
     return ""
+
+
+def _skip_compiler() -> None:
+    # Importing torch's compiler takes 0.8 s of CPU time. A router of expert groups would be compiled for a minute.
+    def uncompiled(function: Any = None, **options: Any) -> Any:
+        return (lambda decorated: decorated) if function is None else function
+
+    vars(torch)["compile"] = uncompiled
 
 
 def _define_torchvision_operators() -> None:
