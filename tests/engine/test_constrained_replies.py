@@ -107,16 +107,21 @@ async def test_a_call_of_a_strict_tool_follows_its_schema_whenever_it_is_called(
     strict = {"type": "function", "function": {**editor["function"], "strict": True}}
     valid, counts = Draft202012Validator({**pages, "additionalProperties": False}).is_valid, Counter[str]()
     async with served(renderer, engine=engine, fmt="xml", max_new_tokens=64, max_turns=2 * CALLS) as opened:
+        opened.client.timeout = 600
         for kind, tool in (("free", editor), ("strict", strict)):
 
-            async def one(number: int, kind: str = kind, tool: Any = tool) -> None:
+            async def ask(number: int, kind: str = kind, tool: Any = tool) -> None:
                 asked = f"Cancel the fee of `item({number})` in stock.py."
                 messages = [{"role": "system", "content": f"Fix the {kind} order."}, {"role": "user", "content": asked}]
                 message = await opened.reply(messages, tools=[tool])
-                for call in message.get("tool_calls", ()):
-                    counts[f"{kind}, {valid(json.loads(call['function']['arguments']))}"] += 1
+                calls = [call["function"] for call in message.get("tool_calls", ())]
+                counts.update(
+                    f"{kind}, {valid(json.loads(call['arguments']))}"
+                    for call in calls
+                    if call["name"] == "file_editor"  # it also calls a tool that is not offered
+                )
 
-            await asyncio.gather(*map(one, range(64)))
+            await asyncio.gather(*map(ask, range(64)))
         kept = [node.kept for node in opened.session.tree.nodes]
     print(counts)
     assert counts["free, False"] > 32
