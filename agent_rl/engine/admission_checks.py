@@ -69,7 +69,10 @@ def _slices_a_prefill_graph(server: Server) -> bool:
 
 UNSUPPORTED_ARGS = (
     UnsupportedArg(
-        "--pp-size above 1", _more_than_one("pp_size"), "routes and weights reach only its first stage", routes=False
+        "--pp-size above 1",
+        _more_than_one("pp_size"),
+        "routes and weights reach only its first stage: the layers of the others have routes of zeros",
+        routes=False,
     ),
     UnsupportedArg(
         "--dp-size above 1",
@@ -97,6 +100,12 @@ UNSUPPORTED_ARGS = (
         "--speculative-eagle-topk above 1",
         lambda server: bool(server.get("speculative_algorithm")) and int(server.get("speculative_eagle_topk") or 1) > 1,
         "accepted tokens get the rows of rejected drafts (issue 37949)",
+    ),
+    UnsupportedArg(
+        "--speculative-algorithm on a CPU",
+        lambda server: bool(server.get("speculative_algorithm")) and server.get("device") == "cpu",
+        "SGLang commits the most likely token there, whatever the temperature",
+        routes=False,
     ),
     UnsupportedArg(
         "--chunked-prefill-size -1",

@@ -452,6 +452,7 @@ PREFILL_GRAPH = {"decode": {"backend": "full"}, "prefill": {"backend": "breakabl
         ({"speculative_algorithm": "NGRAM"}, "--speculative-algorithm NGRAM: .*issue 37949"),
         ({"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 4}, "--speculative-eagle-topk above 1: "),
         ({"chunked_prefill_size": -1}, "--chunked-prefill-size -1: .*issue 26860"),
+        ({"speculative_algorithm": "EAGLE", "device": "cpu"}, "--speculative-algorithm on a CPU: SGLang commits"),
         ({"disaggregation_mode": "prefill"}, "--disaggregation-mode: "),
         ({"moe_runner_backend": "flashinfer_trtllm"}, "--moe-runner-backend .*use triton"),
         ({"moe_runner_backend": "triton_kernel"}, "--moe-runner-backend triton_kernel .*does not report"),
@@ -471,7 +472,7 @@ async def test_harmful_server_options_are_refused(harmful: dict[str, Any], messa
 
 
 def test_all_refused_options_have_a_case() -> None:
-    assert len(UNSUPPORTED_ARGS) == 15
+    assert len(UNSUPPORTED_ARGS) == 16
     assert unsupported_reason(SERVER_INFO | {"moe_a2a_backend": "deepep"}) is None
     assert unsupported_reason(SERVER_INFO | {"moe_a2a_backend": "mooncake", "tp_size": 1}) is None
     assert unsupported_reason(SERVER_INFO) is None
