@@ -4,15 +4,16 @@ Run: ``python benchmarks/bench_sync_tensors.py [rounds]`` (default 3)
 
 The tensors are tiny (hidden size 32), so that only the costs of tensors and buckets remain. A Megatron model of one
 rank exports them. The publisher sends them in buckets that hold as many experts' tensors as 512 MiB do of the real
-model, the default for a trainer on GPUs, and as 30 MiB do, the baseline. Printed are medians: the wall time without
-joining and its share of the limit of 10 s, which is for free cores; the processor time of trainer and engine, which
-other load on the machine changes less; and the parts of the wall time:
+model, the default for a trainer on GPUs, and as 30 MiB do, the baseline. ``shared`` buckets have the first size and
+lie in memory that trainer and engine share, as those of colocated engines on GPUs. Printed are medians: the wall time
+without joining and its share of the limit of 10 s, which is for free cores; the processor time of trainer and engine,
+which other load on the machine changes less; and the parts of the wall time:
 
 - ``export``: a pass over the exported tensors alone, which is also part of ``prepare``;
 - ``prepare``: export and copying into buckets; ``broadcast``: announcing buckets, broadcasting and loading them, as far
   as it exceeds preparing the next one; ``load``: loading the last one; ``check``: checksums and resume.
 
-Seconds a tensor and a bucket are of the line through both numbers of buckets.
+Seconds a tensor and a bucket are of the line through both numbers of buckets that are broadcast.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ from support.moe_checkpoint import write_moe
 
 from agent_rl.config import EngineConfig, ParallelConfig
 from agent_rl.engine.launch import EngineServer, group_members
-from agent_rl.weight_sync.publisher import WeightPublisher, buckets
+from agent_rl.weight_sync.buckets import buckets
+from agent_rl.weight_sync.publisher import WeightPublisher
+from agent_rl.weight_sync.shared_buckets import SharedBuckets
 
 LIMIT_SECONDS = 10.0
 BUCKET_MB = (512, 30)
@@ -63,10 +66,13 @@ def processor_seconds(group: int) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def update(link: WeightPublisher, model: Any, group: int, version: int) -> Cost:
-    """Publish the model's export as a step of training does."""
+def update(link: WeightPublisher, model: Any, group: int, version: int, *, shares: bool) -> Cost:
+    """Publish the model's export as a step of training does, in memory that the engine ``shares`` or by broadcast."""
     began, trainer, engine = time.perf_counter(), time.process_time(), processor_seconds(group)
-    report = link.publish(model.export_weights(), str(version))
+    shared = SharedBuckets(lambda item: [item], "0") if shares else None
+    report = link.publish(model.export_weights(), str(version), shared=shared, gpus=[["0"]])
+    if shared is not None:
+        shared.close()
     wall = time.perf_counter() - began - report.seconds.get("join", 0.0)
     assert not report.failures, report.failures
     assert report.verified == 1
@@ -74,7 +80,7 @@ def update(link: WeightPublisher, model: Any, group: int, version: int) -> Cost:
 
 
 def costs(server: EngineServer, model: Any, config: EngineConfig, rounds: int) -> dict[int, list[Cost]]:
-    """The costs by number of buckets. The two sizes of buckets take turns."""
+    """The costs by number of buckets, those of shared ones under 0. The ways take turns."""
     links: dict[int, WeightPublisher] = {}
     for megabytes in BUCKET_MB:
         own = config.model_copy(update={"weight_bucket_mb": megabytes / SMALLER})
@@ -82,10 +88,14 @@ def costs(server: EngineServer, model: Any, config: EngineConfig, rounds: int) -
         number = sum(1 for _ in buckets(model.export_weights(), torch.bfloat16, limit=limit))
         links[number] = WeightPublisher([server.url], torch.device("cpu"), model.model_spec, own)
     assert server.pid is not None
+    links[0] = WeightPublisher(
+        [server.url], torch.device("cpu"), model.model_spec,
+        config.model_copy(update={"weight_bucket_mb": BUCKET_MB[0] / SMALLER}),
+    )  # fmt: skip
     measured: dict[int, list[Cost]] = {number: [] for number in links}
     for version in range(rounds):
         for number, link in links.items():
-            measured[number].append(update(link, model, server.pid, version))
+            measured[number].append(update(link, model, server.pid, version, shares=number == 0))
     for link in links.values():
         link.close()
     return measured
@@ -120,14 +130,14 @@ def report(tensors: int, exporting: float, measured: dict[int, list[Cost]]) -> N
     for number, each in measured.items():
         trainer, engine = (statistics.median(getattr(cost, side) for cost in each) for side in ("trainer", "engine"))
         print(
-            f"{number:,} buckets: {walls[number]:.2f} s, {walls[number] / LIMIT_SECONDS:.2f} of the limit of "
+            f"{number or 'shared'} buckets: {walls[number]:.2f} s, {walls[number] / LIMIT_SECONDS:.2f} of the limit of "
             f"{LIMIT_SECONDS:g} s; processor: trainer {trainer:.2f} s, engine {engine:.2f} s, together "
             f"{(trainer + engine) / LIMIT_SECONDS:.2f} of it"
         )
         stages = {stage: statistics.median(cost.stages[stage] for cost in each) for stage in STAGES}
         parts = ", ".join(f"{stage} {value:.2f}" for stage, value in {"export": exporting, **stages}.items())
         print(f"  s: {parts}")
-    few, many = measured
+    few, many, _ = measured
     bucket = (walls[many] - walls[few]) / (many - few)
     print(
         f"{few:,} buckets take {walls[few] / walls[many]:.2f} of the time of {many:,}: {1e3 * bucket:.1f} ms a bucket, "

@@ -7,7 +7,8 @@ wall time: ``pause`` what is left of it when the first bucket is prepared, ``bro
 is, ``load`` what is left after the last broadcast, ``check`` checksums and resume; and of each HTTP call how long its
 replies took in all (one that announces a bucket is answered once the engine has loaded it). The plain broadcast is one
 gloo broadcast of as many bytes from this process to one other. The two take turns; ratios are of medians, with the
-quartiles of the rounds' own ratios beside them. Two models: the quickstart's size and one of a quarter gigabyte.
+quartiles of the rounds' own ratios beside them. Then the same in memory that trainer and engine share. Two models: the
+quickstart's size and one of a quarter gigabyte.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ from agent_rl.engine.launch import EngineServer, free_port
 from agent_rl.models.spec import ModelSpec, read_model_spec
 from agent_rl.utils.http import BlockingHttp
 from agent_rl.weight_sync.publisher import WeightPublisher, join_group
+from agent_rl.weight_sync.requests import PublishReport
+from agent_rl.weight_sync.shared_buckets import SharedBuckets
 
 ROOT = Path(__file__).resolve().parents[1]
 STAGES = ("pause", "prepare", "broadcast", "load", "check")
@@ -107,7 +110,8 @@ async def measure(name: str, rounds: int, buckets: list[float], directory: Path)
     async with EngineServer(config, directory, directory / "engine.log") as server:
         for megabytes in buckets:
             own = config.model_copy(update={"weight_bucket_mb": megabytes})
-            compare(name, server.url, read_model_spec(directory), weights, size, rounds, own)
+            for shares in (False, True):
+                compare(name, server.url, read_model_spec(directory), weights, size, rounds, own, shares=shares)
 
 
 class TimedHttp(BlockingHttp):
@@ -125,6 +129,15 @@ class TimedHttp(BlockingHttp):
             self.seconds[url.rpartition("/")[2]] += time.perf_counter() - began
 
 
+def update(link: WeightPublisher, weights: list[tuple[str, Tensor]], version: int, *, shares: bool) -> PublishReport:
+    """Publish, in memory that the engine ``shares`` or by broadcast."""
+    shared = SharedBuckets(lambda item: [item], "0") if shares else None
+    report = link.publish(weights, str(version), shared=shared, gpus=[["0"]])
+    if shared is not None:
+        shared.close()
+    return report
+
+
 def compare(
     name: str,
     url: str,
@@ -133,17 +146,19 @@ def compare(
     size: int,
     rounds: int,
     config: EngineConfig,
+    *,
+    shares: bool,
 ) -> None:
     link = WeightPublisher([url], torch.device("cpu"), model_spec, config)
     link._receivers._http = http = TimedHttp(config.weight_sync_timeout)
-    first = link.publish(weights, "0")  # joins
+    first = update(link, weights, 0, shares=shares)  # joins
     calls: list[Counter[str]] = []
     broadcast, reports, took, baseline = plain(size, rounds + 1), [], [], []
     broadcast()
 
     def publish(version: int) -> None:
         http.seconds = Counter()
-        reports.append(link.publish(weights, str(version)))
+        reports.append(update(link, weights, version, shares=shares))
         calls.append(http.seconds)
 
     for number in range(1, rounds + 1):
@@ -154,7 +169,8 @@ def compare(
     ratios = statistics.quantiles([a / b for a, b in zip(took, baseline, strict=True)], n=4)
     middle, floor = statistics.median(took), statistics.median(baseline)
     print(
-        f"{name}: {size / 1e6:.1f} MB, buckets of {config.bucket_mb(cuda=False):g} MiB: publish {1e3 * middle:.0f} ms, "
+        f"{name}: {size / 1e6:.1f} MB, {'shared ' if shares else ''}buckets of {config.bucket_mb(cuda=False):g} MiB: "
+        f"publish {1e3 * middle:.0f} ms, "
         f"plain broadcast {1e3 * floor:.1f} ms, ratio {middle / floor:.2f} (quartiles {ratios[0]:.2f}, {ratios[2]:.2f})"
     )
     stages = {stage: statistics.median(report.seconds[stage] for report in reports) for stage in STAGES}

@@ -1,7 +1,7 @@
 """Collects the wheels that ``tests/gpu/gpu_run.py`` needs beside torch, for a GPU machine without network.
 
-``python -m scripts.gpu_wheelhouse DIRECTORY`` downloads them for Linux x86_64 (18 MiB for Python 3.12) and fails above
-60 MiB. There: ``pip install --no-deps --no-index --target packages DIRECTORY/*.whl``, and ``packages`` goes into
+``python -m scripts.gpu_wheelhouse DIRECTORY`` downloads them for Linux x86_64 (15.7 MiB for Python 3.12) and fails
+above 60 MiB. There: ``pip install --no-deps --no-index --target packages DIRECTORY/*.whl``, and ``packages`` goes into
 PYTHONPATH.
 """
 

@@ -1,4 +1,4 @@
-"""Write the parts of docs/reference that follow from the code: the config keys, the metrics and the commands::
+"""Write the parts of docs/reference that follow from the code: config keys, metrics, commands, and what ran on GPUs::
 
     python -m scripts.make_reference
 
@@ -26,6 +26,7 @@ from agent_rl.cli import app
 from agent_rl.config import RunConfig
 from agent_rl.config.base import section_of
 from agent_rl.monitoring.metrics import METRICS, Metric
+from scripts import gpu_status
 
 REFERENCE = Path(__file__).resolve().parent.parent / "docs/reference"
 COMMAND = "python -m scripts.make_reference"
@@ -244,10 +245,18 @@ def _option(parameter: inspect.Parameter, annotation: Any, info: OptionInfo) -> 
     return f"{option}/--no-{option[2:]}" if annotation is bool and not given else option
 
 
+# GPU status
+
+
+def gpu_status_table() -> str:
+    return table(("feature", "was run", "shown by"), gpu_status.rows())
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
     "config.md": config_tables,
     "metrics.md": metric_tables,
     "cli.md": command_tables,
+    "gpu-status.md": gpu_status_table,
 }
 """The pages with a generated part, and what makes it."""
 

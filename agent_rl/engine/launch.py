@@ -202,11 +202,15 @@ class EngineServer:
         environment = {**NCCL_SETTINGS, **environment}
         environment.pop("PYTORCH_CUDA_ALLOC_CONF", None)  # the trainer's; torch-memory-saver refuses its option
         if self._config.count > 1:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpus())
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus)
         return environment
 
-    def _gpus(self) -> list[str]:
-        """The GPUs of this server among the GPUs that this process may use."""
+    @property
+    def gpus(self) -> list[str]:
+        """The GPUs of this server among those that this process may use, by tensor rank. Raises ConfigError where there
+        are too few."""
+        if self.device == "cpu":
+            return []
         required = self._config.count * self._config.gpus
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         available = visible.split(",") if visible else [path.name[6:] for path in sorted(_DEVICES.glob("nvidia[0-9]*"))]

@@ -77,6 +77,10 @@ class RayEngineServer:
         self._actors: list[Any] = []
         self._watch: asyncio.Task[str] | None = None
 
+    @property
+    def gpus(self) -> Sequence[str]:
+        return ()
+
     async def start(self) -> str:
         """Wait for the reservation, start the servers there and wait until they are healthy; returns the first one's
         address. A failed start stops what was started. Raises EngineStartError that names the node."""

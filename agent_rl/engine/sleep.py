@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -114,6 +114,13 @@ class EngineSleep:
         self._sleepers.clear()
         self._awake.set()
         self._gate.open()
+
+    def gpus(self, urls: Sequence[str]) -> list[Sequence[str]]:
+        """The GPUs that each engine at ``urls`` shares with the trainer, by tensor rank. Empty where one has GPUs of
+        its own, or unknown ones."""
+        members = [self._fleet.find(url) for url in urls] if self._colocate else []
+        names = [self._servers[member.name].gpus for member in members if member is not None]
+        return names if all(names) and len(names) == len(urls) else []
 
     def metrics(self) -> dict[str, float]:
         """Seconds that falling asleep and waking took since the last call; empty if no engine slept."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -66,6 +66,11 @@ class Scores:
 
 class Server(Protocol):
     """A server that we start, on this machine or another."""
+
+    @property
+    def gpus(self) -> Sequence[str]:
+        """The GPUs of its tensor ranks by name, as in ``CUDA_VISIBLE_DEVICES``; empty on a CPU or another machine."""
+        ...
 
     async def start(self) -> str:
         """Start the server and wait until it is healthy; returns its address. Raises EngineStartError."""

@@ -301,13 +301,18 @@ class RayTrainer:
         assert reasons[0] is not None, "rank 0 reports"
         return reasons[0]
 
-    def _publish_request(self, engine_urls: Sequence[str], weight_version: str) -> PublishRequest:
+    def _publish_request(
+        self, engine_urls: Sequence[str], weight_version: str, gpus: Sequence[Sequence[str]] = ()
+    ) -> PublishRequest:
         engine = self.config.engine
-        return PublishRequest(tuple(engine_urls), weight_version, engine, engine.headers)
+        return PublishRequest(tuple(engine_urls), weight_version, engine, gpus, engine.headers)
 
-    async def publish(self, engine_urls: Sequence[str], weight_version: str) -> PublishReport:
-        """Send the weights to every engine as ``weight_version``; the report names those that failed."""
-        request = self._publish_request(engine_urls, weight_version)
+    async def publish(
+        self, engine_urls: Sequence[str], weight_version: str, gpus: Sequence[Sequence[str]] = ()
+    ) -> PublishReport:
+        """Send the weights to every engine as ``weight_version``; the report names those that failed. ``gpus``: as in
+        :class:`PublishRequest`."""
+        request = self._publish_request(engine_urls, weight_version, gpus)
         reports = await self.workers.call(lambda actor: actor.publish.remote(request), timeout=PUBLISH_SECONDS)
         assert reports[0] is not None, "rank 0 reports"
         return reports[0]

@@ -4,8 +4,11 @@ Megatron."""
 from __future__ import annotations
 
 import math
+import os
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,6 +45,7 @@ from agent_rl.weight_sync.adapters import BaseWeights
 from agent_rl.weight_sync.delta import DeltaSender
 from agent_rl.weight_sync.publisher import WeightPublisher
 from agent_rl.weight_sync.requests import PublishReport, PublishRequest
+from agent_rl.weight_sync.shared_buckets import SharedBuckets, shared_buckets
 from r3.routing import narrowest_dtype
 from r3.shard import RouteShard
 
@@ -89,6 +93,7 @@ class TrainerWorker:
         self._publisher: WeightPublisher | None = None
         self._delta = DeltaSender(self._model.model_spec, self._open_publisher)
         self._staged_version: str | None = None
+        self._host_group: Any = None
         self._writer = CheckpointWriter(rank)
 
     @property
@@ -243,6 +248,8 @@ class TrainerWorker:
             if report is not None and report.failures:
                 self._close_publisher()
             return report
+        if request.gpus:
+            return self._publish_shared(request)
         base = BaseWeights(self._request.model) if self._model.lora and request.config.merges_adapters else None
         weights, report = self._model.export_weights() if base is None else self._model.export_changes(), None
         try:
@@ -255,6 +262,25 @@ class TrainerWorker:
             for _ in weights:
                 pass
             self._release_gpu_cache()
+        return report
+
+    def _publish_shared(self, request: PublishRequest) -> PublishReport | None:
+        """Share the weights with engines on the ranks' GPUs."""
+        if self._host_group is None:  # waits as long as an engine may take to load a bucket
+            limit = timedelta(seconds=2 * request.config.weight_sync_timeout + 60)
+            self._host_group = torch.distributed.new_group(backend="gloo", timeout=limit)
+        gather = partial(_gather, self._host_group)
+        shared = SharedBuckets(gather, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+        weights, report = self._model.export_weights(every_rank=True), None
+        if self._ranks.rank == 0:
+            publisher = self._open_publisher(request)
+            report = publisher.publish(weights, request.version, shared=shared, gpus=request.gpus)
+            if report.failures:
+                self._close_publisher()
+        else:
+            deque(shared_buckets(weights, self._model.model_spec, request.config, self._model.device, shared), maxlen=0)
+        shared.close()
+        self._release_gpu_cache()
         return report
 
     def _release_gpu_cache(self) -> None:
@@ -282,6 +308,13 @@ class TrainerWorker:
         self._close_publisher()
         self._balancer.close()
         destroy_parallel()
+
+
+def _gather(group: Any, item: Any) -> list[Any]:
+    """What all ranks of ``group`` gave, by rank. Collective."""
+    items: list[Any] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(items, item, group=group)
+    return items
 
 
 def device_of(kind: WorkerDevice) -> torch.device:

@@ -18,12 +18,11 @@ import math
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from operator import itemgetter
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -34,11 +33,11 @@ from agent_rl.config import EngineConfig
 from agent_rl.engine.launch import free_port
 from agent_rl.engine.server.lora_merge import SUFFIX, BaseWeights
 from agent_rl.errors import WeightSyncError
-from agent_rl.models.families import keeps_float32
 from agent_rl.models.spec import ModelSpec
-from agent_rl.models.transfer import fill_buckets, joined_tensors
+from agent_rl.models.transfer import joined_tensors
 from agent_rl.utils.sockets import LOOPBACK, address_towards, is_loopback, listen_at
 from agent_rl.weight_sync.adapters import add_merged
+from agent_rl.weight_sync.buckets import Bucket, buckets
 from agent_rl.weight_sync.digests import (
     DigestKind,
     Digests,
@@ -49,64 +48,16 @@ from agent_rl.weight_sync.digests import (
 )
 from agent_rl.weight_sync.receivers import Checksums, PendingReplies, WeightReceivers
 from agent_rl.weight_sync.requests import PublishReport, PublishRequest
+from agent_rl.weight_sync.shared_buckets import SharedBuckets, shared_buckets
 
 _POLL_SECONDS = 0.0005
 _LEAVE_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Bucket:
-    """Tensors sent together: ``data`` uint8 is the concatenation of their bytes, in the order of ``names``. Those of
-    wider dtypes come first, so that every offset is a multiple of its tensor's element size."""
-
-    names: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[torch.dtype, ...]
-    data: Tensor
-    last: bool
-
-
-def buckets(
-    weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, *, limit: int, joined: Collection[str] = ()
-) -> Iterator[Bucket]:
-    """Group ``weights`` into buckets of about ``limit`` bytes (:func:`agent_rl.models.transfer.fill_buckets`),
-    converted to ``dtype`` except those that stay float32 (:func:`agent_rl.models.families.keeps_float32`). The last
-    bucket is marked."""
-
-    def size(item: tuple[str, Tensor]) -> int:
-        return item[1].numel() * sent_dtype(item[0], dtype).itemsize
-
-    items = ((name, tensor.detach()) for name, tensor in weights)
-    for tensors, last in fill_buckets(items, itemgetter(0), size, limit=limit, joined=joined):
-        if not tensors:
-            raise WeightSyncError("the model has no weights to send")
-        yield _bucket(tensors, dtype, last=last)
-
-
-def _bucket(tensors: Sequence[tuple[str, Tensor]], dtype: torch.dtype, *, last: bool) -> Bucket:
-    """Concatenate ``tensors``; each is converted while it is copied."""
-    tensors = sorted(tensors, key=lambda item: -sent_dtype(item[0], dtype).itemsize)
-    dtypes = tuple(sent_dtype(name, dtype) for name, _ in tensors)
-    sizes = [tensor.numel() * kind.itemsize for (_, tensor), kind in zip(tensors, dtypes, strict=True)]
-    data = torch.empty(sum(sizes), dtype=torch.uint8, device=tensors[0][1].device)
-    for (_, tensor), kind, target in zip(tensors, dtypes, data.split(sizes), strict=True):
-        target.view(kind).view(tensor.shape).copy_(tensor)
-    return Bucket(
-        names=tuple(name for name, _ in tensors),
-        shapes=tuple(tuple(tensor.shape) for _, tensor in tensors),
-        dtypes=dtypes,
-        data=data,
-        last=last,
-    )
-
-
-def sent_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if keeps_float32(name) else dtype
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class InFlightBucket:
-    """A bucket in transfer: the collective's ``work``, and the engines' ``replies`` after loading."""
+    """A bucket in transfer: the collective's ``work`` (None where engines share its memory), and the engines'
+    ``replies`` after loading."""
 
     work: Any
     replies: PendingReplies
@@ -143,12 +94,11 @@ class UpdateProgress:
 class WeightPublisher:
     """Rank 0's connection to a set of engines; all updates use one process group.
 
-    ``model_spec``: the architecture, needed for checksums and for the tensors that must share
-    a bucket. Settings in ``config``: the
-    weights are sent in ``dtype``, in buckets of about ``weight_bucket_mb``; ``server_pause`` is SGLang's pause mode;
-    ``weight_sync_timeout`` limits each call, rendezvous and broadcast; with ``colocate`` weights go through host memory
-    by gloo, because NCCL accepts each GPU once per group. ``headers`` go with each call. Close it after an update that
-    an engine did not take.
+    ``model_spec``: the architecture, needed for checksums and for the tensors that must share a bucket. Settings in
+    ``config``: the weights are sent in ``dtype``, in buckets of about ``weight_bucket_mb``; ``server_pause`` is
+    SGLang's pause mode; ``weight_sync_timeout`` limits each call, rendezvous and broadcast; with ``colocate`` a group
+    goes through host memory by gloo, because NCCL accepts each GPU once per group. ``headers`` go with each call. Close
+    it after an update that an engine did not take.
     """
 
     def __init__(
@@ -172,24 +122,32 @@ class WeightPublisher:
         self._predictable = frozenset[str]()
         self._checksums: Mapping[str, Checksums] = {}
         self._group: Any = None
+        self._positions: Sequence[Sequence[int]] = ()
 
     def serves(self, request: PublishRequest) -> bool:
         """Whether this connection has the engines and settings of ``request``."""
         return (self.urls, self._config) == (request.urls, request.config)
 
     def publish(
-        self, weights: Iterable[tuple[str, Tensor]], version: str, base: BaseWeights | None = None
+        self,
+        weights: Iterable[tuple[str, Tensor]],
+        version: str,
+        base: BaseWeights | None = None,
+        shared: SharedBuckets | None = None,
+        gpus: Sequence[Sequence[str]] = (),
     ) -> PublishReport:
         """Send all ``weights`` (Hugging Face names) as ``version`` and compare the engines' checksums.
 
         With ``base``, the checkpoint that all engines started with, ``weights`` are adapter changes of it
-        (:mod:`agent_rl.engine.server.lora_merge`). The report has a one-line reason for every engine that failed.
+        (:mod:`agent_rl.engine.server.lora_merge`). With ``shared``, the engines read the buckets on the ``gpus`` (names
+        by engine) that they share with the trainer, whose other ranks iterate over the same buckets
+        (:func:`.shared_buckets.shared_buckets`). The report has a one-line reason for every engine that failed.
         """
         timer, sent = StageTimer(), UpdateProgress()
-        failure = self._ensure_group(timer)
+        failure = self._connect(timer, shared, gpus)
         digests = self._new_digests()
         weight_buckets = (
-            self._weight_buckets(weights, digests, sent)
+            self._weight_buckets(weights, digests, sent, shared)
             if base is None
             else self._change_buckets(weights, base, digests, sent)
         )
@@ -260,15 +218,20 @@ class WeightPublisher:
     def _new_digests(self) -> Digests:
         return Digests(self._model_spec, {DigestKind.of(self._checksums[url].ranks) for url in self._predictable})
 
-    def _ensure_group(self, timer: StageTimer) -> WeightSyncError | None:
-        """Create the process group unless it exists. Returns the failure, if any."""
-        if self._group is None:
-            try:
-                with timer.stage("join"):
+    def _connect(
+        self, timer: StageTimer, shared: SharedBuckets | None, gpus: Sequence[Sequence[str]]
+    ) -> WeightSyncError | None:
+        """Create the process group unless it exists or no one needs it. Returns the failure, if any."""
+        try:
+            with timer.stage("join"):
+                if not self._checksums or (shared is None and self._group is None):
                     self._query()
+                if shared is not None:
+                    self._positions = shared.positions(self.urls, gpus, self._receivers.ranks)
+                elif self._group is None:
                     self._join()
-            except WeightSyncError as error:
-                return error
+        except WeightSyncError as error:
+            return error
         return None
 
     def _sizes(self) -> Iterator[tuple[str, int]]:
@@ -306,10 +269,19 @@ class WeightPublisher:
             return next(weight_buckets, None)
 
     def _weight_buckets(
-        self, weights: Iterable[tuple[str, Tensor]], digests: Digests, sent: UpdateProgress
+        self,
+        weights: Iterable[tuple[str, Tensor]],
+        digests: Digests,
+        sent: UpdateProgress,
+        shared: SharedBuckets | None,
     ) -> Iterator[Bucket]:
         """Buckets of ``weights``, counted and (for predictable engines) hashed in a thread."""
-        for bucket in buckets(weights, self._dtype, limit=self._bucket_bytes, joined=self._joined):
+        made = (
+            buckets(weights, self._dtype, limit=self._bucket_bytes, joined=self._joined)
+            if shared is None
+            else shared_buckets(weights, self._model_spec, self._config, self._device, shared)
+        )
+        for bucket in made:
             sent.bytes += bucket.data.nbytes
             if self._predictable:
                 # Hashing releases the lock of Python, so its thread does not delay the update.
@@ -394,15 +366,22 @@ class WeightPublisher:
             self._group = join.result()
 
     def _send(self, bucket: Bucket, version: str) -> InFlightBucket:
-        """Announce one bucket and start its broadcast. Replies arrive when the engines have loaded it."""
+        """Announce one bucket and start its broadcast, if it needs one. Replies arrive when the engines have loaded
+        it."""
+        # An engine with a part of the weights must not report the version.
+        weight_version = version if bucket.last else f"{version}-partial"
+        flush = bucket.last and self._config.pause_mode != "in_place"
+        if bucket.handles:
+            handles = [[bucket.handles[rank] for rank in ranks] for ranks in self._positions]
+            loading = self._receivers.load_shared(handles, weight_version=weight_version, flush_cache=flush)
+            return InFlightBucket(None, loading)
         data = bucket.data.to(self._device)
         replies = self._receivers.receive(
             bucket.names,
             [str(dtype).removeprefix("torch.") for dtype in bucket.dtypes],
             bucket.shapes,
-            # An engine with a part of the weights must not report the version.
-            weight_version=version if bucket.last else f"{version}-partial",
-            flush_cache=bucket.last and self._config.pause_mode != "in_place",
+            weight_version=weight_version,
+            flush_cache=flush,
             group=self._name,
         )
         # In the first broadcast NCCL creates its communicator and blocks for engines that may have refused.
@@ -412,6 +391,9 @@ class WeightPublisher:
 
     def _wait_received(self, sending: InFlightBucket) -> None:
         """Wait until the engines have received a bucket."""
+        if sending.work is None:
+            sending.replies.wait()
+            return
         self._wait(sending.work.is_completed, sending.replies, "the broadcast")
         try:
             sending.work.wait()

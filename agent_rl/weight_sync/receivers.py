@@ -16,6 +16,7 @@ is checked, and :meth:`PendingReplies.check` is cheap enough to poll during a br
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -181,6 +182,15 @@ class WeightReceivers:
             "flush_cache": flush_cache,
         }
         return self._post("update_weights_from_distributed", [body] * len(self.urls))
+
+    def load_shared(
+        self, handles: Sequence[Sequence[bytes]], *, weight_version: str, flush_cache: bool = True
+    ) -> PendingReplies:
+        """Let every engine load a bucket in memory that it shares with the trainer, by the handle for each of its
+        ranks; needs no group."""
+        body = {"load_format": "flattened_bucket", "weight_version": weight_version, "flush_cache": flush_cache}
+        texts = [[b64encode(handle).decode() for handle in own] for own in handles]
+        return self._post("update_weights_from_tensor", [{**body, "serialized_named_tensors": own} for own in texts])
 
     def stage(self, delta: bytes) -> dict[str, str]:
         """Send a packed delta to the first engine, which relays it to the next, and so on. Returns the reason by URL of

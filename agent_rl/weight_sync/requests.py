@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from agent_rl.config import EngineConfig
@@ -13,13 +13,15 @@ from agent_rl.weight_sync.digests import DigestKind, RankDigests
 class PublishRequest:
     """Send the weights to the engines at ``urls`` as ``version``, with the settings in ``config``.
 
-    ``headers`` go with every request. They include the API key, which workers may lack in their environment, so they
-    are not printed.
+    ``gpus``: where engines read the weights on GPUs that they share with the trainer, the names of each engine's GPUs;
+    otherwise they receive them by process group. ``headers`` go with every request. They include the API key, which
+    workers may lack in their environment, so they are not printed.
     """
 
     urls: tuple[str, ...]
     version: str
     config: EngineConfig
+    gpus: Sequence[Sequence[str]] = ()
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
 
 

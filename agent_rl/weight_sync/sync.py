@@ -2,11 +2,12 @@
 
 ::
 
-    all together, by process group ──▶ one by one ──▶ from disk ──▶ restore the last good version, retire
-            │                              │              │
-            └──────────────────────────────┴──────────────┴──▶ checksums and log-probs agree ──▶ in use
+    all together ──▶ one by one ──▶ from disk ──▶ restore the last good version, retire
+         │               │              │
+         └───────────────┴──────────────┴──▶ checksums and log-probs agree ──▶ in use
 
-Engines that fail move one step to the right; each method is tried once. A dead engine is out of use until it returns,
+Engines that fail move one step to the right; each method is tried once. Weights travel by process group; colocated
+engines read them on the GPU first. A dead engine is out of use until it returns,
 and then gets the weights alone (:meth:`WeightSync.join`). An engine stays paused until its checksums are verified
 (log-probs are compared just after), so it never samples from a mixture of old and new weights. The weights on disk are
 the trainer's current ones, exported when an engine needs them.
@@ -43,8 +44,11 @@ class Trainer(Protocol):
         """Log-probs of every token given those before it (0 for the first), one list per sample."""
         ...
 
-    async def publish(self, engine_urls: Sequence[str], weight_version: str) -> PublishReport:
-        """Send the weights to every engine as ``weight_version``; the report names those that failed."""
+    async def publish(
+        self, engine_urls: Sequence[str], weight_version: str, gpus: Sequence[Sequence[str]] = ()
+    ) -> PublishReport:
+        """Send the weights to every engine as ``weight_version``; the report names those that failed. ``gpus``: by
+        engine, those on which it reads the weights of the trainer; none where it receives them by process group."""
         ...
 
     async def stage(self, engine_urls: Sequence[str], weight_version: str) -> Mapping[str, str]:
@@ -95,6 +99,7 @@ class WeightSync:
         self._gate = LogprobGate(config.dtype)
         self._prompt = prompt
         self._last: WeightUpdate | None = None
+        self._shares = config.colocate  # whether engines read the weights on the trainer's GPUs
         self._good = (model, "start")  # the newest complete version on disk
         # An earlier start may have gone on beyond our checkpoint.
         shutil.rmtree(directory, ignore_errors=True)
@@ -128,7 +133,8 @@ class WeightSync:
         await self._deliver(replace(self._last, worst=0.0), (url,))
 
     async def _deliver(self, update: WeightUpdate, urls: Sequence[str]) -> None:
-        failures = await self._publish_to(update, urls) if urls else {}
+        gpus = self._engine.sleep.gpus(urls) if self._shares else ()
+        failures = await self._publish_to(update, urls, gpus) if urls else {}
         for retry in (self._publish_alone, self._from_disk):
             for url, reason in tuple(failures.items()):
                 self._note(f"weights {update.version}: {reason}")
@@ -142,16 +148,22 @@ class WeightSync:
         for url, reason in failures.items():
             await self._exclude(url, reason)
 
-    async def _publish_to(self, update: WeightUpdate, urls: Sequence[str]) -> dict[str, str]:
+    async def _publish_to(
+        self, update: WeightUpdate, urls: Sequence[str], gpus: Sequence[Sequence[str]] = ()
+    ) -> dict[str, str]:
         """Publish to ``urls`` together. Returns the reason by URL of each engine that failed."""
-        report = await self._trainer.publish(urls, update.version)
+        report = await self._trainer.publish(urls, update.version, gpus)
         update.first = update.first or report
         update.digests = report.digests or update.digests
         updated = [url for url in urls if url not in report.failures]
         return {**report.failures, **await self._compare(update, updated)}
 
     async def _publish_alone(self, update: WeightUpdate, url: str) -> dict[str, str]:
-        return {url: "", **await self._publish_to(update, [url])}
+        reasons = {url: "", **await self._publish_to(update, [url])}
+        if self._shares and not reasons[url]:
+            self._shares = False
+            self._note(f"{url} took the weights through host memory: all engines do from now on")
+        return reasons
 
     async def _from_disk(self, update: WeightUpdate, url: str) -> dict[str, str]:
         try:

@@ -4,9 +4,34 @@ from __future__ import annotations
 
 import pytest
 
+from scripts import gpu_status
 from scripts.make_reference import COMMAND, REFERENCE, TABLES, page
 
 
 @pytest.mark.parametrize("name", TABLES)
 def test_the_page_is_what_the_script_writes(name: str) -> None:
     assert (REFERENCE / name).read_text() == page(name), f"docs/reference/{name} is out of date; run: {COMMAND}"
+
+
+def test_a_feature_ran_on_a_gpu_if_all_of_its_checks_were_as_expected() -> None:
+    head = "| check | what | found | expected | as expected |\n|---|---|---|---|---|\n"
+    passed = gpu_status.passed_checks(
+        [head + "| a | x | 1 | 1 | yes |\n| b | x | 1 |  |  |\n| b | y | 2 | 1 | **NO** |\n"]
+    )
+    entry = {"gpu": ["a"], "tests": ["t"]}
+    assert gpu_status.status(entry, passed) == "run on a GPU"
+    assert gpu_status.status(entry | {"gpu": ["a", "b"], "dry_run": ["c"]}, passed) == "dry-run, CPU"
+    assert gpu_status.status({"gpu": ["c"]}, passed) == "not run"
+    assert gpu_status.status({"fakes": ["t"]}, passed) == "fakes only"
+
+
+@pytest.mark.parametrize(
+    ("entry", "reason"),
+    [
+        ({"tests": ["docs/test_reference.py::test_of_nothing"]}, "tests/docs/test_reference.py has no test_of_nothing"),
+        ({"dry_run": ["nothing"]}, "has no dry run of nothing"),
+    ],
+)
+def test_a_feature_whose_evidence_does_not_exist_is_refused(entry: dict[str, list[str]], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        list(gpu_status.evidence(entry))

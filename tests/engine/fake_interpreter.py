@@ -35,6 +35,10 @@ _PATCHED = {
     "model_executor/model_runner_components/weight_updater": """class WeightUpdater:
     def load_weights_from_distributed(self, tensors): ...
 """,
+    "managers/scheduler_components/weight_updater": """class SchedulerWeightUpdaterManager:
+    def update_weights_from_tensor(self, request): ...
+class UpdateWeightsFromTensorReqOutput: ...
+""",
     "managers/scheduler_components/batch_result_processor": """class SchedulerBatchResultProcessor:
     def _maybe_collect_routed_experts(self, req): ...
 """,
@@ -54,7 +58,7 @@ def make_interpreter(directory: Path) -> Path:
     (package / "launch_server.py").write_text(_LAUNCH.format(paths=paths, directory=str(directory)))
     for path, text in _PATCHED.items():
         module = package / "srt" / f"{path}.py"
-        module.parent.mkdir(parents=True)
+        module.parent.mkdir(parents=True, exist_ok=True)
         module.write_text(text)
     interpreter = directory / "python"
     command = f'PYTHONPATH={package.parent} exec {sys.executable} "$@"'

@@ -19,6 +19,7 @@ class FakeServer:
 
     def __init__(self, port: int, directory: Path, *, starts: int = 100) -> None:
         self.port, self._directory, self._starts = port, directory, starts
+        self.gpus = ()
         self.url = f"http://127.0.0.1:{port}"
         self._process: subprocess.Popen[bytes] | None = None
 

@@ -28,6 +28,8 @@ BACK_SECONDS = 200.0
 class Lent:
     """A server of the whole session: it is ended only where it is dead already."""
 
+    gpus = ()
+
     def __init__(self, server: EngineServer) -> None:
         self._server = server
         self.start, self.death = server.start, server.death

@@ -48,6 +48,7 @@ class Server:
         self.held, self.running = False, dict[str, asyncio.Event]()
         self.begun, self.hanging, self.starting = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.starting.set()
+        self.gpus: Sequence[str] = ()
         self._open: AsyncExitStack | None = None
 
     async def start(self) -> str:
@@ -134,7 +135,7 @@ class Colocated:
     async def logprobs(self, samples: Sequence[Sample], *, replay: bool) -> Sequence[Sequence[float]]:
         return [[-0.5] * len(sample.tokens) for sample in samples]
 
-    async def publish(self, engine_urls: Sequence[str], weight_version: str) -> PublishReport:
+    async def publish(self, engine_urls: Sequence[str], weight_version: str, gpus: Any = ()) -> PublishReport:
         """Publish as the trainer's rank 0: an engine that is dead, or has no memory for weights, gets none."""
         failures = {}
         for url in engine_urls:

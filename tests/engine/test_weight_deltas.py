@@ -63,7 +63,7 @@ class DeltaTrainer(FileTrainer):
         self._faulty, self._staged = WeightPublisher, weight_version
         return refusals
 
-    async def publish(self, engine_urls: Sequence[str], weight_version: str) -> PublishReport:
+    async def publish(self, engine_urls: Sequence[str], weight_version: str, gpus: Any = ()) -> PublishReport:
         if self._staged != weight_version:
             await self.stage((), weight_version)
         self._staged = ""

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import re
 import shutil
 import signal
+import threading
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +41,7 @@ torch = pytest.importorskip("torch", reason="needs the trainer environment")
 from safetensors.torch import load_file  # noqa: E402
 
 from agent_rl.weight_sync import publisher  # noqa: E402
+from agent_rl.weight_sync.buckets import Bucket  # noqa: E402
 from agent_rl.weight_sync.digests import (  # noqa: E402
     engine_difference,
     minority_engines,
@@ -43,8 +49,9 @@ from agent_rl.weight_sync.digests import (  # noqa: E402
     unchanged_ranks,
 )
 from agent_rl.weight_sync.logprob_gate import LogprobGate, probe_tokens  # noqa: E402
-from agent_rl.weight_sync.publisher import Bucket, WeightPublisher  # noqa: E402
+from agent_rl.weight_sync.publisher import WeightPublisher  # noqa: E402
 from agent_rl.weight_sync.requests import PublishReport  # noqa: E402
+from agent_rl.weight_sync.shared_buckets import SharedBuckets, shared_buckets  # noqa: E402
 from agent_rl.weight_sync.sync import WeightSync  # noqa: E402
 
 TOKENS = [int(token) for token in np.random.default_rng(11).integers(2, 250, 60)]
@@ -55,6 +62,42 @@ def exported(directory: Path) -> Weights:
     """A checkpoint's tensors in the order in which the trainer exports them: parts of one parameter in a row."""
     weights = load_file(directory / "model.safetensors")
     return [(name, weights[name]) for name in expected_shapes(read_model_spec(directory))]
+
+
+class Ranks:
+    """The ranks of a trainer as threads."""
+
+    def __init__(self, count: int) -> None:
+        self._items, self._barrier = [None] * count, threading.Barrier(count, timeout=60)
+
+    def gather(self, rank: int, item: Any) -> list[Any]:
+        self._items[rank] = item
+        self._barrier.wait()
+        items = list(self._items)
+        self._barrier.wait()
+        return items
+
+
+def shared_by_ranks(
+    sender: WeightPublisher, config: EngineConfig, directory: Path, gpus: Any, weights: Weights, version: str
+) -> PublishReport:
+    """Share ``weights`` with engines, from one rank for each of the ``gpus``."""
+    names = [name for own in gpus for name in own]
+    ranks = Ranks(len(names))
+
+    def rank(number: int) -> Any:
+        shared, report = SharedBuckets(partial(ranks.gather, number), names[number]), None
+        if number == 0:
+            report = sender.publish(weights, version, shared=shared, gpus=gpus)
+        else:
+            spec, cpu = read_model_spec(directory), torch.device("cpu")
+            deque(shared_buckets(exported(directory), spec, config, cpu, shared), maxlen=0)
+        shared.close()
+        return report
+
+    with ThreadPoolExecutor(len(names)) as pool:
+        report, *_ = pool.map(rank, range(len(names)))
+    return report
 
 
 class FileTrainer:
@@ -71,7 +114,7 @@ class FileTrainer:
     async def logprobs(self, samples: Sequence[Sample], *, replay: bool) -> list[Sequence[float]]:
         return [self._logprobs for _ in samples]
 
-    async def publish(self, engine_urls: Sequence[str], weight_version: str) -> PublishReport:
+    async def publish(self, engine_urls: Sequence[str], weight_version: str, gpus: Any = ()) -> PublishReport:
         link = self._links.pop(0) if self._links else WeightPublisher
         config, model_spec = (
             self._config.model_copy(update={"weight_bucket_mb": 0.3}),
@@ -79,8 +122,8 @@ class FileTrainer:
         )
         sender = link(engine_urls, torch.device("cpu"), model_spec, config)
         try:
-            weights = exported(self.directory)
-            return await asyncio.to_thread(sender.publish, weights, weight_version)
+            send = partial(shared_by_ranks, sender, config, self.directory, gpus) if gpus else sender.publish
+            return await asyncio.to_thread(send, exported(self.directory), weight_version)
         finally:
             await asyncio.to_thread(sender.close)  # a proxy in this thread passes its requests on
 
@@ -97,6 +140,23 @@ class OneBitOff(WeightPublisher):
             bucket = replace(bucket, data=bucket.data.clone())
             bucket.data[0] ^= 1
         return super()._send(bucket, version)
+
+
+class OneSharedBitOff(WeightPublisher):
+    """Changes the last bit of one weight in the memory of the first bucket, after it was hashed."""
+
+    def _send(self, bucket: Bucket, version: str) -> Any:
+        self._hashing.submit(int).result()
+        if bucket.handles:
+            bucket.data[0] ^= 1
+        return super()._send(bucket, version)
+
+
+class WrongHandle(WeightPublisher):
+    """Sends a handle that no engine can open."""
+
+    def _send(self, bucket: Bucket, version: str) -> Any:
+        return super()._send(replace(bucket, handles=[pickle.dumps(1) for _ in bucket.handles]), version)
 
 
 class Loses(WeightPublisher):
@@ -126,10 +186,12 @@ class Setting:
         self.config, self.other_model, self.directory, self.old, self.new = config, other_model, directory, old, new
         self.notes: list[str] = []
 
-    def sync(self, engine: SGLangEngine, *links: type[WeightPublisher]) -> WeightSync:
+    def sync(self, engine: SGLangEngine, *links: type[WeightPublisher], gpus: Sequence[str] = ()) -> WeightSync:
+        """``gpus``: those that the engine's ranks share with the trainer."""
         self.trainer = FileTrainer(self.config.engine, self.other_model, self.new, *links)
-        config = self.config
-        return WeightSync(config.engine, config.model, engine, self.trainer, self.directory, self.notes.append)
+        config = self.config.engine.model_copy(update={"colocate": bool(gpus)})
+        engine.sleep.gpus = lambda urls: [gpus] * len(urls)  # type: ignore[method-assign]
+        return WeightSync(config, self.config.model, engine, self.trainer, self.directory, self.notes.append)
 
     async def holds(self, engine: SGLangEngine, weights: Any, version: str) -> None:
         """All engines in use compute and say so."""
@@ -223,6 +285,39 @@ class TestOneEngine:
         assert metrics["weight_sync/bytes"] == sum(tensor.nbytes for _, tensor in exported(setting.other_model))
         assert not setting.notes
         assert not setting.directory.exists()
+
+    async def test_shared_memory_equals_the_process_group(self, setting: Setting, engine: SGLangEngine) -> None:
+        """As on GPUs that trainer and engine share, where the handles are those of CUDA IPC."""
+        metrics = await setting.sync(engine, gpus=["0"]).publish(3)
+        with WeightReceivers(engine.urls) as receivers:
+            shared = receivers.checksums()
+        assert metrics["weight_sync/verified"] == 1
+        assert metrics["weight_sync/retries"] == metrics["weight_sync/disk_loads"] == 0
+        assert metrics["weight_sync/bytes"] == sum(tensor.nbytes for _, tensor in exported(setting.other_model))
+        await setting.sync(engine).publish(4)
+        await setting.holds(engine, setting.new, "4")
+        with WeightReceivers(engine.urls) as receivers:
+            assert receivers.checksums() == shared
+        assert not setting.notes
+
+    @pytest.mark.parametrize(
+        ("fault", "reason"),
+        [
+            (OneSharedBitOff, r"updated to version 3, does not hold the bytes that were sent: model\."),
+            (WrongHandle, r"update_weights_from_tensor .*rank 0: TypeError"),
+        ],
+    )
+    async def test_where_sharing_fails_weights_travel_by_process_group(
+        self, setting: Setting, engine: SGLangEngine, fault: type[WeightPublisher], reason: str
+    ) -> None:
+        sync = setting.sync(engine, fault, gpus=["0"])
+        metrics = await sync.publish(3)
+        await setting.holds(engine, setting.new, "3")
+        assert (metrics["weight_sync/retries"], metrics["weight_sync/disk_loads"]) == (1, 0)
+        failed, fallback = setting.notes
+        assert re.search(reason, failed)
+        assert fallback == f"{engine.urls[0]} took the weights through host memory: all engines do from now on"
+        assert (await sync.publish(4))["weight_sync/retries"] == 0
 
     async def test_an_engine_that_computes_otherwise_is_refused_by_what_was_measured_first(
         self, setting: Setting, engine: SGLangEngine

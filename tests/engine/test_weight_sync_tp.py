@@ -6,7 +6,9 @@ Those of hybrids are in ``test_families.py``.
 from __future__ import annotations
 
 import asyncio
+import pickle
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,9 @@ from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.errors import WeightSyncError
 from agent_rl.models.spec import read_model_spec
 from agent_rl.weight_sync.adapters import SUFFIX, BaseWeights
+from agent_rl.weight_sync.buckets import Bucket
 from agent_rl.weight_sync.digests import DigestKind, RankDigests
-from agent_rl.weight_sync.publisher import Bucket, WeightPublisher
+from agent_rl.weight_sync.publisher import WeightPublisher
 from agent_rl.weight_sync.receivers import WeightReceivers
 from agent_rl.weight_sync.requests import PublishReport
 
@@ -52,6 +55,14 @@ class OneSignOff(WeightPublisher):
         return super()._send(bucket, version)
 
 
+class HandleOfNoRank(WeightPublisher):
+    """Gives the second rank a handle that it cannot open."""
+
+    def _send(self, bucket: Bucket, version: str) -> Any:
+        handles = [*bucket.handles[:1], *(pickle.dumps(1) for _ in bucket.handles[1:])]
+        return super()._send(replace(bucket, handles=handles), version)
+
+
 @pytest.mark.sglang
 @pytest.mark.slow
 class TestTwoRanks:
@@ -67,6 +78,17 @@ class TestTwoRanks:
             (held,) = receivers.checksums()
         assert held.ranks == report.digests[DigestKind.of(held.ranks)]
         assert held.ranks[0] != held.ranks[1]
+
+    async def test_each_rank_opens_its_own_handle(self, setting: Setting, engine: SGLangEngine) -> None:
+        sync = setting.sync(engine, WeightPublisher, HandleOfNoRank, gpus=["0", "1"])
+        metrics = await sync.publish(7)
+        assert metrics["weight_sync/verified"] == 1
+        assert metrics["weight_sync/retries"] == 0
+        await setting.holds(engine, setting.new, "7")
+        assert (await sync.publish(8))["weight_sync/retries"] == 1
+        await setting.holds(engine, setting.new, "8")
+        assert "rank 1: " in setting.notes[0]
+        assert "rank 0: " not in setting.notes[0]
 
     async def test_a_wrong_bit_of_one_ranks_part_is_found(self, setting: Setting, engine: SGLangEngine) -> None:
         metrics = await setting.sync(engine, OneBitOff).publish(5)

@@ -21,6 +21,8 @@ ProbeResponses = Sequence[Mapping[str, Any]]
 RESUMED, FLOAT32, OFFLOADED = 1e-2, 1e-3, 1e-6
 """Largest differences: of a gradient norm after a checkpoint (relative; sums on a GPU have no fixed order), of a
 log-prob in float32 from the CPU's, and of all weights' sum with the optimizer's state on the host (relative)."""
+GROUP_SECONDS = 20.0
+"""Longest time to make a group of a weight sync, and to abort it where an engine hangs in a broadcast."""
 PLAN_OVER = (0.9, 1.15)
 """The planned memory over what was measured: the least and the most."""
 
@@ -137,6 +139,17 @@ def rates(outcome: Outcome) -> Iterator[Row]:
         yield outcome.row(f"grouped matmul, {name}, TFLOP/s", f"{rate:.3g}")
 
 
+def group(outcome: Outcome) -> Iterator[Row]:
+    for what, seconds in outcome.first["seconds"].items():
+        yield outcome.row(f"{what}, s", f"{seconds:.2f}", f"at most {GROUP_SECONDS:g}", seconds <= GROUP_SECONDS)
+
+
+def shared(outcome: Outcome) -> Iterator[Row]:
+    for way, (rate, equal) in outcome.first["ways"].items():
+        found = f"{rate:.2f} GiB/s, {'the same bytes' if equal else 'other bytes'}"
+        yield outcome.row(f"a bucket by {way} to a process on the same GPU", found, "the same bytes", equal)
+
+
 SEGMENTS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 """As ranks of a run have it."""
 SELECTIVE = {"recompute": "selective", "recompute_modules": ["moe", "layernorm"]}
@@ -149,9 +162,12 @@ CHECKS = (
     Check("without expandable segments", "step", steps),
     Check("selective recomputation", "step", steps, changes=SELECTIVE, environment=SEGMENTS),
     Check("copies and products", "copies", rates),
+    Check("NCCL", "group", group),
+    Check("CUDA IPC", "shared", shared, environment=SEGMENTS),
     Check("offloaded optimizer", "step", offloaded, changes={"offload_optimizer": True, "offload_activations": True}),
     Check("bfloat16 moments", "step", steps, changes={"optimizer_moments": "bfloat16"}),
     Check("checkpoint", "resume", resumed),
+    Check("NCCL with a rank that hangs", "group", group, 2, {"parallel": {"world_size": 2}}),
     Check("EP2", "step", steps, 2, {"parallel": {"world_size": 2, "expert": 2}}),
     Check("EP2 by DeepEP", "step", steps, 2, {"parallel": {"world_size": 2, "expert": 2, "dispatcher": "flex"}}),
     Check("TP2 EP2", "step", steps, 2, {"parallel": {"world_size": 2, "tensor": 2, "expert": 2}}),

@@ -6,11 +6,15 @@ A job has ``work`` (a function below), ``config`` (a run's), ``device`` (cpu or 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import math
+import multiprocessing
+import pickle
 import shutil
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -19,6 +23,8 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch.multiprocessing import reductions
 
 from agent_rl.config import ParallelConfig, RunConfig
 from agent_rl.dryrun.batch import make_samples, mini_step_share
@@ -28,7 +34,11 @@ from agent_rl.train.megatron.parallel import destroy_parallel, init_parallel
 from agent_rl.train.requests import OptimizerSpec, StepRequest, WorkerRequest
 from agent_rl.train.route_sharding import shard_routes
 from agent_rl.train.worker import TrainerWorker, device_of
+from agent_rl.weight_sync.buckets import Bucket
+from agent_rl.weight_sync.publisher import join_group
+from agent_rl.weight_sync.shared_buckets import SharedBuckets
 
+HANGING_SECONDS = 5.0
 TIMED_TOKENS = {"cuda": (8192, 32768, 65536), "cpu": (64,)}
 
 
@@ -196,6 +206,87 @@ def copies(job: dict[str, Any]) -> dict[str, Any]:
     return {"copies": rates, "products": products}
 
 
+def group(job: dict[str, Any]) -> dict[str, Any]:
+    """Seconds to make the group of a weight sync, to broadcast in it, and to leave it. With two ranks the second hangs:
+    it joins and takes part in no broadcast, so the first aborts after :data:`HANGING_SECONDS`."""
+    device, parallel = device_of(job["device"]), ParallelConfig.model_validate(job["config"]["train"]["parallel"])
+    init_parallel(parallel, job["rank"], master_addr="127.0.0.1", master_port=job["port"], device=device)
+    backend, seconds, begun = "nccl" if device.type == "cuda" else "gloo", dict[str, float](), time.perf_counter()
+    limit = HANGING_SECONDS if backend == "gloo" else 60.0  # gloo has no abort, and ends its broadcast itself
+    made = join_group("127.0.0.1", job["port"] + 1, job["rank"], parallel.world_size, "sync", backend, limit)
+    seconds["making the group"] = time.perf_counter() - begun
+    if job["rank"]:
+        torch.distributed.barrier()  # until the first rank has left
+        return {}
+    data, begun = torch.ones(1 << 20, dtype=torch.uint8, device=device), time.perf_counter()
+    sending = threading.Thread(target=_broadcast, args=(data, made), daemon=True)  # NCCL connects within it
+    sending.start()
+    sending.join(HANGING_SECONDS)
+    seconds["a broadcast, or giving it up"], begun = time.perf_counter() - begun, time.perf_counter()
+    end = dist.distributed_c10d._abort_process_group if backend == "nccl" else dist.destroy_process_group
+    end(made)
+    seconds["leaving the group"] = time.perf_counter() - begun
+    torch.distributed.barrier()  # the trainer's own group works
+    return {"seconds": seconds}
+
+
+def _broadcast(data: torch.Tensor, made: Any) -> None:
+    with contextlib.suppress(RuntimeError):
+        dist.broadcast(data, group=made, group_src=0)
+        if data.is_cuda:
+            torch.cuda.synchronize()
+
+
+def shared(job: dict[str, Any]) -> dict[str, Any]:
+    """By way: GiB/s of buckets to another process on this device, and whether it has the same bytes."""
+    device, size = device_of(job["device"]), (512 if job["device"] == "cuda" else 1) << 20
+    context, port = multiprocessing.get_context("spawn"), job["port"]
+    here, there = context.Pipe()
+    process = context.Process(target=_receiver, args=(there, device, size, port), daemon=True)
+    process.start()
+    made = join_group("127.0.0.1", port, 0, 2, "gloo", "gloo", 60.0)
+    buckets = SharedBuckets(lambda item: [item], "0")
+    data = buckets.allocate(size, device)
+    data.copy_(torch.arange(size, device=device) % 251)
+    bucket = Bucket(("weights",), ((size,),), (torch.uint8,), data, last=True)
+
+    def send(by_handle: bool) -> None:
+        here.send(buckets.handles(bucket)[0] if by_handle else None)
+        if not by_handle:
+            dist.broadcast(data, group=made, group_src=0)
+        here.recv()
+
+    ways, total = dict[str, tuple[float, bool]](), int(data.sum(dtype=torch.int64))
+    for way, by_handle in (("CUDA IPC" if device.type == "cuda" else "shared memory", True), ("gloo", False)):
+        seconds = _seconds(lambda by_handle=by_handle: send(by_handle), device)
+        here.send("sum")
+        ways[way] = (size / seconds / 2**30, here.recv() == total)
+    here.send("end")
+    process.join(20)
+    buckets.close()
+    return {"ways": ways}
+
+
+def _receiver(pipe: Any, device: torch.device, size: int, port: int) -> None:
+    """The other process of :func:`shared`: copies what it receives, as an engine does."""
+    rebuild = reductions.rebuild_cuda_tensor
+    reductions.rebuild_cuda_tensor = lambda *given: rebuild(*given[:6], device.index, *given[7:])
+    made = join_group("127.0.0.1", port, 1, 2, "gloo", "gloo", 60.0)
+    own = torch.zeros(size, dtype=torch.uint8, device=device)
+    while (message := pipe.recv()) != "end":
+        if message == "sum":
+            pipe.send(int(own.sum(dtype=torch.int64)))
+            own.zero_()
+            continue
+        if message is None:
+            dist.broadcast(own, group=made, group_src=0)
+        else:
+            own.copy_(pickle.loads(message)["flattened_tensor"])
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        pipe.send("loaded")
+
+
 def _seconds(call: Callable[[], Any], device: torch.device) -> float:
     """The best of three runs after a first one."""
     best = math.inf
@@ -210,6 +301,7 @@ def _seconds(call: Callable[[], Any], device: torch.device) -> float:
 
 WORK: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "step": step, "resume": resume, "logprobs": logprobs, "kernels": kernels, "copies": copies,
+    "group": group, "shared": shared,
 }  # fmt: skip
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 pytest.importorskip("torch", reason="torch is not installed (the train extra)")
 
@@ -17,6 +18,8 @@ import gpu_run
 from gpu_checks import CHECKS, Check, Row
 from gpu_run import NARROW, Site, run, table, write_model
 from support.model_sizes import DENSE_SIZES, EXPERT_SIZES
+
+from scripts.gpu_status import FEATURES
 
 SHAPE = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16, "moe_intermediate_size": 16}
 TINY = NARROW | DENSE_SIZES | EXPERT_SIZES | SHAPE | {"vocab_size": 64, "num_hidden_layers": 2}
@@ -68,6 +71,11 @@ def test_checks_are_ordered_by_gpus_and_their_layouts_are_possible() -> None:
         config, model_spec = site.config(check), ModelSpec.of(gpu_run.WIDE if check.wide else NARROW)
         assert layout_problems(config, model_spec) == []
         assert config.train.parallel.world_size == check.gpus
+
+
+def test_the_status_page_names_checks_of_the_script() -> None:
+    entries = yaml.safe_load(FEATURES.read_text())
+    assert {name for entry in entries for name in entry.get("gpu", ())} <= {check.name for check in CHECKS}
 
 
 def breaking(monkeypatch: pytest.MonkeyPatch, code: str) -> None:

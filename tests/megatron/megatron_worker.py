@@ -143,6 +143,11 @@ def exported(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         for name, parameter in module.named_parameters():
             parameter.data = tensors[f"{index}.{name}"]
     found = {name: tensor.clone() for name, tensor in model.export_weights()}
+    everywhere = [None] * torch.distributed.get_world_size()
+    sums = {name: float(tensor.double().sum()) for name, tensor in model.export_weights(every_rank=True)}
+    torch.distributed.all_gather_object(everywhere, sums)
+    assert everywhere == [sums] * len(everywhere)
+    assert sums.keys() >= found.keys()
     for parameter, weight in zip(parameters, weights, strict=True):
         parameter.data = weight
     return found

@@ -27,11 +27,13 @@ if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
 import lora_merge  # beside this file, like the next ones
 import raw_routes
 import store_address
+import tensor_updates
 import uvicorn.config
 
 uvicorn.config.WS_PROTOCOLS["auto"] = None  # no websockets: SGLang checks the key of HTTP requests only
 lora_merge.install(Path(sys.argv[sys.argv.index("--model-path") + 1]))
 store_address.install()
+tensor_updates.install()
 GRAMMARS = None
 if importlib.util.find_spec("xgrammar"):
     import grammars

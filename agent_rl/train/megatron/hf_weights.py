@@ -130,34 +130,39 @@ def own_experts(mapping: ParamMapping, ranks: ParallelState) -> tuple[int, ...]:
 
 
 def export_weights(
-    mappings: Iterable[ParamMapping], model_spec: ModelSpec, ranks: ParallelState
+    mappings: Iterable[ParamMapping], model_spec: ModelSpec, ranks: ParallelState, *, every_rank: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every Hugging Face name with its full tensor, without adapters. Collective; only rank 0 yields.
+    """Every Hugging Face name with its full tensor, without adapters. Collective; only rank 0 yields, or
+    ``every_rank``.
 
     A tied output projection is exported as ``lm_head.weight``, because SGLang's Qwen3-MoE never ties and would sample
     from uniform probabilities without it.
     """
     embedding = embedding_tensor(model_spec).name
     own = [mapping for mapping in mappings if not mapping.adapter and not mapping.described.copied]
-    for tensors in _full_tensors(own, ranks):
+    for tensors in _full_tensors(own, ranks, every_rank=every_rank):
         yield from tensors.items()
         if model_spec.tied and embedding in tensors:
             yield OUTPUT, tensors[embedding].clone()
 
 
-def export_adapters(mappings: Iterable[ParamMapping], ranks: ParallelState) -> Iterator[tuple[str, Tensor, Tensor]]:
+def export_adapters(
+    mappings: Iterable[ParamMapping], ranks: ParallelState, *, every_rank: bool = False
+) -> Iterator[tuple[str, Tensor, Tensor]]:
     """The Hugging Face name of every adapted weight, its A ``[r, in]`` and its B ``[out, r]``. Collective; only rank 0
-    yields."""
-    halves = _full_tensors([mapping for mapping in mappings if mapping.adapter], ranks)
+    yields, or ``every_rank``."""
+    halves = _full_tensors([mapping for mapping in mappings if mapping.adapter], ranks, every_rank=every_rank)
     for first, second in zip(halves, halves, strict=True):
         shared = [a for a in first.values() for _ in range(len(second) // len(first))]
         for a, (name, b) in zip(shared, second.items(), strict=True):
             yield adapted_weight(name), a, b
 
 
-def _full_tensors(local: Sequence[ParamMapping], ranks: ParallelState) -> Iterator[dict[str, Tensor]]:
+def _full_tensors(
+    local: Sequence[ParamMapping], ranks: ParallelState, *, every_rank: bool
+) -> Iterator[dict[str, Tensor]]:
     """The Hugging Face tensors of each mapping of every stage; ``local``: those of this stage. Collective; only rank 0
-    yields."""
+    yields, or ``every_rank``."""
     group = parallel_state.get_pipeline_model_parallel_group()
     plans: list[Any] = [None] * ranks.pipeline_size
     plan = [(mapping.described.tensors, mapping.parameter.dtype) for mapping in local]
@@ -174,7 +179,7 @@ def _full_tensors(local: Sequence[ParamMapping], ranks: ParallelState) -> Iterat
                 _assemble(local[index], ranks, full)
             if ranks.pipeline_size > 1:
                 torch.distributed.broadcast(flat, torch.distributed.get_global_rank(group, stage), group=group)
-            if ranks.rank == 0:
+            if every_rank or ranks.rank == 0:
                 yield {tensor.name: full[tensor.name] for tensor in tensors}
 
 
