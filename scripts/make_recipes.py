@@ -32,7 +32,8 @@ that are not listed have the values of the base config, which are our choice, or
 `choices`.
 
 `scripts/stated_settings.yaml` is the table, `python -m scripts.make_recipes` writes the configs and this page, and
-`tests/test_recipes.py` compares them.
+`tests/test_recipes.py` compares them. See also their
+[dry runs](../research/dry-runs.md#recipes-of-papers) at a few layers.
 """
 
 

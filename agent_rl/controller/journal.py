@@ -378,7 +378,8 @@ def _versions(turns: Sequence[LoggedTurn]) -> Iterator[int]:
 def _write_all(file: IO[bytes], *parts: bytes) -> None:
     start = file.tell()
     try:
-        for view in map(memoryview, parts):
+        for part in parts:
+            view = memoryview(part)
             while view:
                 view = view[file.write(view) :]
     except OSError:
