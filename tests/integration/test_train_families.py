@@ -12,6 +12,7 @@ from support.quantized_model import write_float8_model, write_mxfp4_model
 
 from agent_rl.models.spec import read_model_spec
 from agent_rl.monitoring.metrics_log import read_metrics
+from agent_rl.rollout.records import read_trajectories
 
 pytestmark = [*REAL, pytest.mark.timeout(300)]
 
@@ -25,9 +26,15 @@ SETTINGS = (
 TOKENS = 1024
 """The vocabulary of the shipped model, whose tokenizer the models have."""
 
-ORDINARY = ("deepseek_v3", "glm4_moe", "gpt_oss", "qwen3_5_moe")
+THINKING = "glm4_moe"
+ORDINARY = ("deepseek_v3", "gpt_oss", "qwen3_5_moe")
 GAPS = {"olmoe": 1e-4}
 """SGLang norms OLMoE's queries and keys with a fixed epsilon."""
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{{ '<think>\n' + m.reasoning_content + '\n</think>\n\n' if m.reasoning_content }}{{ m.content + '<|im_end|>' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
+)
 
 
 @pytest.mark.parametrize("model_type", ORDINARY)
@@ -35,8 +42,22 @@ def test_a_family_trains_three_steps(model_type: str, start: Start, tmp_path: Pa
     train_three_steps(model_type, start, tmp_path)
 
 
+def test_turns_with_closed_thoughts_train_without_mismatch(start: Start, tmp_path: Path) -> None:
+    """``rollout.max_thinking_tokens`` and ``r3.audit``."""
+    limits = ("rollout.max_thinking_tokens=8", "r3.audit=1")
+    for row in train_three_steps(THINKING, start, tmp_path, *limits, template=TEMPLATE):
+        assert row["rollout/thinking_truncated"] > 0.2
+        assert (row["r3/audit_mismatch"], row["r3/audit_cached_mismatch"]) == (0, 0)
+        assert row["r3/missing_token_fraction"] == 0
+    for group in read_trajectories(tmp_path / "small", 2):
+        for trajectory in group.trajectories:
+            turns = trajectory.turns
+            assert int(trajectory.loss_mask.sum()) == sum(turn.completion_tokens for turn in turns)
+            assert all(turn.thinking_tokens - turn.inserted_tokens <= 8 for turn in turns if turn.inserted_tokens)
+
+
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("model_type", [kind for kind in FAMILIES if kind not in ORDINARY])
+@pytest.mark.parametrize("model_type", [kind for kind in FAMILIES if kind not in (*ORDINARY, THINKING)])
 def test_every_other_family_trains_three_steps(model_type: str, start: Start, tmp_path: Path) -> None:
     train_three_steps(model_type, start, tmp_path, gap=GAPS.get(model_type, 2e-5))
 
@@ -56,12 +77,17 @@ def test_a_quantized_checkpoint_is_converted_and_trained(
     assert read_model_spec(tmp_path / "small/model") == read_model_spec(copy)
 
 
-def train_three_steps(model_type: str, start: Start, directory: Path, *, gap: float = 2e-5) -> None:
+def train_three_steps(
+    model_type: str, start: Start, directory: Path, *settings: str, gap: float = 2e-5, template: str | None = None
+) -> list[dict[str, float]]:
     """Train the family's model with replay: every update is verified in the engine, no router differs between trainer
-    and engine, log-probs differ by less than ``gap`` on average, and the export has the config of the start."""
+    and engine, log-probs differ by less than ``gap`` on average, and the export has the config of the start. Returns
+    the metrics."""
     model = write_model(directory / "model", model_type, seed=0, vocab_size=TOKENS)
+    if template is not None:
+        (model / "chat_template.jinja").write_text(template)
     published = (model / "config.json").read_bytes()
-    run = start(*SETTINGS)
+    run = start(*SETTINGS, *settings)
     assert run.finish() == 0, run.text
     rows = read_metrics(directory / "small")
     assert [row["step"] for row in rows] == [1, 2, 3]
@@ -73,3 +99,4 @@ def train_three_steps(model_type: str, start: Start, directory: Path, *, gap: fl
         assert (row["weight_sync/verified"], row["weight_sync/retries"]) == (1, 0)
     assert (directory / "small/model/config.json").read_bytes() == published
     assert read_model_spec(directory / "small/model") == read_model_spec(model)
+    return rows

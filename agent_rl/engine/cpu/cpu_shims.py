@@ -50,7 +50,7 @@ def _model_type() -> str:
 
 
 def _skip_compiler() -> None:
-    # Importing torch's compiler takes 0.8 s of CPU time. A router of expert groups would be compiled for a minute.
+    # Importing torch's compiler takes 0.8 s of CPU time. A router of expert groups would be compiled with g++.
     def uncompiled(function: Any = None, **options: Any) -> Any:
         return (lambda decorated: decorated) if function is None else function
 
