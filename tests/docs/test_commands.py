@@ -22,7 +22,7 @@ from agent_rl.cli import app
 from agent_rl.config.loader import load_config
 
 AGENT_RL: Any = typer.main.get_command(app)
-FOREIGN_PROGRAMS = ("docker", "npm", "pip", "pre-commit", "ray", "sbatch")
+FOREIGN_PROGRAMS = ("docker", "kubectl", "npm", "pip", "pre-commit", "ray", "sbatch")
 WRITTEN_BY_USERS = ("letters.yaml", "service.yaml", "desk.yaml")
 
 RUN: Mapping[str, str] = {
