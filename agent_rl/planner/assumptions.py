@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -92,22 +93,26 @@ class Assumptions:
 
 
 def slowdown(seconds: float = 1.5) -> float:
-    """How many times as long as on the machine of the measurements above a decode step's operations take here now, with
-    whatever else this machine does. Takes ``seconds`` and loads torch."""
+    """How many times as long as on the machine of the measurements above a decode step's operations take here now: the
+    median of bursts. Load that comes and goes, or slows only several processes at once, is not in it. Takes ``seconds``
+    and loads torch."""
     import torch
     from torch.nn.functional import linear, rms_norm
 
     rows, weight, scale = (torch.ones(size, dtype=torch.bfloat16) for size in ((4, 128), (128, 128), (128,)))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    calls, began = 0, time.perf_counter()
+    spent: list[float] = []
+    began = time.perf_counter()
     with torch.inference_mode():
-        while (spent := time.perf_counter() - began) < seconds:
+        # The first burst also initializes torch's kernels.
+        while len(spent) < 5 or time.perf_counter() - began < seconds:
+            burst = time.perf_counter()
             for _ in range(100):
                 rms_norm(linear(rows, weight) + rows, (128,), scale)
-            calls += 100
+            spent.append(time.perf_counter() - burst)
     torch.set_num_threads(threads)
-    return spent / calls / _OPERATIONS
+    return statistics.median(spent[1:]) / 100 / _OPERATIONS
 
 
 def _row(name: str, value: float, unit: str, source: str) -> Assumption:
