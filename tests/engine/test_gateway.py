@@ -91,7 +91,7 @@ def test_an_unset_variable_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_key_is_never_written_or_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GATEWAY_KEY", KEY)
     engine = EngineConfig(api_key_env="GATEWAY_KEY")
-    order = PublishRequest(("http://x",), "1", engine, engine.headers)
+    order = PublishRequest(("http://x",), "1", engine, headers=engine.headers)
     run = RunConfig(name="x", model="m", engine=engine.model_dump())
     assert KEY in engine.headers["authorization"]
     assert KEY not in run.model_dump_json() + repr(run) + repr(order) + str(order)
