@@ -129,9 +129,12 @@ class ClusterBackend:
             try:
                 with uncharged():
                     await node.remote.call("fetch", image)
+                node.probes[inputs] = await node.remote.call("probe", *inputs)
+            except BaseException:
+                node.probes.pop(inputs, None)  # probed again at the next start
+                raise
             finally:
                 node.fetching.discard(image)
-                node.probes.pop(inputs, None)  # probed again at the next start
         return await node.backend.start(spec)
 
     async def _wait_for_node(self, spec: SandboxSpec) -> SandboxNode:
@@ -173,7 +176,8 @@ class ClusterBackend:
 
     async def _probe_node(self, node: SandboxNode, inputs: _Inputs) -> None:
         with suppress(SandboxNodeLostError):
-            node.probes[inputs] = await node.remote.call("probe", *inputs)
+            probe = await node.remote.call("probe", *inputs)
+            node.probes.setdefault(inputs, probe)  # a pull meanwhile has probed later
 
     def _alive(self) -> list[SandboxNode]:
         """Return the nodes that are not lost. Raises ``SandboxUnavailableError`` if there are none."""

@@ -52,7 +52,10 @@ def test_a_run_killed_within_a_step_resumes_without_loss(start: Start, tmp_path:
     assert rows[:2] == before[:2], "the steps before the checkpoint were not done again"
     assert learned(rows[2]) == learned(before[2])
     assert all(row["weight_sync/verified"] == 1 for row in rows)
-    assert all(row["rollout/kept_tokens"] > 1 and row["mismatch/k3_kl"] < 1e-3 for row in rows)
+    assert all(row["rollout/kept_tokens"] > 1 for row in rows)
+    assert all(row["mismatch/k3_kl"] < 1e-3 for row in rows if row["train/samples"]), (
+        "a step may have equal rewards only"
+    )
     if weight_sync == "delta":
         assert all(row["weight_sync/delta_ratio"] < 0.5 and row["weight_sync/retries"] == 0 for row in rows)
     assert finished <= sampled(t for group in read_trajectories(tmp_path / "small", 4) for t in group.trajectories)
