@@ -32,10 +32,12 @@ from agent_rl.config.loader import load_config
 from agent_rl.controller.checkpoints import TrainerRestarts
 from agent_rl.controller.rollout_runtime import TaskRuntime
 from agent_rl.controller.state import RunState
+from agent_rl.controller.teacher import Teacher
 from agent_rl.controller.train import TrainingRun, run_to_last_step
 from agent_rl.engine.fleet import Fleet
 from agent_rl.engine.generation_gate import GenerationGate
 from agent_rl.engine.sleep import EngineSleep
+from agent_rl.engine.types import Scores
 from agent_rl.engine.utilization import EngineUtilization
 from agent_rl.models.spec import read_model_spec
 from agent_rl.monitoring.console import Display
@@ -43,7 +45,7 @@ from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.group import Limiter
 from agent_rl.rollout.turn_log import LoggedRunner, TurnLog
 from agent_rl.train.ray_trainer import RayTrainer
-from agent_rl.types import StopReason, Trajectory, Turn, VersionSpan
+from agent_rl.types import StopReason, TokenIds, TopTokens, Trajectory, Turn, VersionSpan
 from agent_rl.utils.http import AsyncHttp
 from envs import Task
 from r3.kept_tokens import KeptTokens
@@ -62,16 +64,22 @@ def recordings(task: Task, count: int, facts: Any) -> list[Trajectory]:
 
 def _recording(task: Task, generator: np.random.Generator, facts: Any) -> Trajectory:
     length = int(generator.integers(20, 60))
-    mask = np.arange(length) >= length // 3
+    ends = (length // 3, 2 * length // 3, length)  # a turn, an observation of three tokens, and a turn
+    mask = np.arange(length) >= ends[0]
+    mask[ends[1] - 3 : ends[1]] = False
     logprobs: NDArray[np.float32] = np.where(mask, -generator.random(length) * 4, 0).astype(np.float32)
     tokens = generator.integers(0, facts.vocab_size, length).astype(np.int32)
     # Every third token is drawn from the whole vocabulary.
     rows = [[int(token), *range(int(token) % 6)] if token % 3 else [] for token in tokens[mask]]
-    turn = Turn("", "bash", {}, None, "", length // 3, int(mask.sum()), 0, 0, "0", 0.1, 0.1)
+    turns = tuple(
+        Turn("", "bash", {}, None, "", start, stop - start, seen, 0, "0", 0.1, 0.1)
+        for start, stop, seen in ((ends[0], ends[1] - 3, 3), (ends[1], ends[2], 0))
+    )
     return Trajectory(
         task.id, task.env, tokens, mask, logprobs,
         _routes(length, generator, facts), StopReason.SUBMITTED, float(generator.random() < 0.5),
-        resolved=False, turns=(turn,), messages=(), versions=(), kept=KeptTokens.from_rows(rows),
+        resolved=False, turns=turns, messages=(), versions=(), kept=KeptTokens.from_rows(rows),
+        turn_rewards=tuple(generator.random(2).tolist()),
     )  # fmt: skip
 
 
@@ -82,6 +90,15 @@ def _routes(length: int, generator: np.random.Generator, facts: Any) -> Routing:
     experts[-1] = 0
     spans = (Span(0, length - 1, "0", "rec", SpanKind.SAMPLED), Span(length - 1, length, "0", "rec", SpanKind.MISSING))
     return Routing(experts, np.arange(length) < length - 1, spans, layout.num_experts)
+
+
+class RecordedScores:
+    """A teacher's engine, whose scores are a function of the tokens."""
+
+    async def rescore(self, tokens: TokenIds, *, session: str, top: int = 0) -> Scores:
+        ids = np.array([[(token + number) % 64 for number in range(top)] for token in tokens[1:]], np.int32)
+        likely = TopTokens(ids, np.log((1 + ids % 5) / (6 * max(1, top))).astype(np.float32)) if top else None
+        return Scores(tuple(-(token % 7) / 2 for token in tokens), "teacher", top=likely)
 
 
 @dataclass
@@ -154,9 +171,12 @@ async def main(directory: Path, overrides: Sequence[str]) -> None:
     with Display(config.name) as display:
         async with RayTrainer(config) as trainer:
             runtime: Any = RecordedRuntime(config, tasks)
+            scores: Any = RecordedScores()
+            distill = config.train.distill
+            teacher = None if distill is None else Teacher(scores, concurrency=2, top_k=distill.top_k)
 
             def begin() -> TrainingRun:
-                run = TrainingRun(config, state, display, runtime, trainer)
+                run = TrainingRun(config, state, display, runtime, trainer, teacher)
                 run.sync = NoEngine(runtime)  # type: ignore[assignment]
                 return run
 

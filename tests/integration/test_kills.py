@@ -153,27 +153,45 @@ def test_a_killed_run_that_samples_ahead_resumes_bit_for_bit(live: Callable[...,
     assert len(episodes(last.run)) - len(set(episodes(last.run))) <= 4 * 8, "more was sampled again than was in flight"
 
 
+KINDS = {
+    # Single rollouts, sampled ahead, while the critic warms up and after. Every episode is trained.
+    "critic": (
+        ("train.baseline=critic", "train.advantage_scale=batch", "train.critic={warmup_steps: 1, coefficient: 0.1}",
+         "rollout.group_size=1", "rollout.tasks_per_step=8", "async_rollout.depth=1",
+         "train.old_logprob.source=rollout"),
+        {"critic/warmup": [1.0, 0.0, 0.0, 0.0], "train/updates": [0.0, 2.0, 2.0, 2.0], "train/samples": [8.0] * 4},
+    ),
+    "distill": (
+        ("train.distill={teacher: 'http://teacher', reward: 1.0}", "train.ema={decay: 0.5}"),
+        {"train/samples": [12.0] * 4},
+    ),
+    "distill-top-k": (
+        ("train.distill={teacher: 'http://teacher', top_k: 4}", "rollout.group_size=1", "rollout.tasks_per_step=8"),
+        {"train/samples": [8.0] * 4},
+    ),
+    "turn-rewards-and-echo": (("train.turn_rewards={gamma: 0.9}", "train.echo={coefficient: 0.1}"), {}),
+}  # fmt: skip
+"""Overrides of a run by what it learns from, and what some metrics must be by step."""
+
+
 @pytest.mark.exhaustive
-def test_a_killed_run_with_a_critic_resumes_bit_for_bit(live: Callable[..., Life]) -> None:
-    """Single rollouts, sampled ahead, while the critic warms up and after."""
-    critic = (
-        "train.baseline=critic", "train.advantage_scale=batch", "train.critic={warmup_steps: 1, coefficient: 0.1}",
-        "rollout.group_size=1", "rollout.tasks_per_step=8", "async_rollout.depth=1", "train.old_logprob.source=rollout",
-        "train.checkpoint_every=1",
-    )  # fmt: skip
-    reference, draw = metrics_of(live("critic-unkilled", *critic)), random.Random(0)
-    assert [row["critic/warmup"] for row in reference.values()] == [1.0, 0.0, 0.0, 0.0]
-    assert [row["train/updates"] for row in reference.values()] == [0.0, 2.0, 2.0, 2.0]
-    assert {row["train/samples"] for row in reference.values()} == {8.0}, "every episode is trained"
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_killed_run_of_another_kind_resumes_bit_for_bit(live: Callable[..., Life], kind: str) -> None:
+    overrides, expected = KINDS[kind]
+    overrides = (*overrides, "train.checkpoint_every=1")
+    reference, draw = metrics_of(live(f"{kind}-unkilled", *overrides)), random.Random(0)
+    assert {name: [row[name] for row in reference.values()] for name in expected} == expected
+    for name in {"distill-top-k": ["distill/loss_kl"], "distill": ["distill/kl"]}.get(kind, []):
+        assert all(row[name] for row in reference.values())
     for saved in (1, 2, 3):
-        life = live("critic-killed", *critic)
+        life = live(f"{kind}-killed", *overrides)
         assert life.until(lambda life=life, saved=saved: step_saved(life.run) >= saved), life.text
         time.sleep(draw.uniform(0, 2))
         life.kill()
-    last = live("critic-killed", *critic)
+    last = live(f"{kind}-killed", *overrides)
     assert [settled(row) for row in metrics_of(last).values()] == [settled(row) for row in reference.values()]
     states = [(run / "checkpoints/step-000004/rank-00000.safetensors").read_bytes()
-              for run in (last.run, last.run.parents[1] / "critic-unkilled" / "rec")]  # fmt: skip
+              for run in (last.run, last.run.parents[1] / f"{kind}-unkilled" / "rec")]  # fmt: skip
     assert states[0] == states[1]
 
 

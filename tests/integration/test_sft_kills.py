@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -44,19 +46,24 @@ def start(tmp_path: Path) -> Iterator[Callable[[Path], MarkedProcess]]:
         time.sleep(0.5)
 
 
-def config_of(directory: Path, name: str) -> Path:
+def config_of(directory: Path, name: str, eval_every: int | None = None) -> Path:
     sft = {"data": [{"path": str(ROOT / "tests/captured/quickstart")}], "batch_rows": 16, "epochs": 2}
+    sft |= {} if eval_every is None else {"eval_every": eval_every}
     train = {"lr": 1e-3, "checkpoint_every": 2, "device": "cpu"}
     held = {"validation_share": 0.2, "validation_every": 3}
     data = {"base": "quickstart", "name": name, "model": str(MODELS["tiny-moe"]), "runs_dir": str(directory)}
     path = directory / f"{name}.yaml"
-    path.write_text(yaml.safe_dump({**data, "sft": sft | held, "train": train}))
+    path.write_text(yaml.safe_dump({**data, "sft": sft | held, "train": train, "eval": {"tasks": 4}}))
     return path
 
 
 def wait_for_step(process: MarkedProcess, run: Path, step: int) -> None:
+    wait_for(process, lambda: len(read_metrics(run)) >= step)
+
+
+def wait_for(process: MarkedProcess, condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 900
-    while len(read_metrics(run)) < step:
+    while not condition():
         assert not process.ended, process.text
         assert time.monotonic() < deadline, process.text
         time.sleep(0.01)
@@ -88,6 +95,33 @@ def test_killed_run_resumes_bit_for_bit(start: Callable[[Path], MarkedProcess], 
     for file in ("model/model.safetensors", f"checkpoints/step-{len(exact(run)):06d}/rank-00000.safetensors"):
         assert (run / file).read_bytes() == (tmp_path / "whole" / file).read_bytes(), file
     check_other_commands(run, len(exact(run)))
+
+
+@pytest.mark.sglang
+@pytest.mark.bubblewrap
+def test_run_killed_within_an_evaluation_resumes_bit_for_bit(
+    start: Callable[[Path], MarkedProcess], tmp_path: Path
+) -> None:
+    whole = start(config_of(tmp_path, "whole", eval_every=1))
+    assert whole.process.wait(1200) == 0, whole.text
+    config, run = config_of(tmp_path, "killed", eval_every=1), tmp_path / "killed"
+    evaluated = [int(key.partition("/")[0].removeprefix("step-")) for key in evaluations(tmp_path / "whole")]
+    assert evaluated == [0, len(exact(tmp_path / "whole")) // 2, len(exact(tmp_path / "whole"))]
+    for step in evaluated[:2]:
+        process = start(config)
+        wait_for(process, lambda step=step: (run / "weights" / f"step-{step:06d}" / "model.safetensors").exists())
+        process.process.kill()
+        process.process.wait(120)
+    last = start(config)
+    assert last.process.wait(1200) == 0, last.text
+    assert exact(run) == exact(tmp_path / "whole")
+    assert evaluations(run).keys() == evaluations(tmp_path / "whole").keys()
+    assert list((run / "weights").iterdir()) == []
+    assert (run / "model/model.safetensors").read_bytes() == (tmp_path / "whole/model/model.safetensors").read_bytes()
+
+
+def evaluations(run: Path) -> dict[str, Any]:
+    return json.loads((run / "state.json").read_bytes())["evaluations"]
 
 
 def check_other_commands(run: Path, steps: int) -> None:

@@ -57,6 +57,22 @@ def test_equal_log_probs_have_no_divergence_and_no_gradient_also_of_a_whole_voca
         assert gradient.isfinite().all()
 
 
+def test_ids_that_a_grammar_excludes_add_nothing() -> None:
+    student, teacher = distributions(1)
+    ids = np.argsort(-teacher)[:, :4]
+    rows, of_teacher = (torch.tensor(np.take_along_axis(values, ids, 1)) for values in (student, teacher))
+    rows[0, 1] = rows[1] = -torch.inf
+    rest = [math.log(1 - of_teacher[row].exp().sum().item()) for row in (0, 1)]
+    inside = [p * (math.log(p) - q) for p, q in zip(rows[0].exp().tolist(), of_teacher[0].tolist(), strict=True) if p]
+    left = 1 - sum(rows[0].exp().tolist())
+    value = top_k_divergence(rows.requires_grad_(), of_teacher)
+    assert value[:2].tolist() == pytest.approx([sum(inside) + left * (math.log(left) - rest[0]), -rest[1]])
+    (gradient,) = torch.autograd.grad(value.sum(), rows)
+    assert gradient.isfinite().all()
+    assert gradient[0, 1] == 0
+    assert not gradient[1].any()
+
+
 def test_the_loss_adds_the_divergence_of_sampled_tokens() -> None:
     """L = the objective's loss + coefficient * mean of the divergences; its gradient by finite differences."""
     student, teacher = distributions(3)

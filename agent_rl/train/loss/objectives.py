@@ -333,8 +333,10 @@ def top_k_divergence(logprobs_Tk: Tensor, teacher_Tk: Tensor) -> Tensor:
     the KL over the whole vocabulary, which it equals where both distributions have the same shape in the rest.
 
     ``logprobs_Tk``, ``teacher_Tk``: log-probs of the same ids. With its own gradient, as in GKD (arXiv 2306.13649, eq.
-    4, on-policy with the reverse KL; NeMo RL's distillation sums the same k terms). Exactly 0 for equal log-probs.
+    4, on-policy with the reverse KL; NeMo RL's distillation sums the same k terms). Exactly 0 for equal log-probs. An
+    id that the policy could not draw (-inf: a grammar excludes it) adds 0.
     """
+    logprobs_Tk = logprobs_Tk.clamp(min=-1e3)  # exp(-1e3) is 0
     rest_T, teacher_rest_T = _log_rest(logprobs_Tk), _log_rest(teacher_Tk)
     inside_T = (logprobs_Tk.exp() * (logprobs_Tk - teacher_Tk)).sum(-1)
     return inside_T + rest_T.exp() * (rest_T - teacher_rest_T)
