@@ -14,10 +14,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import shlex
-import subprocess
-import sys
 from pathlib import Path
+
+from agent_rl_command import agent_rl
 
 from agent_rl.config import RunConfig
 from agent_rl.config.loader import MODELS, load_config
@@ -111,12 +110,6 @@ def evaluate(arm: str, model: str, tasks: int, *overrides: str) -> Path:
 
 def compare(first: Path, second: Path) -> None:
     agent_rl("eval", "compare", str(first), str(second))
-
-
-def agent_rl(*arguments: str) -> None:
-    print(f"$ agent-rl {shlex.join(arguments)}", flush=True)
-    if (code := subprocess.run([sys.executable, "-m", "agent_rl.cli", *arguments], check=False).returncode) != 0:
-        sys.exit(code)
 
 
 if __name__ == "__main__":

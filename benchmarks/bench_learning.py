@@ -21,14 +21,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
-import subprocess
-import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from agent_rl_command import agent_rl
 from paper_figures import paired_difference
 
 from agent_rl.monitoring.metrics_log import read_metrics
@@ -142,12 +140,6 @@ def evaluate(name: str, step: int, tasks: int) -> float:
         model = [f"model={RUNS / name}@{step}"] if step else []
         agent_rl("eval", RL, *model, "--tasks", str(tasks), "--out", str(out))
     return float(json.loads((out / "report.json").read_text())["pass_at_1"])
-
-
-def agent_rl(*arguments: str) -> None:
-    print(f"$ agent-rl {shlex.join(arguments)}", flush=True)
-    if (code := subprocess.run([sys.executable, "-m", "agent_rl.cli", *arguments], check=False).returncode) != 0:
-        sys.exit(code)
 
 
 if __name__ == "__main__":

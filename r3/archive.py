@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from r3.atomic_write import write_atomic
 from r3.page_pool import PAGES
-from r3.routing import RepeatFinder, Routing, RoutingError, Span, SpanKind, check_form, narrowest_dtype, validate
+from r3.routing import Routing, RoutingError, SlotPlanes, Span, SpanKind, check_form, narrowest_dtype, validate
 
 MAGIC = b"\x89R3\r\n\x1a\n\0"
 """First bytes of every archive. As in PNG, a byte over 127 and line ends reveal a transfer as text."""
@@ -254,14 +254,14 @@ def _present_rows(routing: Routing) -> NDArray[np.unsignedinteger]:
 def _take_steps(choices_NK: NDArray[np.unsignedinteger], steps_KN: NDArray[np.unsignedinteger]) -> None:
     """Set ``steps_KN`` to the lowest id of each row and the steps to the next ones. Blocks of rows stay in the
     caches."""
-    finder: RepeatFinder | None = None
+    slots: SlotPlanes | None = None
     for start in range(0, len(choices_NK), _BLOCK_ROWS):
         block = slice(start, start + _BLOCK_ROWS)
         rows_BK = choices_NK[block]
-        if finder is None or finder.planes.shape[1] != len(rows_BK):
-            finder = RepeatFinder(len(rows_BK), rows_BK.shape[1], rows_BK.dtype)
-        finder.split(rows_BK)
-        planes_KB = finder.planes
+        if slots is None or slots.planes.shape[1] != len(rows_BK):
+            slots = SlotPlanes(len(rows_BK), rows_BK.shape[1], rows_BK.dtype)
+        slots.split(rows_BK)
+        planes_KB = slots.planes
         _sort(planes_KB)
         steps_KN[0, block] = planes_KB[0]
         np.subtract(planes_KB[1:], planes_KB[:-1], out=steps_KN[1:, block])

@@ -114,22 +114,22 @@ def _has_repeats(choices_NK: NDArray[np.unsignedinteger]) -> bool:
     rows, top_k = choices_NK.shape
     size = min(rows, max(1, _BLOCK_BYTES // (top_k * choices_NK.itemsize)))
     whole = rows - rows % size
-    finder = RepeatFinder(size, top_k, choices_NK.dtype)
-    if any(finder.found(choices_NK[start : start + size]) for start in range(0, whole, size)):
+    planes = SlotPlanes(size, top_k, choices_NK.dtype)
+    if any(planes.have_repeats(choices_NK[start : start + size]) for start in range(0, whole, size)):
         return True
-    return whole < rows and RepeatFinder(rows - whole, top_k, choices_NK.dtype).found(choices_NK[whole:])
+    return whole < rows and SlotPlanes(rows - whole, top_k, choices_NK.dtype).have_repeats(choices_NK[whole:])
 
 
 Copy = tuple[NDArray[np.unsignedinteger], NDArray[np.unsignedinteger]]
 """A target, and a source of wider words of which it takes the low halves."""
 
 
-class RepeatFinder:
-    """Finds rows with an id twice in blocks ``[rows, top_k]``. Its memory is written again for every block.
+class SlotPlanes:
+    """The slots of blocks ``[rows, top_k]`` as ``planes`` ``[top_k, rows]``, in any order. The memory is written again
+    for every block.
 
-    The slots are laid out as ``planes`` ``[top_k, rows]``, in any order, and compared plane by plane. Rows of 2, 4 or 8
-    bytes are split as words, half by half, which takes less time than a transposition: a cast keeps the low halves, and
-    words that are read half a word further on have the high halves there.
+    Rows of 2, 4 or 8 bytes are split as words, half by half, which takes less time than a transposition: a cast keeps
+    the low halves, and words that are read half a word further on have the high halves there.
     """
 
     def __init__(self, rows: int, top_k: int, dtype: np.dtype[np.unsignedinteger]) -> None:
@@ -147,7 +147,8 @@ class RepeatFinder:
         compared = np.frombuffer(self._differences, dtype)
         self._pairs = [(flat[at:], flat[:-at], compared[:-at]) for at in range(rows, len(flat), rows)]
 
-    def found(self, choices_NK: NDArray[np.unsignedinteger]) -> bool:
+    def have_repeats(self, choices_NK: NDArray[np.unsignedinteger]) -> bool:
+        """Whether a row has an id twice."""
         self.split(choices_NK)
         for one, other, compared in self._pairs:
             np.bitwise_xor(one, other, out=compared)

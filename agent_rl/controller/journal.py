@@ -8,9 +8,9 @@
             episode. A payload is a line of JSON, followed by the bytes of a trajectory or turn. The line of a resumed
             episode has its number of replayed turns, that of a restarted episode the reason
 
-Files are append-only. A kill damages at most the last frame; reading stops there, and the
-next writer truncates it. Frames are not synced to disk: a killed process loses nothing that it wrote. A machine that
-loses power loses the work of seconds, which is sampled again, because a damaged frame fails its CRC.
+Files are append-only. A kill damages at most the last frame; reading stops there, and the next writer truncates it.
+Frames are not synced to disk: a killed process loses nothing that it wrote. A machine that loses power loses the work
+of seconds, which is sampled again, because a damaged frame fails its CRC.
 
 A step's file holds the episodes that finished while its batch was collected, i.e. between the previous update and its
 own. If sampling runs ahead it also holds episodes of later batches. Episodes are identified by their position in the

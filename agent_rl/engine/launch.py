@@ -344,7 +344,8 @@ def _stop_group(process: subprocess.Popen[bytes]) -> None:
             os.killpg(process.pid, signal.SIGKILL)
         process.poll()
         time.sleep(0.02)
-    process.wait(_KILL_SECONDS)
+    with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel ends it later
+        process.wait(_KILL_SECONDS)
     if process.stdin:
         process.stdin.close()
     remove_stale()

@@ -6,6 +6,7 @@ multiplied by what that phase took in the run over what the same model predicts 
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -42,8 +43,8 @@ def predict_time(
     plan: RunPlan, config: RunConfig, *, tokens: int | None, settings: Sequence[str], run: Path | None
 ) -> RunPlan:
     """``plan`` with its duration; ``tokens``: mean length of an episode; ``settings``: assumptions as name=value.
-    On CPUs this machine's speed is measured, unless ``run`` tells it. Raises UserError. A plan with problems has no
-    duration."""
+    Without ``run``, a plan for CPUs measures this machine's speed, if torch is installed. Raises UserError. A plan with
+    problems has no duration."""
     if plan.problems:
         return plan
     assume = Assumptions.of(config, plan.device)
@@ -56,7 +57,7 @@ def predict_time(
         predicted = plan_time(of_run, model, device, Assumptions.of(of_run, device).changed(name, **measured))
         factors = phase_factors(predicted, values)
         assume = assume.changed(name, **measured)
-    elif plan.device == "cpu":
+    elif plan.device == "cpu" and importlib.util.find_spec("torch"):
         assume = assume.slowed(slowdown())
     if tokens is not None:
         factor = tokens / assume["tokens"]

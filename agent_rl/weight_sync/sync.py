@@ -7,10 +7,10 @@
          └───────────────┴──────────────┴──▶ checksums and log-probs agree ──▶ in use
 
 Engines that fail move one step to the right; each method is tried once. Weights travel by process group; colocated
-engines read them on the GPU first. A dead engine is out of use until it returns,
-and then gets the weights alone (:meth:`WeightSync.join`). An engine stays paused until its checksums are verified
-(log-probs are compared just after), so it never samples from a mixture of old and new weights. The weights on disk are
-the trainer's current ones, exported when an engine needs them.
+engines first try to read them on their own GPU. A dead engine is out of use until it returns, and then gets the weights
+alone (:meth:`WeightSync.join`). An engine stays paused until its checksums are verified (log-probs are compared just
+after), so it never samples from a mixture of old and new weights. The weights on disk are the trainer's current ones,
+exported when an engine needs them.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from support.routing_rows import encode_payload
 
 from r3.payload import RouteLayout, decode_payload, extract_payload, narrow, split_raw
-from r3.routing import RepeatFinder, RoutingError, check_experts
+from r3.routing import RoutingError, SlotPlanes, check_experts
 
 
 @st.composite
@@ -196,11 +196,11 @@ def test_each_block_of_rows_is_checked(top_k: int, dtype: type) -> None:
 @given(st.integers(1, 10), st.integers(1, 40), st.sampled_from([np.uint8, np.uint16]))
 def test_planes_hold_the_slots(top_k: int, rows: int, dtype: type) -> None:
     choices = np.random.default_rng(rows).integers(0, np.iinfo(dtype).max, (rows, top_k)).astype(dtype)
-    finder = RepeatFinder(rows, top_k, np.dtype(dtype))
-    finder.split(choices)
-    assert finder.planes.shape == (top_k, rows)
-    assert finder.planes.dtype == dtype
-    assert sorted(finder.planes.tolist()) == sorted(choices.T.tolist())
+    slots = SlotPlanes(rows, top_k, np.dtype(dtype))
+    slots.split(choices)
+    assert slots.planes.shape == (top_k, rows)
+    assert slots.planes.dtype == dtype
+    assert sorted(slots.planes.tolist()) == sorted(choices.T.tolist())
 
 
 def test_raw_routes_of_a_model_without_dense_layers_are_not_copied() -> None:

@@ -41,10 +41,7 @@ def bfloat16_copy(model: Path, base: Path, print_line: Callable[[str], None]) ->
     parse_config(config, model / "config.json")
     copy = base / f"{model.resolve().name}-{_fingerprint(model)}"
     if not copy.exists():
-        from agent_rl.train.quantized.convert import (
-            Conversion,  # it needs torch
-            Reporter,
-        )
+        from agent_rl.train.quantized.convert import Conversion, Reporter  # they need torch
 
         conversion, reporter = Conversion.plan(model, copy), Reporter(print_line)
         print_line(f"{model} is quantized: converting it to bfloat16, once, in {copy}")
