@@ -89,10 +89,23 @@ class RankMissing(Fault):
 
 
 class PromptMissing(Fault):
-    """A decode server: the rows of the prompt stay on the prefill server."""
+    """The rows of the prompt stay on the prefill server."""
 
     def rows(self, request: Request, answer: Mapping[str, Any], rows: Rows) -> Rows:
         return rows[len(rows) - len(answer["output_ids"]) + 1 :]
+
+
+class OfADecodeServer(Fault):
+    """A decode server of SGLang 0.5.23: zeros for the prompt, and no routes where the prefill server sampled all."""
+
+    def answer(self, request: Request, answer: dict[str, Any]) -> None:
+        super().answer(request, answer)
+        if len(answer["output_ids"]) == 1:
+            del answer["meta_info"]["routed_experts"]
+
+    def rows(self, request: Request, answer: Mapping[str, Any], rows: Rows) -> Rows:
+        rows[: len(rows) - len(answer["output_ids"]) + 1] = 0
+        return rows
 
 
 class DraftsMixedIn(Fault):
@@ -121,6 +134,7 @@ CASES: list[tuple[str, Fault, str, str]] = [
         "responses lack routed_experts, all of data-parallel",
     ),
     ("prompt rows missing", PromptMissing(), LENGTH, "expected 167 rows, received 7: the prompt's are missing"),
+    ("of a decode server", OfADecodeServer(), "distinct ids in range", "rows are zeros: they were not captured"),
     ("drafts mixed in", DraftsMixedIn(), SECOND_PASS, "sampled tokens: "),
 ]
 

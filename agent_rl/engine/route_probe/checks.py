@@ -84,14 +84,16 @@ CAPTURE, KEY = "routes captured", "key in every response"
 
 _ADVICE = {
     CAPTURE: "start the engine with --enable-return-routed-experts",
-    KEY: "connect to the engine directly: SGLang's router (sglang-router 0.3.2) drops routed_experts",
+    KEY: "connect to the engine directly: SGLang's router (sglang-router 0.3.2) drops routed_experts, and a decode "
+    "server (prefill-decode disaggregation) sends none for one token",
     "start honored": "use an SGLang release with routed_experts_start_len (0.5.23 has it)",
     "row i is token i's": "rows are shifted: do not train on them; report the engine's version",
     "cold and cached alike": "turn off what serves stale rows: hierarchical cache, prefill/decode disaggregation",
     "siblings keep their rows": "rows of parallel samples are mixed up: turn off prefix sharing",
     "conversations alike in a second pass": "do not train on these routes: a server option (drafts, data-parallel "
     "attention, a cache tier) or a proxy changes rows under load; turn it off",
-    "distinct ids in range": "check that --model is this server's model, and that no expert is fused or padded",
+    "distinct ids in range": "check that --model is this server's model, that no expert is fused or padded, and that "
+    "no server behind the address only decodes (prefill-decode disaggregation)",
     "no all-zero MoE layer": "a layer's router is not captured by this engine for this model",
     "log-probs": "the engine must support return_logprob",
     "weight version": "without one version at a time the sampling weights are unknown",
