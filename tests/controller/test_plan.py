@@ -69,7 +69,13 @@ def test_known_models_have_the_parameters_of_their_cards(name: str, parameters: 
     assert parameters_of(KNOWN[name]) == parameters
 
 
-@pytest.mark.parametrize("name", ["paper-swe", "paper-math", "two-nodes", "minimax-m2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("paper-swe", "paper-math", "two-nodes", "minimax-m2"),
+        *("glm-4.5-air", "gpt-oss-120b", "qwen3-next-80b-a3b"),
+    ],
+)
 def test_a_recipe_fits_its_hardware(name: str) -> None:
     config = recipe(name)
     assert config.name == name
