@@ -1,4 +1,4 @@
-"""A tiny Qwen3-MoE or GLM-4-MoE as a Hugging Face checkpoint: structured initial weights, tokenizer and chat template.
+"""A tiny Qwen3-MoE, GLM-4-MoE or dense Qwen3 as a Hugging Face checkpoint, with structured initial weights.
 
 From random weights a model of this size learns to copy text only after very many updates, and an agent that cannot copy
 a line cannot edit it. Two attention heads therefore start as an induction circuit: a head of layer 0 attends to the
@@ -55,23 +55,20 @@ class TinyMoe:
     num_experts_per_tok: int = 2
     moe_intermediate_size: int = 128
     rope_theta: float = 1e6
-    model_type: Literal["qwen3_moe", "glm4_moe"] = "qwen3_moe"
+    model_type: Literal["qwen3_moe", "glm4_moe", "qwen3"] = "qwen3_moe"
 
     def config(self, eos: int, pad: int) -> dict[str, Any]:
         """The content of ``config.json``."""
+        kinds = {"qwen3_moe": self._qwen_experts, "glm4_moe": self._glm_experts, "qwen3": self._dense}
         return {
-            **(self._glm_router() if self.model_type == "glm4_moe" else self._qwen_router()),
+            **kinds[self.model_type](),
             "model_type": self.model_type,
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
-            "intermediate_size": self.moe_intermediate_size * self.num_experts_per_tok,
             "num_hidden_layers": self.num_hidden_layers,
             "num_attention_heads": self.num_attention_heads,
             "num_key_value_heads": self.num_key_value_heads,
             "head_dim": self.head_dim,
-            "num_experts_per_tok": self.num_experts_per_tok,
-            "moe_intermediate_size": self.moe_intermediate_size,
-            "norm_topk_prob": True,
             "hidden_act": "silu",
             "rms_norm_eps": 1e-6,
             "rope_theta": self.rope_theta,
@@ -88,8 +85,23 @@ class TinyMoe:
             "bos_token_id": None,
         }
 
-    def _qwen_router(self) -> dict[str, Any]:
+    def _dense(self) -> dict[str, Any]:
+        """One MLP as wide as all experts together."""
         return {
+            "architectures": ["Qwen3ForCausalLM"],
+            "intermediate_size": self.moe_intermediate_size * self.num_experts,
+        }
+
+    def _experts(self) -> dict[str, Any]:
+        return {
+            "intermediate_size": self.moe_intermediate_size * self.num_experts_per_tok,
+            "num_experts_per_tok": self.num_experts_per_tok,
+            "moe_intermediate_size": self.moe_intermediate_size,
+            "norm_topk_prob": True,
+        }
+
+    def _qwen_experts(self) -> dict[str, Any]:
+        return self._experts() | {
             "architectures": ["Qwen3MoeForCausalLM"],
             "num_experts": self.num_experts,
             "decoder_sparse_step": 1,
@@ -100,9 +112,9 @@ class TinyMoe:
             "use_sliding_window": False,
         }
 
-    def _glm_router(self) -> dict[str, Any]:
+    def _glm_experts(self) -> dict[str, Any]:
         """Sigmoid scores with a correction bias, and a shared expert of an expert's size in every layer."""
-        return {
+        return self._experts() | {
             "architectures": ["Glm4MoeForCausalLM"],
             "n_routed_experts": self.num_experts,
             "n_shared_experts": 1,
@@ -120,9 +132,11 @@ SHAPES: Mapping[str, TinyMoe] = {
     "tiny": TinyMoe(),
     "paper": _PAPER,
     "glm": replace(_PAPER, model_type="glm4_moe"),
+    "dense": replace(_PAPER, model_type="qwen3"),
 }
 """``tiny``: the quickstart's model. ``paper``: the number of experts of Qwen3-30B-A3B, whose 8th and 9th of 128 router
-logits are often so close that bfloat16 swaps them. ``glm``: ``paper`` with the router of GLM-4.5."""
+logits are often so close that bfloat16 swaps them. ``glm``: ``paper`` with the router of GLM-4.5. ``dense``:
+``paper`` with one MLP of as many weights in place of a layer's experts."""
 
 
 _CORRECTION = 0.05
@@ -152,16 +166,20 @@ def initial_weights(sizes: TinyMoe, seed: int) -> Weights:
             weights[f"{attention}.{norm}.weight"] = np.full(width, 1.7, np.float32)
         for norm in ("input_layernorm", "post_attention_layernorm"):
             weights[f"{prefix}.{norm}.weight"] = np.ones(hidden, np.float32)
-        weights[f"{prefix}.mlp.gate.weight"] = normal(0.05, sizes.num_experts, hidden)
-        experts = [f"experts.{expert}" for expert in range(sizes.num_experts)]
+        experts, inner = [f".experts.{expert}" for expert in range(sizes.num_experts)], sizes.moe_intermediate_size
+        down = 0.01
+        if sizes.model_type == "qwen3":  # the output is as large as that of one expert
+            experts, inner, down = [""], inner * sizes.num_experts, down / sizes.num_experts**0.5
+        else:
+            weights[f"{prefix}.mlp.gate.weight"] = normal(0.05, sizes.num_experts, hidden)
         if sizes.model_type == "glm4_moe":
             weights[f"{prefix}.mlp.gate.e_score_correction_bias"] = normal(_CORRECTION, sizes.num_experts)
-            experts.append("shared_experts")
+            experts.append(".shared_experts")
         for expert in experts:
-            mlp, inner = f"{prefix}.mlp.{expert}", sizes.moe_intermediate_size
+            mlp = f"{prefix}.mlp{expert}"
             weights[f"{mlp}.gate_proj.weight"] = normal(0.05, inner, hidden)
             weights[f"{mlp}.up_proj.weight"] = normal(0.05, inner, hidden)
-            weights[f"{mlp}.down_proj.weight"] = normal(0.01, hidden, inner)
+            weights[f"{mlp}.down_proj.weight"] = normal(down, hidden, inner)
     _set_induction_circuit(weights, sizes, rng)
     return weights
 

@@ -1,6 +1,6 @@
 """Train a demo model from scratch: tokenizer, structured weights, recorded demonstrations, supervised warm-up.
 
-    python -m scripts.train_demo_model OUT [--shape tiny|paper|glm] [--seed 0]
+    python -m scripts.train_demo_model OUT [--shape tiny|paper|glm|dense] [--seed 0]
 
 The demonstrations are scripted and run with the real tools in real sandboxes. The demonstrator knows the reference fix.
 It is imperfect on purpose: a fixed share of its demonstrations submits without an edit, and another share writes a
@@ -90,8 +90,10 @@ class WarmupSettings:
 
 WARMUPS: Mapping[str, WarmupSettings] = {
     "tiny": WarmupSettings(),
-    "paper": WarmupSettings(sizes=SHAPES["paper"], demonstrations=6400, steps=800),
-    "glm": WarmupSettings(sizes=SHAPES["glm"], demonstrations=6400, steps=800),
+    **{
+        shape: WarmupSettings(sizes=SHAPES[shape], demonstrations=6400, steps=800)
+        for shape in ("paper", "glm", "dense")
+    },
 }
 """The warm-up of each shape. A step of the paper's shape takes three times as long."""
 
@@ -216,7 +218,7 @@ async def _train(
             progress(f"warm-up step {state.step} of {settings.steps}: loss {state.loss:.3f}, {state.seconds:.0f} s")
 
     config = SftConfig(steps=settings.steps, batch=settings.batch, lr=settings.lr, seed=settings.seed)
-    run = RunConfig(name="warmup", model=blank, train=TrainConfig(microbatch_tokens=4096))
+    run = RunConfig(name="warmup", model=blank, train=TrainConfig(microbatch_tokens=4096, replay="off"))
     async with RayTrainer(run, optimizer=config.optimizer()) as trainer:
         await sft(trainer, sequences, config, report, checkpoints)
         await trainer.export(out)

@@ -28,7 +28,9 @@ def test_the_same_seed_gives_the_same_weights() -> None:
 def test_the_papers_shape_has_as_many_experts_as_qwen3_30b_a3b() -> None:
     weights = initial_weights(SHAPES["paper"], 0)
     assert weights["model.layers.7.mlp.gate.weight"].shape == (128, 128)
-    assert 2 * sum(weight.size for weight in weights.values()) < 15_000_000, "bytes in bfloat16"
+    total, dense = (sum(w.size for w in each.values()) for each in (weights, initial_weights(SHAPES["dense"], 0)))
+    assert 2 * total < 15_000_000, "bytes in bfloat16"
+    assert 0.98 * total < dense < total
 
 
 def test_a_warm_up_resumes_only_from_its_own_settings(tmp_path: Path) -> None:
@@ -43,12 +45,13 @@ def test_a_warm_up_resumes_only_from_its_own_settings(tmp_path: Path) -> None:
 
 
 @pytest.mark.megatron
-def test_the_checkpoint_loads_and_the_induction_heads_find_what_followed_before(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shape", ["tiny", "dense"])
+def test_the_checkpoint_loads_and_the_induction_heads_find_what_followed_before(tmp_path: Path, shape: str) -> None:
     torch = pytest.importorskip("torch", reason="needs the trainer environment (torch)")
     transformers = pytest.importorskip("transformers", reason="needs the trainer environment (transformers)")
-    sizes = TinyMoe()
+    sizes = SHAPES[shape]
     save_checkpoint(tmp_path, initial_weights(sizes, 0), sizes, eos=2, pad=0)
-    model, info = transformers.Qwen3MoeForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(info.values()), info
     model = model.float().eval()
     sequence = torch.randperm(1000)[:60] + 10
