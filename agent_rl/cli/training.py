@@ -113,7 +113,7 @@ def evaluate(
     options = EvalOptions(PolicyChoice(policy, model, greedy, native, fields), tasks, samples, split, out, prices)
     loaded = load_config(config, overrides or ())
     if policy == "engine":
-        loaded = resolve_models(loaded, print)  # blocks, so before run_async handles Ctrl-C
+        loaded = resolve_models(loaded)  # blocks, so before run_async handles Ctrl-C
     loaded = with_harness(loaded, harness, options.policy)
     if (failure := run_async(run_evaluation(loaded, options), RESUMABLE)) is not None:
         print(f"error: {failure}", file=sys.stderr)

@@ -50,6 +50,9 @@ class EngineAdmission:
         fleet = self._engine.fleet
         if (member := fleet.find(url)) is None:
             return
+        # An engine that started without weights has no routes to probe.
+        if receives := self._engine.model_spec.quantized:
+            await self._sync.join(url)
         try:
             if self._routes is not None and self._routes.probe:
                 report = await probe(url, self._engine.model_spec, retract=True, headers=self._headers)
@@ -59,7 +62,8 @@ class EngineAdmission:
         except EngineError as error:
             fleet.died(member.name, str(error))
         else:
-            await self._sync.join(url)
+            if not receives:
+                await self._sync.join(url)
 
 
 async def probe_engines(

@@ -19,7 +19,7 @@ from agent_rl.controller.run_models import resolve_models
 from agent_rl.endpoint.episode import SANDBOX_HARNESS
 from agent_rl.engine.factory import check_engines
 from agent_rl.errors import UserError
-from agent_rl.models.spec import ModelSpec, check_same_architecture, read_model_spec
+from agent_rl.models.spec import ModelSpec, check_same_architecture, read_model_spec, refuse_quantized
 from agent_rl.monitoring.sinks import check_sinks
 from agent_rl.train.batching.partition import over_budget
 from agent_rl.train.hf_index import check_checkpoint
@@ -54,7 +54,7 @@ class Checked:
 
 def run(config: RunConfig, purpose: Purpose = "serve") -> Checked:
     """Check ``config`` for ``purpose`` and read the model's ``config.json``, once for the run. Blocks; models that the
-    config names by a hub id are downloaded, and quantized ones converted.
+    config names by a hub id are downloaded.
 
     Raises UserError or ConfigError, one line, for what would fail later.
     """
@@ -67,9 +67,11 @@ def run(config: RunConfig, purpose: Purpose = "serve") -> Checked:
     if purpose in ("sft", "train"):
         check_trainer()
         _check_gpu(config.train)
-    config = resolve_models(config, print)
+    config = resolve_models(config)
     reference = config.train.kl.reference
     model_spec = _check_models(config.model, reference)
+    if model_spec.quantized and config.engine.launched and purpose in ("serve", "rollout"):
+        refuse_quantized(config.model)
     if purpose not in ("model", "sft") or config.evaluates_sft:
         _check_programs(config.engine, config.rollout)
         for source in config.environments.values():

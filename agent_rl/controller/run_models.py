@@ -7,20 +7,18 @@ The checkpoint is exported once into ``RUN/exports/step-NNNNNN`` (or ``step-NNNN
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
 from pathlib import Path
 
 from agent_rl.config import RunConfig
 from agent_rl.config.loader import load_recorded
 from agent_rl.errors import UserError
-from agent_rl.models.hub import fetch_model
+from agent_rl.models.hub import fetch_model, fetch_models
 from agent_rl.train.checkpoint.directory import checkpoint_step, complete_checkpoints
-from agent_rl.train.quantized.copies import local_models
 
 
-def resolve_models(config: RunConfig, print_line: Callable[[str], None]) -> RunConfig:
+def resolve_models(config: RunConfig) -> RunConfig:
     """``config`` with the local directories of its models, which ``RUN`` or ``RUN@STEP`` may name, and as
-    :func:`agent_rl.train.quantized.copies.local_models`. Blocks. ``print_line`` receives the progress.
+    :func:`agent_rl.models.hub.fetch_models`. Blocks.
 
     Raises UserError, ConfigError or TrainerError, one line.
     """
@@ -29,7 +27,7 @@ def resolve_models(config: RunConfig, print_line: Callable[[str], None]) -> RunC
     if kl.reference is not None:
         kl = kl.model_copy(update={"reference": resolve_run(kl.reference, "train.kl.reference")})
         updated = updated.model_copy(update={"train": config.train.model_copy(update={"kl": kl})})
-    return local_models(updated, print_line)
+    return fetch_models(updated)
 
 
 def resolve_run(name: Path, key: str) -> Path:

@@ -164,7 +164,11 @@ class SftEvaluator:
         await asyncio.to_thread(shutil.rmtree, weights, ignore_errors=True)
         try:
             await self.trainer.export(weights)
-            checked = replace(self.checked, config=config.model_copy(update={"model": weights}))
+            checked = replace(
+                self.checked,
+                config=config.model_copy(update={"model": weights}),
+                model_spec=replace(self.checked.model_spec, quantized=False),
+            )
             opening = open_rollout_runtime(
                 checked,
                 self.state.dir / "logs",

@@ -133,7 +133,8 @@ async def _open_parts(
                     split="train",
                 )
             )
-            await probe_engines(config.routes_config, runtime.engine, config.engine.headers, display)
+            if not checked.model_spec.quantized:
+                await probe_engines(config.routes_config, runtime.engine, config.engine.headers, display)
             display.stage("starting the trainer")
             if config.engine.colocate:  # SGLang needs the same free memory on all of its GPUs when it starts
                 await runtime.engine.sleep.begin()
@@ -237,6 +238,9 @@ class TrainingRun:
         for row in self.metrics.rows:
             self.display.step(int(row["step"]), row)
         await self._publish(self.progress, Clock())
+        engine = self.runtime.engine
+        if engine.model_spec.quantized:  # until now it had no weights
+            await probe_engines(self.config.routes_config, engine, self.config.engine.headers, self.display)
         await self.evaluations.begin(done)
         order = TaskOrder(tasks.training_sources(self.config), self.config.seed, self.curriculum)
         order.check(self.config.rollout.tasks_per_step)

@@ -15,10 +15,12 @@ from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.engine.supervisor import EngineSupervisor, phase_change
 from agent_rl.engine.types import Server
 from agent_rl.errors import EngineError, EngineKeyRefused, UserError
-from agent_rl.models.spec import ModelSpec, refuse_dense
+from agent_rl.models.spec import ModelSpec, refuse_dense, refuse_quantized
 from agent_rl.utils.concurrency import first_error, reduce_gc_pauses, run_alongside
 from agent_rl.utils.http import AsyncHttp
 
+_RECEIVING = ("--load-format", "dummy", "--json-model-override-args", '{"quantization_config": null}')
+"""SGLang's arguments for a bfloat16 engine of a quantized checkpoint whose weights a trainer sends."""
 ANSWER_SECONDS = 15.0
 """How long a running server may take to answer ``/model_info``; a busy or paused one answers as fast."""
 
@@ -41,16 +43,21 @@ async def open_engine(
     ``routes``, ``masks``: whether they must capture routes and return kept tokens. ``reservations``: on a Ray cluster,
     one for each engine. Launched servers log to ``run_dir/engine-N.log`` and are stopped on the way out. ``note`` is
     called with a line for each engine that goes out of use or comes back. Unless the caller is ``publishing`` weights
-    of its own, all engines must have the same version.
+    of its own, all engines must have the same version. If it is, servers of a quantized checkpoint start without its
+    weights, in ``engine.dtype``.
 
-    Raises ConfigError for a model that cannot be served or a wrong interpreter, EngineStartError for a launched server
-    that does not come up, UserError for a running one that does not respond or differs from the others,
-    RoutesMissingError for one that does not capture routes.
+    Raises ConfigError for a model that cannot be served (as a quantized one without a trainer) or a wrong interpreter,
+    EngineStartError for a launched server that does not come up, UserError for a running one that does not respond or
+    differs from the others, RoutesMissingError for one that does not capture routes.
     """
     if routes:
         refuse_dense(model_spec, model)
     if config.launched:
         refuse_unservable(model_spec, model)
+        if model_spec.quantized and not publishing:
+            refuse_quantized(model)
+        if model_spec.quantized:
+            config = config.model_copy(update={"extra_args": (*_RECEIVING, *config.extra_args)})
     fleet = Fleet(config.restarts)
     fleet.listeners.append(lambda before, after: _note_change(note, before, after))
     servers: Mapping[str, Server] = {}

@@ -432,6 +432,7 @@ _REQUIRED = (*_SIZES, "num_key_value_heads", "max_position_embeddings", "rms_nor
 _EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", *_MIXED)
 _OPTIONAL = {"head_dim": None, "tie_word_embeddings": False, "initializer_range": 0.02}
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
+_QUANT_METHODS = ("fp8", "mxfp4", "compressed-tensors")
 
 # Keys with the only supported values (first one shown in errors). Missing keys are accepted.
 _SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
@@ -460,7 +461,6 @@ _IGNORED = frozenset(
         "output_router_logits",
         "pad_token_id",
         "pretraining_tp",
-        "quantization_config",
         "router_aux_loss_coef",
         "sliding_window",
         "tokenizer_class",
@@ -496,6 +496,8 @@ def parse_config(raw: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 def _checked(raw: Mapping[str, Any], path: Path) -> dict[str, Any]:
     family = _family_of(raw, path)
+    quantized = check_quantization(raw, path) is not None
+    raw = {key: value for key, value in raw.items() if key != "quantization_config"}
     kind, raw = raw["model_type"], _text_config(raw, family, path) if family.outer else raw
     keys = ConfigKeys(raw, path)
     own = family.read(keys) if family.read else {}
@@ -504,7 +506,8 @@ def _checked(raw: Mapping[str, Any], path: Path) -> dict[str, Any]:
     required = _REQUIRED + (_EXPERTS if family.experts else ())
     config = {"model_type": kind, **{name: _value(raw, family, name, path) for name in required if name not in own}}
     config |= {name: raw.get(name, default) for name, default in _OPTIONAL.items()}
-    config |= {"qkv_bias": raw.get("qkv_bias", family.qkv_bias), "qk_norm": family.qk_norm, **own}
+    config |= {"qkv_bias": raw.get("qkv_bias", family.qkv_bias), "qk_norm": family.qk_norm, "quantized": quantized}
+    config |= own
     _check_sizes(config, family, path)
     if own.get("rotary", True):
         config["rope_theta"], config["rope_scaling"] = _rope(raw, family, path)
@@ -588,18 +591,25 @@ def _check_values(raw: Mapping[str, Any], family: Family, read: set[str], path: 
     for key, allowed in _SUPPORTED_VALUES.items():
         if key in raw and key not in read and raw[key] not in allowed:
             raise ConfigError(f"{path}: {key}={raw[key]!r} is not supported, only {allowed[0]!r} is")
-    if (quantized := raw.get("quantization_config")) is not None:
-        kind = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
-        raise ConfigError(
-            f"{path}: quantization_config: the weights are quantized ({kind}), which is not trained; convert them to "
-            "bfloat16 with `agent-rl convert`"
-        )
     if "layer_types" not in read and any(kind != "full_attention" for kind in raw.get("layer_types") or ()):
         raise ConfigError(
             f"{path}: layer_types={sorted(set(raw['layer_types']))} is not supported, only full_attention"
         )
     if family.windowed and raw.get("sliding_window"):
         raise ConfigError(f"{path}: sliding_window={raw['sliding_window']!r} is not supported, only None is")
+
+
+def check_quantization(raw: Mapping[str, Any], path: Path) -> Mapping[str, Any] | None:
+    """The ``quantization_config`` in the content of the ``config.json`` at ``path``; None where there is none. Raises
+    ConfigError for a method that is not supported."""
+    settings = raw.get("quantization_config")
+    method = settings.get("quant_method") if isinstance(settings, Mapping) else settings
+    if settings is not None and method not in _QUANT_METHODS:
+        raise ConfigError(
+            f"{path}: quant_method {method!r} is not supported; supported: fp8, mxfp4 and compressed-tensors with "
+            "float8 weights"
+        )
+    return settings
 
 
 def _check_sizes(config: Mapping[str, Any], family: Family, path: Path) -> None:

@@ -28,7 +28,7 @@ class ModelSpec:
     ``output_gate``: grouped attention's output is multiplied by the sigmoid of a gate that is projected beside the
     queries. ``zero_centered_norms``: norms multiply by 1 + weight. ``mixers``: by layer; empty: all ``grouped``.
     ``latent``, ``indexer``, ``delta`` and ``mamba``: sizes of these mixers. ``single``: a layer is either a mixer or an
-    MLP. ``rotary``: attention rotates queries and keys.
+    MLP. ``rotary``: attention rotates queries and keys. ``quantized``: the checkpoint's weights are quantized.
 
     The router scores experts by ``scoring`` of its logits. It chooses by score, plus the correction bias where the
     family has one, among the experts of the best ``top_groups`` of ``expert_groups``. Gates are the scores of the
@@ -77,6 +77,7 @@ class ModelSpec:
     mamba: Mamba | None = None
     single: bool = False
     rotary: bool = True
+    quantized: bool = False
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> ModelSpec:
@@ -169,6 +170,7 @@ _KEYS = {
     "mamba": "mamba",
     "single": "single",
     "rotary": "rotary",
+    "quantized": "quantized",
 }
 _EXPERT_KEYS = {"num_experts": "num_experts", "top_k": "num_experts_per_tok", "expert_inner": "moe_intermediate_size"}
 
@@ -197,10 +199,18 @@ def refuse_dense(model_spec: ModelSpec, directory: Path) -> None:
         )
 
 
+def refuse_quantized(directory: Path) -> None:
+    """Raises ConfigError for a quantized checkpoint where its weights do not go through the trainer."""
+    raise ConfigError(
+        f"model: {directory} is quantized, which only `agent-rl train` and `agent-rl sft` read: convert it to bfloat16 "
+        "with `agent-rl convert`"
+    )
+
+
 def difference(expected: ModelSpec, other: ModelSpec) -> str | None:
     """The first difference of ``other`` from ``expected``, as "num_experts 64, not 128"; None where their
     architectures are equal."""
-    compared = [field.name for field in fields(ModelSpec) if field.name != "init_std"]
+    compared = [field.name for field in fields(ModelSpec) if field.name not in ("init_std", "quantized")]
     name = next((name for name in compared if getattr(expected, name) != getattr(other, name)), None)
     if name is None:
         return None

@@ -9,7 +9,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from agent_rl.config import RunConfig
@@ -29,8 +29,8 @@ _ENERGY = "fitted to ML.ENERGY's vLLM figures of Qwen3-30B-A3B and 235B on H100s
 _SYNC = "measured: 18,867 tensors in benchmarks/bench_sync_tensors.py, on two EPYC cores"
 _THREADS = "measured: two threads take 0.88 to 1.11 times as long as one in quickstart and paper-small"
 _GUESS = "a guess"
-_OPERATIONS = 3.9e-5
-"""Seconds of a call in :func:`slowdown` on the two EPYC cores on which speeds were measured."""
+_TRAINING_STEP = 0.0273
+"""Seconds of a step in :func:`slowdown` on the two EPYC cores on which speeds were measured."""
 _POWERS = {"s ": 1, "FLOP/s": -1, "bytes/s of the optimizer": -1}
 """The power of a processor's slowness by the beginning of a unit."""
 
@@ -92,27 +92,43 @@ class Assumptions:
         return self.changed("--assume", **values)
 
 
-def slowdown(seconds: float = 1.5) -> float:
-    """How many times as long as on the machine of the measurements above a decode step's operations take here now: the
-    median of bursts. Load that comes and goes, or slows only several processes at once, is not in it. Takes ``seconds``
-    and loads torch."""
+def slowdown(seconds: float = 2.0) -> float:
+    """How many times as long as on the machine of the measurements above a training step of eight small layers takes
+    here now: the median of those in ``seconds``, with one thread. Load that comes and goes, or slows only several
+    processes at once, is not in it. Loads torch."""
     import torch
-    from torch.nn.functional import linear, rms_norm
 
-    rows, weight, scale = (torch.ones(size, dtype=torch.bfloat16) for size in ((4, 128), (128, 128), (128,)))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     spent: list[float] = []
-    began = time.perf_counter()
-    with torch.inference_mode():
-        # The first burst also initializes torch's kernels.
-        while len(spent) < 5 or time.perf_counter() - began < seconds:
-            burst = time.perf_counter()
-            for _ in range(100):
-                rms_norm(linear(rows, weight) + rows, (128,), scale)
-            spent.append(time.perf_counter() - burst)
+    began, step = time.perf_counter(), _training_step()
+    while len(spent) < 5 or time.perf_counter() - began < seconds:
+        start = time.perf_counter()
+        step()
+        spent.append(time.perf_counter() - start)
     torch.set_num_threads(threads)
-    return statistics.median(spent[1:]) / 100 / _OPERATIONS
+    return statistics.median(spent[2:]) / _TRAINING_STEP  # the first steps initialize torch's kernels
+
+
+def _training_step() -> Callable[[], None]:
+    """A step whose products, copies and updates exceed a core's cache, as those of engine and trainer do. Speeds of
+    operations within the cache differ less between machines."""
+    import torch
+    from torch.nn.functional import linear, silu
+
+    rows = torch.ones(400, 128)
+    layers = [(torch.zeros(512, 128, requires_grad=True), torch.zeros(128, 512, requires_grad=True)) for _ in range(8)]
+    adam = torch.optim.AdamW([weight for layer in layers for weight in layer])
+
+    def step() -> None:
+        hidden = rows
+        for up, down in layers:
+            hidden = hidden + linear(silu(linear(hidden, up)), down)
+        hidden.square().mean().backward()
+        adam.step()
+        adam.zero_grad()
+
+    return step
 
 
 def _row(name: str, value: float, unit: str, source: str) -> Assumption:

@@ -17,7 +17,6 @@ from typing import Any
 from agent_rl.errors import UserError
 from agent_rl.models.families import parse_config
 from agent_rl.models.spec import ModelSpec, read_model_spec
-from agent_rl.train.quantized.copies import config_of_copy
 
 _QWEN3_MOE = {
     "model_type": "qwen3_moe",
@@ -161,11 +160,9 @@ KNOWN: Mapping[str, ModelSpec] = MappingProxyType(
 
 
 def planned_model(directory: Path) -> ModelSpec:
-    """Returns the spec of the checkpoint in ``directory`` (of its bfloat16 copy if it is quantized), or of the known
-    model with its name. Raises UserError."""
-    if (path := directory / "config.json").is_file():
-        copy = config_of_copy(directory)
-        return read_model_spec(directory) if copy is None else ModelSpec.of(parse_config(copy, path))
+    """Returns the spec of the checkpoint in ``directory``, or of the known model with its name. Raises UserError."""
+    if (directory / "config.json").is_file():
+        return read_model_spec(directory)
     if directory.name in KNOWN:
         return KNOWN[directory.name]
     raise UserError(

@@ -40,7 +40,6 @@ from agent_rl.planner.memory_model import (
 )
 from agent_rl.planner.plan import GIB, Item, PlannedResource, RunPlan, gib
 from agent_rl.train.parallel_checks import layout_problems
-from agent_rl.train.quantized.copies import config_of_copy
 from agent_rl.utils.run_files import nearest_existing
 
 TRAINER_SHARE, ENGINE_SHARE, HOST_SHARE = 0.95, 0.88, 0.9
@@ -315,8 +314,6 @@ class _Planner:
         one = sum(trained_parameters(model, train, ParallelConfig())) * saved_bytes(train)
         yield Item("checkpoints", kept * one, f"{train.keep_checkpoints} kept and one being written, {gib(one)} each")
         yield Item("model", parameters(model) * BYTES[train.dtype], "exported at the end")
-        if config_of_copy(config.model) is not None:
-            yield Item("bfloat16 copy", parameters(model) * BYTES["bfloat16"], "of the quantized model, made once")
         if config.sandbox.pull and config.sandbox.image_budget_gb:
             yield Item(
                 "images", int(config.sandbox.image_budget_gb * 1e9), "sandbox.image_budget_gb, on the sandboxes' disk"
@@ -341,8 +338,8 @@ class _Planner:
 
     def _notes(self) -> Iterator[str]:
         config, model, load = self.config, self.model, self.load
-        if config_of_copy(config.model) is not None:
-            yield f"{config.model} is quantized: the run converts it to bfloat16, once; this is the plan of the copy"
+        if model.quantized:
+            yield f"{config.model} is quantized: trainer and engines have its weights in their own dtypes"
         slots, longest = config.engine.max_total_tokens * engine_count(config.engine), config.rollout.max_tokens
         running = min(config.rollout.concurrency, load.trajectories)
         fitting = slots // longest

@@ -14,6 +14,7 @@ from agent_rl.errors import ConfigError
 from agent_rl.models.files import read_object
 from agent_rl.models.spec import ModelSpec
 from agent_rl.models.tensors import OUTPUT, model_parameters
+from agent_rl.train.quantized.formats import Entry, Weight, weights
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -29,16 +30,6 @@ _MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors library."""
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A tensor in a safetensors file, in row-major order from byte ``start``; ``dtype`` by safetensors' name."""
-
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-
-
 @dataclass(slots=True)
 class LoadProgress:
     """Bytes of weights that a rank needs and has read; grows while it reads."""
@@ -51,7 +42,7 @@ def check_checkpoint(directory: Path, model_spec: ModelSpec, key: str = "model")
     """Raises ConfigError for a missing shard, for a tensor that is missing or has another shape than ``model_spec`` or
     an unsupported dtype, and for tensors that the model does not have. ``key``: the config key of the checkpoint. Reads
     only the headers of the files."""
-    present, expected = read_headers(directory, key), expected_shapes(model_spec)
+    present, expected = read_weights(directory, key), expected_shapes(model_spec)
     for name, shape in expected.items():
         check_tensor(present, name, shape, f"{key}: {directory}")
     further = range(model_spec.num_layers, model_spec.num_layers + _FURTHER_LAYERS)
@@ -65,7 +56,7 @@ def check_checkpoint(directory: Path, model_spec: ModelSpec, key: str = "model")
         )
 
 
-def check_tensor(present: Mapping[str, Entry], name: str, shape: tuple[int, ...], context: str) -> None:
+def check_tensor(present: Mapping[str, Weight], name: str, shape: tuple[int, ...], context: str) -> None:
     """Raises ConfigError unless ``present`` has the tensor ``name`` with this shape and a supported dtype. The message
     begins with ``context``."""
     if name not in present:
@@ -91,6 +82,12 @@ def adapter_update_shapes(model_spec: ModelSpec, rank: int) -> Shapes:
         if parameter.adapted
         for tensor in parameter.tensors
     }
+
+
+def read_weights(directory: Path, key: str = "model") -> dict[str, Weight]:
+    """As :func:`read_headers`, with a quantized tensor and its scales as one weight. Raises ConfigError also where
+    these do not fit each other."""
+    return {weight.name: weight for weight in weights(read_headers(directory, key), directory)}
 
 
 def read_headers(directory: Path, key: str = "model") -> dict[str, Entry]:

@@ -9,13 +9,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from agent_rl.config import LoraConfig
 from agent_rl.models.families import keeps_float32
-from agent_rl.train.hf_index import read_headers
+from agent_rl.models.files import JSON_BYTES, read_text
+from agent_rl.train.hf_index import LoadProgress
+from agent_rl.train.megatron.safetensors_slices import SliceReader
+from agent_rl.train.quantized.formats import without_quantization
+from r3.atomic_write import write_atomic
 
 _SHARD_BYTES = 4 << 30
 
@@ -26,9 +29,7 @@ def write_checkpoint(weights: Iterable[tuple[str, Tensor]], source: Path, direct
     partial = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    for file in source.iterdir():
-        if file.is_file() and ".safetensors" not in file.name and file.suffix not in (".bin", ".pt"):
-            shutil.copy2(file, partial / file.name)
+    copy_other_files(source, partial)
     _write_shards(_completed(weights, source, dtype), partial)
     if directory.exists():
         old = directory.with_name(f".{directory.name}.old")
@@ -38,6 +39,17 @@ def write_checkpoint(weights: Iterable[tuple[str, Tensor]], source: Path, direct
         shutil.rmtree(old)
     else:
         os.rename(partial, directory)
+
+
+def copy_other_files(source: Path, directory: Path) -> None:
+    """Copy the files of the checkpoint ``source`` that have no weights. ``config.json`` loses its
+    ``quantization_config`` and nothing else."""
+    for file in source.iterdir():
+        if file.is_file() and ".safetensors" not in file.name and file.suffix not in (".bin", ".pt"):
+            shutil.copy2(file, directory / file.name)
+    text = read_text(source / "config.json", JSON_BYTES)
+    if (plain := without_quantization(text)) != text:
+        write_atomic(directory / "config.json", plain.encode())
 
 
 def write_adapter(deltas: Sequence[tuple[str, Tensor, Tensor]], base: Path, directory: Path, lora: LoraConfig) -> None:
@@ -67,16 +79,17 @@ def _stored(tensor: Tensor) -> Tensor:
 
 
 def _completed(weights: Iterable[tuple[str, Tensor]], source: Path, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """``weights`` on the CPU in the dtype of the checkpoint, then the other tensors of ``source`` as they are."""
+    """``weights`` on the CPU in the dtype of the checkpoint, then the other tensors of ``source`` as they are, but
+    quantized ones in bfloat16."""
     names = set()
     for name, tensor in weights:
         names.add(name)
         kept = torch.float32 if keeps_float32(name) else dtype
         yield name, tensor.to(device="cpu", dtype=kept, copy=True).contiguous()
-    for name, entry in read_headers(source).items():
-        if name not in names:
-            with safe_open(entry.file, "pt") as file:
-                yield name, file.get_tensor(name)
+    with SliceReader(source) as reader:
+        for name, weight in reader.weights.items():
+            if name not in names:
+                yield name, torch.cat(list(reader.parts(name, LoadProgress()))).view(weight.shape)
 
 
 def _write_shards(tensors: Iterable[tuple[str, Tensor]], directory: Path) -> None:

@@ -252,9 +252,15 @@ def lora_problems(train: TrainConfig, engine_dtype: str) -> list[str]:
 
 def adapter_problems(train: TrainConfig, model: ModelSpec) -> list[str]:
     """Models that ``train.lora`` does not support."""
-    if train.lora is None or not model.family.stacked_experts:
-        return []
-    return [f"train.lora: {model.kind} has one tensor of all experts, which adapters do not support: turn it off"]
+    reasons = {
+        f"{model.kind} has one tensor of all experts, which adapters do not support: turn it off": (
+            model.family.stacked_experts
+        ),
+        "engines merge adapters into the files of model, which are quantized: `agent-rl convert` converts them": (
+            model.quantized
+        ),
+    }
+    return [f"train.lora: {reason}" for reason, holds in reasons.items() if train.lora and holds]
 
 
 def dense_replicas(parallel: ParallelConfig) -> int:

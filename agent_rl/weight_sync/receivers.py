@@ -249,6 +249,7 @@ class WeightReceivers:
         """
         self._each(self._abandon, "end_weight_update").wait()
         body = {"model_path": str(model.resolve()), "weight_version": weight_version, "flush_cache": flush_cache}
+        body["load_format"] = "auto"  # the server may have started without weights
         self._all("update_weights_from_disk", body)
 
     def checksums(self) -> list[Checksums]:

@@ -100,7 +100,8 @@ class WeightSync:
         self._prompt = prompt
         self._last: WeightUpdate | None = None
         self._shares = config.colocate  # whether engines read the weights on the trainer's GPUs
-        self._good = (model, "start")  # the newest complete version on disk
+        # The newest complete version on disk; an engine cannot take the weights of a quantized checkpoint.
+        self._good = None if engine.model_spec.quantized else (model, "start")
         # An earlier start may have gone on beyond our checkpoint.
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -196,10 +197,9 @@ class WeightSync:
         receiver.resume()
 
     def _keep(self, directory: Path, version: str) -> None:
-        before, _ = self._good
-        self._good = (directory, version)
-        if before.parent == self._directory and before != directory:
-            shutil.rmtree(before)
+        before, self._good = self._good, (directory, version)
+        if before is not None and before[0].parent == self._directory and before[0] != directory:
+            shutil.rmtree(before[0])
 
     async def _compare(self, update: WeightUpdate, urls: Sequence[str]) -> dict[str, str]:
         """Compare log-probs with the trainer's, which uses each engine's experts. Returns the reason by URL of each
@@ -255,6 +255,8 @@ class WeightSync:
 
     def _restore(self, url: str) -> str:
         """Load the last good version into an engine. Returns a phrase about its weights."""
+        if self._good is None:
+            return "it holds no version of this run"
         directory, version = self._good
         with self._receiver(url) as receiver:
             try:

@@ -257,16 +257,14 @@ def test_the_page_on_clusters_has_the_plan_of_its_config() -> None:
     assert plan.output.startswith(printed)
 
 
-def test_a_quantized_checkpoint_is_planned_as_its_bfloat16_copy(tmp_path: Path) -> None:
+def test_a_quantized_checkpoint_is_planned_in_the_dtypes_of_trainer_and_engine(tmp_path: Path) -> None:
     plain = json.loads((ROOT / "agent_rl/demo_model/data/tiny-moe/config.json").read_text())
-    quantized = tmp_path / "tiny-fp8"
-    quantized.mkdir()
-    (quantized / "config.json").write_text(json.dumps(plain | {"quantization_config": {"quant_method": "fp8"}}))
-    plan, copied = (make_plan(recipe("quickstart", *more)) for more in ((), (f"model={quantized}",)))
-    assert copied.model == plan.model
-    disk = resource(copied, "disk of runs_dir")
-    assert size_of(disk.items, "bfloat16 copy") == 2 * parameters_of(plan.model)
-    assert any(f"{quantized} is quantized" in note for note in copied.notes)
+    directory = tmp_path / "tiny-fp8"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(plain | {"quantization_config": {"quant_method": "fp8"}}))
+    plan, quantized = (make_plan(recipe("quickstart", *more)) for more in ((), (f"model={directory}",)))
+    assert quantized.resources == plan.resources
+    assert any(f"{directory} is quantized" in note for note in quantized.notes)
     assert not any("quantized" in note for note in plan.notes)
 
 

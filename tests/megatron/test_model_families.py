@@ -264,7 +264,7 @@ def config(tmp_path: Path, kind: str, **changes: Any) -> Path:
         ("qwen3_moe", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported, only 'silu' is"),
         ("qwen2", {"attention_dropout": 0.1}, r"attention_dropout=0\.1 is not supported"),
         ("mixtral", {"router_jitter_noise": 0.1}, r"router_jitter_noise=0\.1 is not supported"),
-        ("qwen3", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ("qwen3", {"quantization_config": {"quant_method": "awq"}}, "quant_method 'awq' is not supported"),
         ("qwen3", {"logit_softcapping": 30.0}, r"logit_softcapping=30\.0 is not supported for qwen3"),
         ("qwen3", {"num_experts": 8}, "num_experts=8 is not supported for qwen3"),
         ("mixtral", {"norm_topk_prob": False}, "norm_topk_prob=False is not supported for mixtral"),

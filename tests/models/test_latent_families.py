@@ -85,7 +85,11 @@ def test_null_is_a_value_and_a_missing_key_is_not() -> None:
 @pytest.mark.parametrize(
     ("config", "change", "message"),
     [
-        (DEEPSEEK_V3, {"quantization_config": {"quant_method": "fp8"}}, r"quantized \(fp8\).* `agent-rl convert`"),
+        (
+            DEEPSEEK_V3,
+            {"quantization_config": {"quant_method": "awq"}},
+            "quant_method 'awq' is not supported; supported: fp8",
+        ),
         (DEEPSEEK_V3, {"index_topk": 2048}, "index_topk=2048 is not supported for deepseek_v3"),
         (DEEPSEEK_V3, {"scoring_func": "softmax"}, "scoring_func='softmax' is not supported, only 'sigmoid' is"),
         (DEEPSEEK_V3, {"topk_method": "greedy"}, "topk_method='greedy' is not supported"),

@@ -23,7 +23,8 @@ from agent_rl.cli import app
 from agent_rl.cli.common import CommandStopped
 from agent_rl.errors import ConfigError, UserError
 from agent_rl.train.hf_index import LoadProgress
-from agent_rl.train.quantized.convert import Conversion, from_blocks, from_mxfp4, from_rows
+from agent_rl.train.quantized.convert import Conversion
+from agent_rl.train.quantized.dequantize import from_blocks, from_mxfp4, from_rows
 from agent_rl.train.quantized.formats import without_quantization
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}

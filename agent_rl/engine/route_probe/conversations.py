@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from agent_rl.engine.route_probe.requests import RawResponse, Rows
 
@@ -98,9 +99,15 @@ async def converse(
 
 
 def differences(conversation: Conversation, moe: Sequence[int]) -> dict[str, float]:
-    """The share of the expert sets that differ between the two passes, by part of the sequence."""
-    differ_TL = (conversation.stitched(moe) != conversation.repeated(moe)).any(axis=2)
+    """The share of choices that differ between the two passes, by part of the sequence."""
+    differ_TL = differing_choices(conversation.stitched(moe), conversation.repeated(moe))
     shares: dict[str, list[float]] = {}
     for name, first, stop in conversation.parts():
         shares.setdefault(name, []).extend(differ_TL[first:stop].ravel().tolist())
     return {name: float(np.mean(share)) for name, share in shares.items() if share}
+
+
+def differing_choices(first: Rows, second: Rows) -> NDArray[np.float64]:
+    """The share of each set of ``first`` ``[T, layers, top_k]`` that is not in the same set of ``second``, as ``[T,
+    layers]``."""
+    return 1.0 - (first[..., :, None] == second[..., None, :]).any(axis=-1).mean(axis=-1)

@@ -1,4 +1,5 @@
-"""Read slices of tensors from safetensors files into parameters; every needed byte is read once.
+"""Read slices of tensors from safetensors files into parameters; every needed byte is read once. Quantized tensors are
+multiplied by their scales on the way.
 
 Files are read and not mapped: mapped pages would count as memory of this process, and every page fault on a network
 file system would wait for a round trip. One block at a time is in host memory.
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +20,17 @@ from torch import Tensor
 
 from agent_rl.errors import TrainerError
 from agent_rl.models.cuts import Piece
-from agent_rl.train.hf_index import DTYPES, Entry, LoadProgress, check_tensor, read_headers
+from agent_rl.train.hf_index import DTYPES, LoadProgress, check_tensor, read_weights
+from agent_rl.train.quantized.dequantize import dequantized
+from agent_rl.train.quantized.formats import ITEM_BYTES, Entry, Weight, source_bytes
 
 BLOCK_BYTES = 16 << 20
+_STORED = {
+    **{name: getattr(torch, dtype) for name, dtype in DTYPES.items()},
+    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu, "BOOL": torch.bool, "U8": torch.uint8},
+    **{"I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64},
+}
+"""Torch's dtype by safetensors' name."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,7 +91,8 @@ class SliceReader:
 
     def __init__(self, directory: Path) -> None:
         """Raises ConfigError where ``directory`` has no complete checkpoint."""
-        self._directory, self._entries = directory, read_headers(directory)
+        self._directory, self.weights = directory, read_weights(directory)
+        self._scales: tuple[str, Tensor] = ("", torch.empty(0))  # of the quantized tensor that was read last
         self._files: dict[Path, int] = {}
         self._open = ExitStack()
         self._block = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
@@ -95,22 +105,35 @@ class SliceReader:
 
     def check(self, piece: TensorSlice) -> None:
         """Raises ConfigError for a tensor that is missing or has another shape or an unsupported dtype."""
-        check_tensor(self._entries, piece.name, piece.full_shape, str(self._directory))
+        check_tensor(self.weights, piece.name, piece.full_shape, str(self._directory))
 
     def position(self, piece: TensorSlice) -> tuple[str, int]:
         """The file and byte where a slice starts, the sort key for reading files forwards."""
-        entry = self._entries[piece.name]
+        entry = self.weights[piece.name].sources[0]
         return entry.file.name, _byte_rows(piece, entry).start
 
     def nbytes(self, piece: TensorSlice) -> int:
-        """The number of bytes to read for a slice."""
-        return piece.target.numel() * _dtype(self._entries[piece.name]).itemsize
+        """The number of bytes to read for a slice, without scales."""
+        grid = _byte_rows(piece, self.weights[piece.name].sources[0])
+        return grid.rows * grid.width
+
+    def parts(self, name: str, progress: LoadProgress) -> Iterator[Tensor]:
+        """The tensor ``name`` in parts along its first axis: one for each expert in mxfp4, otherwise one."""
+        weight = self.weights[name]
+        shape = weight.shape or (1,)
+        rows = 1 if weight.kind == "mxfp4" else shape[0]
+        for start in range(0, shape[0], rows or 1):
+            part = torch.empty((rows, *shape[1:]), dtype=_STORED[weight.dtype])
+            self.fill(TensorSlice(name, part, shape, 0, start, rows), progress)
+            yield part
 
     def fill(self, piece: TensorSlice, progress: LoadProgress) -> None:
         """Read a slice into its target, block by block. Raises TrainerError where the file cannot be read."""
-        entry = self._entries[piece.name]
-        grid, dtype, file = _byte_rows(piece, entry), _dtype(entry), self._file(entry.file)
-        step = max(1, BLOCK_BYTES // grid.width)
+        weight = self.weights[piece.name]
+        entry = weight.sources[0]
+        grid, file = _byte_rows(piece, entry), self._file(entry.file)
+        scales = None if weight.kind == "copy" else self._scales_of(weight, progress)
+        step = max(1, BLOCK_BYTES // max(1, grid.width))
         for row in range(0, grid.rows, step):
             rows = piece.target[row : row + step]
             block = self._block_of(len(rows) * grid.width)
@@ -118,8 +141,24 @@ class SliceReader:
                 _read_rows(file, block, grid, row)
             except OSError as error:
                 raise TrainerError(f"{entry.file}: {piece.name} cannot be read: {error.strerror or error}") from None
-            rows.copy_(block.view(dtype).view(rows.shape))
+            stored = block.view(_STORED[entry.dtype]).view(len(rows), -1)
+            if scales is not None:
+                start = (piece.start + row, 0) if piece.axis == 0 else (row, piece.start)
+                stored = dequantized(weight, stored, scales, start)
+            rows.copy_(stored.view(rows.shape))
             progress.read += block.nbytes
+
+    def _scales_of(self, weight: Weight, progress: LoadProgress) -> Tensor:
+        """All scales of a weight. ``progress`` needs them once they are read."""
+        if self._scales[0] != weight.name:
+            entry = weight.sources[1]
+            scales = torch.empty(source_bytes(entry), dtype=torch.uint8)
+            view: Any = scales.numpy()
+            _read(self._file(entry.file), memoryview(view), entry.start)
+            self._scales = weight.name, scales.view(_STORED[entry.dtype]).view(entry.shape)
+            progress.needed += scales.nbytes
+            progress.read += scales.nbytes
+        return self._scales[1]
 
     def _file(self, path: Path) -> int:
         if path not in self._files:
@@ -135,13 +174,8 @@ class SliceReader:
         return self._block[:size]
 
 
-def _dtype(entry: Entry) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, DTYPES[entry.dtype])
-    return dtype
-
-
 def _byte_rows(piece: TensorSlice, entry: Entry) -> _ByteRows:
-    item, shape = _dtype(entry).itemsize, entry.shape
+    item, shape = ITEM_BYTES[entry.dtype], entry.shape
     pitch = math.prod(shape[1:]) * item
     if piece.axis == 0:
         return _ByteRows(entry.start + piece.start * pitch, piece.length, pitch, pitch)

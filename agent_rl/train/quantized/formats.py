@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from agent_rl.errors import ConfigError
+from agent_rl.models.families import check_quantization
 from agent_rl.models.files import read_object
-from agent_rl.train.hf_index import Entry
 
 ITEM_BYTES: Mapping[str, int] = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E8M0": 1,
@@ -33,7 +33,6 @@ ITEM_BYTES: Mapping[str, int] = {
 }  # fmt: skip
 """Bytes of a number by safetensors' name of its dtype, for the dtypes that are read."""
 SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")
-_METHODS = ("fp8", "mxfp4", "compressed-tensors")
 _NUMBERS_PER_SCALE = 32
 """Numbers that share a scale in mxfp4, in 16 bytes."""
 
@@ -41,9 +40,19 @@ Kind = Literal["copy", "blocks", "rows", "mxfp4"]
 
 
 @dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor in a safetensors file, in row-major order from byte ``start``; ``dtype`` by safetensors' name."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
 class Weight:
-    """A tensor of the converted checkpoint: its ``sources`` (the quantized tensor, its scales), how they are converted,
-    and its dtype and shape. ``block``: rows and columns that share a scale."""
+    """A tensor of a checkpoint, in bfloat16 if it is quantized: its ``sources`` (the stored tensor, its scales), how
+    they are converted, and its dtype and shape. ``block``: rows and columns that share a scale."""
 
     name: str
     kind: Kind
@@ -61,33 +70,28 @@ def source_bytes(entry: Entry) -> int:
     return math.prod(entry.shape) * ITEM_BYTES[entry.dtype]
 
 
-def quantization(directory: Path) -> Mapping[str, Any]:
-    """The ``quantization_config`` of a checkpoint. Raises ConfigError where there is none, and for a method that is not
-    supported."""
+def quantization(directory: Path) -> Mapping[str, Any] | None:
+    """The ``quantization_config`` of a checkpoint; None where there is none. Raises ConfigError for a method that is
+    not supported."""
     path = directory / "config.json"
     try:
-        settings = read_object(path).get("quantization_config")
+        return check_quantization(read_object(path), path)
     except FileNotFoundError:
-        raise ConfigError(f"{directory} has no config.json; expected a Hugging Face checkpoint") from None
+        return None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
-    if settings is None:
-        raise ConfigError(f"{path} has no quantization_config: nothing to convert")
-    method = settings.get("quant_method") if isinstance(settings, dict) else settings
-    if method not in _METHODS:
-        raise ConfigError(
-            f"{path}: quant_method {method!r} is not supported; supported: fp8, mxfp4 and compressed-tensors with "
-            "float8 weights"
-        )
-    return settings
 
 
-def weights(present: Mapping[str, Entry], settings: Mapping[str, Any], directory: Path) -> tuple[Weight, ...]:
-    """The tensors of the converted checkpoint, in the order of ``present``. Raises ConfigError where a weight lacks its
-    scales, scales lack their weight, shapes do not fit, or nothing is quantized."""
+def weights(present: Mapping[str, Entry], directory: Path) -> tuple[Weight, ...]:
+    """The tensors of the checkpoint in ``directory``, in the order of ``present``. Raises ConfigError where a quantized
+    weight lacks its scales, scales lack their weight, shapes do not fit, or a quantized checkpoint has no such
+    weight."""
     for name, entry in present.items():
         if entry.dtype not in ITEM_BYTES:
             raise ConfigError(f"{directory}: {name} is {entry.dtype}, which is not supported")
+    settings = quantization(directory)
+    if settings is None:
+        return tuple(Weight(name, "copy", (entry,), entry.dtype, entry.shape) for name, entry in present.items())
     parts = {name for name in present if _is_scale(name, present)}
     found = [_weight(name, present, settings, directory) for name in present if name not in parts]
     used = {id(source) for weight in found for source in weight.sources}
@@ -165,9 +169,11 @@ def _misfit(directory: Path, name: str, scale: Entry, expected: str) -> ConfigEr
 
 
 def without_quantization(text: str) -> str:
-    """The text of a ``config.json`` without its member ``quantization_config``; all other bytes stay."""
+    """The text of a ``config.json`` without its member ``quantization_config``, if it has one; all other bytes stay."""
     members = list(_members(text))
-    number = next(index for index, (key, _, _) in enumerate(members) if key == "quantization_config")
+    number = next((index for index, (key, _, _) in enumerate(members) if key == "quantization_config"), None)
+    if number is None:
+        return text
     _, start, end = members[number]
     if number + 1 < len(members):
         return text[:start] + text[members[number + 1][1] :]
