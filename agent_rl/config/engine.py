@@ -82,7 +82,7 @@ class EngineConfig(Section):
     start_timeout: float | None = Field(
         None,
         gt=0,
-        description="Seconds until a launched server must report healthy. null: 180 on a CPU, and 1800 on a GPU, where "
+        description="Seconds until a launched server must report healthy. null: 600 on a CPU, and 1800 on a GPU, where "
         "SGLang compiles kernels at the first start.",
     )
     request_timeout: float = Field(600.0, gt=0, description="Timeout of one request, in seconds.")
@@ -127,7 +127,7 @@ class EngineConfig(Section):
     @property
     def start_seconds(self) -> float:
         """``start_timeout`` or its default."""
-        return self.start_timeout or (1800.0 if self.may_use_gpus else 180.0)
+        return self.start_timeout or (1800.0 if self.may_use_gpus else 600.0)
 
     def bucket_mb(self, *, cuda: bool) -> float:
         """``weight_bucket_mb`` or its default. ``cuda``: whether the trainer is on GPUs."""
