@@ -25,7 +25,8 @@ class ForcedTokens:
             token = params["tokens"][len(request.output_ids)]
             own = float(row.log_softmax(-1)[token])
             earlier = (request.customized_info or {}).get("model_logprobs", [])
-            request.customized_info = {"model_logprobs": [*earlier, own]}
+            kept = earlier[: len(request.output_ids)]  # each part of a chunked prompt samples a token that is dropped
+            request.customized_info = {"model_logprobs": [*kept, own]}
             row.fill_(float("-inf"))
             row[token] = 0
         return logits

@@ -2,7 +2,8 @@
 
     python library_agents.py NAME <task
 
-The process fails if the agent's answer is not that of the test's script.
+The process fails if the agent's answer is not that of the test's script. With ``CHOICES`` in the environment the
+arguments of calls are choices, so that each forced call of a model that cannot write is one of the script's.
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ import asyncio
 import os
 import subprocess
 import sys
-from typing import Any
+from typing import Any, Literal
 
 URL, KEY = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
 MODEL, WINDOW = os.environ["AGENT_RL_MODEL"], int(os.environ["AGENT_RL_CONTEXT_WINDOW"])
+CHOICES = "CHOICES" in os.environ
+Command = Literal["ls", "echo 'a b' >made.txt"] if CHOICES else str
+Text = Literal["Done."] if CHOICES else str
 
 
-def shell(command: str) -> str:
+def shell(command: Command) -> str:
     """Runs a command.
 
     Args:
@@ -38,7 +42,17 @@ def smolagents_calls(task: str) -> object:
     from smolagents import OpenAIServerModel, ToolCallingAgent, tool
 
     model = OpenAIServerModel(MODEL, api_base=URL, api_key=KEY)
-    return ToolCallingAgent(tools=[tool(shell)], model=model, max_steps=5).run(task)
+
+    def final_answer(answer: Text) -> str:
+        """Ends the task.
+
+        Args:
+            answer: the answer
+        """
+        return answer
+
+    own = [tool(final_answer)] if CHOICES else []
+    return ToolCallingAgent(tools=[tool(shell), *own], model=model, max_steps=5).run(task)
 
 
 def pydantic_ai(task: str) -> object:
@@ -56,7 +70,7 @@ def pydantic_ai_output(task: str) -> object:
     from pydantic_ai.models.openai import OpenAIChatModel
 
     class Answer(BaseModel):
-        text: str
+        text: Text
 
     agent = Agent(OpenAIChatModel(MODEL), output_type=Answer)
     agent.tool_plain(shell)
@@ -92,7 +106,7 @@ def langchain_output(task: str) -> object:
     from pydantic import BaseModel
 
     class Answer(BaseModel):
-        text: str
+        text: Text
 
     agent: Any = create_agent(ChatOpenAI(model=MODEL), tools=[shell], response_format=ToolStrategy(Answer))
     return agent.invoke({"messages": [("user", task)]})["structured_response"].text
