@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10, help="steps of an arm; of RL after fine-tuning")
     parser.add_argument("--rl-steps", type=int, default=14, help="first steps of RL alone; more follow where needed")
     parser.add_argument("--eval-tasks", type=int, default=256)
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     options.overrides = [each for each in options.arms if "=" in each]
     for arm in (each for each in options.arms if "=" not in each):
         pairs = {seed: compare(arm, seed, options) for seed in options.seeds}

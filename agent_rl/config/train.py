@@ -288,6 +288,11 @@ class DistillConfig(Section):
     concurrency: int = Field(8, gt=0, description="Maximum number of concurrent evaluations by the teacher.")
 
     @property
+    def served(self) -> bool:
+        """Whether the run starts an engine for the teacher."""
+        return not self.teacher.startswith(("http://", "https://"))
+
+    @property
     def in_advantage(self) -> float:
         """The weight of the reverse KL in the advantage; 0 where it is a term of the loss."""
         return self.coefficient if self.top_k is None else 0.0

@@ -105,7 +105,7 @@ async def open_teacher(checked: Checked, logs: Path, note: Callable[[str], None]
     teacher = partial(
         Teacher, concurrency=distill.concurrency, top_k=distill.top_k, skipped=masked_stops(config.train.filter)
     )
-    if distill.teacher.startswith(("http://", "https://")):
+    if not distill.served:
         url = distill.teacher.rstrip("/")
         settings = config.engine.model_copy(update={"urls": (url,), "urls_file": None})
         await check_tokenizer(url, config.model, settings.headers)

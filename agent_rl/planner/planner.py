@@ -201,14 +201,17 @@ class _Planner:
         slack = Item("allocator", glibc_slack(rank, config.train.recompute), "what glibc keeps of freed memory")
         rank_items = (Item("process", RANK_PROCESS), *self._rank_items(rank), slack)
         yield PlannedResource("trainer rank", rank_items, count=world)
-        engine_items: tuple[Item, ...] = ()
+        engine_items = (Item("process", ENGINE_PROCESS), *self._engine_items(1), self._route_slots(1))
+        one, distill = sum(item.size for item in engine_items), config.train.distill
+        engines: tuple[Item, ...] = ()
         if config.engine.launched:
-            engine_items = (Item("process", ENGINE_PROCESS), *self._engine_items(1), self._route_slots(1))
             yield PlannedResource("engine", engine_items)
+            engines = (Item("engine", one),)
+        if distill is not None and distill.served:
+            engines += (Item("teacher's engine", one, "counted with the policy's model"),)
         ranks = Item("trainer ranks", world * sum(item.size for item in rank_items), f"{world} x a rank")
-        engine = (Item("engine", sum(item.size for item in engine_items)),) if engine_items else ()
         routes = [item for item in self._rank_host_items(rank, world) if item.what != "processes"]
-        items = (ranks, *engine, *routes, *self._driver_items())
+        items = (ranks, *engines, *routes, *self._driver_items())
         yield PlannedResource("memory of this machine", items, int(self._host_memory_capacity() * HOST_SHARE))
 
     def _rank_items(self, rank: RankBytes) -> Iterator[Item]:

@@ -235,6 +235,11 @@ def test_a_teachers_tokens_cost_memory_of_their_micro_batch() -> None:
     ]
     plain, whole = (make_plan(config).rank.activations for config in configs)
     assert whole - plain == 64 * 48 * configs[0].train.microbatch_tokens // configs[0].train.parallel.context
+    served, external = (
+        [item.what for item in resource(make_plan(recipe("distill-small", *more)), "memory of this machine").items]
+        for more in ((), ("train.distill.teacher=http://x",))
+    )
+    assert [what for what in served if what not in external] == ["teacher's engine"]
 
 
 def test_a_directory_has_priority_over_known_models(tmp_path: Path) -> None:

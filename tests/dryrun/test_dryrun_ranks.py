@@ -25,6 +25,7 @@ HOST = {"offload_optimizer": True, "optimizer_moments": "bfloat16", "offload_act
 UNRECOMPUTED = {"lora": {"rank": 16}, "kl": {"coefficient": 0.1}, "recompute": "none"}
 POOL = {"enabled": True, "slots": 2, "transfer": {"recompute": "pool", "update": "pool"}}
 CRITIC = {"baseline": "critic", "advantage_scale": "batch", "critic": {"coefficient": 0.1}}
+TAUGHT = {"distill": {"teacher": "http://teacher", "top_k": 64}, "echo": {}, "ema": {}}
 EP4 = {"world_size": 4, "expert": 4}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one GPU": (0, {"world_size": 1}),
@@ -45,6 +46,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "colocated": (0, {**EP4, "colocate": True}),
     "a critic": (0, {"world_size": 1, "train": CRITIC}),
     "PP2 TP2, a critic": (3, {"world_size": 4, "pipeline": 2, "tensor": 2, "train": CRITIC}),
+    "TP2, a teacher, observations, an average": (0, {"world_size": 2, "tensor": 2, "train": TAUGHT}),
     "nothing again": (0, {**EP4, "train": {"recompute": "none"}}),
     "experts again": (0, {**EP4, "train": {"recompute": "selective", "recompute_modules": ["moe"]}}),
 }
@@ -76,9 +78,10 @@ QUICK = tuple(DETECTED)[:6]
 
 def on_host(config: RunConfig, plan: PlannedFigures) -> float:
     """Bytes of a host that a rank locks: for checkpoints of what is on the GPU, the KL reference, the pool of experts,
-    and what lies there in place of the GPU."""
+    the average of the weights, which checkpoints have too, and what lies there in place of the GPU."""
     train, rank = config.train, plan.rank
-    written = rank.optimizer * 12 / state_bytes(train)  # in float32, and in float32 the weights are the masters
+    each = 12 + 2 * 4 * (train.ema is not None)
+    written = rank.optimizer * each / state_bytes(train)  # in float32, and in float32 the weights are the masters
     reference = rank.gradients * BYTES[train.dtype] / 4 if train.kl.coefficient else 0  # of what is trained
     return written + reference + pool_bytes(planned_model(config.model), train) + rank.offloaded + rank.inputs
 

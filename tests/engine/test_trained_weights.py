@@ -62,6 +62,7 @@ async def sampled(engine: SGLangEngine, number: int) -> Sample:
 
 
 RANK = 8
+LAYOUTS = ("tensor", "pipeline", "context")
 
 
 def sent_bytes(model: Path, kind: str) -> int:
@@ -83,6 +84,7 @@ def sent_bytes(model: Path, kind: str) -> int:
         "deltas",
         "adapters",
         pytest.param("adapters, merged for a server of others", marks=pytest.mark.exhaustive),
+        *(pytest.param(layout, marks=pytest.mark.exhaustive) for layout in LAYOUTS),
     ],
 )
 async def test_the_engine_takes_what_the_trainer_learned(
@@ -93,6 +95,7 @@ async def test_the_engine_takes_what_the_trainer_learned(
         "microbatch_tokens": 256,
         "lr": 1e-2,
         "lora": {"rank": RANK} if kind.startswith("adapters") else None,
+        "parallel": {"world_size": 2, kind: 2} if kind in LAYOUTS else {},
     }
     others = {"urls": engine.urls} if "others" in kind else {"weight_sync": "delta"} if kind == "deltas" else {}
     config = RunConfig.model_validate(
