@@ -66,13 +66,15 @@ def exit_code(number: int) -> int:
 def cancel_on_signals(received: list[int]) -> None:
     """Make Ctrl-C and SIGTERM cancel the current task and print a line at once. ``received`` gets their numbers.
 
-    The process exits after ``STOP_SECONDS`` in any case, because a thread that waits for a dead node (in Ray, for
-    example) cannot be cancelled; engines and sandboxes end with their owner.
+    The process exits after ``STOP_SECONDS`` in any case, because neither a thread that waits for a dead node (in Ray,
+    for example) nor a loop of an environment can be cancelled; engines and sandboxes end with their owner.
     """
     task = asyncio.current_task()
     assert task is not None
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, _stop, task, number, received)
+        signal.signal(number, _exit_later)  # in place of asyncio's, which does nothing
+        signal.siginterrupt(number, False)
 
 
 def restore_sigterm() -> None:
@@ -88,9 +90,13 @@ def _stop(task: asyncio.Task[object], number: int, received: list[int]) -> None:
     task.cancel()  # before the print, because it removes the panel from the screen
     if first:
         print("stopping: cleaning up (some seconds) ...", file=sys.stderr, flush=True)
-        last_resort = threading.Timer(STOP_SECONDS, os._exit, [exit_code(number)])
-        last_resort.daemon = True
-        last_resort.start()
+
+
+def _exit_later(number: int, frame: object) -> None:
+    """Python calls it also while the event loop is busy."""
+    last_resort = threading.Timer(STOP_SECONDS, os._exit, [exit_code(number)])
+    last_resort.daemon = True
+    last_resort.start()
 
 
 @asynccontextmanager

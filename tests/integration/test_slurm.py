@@ -137,7 +137,7 @@ def test_job_requeues_itself_before_its_time_limit(cluster: SlurmCluster, limite
 
 
 def wait_for_step(directory: Path, start: int, timeout: float = 300) -> None:
-    """Wait until the run has made a step in its ``start``-th start, from 1."""
+    """Wait until the run has printed a line about a step in its ``start``-th start, from 1."""
     deadline = time.monotonic() + timeout
     while len(starts := log(directory).split(": starts on ")) <= start or not re.search(r"step \d+: ", starts[start]):
         assert time.monotonic() < deadline, log(directory)
@@ -145,8 +145,7 @@ def wait_for_step(directory: Path, start: int, timeout: float = 300) -> None:
 
 
 def end_in_every_way(cluster: SlurmCluster, batch: Path) -> None:
-    """Preempt, requeue, time out and cancel a job on two nodes, a step after each start, then submit it until it
-    ends."""
+    """Preempt, requeue, time out and cancel a job on two nodes, each in a step, then submit it until it ends."""
     run = batch.parent
     job = cluster.submit(batch, "--time=60", "--signal=B:USR1@120")
     wait_for_step(run, 1)
