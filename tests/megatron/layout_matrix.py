@@ -117,12 +117,14 @@ def two_rank_cases() -> list[tuple[str, str]]:
     more = {
         "data": "dense",
         "data-optimizer": "bfloat16",
-        "pipeline": "dense dense-full three-layers gpt-oss qwen3-next qwen3.5 nemotron-h",
-        "expert": "glm4-moe deepseek-v3 kimi-k2 gpt-oss ernie4-5-moe minimax-m2 mixtral olmoe qwen3.5 nemotron-h",
+        "pipeline": "dense dense-full three-layers shared-expert glm4-moe deepseek-v3 kimi-k2 deepseek-v32 glm-5 "
+        "gpt-oss ernie4-5-moe minimax-m2 mixtral olmoe qwen3-next qwen3.5 nemotron-h",
+        "expert": "shared-expert glm4-moe deepseek-v3 kimi-k2 deepseek-v32 glm-5 gpt-oss ernie4-5-moe minimax-m2 "
+        "mixtral olmoe qwen3-next qwen3.5 nemotron-h",
         "expert-allgather": "shared-expert",
         "virtual": "glm4-moe deepseek-v3 ernie4-5-moe moe dense-first shared-expert dense dense-full",
-        "context": "glm4-moe deepseek-v3 deepseek-v32 glm-5 gpt-oss ernie4-5-moe minimax-m2 dense-first dense "
-        "qwen3-next qwen3.5",
+        "context": "shared-expert glm4-moe deepseek-v3 kimi-k2 deepseek-v32 glm-5 gpt-oss ernie4-5-moe minimax-m2 "
+        "mixtral olmoe dense-first dense qwen3-next qwen3.5",
         "tensor": "glm4-moe deepseek-v3 kimi-k2 deepseek-v32 glm-5 gpt-oss gpt-oss-core ernie4-5-moe minimax-m2 "
         "mixtral olmoe qwen3-next qwen3.5 moe nemotron-h without-routers shared-expert",
         "tensor-alone": "dense dense-full",

@@ -22,7 +22,7 @@ from agent_rl.config import RunConfig
 from agent_rl.train.checkpoint import directory as checkpoint
 from agent_rl.train.checkpoint.export import export_checkpoint
 
-pytestmark = [pytest.mark.megatron, pytest.mark.slow]
+pytestmark = [pytest.mark.megatron, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 CASES = matrix.two_rank_cases()
 Alone = dict[str, dict[str, Any]]
@@ -69,7 +69,7 @@ def results(
     chosen = matrix.selected(request.session, __file__, "layout", "run")
     cases = [case for case in CASES if case[1] in ORDINARY.get(case[0], ()) or case in chosen]
     worlds = {layout: TWO_RANKS[layout] for layout, _ in cases}
-    matrix.launch(2, worlds, cases, directories, directory, resume)
+    matrix.launch(2, worlds, cases, directories, directory, resume, seconds=40.0 + 10 * len(cases))
     return directory
 
 
