@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 from support.agent_programs import AGENTS, ROOT
+from support.endpoint_sessions import Saying
+from support.endpoint_sessions import drive as drive_episode
+from tokenizers import Tokenizer
 
 from agent_rl.config import HarnessConfig
-from agent_rl.config.loader import load_config
+from agent_rl.config.loader import install_model, load_config
+from agent_rl.endpoint.server import EndpointServer
 from agent_rl.render import ChatRenderer
 from agent_rl.types import BranchCause, StopReason, Trajectory
 from sandbox import SandboxPool, open_backend
@@ -18,6 +24,9 @@ from tools import ToolCall, tool_format
 MINI = "mini-swe-agent", "mini-swe-agent"
 CLAUDE = "claude-code", "claude-code/node_modules/@anthropic-ai/claude-code-linux-x64"
 CODEX = "codex", "codex/node_modules/@openai/codex-linux-x64/vendor/x86_64-unknown-linux-musl"
+WORDS = "mini-swe-agent/litellm/litellm_core_utils/tokenizers/anthropic_tokenizer.json"
+SUMMARY = "<summary>A summary.</summary>"
+ASKED = "CONTEXT CHECKPOINT COMPACTION", "REMINDER: Do NOT call any tools"
 CONTEXT = 200_000  # the shipped tokenizer has 1,024 tokens: prompts are long
 
 pytestmark = pytest.mark.bubblewrap
@@ -117,22 +126,52 @@ async def test_codex(run_program: Any) -> None:
     assert "a b" in trajectory.turns[1].observation
 
 
+class Summarizing(Saying):
+    """Answers a request for a summary by one, and other requests by ``said``."""
+
+    def __init__(self, renderer: ChatRenderer, said: Sequence[str]) -> None:
+        super().__init__(renderer, [SUMMARY, *said])
+        self._decode, self._summaries = renderer.decode, 0
+
+    def _next(self, session: str, turn: int, tokens: Sequence[int]) -> Sequence[int]:
+        asked = any(phrase in self._decode(tokens[-1000:]) for phrase in ASKED)
+        self._summaries += asked
+        return self._said[0 if asked else 1 + turn - self._summaries]
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> ChatRenderer:
+    """The shipped model's renderer with the 65,000 tokens of a tokenizer that mini-swe-agent's packages contain."""
+    install_model(tmp_path / "model")
+    tokenizer = Tokenizer.from_file(str(AGENTS / WORDS))
+    tokenizer.normalizer = tokenizer.post_processor = None
+    tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    tokenizer.save(str(tmp_path / "model" / "tokenizer.json"))
+    end = {"eos_token_id": tokenizer.token_to_id("<|im_end|>")}
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(end))
+    return ChatRenderer(tmp_path / "model")
+
+
 @pytest.mark.exhaustive
+@pytest.mark.skipif(not (AGENTS / WORDS).exists(), reason="mini-swe-agent is not installed (make agents)")
 @pytest.mark.parametrize(
-    ("program", "context", "call"),
+    ("program", "call", "calls"),
     [
-        (CLAUDE, 70_000, ("Bash", {"command": "seq 1 4000", "description": "counts"})),
-        (CODEX, 28_000, ("exec_command", {"cmd": "seq 1 4000"})),
+        (CLAUDE, ("Bash", {"command": "seq 1 300", "description": "counts"}), 2),
+        (CODEX, ("exec_command", {"cmd": "seq 1 4000"}), 3),
     ],
     ids=["claude-code", "codex"],
 )
 async def test_a_program_compacts_before_its_context_is_full(
-    say: Any, drive: Any, pool: SandboxPool, program: Any, context: int, call: Any
+    endpoint: EndpointServer, words: ChatRenderer, pool: SandboxPool, program: Any, call: Any, calls: int
 ) -> None:
-    said = [calling(call), calling(call), "A summary.", "Done."]
-    trajectory = await drive(say(*said), harness(*program), pool, max_tokens=context)
-    assert trajectory.stop is StopReason.SUBMITTED
-    assert [turn.text for turn in trajectory.turns][: len(said)] == said
+    engine, limits = Summarizing(words, [*[calling(call)] * calls, "Done."]), {"max_tokens": 16_000}
+    trajectory = await drive_episode(endpoint, words, engine, harness(*program), pool, **limits, max_new_tokens=1000)
+    said = [turn.text for turn in trajectory.turns]
+    print(program[0], [(turn.prompt_tokens, turn.text[:20]) for turn in trajectory.turns])
+    assert (trajectory.stop, trajectory.error) == (StopReason.SUBMITTED, "")
+    assert [text for text in said if text != SUMMARY] == [*[calling(call)] * calls, "Done."]
+    assert calling(call) in said[said.index(SUMMARY) :], "it goes on"
     assert trajectory.turns[-1].prompt_tokens < max(turn.prompt_tokens for turn in trajectory.turns)
     sampled = sum(turn.completion_tokens for turn in trajectory.turns)
     assert sum(branch.sampled_tokens for branch in trajectory.branches) == sampled, "the summary is trained"
