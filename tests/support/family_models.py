@@ -196,6 +196,29 @@ _WIDE = ("embed_tokens", "embeddings", "lm_head", "gate.weight", "mixer.conv1d.w
 """Parts of the names of tensors with larger weights."""
 
 
+def changes_of_sizes(kind: str) -> dict[str, Any]:
+    """Changes of ``kind``'s config that no other model here has: more experts, of which each token has three, wider
+    layers, and one layer more where layers have no list."""
+    config = COMMON | FAMILIES[kind]
+    config |= config.get("text_config", {})
+    larger = {
+        "hidden_size": 96,
+        "intermediate_size": 80,
+        "num_attention_heads": 6,
+        "shared_expert_intermediate_size": 64,
+    }
+    larger |= {"num_experts": 12, "num_local_experts": 12, "n_routed_experts": 12, "moe_num_experts": 12}
+    larger |= {"num_experts_per_tok": 3, "moe_k": 3, "moe_intermediate_size": 64, "head_dim": 32, "sliding_window": 24}
+    larger |= {"kv_lora_rank": 48, "v_head_dim": 24, "ssm_state_size": 32, "moe_shared_expert_intermediate_size": 48}
+    larger |= {"linear_value_head_dim": 16, "index_topk": 24, "rotary_dim": 24}
+    found = {key: size for key, size in larger.items() if config.get(key) is not None}
+    if config["num_key_value_heads"] == config["num_attention_heads"]:
+        found["num_key_value_heads"] = 6
+    if "layer_types" not in config and "hybrid_override_pattern" not in config:
+        found["num_hidden_layers"] = 4
+    return found | ({"moe_layer_end_index": 3} if "moe_layer_end_index" in config else {})
+
+
 def write_model(directory: Path, kind: str, seed: int, **changes: Any) -> Path:
     """A checkpoint in ``directory`` of random weights, large enough that sampling and routing are not near-ties.
     ``changes``: other values of its config. A value of None is left out, but for ``q_lora_rank``, which is required."""
