@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -91,8 +92,12 @@ async def test_forced_calls_follow_their_schema_and_end(engine: SGLangEngine, re
         schema = PARAMETERS if name == "bash" else SUBMIT["function"]["parameters"]
         return Draft202012Validator({**schema, "additionalProperties": False}).is_valid(arguments)
 
-    replies = await forced_replies(engine, renderer, fmt, [RUN, SUBMIT])
-    assert Counter(reply["finish_reason"] for reply in replies) == {"tool_calls": CALLS}
+    replies, texts = await forced_replies(engine, renderer, fmt, [RUN, SUBMIT])
+    ended = Counter(reply["finish_reason"] for reply in replies)
+    space = max((run for text in texts for run in re.findall(r"\s+", text)), key=len, default="")
+    print(f"| `{fmt}` | {ended['tool_calls']} of {CALLS} | {space!r} |")
+    assert ended == {"tool_calls": CALLS}
+    assert len(space) <= 3, "what the format writes between two values"
     calls = [call["function"] for reply in replies for call in reply["message"]["tool_calls"]]
     assert all(valid(call["name"], json.loads(call["arguments"])) for call in calls)
     assert {call["name"] for call in calls} == {"bash", "submit"}
@@ -132,8 +137,8 @@ async def test_a_call_of_a_strict_tool_follows_its_schema_whenever_it_is_called(
 
 async def forced_replies(
     engine: SGLangEngine, renderer: ChatRenderer, fmt: str, tools: list[dict[str, Any]]
-) -> list[dict[str, Any]]:
-    """The choices of :data:`CALLS` requests that force a call, 16 at a time."""
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """The choices of :data:`CALLS` requests that force a call, 16 at a time, and the sampled texts."""
     slots = asyncio.Semaphore(16)
     async with served(renderer, engine=engine, fmt=fmt, max_new_tokens=512, max_turns=CALLS) as opened:
 
@@ -145,7 +150,8 @@ async def forced_replies(
             (choice,) = response.json()["choices"]
             return choice
 
-        return await asyncio.gather(*(one(number) for number in range(CALLS)))
+        choices = await asyncio.gather(*(one(number) for number in range(CALLS)))
+        return choices, [turn.text for turn in opened.session.turns()]
 
 
 async def replied(engine: SGLangEngine, renderer: ChatRenderer, number: int, kind: int, *, interrupted: bool) -> Sample:
