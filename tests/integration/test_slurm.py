@@ -180,6 +180,7 @@ def test_run_on_two_nodes_resumes_bit_for_bit(cluster: SlurmCluster, tmp_path: P
         batch = script(run, [*command, "train.ray_address=auto"], nodes=2)
         if name == "disturbed":
             end_in_every_way(cluster, batch)
+            assert "resuming from" in log(run), "no start found a checkpoint"
         else:
             assert cluster.ended(cluster.submit(batch), 300)["JobState"] == "COMPLETED", log(run)
         rows.append([exact(row) for row in read_metrics(run / "rec")])
