@@ -29,7 +29,7 @@ _ENERGY = "fitted to ML.ENERGY's vLLM figures of Qwen3-30B-A3B and 235B on H100s
 _SYNC = "measured: 18,867 tensors in benchmarks/bench_sync_tensors.py, on two EPYC cores"
 _THREADS = "measured: two threads take 0.88 to 1.11 times as long as one in quickstart and paper-small"
 _GUESS = "a guess"
-_TRAINING_STEP = 0.0273
+_TRAINING_STEP = 0.0300
 """Seconds of a step in :func:`slowdown` on the two EPYC cores on which speeds were measured."""
 _POWERS = {"s ": 1, "FLOP/s": -1, "bytes/s of the optimizer": -1}
 """The power of a processor's slowness by the beginning of a unit."""
