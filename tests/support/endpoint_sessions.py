@@ -24,6 +24,7 @@ from envs.context import EnvContext
 from envs.mini.generator import generate, to_record
 from envs.swe.episode import start_episode
 from r3.payload import RouteLayout
+from sandbox import SandboxSpec
 from support.scripted_engine import ScriptedEngine
 from tools import ToolCall, ToolResult, tool_format
 
@@ -161,7 +162,8 @@ async def drive(
     """An episode whose program runs in the sandbox of a task, or on the host without a ``pool``."""
     env: Any = MemoryEnvironment()
     if pool is not None:
-        env = OneTask(EnvContext(backend=pool, agent_binds=agent_binds(endpoint, harness)))
+        memory = SandboxSpec(memory_mb=2048)  # opencode needs more than the default
+        env = OneTask(EnvContext(backend=pool, limits=memory, agent_binds=agent_binds(endpoint, harness)))
     rules = EpisodeRules(RolloutConfig(**{"max_tokens": 4000, **limits}, harness=harness))
     most, task = rules.rollout.max_tokens, Task(RECORD.id, env.name, {})
     return await HarnessRun(endpoint, most, env, task, engine, renderer, tool_format("hermes"), rules).run()

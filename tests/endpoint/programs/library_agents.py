@@ -31,6 +31,9 @@ def shell(command: Command) -> str:
     return done.stdout + done.stderr
 
 
+shell.__annotations__ = {"command": Command, "return": str}  # llama-index does not resolve names
+
+
 def smolagents_code(task: str) -> object:
     from smolagents import CodeAgent, OpenAIServerModel, tool
 
