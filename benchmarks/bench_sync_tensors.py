@@ -137,7 +137,8 @@ def report(tensors: int, exporting: float, measured: dict[int, list[Cost]]) -> N
         stages = {stage: statistics.median(cost.stages[stage] for cost in each) for stage in STAGES}
         parts = ", ".join(f"{stage} {value:.2f}" for stage, value in {"export": exporting, **stages}.items())
         print(f"  s: {parts}")
-    few, many, _ = measured
+    few, many, shared = measured
+    print(f"shared buckets take {walls[shared] / walls[few]:.2f} of the time of {few:,} by broadcast")
     bucket = (walls[many] - walls[few]) / (many - few)
     print(
         f"{few:,} buckets take {walls[few] / walls[many]:.2f} of the time of {many:,}: {1e3 * bucket:.1f} ms a bucket, "

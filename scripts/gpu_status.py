@@ -19,9 +19,24 @@ RESULTS = ROOT / "tests/gpu/results"
 DRY_RUNS = ROOT / "docs/research/dry-runs.md"
 
 
+def records(directory: Path = RESULTS) -> list[str]:
+    """The recorded tables. Raises ValueError for one of ``gpu_run.py --cpu``."""
+    tables = {path: path.read_text() for path in sorted(directory.glob("*.md")) if path.name != "README.md"}
+    for path, text in tables.items():
+        if " x CPU, " in text.partition("\n")[0]:
+            raise ValueError(f"{path.name}: the table of a run on a CPU records no run on a GPU")
+    return list(tables.values())
+
+
+def summary(tables: Sequence[str]) -> str:
+    """A sentence that names the machines of ``tables``."""
+    machines = "; ".join(text.partition("\n")[0] for text in tables)
+    return f"Recorded runs on GPUs: {machines}." if tables else "**Nothing was run on a GPU.**"
+
+
 def rows() -> Iterator[list[str]]:
     """Feature, where it was run, and what shows it."""
-    checks = passed_checks(path.read_text() for path in sorted(RESULTS.glob("*.md")))
+    checks = passed_checks(records())
     for entry in yaml.safe_load(FEATURES.read_text()):
         yield [entry["feature"], status(entry, checks), "<br>".join(evidence(entry))]
 

@@ -249,7 +249,8 @@ def _option(parameter: inspect.Parameter, annotation: Any, info: OptionInfo) -> 
 
 
 def gpu_status_table() -> str:
-    return table(("feature", "was run", "shown by"), gpu_status.rows())
+    ran = gpu_status.summary(gpu_status.records())
+    return f"{ran}\n\n{table(('feature', 'was run', 'shown by'), gpu_status.rows())}"
 
 
 TABLES: Mapping[str, Callable[[], str]] = {

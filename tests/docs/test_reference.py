@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from scripts import gpu_status
@@ -23,6 +25,16 @@ def test_a_feature_ran_on_a_gpu_if_all_of_its_checks_were_as_expected() -> None:
     assert gpu_status.status(entry | {"gpu": ["a", "b"], "dry_run": ["c"]}, passed) == "dry-run, CPU"
     assert gpu_status.status({"gpu": ["c"]}, passed) == "not run"
     assert gpu_status.status({"fakes": ["t"]}, passed) == "fakes only"
+
+
+def test_the_page_says_that_nothing_ran_until_a_table_of_a_gpu_is_recorded(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("Tables of gpu_run.py\n")
+    assert "Nothing was run" in gpu_status.summary(gpu_status.records(tmp_path))
+    (tmp_path / "run.md").write_text("1 x NVIDIA H100, torch 2.13.0\n\n| check |\n")
+    assert gpu_status.summary(gpu_status.records(tmp_path)).endswith(": 1 x NVIDIA H100, torch 2.13.0.")
+    (tmp_path / "run.md").write_text("1 x CPU, torch 2.13.0\n\n| check |\n")
+    with pytest.raises(ValueError, match="records no run on a GPU"):
+        gpu_status.records(tmp_path)
 
 
 @pytest.mark.parametrize(
