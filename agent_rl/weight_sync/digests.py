@@ -67,7 +67,9 @@ _INNER_MULTIPLE = 32  # and each rank's part of an MLP's inner dimension (on a C
 _BY_ROWS = re.compile(
     r"\.(q|k|v|q_b|kv_b|gate|up)_proj\.|\.w[13]\.|\.sinks$|\.in_proj_|\.(A_log|dt_bias|D)$|\.mixer\.norm\."
 )
-_NOT_PADDED = re.compile(r"\.(q|q_b|kv_b|o|out)_proj\.|\.sinks$|\.linear_attn\.|\.mixer\.(A_log|dt_bias|D$|norm)")
+_NOT_PADDED = re.compile(
+    r"\.(q|q_b|kv_b|o|out)_proj\.|\.sinks$|\.linear_attn\.|\.mixer\.(A_log|dt_bias|D$|norm|shared_experts)"
+)
 _BY_COLUMNS = re.compile(r"\.(o|out|down)_proj\.weight|\.w2\.")
 _CONVOLVED = re.compile(r"\.(in_proj_qkv|conv1d)\.")
 _MAMBA_INPUTS = ".mixer.in_proj."

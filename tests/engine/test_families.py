@@ -38,12 +38,13 @@ TWO_RANKS = ("nemotron_h", "qwen3_5_moe", "qwen3_next")
 TIES = 0.004
 """The share of routers that may choose otherwise there: two ranks add their sums in another order than one, so scores
 that are equal up to rounding change places (1 of 632 routers was seen). A correction bias in bfloat16 changes more."""
-OTHER_SIZES = ("deepseek_v3", "deepseek_v32", "ernie4_5_moe", "glm4_moe", "gpt_oss", "minimax_m2")
+NOT_IN_OTHER_SIZES = ("qwen3_moe", "mixtral", "glm_moe_dsa", "olmoe", "qwen3_5_moe")
+"""The first two are not here at all; the log-probs of GLM-5 differ by 6e-4 (open); the others were not run."""
 CASES = [
     pytest.param(kind, other, marks=() if kind in ORDINARY and not other else pytest.mark.exhaustive)
     for kind in FAMILIES
     for other in (False, True)
-    if kind not in ("qwen3_moe", "mixtral") and (not other or kind in OTHER_SIZES)
+    if kind not in NOT_IN_OTHER_SIZES[:2] and (not other or kind not in NOT_IN_OTHER_SIZES)
 ]
 LIMITS = {"olmoe": 1e-4}
 """SGLang norms OLMoE's queries and keys with a fixed epsilon."""
