@@ -129,7 +129,7 @@ class MemoryRuntime:
         self.engine = SimpleNamespace(fleet=Fleet(), gate=GenerationGate(), load=EngineUtilization())
         self.engine.fleet.add("starting")  # one that never comes up
         self.engine.sleep = EngineSleep(Fleet(), GenerationGate(), {}, self.config.engine, AsyncHttp(1.0))
-        self.engine.model_spec = SimpleNamespace(vocab_size=8)
+        self.engine.model_spec = SimpleNamespace(vocab_size=8, quantized=False)
         tasks = {"train": self.tasks, "heldout": HELD_OUT}
         env = SimpleNamespace(prepare=_nothing, tasks=tasks.__getitem__)
         self.task_runtime = TaskRuntime(SimpleNamespace(name="none"), env)
