@@ -20,7 +20,10 @@ PROMPT = [104, 105, 33]
 END = 0
 SCHEMA = {
     "type": "object",
-    "properties": {"mode": {"enum": ["fast", "slow"]}, "lines": {"type": "array", "items": {"type": "integer"}}},
+    "properties": {
+        "mode": {"enum": ["fast", "slow"]},
+        "lines": {"type": "array", "items": {"type": "integer"}, "maxItems": 3},  # so that replies end within the limit
+    },
     "required": ["mode", "lines"],
 }
 XML_CALL = b"<function=bash><parameter=command>ls</parameter></function>"
