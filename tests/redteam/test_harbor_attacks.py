@@ -10,7 +10,7 @@ from support.contexts import context_of
 
 from envs import EnvContext, Grade
 from envs.harbor import HarborEnvironment
-from sandbox import ImageMissingError, SandboxSpec
+from sandbox import ImageMissingError, SandboxLostError, SandboxSpec
 from tests.redteam.attack import report_stopped
 
 pytestmark = [pytest.mark.redteam, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -76,7 +76,15 @@ STANDING = {
 
 
 async def graded(context: EnvContext, attack: str, task: str = "greeting") -> Grade:
-    """The grade after the agent ran ``attack`` and nothing else."""
+    """The grade after the agent ran ``attack`` and nothing else. What docker loses under load is repeated once, as runs
+    repeat it; an attack that makes its sandbox lose output fails twice."""
+    try:
+        return await graded_once(context, attack, task)
+    except SandboxLostError:
+        return await graded_once(context, attack, task)
+
+
+async def graded_once(context: EnvContext, attack: str, task: str) -> Grade:
     environment = HarborEnvironment(context, TASKS / task)
     async with environment.start(environment.tasks("train")[0]) as episode:
         await episode.tools.call(environment.scaffold.shell(attack))
