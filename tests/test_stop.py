@@ -57,7 +57,7 @@ def test_stopped_command_prints_a_message_and_exits(number: signal.Signals, wait
     process.send_signal(number)
     out, error = process.communicate(timeout=20)
     assert process.returncode == 128 + number
-    assert error.startswith("stopping: cleaning up" if wait != BUSY else "")
+    assert error.startswith("stopping: cleaning up") or wait == BUSY
     if wait == PATIENT:
         assert out == "cleaned up\n"
         assert error.splitlines()[-1] == "stopped; start again to resume"

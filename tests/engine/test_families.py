@@ -39,8 +39,8 @@ TIES = 0.004
 """The share of routers that may choose otherwise there: two ranks add their sums in another order than one, so scores
 that are equal up to rounding change places (1 of 632 routers was seen). A correction bias in bfloat16 changes more."""
 OTHER_SEEDS = {"glm_moe_dsa": 2}
-"""Seeds of models in other sizes, by default 1. With it, two keys of GLM-5's indexer have almost equal scores, rounding
-chooses the one or the other, and log-probs differ by 6e-4."""
+"""Seeds of models in other sizes, by default 1. With seed 1, two keys of GLM-5's indexer have almost equal scores:
+rounding chooses the one or the other, and log-probs differ by 6e-4."""
 CASES = [
     pytest.param(kind, other, marks=() if kind in ORDINARY and not other else pytest.mark.exhaustive)
     for kind in FAMILIES

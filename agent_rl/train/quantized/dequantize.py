@@ -24,7 +24,8 @@ def dequantized(weight: Weight, stored: Tensor, scales: Tensor, start: tuple[int
     if weight.kind == "rows":
         return from_rows(stored, scales, start[0])
     experts = stored.unflatten(1, weight.sources[0].shape[1:])
-    return torch.stack([from_mxfp4(*each) for each in zip(experts, scales[start[0] :], strict=False)])
+    own = scales[start[0] : start[0] + len(experts)]
+    return torch.stack([from_mxfp4(*each) for each in zip(experts, own, strict=True)])
 
 
 def from_blocks(weight: Tensor, scales: Tensor, block: tuple[int, int], start: tuple[int, int] = (0, 0)) -> Tensor:
