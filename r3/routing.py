@@ -103,21 +103,22 @@ def check_experts(experts: NDArray[np.unsignedinteger], num_experts: int, where:
     Rows are counted from ``first_row`` in the message. Ids that are all 0 are of an engine that captured nothing
     (top_k >= 2).
     """
-    if experts.size == 0:
-        return
-    if int(experts.max()) >= num_experts or _has_repeats(experts.reshape(-1, experts.shape[2])):
+    if experts.size and not _are_valid(experts.reshape(-1, experts.shape[2]), num_experts):
         raise _invalid(experts, num_experts, where, first_row)
 
 
-def _has_repeats(choices_NK: NDArray[np.unsignedinteger]) -> bool:
-    """Whether a row has an id twice."""
+def _are_valid(choices_NK: NDArray[np.unsignedinteger], num_experts: int) -> bool:
+    """Whether every id is in range and distinct within its row. Both checks of a block read it from the cache."""
     rows, top_k = choices_NK.shape
     size = min(rows, max(1, _BLOCK_BYTES // (top_k * choices_NK.itemsize)))
-    whole = rows - rows % size
-    planes = SlotPlanes(size, top_k, choices_NK.dtype)
-    if any(planes.have_repeats(choices_NK[start : start + size]) for start in range(0, whole, size)):
-        return True
-    return whole < rows and SlotPlanes(rows - whole, top_k, choices_NK.dtype).have_repeats(choices_NK[whole:])
+    slots = SlotPlanes(size, top_k, choices_NK.dtype)
+    for start in range(0, rows, size):
+        block = choices_NK[start : start + size]
+        if len(block) < size:
+            slots = SlotPlanes(len(block), top_k, choices_NK.dtype)
+        if int(block.max()) >= num_experts or slots.have_repeats(block):
+            return False
+    return True
 
 
 Copy = tuple[NDArray[np.unsignedinteger], NDArray[np.unsignedinteger]]

@@ -128,7 +128,8 @@ REORDERED = {
     for case in cases
     if parallel.get("dispatcher") == "allgather" and case["model"] in ("top-4", "top-8")
 }
-"""The allgather dispatcher adds up a token's experts rank by rank; of more than two, the order is another."""
+"""The allgather dispatcher adds up a token's experts on each rank, then the sums of the ranks. If an expert moves, the
+order is another, which changes the rounding of more than two."""
 ORDINARY = (
     "ep4-planned", "ep4-crowded-replicate", "pp2-ep2-relocate", "pp2-full-replicate", "native", "ep2-relocate",
     "ep2-planned", "ep2-pool-replicate", "ep2-exchange-relocate", "ep2-moe-replicate", "ep2-top8-replicate",
