@@ -15,6 +15,9 @@ COPY . .
 ENV PATH=/opt/agent-rl/.venv/bin:${PATH} PYTHONUNBUFFERED=1
 
 FROM source AS trainer
+# 2.14.1: the other pair of releases in docs/how-to/gpus.md.
+ARG TORCH=2.13.0
+ENV AGENT_RL_TORCH=${TORCH}
 RUN python3 -m agent_rl.bootstrap trainer
 ENTRYPOINT ["agent-rl"]
 

@@ -1,7 +1,7 @@
 """Creates the virtual environments and installs a sandbox. Standard library only: it runs before any install.
 
 ``python3 -m agent_rl.bootstrap trainer engine sandbox`` prints each step and pip's progress. It skips a step whose
-stamp file contains the hash of its requirements.
+stamp file contains the hash of its requirements. ``AGENT_RL_TORCH`` chooses the torch of both environments.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ DOCS_CONSTRAINTS = ROOT / "constraints" / "docs.txt"
 MINI_SWE_AGENT = ROOT / ".cache" / "agents" / "mini-swe-agent"
 MINI_SWE_AGENT_REQUIREMENTS = ROOT / "tests" / "endpoint" / "programs" / "mini-swe-agent.txt"
 PYPROJECT = ROOT / "pyproject.toml"
-TORCH = "torch==2.13.0"
+TORCHES = {"2.13.0": "", "2.14.1": "-torch214"}
+"""Releases of torch, the default first. The suffix belongs to the extra ``train`` and the engine's files for GPUs."""
+DEFAULT_TORCH = next(iter(TORCHES))
 
 
 class BootstrapError(Exception):
@@ -50,12 +52,25 @@ def engine_python() -> Path:
     return engine_venv() / "bin" / "python"
 
 
-def engine_files(*, cuda: bool) -> tuple[Path, Path, Path, Path]:
-    """The engine's requirements, those without dependencies, the constraints, and what both devices share."""
-    device = "-cuda" if cuda else ""
-    names = (f"requirements{device}", f"requirements{device}-nodeps", f"constraints{device}", "requirements-common")
-    requirements, nodeps, constraints, common = (ENGINE / f"{name}.txt" for name in names)
-    return requirements, nodeps, constraints, common
+def chosen_torch() -> str:
+    """The torch of both environments: AGENT_RL_TORCH or the default. Raises BootstrapError for an unknown release."""
+    torch = os.environ.get("AGENT_RL_TORCH") or DEFAULT_TORCH
+    if torch not in TORCHES:
+        raise BootstrapError(f"AGENT_RL_TORCH={torch} is not one of {', '.join(TORCHES)}")
+    return torch
+
+
+def engine_files(*, cuda: bool, torch: str = DEFAULT_TORCH) -> tuple[Path, ...]:
+    """The engine's requirements, those without dependencies, the constraints, and the files that the first includes.
+
+    Raises BootstrapError without ``cuda`` for another torch than the default.
+    """
+    if not cuda and torch != DEFAULT_TORCH:
+        raise BootstrapError(f"torch {torch} is for engines on GPUs: use the step engine-cuda, or unset AGENT_RL_TORCH")
+    device = f"-cuda{TORCHES[torch]}" if cuda else ""
+    names = [f"requirements{device}", f"requirements{device}-nodeps", f"constraints{device}"]
+    names += ["requirements-cuda-common", "requirements-common"] if cuda else ["requirements-common"]
+    return tuple(ENGINE / f"{name}.txt" for name in names)
 
 
 def log_step(text: str) -> None:
@@ -68,9 +83,12 @@ def run(*command: str | Path) -> None:
         raise BootstrapError(f"command failed, see its output above: {' '.join(map(str, command))}")
 
 
-def build_once(venv: Path, requirements: Sequence[Path], build: Callable[[], None], label: str) -> None:
-    """Run ``build`` unless the stamp in ``venv`` matches these files and this Python version."""
-    digest = hashlib.sha256(b"".join(path.read_bytes() for path in requirements) + sys.version.encode()).hexdigest()
+def build_once(
+    venv: Path, requirements: Sequence[Path], build: Callable[[], None], label: str, variant: str = ""
+) -> None:
+    """Run ``build`` unless the stamp in ``venv`` matches these files, this Python version and the variant."""
+    content = b"".join(path.read_bytes() for path in requirements) + (sys.version + variant).encode()
+    digest = hashlib.sha256(content).hexdigest()
     stamp = venv / ".agent-rl-ready"
     if stamp.is_file() and stamp.read_text() == digest:
         log_step(f"{label}: up to date ({venv.name})")
@@ -90,36 +108,47 @@ def make_venv(venv: Path) -> Path:
     return venv / "bin" / "pip"
 
 
-def build_trainer() -> None:
-    pip = make_venv(TRAINER)
+def train_extra(torch: str) -> str:
+    """The extra with the trainer's packages for ``torch``."""
+    return f"train{TORCHES[torch]}"
+
+
+def build_trainer(torch: str) -> None:
+    pip, extras = make_venv(TRAINER), f".[{train_extra(torch)},dev]"
     # torch first: another package's version range would otherwise select the newest CUDA build.
-    run(pip, "install", "--quiet", "--progress-bar=on", TORCH)
-    run(pip, "install", "--quiet", "--progress-bar=on", "-c", TRAINER_CONSTRAINTS, "--editable", ".[train,dev]")
+    run(pip, "install", "--quiet", "--progress-bar=on", f"torch=={torch}")
+    run(pip, "install", "--quiet", "--progress-bar=on", "-c", TRAINER_CONSTRAINTS, "--editable", extras)
 
 
-def trainer_packages() -> list[str]:
-    """The requirements of the extra ``train`` of the installed agent-rl."""
+def build_trainer_once(torch: str) -> None:
+    files, build = [PYPROJECT, TRAINER_CONSTRAINTS], partial(build_trainer, torch)
+    build_once(TRAINER, files, build, "trainer environment", train_extra(torch))
+
+
+def trainer_packages(torch: str) -> list[str]:
+    """The requirements of the extra for ``torch`` of the installed agent-rl."""
     requirements = [text.partition(";") for text in importlib.metadata.requires("agent-rl") or ()]
-    return [package.strip() for package, _, marker in requirements if 'extra == "train"' in marker]
+    return [package.strip() for package, _, marker in requirements if f'extra == "{train_extra(torch)}"' in marker]
 
 
-def add_trainer_packages() -> None:
+def add_trainer_packages(torch: str) -> None:
     """Install the trainer's packages into the current environment, torch first."""
-    for packages in ([TORCH], trainer_packages()):
+    for packages in ([f"torch=={torch}"], trainer_packages(torch)):
         run(sys.executable, "-m", "pip", "install", "--quiet", "--progress-bar=on", *packages)
     log_step("trainer packages: ready")
 
 
-def build_engine(*, cuda: bool) -> None:
+def build_engine(torch: str, *, cuda: bool) -> None:
     """Install the files of a device; for ``cuda`` these include kernels."""
-    pip, (requirements, nodeps, constraints, _) = make_venv(engine_venv()), engine_files(cuda=cuda)
-    run(pip, "install", "--quiet", "--progress-bar=on", TORCH)
+    pip, (requirements, nodeps, constraints, *_) = make_venv(engine_venv()), engine_files(cuda=cuda, torch=torch)
+    run(pip, "install", "--quiet", "--progress-bar=on", f"torch=={torch}")
     run(pip, "install", "--quiet", "--no-deps", "--progress-bar=on", "--requirement", nodeps)
     run(pip, "install", "--quiet", "--progress-bar=on", "-c", constraints, "-r", requirements)
 
 
-def build_engine_once(*, cuda: bool) -> None:
-    build_once(engine_venv(), engine_files(cuda=cuda), partial(build_engine, cuda=cuda), "engine environment")
+def build_engine_once(torch: str, *, cuda: bool) -> None:
+    files, build = engine_files(cuda=cuda, torch=torch), partial(build_engine, torch, cuda=cuda)
+    build_once(engine_venv(), files, build, "engine environment")
 
 
 def build_docs() -> None:
@@ -170,10 +199,11 @@ def main(steps: Sequence[str]) -> int:
         print(f"Python 3.11 or newer is required, this is {sys.version.split()[0]}; try: make PYTHON=python3.11 setup")
         return 2
     actions = {
-        "trainer": lambda: build_once(TRAINER, [PYPROJECT, TRAINER_CONSTRAINTS], build_trainer, "trainer environment"),
-        "engine": lambda: build_engine_once(cuda=NVIDIA.exists()),
-        "engine-cuda": lambda: build_engine_once(cuda=True),  # for another machine, as in a container image
-        "trainer-packages": add_trainer_packages,
+        "trainer": lambda: build_trainer_once(chosen_torch()),
+        "engine": lambda: build_engine_once(chosen_torch(), cuda=NVIDIA.exists()),
+        # for another machine, as in a container image
+        "engine-cuda": lambda: build_engine_once(chosen_torch(), cuda=True),
+        "trainer-packages": lambda: add_trainer_packages(chosen_torch()),
         "docs": lambda: build_once(DOCS, [PYPROJECT, DOCS_CONSTRAINTS], build_docs, "documentation environment"),
         "sandbox": ensure_sandbox,
         "agents": lambda: build_once(MINI_SWE_AGENT, [MINI_SWE_AGENT_REQUIREMENTS], build_agents, "agent program"),

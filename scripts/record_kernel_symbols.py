@@ -15,17 +15,15 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Iterable, Iterator
+from itertools import product
 from pathlib import Path
 
-from agent_rl.bootstrap import ROOT
-from scripts.record_cuda_metadata import PLATFORMS, PYTHONS
+from agent_rl.bootstrap import ROOT, TORCHES
+from scripts.record_cuda_metadata import PLATFORMS, PYTHONS, engine_requirements
 
 RECORD = ROOT / "tests" / "engine" / "kernel_symbols.json"
-KERNELS = ("sglang-kernel==0.4.7", "sglang-kernel==0.4.10", "torchvision==0.28.0", "torchvision==0.29.1")
-TORCHES = ("torch==2.13.0", "torch==2.14.1")
-PACKAGES = {"sglang-kernel==0.4.7": "sgl_kernel", "sglang-kernel==0.4.10": "sgl_kernel"}
-PACKAGES["flashinfer-python==0.6.18"] = "flashinfer"
-"""Releases and their package whose names SGLang's server imports on a GPU only."""
+PACKAGES = {"sglang-kernel": "sgl_kernel", "flashinfer-python": "flashinfer"}
+"""Releases of which SGLang's server imports names on a GPU only, with their package."""
 _OF_TORCH = re.compile(r"3c10|2at\d|5torch|6caffe2|aoti_torch|^THP")
 """Symbols without it, such as those of CUDA's driver, come from other libraries."""
 
@@ -61,14 +59,14 @@ def _nm(kind: str, path: Path) -> list[str]:
 def module_names(package: Path) -> dict[str, list[str]]:
     """The public names that can be imported from ``package`` and the modules in it, read from their source."""
     paths = {_module(package, path): path for path in sorted(package.rglob("*.py"))}
-    own = {module: set(_defined(ast.parse(path.read_text()))) for module, path in paths.items()}
 
     def names(module: str) -> set[str]:
-        starred = {name[1:] for name in own[module] if name.startswith("*")}
-        plain = {name for name in own[module] if not name.startswith("*")}
-        return plain.union(*(names(other) for other in starred if other in own))
+        own = set(_defined(ast.parse(paths[module].read_text())))
+        starred = {name[1:] for name in own if name.startswith("*")}
+        plain = {name for name in own if not name.startswith("*")}
+        return plain.union(*(names(other) for other in starred if other in paths))
 
-    public = [module for module in own if module.count(".") < 2 and "._" not in module]
+    public = [module for module in paths if module.count(".") < 2 and "._" not in module]
     return {module: sorted(name for name in names(module) if not name.startswith("_")) for module in public}
 
 
@@ -93,16 +91,17 @@ def _defined(tree: ast.AST) -> Iterator[str]:
 
 def main() -> None:
     needed, names, exported = dict[str, set[str]](), dict[str, dict[str, list[str]]](), dict[str, set[str]]()
-    for release in dict.fromkeys((*KERNELS, *TORCHES, *PACKAGES)):
+    for torch, name in product(TORCHES, ("torch", "torchvision", *PACKAGES)):
+        release = str(engine_requirements(torch)[name])
         with tempfile.TemporaryDirectory() as directory:
             unpacked = download(release, Path(directory))
             objects = sorted(unpacked.rglob("*.so*"))
-            if release in TORCHES:
+            if name == "torch":
                 exported[release] = exported_symbols(objects)
-            if release in KERNELS:
+            if name in ("sglang-kernel", "torchvision"):
                 needed[release] = needed_symbols(objects)
-            if release in PACKAGES:
-                names[release] = module_names(unpacked / PACKAGES[release])
+            if name in PACKAGES:
+                names[release] = module_names(unpacked / PACKAGES[name])
     every = set[str]().union(*needed.values())
     recorded = {
         "names": names,

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from agent_rl.bootstrap import TORCHES, train_extra
 from agent_rl.config.loader import MODELS, shipped_configs
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -118,11 +119,12 @@ def test_the_engine_environment_belongs_beside_the_one_of_the_command(agent_rl: 
     assert f"{engine}/bin/pip install" in refused.stderr.splitlines()[-1]
 
 
-def test_the_trainer_s_packages_are_those_of_the_extra(installed: Path) -> None:
-    code = "from agent_rl.bootstrap import trainer_packages as found; print(*found())"
+@pytest.mark.parametrize("torch", TORCHES)
+def test_the_trainer_s_packages_are_those_of_the_extra(torch: str, installed: Path) -> None:
+    code = f"from agent_rl.bootstrap import trainer_packages as found; print(*found('{torch}'))"
     listed = run(installed / ".venv/bin/python", "-c", code, cwd=installed).stdout.split()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert listed == project["optional-dependencies"]["train"]
+    assert listed == project["optional-dependencies"][train_extra(torch)]
 
 
 def test_without_the_trainer_s_packages_the_command_that_installs_them_is_told(tmp_path: Path) -> None:

@@ -83,7 +83,8 @@ def check_kernels(config: RunConfig) -> str:
     engine, trainer = _probe(config.engine.python, _PROBE), _probe(sys.executable, _TRAINER_PROBE)
     for name in ("torch", "nccl"):
         if engine[name] != trainer[name]:
-            raise ConfigError(f"{name} is {engine[name]} in the engine and {trainer[name]} in the trainer")
+            found = f"{name} is {engine[name]} in the engine and {trainer[name]} in the trainer"
+            raise ConfigError(f"{found}: install both with the same AGENT_RL_TORCH")
     if not engine["cuda"]:
         raise ConfigError(f"torch {engine['torch']} in {config.engine.python} finds no GPU")
     return f"sgl_kernel imported, torch {engine['torch']}, NCCL {engine['nccl']} in both environments"

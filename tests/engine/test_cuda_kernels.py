@@ -17,16 +17,18 @@ from typing import Any
 import pytest
 
 from agent_rl import bootstrap
+from agent_rl.bootstrap import TORCHES
+from scripts.record_cuda_metadata import engine_requirements
+from scripts.record_kernel_symbols import PACKAGES, exported_symbols, module_names
 from scripts.record_kernel_symbols import RECORD as RECORD_FILE
-from scripts.record_kernel_symbols import exported_symbols, module_names
 
 RECORD = json.loads(RECORD_FILE.read_text())
 SCRIPT = bootstrap.ROOT / "tests" / "tools" / "emulated_cuda.py"
-PAIRS = {
-    "A": ("torch==2.13.0", "sglang==0.5.21", "sglang-kernel==0.4.7", "torchvision==0.28.0"),
-    "B": ("torch==2.14.1", "sglang==0.5.23", "sglang-kernel==0.4.10", "torchvision==0.29.1"),
-}
-"""Releases that belong together; A is that of the requirements."""
+A, B = TORCHES
+PAIRS = {torch: {name: str(line) for name, line in engine_requirements(torch).items()} for torch in TORCHES}
+"""The requirements of the engine for GPUs by torch and name, as NAME==VERSION where they are pinned."""
+KERNELS = ("sglang-kernel", "torchvision")
+"""What links against torch."""
 MODULES = (
     "sglang.srt.models.qwen3_moe",
     "sglang.srt.layers.moe.fused_moe_triton.layer",
@@ -42,33 +44,22 @@ _NEWER_CHECK = "c10_cuda_check_implementation"
 
 
 def missing(kernels: str, torch: str) -> list[str]:
-    """The symbols that ``kernels`` need and ``torch`` does not export."""
-    return sorted(set(RECORD["needed"][kernels]) - set(RECORD["exported"][torch]))
+    """The symbols that ``kernels``, a release, need and ``torch`` does not export."""
+    return sorted(set(RECORD["needed"][kernels]) - set(RECORD["exported"][f"torch=={torch}"]))
 
 
-def pins() -> set[str]:
-    """The lines of the requirements for GPUs."""
-    requirements, nodeps, _, common = bootstrap.engine_files(cuda=True)
-    return {line for path in (requirements, nodeps, common) for line in path.read_text().splitlines()}
-
-
-def test_the_requirements_are_those_of_pair_a() -> None:
-    assert set(PAIRS["A"]) <= pins()
-    assert PAIRS["A"][0] == bootstrap.TORCH
-
-
-@pytest.mark.parametrize("pair", PAIRS)
-def test_the_pairs_torch_exports_what_its_kernels_need(pair: str) -> None:
-    torch, _, *kernels = PAIRS[pair]
+@pytest.mark.parametrize("torch", TORCHES)
+def test_the_pairs_torch_exports_what_its_kernels_need(torch: str) -> None:
+    kernels = [PAIRS[torch][name] for name in KERNELS]
     assert {one: missing(one, torch) for one in kernels} == {one: [] for one in kernels}
     assert all(len(RECORD["needed"][one]) > 50 for one in kernels)
 
 
-@pytest.mark.parametrize(("kernels", "torch"), [("A", "B"), ("B", "A")])
+@pytest.mark.parametrize(("kernels", "torch"), [(A, B), (B, A)])
 def test_kernels_of_the_other_pair_do_not_load(kernels: str, torch: str) -> None:
-    found = missing(PAIRS[kernels][2], PAIRS[torch][0])
+    found = missing(PAIRS[kernels]["sglang-kernel"], torch)
     assert any(_NEWER_CHECK in symbol for symbol in found)
-    assert any("CUDAErrorLogCapture" in symbol for symbol in found) is (kernels == "B")
+    assert any("CUDAErrorLogCapture" in symbol for symbol in found) is (kernels == B)
 
 
 @pytest.mark.megatron
@@ -98,24 +89,23 @@ def imported(python: Path, releases: Iterable[str], path: str = "") -> dict[str,
 
 @pytest.mark.sglang
 @pytest.mark.timeout(300)
-def test_the_server_imports_on_a_gpu_with_its_kernels_and_only_with_them() -> None:
-    found = imported(bootstrap.engine_python(), [PAIRS["B"][2]])  # the tests' release of SGLang is that of pair B
+def test_the_server_of_torch_2_14_imports_on_a_gpu_with_its_packages_and_only_with_them() -> None:
+    """The tests' environment has its release of SGLang."""
+    found = imported(bootstrap.engine_python(), [PAIRS[B][name] for name in PACKAGES])
     assert found["faults"] == {}
-    assert "sgl_kernel.kvcacheio" in found["imported"]
+    assert {"sgl_kernel.kvcacheio", "flashinfer.sampling"} <= set(found["imported"])
     assert found["without"] == "ModuleNotFoundError: No module named 'sgl_kernel'"
 
 
 @pytest.mark.exhaustive
 @pytest.mark.sglang
 @pytest.mark.timeout(900)
-def test_the_server_of_pair_a_imports_on_a_gpu_with_its_packages_and_only_with_them(tmp_path: Path) -> None:
+def test_the_server_of_torch_2_13_imports_on_a_gpu_with_its_packages_and_only_with_them(tmp_path: Path) -> None:
     """Downloads its packages that differ from the tests' environment."""
-    different = [line for line in pins() if line.partition("==")[0] in ("sglang", "transformers", "tokenizers")]
+    different = [PAIRS[A][name] for name in ("sglang", "transformers", "tokenizers")]
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", f"--target={tmp_path}", *different]
     subprocess.run(command, check=True)
-    recorded = pins() & RECORD["names"].keys()
-    assert {line.partition("==")[0] for line in recorded} == {"sglang-kernel", "flashinfer-python"}
-    found = imported(bootstrap.engine_python(), recorded, str(tmp_path))
+    found = imported(bootstrap.engine_python(), [PAIRS[A][name] for name in PACKAGES], str(tmp_path))
     assert found["faults"] == {}
     assert "flashinfer.sampling" in found["imported"]
     assert found["without"] == "ModuleNotFoundError: No module named 'flashinfer'"

@@ -1,4 +1,4 @@
-"""The engine environment for GPUs against the recorded metadata of its releases: no GPU and no network is needed.
+"""The environments for GPUs against the recorded metadata of their releases: no GPU and no network is needed.
 
 ``python -m scripts.record_cuda_metadata`` renews the record.
 """
@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -14,18 +15,16 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from agent_rl import bootstrap
-from scripts.record_cuda_metadata import METADATA, PYTHONS
+from agent_rl.bootstrap import DEFAULT_TORCH, TORCHES
+from scripts.record_cuda_metadata import METADATA, PYTHONS, engine_requirements, read_requirements
 
 RECORD = json.loads(METADATA.read_text())
 KERNELS = ("sglang-kernel", "flashinfer-python", "nvidia-ml-py", "cuda-python", "torch-memory-saver", "ninja")
 """What SGLang's server imports or runs on a GPU only."""
-
-
-def read_requirements(paths: Iterable[Path]) -> dict[str, Requirement]:
-    """The requirements of ``paths`` by name, without comments and includes."""
-    lines = [line.strip() for path in paths for line in path.read_text().splitlines()]
-    found = [Requirement(line) for line in lines if line and not line.startswith(("#", "-"))]
-    return {canonicalize_name(requirement.name): requirement for requirement in found}
+A, B = TORCHES
+CUDA = {torch: engine_requirements(torch) for torch in TORCHES}
+CPU = read_requirements(path for path in bootstrap.engine_files(cuda=False) if not path.name.startswith("constraints"))
+EXTRAS = tomllib.loads(bootstrap.PYPROJECT.read_text())["project"]["optional-dependencies"]
 
 
 def pinned(requirement: Requirement) -> str | None:
@@ -62,57 +61,114 @@ def problems(engine: Mapping[str, Requirement], trainer_torch: str) -> list[str]
     return found
 
 
-TRAINER_TORCH = pinned(Requirement(bootstrap.TORCH)) or ""
-CUDA, CPU = (
-    read_requirements(path for path in bootstrap.engine_files(cuda=cuda) if not path.name.startswith("constraints"))
-    for cuda in (True, False)
-)
+@pytest.mark.parametrize("torch", TORCHES)
+def test_the_environments_for_gpus_hold_together(torch: str) -> None:
+    assert pinned(CUDA[torch]["torch"]) == torch
+    assert problems(CUDA[torch], torch) == []
 
 
-def test_the_environment_for_gpus_holds_together() -> None:
-    assert problems(CUDA, TRAINER_TORCH) == []
+@pytest.mark.parametrize("torch", TORCHES)
+def test_the_trainers_extras_differ_by_torch_only(torch: str) -> None:
+    first, *others = EXTRAS[bootstrap.train_extra(torch)]
+    assert first == f"torch=={torch}"
+    assert others == EXTRAS["train"][1:]
 
 
 def test_the_environment_for_cpus_is_refused_on_a_gpu() -> None:
-    found = problems(CPU, TRAINER_TORCH)
+    found = problems(CPU, A)
     assert "sglang-kernel is missing" in found
     assert "sglang==0.5.23 needs torch==2.14.1, the pin is 2.13.0" in found
 
 
 def test_kernels_of_another_torch_are_refused() -> None:
-    mixed = CUDA | {"sglang-kernel": Requirement("sglang-kernel==0.4.10")}
-    assert "sglang-kernel==0.4.10 needs torch==2.14.1, the pin is 2.13.0" in problems(mixed, TRAINER_TORCH)
+    mixed = CUDA[A] | {"sglang-kernel": CUDA[B]["sglang-kernel"]}
+    assert "sglang-kernel==0.4.10 needs torch==2.14.1, the pin is 2.13.0" in problems(mixed, A)
 
 
 def test_two_releases_of_nccl_are_refused() -> None:
-    newer = {name: Requirement(f"{name}=={version}") for name, version in (("sglang", "0.5.23"), ("torch", "2.14.1"))}
-    newer["sglang-kernel"] = Requirement("sglang-kernel==0.4.10")
-    engine = CUDA | newer
-    assert "NCCL is 2.30.7 in the engine and 2.29.7 in the trainer" in problems(engine, TRAINER_TORCH)
-    assert not any("NCCL" in problem for problem in problems(engine, "2.14.1"))
+    assert problems(CUDA[B], A) == ["NCCL is 2.30.7 in the engine and 2.29.7 in the trainer"]
+    assert problems(CUDA[A], B) == ["NCCL is 2.29.7 in the engine and 2.30.7 in the trainer"]
 
 
 @pytest.mark.parametrize("python", PYTHONS)
-def test_the_environment_for_gpus_resolves_to_its_pins(python: str) -> None:
-    resolved = RECORD["resolved"][python]
-    assert [name for name, line in CUDA.items() if not line.specifier.contains(resolved[name])] == []
-    constraints = read_requirements([bootstrap.engine_files(cuda=True)[2]])
-    assert {name: pinned(line) for name, line in constraints.items()}.items() <= resolved.items()
-    assert resolved["nvidia-nccl-cu13"] == nccl(TRAINER_TORCH)
+@pytest.mark.parametrize("torch", TORCHES)
+def test_the_environments_for_gpus_resolve_to_their_pins(torch: str, python: str) -> None:
+    engine, trainer = RECORD["engine"][torch][python], RECORD["trainer"][torch][python]
+    assert [name for name, line in CUDA[torch].items() if not line.specifier.contains(engine[name])] == []
+    constraints = read_requirements([bootstrap.engine_files(cuda=True, torch=torch)[2]])
+    assert {name: pinned(line) for name, line in constraints.items()}.items() <= engine.items()
+    for line in map(Requirement, EXTRAS[bootstrap.train_extra(torch)]):
+        assert trainer[line.name] == pinned(line)
+    assert engine["torch"] == trainer["torch"] == torch
+    assert engine["nvidia-nccl-cu13"] == trainer["nvidia-nccl-cu13"] == nccl(torch)
+
+
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """The commands of the bootstrap, recorded in place of being run, on a machine without an NVIDIA device."""
+    found = list[str]()
+    for name in ("trainer", "engine"):
+        (tmp_path / name).mkdir()
+    monkeypatch.delenv("AGENT_RL_TORCH", raising=False)
+    monkeypatch.setattr(bootstrap, "NVIDIA", tmp_path / "nvidiactl")
+    monkeypatch.setattr(bootstrap, "TRAINER", tmp_path / "trainer")
+    monkeypatch.setattr(bootstrap, "engine_venv", lambda: tmp_path / "engine")
+    monkeypatch.setattr(bootstrap, "run", lambda *command: found.append(" ".join(map(str, command))))
+    return found
 
 
 @pytest.mark.parametrize(
     ("step", "device", "cuda"), [("engine", False, False), ("engine", True, True), ("engine-cuda", False, True)]
 )
 def test_an_nvidia_device_or_the_step_selects_the_cuda_requirements(
-    step: str, device: bool, cuda: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    step: str, device: bool, cuda: bool, commands: list[str]
 ) -> None:
-    nvidia, commands = tmp_path / "nvidiactl", list[str]()
     if device:
-        nvidia.touch()
-    monkeypatch.setattr(bootstrap, "NVIDIA", nvidia)
-    monkeypatch.setattr(bootstrap, "engine_venv", lambda: tmp_path)
-    monkeypatch.setattr(bootstrap, "run", lambda *command: commands.append(" ".join(map(str, command))))
+        bootstrap.NVIDIA.touch()
     assert bootstrap.main([step]) == 0
     assert any("requirements-cuda.txt" in command for command in commands) is cuda
     assert any("constraints-cuda.txt" in command for command in commands) is cuda
+
+
+def test_the_chosen_torch_selects_both_environments(commands: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = ["trainer", "engine-cuda"]
+    assert bootstrap.main(steps) == 0
+    assert "train,dev" in "".join(commands)
+    commands.clear()
+    monkeypatch.setenv("AGENT_RL_TORCH", B)
+    assert bootstrap.main(steps) == 0
+    installed = [command.partition(" install ")[2] for command in commands if " install " in command]
+    assert [command.split()[-1] for command in installed if "torch==" in command] == [f"torch=={B}"] * 2
+    assert any(command.endswith("--editable .[train-torch214,dev]") for command in installed)
+    for name in ("requirements-cuda-torch214.txt", "requirements-cuda-torch214-nodeps.txt"):
+        assert any(command.endswith(name) for command in installed)
+    assert any("constraints-cuda-torch214.txt" in command for command in installed)
+    commands.clear()
+    assert bootstrap.main(steps) == 0
+    assert commands == []
+
+
+@pytest.mark.parametrize(
+    ("torch", "reason"),
+    [
+        ("2.12.0", "AGENT_RL_TORCH=2.12.0 is not one of 2.13.0, 2.14.1"),
+        (B, f"torch {B} is for engines on GPUs: use the step engine-cuda, or unset AGENT_RL_TORCH"),
+    ],
+)
+def test_a_torch_that_does_not_fit_is_refused(
+    torch: str,
+    reason: str,
+    commands: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("AGENT_RL_TORCH", torch)
+    assert bootstrap.main(["engine"]) == 2
+    assert capsys.readouterr().err == f"error: {reason}\n"
+    assert commands == []
+
+
+def test_the_default_is_the_torch_of_the_cpu_environment() -> None:
+    assert pinned(CPU["torch"]) == DEFAULT_TORCH
+    shared = {"sglang", "transformers", "tokenizers", "openai"}  # the suite runs with the SGLang of the other pair
+    assert {name: str(CPU[name]) for name in shared} == {name: str(CUDA[B][name]) for name in shared}

@@ -37,7 +37,8 @@ def test_the_image_has_what_the_installation_reads_and_nothing_else(image: str) 
     code = """
 import os
 from agent_rl import bootstrap
-files = [*bootstrap.engine_files(cuda=True), bootstrap.TRAINER_CONSTRAINTS, bootstrap.PYPROJECT]
+files = [bootstrap.TRAINER_CONSTRAINTS, bootstrap.PYPROJECT]
+files += [file for torch in bootstrap.TORCHES for file in bootstrap.engine_files(cuda=True, torch=torch)]
 print(all(file.is_file() for file in files), *sorted(os.listdir()))
 """
     found, *names = _docker("run", "--rm", "--network", "none", image, "python3", "-c", code).split()
@@ -52,3 +53,4 @@ def test_both_targets_run_steps_of_the_bootstrap() -> None:
     assert stages == {"source": "${BASE}", "trainer": "source", "engine": "trainer"}
     steps = [line.split()[-1] for line in lines if "agent_rl.bootstrap" in line]
     assert steps == ["trainer", "engine-cuda"]
+    assert f"ARG TORCH={bootstrap.DEFAULT_TORCH}" in lines
