@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,9 @@ from agent_rl.bootstrap import PYPROJECT, ROOT, TORCHES, TRAINER_CONSTRAINTS, en
 
 METADATA = ROOT / "tests" / "engine" / "cuda_metadata.json"
 PYTHONS = ("3.11", "3.12")
+KERNELS = ("flash-attn-4==4.0.0b36", "transformer-engine-cu13==2.20.2")
+"""Optional packages of the trainer that have wheels. Transformer Engine's part for torch and DeepEP are compiled on the
+machine, against its torch."""
 GLIBC, SGLANG_GLIBC = "2_28", "2_34"
 """SGLang's wheels need a newer glibc than all others."""
 PLATFORMS = (*(f"manylinux_2_{glibc}_x86_64" for glibc in range(34, 16, -1)), "manylinux2014_x86_64", "linux_x86_64")
@@ -61,8 +64,8 @@ def metadata(release: str) -> dict[str, Any]:
         return dict(json.loads(report.read_text())["install"][0]["metadata"])
 
 
-def resolve(torch: str, *arguments: str | Path, glibc: str = GLIBC) -> Resolved:
-    """What uv selects beside ``torch`` for each Python. Raises SystemExit without uv."""
+def resolve(torch: str, *arguments: str | Path, glibc: str = GLIBC, packages: Sequence[str] = ()) -> Resolved:
+    """What uv selects beside ``torch`` and ``packages`` for each Python. Raises SystemExit without uv."""
     if shutil.which("uv") is None:
         raise SystemExit("uv is not installed: pip install uv")
     found: Resolved = {}
@@ -70,7 +73,7 @@ def resolve(torch: str, *arguments: str | Path, glibc: str = GLIBC) -> Resolved:
         command = ["uv", "pip", "compile", "--quiet", "--no-header", "--no-annotate", "--only-binary=:all:"]
         command += [f"--python-platform=x86_64-manylinux_{glibc}", f"--python-version={python}"]
         command += [*map(str, arguments), "-"]
-        done = subprocess.run(command, input=f"torch==={torch}", stdout=subprocess.PIPE, text=True, check=True)
+        done = subprocess.run(command, input="\n".join((f"torch==={torch}", *packages)), stdout=subprocess.PIPE, text=True, check=True)
         pairs = (line.partition("==") for line in done.stdout.splitlines())
         found[python] = {canonicalize_name(name): version for name, _, version in pairs}
     return found
@@ -83,9 +86,10 @@ def resolve_engine(torch: str) -> Resolved:
     return {python: alone[python] | versions for python, versions in resolve(torch, requirements).items()}
 
 
-def resolve_trainer(torch: str) -> Resolved:
-    """The trainer's environment without the extra ``dev``."""
-    return resolve(torch, PYPROJECT, f"--extra={train_extra(torch)}", f"--constraint={TRAINER_CONSTRAINTS}")
+def resolve_trainer(torch: str, packages: Sequence[str] = ()) -> Resolved:
+    """The trainer's environment without the extra ``dev``, with further ``packages``."""
+    extra, constraints = f"--extra={train_extra(torch)}", f"--constraint={TRAINER_CONSTRAINTS}"
+    return resolve(torch, PYPROJECT, extra, constraints, packages=packages)
 
 
 def write_constraints(torch: str, resolved: Resolved) -> None:
@@ -109,6 +113,7 @@ def main() -> None:
         "requires": required,
         "engine": engines,
         "trainer": trainers,
+        "trainer with kernels": {torch: resolve_trainer(torch, KERNELS) for torch in TORCHES},
     }
     METADATA.write_text(json.dumps(recorded, indent=1, sort_keys=True) + "\n")
     for torch in TORCHES:

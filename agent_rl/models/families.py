@@ -39,8 +39,8 @@ class Family:
     ``root``: the Hugging Face name of the module with the embedding, the layers and the last norm. ``embedding``,
     ``last_norm``, ``mixer_norm``, ``attention``, ``mlp_norm`` and ``mlp``: names of modules within it. ``router``,
     ``expert``, ``expert_parts`` (gate, up, down), ``shared`` (expert) and ``correction`` (bias that is added to the
-    router's scores only to choose experts; "" without one): names of an MoE layer's tensors. ``engine_float32``: endings
-    of the names of tensors that SGLang has in float32 whatever the dtype is in which it receives them.
+    router's scores only to choose experts; "" without one): names of an MoE layer's tensors. ``engine_float32``:
+    endings of the names of tensors that SGLang has in float32 whatever the dtype is in which it receives them.
     ``correction_axes``: the sizes of the correction bias before its axis of experts. ``stacked_experts``: instead of a
     tensor for each expert there is one of all, ``gate_up_proj`` and ``down_proj``. ``shared_gate``: the shared expert
     has a sigmoid gate. ``untrained``: beginnings of the names of tensors that are neither trained nor sent to engines,

@@ -16,6 +16,7 @@ from packaging.utils import canonicalize_name
 
 from agent_rl import bootstrap
 from agent_rl.bootstrap import DEFAULT_TORCH, TORCHES
+from scripts.record_cuda_metadata import KERNELS as TRAINER_KERNELS
 from scripts.record_cuda_metadata import METADATA, PYTHONS, engine_requirements, read_requirements
 
 RECORD = json.loads(METADATA.read_text())
@@ -101,6 +102,14 @@ def test_the_environments_for_gpus_resolve_to_their_pins(torch: str, python: str
         assert trainer[line.name] == pinned(line)
     assert engine["torch"] == trainer["torch"] == torch
     assert engine["nvidia-nccl-cu13"] == trainer["nvidia-nccl-cu13"] == nccl(torch)
+
+
+@pytest.mark.parametrize("torch", TORCHES)
+@pytest.mark.parametrize("python", PYTHONS)
+def test_optional_kernels_leave_the_trainer_as_it_is(torch: str, python: str) -> None:
+    added = RECORD["trainer with kernels"][torch][python]
+    assert RECORD["trainer"][torch][python].items() <= added.items()
+    assert {(canonicalize_name(line.name), pinned(line)) for line in map(Requirement, TRAINER_KERNELS)} <= added.items()
 
 
 @pytest.fixture
