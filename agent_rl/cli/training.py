@@ -34,7 +34,7 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
     """
     from agent_rl.config.loader import load_config
     from agent_rl.controller import preflight
-    from agent_rl.controller.collapse import train_with_forks
+    from agent_rl.controller.fork import train_with_forks
     from agent_rl.controller.train import train as run
     from agent_rl.planner.suggestions import check_expert_slots
 
