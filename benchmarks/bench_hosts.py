@@ -17,7 +17,7 @@ from timing import time_await
 
 from agent_rl.train.ray_session import ray_session
 from sandbox import Sandbox, SandboxBackend, SandboxSpec, open_backend
-from sandbox.ray.open import open_cluster
+from sandbox.ray.backend import open_cluster
 
 MIB = bytes(range(256)) * 4096
 WARM_UP = 5

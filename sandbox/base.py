@@ -9,8 +9,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
-from sandbox.disk import Usage, check_free_space, shortage
-from sandbox.disk_watch import DiskWatch
+from sandbox.disk import DiskWatch, Usage, check_free_space, shortage
 from sandbox.errors import SandboxDiskFullError, SandboxFileError, SandboxLostError, SandboxUnavailableError
 from sandbox.files import TreeCollector
 from sandbox.process import OutputThrottle

@@ -16,10 +16,10 @@ from agent_rl.config import MAX_STALENESS, Clip, GuardConfig
 from agent_rl.config.train import CurriculumConfig
 from agent_rl.controller.advantages import build_samples
 from agent_rl.controller.async_rollout.task_ledger import LedgerFile
-from agent_rl.controller.curriculum import Curriculum
 from agent_rl.controller.guard import Guard
 from agent_rl.controller.journal import Journal
 from agent_rl.controller.rollout_runtime import TaskRuntime
+from agent_rl.controller.task_order import Curriculum
 from agent_rl.endpoint.server import EndpointServer
 from agent_rl.engine.fleet import Fleet
 from agent_rl.engine.generation_gate import GenerationGate
@@ -82,7 +82,7 @@ def made_by_calling() -> Mapping[str, set[str]]:
         "rollout/route_audit.py": audited,
         "rollout/filters.py": filter_metrics([group], [Group("u", (won, won))]),
         "rollout/rescore.py": rescore_metrics([won]),
-        "controller/curriculum.py": Curriculum(CurriculumConfig(), lambda: {"t": 1.0}, Path("none")).metrics(),
+        "controller/task_order.py": Curriculum(CurriculumConfig(), lambda: {"t": 1.0}, Path("none")).metrics(),
         "controller/advantages.py": build_samples(
             [replace(group, trajectories=(replace(won, turns=(turn,)),))], gamma=1.0
         ).metrics,

@@ -6,9 +6,12 @@ import signal
 import sys
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
+
+if TYPE_CHECKING:
+    from agent_rl.config import RunConfig
 
 ConfigPath = Annotated[
     Path, typer.Argument(metavar="CONFIG", help="A YAML file or a name from `agent-rl config list`.")
@@ -29,6 +32,13 @@ class CommandStopped(Exception):
     def __init__(self, message: str, number: int = signal.SIGINT) -> None:
         super().__init__(message)
         self.number = number
+
+
+def load(config: Path, overrides: list[str] | None) -> RunConfig:
+    """The config of a command's arguments. Raises ConfigError."""
+    from agent_rl.config.loader import load_config
+
+    return load_config(config, overrides or ())
 
 
 def run_async(work: Coroutine[Any, Any, T], stop_message: str = NOT_RESUMABLE) -> T:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from agent_rl.cli.common import RESUMABLE, CommandStopped, ConfigPath, Overrides, run_async
+from agent_rl.cli.common import RESUMABLE, CommandStopped, ConfigPath, Overrides, load, run_async
 
 app = typer.Typer()
 config_app = typer.Typer(no_args_is_help=True, help="List and show configs.")
@@ -65,10 +65,9 @@ def config_show(config: ConfigPath, overrides: Overrides = None) -> None:
     """Print the resolved config, defaults included. Fails if the parallel layout is not supported."""
     import yaml
 
-    from agent_rl.config.loader import load_config
     from agent_rl.train.parallel_checks import check_layout
 
-    resolved = load_config(config, overrides or ())
+    resolved = load(config, overrides)
     typer.echo(yaml.safe_dump(resolved.model_dump(mode="json"), sort_keys=False), nl=False)
     check_layout(resolved)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agent_rl.cli.common import RESUMABLE, ConfigPath, Overrides, run_async
+from agent_rl.cli.common import RESUMABLE, ConfigPath, Overrides, load, run_async
 
 if TYPE_CHECKING:
     from agent_rl.config import RunConfig
@@ -32,9 +32,8 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
 
     Exit code 3: the guard saved a checkpoint and stopped the run.
     """
-    from agent_rl.config.loader import load_config
     from agent_rl.controller import preflight
-    from agent_rl.controller.collapse import train_with_forks
+    from agent_rl.controller.fork import train_with_forks
     from agent_rl.controller.train import train as run
     from agent_rl.planner.suggestions import check_expert_slots
 
@@ -43,7 +42,7 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
         check_expert_slots(checked.config, checked.model_spec)
         run_async(run(checked), RESUMABLE)
 
-    train_with_forks(load_config(config, overrides or ()), train_once, typer.echo)
+    train_with_forks(load(config, overrides), train_once, typer.echo)
 
 
 @app.command()
@@ -53,11 +52,10 @@ def sft(config: ConfigPath, overrides: Overrides = None) -> None:
     Exit code 3: the guard saved a checkpoint and stopped the run.
     """
     from agent_rl.commands.sft import prepare
-    from agent_rl.config.loader import load_config
     from agent_rl.controller.sft import train_sft
     from sandbox import printable
 
-    checked, data, lines = prepare(load_config(config, overrides or ()))
+    checked, data, lines = prepare(load(config, overrides))
     typer.echo("\n".join(map(printable, lines)))
     run_async(train_sft(checked, data), RESUMABLE)
 
@@ -106,12 +104,11 @@ def evaluate(
     """
     from agent_rl.commands.eval import EvalOptions, run_evaluation
     from agent_rl.commands.policy import PolicyChoice, request_fields, with_harness
-    from agent_rl.config.loader import load_config
     from agent_rl.controller.run_models import resolve_models
 
     fields, native = request_fields(request or ()), tool_calls is ToolCalls.NATIVE
     options = EvalOptions(PolicyChoice(policy, model, greedy, native, fields), tasks, samples, split, out, prices)
-    loaded = load_config(config, overrides or ())
+    loaded = load(config, overrides)
     if policy == "engine":
         loaded = resolve_models(loaded)  # blocks, so before run_async handles Ctrl-C
     loaded = with_harness(loaded, harness, options.policy)
@@ -201,11 +198,10 @@ def doctor(
     """
     from agent_rl.commands.doctor import run_doctor
     from agent_rl.commands.health import check_installation
-    from agent_rl.config.loader import load_config
 
     if config is None:
         raise typer.Exit(0 if run_async(check_installation()) else 1)
-    loaded = load_config(config, overrides or ())
+    loaded = load(config, overrides)
     work = run_doctor(loaded, tasks=tasks, split=split, repeats=repeats, audit=audit, out=out)
     if not run_async(work, RESUMABLE):
         raise typer.Exit(1)
@@ -230,10 +226,9 @@ def serve(
     Prints the environment variables that a program needs. Trains nothing. Ctrl-C stops it.
     """
     from agent_rl.commands.serve import run_serve, upstream_endpoint
-    from agent_rl.config.loader import load_config
 
     chat = upstream_endpoint(upstream, model)
-    run_async(run_serve(load_config(config, overrides or ()), port=port, record=record, upstream=chat))
+    run_async(run_serve(load(config, overrides), port=port, record=record, upstream=chat))
 
 
 @app.command()
@@ -245,10 +240,9 @@ def rollout(
 ) -> None:
     """Roll out tasks with the config's model and write the trajectories, without training."""
     from agent_rl.commands.rollout import run_rollout
-    from agent_rl.config.loader import load_config
     from agent_rl.controller import preflight
 
-    checked = preflight.run(load_config(config, overrides or ()), "rollout")
+    checked = preflight.run(load(config, overrides), "rollout")
     run_async(run_rollout(checked, tasks=tasks, split=split))
 
 
@@ -276,12 +270,11 @@ def plan(
 
     Exit code 1: the run does not fit, or the layout is not supported; the last line gives the reason and a remedy.
     """
-    from agent_rl.config.loader import load_config
     from agent_rl.planner.recorded import predict_time
     from agent_rl.planner.report import print_plan
     from agent_rl.planner.suggestions import make_plan
 
-    loaded = _of_rl(load_config(config, overrides or ()))
+    loaded = _load_rl(config, overrides)
     run_plan = make_plan(loaded, tokens=tokens)
     if time or assume or measured:
         run_plan = predict_time(run_plan, loaded, tokens=tokens, settings=assume or (), run=measured)
@@ -310,11 +303,10 @@ def dry_run(
     Exit code 1: a call would fail on a GPU; the last lines name it for each rank. docs/how-to/plan-a-run.md lists the
     limits.
     """
-    from agent_rl.config.loader import load_config
     from agent_rl.dryrun.report import print_dry_run
     from agent_rl.dryrun.run import dry_run as dry_run_ranks
 
-    loaded = _of_rl(load_config(config, overrides or ()))
+    loaded = _load_rl(config, overrides)
     results = dry_run_ranks(loaded, ranks=rank or (), skew=skew, layers=layers)
     print_dry_run(loaded, results)
     faults = [f"error: rank {result.rank}: {result.fault}" for result in results if result.fault is not None]
@@ -323,22 +315,22 @@ def dry_run(
         raise typer.Exit(1)
 
 
-def _of_rl(config: RunConfig) -> RunConfig:
-    """Raises UserError for a config of `agent-rl sft`."""
+def _load_rl(config: Path, overrides: list[str] | None) -> RunConfig:
+    """As :func:`load`. Raises UserError for a config of `agent-rl sft`."""
     from agent_rl.errors import UserError
 
-    if config.sft is not None:
+    loaded = load(config, overrides)
+    if loaded.sft is not None:
         raise UserError("the config has the section sft, and this command describes RL: add the override sft=null")
-    return config
+    return loaded
 
 
 @app.command()
 def setup(config: ConfigPath, overrides: Overrides = None) -> None:
     """Create what a config needs and is missing: the sandbox image and verified tasks."""
     from agent_rl.commands.setup import prepare
-    from agent_rl.config.loader import load_config
 
-    run_async(prepare(load_config(config, overrides or ())), RESUMABLE)
+    run_async(prepare(load(config, overrides)), RESUMABLE)
     typer.echo(f"next: agent-rl train {shlex.quote(str(config))}")
 
 
@@ -364,10 +356,9 @@ def launch_slurm(
     A job that is preempted or reaches its time limit requeues itself, and the run resumes.
     """
     from agent_rl.commands.launch import SlurmJob, slurm_script
-    from agent_rl.config.loader import load_config
 
     job = SlurmJob(time, nodes, tuple(option or ()), tuple(setup or ()), grace, requeues)
-    loaded = load_config(config, overrides or ())
+    loaded = load(config, overrides)
     path = out or Path(f"{loaded.name}.sbatch")
     named = str(config.absolute()) if config.is_file() else str(config)
     path.write_text(slurm_script(loaded, [named, *(overrides or ())], job))
@@ -389,9 +380,8 @@ def launch_k8s(
 ) -> None:
     """Write manifests of a Ray cluster for Kubernetes with KubeRay; apply them with kubectl. Never run on a cluster."""
     from agent_rl.commands.launch_k8s import Pods, manifests, run_command
-    from agent_rl.config.loader import load_config
 
-    loaded = load_config(config, overrides or ())
+    loaded = load(config, overrides)
     path = out or Path(f"{loaded.name}.k8s.yaml")
     path.write_text(manifests(loaded, Pods(image, claim, cpus, memory, nodes)))
     typer.echo(f"next: kubectl apply -f {path}\nthen: {run_command(loaded)}")

@@ -31,7 +31,7 @@ class ObjectiveSpec:
     ``ratio``: the clipped ratio, per token or the mean of a sequence. ``distance``: what the clip bounds.
     ``dual_clip``: whether dual clip applies. ``tau``: default temperatures of the soft gate, for positive and for other
     advantages; None: no gate. ``options``: the formula's further numbers with their defaults. ``selection``: import
-    path of the scores by which tokens are selected (:mod:`agent_rl.train.loss.selection`), the option ``fraction`` of
+    path of the scores by which tokens are selected (:mod:`agent_rl.train.loss.objectives`), the option ``fraction`` of
     all; None: no selection. ``aggregation``: default loss aggregation.
     """
 
@@ -94,18 +94,17 @@ _PULL = {"log_ratio_penalty": 0.0}
 DPPO_TV = ObjectiveSpec(f"{_FORMULAS}:dppo_tv", (0.2, 0.2), distance="probability", options=_PULL)
 DPPO_KL = ObjectiveSpec(f"{_FORMULAS}:dppo_kl", (0.05, 0.05), distance="kl", options=_PULL)
 # Bounds and fractions as in verl and in arXiv 2505.22617.
-_SELECTION = "agent_rl.train.loss.selection"
 CLIP_COV = ObjectiveSpec(
     f"{_FORMULAS}:clip_cov",
     (0.2, 0.2),
     options={"fraction": 2e-4, "cov_low": 1.0, "cov_high": 5.0},
-    selection=f"{_SELECTION}:within_bounds",
+    selection=f"{_FORMULAS}:within_bounds",
 )
 KL_COV = ObjectiveSpec(
     f"{_FORMULAS}:kl_cov",
     clip=None,
     options={"fraction": 2e-4, "kl": 1.0},
-    selection=f"{_SELECTION}:by_covariance",
+    selection=f"{_FORMULAS}:by_covariance",
 )
 
 OBJECTIVES = Registry(

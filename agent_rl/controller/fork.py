@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from agent_rl.config import RunConfig
 from agent_rl.config.loader import load_recorded
 from agent_rl.controller.async_rollout.task_ledger import LedgerFile
 from agent_rl.controller.config_changes import ConfigChange, accept, append_change, differences
 from agent_rl.controller.run_models import find_checkpoint, is_run
 from agent_rl.controller.state import evaluation_step, file_step
-from agent_rl.errors import UserError
+from agent_rl.errors import GuardStop, UserError
 from agent_rl.monitoring.metrics_log import MetricsLog
 from agent_rl.rollout.records import DIRECTORY, EVALUATIONS
 from agent_rl.train.checkpoint.directory import checkpoint_step
@@ -30,6 +32,7 @@ from agent_rl.utils.directory_lock import is_locked, lock_directory
 from agent_rl.utils.run_files import read_json, write_atomic, write_json
 
 _COPIED = ("config_history.jsonl", "metrics.jsonl", "ledger.jsonl", "quarantine.json", "tokenizer.json")
+_FORK = "-collapse-"
 
 
 def fork(run: Path, step: str, name: str, overrides: Sequence[str] = ()) -> Path:
@@ -115,3 +118,38 @@ def _link(source: Path, target: Path) -> None:
         copy = shutil.copytree if source.is_dir() else shutil.copy2
         shutil.rmtree(target, ignore_errors=True)
         copy(source, target)
+
+
+def train_with_forks(config: RunConfig, train: Callable[[RunConfig], None], note: Callable[[str], None]) -> None:
+    """Call ``train``; where it raises GuardStop, go on with a lower learning rate from a fork of the last good
+    checkpoint, at most ``guard.on_collapse.forks`` times.
+
+    The forks of a run NAME are NAME-collapse-1, NAME-collapse-2 and so on. If one exists, training continues with the
+    newest. Raises GuardStop when no fork is left, or no checkpoint is from before the collapse.
+    """
+    limit, lr_factor = config.guard.on_collapse.forks, config.guard.on_collapse.lr_factor
+    name, made = config.name, 0
+    while made < limit and (config.runs_dir / _fork_name(name, made + 1)).is_dir():
+        made += 1
+    if made:
+        config = _load_fork(config.runs_dir / _fork_name(name, made), note)
+    while True:
+        try:
+            return train(config)
+        except GuardStop as stop:
+            if made == limit or stop.last_good is None:
+                raise
+            note(f"stopped by the guard: {stop}")
+            made += 1
+            step, lr = checkpoint_step(stop.last_good), config.train.lr * lr_factor
+            config = _load_fork(fork(config.run_dir, str(step), _fork_name(name, made), [f"train.lr={lr!r}"]), note)
+
+
+def _fork_name(name: str, number: int) -> str:
+    return f"{re.sub(rf'{_FORK}[0-9]+$', '', name)}{_FORK}{number}"
+
+
+def _load_fork(run: Path, note: Callable[[str], None]) -> RunConfig:
+    config = load_recorded(run / "config.yaml")
+    note(f"guard.on_collapse: continuing with {run}, train.lr {config.train.lr:g}")
+    return config

@@ -29,7 +29,7 @@ from agent_rl.train.parallel_checks import cross_node_groups, node_block_sizes
 from agent_rl.train.ray_launch import worker_bundles, worker_device
 from agent_rl.train.ray_session import ray_session
 from agent_rl.utils.concurrency import shielded
-from sandbox.ray.open import named_nodes, ray_nodes
+from sandbox.ray.backend import named_nodes, ray_nodes
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup

@@ -14,8 +14,7 @@ from agent_rl.controller.cluster_resources import ClusterRequest
 from agent_rl.controller.placement import open_ray
 from envs import needs_sandbox
 from sandbox import ImagePolicy, NullBackend, SandboxBackend, SandboxPool, SandboxSpec, open_backend
-from sandbox.ray.backend import ClusterBackend
-from sandbox.ray.open import open_cluster
+from sandbox.ray.backend import ClusterBackend, open_cluster
 
 
 @asynccontextmanager

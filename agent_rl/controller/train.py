@@ -32,7 +32,6 @@ from agent_rl.controller.async_rollout.producer import RolloutProducer
 from agent_rl.controller.async_rollout.task_ledger import LedgerFile, LedgerRow, Outcome, TaskLedger
 from agent_rl.controller.batch import Batch, batch_metrics, build_batch, check_filled, goodput, rescore_values
 from agent_rl.controller.checkpoints import Checkpoints, Progress, TrainerRestarts
-from agent_rl.controller.curriculum import Curriculum, solve_rate
 from agent_rl.controller.engine_admission import EngineAdmission, check_missing_budget, probe_engines
 from agent_rl.controller.guard import Guard
 from agent_rl.controller.journal import Journal
@@ -41,7 +40,7 @@ from agent_rl.controller.preflight import Checked, check_remote_services
 from agent_rl.controller.rollout_runtime import RolloutRuntime, open_rollout_runtime
 from agent_rl.controller.state import RunState, keep_tokenizer
 from agent_rl.controller.summary import summarize, summary_table, why_idle
-from agent_rl.controller.task_order import TaskOrder
+from agent_rl.controller.task_order import Curriculum, TaskOrder, solve_rate
 from agent_rl.controller.teacher import Teacher, open_teacher
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.errors import TrainerDied

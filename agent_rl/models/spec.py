@@ -84,7 +84,8 @@ class ModelSpec:
         """From a config with Qwen3-MoE's key names, as :func:`agent_rl.models.families.read_config` returns it."""
         experts = FAMILIES[config["model_type"]].experts
         moe = tuple(experts and is_moe(config, layer) for layer in range(config["num_hidden_layers"]))
-        values = {name: config[key] for name, key in _KEYS.items() if config.get(key) is not None}
+        names = [field.name for field in fields(cls) if field.name != "moe" and field.name not in _EXPERT_KEYS]
+        values = {name: config[key] for name in names if config.get(key := _KEYS.get(name, name)) is not None}
         values |= {name: config[key] for name, key in _EXPERT_KEYS.items() if any(moe)}
         values.setdefault("qk_norm", FAMILIES[config["model_type"]].qk_norm)
         values.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
@@ -137,42 +138,17 @@ _KEYS = {
     "hidden": "hidden_size",
     "heads": "num_attention_heads",
     "kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
     "inner": "intermediate_size",
-    "vocab_size": "vocab_size",
     "max_positions": "max_position_embeddings",
     "shared_inner": "shared_expert_intermediate_size",
     "tied": "tie_word_embeddings",
-    "qk_norm": "qk_norm",
-    "qkv_bias": "qkv_bias",
-    "rotary_dim": "rotary_dim",
-    "rotary_interleaved": "rotary_interleaved",
-    "windows": "windows",
-    "sinks": "sinks",
-    "out_bias": "out_bias",
-    "scoring": "scoring",
     "gate_scale": "routed_scaling_factor",
-    "expert_groups": "expert_groups",
-    "top_groups": "top_groups",
-    "norm_topk_prob": "norm_topk_prob",
-    "router_bias": "router_bias",
-    "expert_form": "expert_form",
     "norm_eps": "rms_norm_eps",
     "init_std": "initializer_range",
-    "rope_theta": "rope_theta",
-    "rope_scaling": "rope_scaling",
-    "mixers": "mixers",
-    "latent": "latent",
-    "indexer": "indexer",
-    "output_gate": "output_gate",
-    "zero_centered_norms": "zero_centered_norms",
-    "delta": "delta",
-    "mamba": "mamba",
-    "single": "single",
-    "rotary": "rotary",
-    "quantized": "quantized",
 }
+"""The key of each field that has another name in a config."""
 _EXPERT_KEYS = {"num_experts": "num_experts", "top_k": "num_experts_per_tok", "expert_inner": "moe_intermediate_size"}
+"""The keys of fields that a dense model has not."""
 
 
 def read_model_spec(directory: Path) -> ModelSpec:
@@ -214,7 +190,7 @@ def difference(expected: ModelSpec, other: ModelSpec) -> str | None:
     name = next((name for name in compared if getattr(expected, name) != getattr(other, name)), None)
     if name is None:
         return None
-    key = _KEYS.get(name) or _EXPERT_KEYS.get(name) or "layers with experts"
+    key = "layers with experts" if name == "moe" else (_KEYS | _EXPERT_KEYS).get(name, name)
     return f"{key} {getattr(other, name)!r}, not {getattr(expected, name)!r}"
 
 

@@ -1,14 +1,16 @@
 """Every parameter of a model: its name in the trainer, its Hugging Face tensors, and its cut over ranks. No torch.
 
 This is the only description of tensors. Loading, export, checks of a checkpoint, checkpoints of training, adapters,
-weight sync and the plan use it. Parameters and tensors are listed in the order of an export.
+weight sync and the plan use it. Parameters and tensors are listed in the order of an export. It also has the rule for
+which tensors share a bucket of a weight sync (:func:`joined_tensors`, :func:`fill_buckets`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import TypeVar
 
 from agent_rl.models.cuts import Columns, Cut, Experts, HfTensor, Replicated, Rows
 from agent_rl.models.parts import ExpertForm, Indexer, Latent, Mixer
@@ -18,6 +20,7 @@ OUTPUT = "lm_head.weight"
 """The name of the output layer's tensor. A tied output layer is sent and saved under it too."""
 REPLICATED = Replicated()
 _ADAPTER_ENDS = {"a": ".lora_A", "b": ".lora_B"}
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,3 +303,42 @@ def _mlp(spec: ModelSpec, module: str, name: str, inner: int) -> Iterator[Parame
     gate_up = tuple(HfTensor(f"{name}.{part}_proj.weight", (inner, hidden)) for part in inputs)
     yield Parameter(f"{module}.linear_fc1.weight", gate_up, Rows())
     yield Parameter(f"{module}.linear_fc2.weight", (HfTensor(f"{name}.down_proj.weight", (hidden, inner)),), Columns())
+
+
+def joined_tensors(spec: ModelSpec) -> frozenset[str]:
+    """The tensors after which a bucket must not end: an engine loads some tensors only in one call
+    (:attr:`agent_rl.models.families.Family.together`)."""
+    joined: set[str] = set()
+    for layer in range(spec.num_layers) if spec.family.together else ():
+        names = [tensor.name for parameter in layer_parameters(spec, layer) for tensor in parameter.tensors]
+        for endings in spec.family.together:
+            places = [place for place, name in enumerate(names) if name.endswith(endings)]
+            joined.update(names[places[0] : places[-1]] if places else ())
+    return frozenset(joined)
+
+
+def fill_buckets(
+    items: Iterable[Item],
+    name: Callable[[Item], str],
+    size: Callable[[Item], int],
+    *,
+    limit: int,
+    joined: Collection[str],
+) -> Iterator[tuple[list[Item], bool]]:
+    """Buckets of items with at most ``limit`` bytes, in order, and whether each is the last. No bucket ends after a
+    name in ``joined``; items that belong together and are larger than ``limit`` have a bucket of their own. A single
+    empty bucket where there are no items."""
+    bucket: list[Item] = []
+    unit: list[Item] = []
+    filled = added = 0
+    for item in items:
+        unit.append(item)
+        added += size(item)
+        if name(item) in joined:
+            continue
+        if bucket and filled + added > limit:
+            yield bucket, False
+            bucket, filled = [], 0
+        bucket, filled = bucket + unit, filled + added
+        unit, added = [], 0
+    yield bucket + unit, True

@@ -238,7 +238,7 @@ METRICS: tuple[Metric, ...] = (
         ("data/position", "count", "Tasks drawn since the run began; the next step continues from here."),
     ),
     *_rows(
-        "agent_rl/controller/curriculum.py",
+        "agent_rl/controller/task_order.py",
         ("curriculum/tasks_seen", "count", "Tasks with a solve rate (`train.curriculum`)."),
         ("curriculum/solve_rate_mean", "share", "Latest solve rate of a task; mean over the tasks seen."),
     ),

@@ -15,8 +15,7 @@ from agent_rl.config import EngineConfig, RunConfig, TrainConfig
 from agent_rl.models.families import keeps_float32
 from agent_rl.models.mixer_costs import mixer_cost
 from agent_rl.models.spec import ModelSpec
-from agent_rl.models.tensors import OUTPUT
-from agent_rl.models.transfer import fill_buckets, joined_tensors
+from agent_rl.models.tensors import OUTPUT, fill_buckets, joined_tensors
 from agent_rl.planner.memory_model import BYTES, LOGITS_CHUNK, adapter_bytes, adapter_parameters
 from agent_rl.train.batching.cost import LayerFlops
 from agent_rl.train.hf_index import adapter_update_shapes, expected_shapes

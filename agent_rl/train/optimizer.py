@@ -10,7 +10,7 @@ it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from agent_rl.config import OnSpike
-from agent_rl.train.ema import EMA, WeightAverage
+from agent_rl.train.host_memory import host_tensor
 from agent_rl.train.optimizer_offload import (
     MasterShard,
     StoredState,
@@ -34,6 +34,10 @@ from agent_rl.train.optimizer_offload import (
 )
 from agent_rl.train.reports import Update
 from agent_rl.train.requests import OptimizerSpec
+
+EMA = "ema"
+"""The average's name among the tensors of a parameter's state."""
+
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -298,3 +302,28 @@ def _scheduler(optimizer: Any, spec: OptimizerSpec) -> OptimizerParamScheduler:
         wd_incr_steps=0,
         wd_incr_style="constant",
     )
+
+
+class WeightAverage:
+    """The exponential moving average of the trained weights (``train.ema``), for evaluation and export.
+
+    After each update, with the float32 master w of every weight that the rank holds::
+
+        average <- decay * average + (1 - decay) * w          the first average is the starting weights
+
+    ``values``: the averages of ``masters``, flat, float32, in their order. They are in host memory, cut as the
+    optimizer's state is, so no rank sends anything for them.
+    """
+
+    def __init__(self, masters: Sequence[Tensor], decay: float) -> None:
+        self._decay, sizes = decay, [master.numel() for master in masters]
+        block = host_tensor(sum(sizes), torch.float32, pinned=any(master.is_cuda for master in masters))
+        self.values = block.split(sizes)
+        for value, master in zip(self.values, masters, strict=True):
+            value.copy_(master.view(-1))
+
+    @torch.no_grad()
+    def update(self, masters: Iterable[Tensor]) -> None:
+        """Take the ``masters`` of an update into the average."""
+        for value, master in zip(self.values, masters, strict=True):
+            value.lerp_(master.view(-1).to("cpu"), 1.0 - self._decay)

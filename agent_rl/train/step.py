@@ -34,9 +34,8 @@ from agent_rl.train.batching.packing import MicroBatch, pack
 from agent_rl.train.batching.partition import MiniStepShare
 from agent_rl.train.expert_balancing.worker import PassBalancer
 from agent_rl.train.loss.corrections import correction_factors, weight_moments
-from agent_rl.train.loss.objectives import distilled_advantages
+from agent_rl.train.loss.objectives import covariance_moments, distilled_advantages, highest, selection_scores
 from agent_rl.train.loss.policy_loss import LossCounts, PolicyLoss, policy_loss
-from agent_rl.train.loss.selection import covariance_moments, highest, selection_scores
 from agent_rl.train.megatron.packed_batch import LossFn, PackedBatch, PassOutput, PassPlans
 from agent_rl.train.reference import Reference, ReferenceComparison, compare_with_reference, normalized_over_step
 from agent_rl.train.reports import (

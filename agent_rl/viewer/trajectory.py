@@ -28,6 +28,7 @@ BranchId = tuple[int, int]
 """The index of a trajectory in its step index, and of its branch."""
 MAX_ROWS = 512
 _LAYOUT = ("moe_layers", "num_experts", "top_k")
+_HEAD_COLUMNS = ("group", "task", "reward", "resolved", "training_status", "advantage")
 _NO_TOKENS: Json = {"tokens": [], "pieces": None, "sampled": [], "versions": [], "logprobs": [], "detail": None}
 
 
@@ -241,16 +242,11 @@ def _head(index: StepIndex, number: int, row: Mapping[str, Any]) -> Json:
         "id": f"{index.n}-{number}",
         "n": index.n,
         "step": index.step,
-        "group": columns["group"][number],
+        **{name: columns[name][number] for name in _HEAD_COLUMNS},
         "siblings": [f"{index.n}-{sibling}" for sibling in siblings],
-        "task": columns["task"][number],
         "env": row.get("env", ""),
-        "reward": columns["reward"][number],
-        "resolved": columns["resolved"][number],
         "stop": row["stop"],
         "error": row.get("error", ""),
-        "training_status": columns["training_status"][number],
-        "advantage": columns["advantage"][number],
         "hacks": row["suspected_hack"],
         "parts": row.get("parts", {}),
         "metrics": row.get("metrics", {}),

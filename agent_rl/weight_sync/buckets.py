@@ -11,7 +11,7 @@ from torch import Tensor
 
 from agent_rl.errors import WeightSyncError
 from agent_rl.models.families import keeps_float32
-from agent_rl.models.transfer import fill_buckets
+from agent_rl.models.tensors import fill_buckets
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,7 +40,7 @@ def buckets(
     joined: Collection[str] = (),
     allocate: Callable[[int, torch.device], Tensor] = _allocate,
 ) -> Iterator[Bucket]:
-    """Group ``weights`` into buckets of about ``limit`` bytes (:func:`agent_rl.models.transfer.fill_buckets`),
+    """Group ``weights`` into buckets of about ``limit`` bytes (:func:`agent_rl.models.tensors.fill_buckets`),
     converted to ``dtype`` except those that stay float32 (:func:`agent_rl.models.families.keeps_float32`). The last
     bucket is marked. ``allocate`` makes the memory of a bucket."""
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from agent_rl.engine.server.delta_codec import DeltaWriter, state_digest, tensor_digest, words_of
 from agent_rl.errors import WeightSyncError
 from agent_rl.models.spec import ModelSpec
-from agent_rl.models.transfer import fill_buckets, joined_tensors
+from agent_rl.models.tensors import fill_buckets, joined_tensors
 from agent_rl.weight_sync.buckets import sent_dtype
 from agent_rl.weight_sync.digests import Digests
 from agent_rl.weight_sync.publisher import StageTimer, WeightPublisher

@@ -34,7 +34,7 @@ from agent_rl.engine.launch import free_port
 from agent_rl.engine.server.lora_merge import SUFFIX, BaseWeights
 from agent_rl.errors import WeightSyncError
 from agent_rl.models.spec import ModelSpec
-from agent_rl.models.transfer import joined_tensors
+from agent_rl.models.tensors import joined_tensors
 from agent_rl.utils.sockets import LOOPBACK, address_towards, is_loopback, listen_at
 from agent_rl.weight_sync.adapters import add_merged
 from agent_rl.weight_sync.buckets import Bucket, buckets

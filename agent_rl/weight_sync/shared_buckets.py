@@ -29,7 +29,7 @@ from torch.multiprocessing import reductions
 from agent_rl.config import EngineConfig
 from agent_rl.errors import WeightSyncError
 from agent_rl.models.spec import ModelSpec
-from agent_rl.models.transfer import joined_tensors
+from agent_rl.models.tensors import joined_tensors
 from agent_rl.weight_sync.buckets import Bucket, buckets
 
 _ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"

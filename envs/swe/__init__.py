@@ -6,18 +6,3 @@ from envs.swe.episode import PatchError, SweEpisode, start_episode
 from envs.swe.grading import grade_patch, verify_record
 from envs.swe.records import SweRecord, write_jsonl
 from envs.swe.sources import read_jsonl, read_records
-
-__all__ = [
-    "PatchError",
-    "SweEnvironment",
-    "SweEpisode",
-    "SweRecord",
-    "diff_files",
-    "grade_patch",
-    "read_jsonl",
-    "read_records",
-    "start_episode",
-    "unverifiable_counts",
-    "verify_record",
-    "write_jsonl",
-]

@@ -22,7 +22,6 @@ from docker.types import LogConfig, Ulimit
 
 from sandbox.base import ROOT
 from sandbox.disk import check_free_space
-from sandbox.docker.build import base_images, build_image, image_name
 from sandbox.docker.client import (
     THREADS,
     EngineClient,
@@ -32,7 +31,7 @@ from sandbox.docker.client import (
     supports_quota,
     translate_errors,
 )
-from sandbox.docker.images import ImageStore, image_index_path
+from sandbox.docker.images import ImageStore, base_images, build_image, image_index_path, image_name
 from sandbox.docker.lease import OWNER_LABEL, RUN_LABEL, EngineLease, engine_leases, remove_lease
 from sandbox.docker.sandbox import DockerSandbox
 from sandbox.errors import (

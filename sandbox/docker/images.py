@@ -2,6 +2,8 @@
 
 It removes only images that it pulled itself. An index file per user and engine records their ids and when a sandbox was
 last started from them. It keeps images that the user pulled, built or renamed, and images in use by a container.
+
+It also builds images from directories: without a network, and from base images that the engine has.
 """
 
 from __future__ import annotations
@@ -13,10 +15,11 @@ import hashlib
 import json
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +28,14 @@ import docker.errors
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
 from sandbox.docker.client import EngineClient
-from sandbox.errors import ImageMissingError, ImagePullError, SandboxDiskFullError, SandboxError, SandboxLostError
+from sandbox.errors import (
+    ImageBuildError,
+    ImageMissingError,
+    ImagePullError,
+    SandboxDiskFullError,
+    SandboxError,
+    SandboxLostError,
+)
 from sandbox.timeouts import uncharged
 from sandbox.types import ImagePolicy
 
@@ -45,6 +55,8 @@ _PERMANENT_FAILURES = (
     "gave http response",
 )
 _log = logging.getLogger(__name__)
+_FROM = re.compile(r"FROM\s+(?:--\S+\s+)*(\S+)(?:\s+AS\s+(\S+))?\s*", re.IGNORECASE)
+_LAST_LINES = 3
 
 
 class ImageStore:
@@ -162,3 +174,52 @@ def image_index_path(engine_info: Mapping[str, Any]) -> Path:
     """Return the path of the index file of an engine."""
     engine = hashlib.sha256(f"{engine_info['Name']}:{engine_info['DockerRootDir']}".encode()).hexdigest()[:16]
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "agent-rl", f"images-{engine}.json")
+
+
+def image_name(directory: Path) -> str:
+    """Return the name of the image of ``directory``: a digest of its files, their modes and the targets of its links.
+
+    Raises ``ImageBuildError`` without a Dockerfile.
+    """
+    if not (directory / "Dockerfile").is_file():
+        raise ImageBuildError(f"{directory}: no Dockerfile")
+    digest = hashlib.sha256()
+    for path in sorted(directory.rglob("*")):
+        content = str(path.readlink()).encode() if path.is_symlink() else path.read_bytes() if path.is_file() else b""
+        name = f"{path.relative_to(directory)}\0{path.lstat().st_mode:o}\0{len(content)}\0"
+        digest.update(name.encode(errors="surrogateescape") + content)
+    return f"agent-rl-built:{digest.hexdigest()[:24]}"
+
+
+def base_images(dockerfile: str) -> list[str]:
+    """Return the images from which the Dockerfile begins its stages, without those that an argument names."""
+    stages, images = {"scratch"}, []
+    for line in dockerfile.splitlines():
+        if match := _FROM.fullmatch(line.strip()):
+            if match[1].lower() not in stages and "$" not in match[1]:
+                images.append(match[1])
+            stages.add((match[2] or "").lower())
+    return images
+
+
+def build_image(api: EngineClient, directory: Path, name: str, timeout: float) -> None:
+    """Build image ``name``; the engine's cache keeps its layers. Blocking. Raises ``ImageBuildError``."""
+    deadline, said = time.monotonic() + timeout, [""]
+    try:
+        for line in _output(api, directory, name):
+            said.append(str(line.get("stream", "")))
+            if "error" in line:
+                reason = " ".join(" ".join([*said[-_LAST_LINES:], str(line["error"])]).split())
+                raise ImageBuildError(f"{directory}: it cannot be built without a network: {reason[-400:]}")
+            if time.monotonic() > deadline:
+                raise ImageBuildError(f"{directory}: its build takes more than {timeout:.0f} s")
+    except (docker.errors.BuildError, docker.errors.APIError, TypeError) as error:
+        raise ImageBuildError(f"{directory}: {error}") from None
+
+
+def _output(api: EngineClient, directory: Path, name: str) -> Iterator[dict[str, str]]:
+    """The engine's lines about the build. Closing it ends the build."""
+    with closing(
+        api.build(path=str(directory), tag=name, network_mode="none", rm=True, forcerm=True, decode=True)
+    ) as it:
+        yield from it

@@ -8,7 +8,7 @@ import pytest
 from support.pipeline_run import Life, run_config
 
 from agent_rl.config import RunConfig
-from agent_rl.controller.collapse import train_with_forks
+from agent_rl.controller.fork import train_with_forks
 from agent_rl.errors import GuardStop
 
 

@@ -13,8 +13,7 @@ from support.pipeline_run import POINTS, TASKS, Deaths, Life, run_config
 from agent_rl.config import RunConfig
 from agent_rl.config.train import CurriculumConfig
 from agent_rl.controller.async_rollout.task_ledger import read_ledger
-from agent_rl.controller.curriculum import NAME, Curriculum
-from agent_rl.controller.task_order import TaskOrder, WeightedTasks
+from agent_rl.controller.task_order import DRAWS, Curriculum, TaskOrder, WeightedTasks
 from agent_rl.monitoring.metrics_log import read_metrics
 from envs import Task
 
@@ -46,7 +45,7 @@ def test_a_draw_is_kept_whatever_the_rates_become(tmp_path: Path) -> None:
     settings = CurriculumConfig.model_validate(UNSOLVED)
     first = [Curriculum(settings, lambda: rates, tmp_path).draw(TASKS[:6], at, 0) for at in range(12)]
     rates |= {task.id: 0.0 for task in TASKS[:5]}
-    with (tmp_path / NAME).open("ab") as file:
+    with (tmp_path / DRAWS).open("ab") as file:
         file.write(b"[12, ")  # a kill cut the line off
     again = Curriculum(settings, lambda: rates, tmp_path)
     assert [again.draw(TASKS[:6], at, 0) for at in range(12)] == first
@@ -89,7 +88,7 @@ async def test_a_killed_run_draws_the_tasks_of_an_unkilled_one(tmp_path: Path, s
 async def test_a_run_that_samples_ahead_keeps_its_draws(tmp_path: Path) -> None:
     config = curriculum_config(tmp_path, 1)
     await lived(config, [Deaths("trained", 2), Deaths("episode", 5)])
-    recorded = dict(json.loads(line) for line in (config.run_dir / NAME).read_text().splitlines())
+    recorded = dict(json.loads(line) for line in (config.run_dir / DRAWS).read_text().splitlines())
     taken = [(position, row) for row in read_ledger(config.run_dir) for position in row.outcomes]
     for position, row in taken:
         assert recorded[position] in row.tasks

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from envs.swe import diff_files
-from envs.swe.datasets.scripts import END, START
+from envs.swe.datasets.spec import END, START
 from tests.envs.images import GIT_WITH_A_FUTURE, directory_image
 
 BROKEN = {

@@ -13,8 +13,7 @@ from support.family_models import FAMILIES, write_model
 
 from agent_rl.errors import ConfigError
 from agent_rl.models.spec import read_model_spec
-from agent_rl.models.tensors import model_parameters
-from agent_rl.models.transfer import fill_buckets, joined_tensors
+from agent_rl.models.tensors import fill_buckets, joined_tensors, model_parameters
 from agent_rl.train.hf_index import check_checkpoint, expected_shapes
 
 

@@ -64,7 +64,7 @@ CALC = SweRecord(
 @pytest.fixture(autouse=True)
 def short_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure every 0.5 s to shorten the tests."""
-    monkeypatch.setattr("sandbox.disk_watch._EVERY", 0.5)
+    monkeypatch.setattr("sandbox.disk._EVERY", 0.5)
 
 
 @pytest.fixture(params=[BUBBLEWRAP, DOCKER, PODMAN])

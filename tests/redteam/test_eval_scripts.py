@@ -11,7 +11,7 @@ from support.contexts import backend_of
 
 from envs import EnvContext
 from envs.swe import SweRecord, diff_files, grade_patch
-from envs.swe.datasets.scripts import CONDA, END, START, apply_test_patch, eval_script
+from envs.swe.datasets.spec import CONDA, END, START, apply_test_patch, eval_script
 from envs.swe.records import SWEBENCH_SCRIPT, parse_record
 from sandbox import ImagePolicy, SandboxLostError, SandboxSpec
 from tests.envs.dataset_rows import BROKEN, FAIL_TO_PASS, FIX, PASS_TO_PASS, TEST_PATCH, conda_files, image

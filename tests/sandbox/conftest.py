@@ -29,7 +29,7 @@ from sandbox import (
 )
 from sandbox.docker.client import EngineClient, connect
 from sandbox.docker.lease import RUN_LABEL
-from sandbox.ray.open import open_cluster
+from sandbox.ray.backend import open_cluster
 
 WAIT_SECONDS = 20.0
 # Runs use every backend through a pool; here only the cheapest backend has one.

@@ -42,9 +42,8 @@ from sandbox import (
 )
 from sandbox.bubblewrap.backend import BubblewrapBackend
 from sandbox.lease import Owner
-from sandbox.ray.backend import ClusterBackend, SandboxNode
+from sandbox.ray.backend import ClusterBackend, SandboxNode, check_same_backend, open_cluster, sandbox_nodes
 from sandbox.ray.node import RemoteNode, SandboxNodeActor
-from sandbox.ray.open import check_same_backend, open_cluster, sandbox_nodes
 from tools import ToolCall
 
 pytestmark = [pytest.mark.bubblewrap, pytest.mark.megatron, pytest.mark.timeout(120)]
@@ -341,7 +340,7 @@ _RUN = """
 import asyncio, json, sys
 from agent_rl.train.ray_session import ray_session
 from sandbox import SandboxSpec
-from sandbox.ray.open import open_cluster
+from sandbox.ray.backend import open_cluster
 
 async def main(address, marker):
     async with ray_session(address, cpus=1):

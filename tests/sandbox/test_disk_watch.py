@@ -8,13 +8,12 @@ from collections.abc import Sequence
 import pytest
 
 from sandbox import SandboxLostError
-from sandbox.disk import Usage
-from sandbox.disk_watch import DiskWatch
+from sandbox.disk import DiskWatch, Usage
 
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sandbox.disk_watch._EVERY", 0.001)
+    monkeypatch.setattr("sandbox.disk._EVERY", 0.001)
 
 
 class Disk:

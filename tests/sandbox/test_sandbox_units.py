@@ -29,9 +29,9 @@ from sandbox import (
 from sandbox.bubblewrap.seccomp import sandbox_filter
 from sandbox.cgroup import ran_out_of_memory
 from sandbox.docker.backend import check_limits
-from sandbox.docker.build import base_images, image_name
 from sandbox.docker.client import is_quota_refusal, supports_quota
 from sandbox.docker.exec import END, Demux, MarkedStream
+from sandbox.docker.images import base_images, image_name
 from sandbox.lease import EXPIRY_SECONDS, Heartbeat, Lease, Owner
 from sandbox.nofollow_io import SandboxRequired, read_file_nofollow, write_file_nofollow
 from sandbox.process import Capture

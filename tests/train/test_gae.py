@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason="torch is not installed (the train extra)")
 
-from agent_rl.config.critic import CriticConfig  # noqa: E402
+from agent_rl.config.train import CriticConfig  # noqa: E402
 from agent_rl.train.loss.gae import generalized_advantages, value_loss  # noqa: E402
 
 MASKS = st.lists(st.lists(st.booleans(), min_size=1, max_size=24), min_size=1, max_size=5)

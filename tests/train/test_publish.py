@@ -20,7 +20,7 @@ from support.fake_sglang import SPEC
 
 from agent_rl.config import EngineConfig
 from agent_rl.errors import WeightSyncError
-from agent_rl.models.transfer import fill_buckets
+from agent_rl.models.tensors import fill_buckets
 
 torch = pytest.importorskip("torch", reason="needs the trainer environment")
 

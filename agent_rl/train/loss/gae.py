@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from agent_rl.config.critic import CriticConfig
+from agent_rl.config.train import CriticConfig
 
 
 @dataclass(frozen=True, slots=True, eq=False)

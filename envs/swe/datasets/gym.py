@@ -9,8 +9,17 @@ import re
 import shlex
 from typing import Any
 
-from envs.swe.datasets.scripts import CONDA, apply_test_patch, eval_script, test_files
-from envs.swe.datasets.spec import Row, as_record, grading, image_of, require
+from envs.swe.datasets.spec import (
+    CONDA,
+    Row,
+    apply_test_patch,
+    as_record,
+    eval_script,
+    grading,
+    image_of,
+    require,
+    test_files,
+)
 
 _TEST_COMMANDS = {
     "bokeh/bokeh": "pytest -rA -n0",

@@ -9,8 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from envs.swe.datasets.scripts import eval_script
-from envs.swe.datasets.spec import Row, as_record, grading, parse_object, require
+from envs.swe.datasets.spec import Row, as_record, eval_script, grading, parse_object, require
 
 _REQUEST = "responses_create_params"
 _OWN_GRADERS = ("nv-internal-1", "swe-bench-ext", "deepswe", "denovoswe")

@@ -8,8 +8,21 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from envs.swe.datasets.scripts import CONDA, apply_patch, apply_test_patch, eval_script, test_files
-from envs.swe.datasets.spec import Row, as_record, command_lines, grading, image_of, parse_object, require, string_list
+from envs.swe.datasets.spec import (
+    CONDA,
+    Row,
+    apply_patch,
+    apply_test_patch,
+    as_record,
+    command_lines,
+    eval_script,
+    grading,
+    image_of,
+    parse_object,
+    require,
+    string_list,
+    test_files,
+)
 
 _CONFIG = "install_config"
 _PYTEST_PARSERS = frozenset({"parse_log_pytest", "parse_log_pytest_options", "parse_log_pytest_v2"})

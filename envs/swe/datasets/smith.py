@@ -8,8 +8,7 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-from envs.swe.datasets.scripts import CONDA, eval_script
-from envs.swe.datasets.spec import Row, as_record, grading, require, string_list
+from envs.swe.datasets.spec import CONDA, Row, as_record, eval_script, grading, require, string_list
 from envs.swe.diff.git_diff import reversed_patch
 
 PARSER = "swe-smith"
