@@ -2,14 +2,18 @@
 
 Each server has its own path on one local HTTP server. It refuses what SGLang, or NCCL between SGLang and the trainer,
 would refuse: ranks that are taken or outside of the group, requests out of order, unknown tensors, tensors of another
-shape or precision, and unannounced bytes. A broadcast waits, as with NCCL, until all engines have joined it.
+shape or precision, unannounced bytes, and handles of a bucket that do not fit its tensors or the engine's ranks. A
+broadcast waits, as with NCCL, until all engines have joined it.
 """
 
 from __future__ import annotations
 
+import io
 import math
+import pickle
 import threading
-from collections.abc import Callable, Mapping
+from base64 import b64decode
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -50,6 +54,18 @@ class _Engine:
         assert bucket is not None
         bucket.received, self.version = True, bucket.version
         return bucket.size
+
+
+class _HandleReader(pickle.Unpickler):
+    """Reads a handle of :mod:`agent_rl.weight_sync.shared_buckets` without opening memory: the bucket's tensor becomes
+    the shape that the handle states for it."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        return _stated_shape if name == "rebuild_cuda_tensor" else super().find_class(module, name)
+
+
+def _stated_shape(_tensor_type: Any, shape: tuple[int, ...], *_: Any) -> tuple[int, ...]:
+    return shape
 
 
 class _Server(ThreadingHTTPServer):
@@ -123,6 +139,7 @@ class FakeEngines:
             "pause_generation": self._transition(("sampling", "paused"), "paused"),
             "begin_weight_update": self._transition(("paused",), "open"),
             "update_weights_from_distributed": self._receive_bucket,
+            "update_weights_from_tensor": self._open_bucket,
             "end_weight_update": self._end,
             "continue_generation": self._transition(("paused",), "sampling"),
             "flush_cache": self._transition(("paused",), "paused"),
@@ -197,13 +214,33 @@ class FakeEngines:
 
         return move
 
-    def _receive_bucket(self, number: int, engine: _Engine, body: Mapping[str, Any]) -> dict[str, Any]:
+    def _open_bucket(self, number: int, engine: _Engine, body: Mapping[str, Any]) -> dict[str, Any]:
+        """A bucket in memory that the trainer's ranks share with the engine's: a handle for each of these."""
+        self._check_accepts(number, engine)
+        handles = [_HandleReader(io.BytesIO(b64decode(each))).load() for each in body["serialized_named_tensors"]]
+        if not self._colocated or len(handles) != self._ranks:
+            raise ValueError(f"engine {number}: {len(handles)} handles for {self._ranks} ranks")
+        tensors = [[(each.name, each.dtype, each.shape) for each in handle["metadata"]] for handle in handles]
+        size = self._sizes(
+            number, engine, [(name, str(dtype).removeprefix("torch."), [*shape]) for name, dtype, shape in tensors[0]]
+        )
+        stated = [handle["flattened_tensor"] for handle in handles]
+        if tensors != tensors[:1] * len(tensors) or stated != [(size,)] * len(stated):
+            raise ValueError(f"engine {number}: handles of one bucket differ, or do not have its {size} bytes")
+        engine.version = body["weight_version"]
+        return {"success": True}
+
+    def _check_accepts(self, number: int, engine: _Engine) -> None:
         if self.refuse_buckets and number == 0:
             raise ValueError("this engine refuses all buckets")
-        if engine.state != "open" or not engine.ranks:
+        if engine.state != "open":
             raise ValueError(f"engine {number}: a bucket came while the engine is {engine.state}")
-        tensors = zip(body["names"], body["dtypes"], body["shapes"], strict=True)
-        size = sum(self._size(number, engine, *tensor) for tensor in tensors)
+
+    def _receive_bucket(self, number: int, engine: _Engine, body: Mapping[str, Any]) -> dict[str, Any]:
+        self._check_accepts(number, engine)
+        if not engine.ranks:
+            raise ValueError(f"engine {number}: a bucket came before the engine joined the group")
+        size = self._sizes(number, engine, [*zip(body["names"], body["dtypes"], body["shapes"], strict=True)])
         bucket = _Bucket(size, body["weight_version"])
         with self._changed:
             self._changed.wait_for(lambda: engine.pending is None, self._seconds)
@@ -214,6 +251,10 @@ class FakeEngines:
                 engine.pending = None
                 raise ValueError(f"engine {number}: a bucket was announced and did not come")
         return {"success": True}
+
+    def _sizes(self, number: int, engine: _Engine, tensors: Sequence[tuple[str, str, list[int]]]) -> int:
+        """Returns the bytes of a bucket of ``tensors``: names, dtypes, shapes."""
+        return sum(self._size(number, engine, *tensor) for tensor in tensors)
 
     def _size(self, number: int, engine: _Engine, name: str, dtype: str, shape: list[int]) -> int:
         """Returns a tensor's bytes; adapters and some tensors are sent in float32 whatever the model's dtype is."""

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.multiprocessing import reductions
 
 from agent_rl.dryrun.usage import UsageRecorder
 from agent_rl.train.megatron.cpu import Stream, without_compile
@@ -73,15 +74,25 @@ def _patch_torch(usage: UsageRecorder) -> None:
     cuda._lazy_init = lambda: None
     cuda.is_available, cuda.device_count, cuda.current_device = lambda: True, lambda: 1, lambda: 0
     cuda.get_device_capability = lambda *_: (9, 0)
+    cuda.get_device_properties = lambda *_: SimpleNamespace(uuid="simulated")
+    cuda.ipc_collect = _set_state
     cuda.Stream = cuda.Event = stream
     cuda.current_stream = cuda.default_stream = lambda *_, **__: current
     cuda.stream = lambda *_, **__: contextlib.nullcontext()
     cuda.synchronize = lambda *_, **__: usage.add_sync()
     cuda.empty_cache = _set_state
+    handles: Any = reductions
+    handles.reduce_tensor = _reduce_tensor
     cuda.get_rng_state, cuda.set_rng_state, cuda.manual_seed = _state, _set_state, _set_state
     cuda.cudart = functools.partial(
         SimpleNamespace, cudaHostRegister=_register_pinned(usage), cudaHostUnregister=lambda _: 0
     )
+
+
+def _reduce_tensor(tensor: Any) -> tuple[Any, tuple[Any, ...]]:
+    """The arguments of torch's ``rebuild_cuda_tensor`` up to the device. A simulated storage has no handle."""
+    layout = (torch.Tensor, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+    return reductions.rebuild_cuda_tensor, (*layout, torch.UntypedStorage, tensor.dtype, tensor.device.index)
 
 
 def _register_pinned(usage: UsageRecorder) -> Any:

@@ -88,7 +88,9 @@ class FakeCudaMode(TorchDispatchMode):
         if outs and not (func.is_view or packet in _FREE or func in _COUNTED_BY_HANDLER):
             precision = next((_PRECISIONS[each.dtype] for each in inputs if each.dtype in _PRECISIONS), "")
             flops = _flops(func, args, options, result)
-            self.usage.add_operation(flops, _moved_bytes(inputs, outs, lookup=packet in _LOOKUPS), precision)
+            moved = _moved_bytes(inputs, outs, lookup=packet in _LOOKUPS)
+            attention = "attention" in packet.__name__ or "attn" in packet.__name__
+            self.usage.add_operation(flops, moved, precision, attention=attention)
 
 
 def _device_tensors(tree: Any) -> list[FakeTensor]:

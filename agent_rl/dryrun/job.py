@@ -15,8 +15,9 @@ ENGINE_GROUP = "engines"
 
 STEP_PHASES = ("rest of a step", "old log-probs", "reference", "update", "step")
 """Phases of a global step; the first covers what runs between the others."""
-WEIGHT_PHASES = ("export", "publish", "refused publish")
-"""Phases that send weights: to a directory, to engines, and to engines of which one refuses."""
+WEIGHT_PHASES = ("export", "publish", "refused publish", "shared publish", "refused shared publish")
+"""Phases that send weights: to a directory, to engines, and to engines of which one refuses; the last two only with
+``engine.colocate``, through memory that the engines share with the trainer."""
 
 Owner = Literal["weights", "gradients", "optimizer", "activations", "temporaries", "copies", "other state"]
 """Owner of GPU memory. ``activations`` are kept for a backward pass, ``copies`` are weights on their way out,
@@ -55,8 +56,9 @@ class RankJob:
 
 @dataclass(frozen=True, slots=True)
 class PhaseRecord:
-    """A phase's ``peak`` bytes of GPU memory by ``owners``, ``flops``, ``seconds`` of its operations, ``sent`` bytes
-    and ``calls`` by group, and ``syncs`` of the host with the GPU."""
+    """A phase's ``peak`` bytes of GPU memory by ``owners``, ``flops`` and those of ``attention``, ``seconds`` of its
+    operations at the GPU's peak speed, ``sent`` bytes and ``calls`` by group, and ``syncs`` of the host with the
+    GPU."""
 
     peak: int
     flops: int
@@ -65,6 +67,7 @@ class PhaseRecord:
     owners: dict[Owner, int] = field(default_factory=dict)
     seconds: float = 0.0
     calls: dict[str, int] = field(default_factory=dict)
+    attention: int = 0
 
 
 @dataclass(frozen=True, slots=True)

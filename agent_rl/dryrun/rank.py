@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from agent_rl.config import EngineConfig
 from agent_rl.dryrun import fake_cuda_api as cuda
 from agent_rl.dryrun import fake_cuda_mode as mode
 from agent_rl.dryrun.batch import make_samples, mini_step_share
@@ -29,7 +31,7 @@ from agent_rl.models.spec import read_model_spec
 from agent_rl.models.tensors import embedding_tensor, model_parameters
 from agent_rl.planner.hardware import Gpu
 from agent_rl.planner.planner import engine_count
-from agent_rl.train.hf_index import adapter_update_shapes, expected_shapes
+from agent_rl.train.hf_index import Shapes, adapter_update_shapes, expected_shapes
 from agent_rl.train.requests import OptimizerSpec, StepRequest, WorkerRequest
 from agent_rl.weight_sync.adapters import SUFFIX
 from agent_rl.weight_sync.requests import PublishRequest
@@ -70,7 +72,7 @@ def dry_run_rank(job: RankJob, environment: RankEnvironment) -> RankRecord:
     phases = {
         name: PhaseRecord(
             peaks[name].peak, phase.flops, dict(phase.sent), phase.syncs, peaks[name].owners, phase.seconds,
-            dict(phase.calls),
+            dict(phase.calls), phase.attention,
         )
         for name, phase in usage.phases.items()
     }  # fmt: skip
@@ -130,7 +132,7 @@ def _run(job: RankJob, environment: RankEnvironment, progress: RankProgress) -> 
         rank.grpo(samples, [share], StepRequest(job.config, measure_without_replay=False), shards)
     gc.collect()
     progress.retained = usage.allocated - progress.static
-    collectives.gather_objects = partial(_specs_of_all_stages, model) if ranks.pipeline_size > 1 else None
+    collectives.gather_objects = partial(_announced_before_a_sync, model, train.parallel.world_size)
     with usage.phase(WEIGHT_PHASES[0], owner="copies"):
         deque(model.export_weights(), maxlen=0)
     _publish(job, rank, environment)
@@ -186,6 +188,14 @@ def _one_peer_swaps(rank: int, ranks: int, own: tuple[Any, Any]) -> list[Any]:
     return swaps
 
 
+def _announced_before_a_sync(model: PolicyModel, world_size: int, own: Any) -> list[Any]:
+    """Returns what all ranks announce where this one announces ``own``: the names of the GPUs, the tensors of the
+    pipeline stages, or the handles of a shared bucket, which are all alike here."""
+    if isinstance(own, str):
+        return [str(rank) for rank in range(world_size)]
+    return _specs_of_all_stages(model, own) if isinstance(own, list) else [own] * world_size
+
+
 def _specs_of_all_stages(model: PolicyModel, own: list[Any]) -> list[Any]:
     """Returns the tensors and dtypes that each pipeline stage announces before a sync: ``own`` for this rank's stage,
     and those by the description of the model for the others."""
@@ -199,24 +209,47 @@ def _specs_of_all_stages(model: PolicyModel, own: list[Any]) -> list[Any]:
 
 
 def _publish(job: RankJob, rank: Any, environment: RankEnvironment) -> None:
-    """Run a weight sync that all engines accept, then one whose first bucket an engine refuses.
+    """Run weight syncs as the config makes them: through a process group, and with ``engine.colocate`` also through
+    shared memory. Each is run twice: all engines accept it, and an engine refuses its first bucket.
 
     Raises TrainerError if the first fails, or if the second does not fail at once.
     """
-    usage, model_spec = environment.usage, rank.model.model_spec
     engine = job.config.engine.model_copy(update={"api_key_env": None, "weight_sync": "full"})
+    lora = job.config.train.lora if engine.merges_adapters else None
+    sent = None if lora is None else adapter_update_shapes(rank.model.model_spec, lora.rank)
+    _publish_to(_fake_engines(engine, rank, sent), (), WEIGHT_PHASES[1:3], engine, rank, environment)
+    if engine.colocate:
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(job.rank)  # as Ray sets it; engines use the GPUs in order
+        gpus = [[str(engine.gpus * number + gpu) for gpu in range(engine.gpus)] for number in range(engine.count)]
+        _publish_to(_fake_engines(engine, rank), gpus, WEIGHT_PHASES[3:], engine, rank, environment)
+    rank.close()
+
+
+def _fake_engines(config: EngineConfig, rank: Any, changes: Shapes | None = None) -> FakeEngines:
+    """The engines of ``config``, which receive all weights, or the ``changes`` that adapters make."""
+    model_spec = rank.model.model_spec
     expected = expected_shapes(model_spec)
     if model_spec.tied:
         expected["lm_head.weight"] = expected[embedding_tensor(model_spec).name]
-    if (lora := job.config.train.lora) is not None and engine.merges_adapters:
-        expected = {name + SUFFIX: shape for name, shape in adapter_update_shapes(model_spec, lora.rank).items()}
-    options = engine_count(job.config.engine), engine.gpus, expected, engine.dtype
-    with FakeEngines(*options, colocated=engine.colocate) as fakes:
+    if changes is not None:
+        expected = {name + SUFFIX: shape for name, shape in changes.items()}
+    return FakeEngines(engine_count(config), config.gpus, expected, config.dtype, colocated=config.colocate)
+
+
+def _publish_to(
+    engines: FakeEngines,
+    gpus: Sequence[Sequence[str]],
+    phases: Sequence[str],
+    config: EngineConfig,
+    rank: Any,
+    environment: RankEnvironment,
+) -> None:
+    with engines as fakes:
         environment.collectives.engines = fakes
-        for name, refuse_buckets in zip(WEIGHT_PHASES[1:], (False, True), strict=True):
+        for name, refuse_buckets in zip(phases, (False, True), strict=True):
             fakes.refuse_buckets = refuse_buckets
-            with usage.phase(name, owner="copies"):
-                report = rank.publish(PublishRequest(fakes.urls, name, engine))
+            with environment.usage.phase(name, owner="copies"):
+                report = rank.publish(PublishRequest(fakes.urls, name, config, gpus))
                 failures = [*fakes.violations, *(report.failures.values() if report else ())]
                 if fakes.violations or (report is not None and bool(failures) != refuse_buckets):
                     raise TrainerError(
@@ -224,7 +257,6 @@ def _publish(job: RankJob, rank: Any, environment: RankEnvironment) -> None:
                         if failures
                         else "an engine refused a bucket and the weight sync reported no failure"
                     )
-    rank.close()
 
 
 def _last_stage_output(phase: str, tokens: int) -> Any:

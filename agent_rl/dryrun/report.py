@@ -13,6 +13,7 @@ from rich.table import Table
 from agent_rl.config import RunConfig
 from agent_rl.dryrun.job import ENGINE_GROUP, STEP_PHASES, WEIGHT_PHASES, Owner, RankRecord
 from agent_rl.dryrun.run import DryRunResult, PlannedFigures, planned_figures
+from agent_rl.planner.assumptions import Assumptions
 from agent_rl.planner.hardware import GPUS, Gpu
 from agent_rl.planner.plan import GIB, gib
 
@@ -41,8 +42,11 @@ def print_dry_run(config: RunConfig, results: list[DryRunResult]) -> None:
 
 def _phases(config: RunConfig, result: DryRunResult, plan: PlannedFigures) -> Table:
     name = config.hardware.gpu
-    columns = ("peak, GiB", "TFLOP", "planned", "products, s", "roofline, s", "sending, s", "waits", "waits a layer")
-    table = _table(f"phases, with the least seconds on a GPU {name}", *columns)
+    least = ("products, s", "roofline, s", "sending, s")
+    columns = ("peak, GiB", "TFLOP", "planned", *least, "expected, s", "waits", "waits a layer")
+    table = _table(
+        f"phases, with the least seconds on a GPU {name}, and those that agent-rl plan --time expects", *columns
+    )
     works = {"old log-probs": plan.step.logprobs, "reference": plan.step.logprobs, "update": plan.step.update}
     for phase in result.records[0].phases:
         table.add_row(phase, *_phase(config, result, phase, works.get(phase)))
@@ -58,8 +62,23 @@ def _phase(config: RunConfig, result: DryRunResult, phase: str, work: float | No
     yield f"{flops / gpu.flops[config.train.dtype]:.2f}"
     yield f"{extrapolate(lambda record: record.phases[phase].seconds):.2f}"
     yield f"{extrapolate(partial(_sending, config=config, phase=phase)):.2f}"
+    yield f"{_expected(config, result, phase):.2f}"
     yield f"{extrapolate(lambda record: record.phases[phase].syncs):.0f}"
     yield f"{result.per_layer(lambda record: record.phases[phase].syncs):.1f}"
+
+
+def _expected(config: RunConfig, result: DryRunResult, phase: str) -> float:
+    """Seconds at the efficiencies that the plan assumes: those of the slowest of products with attention, the GPU's
+    memory, and links."""
+    assume, extrapolate = Assumptions.of(config, "cuda"), result.extrapolate
+    peak = GPUS[config.hardware.gpu].flops[config.train.dtype]
+    attention = extrapolate(lambda record: record.phases[phase].attention)
+    products = extrapolate(lambda record: record.phases[phase].flops) - attention
+    return max(
+        attention / peak / assume["attention"] + products / peak / assume["products"],
+        extrapolate(lambda record: record.phases[phase].seconds) / assume["memory"],
+        extrapolate(partial(_sending, config=config, phase=phase)) / assume["links"],
+    )
 
 
 def _sending(record: RankRecord, config: RunConfig, phase: str) -> float:
@@ -144,5 +163,5 @@ def sent_by(record: RankRecord, group: str, phases: tuple[str, ...] = STEP_PHASE
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left")
     for column in ("", *columns):
-        table.add_column(column, justify="right" if column else "left")
+        table.add_column(column, justify="right" if column else "left", no_wrap=not column)
     return table

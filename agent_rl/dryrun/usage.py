@@ -19,11 +19,13 @@ ROUNDING = 512
 
 @dataclass
 class Phase:
-    """One phase: ``flops`` of matrix products and attention, ``seconds`` that its operations take at the GPU's peak
-    speed, ``sent`` bytes and ``calls`` of collectives by group, and ``syncs``: how often the host waited for the GPU.
+    """One phase: ``flops`` of matrix products and attention, those of ``attention``, ``seconds`` that its operations
+    take at the GPU's peak speed, ``sent`` bytes and ``calls`` of collectives by group, and ``syncs``: how often the
+    host waited for the GPU.
     """
 
     flops: int = 0
+    attention: int = 0
     seconds: float = 0.0
     sent: Counter[str] = field(default_factory=Counter)
     calls: Counter[str] = field(default_factory=Counter)
@@ -78,9 +80,10 @@ class UsageRecorder:
         self._phase = self.phases.setdefault(name, Phase()) if name else Phase()
         self._events.append((name, None, 0))
 
-    def add_operation(self, flops: int, moved: int, precision: str) -> None:
+    def add_operation(self, flops: int, moved: int, precision: str, *, attention: bool = False) -> None:
         """Count a GPU operation of ``flops`` that reads and writes ``moved`` bytes of GPU memory."""
         self._phase.flops += flops
+        self._phase.attention += flops * attention
         self._phase.seconds += max(flops / self.gpu.flops.get(precision, 1e30), moved / self.gpu.memory)
 
     def add_copy(self, size: int, *, waits: bool) -> None:

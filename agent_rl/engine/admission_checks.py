@@ -1,7 +1,7 @@
 """Checks of an SGLang server before it receives requests: its options, its model, and that it captures routes.
 
 Options that make an engine return wrong routes or keep old weights without an error are refused. They are read from
-``/server_info`` of SGLang 0.5.23. Each reason names the effect and an issue of sgl-project/sglang.
+``/server_info`` of SGLang 0.5.21 and 0.5.23. Each reason names the effect and an issue of sgl-project/sglang.
 """
 
 from __future__ import annotations
@@ -37,10 +37,21 @@ class UnsupportedArg:
     routes: bool = True
 
 
+def attention_ranks(server: Server) -> int:
+    """Ranks of data-parallel attention by ``/server_info``. SGLang 0.5.23 turns ``--dp-size N --enable-dp-attention``
+    into ``attn_dp_size`` N and ``dp_size`` 1; 0.5.21 reports the two options."""
+    ranks = server.get("attn_dp_size") or (server.get("enable_dp_attention") and server.get("dp_size"))
+    return int(ranks or 1)
+
+
+def replicas(server: Server) -> int:
+    """Copies of the model in a server, by ``/server_info``."""
+    return 1 if attention_ranks(server) > 1 else int(server.get("dp_size") or 1)
+
+
 def data_parallel_ranks(server: Server) -> int:
-    """Data-parallel ranks by ``/server_info``. SGLang 0.5.23 turns ``--dp-size N --enable-dp-attention`` into
-    ``attn_dp_size`` N and ``dp_size`` 1."""
-    return int(server.get("dp_size") or 1) * int(server.get("attn_dp_size") or 1)
+    """Data-parallel ranks by ``/server_info``, among which a request chooses one."""
+    return replicas(server) * attention_ranks(server)
 
 
 def _more_than_one(key: str) -> Callable[[Server], bool]:
@@ -76,7 +87,7 @@ UNSUPPORTED_ARGS = (
     ),
     UnsupportedArg(
         "--dp-size above 1",
-        _more_than_one("dp_size"),
+        lambda server: replicas(server) > 1,
         "SGLang refuses weight updates of its replicas; start one engine per rank, or use --enable-dp-attention",
         routes=False,
     ),

@@ -39,7 +39,8 @@ class Family:
     ``root``: the Hugging Face name of the module with the embedding, the layers and the last norm. ``embedding``,
     ``last_norm``, ``mixer_norm``, ``attention``, ``mlp_norm`` and ``mlp``: names of modules within it. ``router``,
     ``expert``, ``expert_parts`` (gate, up, down), ``shared`` (expert) and ``correction`` (bias that is added to the
-    router's scores only to choose experts; "" without one): names of an MoE layer's tensors.
+    router's scores only to choose experts; "" without one): names of an MoE layer's tensors. ``engine_float32``: endings
+    of the names of tensors that SGLang has in float32 whatever the dtype is in which it receives them.
     ``correction_axes``: the sizes of the correction bias before its axis of experts. ``stacked_experts``: instead of a
     tensor for each expert there is one of all, ``gate_up_proj`` and ``down_proj``. ``shared_gate``: the shared expert
     has a sigmoid gate. ``untrained``: beginnings of the names of tensors that are neither trained nor sent to engines,
@@ -72,6 +73,7 @@ class Family:
     mlp_norm: str = "post_attention_layernorm"
     mlp: str = "mlp"
     router: str = "mlp.gate.weight"
+    engine_float32: tuple[str, ...] = ()
     correction: str = ""
     correction_axes: tuple[int, ...] = ()
     expert: str = "mlp.experts.{}"
@@ -88,6 +90,10 @@ class Family:
     def key(self, name: str) -> str:
         """The family's config key for Qwen3-MoE's key ``name``."""
         return self.keys.get(name, name)
+
+    def served_in_float32(self, name: str) -> bool:
+        """Whether engines have the tensor ``name`` in float32 whatever their dtype is."""
+        return keeps_float32(name) or name.endswith(self.engine_float32)
 
 
 def _qwen2_moe(keys: ConfigKeys) -> dict[str, Any]:
@@ -338,7 +344,12 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 | {"vision_start_token_id"}
             ),
         ),
-        "glm4_moe": Family(**_SIGMOID_ROUTED, read=_glm4_moe, unused=frozenset({"num_nextn_predict_layers"})),
+        "glm4_moe": Family(
+            **_SIGMOID_ROUTED,
+            read=_glm4_moe,
+            engine_float32=(".mlp.gate.weight",),
+            unused=frozenset({"num_nextn_predict_layers"}),
+        ),
         "deepseek_v3": _latent(latent.read_latent),
         "kimi_k2": _latent(latent.read_latent),
         "deepseek_v32": _latent(latent.read_deepseek_v32),
@@ -346,6 +357,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "gpt_oss": Family(
             experts=True,
             read=_gpt_oss,
+            engine_float32=(".experts.gate_up_proj_bias", ".experts.down_proj_bias"),
             keys={"num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"},
             fixed={**_MIXED, "norm_topk_prob": True},
             unused=frozenset({"initial_context_length"}),
@@ -398,6 +410,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "minimax_m2": Family(
             experts=True,
             read=_minimax_m2,
+            engine_float32=(".block_sparse_moe.gate.weight",),
             keys={"num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"},
             fixed={**_MIXED, "norm_topk_prob": True},
             unused=frozenset(

@@ -158,7 +158,8 @@ class _TimePlanner:
         buckets = math.ceil(size / (engine.bucket_mb(cuda=cuda) * 2**20))
         calls = tensors * assume["sync_tensor"] + buckets * assume["sync_bucket"]
         gpu = GPUS[self.config.hardware.gpu]
-        wire = size / (gpu.host if engine.colocate else gpu.network) / assume["links"] if cuda else 0.0
+        # Colocated engines read the weights on their own GPU, where the trainer's ranks have gathered them.
+        wire = size / (gpu.link if engine.colocate else gpu.network) / assume["links"] if cuda else 0.0
         bound = "calls" if calls > wire else "network"
         return PhaseTime(
             "weight sync", calls + wire, f"{bound}; {gib(size)}, {tensors:,} tensors in {buckets} bucket(s)"

@@ -36,6 +36,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from agent_rl.engine.admission_checks import attention_ranks
 from agent_rl.models.parts import ExpertForm
 from agent_rl.models.spec import ModelSpec
 
@@ -105,7 +106,7 @@ def predictable(server: Mapping[str, Any]) -> bool:
     packed for Intel AMX.
     """
     plain = server.get("quantization") is None and server.get("attention_backend") != "intel_amx"
-    one_cut = server.get("ep_size", 1) == 1 and int(server.get("attn_dp_size") or 1) == 1
+    one_cut = server.get("ep_size", 1) == 1 and attention_ranks(server) == 1
     return server.get("device") == "cpu" and one_cut and plain
 
 
@@ -116,6 +117,7 @@ class Digests:
         self._kv_heads, self._form = model_spec.kv_heads, model_spec.expert_form
         self._zero_centered = model_spec.zero_centered_norms
         self._delta, self._mamba = model_spec.delta, model_spec.mamba
+        self._in_float32 = model_spec.family.served_in_float32
         self._hashes: dict[DigestKind, list[dict[str, Any]]] = {kind: [{} for _ in range(kind.ranks)] for kind in kinds}
 
     def add(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], size: int, data: NDArray[np.uint8]) -> None:
@@ -123,7 +125,9 @@ class Digests:
         start = 0
         for name, shape in zip(names, shapes, strict=True):
             stop = start + size * math.prod(shape)
-            rows = data[start:stop].reshape(shape[0], -1)
+            rows, width = data[start:stop].reshape(shape[0], -1), size
+            if size == 2 and self._in_float32(name):
+                rows, width = _widened(rows).view(np.uint8), 4
             name = _engine_path(name)
             if name.endswith(_MAMBA_DECAY):
                 rows = (-np.exp(rows.view("<f4").astype(float))).astype("<f4").view(np.uint8)
@@ -131,13 +135,13 @@ class Digests:
                 for rank, hashes in enumerate(ranks):
                     digest = hashes.setdefault(_parameter(name, hashes), _HASHES[kind.prefix]())
                     if stacked := _STACKED.search(name):
-                        share = _stacked_share(stacked, rows.reshape(*shape, size), rank, kind.ranks, self._form)
+                        share = _stacked_share(stacked, rows.reshape(*shape, width), rank, kind.ranks, self._form)
                     else:
-                        share = self._share(name, rows, size, rank, kind.ranks)
+                        share = self._share(name, rows, width, rank, kind.ranks)
                     digest.update(np.ascontiguousarray(share).data)
                     if self._zero_centered and name.endswith("norm.weight"):
                         derived = _HASHES[kind.prefix]()
-                        derived.update(_plus_one(rows, size))
+                        derived.update(_plus_one(rows, width))
                         hashes[name.removesuffix("weight") + _ZERO_CENTERED] = derived
             start = stop
 
@@ -213,8 +217,12 @@ def _plus_one(rows: NDArray[np.uint8], size: int) -> bytes:
     """1 plus a tensor of float32 (``size`` 4) or bfloat16 (``size`` 2), rounded to its dtype."""
     if size == 4:
         return (rows.view("<f4") + np.float32(1)).tobytes()
-    wide = (rows.view("<u2").astype("<u4") << 16).view("<f4") + np.float32(1)
-    return round_to_bfloat16(wide.view("<u4")).tobytes()
+    return round_to_bfloat16((_widened(rows) + np.float32(1)).view("<u4")).tobytes()
+
+
+def _widened(rows: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """The values of bfloat16 ``rows``."""
+    return (rows.view("<u2").astype("<u4") << 16).view("<f4")
 
 
 def round_to_bfloat16(bits: NDArray[np.uint32]) -> NDArray[np.uint16]:

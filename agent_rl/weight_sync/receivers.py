@@ -28,6 +28,7 @@ from urllib.parse import urlencode
 
 import orjson
 
+from agent_rl.engine.admission_checks import replicas
 from agent_rl.engine.server.delta_codec import STAGED
 from agent_rl.errors import EngineError, WeightSyncError
 from agent_rl.utils.http import BlockingHttp, check, server_message
@@ -296,8 +297,8 @@ class WeightReceivers:
 
 def _ranks(url: str, info: Mapping[str, Any]) -> int:
     """The number of an engine's processes that take part in an update."""
-    for option in ("pp_size", "dp_size"):
-        if (size := int(info.get(option) or 1)) > 1:
+    for option, size in (("pp_size", int(info.get("pp_size") or 1)), ("dp_size", replicas(info))):
+        if size > 1:
             raise WeightSyncError(
                 f"{url} runs with {option} {size}, whose ranks would not all receive the weights: start it with only "
                 "tensor parallelism (--tp-size), and more engines for throughput"

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from agent_rl.config import EngineConfig
 from agent_rl.errors import UserError, WeightSyncError
-from agent_rl.models.families import keeps_float32
 from agent_rl.models.spec import ModelSpec
 from agent_rl.models.tensors import model_parameters
 from agent_rl.weight_sync.digests import (
@@ -121,7 +120,7 @@ def _digests(tensors: Mapping[str, StoredTensor], model_spec: ModelSpec, kind: D
     """The checksums of an engine of ``kind`` that has loaded ``tensors`` in ``dtype``."""
     digests = Digests(model_spec, [kind])
     for name in sorted(tensors, key=engine_order):
-        loaded = "F32" if keeps_float32(name) else dtype
+        loaded = "F32" if model_spec.family.served_in_float32(name) else dtype
         digests.add([name], [tensors[name].shape], _BYTES[loaded], tensors[name].bytes_as(loaded))
     return digests.expected()[kind]
 

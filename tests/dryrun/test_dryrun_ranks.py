@@ -127,6 +127,7 @@ def test_a_layout_matches_the_plan(name: str, records: Records, configs: Configs
     if config.train.dtype == "bfloat16":  # attention in float32 computes the masked half too
         assert phases["old log-probs"].flops == pytest.approx(plan.step.logprobs, rel=5e-3)
         assert phases["update"].flops == pytest.approx(plan.step.update, rel=5e-3), "and the entropy's sum"
+    assert 0 < phases["old log-probs"].attention < phases["old log-probs"].flops
     for phase in phases.values():
         assert sum(phase.owners.values()) == phase.peak
     assert phases["update"].owners["weights"] == pytest.approx(plan.rank.weights, rel=0.05)
@@ -151,6 +152,15 @@ def test_traffic_matches_the_formulas(records: Records, configs: Configs) -> Non
     assert publish.sent[ENGINE_GROUP] == plan.publish.bytes
     assert publish.calls[ENGINE_GROUP] == plan.publish.buckets
     assert publish.peak - record.static <= plan.publish.memory
+
+
+@pytest.mark.exhaustive
+def test_colocated_engines_read_all_weights_from_shared_memory(records: Records, configs: Configs) -> None:
+    record, plan = records["colocated"], planned_figures(configs["colocated"])
+    shared, sent = record.phases["shared publish"], record.phases["publish"]
+    assert (shared.sent.get(ENGINE_GROUP, 0), sent.sent[ENGINE_GROUP]) == (0, plan.publish.bytes)
+    assert 0 < shared.peak - record.static <= plan.publish.memory
+    assert record.phases["refused shared publish"].peak <= shared.peak
 
 
 def test_number_of_host_syncs_is_unchanged(records: Records) -> None:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import pickle
+from base64 import b64encode
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch.multiprocessing import reductions
 
 from agent_rl.dryrun.engines import FakeEngines
 
@@ -104,6 +110,60 @@ def test_colocated_engines_refuse_nccl() -> None:
         with pytest.raises(ValueError, match="NCCL allows each GPU once"):
             fakes.handle(0, "init_weights_update_group", {"world_size": 3, "rank_offset": 1, "backend": "nccl"})
         fakes.handle(0, "init_weights_update_group", {"world_size": 3, "rank_offset": 1, "backend": "gloo"})
+
+
+@dataclass(frozen=True)
+class GpuTensor:
+    """Is pickled as a tensor ``[size]`` on a GPU is."""
+
+    size: int
+
+    def __reduce__(self) -> Any:
+        return reductions.rebuild_cuda_tensor, (torch.Tensor, (self.size,), (1,), 0)
+
+
+def handle(size: int, *names: str) -> str:
+    metadata = [SimpleNamespace(name=name, shape=torch.Size(SHAPES[name]), dtype=torch.bfloat16) for name in names]
+    data = pickle.dumps({"flattened_tensor": GpuTensor(size), "metadata": metadata})
+    return b64encode(data).decode()
+
+
+@pytest.fixture
+def colocated() -> Iterator[FakeEngines]:
+    """An engine of two GPUs that it shares with the trainer, which accepts buckets."""
+    with FakeEngines(1, 2, SHAPES, "bfloat16", colocated=True) as fakes:
+        fakes.handle(0, "pause_generation", {})
+        fakes.handle(0, "begin_weight_update", {})
+        yield fakes
+
+
+SHARED = "update_weights_from_tensor"
+
+
+def test_a_complete_update_through_shared_memory_needs_no_group(colocated: FakeEngines) -> None:
+    for size, name, version in ((12, "a", "1-partial"), (8, "b", "1")):
+        colocated.handle(0, SHARED, {"serialized_named_tensors": [handle(size, name)] * 2, "weight_version": version})
+        assert colocated.handle(0, "weights_checker", {})["per_engine_checksum"] == version
+    colocated.handle(0, "end_weight_update", {})
+
+
+@pytest.mark.parametrize(
+    ("handles", "reason"),
+    [
+        ([handle(12, "a")], "1 handles for 2 ranks"),
+        ([handle(12, "a"), handle(8, "b")], "handles of one bucket differ, or do not have its 12 bytes"),
+        ([handle(14, "a"), handle(14, "a")], "do not have its 12 bytes"),
+        ([handle(24, "a", "a")] * 2, "a came twice"),
+    ],
+)
+def test_handles_that_sglang_cannot_load_are_refused(colocated: FakeEngines, handles: list[str], reason: str) -> None:
+    with pytest.raises(ValueError, match=f"engine 0: .*{reason}"):
+        colocated.handle(0, SHARED, {"serialized_named_tensors": handles, "weight_version": "1"})
+
+
+def test_engines_on_other_gpus_refuse_handles(engines: FakeEngines) -> None:
+    with pytest.raises(ValueError, match="handles"):
+        engines.handle(0, SHARED, {"serialized_named_tensors": [handle(12, "a")] * 2, "weight_version": "1"})
 
 
 def test_a_correction_bias_must_come_in_float32() -> None:

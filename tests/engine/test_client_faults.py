@@ -18,7 +18,7 @@ from support.fake_sglang import SPEC, generated
 from support.local_server import Handler, serving
 
 from agent_rl.config import EngineConfig
-from agent_rl.engine.admission_checks import UNSUPPORTED_ARGS, unsupported_reason
+from agent_rl.engine.admission_checks import UNSUPPORTED_ARGS, data_parallel_ranks, unsupported_reason
 from agent_rl.engine.factory import check_engines, open_engine
 from agent_rl.engine.fleet import Phase
 from agent_rl.engine.response import read_completion
@@ -447,6 +447,7 @@ PREFILL_GRAPH = {"decode": {"backend": "full"}, "prefill": {"backend": "breakabl
         ({"pp_size": 2}, "--pp-size above 1: routes and weights reach only its first stage"),
         ({"dp_size": 2}, "--dp-size above 1: .*start one engine per rank"),
         ({"attn_dp_size": 2}, "--enable-dp-attention with a prefill graph: .*issue 31100"),
+        ({"dp_size": 2, "enable_dp_attention": True}, "--enable-dp-attention with a prefill graph: .*issue 31100"),
         ({"attn_dp_size": 2, "cuda_graph_config": PREFILL_GRAPH}, "--enable-dp-attention with a prefill graph: "),
         ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache: .*issue 26975"),
         ({"speculative_algorithm": "NGRAM"}, "--speculative-algorithm NGRAM: .*issue 37949"),
@@ -476,10 +477,12 @@ def test_all_refused_options_have_a_case() -> None:
     assert unsupported_reason(SERVER_INFO | {"moe_a2a_backend": "deepep"}) is None
     assert unsupported_reason(SERVER_INFO | {"moe_a2a_backend": "mooncake", "tp_size": 1}) is None
     assert unsupported_reason(SERVER_INFO) is None
-    dp_attention = SERVER_INFO | {"attn_dp_size": 2, "enable_dp_attention": True}
-    assert unsupported_reason(dp_attention | {"cuda_graph_config": {"prefill": {"backend": "disabled"}}}) is None
-    assert unsupported_reason(dp_attention | {"moe_a2a_backend": "deepep"}) is None
-    assert unsupported_reason(dp_attention, routes=False) is None
+    for dp_attention in ({"attn_dp_size": 2, "enable_dp_attention": True}, {"dp_size": 2, "enable_dp_attention": True}):
+        server = SERVER_INFO | dp_attention  # of SGLang 0.5.23, and of 0.5.21
+        assert unsupported_reason(server | {"cuda_graph_config": {"prefill": {"backend": "disabled"}}}) is None
+        assert unsupported_reason(server | {"moe_a2a_backend": "deepep"}) is None
+        assert unsupported_reason(server, routes=False) is None
+        assert data_parallel_ranks(server) == 2
     assert unsupported_reason(SERVER_INFO | {"enable_hierarchical_cache": True}, routes=False) is None
     assert unsupported_reason(SERVER_INFO | {"pp_size": 2}, routes=False) is not None
     assert unsupported_reason(SERVER_INFO | {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1}) is None

@@ -17,11 +17,14 @@ from support.family_models import FAMILIES, changes_of_sizes, write_model
 from agent_rl.config import EngineConfig, RunConfig
 from agent_rl.engine.launch import EngineServer
 from agent_rl.engine.sglang import SGLangEngine
+from agent_rl.models.families import keeps_float32
 from agent_rl.models.spec import ModelSpec, read_model_spec
 from agent_rl.types import Sample, SamplingParams
 from r3.stitch import RouteStitcher
 
 torch = pytest.importorskip("torch", reason="needs the trainer environment")
+import safetensors.torch as torch_files  # noqa: E402
+
 from agent_rl.train.checkpoint.export import export_checkpoint  # noqa: E402
 from agent_rl.train.ray_trainer import RayTrainer  # noqa: E402
 from agent_rl.weight_sync.receivers import WeightReceivers  # noqa: E402
@@ -113,3 +116,28 @@ async def test_engine_and_trainer_agree_before_and_after_an_update(
     assert json.loads((tmp_path / "export/config.json").read_text()) == json.loads((model / "config.json").read_text())
     export_checkpoint(tmp_path / "step-000002", config, tmp_path / "offline")
     assert_same_tensors(tmp_path / "offline/model.safetensors", tmp_path / "export/model.safetensors")
+
+
+def round_to_bfloat16(model: Path) -> None:
+    """Round the tensors of a checkpoint, as those that an engine in bfloat16 receives are."""
+    weights = torch_files.load_file(model / "model.safetensors")
+    rounded = {name: w if keeps_float32(name) else w.to(torch.bfloat16) for name, w in weights.items()}
+    torch_files.save_file(rounded, model / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind == "gpt_oss" else pytest.mark.exhaustive) for kind in FAMILIES]
+)
+async def test_checksums_in_bfloat16_are_predicted(kind: str, engine_config: EngineConfig, tmp_path: Path) -> None:
+    """SGLang has some tensors in float32 all the same."""
+    model = write_model(tmp_path / "model", kind, seed=0, torch_dtype="bfloat16")
+    config = engine_config.model_copy(update={"dtype": "bfloat16"})
+    round_to_bfloat16(model)
+    server = EngineServer(config, model, tmp_path / "engine.log")
+    await server.start()
+    try:
+        assert (
+            await asyncio.to_thread(check_served_weights, [server.url], model, read_model_spec(model), config) is None
+        )
+    finally:
+        await server.stop()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from agent_rl.errors import WeightSyncError
 from agent_rl.models.spec import read_model_spec
 from agent_rl.weight_sync.adapters import SUFFIX, BaseWeights
 from agent_rl.weight_sync.buckets import Bucket
-from agent_rl.weight_sync.digests import DigestKind, RankDigests
+from agent_rl.weight_sync.digests import DigestKind, RankDigests, predictable
 from agent_rl.weight_sync.publisher import WeightPublisher
 from agent_rl.weight_sync.receivers import WeightReceivers
 from agent_rl.weight_sync.requests import PublishReport
@@ -142,12 +143,26 @@ class TestTwoRanks:
         assert "model.x.weight" in unknown.failures[two_ranks]
 
 
-async def test_pipeline_ranks_are_refused() -> None:
+def server(info: bytes) -> AbstractAsyncContextManager[str]:
     async def handler(path: str, request: dict[str, object]) -> tuple[int, bytes]:
-        return 200, b'{"tp_size": 2, "pp_size": 2, "dp_size": 1}'
+        return 200, info
 
-    async with serving(handler) as url:
+    return serving(handler)
+
+
+@pytest.mark.parametrize("option", ["pp_size", "dp_size"])
+async def test_pipeline_ranks_and_replicas_are_refused(option: str) -> None:
+    async with server(b'{"tp_size": 2, "%s": 2}' % option.encode()) as url:
         with WeightReceivers([url]) as receivers:
-            with pytest.raises(WeightSyncError, match=f"{url} runs with pp_size 2"):
+            with pytest.raises(WeightSyncError, match=f"{url} runs with {option} 2"):
                 await asyncio.to_thread(receivers.query_info)
             assert receivers.ranks == (1,)
+
+
+async def test_ranks_of_data_parallel_attention_receive_weights() -> None:
+    """As SGLang 0.5.21 reports them."""
+    async with server(b'{"tp_size": 2, "dp_size": 2, "enable_dp_attention": true, "device": "cpu"}') as url:
+        with WeightReceivers([url]) as receivers:
+            infos = await asyncio.to_thread(receivers.query_info)
+            assert receivers.ranks == (2,)
+            assert not predictable(infos[0])

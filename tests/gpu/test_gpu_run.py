@@ -128,6 +128,16 @@ def on_cpus(directory: Path, gpus: int, checks: Any) -> list[Row]:
     return list(run(Site("cpu", gpus, directory, 64, time.monotonic() + 900, 800.0), checks))
 
 
+@pytest.mark.megatron
+@pytest.mark.timeout(300)
+def test_a_check_of_each_kind_passes_on_a_cpu(tmp_path: Path) -> None:
+    """Kernels, a training step, copies, a group, a shared bucket. The others repeat a step, or take minutes."""
+    names = {"kernels", "one GPU", "copies and products", "NCCL", "CUDA IPC"}
+    rows = on_cpus(tmp_path, 1, [check for check in CHECKS if check.name in names])
+    assert {row.check for row in rows} == names
+    assert [row for row in rows if row.good is False] == []
+
+
 @pytest.mark.exhaustive
 @pytest.mark.megatron
 @pytest.mark.timeout(900)
