@@ -33,9 +33,10 @@ from agent_rl.weight_sync.sync import WeightSync  # noqa: E402
 
 pytestmark = [pytest.mark.megatron, pytest.mark.sglang, pytest.mark.slow]
 
-ORDINARY = ("deepseek_v32", "ernie4_5_moe", "minimax_m2", "nemotron_h", "olmoe", "qwen3_next")
-"""With the families of tests/integration/test_train_families.py, a case of each mixer, expert form and loader. The
-others differ in settings; their cases are exhaustive."""
+ORDINARY = ("deepseek_v32", "ernie4_5_moe", "gpt_oss", "minimax_m2", "nemotron_h", "qwen3_5_moe", "qwen3_next")
+"""With ``glm4_moe`` of tests/integration/test_train_families.py, a case of each mixer, expert form and loader. The
+others differ in settings; their cases are exhaustive. ``deepseek_v32`` attends to all keys, as ``deepseek_v3`` does,
+until a conversation has more than ``index_topk`` tokens."""
 TWO_RANKS = ("nemotron_h", "qwen3_5_moe", "qwen3_next")
 """Hybrids, whose server has two tensor ranks: they cut the tensors of their mixers in their own ways."""
 TIES = 0.004

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -108,30 +108,27 @@ OTHER_SIZES = {f"{kind}-sizes-{seed}": case_of_other_sizes(FIRST[kind], seed) fo
 EVERY = CASES | OTHER_SIZES
 
 
-def parameters(cases: Mapping[str, Case]) -> list[Any]:
-    """Cases of other sizes are exhaustive."""
-    return [pytest.param(name, marks=[pytest.mark.exhaustive] if name in OTHER_SIZES else []) for name in cases]
-
-
-@pytest.fixture(params=parameters(EVERY))
-def member(request: pytest.FixtureRequest, tmp_path: Path, build: Build) -> tuple[Case, Any, Any]:
-    """A case, transformers' model of it, and ours made from its checkpoint."""
-    case = EVERY[request.param]
-    reference = tiny.write_model(tmp_path / "model", case.kind, SIZES | case.changes, published=case.published)
-    return case, reference, build(tmp_path / "model")
-
-
 def test_every_family_has_a_case() -> None:
     """transformers has no Kimi-K2, which computes as DeepSeek-V3 does; Qwen3.5 with its vision tower has a test of its
     own (test_vision_tower.py)."""
     assert {case.kind for case in CASES.values()} == set(FAMILIES) - {"kimi_k2", "qwen3_5_moe"}
 
 
-def test_logprobs_gradients_and_export_equal_transformers(member: tuple[Case, Any, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in OTHER_SIZES)])
+def test_logprobs_gradients_export_and_replay_equal_transformers(name: str, build: Build, tmp_path: Path) -> None:
+    """In one test, because making the two models is most of its time."""
+    case = EVERY[name]
+    reference = tiny.write_model(tmp_path / "model", case.kind, SIZES | case.changes, published=case.published)
+    ours = build(tmp_path / "model")
+    check_logprobs_gradients_and_export(case, reference, ours, tmp_path)
+    if case.moe:
+        check_replay(case, reference, ours)
+
+
+def check_logprobs_gradients_and_export(case: Case, reference: Any, ours: Any, directory: Path) -> None:
     from megatron_worker import gradients
     from transformers import AutoModelForCausalLM
 
-    case, reference, ours = member
     assert ours.layer_numbers == tuple(layer + 1 for layer in case.moe)
     sequences = tiny.sequences(lengths=(17, 1, 200))
     batch, (expected, entropy) = PackedBatch.from_sequences(sequences), tiny.reference(reference, sequences)
@@ -159,11 +156,11 @@ def test_logprobs_gradients_and_export_equal_transformers(member: tuple[Case, An
     for name, gradient in found.items():
         torch.testing.assert_close(gradient, wanted[name], rtol=1e-3, atol=1e-3, msg=lambda m, n=name: f"{n}: {m}")
 
-    ours.save_hf(tmp_path / "saved")
-    configs = [(tmp_path / name / "config.json").read_bytes() for name in ("model", "saved")]
+    ours.save_hf(directory / "saved")
+    configs = [(directory / name / "config.json").read_bytes() for name in ("model", "saved")]
     assert configs[0] == configs[1]
     options = {"dtype": torch.float32, "output_loading_info": True}
-    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", **options)
+    loaded, info = AutoModelForCausalLM.from_pretrained(directory / "saved", **options)
     assert not any(info[kind] for kind in ("missing_keys", "mismatched_keys", "error_msgs"))
     kept = reference.state_dict()
     assert all(torch.equal(tensor, kept[name]) for name, tensor in loaded.state_dict().items())
@@ -175,10 +172,8 @@ def is_frozen(name: str) -> bool:
     return "correction_bias" in name or ".indexer." in name
 
 
-@pytest.mark.parametrize("member", parameters({name: case for name, case in EVERY.items() if case.moe}), indirect=True)
-def test_replay_keeps_the_familys_own_gates(member: tuple[Case, Any, Any]) -> None:
+def check_replay(case: Case, reference: Any, ours: Any) -> None:
     """The model's own experts change no bit; other experts give what transformers computes with them."""
-    case, reference, ours = member
     sequences = tiny.sequences(lengths=(17, 9))
     batch = PackedBatch.from_sequences(sequences)
     native = ours.forward_logprobs([batch], None, record=True)[0]

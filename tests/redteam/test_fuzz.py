@@ -22,7 +22,7 @@ async def check(backend: str, count: int, capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("backend", "count"),
     [
-        pytest.param("bubblewrap", 40, marks=pytest.mark.bubblewrap),
+        pytest.param("bubblewrap", 20, marks=pytest.mark.bubblewrap),
         pytest.param("docker", 10, marks=pytest.mark.docker),
     ],
 )
