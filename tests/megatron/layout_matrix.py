@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -144,25 +144,17 @@ def selected(session: pytest.Session, file: str, *names: str) -> set[tuple[Any, 
     return {tuple(values[name] for name in names) for values in params if set(names) <= values.keys()}
 
 
-@dataclass(frozen=True, slots=True)
-class Models:
-    """The checkpoint of each run, made in ``base`` when it is first used."""
-
-    base: Path
-
-    def __getitem__(self, run: str) -> Path:
-        directory = self.base / first_run_of_model(run)
+def directories(base: Path) -> dict[str, Path]:
+    """The checkpoint of every run, made in ``base``."""
+    first = {json.dumps(run.model): name for name, run in reversed(RUNS.items())}
+    found = {name: base / first[json.dumps(run.model)] for name, run in RUNS.items()}
+    for name, directory in found.items():
         if not directory.exists():
-            tiny.make(directory, **RUNS[run].model)
-        return directory
+            tiny.make(directory, **RUNS[name].model)
+    return found
 
 
-def first_run_of_model(run: str) -> str:
-    """The first run that has the same model."""
-    return next(name for name, other in RUNS.items() if other.model == RUNS[run].model)
-
-
-def case(name: str, run: str, models: Models, results: Path, *, restores: bool = False) -> dict[str, Any]:
+def case(name: str, run: str, models: dict[str, Path], results: Path, *, restores: bool = False) -> dict[str, Any]:
     """A case for the worker; it saves its model where it runs the forward passes."""
     of_run = {"directory": str(models[run]), "options": RUNS[run].options, "updates": RUNS[run].updates}
     saves = str(results / f"{name}-hf") if run in FORWARD else None
@@ -173,7 +165,7 @@ def launch(
     world_size: int,
     layouts: dict[str, dict[str, Any]],
     cases: Sequence[tuple[str, str]],
-    models: Models,
+    models: dict[str, Path],
     results: Path,
     resume: dict[str, Any] | None = None,
     *,
@@ -203,23 +195,14 @@ def launch(
     run_ranks(worker, world_size, (results, plan), held=held, megatron=True, seconds=seconds)
 
 
-@dataclass(frozen=True, slots=True)
-class Alone:
-    """The work of each run on one rank (this process, in ``world``), done when it is first used."""
+def alone(names: Iterable[str], models: dict[str, Path], world: Any) -> dict[str, dict[str, Any]]:
+    """The same work on one rank (this process, in ``world``), by run."""
+    import megatron_worker as worker
 
-    models: Models
-    world: Any
-    done: dict[str, dict[str, Any]] = field(default_factory=dict)
+    from agent_rl.config import ParallelConfig
 
-    def __getitem__(self, run: str) -> dict[str, Any]:
-        if run not in self.done:
-            import megatron_worker as worker
-
-            from agent_rl.config import ParallelConfig
-
-            of_run = case(run, run, self.models, Path()) | {"saves": None}
-            self.done[run] = worker.of_case(of_run, ParallelConfig(), self.world)
-        return self.done[run]
+    cases = {name: case(name, name, models, Path()) | {"saves": None} for name in names}
+    return {name: worker.of_case(each, ParallelConfig(), world) for name, each in cases.items()}
 
 
 def loaded(results: Path, name: str, world_size: int) -> list[dict[str, Any]]:

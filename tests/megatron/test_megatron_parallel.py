@@ -15,7 +15,7 @@ import layout_matrix as matrix
 import megatron_tiny as tiny
 import numpy as np
 import torch
-from layout_matrix import RUNS, TWO_RANKS, Alone, Models
+from layout_matrix import RUNS, TWO_RANKS
 from support.checkpoint_pieces import whole_parameters, whole_part
 
 from agent_rl.config import RunConfig
@@ -25,6 +25,7 @@ from agent_rl.train.checkpoint.export import export_checkpoint
 pytestmark = [pytest.mark.megatron, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 CASES = matrix.two_rank_cases()
+Alone = dict[str, dict[str, Any]]
 ORDINARY = {
     "data": ("none", "dense"),
     "data-optimizer": ("none", "bfloat16"),
@@ -51,26 +52,16 @@ def parameters(cases: Iterable[tuple[str, str]]) -> list[Any]:
     return [pytest.param(layout, run, marks=marks[run in ORDINARY.get(layout, ())]) for layout, run in cases]
 
 
-def of_one_rank() -> list[Any]:
-    """The runs whose gradients are compared on one rank. Exhaustive are those of models that have no other run, without
-    an ordinary layout: they show the routers only."""
-    ordinary = {run for runs in ORDINARY.values() for run in runs}
-    models = [matrix.first_run_of_model(run) for run in RUNS]
-    marks = {
-        run: [] if run in ordinary or models.count(model) > 1 else [pytest.mark.exhaustive]
-        for run, model in zip(RUNS, models, strict=True)
-    }
-    return [pytest.param(run, marks=marks[run]) for run in RUNS if "dtype" not in RUNS[run].options]
-
-
 @pytest.fixture(scope="module")
-def directories(tmp_path_factory: pytest.TempPathFactory) -> Models:
+def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The model of every run."""
-    return Models(tmp_path_factory.mktemp("models"))
+    return matrix.directories(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, directories: Models) -> Path:
+def results(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, directories: dict[str, Path]
+) -> Path:
     """The directory with the results of two processes, which run all cases."""
     directory = tmp_path_factory.mktemp("results")
     layouts = [TWO_RANKS[name] for name in RESUMED]
@@ -83,9 +74,9 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.fixture(scope="module")
-def alone(world: Any, directories: Models) -> Alone:
+def alone(world: Any, directories: dict[str, Path]) -> Alone:
     """The same work on one rank, by run."""
-    return Alone(directories, world)
+    return matrix.alone(RUNS, directories, world)
 
 
 def check_seen(run: str, ranks: list[dict[str, Any]]) -> None:
@@ -104,12 +95,12 @@ def check_seen(run: str, ranks: list[dict[str, Any]]) -> None:
                 assert bool(mask.all()) if expected else not bool(mask.any()), f"{key} {action}"
 
 
-@pytest.mark.parametrize("run", of_one_rank())
+@pytest.mark.parametrize("run", [name for name, run in RUNS.items() if "dtype" not in run.options])
 def test_recomputation_on_one_rank_changes_no_gradient(run: str, alone: Alone) -> None:
     if RUNS[run].routed:
         check_seen(run, [alone[run]])
     assert alone[run]["grad_norms"][0] > 1  # so that it is clipped
-    like = matrix.first_run_of_model(run)
+    like = next(name for name, other in RUNS.items() if other.model == RUNS[run].model)
     for key, gradient in alone[run]["gradients"].items():
         torch.testing.assert_close(gradient, alone[like]["gradients"][key], rtol=0, atol=1e-5)
 
@@ -164,7 +155,7 @@ def test_another_layout_holds_the_same_state_bit_for_bit(number: int, results: P
 
 @pytest.mark.parametrize("number", range(1, len(RESUMED)), ids=RESUMED[1:])
 def test_the_export_of_a_checkpoint_is_the_same_in_every_layout(
-    number: int, results: Path, directories: Models, tmp_path: Path
+    number: int, results: Path, directories: dict[str, Path], tmp_path: Path
 ) -> None:
     from transformers import AutoModelForCausalLM
 
