@@ -73,7 +73,9 @@ def resolve(torch: str, *arguments: str | Path, glibc: str = GLIBC, packages: Se
         command = ["uv", "pip", "compile", "--quiet", "--no-header", "--no-annotate", "--only-binary=:all:"]
         command += [f"--python-platform=x86_64-manylinux_{glibc}", f"--python-version={python}"]
         command += [*map(str, arguments), "-"]
-        done = subprocess.run(command, input="\n".join((f"torch==={torch}", *packages)), stdout=subprocess.PIPE, text=True, check=True)
+        done = subprocess.run(
+            command, input="\n".join((f"torch==={torch}", *packages)), stdout=subprocess.PIPE, text=True, check=True
+        )
         pairs = (line.partition("==") for line in done.stdout.splitlines())
         found[python] = {canonicalize_name(name): version for name, _, version in pairs}
     return found

@@ -67,6 +67,7 @@ def main() -> None:
     imported = sorted(job["names"].keys() & sys.modules.keys())
     json.dump({"without": without, "faults": faults, "imported": imported}, answers)
     answers.flush()
+    os._exit(0)  # threads of the imported packages may delay an ordinary exit
 
 
 if __name__ == "__main__":
