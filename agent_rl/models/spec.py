@@ -148,7 +148,7 @@ _KEYS = {
 }
 """The key of each field that has another name in a config."""
 _EXPERT_KEYS = {"num_experts": "num_experts", "top_k": "num_experts_per_tok", "expert_inner": "moe_intermediate_size"}
-"""The keys of fields that a dense model has not."""
+"""The keys of the fields that only models with experts have."""
 
 
 def read_model_spec(directory: Path) -> ModelSpec:
