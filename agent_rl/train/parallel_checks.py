@@ -196,7 +196,8 @@ def expert_form_problems(train: TrainConfig, model: ModelSpec) -> list[str]:
 
 
 def balance_problems(train: TrainConfig, model: ModelSpec | None = None) -> list[str]:
-    """Problems of ``train.balance``: no peer to share with, no known routes, more slots than foreign experts."""
+    """Problems of ``train.balance``: no peer to share with, no known routes, another dispatcher, more slots
+    than foreign experts."""
     balance, parallel = train.balance, train.parallel
     if not balance.enabled:
         return []
@@ -205,8 +206,9 @@ def balance_problems(train: TrainConfig, model: ModelSpec | None = None) -> list
         problems.append("train.parallel.expert is 1, so no rank can take load from another; set it to 2 or more")
     if train.replay == "off":
         problems.append("train.replay is off, so no routes are known before a pass; set it to r3 or r2")
-    if parallel.dispatcher == "flex":
-        problems.append("train.parallel.dispatcher flex does not support borrowed experts; set it to alltoall")
+    if (dispatcher := parallel.dispatcher) != "alltoall":
+        # allgather sums a token's experts by rank first, so results would depend on where the experts are.
+        problems.append(f"train.parallel.dispatcher {dispatcher} does not support borrowed experts; set it to alltoall")
     if (per_node := balance.ranks_per_node) is not None and parallel.expert % min(per_node, parallel.expert):
         problems.append(f"ranks_per_node {per_node} does not divide train.parallel.expert={parallel.expert}")
     if model is not None and model.num_experts % parallel.expert == 0:

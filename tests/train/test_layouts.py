@@ -48,7 +48,7 @@ BALANCE, LORA, EP2 = {"balance": {"enabled": True}}, {"lora": {"rank": 16}}, {"w
 REFUSED_OPTIONS: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     ({}, BALANCE, "balance", "train.balance: train.parallel.expert is 1"),
     (EP2, BALANCE | {"replay": "off"}, "balance", "train.balance: train.replay is off"),
-    (EP2 | {"dispatcher": "flex"}, BALANCE, "balance", "train.balance: train.parallel.dispatcher flex"),
+    (EP2 | {"dispatcher": "allgather"}, BALANCE, "balance", "train.balance: train.parallel.dispatcher allgather"),
     ({"world_size": 4, "expert": 4}, {"balance": {"enabled": True, "ranks_per_node": 3}}, "balance",
      "train.balance: ranks_per_node 3 does not divide train.parallel.expert=4"),
     (EP2, {"balance": {"enabled": True, "slots": 5}}, "balance", "train.balance: slots 5: other ranks have 4 experts"),

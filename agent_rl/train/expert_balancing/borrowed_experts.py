@@ -49,13 +49,6 @@ class SlotAssignment:
         shift = (starts - (slot_counts.cumsum(0) - slot_counts)).repeat_interleave(slot_counts, output_size=tokens)
         return torch.arange(tokens, device=expert_counts.device) + shift
 
-    def to_slots(self, probs: Tensor, routing_map: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns gate weights and routing map by slot ``[T, P]`` from those by expert ``[T, E]``; weights of slots
-        that a token does not use are 0."""
-        rank_in_expert = (routing_map.cumsum(0) - 1)[:, self.expert]
-        chosen = routing_map[:, self.expert] & (rank_in_expert >= self.first) & (rank_in_expert < self.stop)
-        return torch.where(chosen, probs.index_select(1, self.expert), 0.0), chosen
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SlotProducts:

@@ -19,16 +19,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
-from megatron.core.transformer.moe.token_dispatcher import (
-    MoEAllGatherTokenDispatcher,
-    MoEAlltoAllTokenDispatcher,
-    MoETokenDispatcher,
-)
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher, MoETokenDispatcher
 from torch import Tensor
 
 from agent_rl.errors import TrainerError
 from agent_rl.train.expert_balancing.borrowed_experts import BalancedExperts, LayerBorrowing, SlotAssignment
-from agent_rl.train.megatron.moe import PaddedMoELayer, ReleasingMoELayer
+from agent_rl.train.megatron.moe import ReleasingMoELayer
 from r3.balance import ExpertLayout
 
 
@@ -165,10 +161,8 @@ class BalancedMoELayer(ReleasingMoELayer):
         self.token_dispatcher = self._expert_dispatcher if borrowing is None else self._slot_dispatcher
         if borrowing is None and self.placement is not None:
             probs, routing_map = probs.index_select(1, self.placement), routing_map.index_select(1, self.placement)
-        elif borrowing is not None and isinstance(self._slot_dispatcher, SlotDispatcher):
-            self._slot_dispatcher.assignment = borrowing.assignment
         elif borrowing is not None:
-            probs, routing_map = borrowing.assignment.to_slots(probs, routing_map)
+            self._slot_dispatcher.assignment = borrowing.assignment
         return super().preprocess(hidden_states, probs, routing_map)
 
     def _totals(self, routing_map: Tensor) -> Tensor:
@@ -178,17 +172,12 @@ class BalancedMoELayer(ReleasingMoELayer):
         return totals.cpu()
 
 
-class EvenBalancedMoELayer(BalancedMoELayer, PaddedMoELayer):
-    """For the allgather dispatcher: pads the map of slots as :class:`PaddedMoELayer` pads the map of experts."""
-
-
-def _slot_dispatcher(config: Any, layout: ExpertLayout) -> MoETokenDispatcher:
-    """Returns the dispatcher that ``config`` names, for ``R (N + X)`` slots."""
+def _slot_dispatcher(config: Any, layout: ExpertLayout) -> SlotDispatcher:
+    """Returns the dispatcher for ``R (N + X)`` slots."""
     groups = get_default_pg_collection()
     slots_per_rank = layout.experts_per_rank + layout.slots
     slot_config = copy.copy(config)
     slot_config.num_moe_experts = layout.ranks * slots_per_rank
-    kind = SlotDispatcher if config.moe_token_dispatcher_type == "alltoall" else MoEAllGatherTokenDispatcher
     first = groups.ep.rank() * slots_per_rank
     local_slots = list(range(first, first + slots_per_rank))
-    return kind(slots_per_rank, local_slots, config=slot_config, pg_collection=groups)
+    return SlotDispatcher(slots_per_rank, local_slots, config=slot_config, pg_collection=groups)

@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_layer import (
 from agent_rl.config import LoraConfig
 from agent_rl.models.spec import ModelSpec
 from agent_rl.train.expert_balancing.borrowed_experts import BalancedExperts
-from agent_rl.train.expert_balancing.moe_layer import BalancedMoELayer, EvenBalancedMoELayer
+from agent_rl.train.expert_balancing.moe_layer import BalancedMoELayer
 from agent_rl.train.megatron.gate import Gate
 from agent_rl.train.megatron.kernel_choice import Kernels
 from agent_rl.train.megatron.lora import LoraExperts
@@ -78,6 +78,6 @@ def _layer_spec(
 
 
 def _moe_layer(config: TransformerConfig, balanced: bool) -> type[ReleasingMoELayer]:
-    if config.moe_token_dispatcher_type == "allgather":
-        return EvenBalancedMoELayer if balanced else PaddedMoELayer
-    return BalancedMoELayer if balanced else ReleasingMoELayer
+    if balanced:
+        return BalancedMoELayer
+    return PaddedMoELayer if config.moe_token_dispatcher_type == "allgather" else ReleasingMoELayer
