@@ -7,6 +7,7 @@ skipped tests to FILE, which pytest reads again as ``@FILE``: CI runs them once 
 from __future__ import annotations
 
 import functools
+import gc
 import importlib.util
 import os
 import shutil
@@ -19,6 +20,9 @@ from pathlib import Path
 import hypothesis
 import pytest
 from support import slurm_cluster
+
+# The imports of the collection create what lives as long as the process: quick_imports() has the reason.
+gc.disable()
 
 # The time of an example depends on the other load of the machine.
 hypothesis.settings.register_profile("no_deadline", deadline=None)
@@ -74,6 +78,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.xdist_group(_group(item)))
     long = {_group(item) for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: _group(item) not in long)
+
+
+def pytest_collection_finish() -> None:
+    """Later collections of garbage skip the modules and the tests."""
+    gc.freeze()
+    gc.enable()
 
 
 def _group(item: pytest.Item) -> str:

@@ -23,6 +23,7 @@ from agent_rl.train.reports import ForwardResult, RankReport, RouteDifferences, 
 from agent_rl.train.requests import OptimizerSpec, StepRequest, WorkerRequest
 from agent_rl.train.route_sharding import WorkerInfo
 from agent_rl.types import Sample
+from agent_rl.utils.imports import quick_imports
 from agent_rl.utils.sockets import LOOPBACK_INTERFACE, is_loopback, listen_at, on_loopback
 from agent_rl.weight_sync.requests import PublishReport, PublishRequest
 from r3.shard import RouteShard
@@ -72,7 +73,8 @@ class WorkerActor:
             # spin for long slow the worker 10 times beside another busy process. A process with more threads than
             # cores, as this one, spins only where the policy is ACTIVE. OpenMP reads both when torch loads.
             os.environ.update(OMP_WAIT_POLICY="ACTIVE", GOMP_SPINCOUNT="1000")
-        from agent_rl.train.worker import TrainerWorker
+        with quick_imports():
+            from agent_rl.train.worker import TrainerWorker
 
         engine = request.config.engine
         # A file of URLs may name engines on other nodes later.

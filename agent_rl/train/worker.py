@@ -41,6 +41,7 @@ from agent_rl.train.route_sharding import WorkerInfo
 from agent_rl.train.route_trace import rank_trace
 from agent_rl.train.step import grpo_step, packed, sample_logprobs, step_batches
 from agent_rl.types import Sample
+from agent_rl.utils.imports import quick_imports
 from agent_rl.weight_sync.adapters import BaseWeights
 from agent_rl.weight_sync.delta import DeltaSender
 from agent_rl.weight_sync.publisher import WeightPublisher
@@ -327,8 +328,9 @@ def _build(
 ) -> tuple[PolicyModel, PassBalancer]:
     """Build this rank's model and its expert balancing. Collective."""
     # Imported here because on a CPU init_parallel must install its shim before Megatron is imported.
-    from agent_rl.train.megatron.activation_offload import offload_layer_inputs
-    from agent_rl.train.megatron.model import PolicyModel
+    with quick_imports():
+        from agent_rl.train.megatron.activation_offload import offload_layer_inputs
+        from agent_rl.train.megatron.model import PolicyModel
 
     train = request.config.train
     build = partial(

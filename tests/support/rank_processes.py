@@ -12,6 +12,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from agent_rl.utils.imports import quick_imports
+
 
 def reserved_port() -> socket.socket:
     """A socket on a free port of the loopback, which stays reserved while the socket is open."""
@@ -63,12 +65,13 @@ def main() -> None:
     """Arguments: script, ranks, held file descriptors, whether to import Megatron, arguments of the script."""
     script, ranks, held, megatron, *arguments = sys.argv[1:]
     sys.path[0] = str(Path(script).parent)
-    runpy.run_path(script, run_name="imports_only")
-    if megatron == "1":
-        from agent_rl.train.megatron.cpu import install_cpu_shim
+    with quick_imports():
+        runpy.run_path(script, run_name="imports_only")
+        if megatron == "1":
+            from agent_rl.train.megatron.cpu import install_cpu_shim
 
-        install_cpu_shim()
-        importlib.import_module("agent_rl.train.megatron.model")
+            install_cpu_shim()
+            importlib.import_module("agent_rl.train.megatron.model")
     children = []
     for rank in ranks.split(","):
         if (child := os.fork()) == 0:

@@ -9,6 +9,7 @@ also by SIGKILL; then the whole process group is killed.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import logging
 import os
@@ -18,6 +19,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+# What imports create lives as long as the process. Collections would walk it again and again, and free nothing.
+gc.disable()
 if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "cpu"))
     import cpu_shims
@@ -47,6 +50,9 @@ if os.environ.get("AGENT_RL_WEIGHT_SYNC") == "delta":
     import mirror
 
     MIRROR = mirror.install()
+
+gc.freeze()
+gc.enable()
 
 KEY = os.environ.get("AGENT_RL_ENGINE_KEY", "")
 """Required of every client. Command lines are visible to other users, so it comes through the environment."""

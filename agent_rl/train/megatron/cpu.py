@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from agent_rl.errors import TrainerError
+from agent_rl.utils.imports import quick_imports
 
 _CPU = torch.device("cpu")
 # Modules of megatron.core that pass device="cuda" to a tensor factory in a training step.
@@ -43,7 +44,7 @@ def install_cpu_shim() -> None:
         raise TrainerError("the CPU shim must be installed before megatron.core is imported")
     warm_up_vector_functions()
     _patch_torch_cuda()
-    with without_compile(), warnings.catch_warnings():
+    with quick_imports(), without_compile(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron warns that Transformer Engine and Apex are absent
         importlib.import_module("megatron.core")
         importlib.import_module("megatron.core.optimizer")
