@@ -1,6 +1,6 @@
 """Sends routes as raw bytes of one or two per expert id, where the client asks for it.
 
-SGLang 0.5.23 sends base64 of int32, 5.3 times as many bytes. Here the scheduler narrows the ids, and
+SGLang sends base64 of int32, 5.3 times as many bytes. Here the scheduler narrows the ids, and
 ``POST /generate?routes=raw`` answers with ``MAGIC``, the bytes per id, the length of the ids (8 bytes, little-endian),
 the ids ``[rows, num_hidden_layers, top_k]``, and SGLang's JSON without them. Others get SGLang's own answer.
 
@@ -12,6 +12,8 @@ from __future__ import annotations
 import base64
 import functools
 import importlib
+from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ import torch
 
 MAGIC = b"\x93routes"
 KEY = "routed_experts"
+_WANTS_RAW = ContextVar("wants_raw", default=False)  # of the request that this task answers
 
 
 def install() -> None:
@@ -46,26 +49,35 @@ def narrow(experts: torch.Tensor) -> bytes:
 
 def serve(server: Any) -> None:
     """Answer requests of the web server's module ``server``, ``sglang.srt.entrypoints.http_server``."""
-    responses = importlib.import_module("starlette.responses")
-    stock, to_response, to_json = server.serve_generate_request, server.orjson_response, server.dumps_json
+    to_response, to_json = server.orjson_response, server.dumps_json
+    # SGLang 0.5.21 and 0.5.23 have the same route, but not the same functions behind it.
+    route = next(each for each in server.app.routes if getattr(each, "path", None) == "/generate").dependant
+    stock = route.call
 
     async def generate(obj: Any, request: Any) -> Any:
-        if request.query_params.get("routes") != "raw" or obj.stream:
-            return await stock(obj, request)
+        wants_raw = _WANTS_RAW.set(request.query_params.get("routes") == "raw")
         try:
-            answer = await server._global_state.tokenizer_manager.generate_request(obj, request).__anext__()
-        except ValueError as error:
-            return server._create_error_response(error)
-        ids = answer["meta_info"].pop(KEY, None) if isinstance(answer, dict) else None
-        if ids is None:
-            return to_response(answer)
-        head = MAGIC + ids[:1] + (len(ids) - 1).to_bytes(8, "little")
-        body = b"".join((head, memoryview(ids)[1:], to_json(answer)))
-        return responses.Response(body, media_type="application/octet-stream")
+            return await stock(obj=obj, request=request)
+        finally:
+            _WANTS_RAW.reset(wants_raw)
 
-    server.serve_generate_request = generate
-    server.orjson_response = lambda answer, *options: to_response(widened(answer), *options)
+    def respond(answer: Any, *options: Any) -> Any:
+        raw = _raw(answer, to_json) if _WANTS_RAW.get() else None
+        return to_response(widened(answer), *options) if raw is None else raw
+
+    route.call, server.orjson_response = generate, respond
     server.dumps_json = lambda answer: to_json(widened(answer))  # of a stream
+
+
+def _raw(answer: Any, to_json: Callable[[Any], bytes]) -> Any:
+    """The response with raw routes to ``answer``; None if it has no routes."""
+    ids = answer["meta_info"].pop(KEY, None) if isinstance(answer, dict) else None
+    if ids is None:
+        return None
+    head = MAGIC + ids[:1] + (len(ids) - 1).to_bytes(8, "little")
+    body = b"".join((head, memoryview(ids)[1:], to_json(answer)))
+    responses = importlib.import_module("starlette.responses")
+    return responses.Response(body, media_type="application/octet-stream")
 
 
 def widened(answer: Any) -> Any:
