@@ -1,7 +1,7 @@
 # `make quickstart` and `make test` include all setup steps.
 PYTHON ?= python3
 VENV := .venv/bin
-FAST := not (exhaustive or slow or docker or podman or sglang or megatron or browser or slurm)
+FAST := not (exhaustive or slow or cuda_release or docker or podman or sglang or megatron or browser or slurm)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup prepare image real-tasks agents quickstart test test-fast check docs bench view-build
@@ -21,8 +21,8 @@ image: setup ## Build the base image of containers, if a container engine respon
 real-tasks: image ## Build tasks from real package releases (downloads their sources)
 	@$(VENV)/python -m scripts.build_release_tasks --out .cache/tasks/real.jsonl
 
-agents: setup ## Install mini-swe-agent, the agent program of the tests
-	@$(PYTHON) -m agent_rl.bootstrap agents
+agents: setup ## Install what only tests need: mini-swe-agent, and SGLang's release for GPUs
+	@$(PYTHON) -m agent_rl.bootstrap agents engine-cuda-release
 
 quickstart: prepare ## Train a small MoE agent end to end on this machine
 	@$(VENV)/agent-rl train configs/quickstart.yaml

@@ -20,6 +20,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TRAINER = ROOT / ".venv"
 DOCS = ROOT / ".venv-docs"
+CUDA_RELEASE = ROOT / ".venv-engine-cuda-release"
+"""The engine environment on a CPU, with the release of SGLang that engines on GPUs have: for tests."""
+CUDA_RELEASE_PACKAGES = ("sglang", "transformers", "tokenizers", "openai")
 ENGINE = ROOT / "agent_rl" / "engine"
 NVIDIA = Path("/dev/nvidiactl")
 TRAINER_CONSTRAINTS = ROOT / "constraints" / "trainer.txt"
@@ -30,6 +33,7 @@ PYPROJECT = ROOT / "pyproject.toml"
 TORCHES = {"2.13.0": "", "2.14.1": "-torch214"}
 """Releases of torch, the default first. The suffix belongs to the extra ``train`` and the engine's files for GPUs."""
 DEFAULT_TORCH = next(iter(TORCHES))
+_SITE_PACKAGES = "import sysconfig; print(sysconfig.get_path('purelib'))"
 
 
 class BootstrapError(Exception):
@@ -151,6 +155,17 @@ def build_engine_once(torch: str, *, cuda: bool) -> None:
     build_once(engine_venv(), files, build, "engine environment")
 
 
+def build_cuda_release() -> None:
+    """Install the packages of SGLang for GPUs above those of the engine environment on a CPU."""
+    python = make_venv(CUDA_RELEASE).with_name("python")
+    below = subprocess.check_output([engine_python(), "-c", _SITE_PACKAGES], text=True).strip()
+    above = subprocess.check_output([python, "-c", _SITE_PACKAGES], text=True).strip()
+    (Path(above) / "engine.pth").write_text(f"import site; site.addsitedir({below!r})\n")
+    constraints = engine_files(cuda=True)[2]
+    pinned = [line for line in constraints.read_text().split("\n") if line.partition("==")[0] in CUDA_RELEASE_PACKAGES]
+    run(python, "-m", "pip", "install", "--quiet", "--no-deps", "--ignore-installed", "--progress-bar=on", *pinned)
+
+
 def build_docs() -> None:
     """Install the site generator only. The documentation does not import the project."""
     import tomllib  # not at module level: Python before 3.11 lacks it, and main() reports the required version
@@ -203,6 +218,9 @@ def main(steps: Sequence[str]) -> int:
         "engine": lambda: build_engine_once(chosen_torch(), cuda=NVIDIA.exists()),
         # for another machine, as in a container image
         "engine-cuda": lambda: build_engine_once(chosen_torch(), cuda=True),
+        "engine-cuda-release": lambda: build_once(
+            CUDA_RELEASE, [*engine_files(cuda=False), *engine_files(cuda=True)], build_cuda_release, "SGLang for GPUs"
+        ),
         "trainer-packages": lambda: add_trainer_packages(chosen_torch()),
         "docs": lambda: build_once(DOCS, [PYPROJECT, DOCS_CONSTRAINTS], build_docs, "documentation environment"),
         "sandbox": ensure_sandbox,

@@ -50,6 +50,10 @@ PARTS: dict[str, tuple[Callable[[], object], str]] = {
     "podman": (lambda: _engine_answers("podman"), "no podman service answers (.ci/start-podman)"),
     "bubblewrap": (lambda: shutil.which("bwrap"), "bubblewrap is not installed (apt-get install bubblewrap)"),
     "sglang": ((ROOT / ".venv-engine/bin/python").exists, "no engine environment (make setup)"),
+    "cuda_release": (
+        (ROOT / ".venv-engine-cuda-release/bin/python").exists,
+        "SGLang's release for GPUs is not installed (python3 -m agent_rl.bootstrap engine-cuda-release)",
+    ),
     "megatron": (
         lambda: _has_modules("torch", "megatron", "ray"),
         "torch, megatron or ray is not installed (make setup)",

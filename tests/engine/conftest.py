@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -21,7 +20,7 @@ from agent_rl.models.spec import read_model_spec
 from agent_rl.weight_sync.receivers import WeightReceivers
 
 sys.path.insert(0, str(Path(__file__).parent))  # for the modules beside this one
-from server_control import idle, load
+from server_control import idle, load, serving
 
 ROOT = Path(__file__).resolve().parents[2]
 ENGINE_PYTHON = ROOT / ".venv-engine" / "bin" / "python"
@@ -64,7 +63,7 @@ def engine_config() -> EngineConfig:
 def server(engine_config: EngineConfig, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of a running server on ``model``, shared by all; a test that changes its weights restores them."""
     config = engine_config.model_copy(update={"weight_sync": "delta"})  # it takes full updates too
-    yield from _serving(EngineServer(config, model, tmp_path_factory.mktemp("engine") / "engine.log"))
+    yield from serving(EngineServer(config, model, tmp_path_factory.mktemp("engine") / "engine.log"))
 
 
 @pytest.fixture
@@ -111,11 +110,5 @@ def second_server(
     """One more, for what takes two; the last test that uses it may kill it."""
     config = engine_config.model_copy(update={"weight_sync": "delta"})
     engine = EngineServer(config, model, tmp_path_factory.mktemp("second") / "engine.log")
-    for _ in _serving(engine):
+    for _ in serving(engine):
         yield engine
-
-
-def _serving(engine: EngineServer) -> Iterator[str]:
-    asyncio.run(engine.start())
-    yield engine.url
-    asyncio.run(engine.stop())

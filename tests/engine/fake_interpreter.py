@@ -42,7 +42,10 @@ class UpdateWeightsFromTensorReqOutput: ...
     "managers/scheduler_components/batch_result_processor": """class SchedulerBatchResultProcessor:
     def _maybe_collect_routed_experts(self, req): ...
 """,
-    "entrypoints/http_server": "serve_generate_request = orjson_response = dumps_json = None",
+    "entrypoints/http_server": """from types import SimpleNamespace
+orjson_response = dumps_json = None
+app = SimpleNamespace(routes=[SimpleNamespace(path="/generate", dependant=SimpleNamespace(call=None))])
+""",
 }
 """Modules of which serve.py replaces functions."""
 

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from pathlib import Path
 
-from agent_rl.engine.launch import group_members
+from agent_rl.engine.launch import EngineServer, group_members
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.engine.shared_memory import SHARED_MEMORY, FileId, files_used_by
 from agent_rl.errors import EngineRejected
 from agent_rl.utils.http import AsyncHttp
 from agent_rl.weight_sync.receivers import WeightReceivers
+
+
+def serving(engine: EngineServer) -> Iterator[str]:
+    """Start the server; its URL. Stop it at the end."""
+    asyncio.run(engine.start())
+    yield engine.url
+    asyncio.run(engine.stop())
 
 
 async def tell(engine: SGLangEngine, endpoint: str, **body: object) -> None:

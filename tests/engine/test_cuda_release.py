@@ -1,0 +1,38 @@
+"""The release of SGLang that engines on GPUs have, started by the launcher on a CPU: what other modules test with the
+release for CPUs holds here too. Servers of both releases run the same patches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from server_control import serving
+from test_probe import test_a_sound_server_passes_every_check  # noqa: F401
+from test_server_generate import (  # noqa: F401
+    test_a_stop_token_ends_the_turn_and_is_kept,
+    test_an_aborted_turn_continues_from_its_tokens,
+    test_info_describes_the_server,
+    test_raw_routes_are_those_of_the_json_answer,
+    test_tokens_log_probs_and_rows_line_up,
+    test_turns_stitched_equal_one_prefill,
+)
+from test_weight_deltas import run_of, test_deltas_equal_full_updates  # noqa: F401
+
+from agent_rl.bootstrap import CUDA_RELEASE
+from agent_rl.config import EngineConfig
+from agent_rl.engine.launch import EngineServer, sglang_version
+
+PYTHON = CUDA_RELEASE / "bin" / "python"
+pytestmark = [pytest.mark.cuda_release, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def server(engine_config: EngineConfig, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    config = engine_config.model_copy(update={"python": str(PYTHON), "weight_sync": "delta"})
+    yield from serving(EngineServer(config, model, tmp_path_factory.mktemp("cuda_release") / "engine.log"))
+
+
+def test_the_release_is_the_one_for_gpus() -> None:
+    pinned = (Path(__file__).parents[2] / "agent_rl/engine/requirements-cuda-nodeps.txt").read_text().split()
+    assert f"sglang=={sglang_version(str(PYTHON))}" in pinned
