@@ -42,6 +42,7 @@ class UpdateWeightsFromTensorReqOutput: ...
     "managers/scheduler_components/batch_result_processor": """class SchedulerBatchResultProcessor:
     def _maybe_collect_routed_experts(self, req): ...
 """,
+    "model_loader/loader": "def _initialize_model(): ...",
     "entrypoints/http_server": """from types import SimpleNamespace
 orjson_response = dumps_json = None
 app = SimpleNamespace(routes=[SimpleNamespace(path="/generate", dependant=SimpleNamespace(call=None))])

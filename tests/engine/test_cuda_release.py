@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from server_control import serving
+from support.family_models import write_model
 from test_probe import test_a_sound_server_passes_every_check  # noqa: F401
 from test_server_generate import (  # noqa: F401
     test_a_stop_token_ends_the_turn_and_is_kept,
@@ -22,6 +23,8 @@ from test_weight_deltas import run_of, test_deltas_equal_full_updates  # noqa: F
 from agent_rl.bootstrap import CUDA_RELEASE
 from agent_rl.config import EngineConfig
 from agent_rl.engine.launch import EngineServer, sglang_version
+from agent_rl.engine.route_probe.checks import CheckStatus
+from agent_rl.engine.route_probe.run import probe
 
 PYTHON = CUDA_RELEASE / "bin" / "python"
 pytestmark = [pytest.mark.cuda_release, pytest.mark.slow]
@@ -31,6 +34,20 @@ pytestmark = [pytest.mark.cuda_release, pytest.mark.slow]
 def server(engine_config: EngineConfig, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     config = engine_config.model_copy(update={"python": str(PYTHON), "weight_sync": "delta"})
     yield from serving(EngineServer(config, model, tmp_path_factory.mktemp("cuda_release") / "engine.log"))
+
+
+@pytest.mark.parametrize("kind", ["minimax_m2", "mixtral"])
+async def test_routers_that_do_not_know_their_layer_are_captured(
+    kind: str, engine_config: EngineConfig, tmp_path: Path
+) -> None:
+    config = engine_config.model_copy(update={"python": str(PYTHON)})
+    server = EngineServer(config, write_model(tmp_path / "model", kind, seed=0), tmp_path / "engine.log")
+    await server.start()
+    try:
+        report = await probe(server.url)
+        assert [check for check in report.checks if check.status is CheckStatus.FAILED] == []
+    finally:
+        await server.stop()
 
 
 def test_the_release_is_the_one_for_gpus() -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 import functools
 import importlib
+import re
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
@@ -37,6 +38,26 @@ def install() -> None:
             req.routed_experts = narrow(req.routed_experts)
 
     processor._maybe_collect_routed_experts = collect_narrow
+    loader = importlib.import_module("sglang.srt.model_loader.loader")
+    build = loader._initialize_model
+
+    @functools.wraps(build)
+    def build_numbered(*arguments: Any, **options: Any) -> Any:
+        model = build(*arguments, **options)
+        number_routers(model)
+        return model
+
+    loader._initialize_model = build_numbered
+
+
+def number_routers(model: torch.nn.Module) -> None:
+    """Tell each router its layer. In SGLang 0.5.21 those of Mixtral, OLMoE, Ling, MiniMax-M2 and Nemotron-H do not know
+    theirs, under which their routes are captured: such a server dies, or writes a single token's routes to all layers.
+    """
+    for name, module in model.named_modules():
+        layer = re.search(r"\.layers\.(\d+)\.", name)
+        if layer and type(module).__name__ == "TopK" and module.layer_id is None:
+            module.layer_id = int(layer[1])
 
 
 def narrow(experts: torch.Tensor) -> bytes:
