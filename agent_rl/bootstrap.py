@@ -157,6 +157,8 @@ def build_engine_once(torch: str, *, cuda: bool) -> None:
 
 def build_cuda_release() -> None:
     """Install the packages of SGLang for GPUs above those of the engine environment on a CPU."""
+    if not engine_python().exists():
+        raise BootstrapError("the engine environment is missing: run the step engine first")
     python = make_venv(CUDA_RELEASE).with_name("python")
     below = subprocess.check_output([engine_python(), "-c", _SITE_PACKAGES], text=True).strip()
     above = subprocess.check_output([python, "-c", _SITE_PACKAGES], text=True).strip()

@@ -22,9 +22,10 @@ from test_weight_deltas import run_of, test_deltas_equal_full_updates  # noqa: F
 
 from agent_rl.bootstrap import CUDA_RELEASE
 from agent_rl.config import EngineConfig
-from agent_rl.engine.launch import EngineServer, sglang_version
+from agent_rl.engine.launch import EngineServer
 from agent_rl.engine.route_probe.checks import CheckStatus
 from agent_rl.engine.route_probe.run import probe
+from agent_rl.utils.http import AsyncHttp
 
 PYTHON = CUDA_RELEASE / "bin" / "python"
 pytestmark = [pytest.mark.cuda_release, pytest.mark.slow]
@@ -50,6 +51,8 @@ async def test_routers_that_do_not_know_their_layer_are_captured(
         await server.stop()
 
 
-def test_the_release_is_the_one_for_gpus() -> None:
+async def test_the_server_is_of_the_release_for_gpus(server: str) -> None:
     pinned = (Path(__file__).parents[2] / "agent_rl/engine/requirements-cuda-nodeps.txt").read_text().split()
-    assert f"sglang=={sglang_version(str(PYTHON))}" in pinned
+    async with AsyncHttp(30.0) as http:
+        version = (await http.get_json(f"{server}/server_info"))["version"]
+    assert f"sglang=={version}" in pinned

@@ -11,8 +11,10 @@ script. ``python -m scripts.gpu_wheelhouse`` collects what a machine without net
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -84,7 +86,7 @@ def _ranks(site: Site, check: Check, where: str, seconds: float) -> ProbeRespons
     """Run a check's ranks, each in a process; their answers by rank."""
     device = site.device if where == "gpu" else "cpu"
     job = {"work": check.work, "config": site.config(check).model_dump(mode="json"), "device": device}
-    job |= {"port": _free_port(), "directory": str(site.directory)}
+    job |= {"port": _free_ports(), "directory": str(site.directory)}
     processes = [_start(rank, device, check.environment) for rank in range(check.gpus)]
     with ThreadPoolExecutor(check.gpus) as pool:
         try:
@@ -122,9 +124,18 @@ def _answer(rank: int, process: subprocess.Popen[str], job: str, seconds: float)
     return answer
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
+def _free_ports() -> int:
+    """The first of two neighbouring free ports, which checks use. Both are below the range from which the kernel gives
+    ports to other sockets, so none takes them before a rank listens. Raises OSError."""
+    for _ in range(100):
+        port = random.randrange(20_000, 32_000, 2)
+        with contextlib.suppress(OSError), _listening(port), _listening(port + 1):
+            return port
+    raise OSError("no two neighbouring ports from 20000 to 32000 are free")
+
+
+def _listening(port: int) -> socket.socket:
+    return socket.create_server(("127.0.0.1", port))
 
 
 def write_model(directory: Path, config: Mapping[str, Any]) -> None:

@@ -51,9 +51,8 @@ def install() -> None:
 
 
 def number_routers(model: torch.nn.Module) -> None:
-    """Tell each router its layer. In SGLang 0.5.21 those of Mixtral, OLMoE, Ling, MiniMax-M2 and Nemotron-H do not know
-    theirs, under which their routes are captured: such a server dies, or writes a single token's routes to all layers.
-    """
+    """Tell each router its layer, under which its routes are captured. In SGLang 0.5.21 the routers of Mixtral, OLMoE,
+    Ling, MiniMax-M2 and Nemotron-H do not know theirs: the server dies, or stores a token's routes under all layers."""
     for name, module in model.named_modules():
         layer = re.search(r"\.layers\.(\d+)\.", name)
         if layer and type(module).__name__ == "TopK" and module.layer_id is None:
