@@ -38,7 +38,7 @@ def install() -> None:
             req.routed_experts = narrow(req.routed_experts)
 
     processor._maybe_collect_routed_experts = collect_narrow
-    loader = importlib.import_module("sglang.srt.model_loader.loader")
+    loader: Any = importlib.import_module("sglang.srt.model_loader.loader")
     build = loader._initialize_model
 
     @functools.wraps(build)
