@@ -2,8 +2,8 @@
 
 Every parameter of this rank has a :class:`ParamMapping` with its description (:mod:`agent_rl.models.tensors`): the
 Hugging Face tensors that it is made of, and its cut. Reading copies slices of the tensors into the parameter. Exporting
-gathers the parameters of all tensor or expert ranks, copies the same slices the other way, then broadcasts the tensors
-of every pipeline stage.
+gathers the parameters of all tensor or expert ranks, copies the same slices the other way, then sends the tensors of
+every pipeline stage to rank 0.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from agent_rl.models.cuts import Experts, Place
 from agent_rl.models.spec import ModelSpec
 from agent_rl.models.tensors import (
     OUTPUT,
+    HfTensor,
     Parameter,
     adapted_weight,
     adapters,
@@ -162,25 +163,46 @@ def _full_tensors(
     local: Sequence[ParamMapping], ranks: ParallelState, *, every_rank: bool
 ) -> Iterator[dict[str, Tensor]]:
     """The Hugging Face tensors of each mapping of every stage; ``local``: those of this stage. Collective; only rank 0
-    yields, or ``every_rank``."""
+    yields, or ``every_rank``. For rank 0 alone, the other stages of its pipeline group send it theirs, and the other
+    pipeline groups transfer nothing."""
     group = parallel_state.get_pipeline_model_parallel_group()
+    own, device = ranks.pipeline_rank, local[0].parameter.device
     plans: list[Any] = [None] * ranks.pipeline_size
     plan = [(mapping.described.tensors, mapping.parameter.dtype) for mapping in local]
     torch.distributed.all_gather_object(plans, plan, group=group)
+    leads = 0 in torch.distributed.get_process_group_ranks(group)
+    receivers = range(ranks.pipeline_size if every_rank else int(leads))
     for stage, entries in enumerate(plans):
+        if own not in receivers and own != stage:
+            continue
+        moves = any(receiver != stage for receiver in receivers)
         for index, (tensors, dtype) in enumerate(entries):
-            full: dict[str, Tensor] = {}
-            if ranks.pipeline_size > 1:
-                sizes = [tensor.size for tensor in tensors]
-                flat = torch.empty(sum(sizes), dtype=dtype, device=local[0].parameter.device)
-                views = zip(tensors, flat.split(sizes), strict=True)
-                full = {tensor.name: view.view(tensor.shape) for tensor, view in views}
-            if stage == ranks.pipeline_rank:
+            flat, full = _empty(tensors, dtype, device) if moves else (None, {})
+            if stage == own:
                 _assemble(local[index], ranks, full)
-            if ranks.pipeline_size > 1:
-                torch.distributed.broadcast(flat, torch.distributed.get_global_rank(group, stage), group=group)
-            if every_rank or ranks.rank == 0:
+            if flat is not None:
+                _transfer(flat, stage, own, receivers, group)
+            if own in receivers:
                 yield {tensor.name: full[tensor.name] for tensor in tensors}
+
+
+def _empty(tensors: Sequence[HfTensor], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, dict[str, Tensor]]:
+    """Memory for ``tensors``, in one piece and by name."""
+    sizes = [tensor.size for tensor in tensors]
+    flat = torch.empty(sum(sizes), dtype=dtype, device=device)
+    views = zip(tensors, flat.split(sizes), strict=True)
+    return flat, {tensor.name: view.view(tensor.shape) for tensor, view in views}
+
+
+def _transfer(flat: Tensor, stage: int, own: int, receivers: range, group: Any) -> None:
+    """Bring ``flat`` from a stage to the pipeline ranks ``receivers``; ``own`` is one of them."""
+    source = torch.distributed.get_global_rank(group, stage)
+    if len(receivers) > 1:
+        torch.distributed.broadcast(flat, source, group=group)
+    elif own == stage:
+        torch.distributed.send(flat, torch.distributed.get_global_rank(group, 0), group=group)
+    else:
+        torch.distributed.recv(flat, source, group=group)
 
 
 @torch.no_grad()
