@@ -1,7 +1,8 @@
 """Creates the virtual environments and installs a sandbox. Standard library only: it runs before any install.
 
 ``python3 -m agent_rl.bootstrap trainer engine sandbox`` prints each step and pip's progress. It skips a step whose
-stamp file contains the hash of its requirements. ``AGENT_RL_TORCH`` chooses the torch of both environments.
+stamp file contains the hash of its requirements. ``AGENT_RL_TORCH`` chooses the torch of both environments; without it
+they keep theirs.
 """
 
 from __future__ import annotations
@@ -57,11 +58,23 @@ def engine_python() -> Path:
 
 
 def chosen_torch() -> str:
-    """The torch of both environments: AGENT_RL_TORCH or the default. Raises BootstrapError for an unknown release."""
-    torch = os.environ.get("AGENT_RL_TORCH") or DEFAULT_TORCH
+    """The torch of both environments: AGENT_RL_TORCH, else the installed one, else the default. Raises BootstrapError
+    for an unknown release."""
+    torch = os.environ.get("AGENT_RL_TORCH") or installed_torch() or DEFAULT_TORCH
     if torch not in TORCHES:
         raise BootstrapError(f"AGENT_RL_TORCH={torch} is not one of {', '.join(TORCHES)}")
     return torch
+
+
+def installed_torch() -> str | None:
+    """The torch of the trainer's environment, else of the engine's, if it is one of :data:`TORCHES`."""
+    trainer = TRAINER if PYPROJECT.is_file() else Path(sys.prefix)
+    for venv in (trainer, engine_venv()):
+        packages = [str(path) for path in venv.glob("lib/python*/site-packages")]
+        for torch in importlib.metadata.distributions(name="torch", path=packages):
+            if (release := torch.version.partition("+")[0]) in TORCHES:
+                return release
+    return None
 
 
 def engine_files(*, cuda: bool, torch: str = DEFAULT_TORCH) -> tuple[Path, ...]:
@@ -70,7 +83,9 @@ def engine_files(*, cuda: bool, torch: str = DEFAULT_TORCH) -> tuple[Path, ...]:
     Raises BootstrapError without ``cuda`` for another torch than the default.
     """
     if not cuda and torch != DEFAULT_TORCH:
-        raise BootstrapError(f"torch {torch} is for engines on GPUs: use the step engine-cuda, or unset AGENT_RL_TORCH")
+        raise BootstrapError(
+            f"torch {torch} is for engines on GPUs: use the step engine-cuda, or AGENT_RL_TORCH={DEFAULT_TORCH}"
+        )
     device = f"-cuda{TORCHES[torch]}" if cuda else ""
     names = [f"requirements{device}", f"requirements{device}-nodeps", f"constraints{device}"]
     names += ["requirements-cuda-common", "requirements-common"] if cuda else ["requirements-common"]

@@ -157,11 +157,24 @@ def test_the_chosen_torch_selects_both_environments(commands: list[str], monkeyp
     assert commands == []
 
 
+@pytest.mark.parametrize("environment", ["trainer", "engine"])
+@pytest.mark.parametrize(("found", "kept"), [(B, B), (f"{B}+cu130", B), ("2.12.0", DEFAULT_TORCH)])
+def test_without_a_choice_both_environments_keep_their_torch(
+    environment: str, found: str, kept: str, commands: list[str], tmp_path: Path
+) -> None:
+    metadata = tmp_path / environment / "lib" / "python3.12" / "site-packages" / f"torch-{found}.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {found}\n")
+    assert bootstrap.main(["trainer", "engine-cuda"]) == 0
+    installed = [command.split()[-1] for command in commands if "torch==" in command]
+    assert installed == [f"torch=={kept}"] * 2
+
+
 @pytest.mark.parametrize(
     ("torch", "reason"),
     [
         ("2.12.0", "AGENT_RL_TORCH=2.12.0 is not one of 2.13.0, 2.14.1"),
-        (B, f"torch {B} is for engines on GPUs: use the step engine-cuda, or unset AGENT_RL_TORCH"),
+        (B, f"torch {B} is for engines on GPUs: use the step engine-cuda, or AGENT_RL_TORCH={DEFAULT_TORCH}"),
     ],
 )
 def test_a_torch_that_does_not_fit_is_refused(
