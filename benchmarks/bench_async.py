@@ -31,8 +31,8 @@ from agent_rl.controller.async_rollout.buffer import BufferRules, RolloutBuffer
 from agent_rl.controller.async_rollout.producer import RolloutProducer
 from agent_rl.controller.async_rollout.task_ledger import TaskLedger
 from agent_rl.engine.generation_gate import GenerationGate
+from agent_rl.rollout.episode_recovery import TurnLog
 from agent_rl.rollout.group import EpisodeRunner, GroupSettings, Limiter
-from agent_rl.rollout.turn_log import TurnLog
 from agent_rl.types import Group, Trajectory, VersionSpan
 from envs import Task
 

@@ -38,8 +38,8 @@ from r3.balance.baselines import eplb
 from r3.balance.cost import borrowed, imbalance, rank_load
 from r3.balance.placement import joint_placement
 from r3.balance.plan import Ints
+from r3.balance.planners import Reach, by_source_node, transport
 from r3.balance.time_model import HARDWARE, ExpertShape, Work, work_of
-from r3.balance.transport import Reach, by_source_node, transport
 
 H100, PER_NODE, SEQUENCE, EVERY, SEED = HARDWARE["cuda"], 8, 8192, 4, 2
 MODELS = {48: "Qwen/Qwen3-30B-A3B", 94: "Qwen/Qwen3-235B-A22B"}

@@ -37,10 +37,10 @@ from agent_rl.controller.async_rollout.producer import RolloutProducer
 from agent_rl.controller.async_rollout.task_ledger import Outcome, TaskLedger
 from agent_rl.controller.journal import Journal
 from agent_rl.rollout.episode import EpisodeRules, run_episode
+from agent_rl.rollout.episode_recovery import LoggedRunner, TurnLog
 from agent_rl.rollout.group import GroupSettings, Limiter
 from agent_rl.rollout.records import write_trajectories
 from agent_rl.rollout.scripted_policies import ByteRenderer
-from agent_rl.rollout.turn_log import LoggedRunner, TurnLog
 from agent_rl.types import Completion, Group, SamplingParams, TokenIds, Trajectory
 from agent_rl.utils.concurrency import reduce_gc_pauses
 from envs import Grade, Task

@@ -55,10 +55,10 @@ from agent_rl.planner.assumptions import Assumptions
 from agent_rl.planner.known_models import planned_model
 from agent_rl.planner.step_time import plan_time
 from agent_rl.rollout.episode import EpisodeRules, run_episode
+from agent_rl.rollout.episode_recovery import TurnLog
 from agent_rl.rollout.group import GroupSettings, Limiter, collect_groups
 from agent_rl.rollout.records import write_trajectories
 from agent_rl.rollout.scripted_policies import ByteRenderer
-from agent_rl.rollout.turn_log import TurnLog
 from agent_rl.train.batching.partition import partition_sequences
 from agent_rl.train.ray_session import ray_cluster
 from agent_rl.train.ray_trainer import dispatch

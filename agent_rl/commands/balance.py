@@ -30,8 +30,8 @@ from agent_rl.types import Sample
 from agent_rl.utils.run_files import write_json
 from r3.balance import ExpertLayout, PlanArrays, PlannerOptions, plan_pass
 from r3.balance.cost import borrowed, busiest_link, imbalance, rank_load
+from r3.balance.planners import Planner
 from r3.balance.time_model import ExpertShape
-from r3.balance.transport import Planner
 from r3.shard import ShardSpec
 
 MICROBATCH_TOKENS = 8192

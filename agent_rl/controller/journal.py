@@ -36,10 +36,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from agent_rl.rollout import records
+from agent_rl.rollout.episode_recovery import LoggedRunner, LoggedTurn, decode_turn, encode_turn
 from agent_rl.rollout.group import EpisodeRunner
 from agent_rl.rollout.jsonl_zst import frame_head, read_frames
 from agent_rl.rollout.records import decode_trajectory, encode_trajectory
-from agent_rl.rollout.turn_log import LoggedRunner, LoggedTurn, decode_turn, encode_turn
 from agent_rl.types import StopReason, Trajectory
 from agent_rl.utils.concurrency import Notifier
 from agent_rl.utils.run_files import disk_error
@@ -331,7 +331,7 @@ class Journal:
 
 
 class EpisodeLog:
-    """Implements :class:`agent_rl.rollout.turn_log.TurnLog` in ``journal``: the first unfinished episode of
+    """Implements :class:`agent_rl.rollout.episode_recovery.TurnLog` in ``journal``: the first unfinished episode of
     ``position``, or a new one."""
 
     def __init__(self, journal: Journal, position: int, oldest: int) -> None:

@@ -28,10 +28,10 @@ from agent_rl.monitoring.console import Display
 from agent_rl.render import ChatRenderer
 from agent_rl.rollout.compaction import check_compaction
 from agent_rl.rollout.episode import EpisodeRules, run_episode
+from agent_rl.rollout.episode_recovery import LoggedRunner, TurnLog
 from agent_rl.rollout.group import Limiter
 from agent_rl.rollout.route_audit import Auditor
 from agent_rl.rollout.shared_prompts import SharedPrompts
-from agent_rl.rollout.turn_log import LoggedRunner, TurnLog
 from agent_rl.types import Trajectory
 from agent_rl.utils.sockets import NCCL_SETTINGS
 from agent_rl.weight_sync.served import check_served_weights

@@ -29,12 +29,12 @@ from agent_rl.engine.types import Engine
 from agent_rl.errors import AgentRlError, EngineAborted, EngineError, HarnessError, RoutesMissingError
 from agent_rl.render.prefix_check import Role
 from agent_rl.rollout.compaction import SUMMARY, Compactions, Observation, OpenBranch, TurnStart
+from agent_rl.rollout.episode_recovery import LoggedTurn, ReplayDiffers, ReplayEngine, TurnLog
 from agent_rl.rollout.initial_prompt import Renderer, build_initial_prompt
 from agent_rl.rollout.route_audit import Auditor
 from agent_rl.rollout.subagents import SILENT, TASK, Delegation, Subagents
 from agent_rl.rollout.thoughts import TurnBudget, measure_thoughts
 from agent_rl.rollout.transcript import Transcript
-from agent_rl.rollout.turn_log import LoggedTurn, ReplayDiffers, ReplayEngine, TurnLog
 from agent_rl.types import Completion, FinishReason, SampledCall, SamplingParams, StopReason, Trajectory, Turn
 from envs import (
     Dialogue,

@@ -121,7 +121,7 @@ class TrainerWorker:
 
     def set_optimizer(self, spec: OptimizerSpec) -> None:
         """Replace optimizer and schedule by new ones; the weights stay."""
-        from agent_rl.train.checkpoint.state_pieces import StatePieces
+        from agent_rl.train.checkpoint.rank_state import StatePieces
         from agent_rl.train.optimizer import PolicyOptimizer
 
         self._optimizer = PolicyOptimizer(self._model.chunks, spec, self._dtype)
@@ -155,7 +155,7 @@ class TrainerWorker:
         """Move experts to other owner ranks if the routes of this step say so."""
         if (placement := self._balancer.renewed_placement(batches, routes)) is None:
             return
-        from agent_rl.train.checkpoint.state_pieces import StatePieces
+        from agent_rl.train.checkpoint.rank_state import StatePieces
         from agent_rl.train.expert_balancing.renewal import move_experts
 
         moved = move_experts(self._model, self._optimizer, placement, self._reference)

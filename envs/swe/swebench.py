@@ -18,8 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from envs.swe.datasets.rebench import without_duration
 from envs.swe.datasets.spec import END, PASSED, START, SwebenchSpec
+from envs.swe.datasets.swe_rebench import without_duration
 from envs.swe.pytest_log import TestVerdict
 from envs.swe.records import SweRecord
 from envs.types import TaskRecordError

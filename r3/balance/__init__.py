@@ -7,5 +7,5 @@ counts once for each of its top-k experts.
 """
 
 from r3.balance.plan import ExpertLayout, LayerPlan, PlanArrays, PlanError
+from r3.balance.planners import PlannerOptions, plan_pass
 from r3.balance.time_model import TimeModel
-from r3.balance.transport import PlannerOptions, plan_pass

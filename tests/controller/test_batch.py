@@ -27,10 +27,10 @@ from agent_rl.controller.task_order import TaskOrder, WeightedTasks, task_at
 from agent_rl.engine.types import Scores
 from agent_rl.errors import RolloutFailed
 from agent_rl.evaluation.quarantine import Quarantine, read_quarantine
+from agent_rl.rollout.episode_recovery import TurnLog
 from agent_rl.rollout.filters import masked_stops
 from agent_rl.rollout.group import DroppedGroup, GroupSettings, Limiter, RolloutEvent
 from agent_rl.rollout.rescore import Rescorer
-from agent_rl.rollout.turn_log import TurnLog
 from agent_rl.types import StopReason, Trajectory
 from envs import Task
 

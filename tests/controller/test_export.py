@@ -30,7 +30,7 @@ from agent_rl.models.spec import read_model_spec
 from agent_rl.models.tensors import adapters, belongs_to, model_parameters
 from agent_rl.train.checkpoint import directory as checkpoint
 from agent_rl.train.checkpoint.export import _full_shape
-from agent_rl.train.checkpoint.pieces import FlatRange, write_pieces
+from agent_rl.train.checkpoint.piece_files import FlatRange, write_pieces
 
 
 def write_run(runs: Path, lora: LoraConfig | None, freeze: tuple[str, ...] = (), *, ema: bool = False) -> Path:

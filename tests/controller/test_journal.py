@@ -19,7 +19,7 @@ from support.plain_values import plain
 from support.routed_trajectories import routed
 
 from agent_rl.controller.journal import Journal, lineage
-from agent_rl.rollout.turn_log import LoggedRunner, TurnLog
+from agent_rl.rollout.episode_recovery import LoggedRunner, TurnLog
 from agent_rl.types import StopReason, Trajectory, Turn
 from envs import Task
 

@@ -12,8 +12,8 @@ from support.routed_trajectories import routed
 
 from agent_rl.controller.async_rollout.producer import restore, spill
 from agent_rl.controller.journal import Journal
+from agent_rl.rollout.episode_recovery import TurnLog
 from agent_rl.rollout.group import DroppedGroup, GroupCollector, GroupSettings, Limiter
-from agent_rl.rollout.turn_log import TurnLog
 from agent_rl.types import Branch, BranchCause, Group, Trajectory, Turn
 from envs import Task
 

@@ -82,9 +82,9 @@ def _router_on_the_host() -> None:
 def _pinned_in_powers_of_two() -> None:
     import torch
 
-    from agent_rl.train.checkpoint import state_pieces
+    from agent_rl.train.checkpoint import rank_state
 
-    state_pieces.host_tensor = lambda count, dtype, pinned: torch.empty(count, dtype=dtype, pin_memory=pinned)
+    rank_state.host_tensor = lambda count, dtype, pinned: torch.empty(count, dtype=dtype, pin_memory=pinned)
 
 
 def _chunks_of_a_cpu() -> None:

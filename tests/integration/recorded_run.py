@@ -42,8 +42,8 @@ from agent_rl.engine.utilization import EngineUtilization
 from agent_rl.models.spec import read_model_spec
 from agent_rl.monitoring.console import Display
 from agent_rl.rollout.episode import EpisodeRules
+from agent_rl.rollout.episode_recovery import LoggedRunner, TurnLog
 from agent_rl.rollout.group import Limiter
-from agent_rl.rollout.turn_log import LoggedRunner, TurnLog
 from agent_rl.train.ray_trainer import RayTrainer
 from agent_rl.types import StopReason, TokenIds, TopTokens, Trajectory, Turn, VersionSpan
 from agent_rl.utils.http import AsyncHttp

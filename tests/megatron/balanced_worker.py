@@ -21,7 +21,7 @@ from agent_rl.models.spec import read_model_spec
 from agent_rl.train.megatron.packed_batch import PackedBatch, PackedRoutes
 from agent_rl.train.megatron.parallel import ParallelState, destroy_parallel, init_parallel
 from r3.balance import ExpertLayout, LayerPlan
-from r3.balance.transport import PlannerOptions, plan_pass
+from r3.balance.planners import PlannerOptions, plan_pass
 
 SLOTS, UPDATES = 2, 2
 Routes = list[PackedRoutes] | None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from agent_rl.train.megatron import sinks
-from agent_rl.train.megatron.sinks import SinkAttention
+from agent_rl.train.megatron.attention_sinks import SinkAttention
 from agent_rl.train.megatron.varlen import Segments
 
 pytestmark = pytest.mark.megatron

@@ -16,8 +16,8 @@ from support.balance_workloads import REGIMES, Pass, node_floor, skewed_steps
 from r3.balance import ExpertLayout, PlanArrays, PlanError, PlannerOptions, plan_pass
 from r3.balance.baselines import eplb, eplb_fixed_owners
 from r3.balance.cost import borrowed, busiest_link, imbalance, rank_load
+from r3.balance.planners import WORTHWHILE, Planner, Reach, by_source_node, layer_times, transport
 from r3.balance.time_model import ExpertShape, Hardware, TimeModel, work_of
-from r3.balance.transport import WORTHWHILE, Planner, Reach, by_source_node, layer_times, transport
 
 seeds = st.integers(0, 2**32 - 1)
 EP16 = ExpertLayout(128, 16, 4, tuple(rank // 8 for rank in range(16)))

@@ -16,7 +16,7 @@ from r3.balance import ExpertLayout, PlanArrays, PlannerOptions, TimeModel, plan
 from r3.balance.cost import imbalance, rank_load
 from r3.balance.placement import joint_placement
 from r3.balance.plan import Ints
-from r3.balance.transport import Reach, by_source_node, layer_times, transport
+from r3.balance.planners import Reach, by_source_node, layer_times, transport
 
 seeds = st.integers(0, 2**32 - 1)
 EP16 = ExpertLayout(128, 16, 10, tuple(rank // 8 for rank in range(16)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from agent_rl.train.checkpoint.pieces import FlatRange, ParamShard, PieceReader, _full_parameter
+from agent_rl.train.checkpoint.piece_files import FlatRange, ParamShard, PieceReader, _full_parameter
 
 
 def whole_part(part: ParamShard) -> FlatRange:

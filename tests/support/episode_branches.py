@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from agent_rl.rollout.episode_recovery import LoggedTurn, decode_turn, encode_turn
 from agent_rl.rollout.scripted_policies import ByteRenderer
-from agent_rl.rollout.turn_log import LoggedTurn, decode_turn, encode_turn
 from agent_rl.types import Completion, Trajectory
 from support import memory_env
 

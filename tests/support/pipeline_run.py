@@ -33,8 +33,8 @@ from agent_rl.engine.sleep import EngineSleep
 from agent_rl.engine.utilization import EngineUtilization
 from agent_rl.monitoring.console import Display
 from agent_rl.rollout.episode import EpisodeRules
+from agent_rl.rollout.episode_recovery import LoggedRunner, LoggedTurn, TurnLog
 from agent_rl.rollout.group import Limiter
-from agent_rl.rollout.turn_log import LoggedRunner, LoggedTurn, TurnLog
 from agent_rl.train.checkpoint import directory as checkpoint
 from agent_rl.train.checkpoint.directory import Manifest
 from agent_rl.types import Completion, FinishReason, Sample, StopReason, Trajectory, Turn, VersionSpan

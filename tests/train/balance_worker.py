@@ -21,7 +21,7 @@ from agent_rl.train.expert_balancing.report import BalancedPass
 from agent_rl.train.expert_balancing.transfer import TransferStats
 from agent_rl.train.expert_balancing.worker import Counts, ExpertGroup, ForeseenLoads, RankBalancer
 from r3.balance import ExpertLayout, LayerPlan, PlanArrays, TimeModel
-from r3.balance.transport import PlannerOptions, plan_pass
+from r3.balance.planners import PlannerOptions, plan_pass
 from r3.shard import ShardSpec
 
 EXPERTS, LAYERS = 8, (3, 5)

@@ -17,7 +17,7 @@ from agent_rl.config import ParallelConfig
 from agent_rl.errors import ConfigError, TrainerError, UserError
 from agent_rl.train.checkpoint import directory as checkpoint
 from agent_rl.train.checkpoint.directory import Manifest, latest_checkpoint, read_manifest
-from agent_rl.train.checkpoint.pieces import ParamShard, write_pieces
+from agent_rl.train.checkpoint.piece_files import ParamShard, write_pieces
 
 LAYOUT, WEIGHT = ParallelConfig(), whole_part(ParamShard("w", (2, 2)))
 RUN = {"run_id": "r", "step": 3, "position": 24}
@@ -146,7 +146,7 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_reported_in_one_line(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="needs the trainer environment")
-    from agent_rl.train.checkpoint.pieces import Snapshot
+    from agent_rl.train.checkpoint.piece_files import Snapshot
     from agent_rl.train.checkpoint.saver import write_rank
 
     snapshot = Snapshot([(whole_part(ParamShard("w", (1 << 20,))), "master")], np.zeros(1 << 20, np.float32), {})

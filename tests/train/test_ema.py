@@ -34,8 +34,8 @@ def slot_of(optimizer: Any, slot: str) -> dict[str, torch.Tensor]:
 def test_average_equals_loops_over_floats_and_resumes_bit_for_bit(
     tiny_moe: Path, tmp_path: Path, world: Any, dtype: str, distributed: bool, offload: bool
 ) -> None:
-    from agent_rl.train.checkpoint.pieces import PieceReader, write_pieces
-    from agent_rl.train.checkpoint.state_pieces import StatePieces
+    from agent_rl.train.checkpoint.piece_files import PieceReader, write_pieces
+    from agent_rl.train.checkpoint.rank_state import StatePieces
 
     models = [policy(tiny_moe, world, dtype, distributed) for _ in range(3)]
     plain = optimizer_of(models[0], dtype, offload=offload)

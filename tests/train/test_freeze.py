@@ -76,8 +76,8 @@ def test_the_rest_learns_as_without_freezing(tiny_moe: Path, world: Any) -> None
 def test_a_checkpoint_has_the_trained_weights_only_and_resumes_exactly(
     tiny_moe: Path, world: Any, tmp_path: Path
 ) -> None:
-    from agent_rl.train.checkpoint.pieces import PieceReader, write_pieces
-    from agent_rl.train.checkpoint.state_pieces import StatePieces
+    from agent_rl.train.checkpoint.piece_files import PieceReader, write_pieces
+    from agent_rl.train.checkpoint.rank_state import StatePieces
 
     model, optimizer = begin(tiny_moe, *FROZEN)
     update(model, optimizer)

@@ -117,8 +117,8 @@ def test_bfloat16_moments_are_offloaded_and_resumed_bit_for_bit(
     tiny_moe: Path, tmp_path: Path, world: Any, dtype: str, distributed: bool
 ) -> None:
     """The third optimizer resumes from a checkpoint of the second, whose file has float32 only."""
-    from agent_rl.train.checkpoint.pieces import PieceReader, write_pieces
-    from agent_rl.train.checkpoint.state_pieces import StatePieces
+    from agent_rl.train.checkpoint.piece_files import PieceReader, write_pieces
+    from agent_rl.train.checkpoint.rank_state import StatePieces
 
     models = [policy(tiny_moe, world, dtype, distributed) for _ in range(3)]
     options = [(model, dtype, model is not models[0]) for model in models]

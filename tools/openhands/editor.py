@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sandbox import SandboxFileError
-from tools.edit_snippets import (
+from tools.runtime import ToolRuntime
+from tools.str_replace_editor import (
     MAX_FILE_BYTES,
     OVERWRITE,
     PATH_KIND,
@@ -16,7 +17,6 @@ from tools.edit_snippets import (
     number_lines,
     printable,
 )
-from tools.runtime import ToolRuntime
 
 _MAX_CHARS = 16_000
 _COMMANDS = "view, create, str_replace, insert, undo_edit"

@@ -25,6 +25,7 @@ from agent_rl.controller.async_rollout.task_ledger import Outcome
 from agent_rl.controller.journal import Journal
 from agent_rl.controller.task_order import TaskOrder
 from agent_rl.errors import RolloutFailed
+from agent_rl.rollout.episode_recovery import LoggedRunner
 from agent_rl.rollout.filters import teaches
 from agent_rl.rollout.group import (
     DroppedGroup,
@@ -38,7 +39,6 @@ from agent_rl.rollout.group import (
     check_dropped,
 )
 from agent_rl.rollout.group_grading import GroupGrading
-from agent_rl.rollout.turn_log import LoggedRunner
 from agent_rl.types import Group, StopReason, Trajectory
 from agent_rl.utils.concurrency import first_error
 from envs import Task

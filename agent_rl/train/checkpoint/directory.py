@@ -4,7 +4,7 @@
 
     step-000010/
       manifest.json            format, counts, parallel layout, checksums, state of the run
-      rank-00000.safetensors   pieces of the state on rank 0 (agent_rl/train/checkpoint/pieces.py)
+      rank-00000.safetensors   pieces of the state on rank 0 (agent_rl/train/checkpoint/piece_files.py)
       rank-00000.rng.pt        its random state
       rank-00001...
 
@@ -25,8 +25,8 @@ from pathlib import Path
 
 from agent_rl.config import ParallelConfig
 from agent_rl.errors import ConfigError, TrainerError
-from agent_rl.train.checkpoint import pieces
-from agent_rl.train.checkpoint.pieces import PieceReader
+from agent_rl.train.checkpoint import piece_files
+from agent_rl.train.checkpoint.piece_files import PieceReader
 from agent_rl.utils.run_files import disk_error
 
 FORMAT = 2
@@ -146,7 +146,7 @@ def verify(directory: Path, manifest: Manifest, *, share: int = 0, shares: int =
     damaged file."""
     for rank in range(share, len(manifest.checksums), shares):
         path = rank_file(directory, rank)
-        if pieces.checksum(path) != manifest.checksums[rank]:
+        if piece_files.checksum(path) != manifest.checksums[rank]:
             raise TrainerError(
                 f"{path}: its checksum differs from the manifest; remove {directory} to resume from an older one"
             )

@@ -20,7 +20,7 @@ from agent_rl.models.cuts import Experts, Place
 from agent_rl.models.spec import ModelSpec, read_model_spec
 from agent_rl.models.tensors import OUTPUT, Parameter, adapters, belongs_to, embedding_tensor, model_parameters
 from agent_rl.train.checkpoint import directory as checkpoint
-from agent_rl.train.checkpoint.pieces import FlatRange, PieceReader
+from agent_rl.train.checkpoint.piece_files import FlatRange, PieceReader
 from agent_rl.train.hf_writer import write_adapter, write_checkpoint
 from agent_rl.train.megatron.safetensors_slices import TensorSlice, fill_tensors
 from agent_rl.weight_sync.adapters import BaseWeights, merge, pack

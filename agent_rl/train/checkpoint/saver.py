@@ -20,7 +20,7 @@ import torch
 
 from agent_rl.errors import TrainerError
 from agent_rl.train.checkpoint.directory import rank_file, rng_file
-from agent_rl.train.checkpoint.pieces import Snapshot, write_pieces
+from agent_rl.train.checkpoint.piece_files import Snapshot, write_pieces
 from agent_rl.utils.run_files import disk_error
 
 

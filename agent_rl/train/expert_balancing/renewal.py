@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agent_rl.models.cuts import ParamShard
-from agent_rl.train.checkpoint.pieces import FlatRange
-from agent_rl.train.checkpoint.state_pieces import StatePieces
+from agent_rl.train.checkpoint.piece_files import FlatRange
+from agent_rl.train.checkpoint.rank_state import StatePieces
 from agent_rl.train.expert_balancing.exchange import start, wait
 from agent_rl.train.expert_balancing.report import Moved
 from agent_rl.train.megatron.model import PolicyModel
@@ -30,7 +30,7 @@ from agent_rl.train.optimizer import PolicyOptimizer, StateShard, named_paramete
 from agent_rl.train.reference import Reference
 from r3.balance import ExpertLayout, TimeModel
 from r3.balance.placement import joint_placement
-from r3.balance.transport import by_source_node, layer_times
+from r3.balance.planners import by_source_node, layer_times
 
 Counts = NDArray[np.int32]
 

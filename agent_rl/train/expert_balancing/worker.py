@@ -38,8 +38,8 @@ from agent_rl.train.expert_balancing.report import BalancedPass, BalanceReport, 
 from agent_rl.train.megatron.packed_batch import PassPlans
 from r3.balance import ExpertLayout, LayerPlan, PlanArrays
 from r3.balance.cost import borrowed, busiest_link, imbalance, rank_load
+from r3.balance.planners import PlannerOptions, plan_pass
 from r3.balance.time_model import HARDWARE, ExpertShape, Hardware, TimeModel
-from r3.balance.transport import PlannerOptions, plan_pass
 from r3.shard import Packing, RouteShard, ShardSpec, router_places
 
 if TYPE_CHECKING:

@@ -31,7 +31,8 @@ from torch import Tensor
 from agent_rl.config import ParallelConfig
 from agent_rl.errors import TrainerError
 from agent_rl.models.spec import ModelSpec
-from agent_rl.train.megatron import sinks, varlen
+from agent_rl.train.megatron import attention_sinks, varlen
+from agent_rl.train.megatron.attention_sinks import SinkAttention
 from agent_rl.train.megatron.delta_rule import (
     DeltaRule,
     StateSpace,
@@ -41,7 +42,6 @@ from agent_rl.train.megatron.delta_rule import (
     state_space,
 )
 from agent_rl.train.megatron.moe import ExpertMatmul, grouped_matmul, matmul_per_expert
-from agent_rl.train.megatron.sinks import SinkAttention
 from agent_rl.train.megatron.varlen import AttentionKernel, Segments
 
 LIMITS = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
@@ -304,8 +304,10 @@ def _attention_shapes(model: ModelSpec, parallel: ParallelConfig, keys: Sequence
 
 def sink_attentions(dtype: torch.dtype, device: torch.device) -> list[KernelCandidate[SinkAttention]]:
     """As :func:`attentions`, with sinks."""
-    flash: KernelCandidate[SinkAttention] = KernelCandidate("torch's flash attention", sinks.flash_sink_attention)
-    blocks: KernelCandidate[SinkAttention] = KernelCandidate("blocks of queries", sinks.attend_by_blocks)
+    flash: KernelCandidate[SinkAttention] = KernelCandidate(
+        "torch's flash attention", attention_sinks.flash_sink_attention
+    )
+    blocks: KernelCandidate[SinkAttention] = KernelCandidate("blocks of queries", attention_sinks.attend_by_blocks)
     return _by_device([flash], blocks, dtype, device)
 
 
@@ -317,7 +319,7 @@ def sink_check(model: ModelSpec, parallel: ParallelConfig, dtype: torch.dtype) -
         segments = Segments.build(_QUERIES, keys, query.device)
         return torch.cat([attend(query, key, value, sink, segments, scale, window) for window in (0, _WINDOW)])
 
-    exact = partial(run, sinks.reference_sink_attention)
+    exact = partial(run, attention_sinks.reference_sink_attention)
     shapes = [*_attention_shapes(model, parallel, keys), (model.heads // parallel.tensor,)]
     return KernelCheck(lambda: KernelCase.of(exact, shapes, dtype), run, dtype)
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from envs.swe.datasets import gym, nemo, rebench, smith, swebench
+from envs.swe.datasets import nemo_gym, swe_gym, swe_rebench, swe_smith, swebench
 from envs.swe.datasets.spec import Row
 
-FAMILIES = (nemo, smith, rebench, gym, swebench)
+FAMILIES = (nemo_gym, swe_smith, swe_rebench, swe_gym, swebench)
 """The modules of the families; the first one that ``recognizes`` a row reads it. ``read`` returns a record's fields or
 raises ``ValueError`` with the field, its problem and what would be right."""
 
@@ -24,7 +24,7 @@ def normalize(row: Row) -> dict[str, Any]:
 
     Raises ``ValueError`` for a row that its family cannot grade.
     """
-    fields = {key: value for key, value in nemo.unwrap(row).items() if value is not None or key in _REQUIRED}
+    fields = {key: value for key, value in nemo_gym.unwrap(row).items() if value is not None or key in _REQUIRED}
     family = next((family for family in FAMILIES if family.recognizes(fields)), None)
     if family is not None:
         record: dict[str, Any] = family.read(fields)

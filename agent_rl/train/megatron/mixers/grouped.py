@@ -24,7 +24,7 @@ from agent_rl.train.megatron.norms import head_norm
 
 class GroupedAttention(torch.nn.Module):
     """Causal attention within each sequence; the query heads of a group share its key and value. With ``sinks`` (of
-    this rank's query heads) and a window see :mod:`agent_rl.train.megatron.sinks`."""
+    this rank's query heads) and a window see :mod:`agent_rl.train.megatron.attention_sinks`."""
 
     def __init__(
         self,

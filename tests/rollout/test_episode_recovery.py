@@ -23,8 +23,8 @@ from agent_rl.config import R3Config, RolloutConfig, RunConfig
 from agent_rl.controller.journal import EpisodeLog, Journal
 from agent_rl.errors import AgentRlError, UserError
 from agent_rl.rollout.episode import EpisodeRules
+from agent_rl.rollout.episode_recovery import LoggedTurn, TurnLog, decode_turn, encode_turn
 from agent_rl.rollout.group import GroupCollector, GroupSettings, Limiter
-from agent_rl.rollout.turn_log import LoggedTurn, TurnLog, decode_turn, encode_turn
 from agent_rl.types import Completion, Group, StopReason, Trajectory
 from envs import Task
 from sandbox import SandboxLostError, SandboxNodeLostError

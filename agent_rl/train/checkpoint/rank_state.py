@@ -1,4 +1,4 @@
-"""This rank's training state as checkpoint pieces (:mod:`.pieces`), read from and written to the optimizer.
+"""This rank's training state as checkpoint pieces (:mod:`.piece_files`), read from and written to the optimizer.
 
 The optimizer's float32 tensors per parameter are the full state: its master weights are the weights in float32
 training and determine them in bfloat16 training. The value head of a critic, which every rank holds, is one more
@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from agent_rl.models.cuts import ParamShard
-from agent_rl.train.checkpoint.pieces import FlatRange, PieceReader, Snapshot
+from agent_rl.train.checkpoint.piece_files import FlatRange, PieceReader, Snapshot
 from agent_rl.train.critic import Critic
 from agent_rl.train.host_memory import host_tensor
 from agent_rl.train.megatron.hf_weights import ParamMapping

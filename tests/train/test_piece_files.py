@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from support.checkpoint_pieces import whole_part
 
 from agent_rl.errors import TrainerError
-from agent_rl.train.checkpoint.pieces import FlatRange, ParamShard, PieceReader, write_pieces
+from agent_rl.train.checkpoint.piece_files import FlatRange, ParamShard, PieceReader, write_pieces
 
 Floats = NDArray[np.float32]
 WHOLE = (12, 12)
