@@ -32,7 +32,7 @@ from agent_rl.config.loader import install_model
 from agent_rl.engine.launch import EngineServer, ServerNode
 from agent_rl.models.spec import read_model_spec
 from agent_rl.train.hf_index import expected_shapes
-from agent_rl.weight_sync.delta import DeltaSender
+from agent_rl.weight_sync.delta_sender import DeltaSender
 from agent_rl.weight_sync.publisher import WeightPublisher
 from agent_rl.weight_sync.requests import PublishReport, PublishRequest
 

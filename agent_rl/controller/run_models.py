@@ -65,7 +65,7 @@ def export(source: Path, run: Path, out: Path, *, averaged: bool = False) -> Non
     :func:`resolve_models`."""
     if importlib.util.find_spec("torch") is None:
         raise UserError("exporting needs torch; run `agent-rl install trainer`")
-    from agent_rl.train.checkpoint.export import export_checkpoint
+    from agent_rl.train.checkpoint.hf_export import export_checkpoint
 
     config = load_recorded(run / "config.yaml")
     if averaged and config.train.ema is None:

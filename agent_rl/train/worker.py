@@ -43,7 +43,7 @@ from agent_rl.train.step import grpo_step, packed, sample_logprobs, step_batches
 from agent_rl.types import Sample
 from agent_rl.utils.imports import quick_imports
 from agent_rl.weight_sync.adapters import BaseWeights
-from agent_rl.weight_sync.delta import DeltaSender
+from agent_rl.weight_sync.delta_sender import DeltaSender
 from agent_rl.weight_sync.publisher import WeightPublisher
 from agent_rl.weight_sync.requests import PublishReport, PublishRequest
 from agent_rl.weight_sync.shared_buckets import SharedBuckets, shared_buckets

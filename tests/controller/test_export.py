@@ -29,7 +29,7 @@ from agent_rl.models.cuts import Place
 from agent_rl.models.spec import read_model_spec
 from agent_rl.models.tensors import adapters, belongs_to, model_parameters
 from agent_rl.train.checkpoint import directory as checkpoint
-from agent_rl.train.checkpoint.export import _full_shape
+from agent_rl.train.checkpoint.hf_export import _full_shape
 from agent_rl.train.checkpoint.piece_files import FlatRange, write_pieces
 
 

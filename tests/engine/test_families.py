@@ -25,7 +25,7 @@ from r3.stitch import RouteStitcher
 torch = pytest.importorskip("torch", reason="needs the trainer environment")
 import safetensors.torch as torch_files  # noqa: E402
 
-from agent_rl.train.checkpoint.export import export_checkpoint  # noqa: E402
+from agent_rl.train.checkpoint.hf_export import export_checkpoint  # noqa: E402
 from agent_rl.train.ray_trainer import RayTrainer  # noqa: E402
 from agent_rl.weight_sync.receivers import WeightReceivers  # noqa: E402
 from agent_rl.weight_sync.served import check_served_weights  # noqa: E402

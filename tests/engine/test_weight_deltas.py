@@ -18,7 +18,7 @@ from agent_rl.engine.launch import EngineServer
 from agent_rl.engine.sglang import SGLangEngine
 from agent_rl.models.spec import read_model_spec
 from agent_rl.types import SamplingParams
-from agent_rl.weight_sync.delta import DeltaSender
+from agent_rl.weight_sync.delta_sender import DeltaSender
 from agent_rl.weight_sync.digests import Digests
 from agent_rl.weight_sync.publisher import WeightPublisher
 from agent_rl.weight_sync.receivers import Checksums, WeightReceivers

@@ -20,7 +20,7 @@ from support.checkpoint_pieces import whole_parameters, whole_part
 
 from agent_rl.config import RunConfig
 from agent_rl.train.checkpoint import directory as checkpoint
-from agent_rl.train.checkpoint.export import export_checkpoint
+from agent_rl.train.checkpoint.hf_export import export_checkpoint
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow, pytest.mark.timeout(1800)]
 

@@ -16,7 +16,7 @@ from support.rank_processes import place_of, reserved_port, run_ranks
 
 from agent_rl.config import RunConfig
 from agent_rl.config.loader import install_model
-from agent_rl.train.checkpoint.export import export_checkpoint
+from agent_rl.train.checkpoint.hf_export import export_checkpoint
 from agent_rl.train.step_metrics import step_metrics
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow, pytest.mark.exhaustive]

@@ -12,7 +12,7 @@ from support.checkpoint_files import assert_same_tensors
 
 from agent_rl.config import RunConfig
 from agent_rl.errors import TrainerError
-from agent_rl.train.checkpoint.export import export_checkpoint
+from agent_rl.train.checkpoint.hf_export import export_checkpoint
 from agent_rl.train.ray_trainer import RayTrainer
 from agent_rl.types import Sample
 
