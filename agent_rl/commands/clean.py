@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from agent_rl.controller.state import has_results
+from agent_rl.controller.run_state import has_results
 from agent_rl.errors import UserError
 from agent_rl.monitoring.console import cell
 from agent_rl.utils.directory_lock import is_locked, lock_directory

@@ -15,10 +15,10 @@ from agent_rl.controller import preflight
 from agent_rl.controller.rollout_runtime import TaskRuntime, open_rollout_runtime, open_task_runtime
 from agent_rl.errors import ConfigError, UserError
 from agent_rl.monitoring.console import Display
-from agent_rl.rollout.chat_policy import BYTES_A_TOKEN, ChatEndpoint, ChatEngine
 from agent_rl.rollout.chat_tokens import ChatTextRenderer, NativeToolCalls
 from agent_rl.rollout.episode import EpisodeRules, run_episode
 from agent_rl.rollout.group import EpisodeRunner, RolloutEvent
+from agent_rl.rollout.openai_policy import BYTES_A_TOKEN, ChatEndpoint, ChatEngine
 from agent_rl.rollout.scripted_policies import recorded, solver_runner
 from agent_rl.types import Trajectory
 from envs import Environment, Task, load_scaffold
@@ -32,7 +32,7 @@ POLICIES = "engine, gold, noop, replay:TRAJECTORIES or an OpenAI-compatible endp
 @dataclass(frozen=True, slots=True)
 class PolicyChoice:
     """Which policy. ``model``, ``native_tools`` and ``request`` are an endpoint's
-    (:class:`agent_rl.rollout.chat_policy.ChatEndpoint`)."""
+    (:class:`agent_rl.rollout.openai_policy.ChatEndpoint`)."""
 
     name: str = "engine"
     model: str | None = None

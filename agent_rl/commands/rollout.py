@@ -8,7 +8,7 @@ from pathlib import Path
 from agent_rl.commands.policy import Policy, advance, pick_tasks
 from agent_rl.controller.preflight import Checked
 from agent_rl.controller.rollout_runtime import open_rollout_runtime
-from agent_rl.controller.state import keep_tokenizer
+from agent_rl.controller.run_state import keep_tokenizer
 from agent_rl.monitoring.console import Display
 from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.group import GroupSettings, Rollout, collect_groups

@@ -20,18 +20,18 @@ import numpy as np
 from agent_rl.config import RunConfig
 from agent_rl.controller import preflight
 from agent_rl.controller.rollout_runtime import open_rollout_runtime
-from agent_rl.controller.state import keep_tokenizer
+from agent_rl.controller.run_state import keep_tokenizer
 from agent_rl.endpoint.episode import environment, with_conversation
 from agent_rl.endpoint.server import serve_endpoint
 from agent_rl.endpoint.session import HarnessRenderer, Session
 from agent_rl.engine.types import Engine
 from agent_rl.errors import UserError
 from agent_rl.monitoring.console import Display
-from agent_rl.rollout.chat_policy import BYTES_A_TOKEN, ChatEndpoint, ChatEngine
 from agent_rl.rollout.chat_tokens import ChatTextRenderer, NativeToolCalls
 from agent_rl.rollout.conversation_tree import ChatMessage, Node
 from agent_rl.rollout.episode import EpisodeRules
 from agent_rl.rollout.metrics import harness_metrics
+from agent_rl.rollout.openai_policy import BYTES_A_TOKEN, ChatEndpoint, ChatEngine
 from agent_rl.rollout.records import write_trajectories
 from agent_rl.types import Group, StopReason, Trajectory
 from agent_rl.utils.directory_lock import lock_directory

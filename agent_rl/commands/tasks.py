@@ -15,7 +15,7 @@ from rich.table import Table
 
 from agent_rl.errors import UserError
 from agent_rl.monitoring.console import Display, cell
-from agent_rl.rollout.chat_policy import API_KEY
+from agent_rl.rollout.openai_policy import API_KEY
 from agent_rl.utils.directory_lock import lock_directory
 from agent_rl.utils.run_files import write_json
 from envs import EnvContext

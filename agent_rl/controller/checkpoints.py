@@ -20,7 +20,7 @@ from typing import Any
 from agent_rl.config import MAX_STALENESS, TrainConfig
 from agent_rl.controller.async_rollout.task_ledger import TaskLedger
 from agent_rl.controller.journal import Journal, lineage
-from agent_rl.controller.state import RunState
+from agent_rl.controller.run_state import RunState
 from agent_rl.errors import TrainerDied
 from agent_rl.train.checkpoint import directory as checkpoint
 from agent_rl.train.checkpoint.directory import Manifest

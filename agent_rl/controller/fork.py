@@ -23,7 +23,7 @@ from agent_rl.config.loader import load_recorded
 from agent_rl.controller.async_rollout.task_ledger import LedgerFile
 from agent_rl.controller.config_changes import ConfigChange, accept, append_change, differences
 from agent_rl.controller.run_models import find_checkpoint, is_run
-from agent_rl.controller.state import evaluation_step, file_step
+from agent_rl.controller.run_state import evaluation_step, file_step
 from agent_rl.errors import GuardStop, UserError
 from agent_rl.monitoring.metrics_log import MetricsLog
 from agent_rl.rollout.records import DIRECTORY, EVALUATIONS

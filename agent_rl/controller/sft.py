@@ -32,7 +32,7 @@ from agent_rl.controller.guard import Guard
 from agent_rl.controller.placement import open_reservations
 from agent_rl.controller.preflight import Checked, check_remote_services
 from agent_rl.controller.rollout_runtime import open_rollout_runtime
-from agent_rl.controller.state import RunState, keep_tokenizer
+from agent_rl.controller.run_state import RunState, keep_tokenizer
 from agent_rl.controller.summary import evaluation_points
 from agent_rl.controller.train import run_to_last_step
 from agent_rl.engine.ray_servers import Reservation

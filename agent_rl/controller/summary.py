@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
-from agent_rl.controller.state import RunState, evaluation_source, evaluation_step
+from agent_rl.controller.run_state import RunState, evaluation_source, evaluation_step
 from agent_rl.evaluation.report import best_step
 from agent_rl.monitoring.plots import draw_run
 from agent_rl.utils.run_files import write_json

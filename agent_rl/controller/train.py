@@ -38,7 +38,7 @@ from agent_rl.controller.journal import Journal
 from agent_rl.controller.placement import Reservations, open_reservations
 from agent_rl.controller.preflight import Checked, check_remote_services
 from agent_rl.controller.rollout_runtime import RolloutRuntime, open_rollout_runtime
-from agent_rl.controller.state import RunState, keep_tokenizer
+from agent_rl.controller.run_state import RunState, keep_tokenizer
 from agent_rl.controller.summary import summarize, summary_table, why_idle
 from agent_rl.controller.task_order import Curriculum, TaskOrder, solve_rate
 from agent_rl.controller.teacher import Teacher, open_teacher

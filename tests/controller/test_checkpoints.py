@@ -15,7 +15,7 @@ from support.pipeline_run import Deaths, HashTrainer
 from agent_rl.config import RunConfig, TrainConfig
 from agent_rl.controller.checkpoints import Checkpoints, Progress
 from agent_rl.controller.journal import Journal
-from agent_rl.controller.state import RunState
+from agent_rl.controller.run_state import RunState
 from agent_rl.errors import TrainerError
 from agent_rl.train.checkpoint import directory as checkpoint
 

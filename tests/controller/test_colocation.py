@@ -17,7 +17,7 @@ from agent_rl.controller.checkpoints import TrainerRestarts
 from agent_rl.controller.cluster_resources import ClusterRequest
 from agent_rl.controller.placement import Reservations
 from agent_rl.controller.preflight import Checked
-from agent_rl.controller.state import RunState
+from agent_rl.controller.run_state import RunState
 from agent_rl.controller.train import TrainingRun, run_to_last_step
 from agent_rl.engine.sleep import EngineSleep
 from agent_rl.errors import TrainerDied

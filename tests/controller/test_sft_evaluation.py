@@ -15,8 +15,8 @@ from support.evaluations import eval_report
 from support.pipeline_run import Deaths, Died, HashTrainer
 
 from agent_rl.config import RunConfig
+from agent_rl.controller.run_state import RunState
 from agent_rl.controller.sft import SftData, SftRun
-from agent_rl.controller.state import RunState
 from agent_rl.monitoring.console import Display
 from agent_rl.monitoring.metrics_log import read_metrics
 from agent_rl.train.checkpoint.directory import checkpoint_step, complete_checkpoints

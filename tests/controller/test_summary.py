@@ -14,7 +14,7 @@ from rich.console import Console
 from support.evaluations import eval_report
 
 from agent_rl.config import RunConfig
-from agent_rl.controller.state import RunState
+from agent_rl.controller.run_state import RunState
 from agent_rl.controller.summary import summarize, summary_table, why_idle
 
 FACTS = {"sandbox": "bubblewrap", "engine": "sglang"}

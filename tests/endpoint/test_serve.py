@@ -25,7 +25,7 @@ from agent_rl.controller import rollout_runtime as runtime
 from agent_rl.endpoint.server import EndpointServer
 from agent_rl.engine.generation_gate import GenerationGate
 from agent_rl.errors import UserError
-from agent_rl.rollout.chat_policy import ChatEndpoint
+from agent_rl.rollout.openai_policy import ChatEndpoint
 from agent_rl.types import BranchCause
 from agent_rl.viewer.api import Resources
 from tools import ToolCall, tool_format

@@ -23,7 +23,7 @@ from agent_rl.config import EngineConfig, HarnessConfig, RunConfig
 from agent_rl.config.loader import load_config
 from agent_rl.controller.checkpoints import TrainerRestarts
 from agent_rl.controller.rollout_runtime import RolloutRuntime, TaskRuntime, open_task_runtime
-from agent_rl.controller.state import RunState
+from agent_rl.controller.run_state import RunState
 from agent_rl.controller.train import TrainingRun, run_to_last_step
 from agent_rl.endpoint.episode import agent_binds
 from agent_rl.endpoint.server import EndpointServer, serve_endpoint

@@ -31,7 +31,7 @@ from agent_rl.config import RunConfig
 from agent_rl.config.loader import load_config
 from agent_rl.controller.checkpoints import TrainerRestarts
 from agent_rl.controller.rollout_runtime import TaskRuntime
-from agent_rl.controller.state import RunState
+from agent_rl.controller.run_state import RunState
 from agent_rl.controller.teacher import Teacher
 from agent_rl.controller.train import TrainingRun, run_to_last_step
 from agent_rl.engine.fleet import Fleet

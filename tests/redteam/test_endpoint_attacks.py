@@ -14,10 +14,10 @@ import pytest
 from support.memory_env import TASK, MemoryEnvironment, MemoryEpisode
 
 from agent_rl.evaluation.evaluate import evaluate
-from agent_rl.rollout.chat_policy import ChatEndpoint, ChatEngine
 from agent_rl.rollout.chat_tokens import ChatTextRenderer, NativeToolCalls
 from agent_rl.rollout.episode import EpisodeRules, run_episode
 from agent_rl.rollout.group import Limiter
+from agent_rl.rollout.openai_policy import ChatEndpoint, ChatEngine
 from agent_rl.types import Trajectory
 from envs import Task
 from tests.redteam.attack import report_stopped

@@ -25,7 +25,7 @@ from rich.console import Console
 from agent_rl.config import ParallelConfig, RunConfig
 from agent_rl.controller.journal import EpisodeLog
 from agent_rl.controller.rollout_runtime import TaskRuntime
-from agent_rl.controller.state import RunState
+from agent_rl.controller.run_state import RunState
 from agent_rl.controller.train import TrainingRun
 from agent_rl.engine.fleet import Fleet
 from agent_rl.engine.generation_gate import GenerationGate

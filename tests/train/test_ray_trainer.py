@@ -20,8 +20,8 @@ from support.small_disk import small_disk
 from support.train_samples import VOCAB, sample_of, samples
 
 from agent_rl.config import RunConfig
+from agent_rl.controller.run_state import RunState
 from agent_rl.controller.sft import SftData, SftEvaluator, SftRun, check_same_rows
-from agent_rl.controller.state import RunState
 from agent_rl.errors import ConfigError, TrainerError, UserError
 from agent_rl.monitoring.console import Display
 from agent_rl.monitoring.metrics_log import read_metrics

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sandbox import SandboxFileError
-from tools.runtime import ToolRuntime
-from tools.str_replace_editor import (
+from tools.foreign_editors import (
     MAX_FILE_BYTES,
     OVERWRITE,
     PATH_KIND,
@@ -17,6 +16,7 @@ from tools.str_replace_editor import (
     number_lines,
     printable,
 )
+from tools.runtime import ToolRuntime
 
 _MAX_CHARS = 16_000
 _COMMANDS = "view, create, str_replace, insert, undo_edit"

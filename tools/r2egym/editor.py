@@ -18,9 +18,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from sandbox import SandboxFileError
-from tools.r2egym.command import Output, format_crash, parse_arguments
-from tools.runtime import ToolRuntime
-from tools.str_replace_editor import (
+from tools.foreign_editors import (
     MAX_FILE_BYTES,
     OVERWRITE,
     PATH_KIND,
@@ -30,6 +28,8 @@ from tools.str_replace_editor import (
     number_lines,
     printable,
 )
+from tools.r2egym.command import Output, format_crash, parse_arguments
+from tools.runtime import ToolRuntime
 
 _MAX_LINES = 110  # longer Python files are always condensed
 _MAX_CHARS = 10_000

@@ -14,7 +14,7 @@ from dataclasses import replace
 from agent_rl.config import EvalSettings
 from agent_rl.controller.engine_admission import EngineAdmission
 from agent_rl.controller.rollout_runtime import RolloutRuntime
-from agent_rl.controller.state import RunState
+from agent_rl.controller.run_state import RunState
 from agent_rl.evaluation.evaluate import evaluate
 from agent_rl.evaluation.quarantine import Quarantine
 from agent_rl.evaluation.report import EvalReport

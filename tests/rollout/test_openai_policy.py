@@ -18,9 +18,9 @@ from support.memory_env import TASK, MemoryEnvironment
 from agent_rl.commands.policy import PolicyChoice
 from agent_rl.config import RunConfig
 from agent_rl.errors import EngineRejected, EngineUnreachable, UserError
-from agent_rl.rollout.chat_policy import ChatEndpoint, ChatEngine
 from agent_rl.rollout.chat_tokens import ChatTextRenderer, NativeToolCalls, read_messages, read_native
 from agent_rl.rollout.episode import EpisodeRules, run_episode
+from agent_rl.rollout.openai_policy import ChatEndpoint, ChatEngine
 from agent_rl.types import FinishReason, SamplingParams, StopReason
 from tools import ToolCall
 from tools.formats import tool_format

@@ -9,7 +9,7 @@ from support.evaluations import eval_report
 
 from agent_rl.config import RunConfig, TrainConfig
 from agent_rl.controller.config_changes import read_changes
-from agent_rl.controller.state import RunState
+from agent_rl.controller.run_state import RunState
 from agent_rl.errors import ConfigError
 from agent_rl.evaluation.paired import Score
 from agent_rl.evaluation.saved import read_evaluation
