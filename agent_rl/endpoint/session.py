@@ -21,7 +21,7 @@ from agent_rl.errors import EngineAborted, EngineError, TemplateError
 from agent_rl.rollout.conversation_tree import ChatMessage, ConversationTree, Node, RequestPlan, Tokens, Tools
 from agent_rl.rollout.episode import MAX_ABORTS, EpisodeRules
 from agent_rl.rollout.initial_prompt import Renderer, build_initial_prompt
-from agent_rl.rollout.thoughts import ThoughtLength, TurnBudget, measure_thoughts
+from agent_rl.rollout.thought_limits import ThoughtLength, TurnBudget, measure_thoughts
 from agent_rl.types import Completion, FinishReason, SamplingParams, StopReason, TokenIds, Turn
 from tools import ParsedTurn, ToolCall, ToolCallFormat, ToolResult, ToolSet, parse_turn
 

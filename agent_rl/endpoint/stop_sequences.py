@@ -19,7 +19,7 @@ from typing import NamedTuple
 from agent_rl.rollout.initial_prompt import Renderer
 from agent_rl.types import TokenIds
 from tools import Reasoning
-from tools.reasoning import split_reasoning
+from tools.split_reasoning import split_reasoning
 
 PIECE = 128
 """Tokens of one engine request: at most so many are sampled in vain after a stop sequence."""

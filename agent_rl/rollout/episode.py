@@ -33,7 +33,7 @@ from agent_rl.rollout.episode_recovery import LoggedTurn, ReplayDiffers, ReplayE
 from agent_rl.rollout.initial_prompt import Renderer, build_initial_prompt
 from agent_rl.rollout.route_audit import Auditor
 from agent_rl.rollout.subagents import SILENT, TASK, Delegation, Subagents
-from agent_rl.rollout.thoughts import TurnBudget, measure_thoughts
+from agent_rl.rollout.thought_limits import TurnBudget, measure_thoughts
 from agent_rl.rollout.transcript import Transcript
 from agent_rl.types import Completion, FinishReason, SampledCall, SamplingParams, StopReason, Trajectory, Turn
 from envs import (

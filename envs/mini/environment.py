@@ -19,13 +19,13 @@ from typing import Any
 from envs.context import EnvContext, ToolStyle
 from envs.mini.generator import SPLITS, MiniTask, generate, stream, to_record
 from envs.scaffold import DEFAULT_SCAFFOLD, Scaffold
-from envs.swe.audit import audit_record
 from envs.swe.calls import CallRun
 from envs.swe.episode import SweEpisode, start_episode
 from envs.swe.pytest_log import judge_pytest_log
 from envs.swe.records import SweRecord, parse_record, write_jsonl
 from envs.swe.repositories import WORKDIR, RepositoryCache
 from envs.swe.sources import read_jsonl
+from envs.swe.task_audit import audit_record
 from envs.types import Finding, Grade, GradingError, Message, Task, TaskRecordError
 from sandbox import SandboxSpec
 from tools import ToolCall, ToolResult, ToolSet
@@ -104,7 +104,7 @@ class MiniEnvironment:
         return self._record(task).gold
 
     async def audit(self, task: Task) -> Sequence[Finding]:
-        """Check whether reward hacks win ``task``; see :func:`envs.swe.audit.audit_record`."""
+        """Check whether reward hacks win ``task``; see :func:`envs.swe.task_audit.audit_record`."""
         return await audit_record(self._context, self._record(task))
 
     @staticmethod

@@ -13,13 +13,13 @@ from envs.context import EnvContext
 from envs.rows import select_split
 from envs.scaffold import Scaffold
 from envs.swe.adjudication import Controls
-from envs.swe.audit import audit_record
 from envs.swe.episode import SweEpisode, start_episode
 from envs.swe.records import SweRecord, parse_record
 from envs.swe.repositories import RepositoryCache
 from envs.swe.sandboxes import site_packages_dir
 from envs.swe.sources import Records, is_data_set, read_records
 from envs.swe.swebench import check_gradable
+from envs.swe.task_audit import audit_record
 from envs.types import Finding, Task, TaskRecordError
 
 _log = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class SweEnvironment:
         return self._record(task).gold
 
     async def audit(self, task: Task) -> Sequence[Finding]:
-        """Check whether ``task`` can be won without solving it; see :func:`envs.swe.audit.audit_record`."""
+        """Check whether ``task`` can be won without solving it; see :func:`envs.swe.task_audit.audit_record`."""
         return await audit_record(self.context, self._record(task), site_root=self._site_root)
 
     @property

@@ -13,9 +13,9 @@ import pytest
 
 from envs import EnvContext, TaskRecordError
 from envs.swe import SweEnvironment, SweRecord, diff_files, grade_patch, read_records, start_episode, verify_record
-from envs.swe.audit import audit_record
 from envs.swe.records import parse_record
 from envs.swe.swebench import judge_by_dataset_rules
+from envs.swe.task_audit import audit_record
 from tests.envs.dataset_rows import (
     BROKEN,
     BUG,

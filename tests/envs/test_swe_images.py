@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from agent_rl.cli import app
 from envs import EnvContext
 from envs.swe import SweRecord, diff_files, grade_patch, read_jsonl, start_episode, verify_record
-from envs.swe.audit import audit_record
+from envs.swe.task_audit import audit_record
 from sandbox import ImagePolicy, SandboxSpec, SandboxUnavailableError, open_backend
 from sandbox.docker.client import EngineClient, connect
 from tests.envs import dataset_rows

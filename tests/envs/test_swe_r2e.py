@@ -14,10 +14,10 @@ import pytest
 from envs import EnvContext
 from envs.swe import SweRecord, grade_patch, start_episode, verify_record
 from envs.swe.adjudication import MUTANTS_PASS
-from envs.swe.audit import audit_record
 from envs.swe.diff.git_diff import diff_files
 from envs.swe.diff.snapshot import BaseSnapshot
 from envs.swe.reward_hacks import PATCH_PYTEST
+from envs.swe.task_audit import audit_record
 from sandbox import SandboxStartError
 from tests.envs.dataset_rows import commit_content
 from tests.envs.images import BUILT, GIT_WITH_A_FUTURE, directory_image, limits_with_pytest

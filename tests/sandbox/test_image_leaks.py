@@ -8,8 +8,8 @@ import pytest
 from support.contexts import context_of
 
 from envs.swe import SweRecord
-from envs.swe.audit import audit_record
 from envs.swe.sandboxes import agent_sandbox, sandbox_spec
+from envs.swe.task_audit import audit_record
 from sandbox import ImagePolicy, SandboxSpec
 from tests.envs.images import SYSTEM, directory_image
 from tests.redteam.attack import report_stopped
@@ -37,7 +37,7 @@ def record_of(image: Path) -> SweRecord:
 async def test_files_that_name_hidden_tests_are_removed_or_found(
     tmp_path: Path, left: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("envs.swe.audit.reward_hacks", lambda *arguments: [])
+    monkeypatch.setattr("envs.swe.task_audit.reward_hacks", lambda *arguments: [])
     shown = {"code.py": "def f(): return 1\n", "doc.txt": "run t.py::test_shown\n"}
     image = directory_image(tmp_path / "images/leaky", shown, LEAKS + left)
     limits = SandboxSpec(ro_binds=SYSTEM)

@@ -13,7 +13,7 @@ from support.call_formats import JSON_FORMATS, MARKERS, TAG_FORMATS
 
 from tools import ParseFailure, ToolCall, ToolCallFormat, parse_turn, tool_format
 from tools.formats.harmony import HARMONY
-from tools.reasoning import THINK
+from tools.split_reasoning import THINK
 
 LONG = [pytest.mark.exhaustive, pytest.mark.timeout(3600)]
 SCHEMA = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}}]

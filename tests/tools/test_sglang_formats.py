@@ -16,7 +16,7 @@ from support.call_formats import MARKERS
 
 from tools import ToolCall, parse_turn, tool_format
 from tools.formats.harmony import HARMONY
-from tools.reasoning import THINK
+from tools.split_reasoning import THINK
 
 ENGINE_PYTHON = Path(__file__).parents[2] / ".venv-engine/bin/python"
 PARSERS = {

@@ -14,7 +14,7 @@ from typing import Any
 from tools.formats.grammars import json_call
 from tools.formats.json_calls import decode_json, make_call
 from tools.formats.turns import check_name, describe_as_json, first_call
-from tools.reasoning import Reasoning
+from tools.split_reasoning import Reasoning
 from tools.types import CallBlock, Form, ParseFailure, ToolCall
 
 HARMONY = Reasoning("<|channel|>analysis<|message|>", "<|end|>", prompt_opens=False)

@@ -1,7 +1,7 @@
 """Reads a whole turn in any format, and what the formats share.
 
 ``parse`` takes the *first* call of a turn and ignores the rest, as R2E-Gym does; :func:`parse_turn` returns all calls.
-Parsers are given the text outside of the model's thoughts (:mod:`tools.reasoning`).
+Parsers are given the text outside of the model's thoughts (:mod:`tools.split_reasoning`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 
 import orjson
 
-from tools.reasoning import THINK, Reasoning, split_reasoning, unclosed_failure
 from tools.schema import accepts_string
+from tools.split_reasoning import THINK, Reasoning, split_reasoning, unclosed_failure
 from tools.types import CallScanner, MarksText, ParsedTurn, ParseFailure, ToolCall, ToolCallFormat
 
 # Qwen3-Coder's template writes these values as Python does, so that its models write them too.

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from envs.context import EnvContext
-from envs.swe.audit import audit_record
 from envs.swe.grading import with_verifiability
 from envs.swe.pytest_log import parse_summary
 from envs.swe.records import SweRecord
 from envs.swe.sandboxes import TestRun, run_tests, sandbox_spec
+from envs.swe.task_audit import audit_record
 from envs.swe.task_synthesis.candidate import Candidate, CandidateRejected
 from envs.swe.task_synthesis.issues import IssueWriter, failure_excerpts, issue_from_message
 from envs.types import GradingError

@@ -9,7 +9,7 @@ import pytest
 from envs import Auditable, EnvContext
 from envs.mini import MiniEnvironment
 from envs.swe import SweEnvironment, SweRecord, write_jsonl
-from envs.swe.audit import audit_record
+from envs.swe.task_audit import audit_record
 
 pytestmark = pytest.mark.bubblewrap
 
