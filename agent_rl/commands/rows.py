@@ -19,7 +19,7 @@ import orjson
 
 from agent_rl.commands.show import READ_ERRORS, EpisodeRecord, episodes
 from agent_rl.errors import UserError
-from agent_rl.rollout.conversation import conversation
+from agent_rl.rollout.readable_turns import conversation
 from agent_rl.rollout.records import arrays_path, read_arrays, read_branch, steps_on_disk, trajectories_path
 from agent_rl.types import Branch
 from agent_rl.utils.run_files import write_atomic

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agent_rl.errors import AgentRlError
-from agent_rl.rollout.conversation import conversation
 from agent_rl.rollout.jsonl_zst import read_row, read_rows
+from agent_rl.rollout.readable_turns import conversation
 from agent_rl.rollout.records import arrays_path, fold_messages, read_arrays, read_branch, row_messages, rows_path
 from agent_rl.rollout.token_details import Differing, StoredDetail, details_path, read_detail, read_loads
 from agent_rl.types import Branch

@@ -223,7 +223,7 @@ def test_yarn_frequencies_equal_transformers_at_full_length(
     from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    from agent_rl.train.megatron.kernels import rotary
+    from agent_rl.train.megatron.norm_and_rope import rotary
 
     scaling = {"factor": factor, "original_max_position_embeddings": original, "truncate": truncate}
     length = int(original * factor)

@@ -8,7 +8,7 @@ from support.model_sizes import DELTA_SIZES, DENSE_SIZES
 pytest.importorskip("torch", reason="torch is not installed (the train extra)")
 import torch
 
-from agent_rl.train.megatron.kernels import rotary, rotary_tables
+from agent_rl.train.megatron.norm_and_rope import rotary, rotary_tables
 
 pytestmark = pytest.mark.megatron
 

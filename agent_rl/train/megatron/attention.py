@@ -15,7 +15,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from agent_rl.train.megatron.kernels import Rotary, rotary_tables
+from agent_rl.train.megatron.norm_and_rope import Rotary, rotary_tables
 from agent_rl.train.megatron.token_sharding import Layout
 from agent_rl.train.megatron.varlen import Segments
 

@@ -26,8 +26,8 @@ from agent_rl.models.spec import ModelSpec
 from agent_rl.train.expert_balancing.plan_feed import ExpertBalancer
 from agent_rl.train.megatron.attention import PackedAttention
 from agent_rl.train.megatron.gate import GATES, log_router_shift, recorded_gates
-from agent_rl.train.megatron.kernels import rotary
 from agent_rl.train.megatron.logprobs import token_logprobs
+from agent_rl.train.megatron.norm_and_rope import rotary
 from agent_rl.train.megatron.packed_batch import LossFn, PackedBatch, PackedRoutes, PassOutput, PassPlans, Routes
 from agent_rl.train.megatron.parallel import ParallelState
 from agent_rl.train.megatron.token_sharding import Layout

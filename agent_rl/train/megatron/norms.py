@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.nn.functional import all_reduce
 
 from agent_rl.models.spec import ModelSpec
-from agent_rl.train.megatron.kernels import rms_norm
+from agent_rl.train.megatron.norm_and_rope import rms_norm
 
 
 class RMSNorm(torch.nn.Module):

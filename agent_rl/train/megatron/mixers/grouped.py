@@ -17,8 +17,8 @@ from agent_rl.config import LoraConfig
 from agent_rl.models.spec import ModelSpec
 from agent_rl.train.megatron.attention import PackedAttention
 from agent_rl.train.megatron.kernel_choice import Kernels
-from agent_rl.train.megatron.kernels import rotate_part
 from agent_rl.train.megatron.mixers.common import column_linear, core, cut_weight, row_linear
+from agent_rl.train.megatron.norm_and_rope import rotate_part
 from agent_rl.train.megatron.norms import head_norm
 
 

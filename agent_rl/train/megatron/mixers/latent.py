@@ -19,8 +19,8 @@ from agent_rl.models.parts import Indexer, Latent
 from agent_rl.models.spec import ModelSpec
 from agent_rl.train.megatron.attention import PackedAttention
 from agent_rl.train.megatron.kernel_choice import Kernels
-from agent_rl.train.megatron.kernels import rotate_part, yarn_scale
 from agent_rl.train.megatron.mixers.common import ReplicatedLinear, column_linear, core, row_linear
+from agent_rl.train.megatron.norm_and_rope import rotate_part, yarn_scale
 from agent_rl.train.megatron.norms import RMSNorm
 from agent_rl.train.megatron.varlen import Segments
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from agent_rl.rollout.conversation import MAX_CHARS, conversation
+from agent_rl.rollout.readable_turns import MAX_CHARS, conversation
 from tools.formats import TOOL_FORMATS, tool_format
 from tools.types import ToolCall
 

@@ -10,7 +10,7 @@ pytest.importorskip("torch", reason="torch is not installed (the train extra)")
 import torch
 from torch import Tensor
 
-from agent_rl.train.megatron.kernels import Rotary, rms_norm, rotary_tables, rotate, rotate_part
+from agent_rl.train.megatron.norm_and_rope import Rotary, rms_norm, rotary_tables, rotate, rotate_part
 
 pytestmark = pytest.mark.megatron
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
