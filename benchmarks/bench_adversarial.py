@@ -25,9 +25,9 @@ from functools import partial
 
 from timing import time_call
 
+from envs.swe.diff.agent_patch import file_patches
 from envs.swe.diff.git_diff import screen, split_patch
 from envs.swe.diff.snapshot import BaseSnapshot
-from envs.swe.diff.tree_diff import file_patches
 from envs.swe.pytest_log import judge_pytest_log
 from sandbox import TreeFile
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from envs.context import EnvContext
 from envs.swe.adjudication import Controls
+from envs.swe.diff.agent_patch import changed_paths, file_patches, required_blobs
 from envs.swe.diff.git_diff import FilePatch
 from envs.swe.diff.snapshot import SKIPPED_NAMES, BaseSnapshot, read_blobs
-from envs.swe.diff.tree_diff import changed_paths, file_patches, required_blobs
 from envs.swe.grading import grade_changes
 from envs.swe.records import SweRecord
 from envs.swe.repositories import RepositoryCache

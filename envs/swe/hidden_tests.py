@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 
 from envs.context import EnvContext
+from envs.swe.diff.agent_patch import decode_text
 from envs.swe.diff.git_diff import diff_file, is_test_path, split_patch
-from envs.swe.diff.tree_diff import decode_text
 from envs.swe.mutants import Statements, visible_statements
 from envs.swe.records import SweRecord
 from envs.swe.repositories import read_archive

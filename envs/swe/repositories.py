@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from envs.swe.diff.tree_diff import BUILD_ARTIFACTS
+from envs.swe.diff.agent_patch import BUILD_ARTIFACTS
 from envs.swe.records import WORKDIR
 from sandbox import Sandbox, SandboxStartError
 

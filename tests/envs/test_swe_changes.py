@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envs.mini.generator import generate, to_record
+from envs.swe.diff.agent_patch import changed_paths, file_patches
 from envs.swe.diff.git_diff import FilePatch, screen, split_patch
 from envs.swe.diff.line_diff import hunks
 from envs.swe.diff.snapshot import SKIPPED_NAMES, BaseSnapshot
-from envs.swe.diff.tree_diff import changed_paths, file_patches
 from sandbox import TreeFile, TreeLimits, blob_name
 from sandbox.files import TreeCollector
 from sandbox.nofollow_io import gather_tree_nofollow

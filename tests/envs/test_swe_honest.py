@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from envs.swe import SweRecord, read_jsonl
+from envs.swe.diff.agent_patch import changed_paths, file_patches
 from envs.swe.diff.git_diff import FilePatch, screen
 from envs.swe.diff.snapshot import LIST_COMMAND, LISTING_PATH, SKIPPED_NAMES, BaseSnapshot
-from envs.swe.diff.tree_diff import changed_paths, file_patches
 from envs.swe.repositories import _COMMIT
 from envs.swe.sandboxes import _GIT_ENV
 from sandbox import TreeFile, TreeLimits, blob_name

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import PurePosixPath
 
+from envs.swe.diff.agent_patch import decode_text
 from envs.swe.diff.git_diff import is_test_path
-from envs.swe.diff.tree_diff import decode_text
 
 MAX_FILE_BYTES = 1 << 20
 
