@@ -85,8 +85,9 @@ def compare(checkpoint: Path, config: EngineConfig, url: str, rounds: int) -> di
             ours, theirs = context.Pipe()
             trainers[stages].turns.append(ours)
             arguments = (number, stages, port, checkpoint, config, url, theirs)
-            processes.append(context.Process(target=rank, args=arguments))
+            processes.append(context.Process(target=rank, args=arguments, daemon=True))
             processes[-1].start()
+            theirs.close()  # so that a rank that dies ends this process too
     for round_number in range(rounds + 1):
         for stages, trainer in trainers.items():
             wall, prepare = trainer.publish(f"{round_number}-{stages}")

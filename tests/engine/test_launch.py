@@ -23,6 +23,7 @@ from support.family_models import write_model
 
 from agent_rl.config import EngineConfig
 from agent_rl.controller.rollout_runtime import describe_gpu_start
+from agent_rl.engine import launch
 from agent_rl.engine.factory import open_engine
 from agent_rl.engine.launch import EngineServer, group_members, reason_in_log, sglang_version
 from agent_rl.engine.shared_memory import SHARED_MEMORY, remove_stale
@@ -30,6 +31,7 @@ from agent_rl.errors import ConfigError, EngineStartError
 from agent_rl.models.spec import read_model_spec
 from agent_rl.monitoring.console import Display
 
+SERVE = Path(launch.__file__).with_name("server") / "serve.py"
 OWNER = """
     import asyncio, sys
     from pathlib import Path
@@ -107,6 +109,15 @@ async def test_a_taken_port_is_reported(model: Path, tmp_path: Path) -> None:
         config = EngineConfig(python=sys.executable, port=holder.getsockname()[1])
         with pytest.raises(EngineStartError, match=rf"engine\.port: port {config.port} is taken .*engine\.port=0"):
             await EngineServer(config, model, tmp_path / "log").start()
+
+
+def test_a_server_whose_port_was_taken_ends_before_its_imports(model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        address = ["--host", "127.0.0.1", "--port", str(holder.getsockname()[1])]
+        command = [sys.executable, str(SERVE), "--model-path", str(model), *address]
+        server = subprocess.run(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert server.returncode == 1
+    assert reason_in_log(server.stderr).startswith("its port is taken")
 
 
 @pytest.mark.parametrize(

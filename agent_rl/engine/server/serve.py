@@ -11,13 +11,33 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import itertools
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 from pathlib import Path
 from typing import Any
+
+
+def _reserve_port() -> socket.socket:
+    """A socket that is bound to the server's address, and never listens. Raises OSError where another process has it.
+
+    The server listens there after its imports, which take 10 s; until then any process could be given the port. SGLang
+    would not end then: it waits for its warm-up, which waits for the server.
+    """
+    arguments = dict(itertools.pairwise(sys.argv))
+    host = arguments.get("--host", "127.0.0.1")
+    reserved = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server's own socket has it
+    reserved.bind((host, int(arguments.get("--port", 30000))))
+    return reserved
+
+
+if __name__ == "__main__":
+    RESERVED = _reserve_port()
 
 # What imports create lives as long as the process. Collections would walk it again and again, and free nothing.
 gc.disable()
