@@ -8,7 +8,7 @@ pytest.importorskip("torch", reason="torch is not installed (the train extra)")
 import torch
 from torch import Tensor
 
-from agent_rl.train.megatron import sinks
+from agent_rl.train.megatron import attention_sinks
 from agent_rl.train.megatron.attention_sinks import SinkAttention
 from agent_rl.train.megatron.varlen import Segments
 
@@ -58,15 +58,17 @@ def test_blocks_of_queries_equal_all_weights_in_memory(
     queries: tuple[int, ...], keys: tuple[int, ...], window: int
 ) -> None:
     leaves, segments = drawn(sum(queries), sum(keys)), Segments.build(queries, keys, CPU)
-    expected = with_gradients(sinks.reference_sink_attention, leaves, segments, window)
-    for got, want in zip(with_gradients(sinks.attend_by_blocks, leaves, segments, window), expected, strict=True):
+    expected = with_gradients(attention_sinks.reference_sink_attention, leaves, segments, window)
+    for got, want in zip(
+        with_gradients(attention_sinks.attend_by_blocks, leaves, segments, window), expected, strict=True
+    ):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
 
 
 def test_a_block_of_a_window_reads_no_keys_out_of_reach() -> None:
-    blocks = list(sinks._blocks(Segments.build((4000, 5), (6000, 5), CPU), 128))
+    blocks = list(attention_sinks._blocks(Segments.build((4000, 5), (6000, 5), CPU), 128))
     assert sum(block.queries.stop - block.queries.start for block in blocks) == 4005
-    assert max(block.keys.stop - block.keys.start for block in blocks) == sinks._BLOCK + 127
+    assert max(block.keys.stop - block.keys.start for block in blocks) == attention_sinks._BLOCK + 127
 
 
 def test_a_kernel_that_returns_the_log_sum_gives_all_gradients() -> None:
@@ -74,9 +76,9 @@ def test_a_kernel_that_returns_the_log_sum_gives_all_gradients() -> None:
 
     def attend(query: Tensor, key: Tensor, value: Tensor, sink: Tensor, *_: object) -> Tensor:
         wide = (part.repeat_interleave(HEADS // SHARED, dim=1) for part in (key, value))
-        return sinks.attend_with_log_sum(CpuLogSum(), query, *wide, sink)
+        return attention_sinks.attend_with_log_sum(CpuLogSum(), query, *wide, sink)
 
-    expected = with_gradients(sinks.reference_sink_attention, leaves, segments, 0)
+    expected = with_gradients(attention_sinks.reference_sink_attention, leaves, segments, 0)
     for got, want in zip(with_gradients(attend, leaves, segments, 0), expected, strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
 
@@ -90,13 +92,15 @@ def test_the_attention_equals_transformers() -> None:
     distance = torch.arange(50)[:, None] - torch.arange(50)
     mask = torch.zeros(50, 50, dtype=torch.float64).masked_fill((distance < 0) | (distance >= 9), -torch.inf)
     expected, _ = eager_attention_forward(module, *map(batched, (query, key, value)), mask, SCALE)
-    got = sinks.attend_by_blocks(query, key, value, sink, Segments.build((50,), (50,), CPU), SCALE, 9)
+    got = attention_sinks.attend_by_blocks(query, key, value, sink, Segments.build((50,), (50,), CPU), SCALE, 9)
     torch.testing.assert_close(got, expected[0], rtol=0, atol=1e-12)
 
 
 def test_sixteen_bits_keep_scores_in_float32() -> None:
     leaves, segments = drawn(300, 300, torch.bfloat16), Segments.build((300,), (300,), CPU)
-    got = with_gradients(sinks.attend_by_blocks, leaves, segments, 40)
+    got = with_gradients(attention_sinks.attend_by_blocks, leaves, segments, 40)
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    for part, want in zip(got, with_gradients(sinks.reference_sink_attention, exact, segments, 40), strict=True):
+    for part, want in zip(
+        got, with_gradients(attention_sinks.reference_sink_attention, exact, segments, 40), strict=True
+    ):
         assert (part.double() - want).abs().max() < 0.03 * want.abs().max()
