@@ -36,7 +36,8 @@ from agent_rl.config import EngineConfig
 from agent_rl.engine.launch import EngineServer, free_port
 from agent_rl.models.spec import ModelSpec, read_model_spec
 from agent_rl.utils.http import BlockingHttp
-from agent_rl.weight_sync.publisher import WeightPublisher, join_group
+from agent_rl.weight_sync.bucket_sender import join_group
+from agent_rl.weight_sync.publisher import WeightPublisher
 from agent_rl.weight_sync.requests import PublishReport
 from agent_rl.weight_sync.shared_buckets import SharedBuckets
 
@@ -49,7 +50,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 RECEIVER = """
 import sys, torch
-from agent_rl.weight_sync.publisher import join_group
+from agent_rl.weight_sync.bucket_sender import join_group
 port, size = int(sys.argv[1]), int(sys.argv[2])
 group = join_group("127.0.0.1", port, 1, 2, "plain", "gloo", 600.0)
 data = torch.empty(size, dtype=torch.uint8)

@@ -57,6 +57,7 @@ NEED_A_RUN = (
     "agent_rl/controller/train.py",
     "agent_rl/engine/sleep.py",
     "agent_rl/monitoring/metrics_log.py",
+    "agent_rl/weight_sync/bucket_sender.py",
     "agent_rl/weight_sync/publisher.py",
     "agent_rl/weight_sync/sync.py",
 )

@@ -120,6 +120,12 @@ class FakeEngines:
     def urls(self) -> tuple[str, ...]:
         return tuple(f"http://127.0.0.1:{self._server.server_port}/{number}" for number in range(len(self._engines)))
 
+    def begin(self) -> None:
+        """Another rank of the trainer begins an update."""
+        for engine in self._engines:
+            engine.state = "open"
+            engine.received.clear()
+
     def __enter__(self) -> FakeEngines:
         serve = self._server.serve_forever
         threading.Thread(target=serve, args=(_POLL_SECONDS,), name="fake-engines", daemon=True).start()

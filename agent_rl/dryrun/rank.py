@@ -28,10 +28,10 @@ from agent_rl.dryrun.job import STEP_PHASES, WEIGHT_PHASES, Owner, PhaseRecord, 
 from agent_rl.dryrun.usage import UsageRecorder
 from agent_rl.errors import AgentRlError, TrainerError
 from agent_rl.models.spec import read_model_spec
-from agent_rl.models.tensors import embedding_tensor, model_parameters
+from agent_rl.models.tensors import model_parameters
 from agent_rl.planner.hardware import Gpu
 from agent_rl.planner.planner import engine_count
-from agent_rl.train.hf_index import Shapes, adapter_update_shapes, expected_shapes
+from agent_rl.train.hf_index import Shapes, adapter_update_shapes, sent_shapes
 from agent_rl.train.requests import OptimizerSpec, StepRequest, WorkerRequest
 from agent_rl.weight_sync.adapters import SUFFIX
 from agent_rl.weight_sync.requests import PublishRequest
@@ -216,24 +216,23 @@ def _publish(job: RankJob, rank: Any, environment: RankEnvironment) -> None:
     """
     engine = job.config.engine.model_copy(update={"api_key_env": None, "weight_sync": "full"})
     lora = job.config.train.lora if engine.merges_adapters else None
-    sent = None if lora is None else adapter_update_shapes(rank.model.model_spec, lora.rank)
-    _publish_to(_fake_engines(engine, rank, sent), (), WEIGHT_PHASES[1:3], engine, rank, environment)
+    model = rank.model
+    if lora is None:
+        sent = sent_shapes(model.model_spec, model.ranks.pipeline_rank, model.ranks.pipeline_size, len(model.chunks))
+    else:
+        sent = {name + SUFFIX: shape for name, shape in adapter_update_shapes(model.model_spec, lora.rank).items()}
+    _publish_to(_fake_engines(engine, sent), (), WEIGHT_PHASES[1:3], engine, rank, environment)
     if engine.colocate:
         os.environ["CUDA_VISIBLE_DEVICES"] = str(job.rank)  # as Ray sets it; engines use the GPUs in order
         gpus = [[str(engine.gpus * number + gpu) for gpu in range(engine.gpus)] for number in range(engine.count)]
-        _publish_to(_fake_engines(engine, rank), gpus, WEIGHT_PHASES[3:], engine, rank, environment)
+        engines = _fake_engines(engine, sent_shapes(model.model_spec))
+        _publish_to(engines, gpus, WEIGHT_PHASES[3:], engine, rank, environment)
     rank.close()
 
 
-def _fake_engines(config: EngineConfig, rank: Any, changes: Shapes | None = None) -> FakeEngines:
-    """The engines of ``config``, which receive all weights, or the ``changes`` that adapters make."""
-    model_spec = rank.model.model_spec
-    expected = expected_shapes(model_spec)
-    if model_spec.tied:
-        expected["lm_head.weight"] = expected[embedding_tensor(model_spec).name]
-    if changes is not None:
-        expected = {name + SUFFIX: shape for name, shape in changes.items()}
-    return FakeEngines(engine_count(config), config.gpus, expected, config.dtype, colocated=config.colocate)
+def _fake_engines(config: EngineConfig, sent: Shapes) -> FakeEngines:
+    """The engines of ``config``, which receive the tensors ``sent``."""
+    return FakeEngines(engine_count(config), config.gpus, sent, config.dtype, colocated=config.colocate)
 
 
 def _publish_to(
@@ -248,6 +247,8 @@ def _publish_to(
         environment.collectives.engines = fakes
         for name, refuse_buckets in zip(phases, (False, True), strict=True):
             fakes.refuse_buckets = refuse_buckets
+            if rank.model.ranks.pipeline_rank and not gpus:
+                fakes.begin()
             with environment.usage.phase(name, owner="copies"):
                 report = rank.publish(PublishRequest(fakes.urls, name, config, gpus))
                 failures = [*fakes.violations, *(report.failures.values() if report else ())]

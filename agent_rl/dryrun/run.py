@@ -70,7 +70,7 @@ class DryRunResult:
 
 
 def dry_run(config: RunConfig, *, ranks: Sequence[int], skew: float, layers: str) -> list[DryRunResult]:
-    """Dry-run ``ranks`` (empty: the first rank, and the last one of a pipeline).
+    """Dry-run ``ranks`` (empty: the first rank, and that of a pipeline's last stage).
 
     ``layers``: layers per model chunk, one number, two with a comma, or ``all``. Raises UserError or ConfigError (one
     line) before it starts a process.
@@ -78,7 +78,7 @@ def dry_run(config: RunConfig, *, ranks: Sequence[int], skew: float, layers: str
     model_spec = check(config, ranks=ranks, skew=skew)
     depths, library = _depths(layers, config, model_spec), build_device_guard()
     parallel = config.train.parallel
-    chosen = ranks or sorted({0, parallel.world_size - 1 if parallel.pipeline > 1 else 0})
+    chosen = ranks or sorted({0, parallel.world_size - parallel.world_size // parallel.pipeline})
     with tempfile.TemporaryDirectory(prefix="agent-rl-dry run-") as directory, ThreadPoolExecutor(2) as pool:
         models = {depth: _write_model(config, depth, Path(directory) / str(depth)) for depth in depths}
         complete = _with_ranks_per_node(config)
@@ -119,7 +119,8 @@ def check(config: RunConfig, *, ranks: Sequence[int], skew: float) -> ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class PlannedFigures:
-    """The planner's figures for a dry run: memory of the fullest rank, a rank's step, a weight sync."""
+    """The planner's figures for a dry run: memory of the fullest rank, a rank's step, what its pipeline stage sends in
+    a weight sync."""
 
     rank: RankBytes
     step: PlannedStep
@@ -139,10 +140,11 @@ def planned_figures(
     model_spec, train = planned_model(config.model), config.train
     model_spec = replace(model_spec, moe=model_spec.moe[:layers])
     skew = 1.0 if train.balance.enabled else skew
+    stage = rank // (train.parallel.world_size // train.parallel.pipeline)
     return PlannedFigures(
         rank_bytes(model_spec, train, microbatches=train.parallel.pipeline, device="cuda"),
         planned_step(model_spec, config, rank=rank, skew=skew),
-        planned_publish(model_spec, train, config.engine),
+        planned_publish(model_spec, train, config.engine, [stage]),
     )
 
 

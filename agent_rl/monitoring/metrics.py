@@ -447,11 +447,14 @@ METRICS: tuple[Metric, ...] = (
         _PUBLISHER,
         ("weight_sync/join_seconds", "seconds", "Time to form the process group with the engines, if one was formed."),
         ("weight_sync/pause_seconds", "seconds", "Time to pause the engines, minus that to prepare the first bucket."),
-        ("weight_sync/prepare_seconds", "seconds", "Time to gather and convert the weights."),
         ("weight_sync/stage_seconds", "seconds", "Time to send and prove a delta while the engines sample."),
+        ("weight_sync/check_seconds", "seconds", "Time to compare the checksums."),
+    ),
+    *_rows(
+        "agent_rl/weight_sync/bucket_sender.py",
+        ("weight_sync/prepare_seconds", "seconds", "Time to gather and convert the weights."),
         ("weight_sync/broadcast_seconds", "seconds", "Time to broadcast the weights, minus preparing the next bucket."),
         ("weight_sync/load_seconds", "seconds", "Time for the engines to load the last bucket."),
-        ("weight_sync/check_seconds", "seconds", "Time to compare the checksums."),
     ),
     *_rows(
         _ENGINES,

@@ -8,6 +8,7 @@ backward pass takes 2 times as many, for attention 2.5 times: its kernel compute
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 
@@ -15,10 +16,10 @@ from agent_rl.config import EngineConfig, RunConfig, TrainConfig
 from agent_rl.models.families import keeps_float32
 from agent_rl.models.mixer_costs import mixer_cost
 from agent_rl.models.spec import ModelSpec
-from agent_rl.models.tensors import OUTPUT, fill_buckets, joined_tensors
+from agent_rl.models.tensors import fill_buckets, joined_tensors
 from agent_rl.planner.memory_model import BYTES, LOGITS_CHUNK, adapter_bytes, adapter_parameters
 from agent_rl.train.batching.cost import LayerFlops
-from agent_rl.train.hf_index import adapter_update_shapes, expected_shapes
+from agent_rl.train.hf_index import adapter_update_shapes, sent_shapes
 from r3.shard import stage_layers
 
 _GATE_BYTES = 4
@@ -70,8 +71,8 @@ class PlannedStep:
 
 @dataclass(frozen=True, slots=True)
 class PlannedPublish:
-    """A weight sync: ``bytes`` sent (once, for any number of engines) in ``buckets``; ``memory``: bytes of rank 0's GPU
-    in addition to its state."""
+    """A weight sync: ``bytes`` sent (once, for any number of engines) in ``buckets``; ``memory``: bytes of a sender's
+    GPU in addition to its state."""
 
     bytes: int
     buckets: int
@@ -121,21 +122,30 @@ def forward_flops(model: ModelSpec, config: RunConfig, *, stage: int, skew: floa
     )
 
 
-def planned_publish(model: ModelSpec, train: TrainConfig, engine: EngineConfig) -> PlannedPublish:
-    """Plan a weight sync of a trainer on GPUs. Buckets are filled in the order of the checkpoint; a tied output layer
-    is sent apart. With merged adapters only the adapters are sent."""
+def planned_publish(
+    model: ModelSpec, train: TrainConfig, engine: EngineConfig, stages: Sequence[int] | None = None
+) -> PlannedPublish:
+    """Plan what the senders of pipeline ``stages`` (None: all) do in a weight sync of a trainer on GPUs. Buckets are
+    filled in the order of the checkpoint. With merged adapters only the adapters are sent."""
+    planned = [
+        _planned_sender(model, train, engine, stage)
+        for stage in (range(train.parallel.pipeline) if stages is None else stages)
+    ]
+    memory = publishing_bytes(model, train, engine)
+    return PlannedPublish(sum(size for size, _ in planned), sum(count for _, count in planned), memory)
+
+
+def _planned_sender(model: ModelSpec, train: TrainConfig, engine: EngineConfig, stage: int) -> tuple[int, int]:
+    """Returns the bytes and buckets that the sender of a pipeline stage sends."""
     width, limit = BYTES[engine.dtype], int(engine.bucket_mb(cuda=True) * 2**20)
     if train.lora and engine.merges_adapters:
         shapes = adapter_update_shapes(model, train.lora.rank)
         sent = [(name, math.prod(shape) * 4) for name, shape in shapes.items()]
     else:
-        shapes = expected_shapes(model)
+        shapes = sent_shapes(model, stage, train.parallel.pipeline, train.parallel.virtual_pipeline)
         sent = [(name, math.prod(shape) * (4 if keeps_float32(name) else width)) for name, shape in shapes.items()]
-        if model.tied:
-            sent.append((OUTPUT, model.vocab_size * model.hidden * width))
     filled = fill_buckets(sent, itemgetter(0), itemgetter(1), limit=limit, joined=joined_tensors(model))
-    count = sum(1 for _ in filled)
-    return PlannedPublish(sum(size for _, size in sent), count, publishing_bytes(model, train, engine))
+    return sum(size for _, size in sent), sum(1 for _ in filled)
 
 
 def publishing_bytes(model: ModelSpec, train: TrainConfig, engine: EngineConfig) -> int:

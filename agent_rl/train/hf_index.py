@@ -13,8 +13,9 @@ from typing import Any
 from agent_rl.errors import ConfigError
 from agent_rl.models.files import read_object
 from agent_rl.models.spec import ModelSpec
-from agent_rl.models.tensors import OUTPUT, model_parameters
+from agent_rl.models.tensors import OUTPUT, embedding_tensor, model_parameters
 from agent_rl.train.quantized.formats import Entry, Weight, weights
+from r3.shard import stage_layers
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -71,6 +72,16 @@ def check_tensor(present: Mapping[str, Weight], name: str, shape: tuple[int, ...
 def expected_shapes(model_spec: ModelSpec) -> Shapes:
     """The shape of every tensor by its Hugging Face name."""
     return {tensor.name: tensor.shape for _, parameter in model_parameters(model_spec) for tensor in parameter.tensors}
+
+
+def sent_shapes(model_spec: ModelSpec, stage: int = 0, stages: int = 1, chunks: int = 1) -> Shapes:
+    """The shape of every tensor that the sender of pipeline stage ``stage`` of ``stages``, with ``chunks`` model chunks
+    each, sends to engines, in order. A tied output layer is sent after the embedding."""
+    layers = [layer - 1 for chunk in stage_layers(model_spec.num_layers, stages, chunks)[stage] for layer in chunk]
+    parameters = model_parameters(model_spec, layers, first=stage == 0, last=stage == stages - 1)
+    sent = {tensor.name: tensor.shape for _, each in parameters if not each.copied for tensor in each.tensors}
+    embedding = embedding_tensor(model_spec)
+    return {embedding.name: embedding.shape, OUTPUT: embedding.shape} | sent if model_spec.tied and stage == 0 else sent
 
 
 def adapter_update_shapes(model_spec: ModelSpec, rank: int) -> Shapes:

@@ -51,15 +51,13 @@ from agent_rl.train.step_metrics import RouteDifferenceBits, sft_metrics, step_m
 from agent_rl.train.worker_group import WorkerGroup
 from agent_rl.types import Sample, TokenDetail
 from agent_rl.utils.concurrency import shielded
-from agent_rl.weight_sync.requests import PublishReport, PublishRequest
+from agent_rl.weight_sync.requests import PUBLISH_SECONDS, PublishReport, PublishRequest
 from r3.shard import RouteShard
 from r3.trace.recorders import TraceRequest
 
 if TYPE_CHECKING:
     from ray import ObjectRef
     from ray.util.placement_group import PlacementGroup
-
-PUBLISH_SECONDS = 900.0
 DISPATCH_THREADS = min(8, os.cpu_count() or 1)
 
 Shares = tuple[tuple[MiniStepShare, ...], ...]

@@ -4,11 +4,7 @@ Megatron."""
 from __future__ import annotations
 
 import math
-import os
-from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,13 +36,10 @@ from agent_rl.train.requests import OptimizerSpec, StepRequest, WorkerDevice, Wo
 from agent_rl.train.route_sharding import WorkerInfo
 from agent_rl.train.route_trace import rank_trace
 from agent_rl.train.step import grpo_step, packed, sample_logprobs, step_batches
+from agent_rl.train.weight_senders import WeightSenders
 from agent_rl.types import Sample
 from agent_rl.utils.imports import quick_imports
-from agent_rl.weight_sync.adapters import BaseWeights
-from agent_rl.weight_sync.delta_sender import DeltaSender
-from agent_rl.weight_sync.publisher import WeightPublisher
 from agent_rl.weight_sync.requests import PublishReport, PublishRequest
-from agent_rl.weight_sync.shared_buckets import SharedBuckets, shared_buckets
 from r3.routing import narrowest_dtype
 from r3.shard import RouteShard
 
@@ -91,10 +84,7 @@ class TrainerWorker:
         )
         self._critic = Critic(self._model, train) if train.uses_critic else None
         self.set_optimizer(optimizer)
-        self._publisher: WeightPublisher | None = None
-        self._delta = DeltaSender(self._model.model_spec, self._open_publisher)
-        self._staged_version: str | None = None
-        self._host_group: Any = None
+        self._senders = WeightSenders(self._model, request)
         self._writer = CheckpointWriter(rank)
 
     @property
@@ -148,7 +138,7 @@ class TrainerWorker:
                 self._critic,
             )  # fmt: skip
         self._updates += sum(item.update.taken for item in report.updates)
-        self._release_gpu_cache()
+        self._senders.release_gpu_cache()
         return report if self._lead else None, differences, self._balancer.report()
 
     def _renew_placement(self, batches: Sequence[MicroBatch], routes: Sequence[RouteShard]) -> None:
@@ -229,93 +219,19 @@ class TrainerWorker:
             self._model.save_adapter(directory / "adapter")
 
     def stage(self, request: PublishRequest) -> Mapping[str, str] | None:
-        """Send the changes of the weights to the engines before an update by deltas. Rank 0 returns the reason by URL
-        of each engine that needs all weights instead. Collective."""
-        weights = self._model.export_weights()
-        try:
-            return self._delta.stage(request, weights) if self._ranks.rank == 0 else None
-        finally:
-            for _ in weights:
-                pass
-            self._staged_version = request.version
+        """As :meth:`.weight_senders.WeightSenders.stage`."""
+        return self._senders.stage(request)
 
     def publish(self, request: PublishRequest) -> PublishReport | None:
-        """Send the weights to the engines. Rank 0 sends and returns the report. Collective."""
-        if request.config.weight_sync == "delta":
-            if self._staged_version != request.version:
-                self.stage(replace(request, urls=()))
-            self._staged_version = None
-            report = self._delta.publish(request) if self._ranks.rank == 0 else None
-            if report is not None and report.failures:
-                self._close_publisher()
-            return report
-        if request.gpus:
-            return self._publish_shared(request)
-        base = BaseWeights(self._request.model) if self._model.lora and request.config.merges_adapters else None
-        weights, report = self._model.export_weights() if base is None else self._model.export_changes(), None
-        try:
-            if self._ranks.rank == 0:
-                report = self._open_publisher(request).publish(weights, request.version, base)
-                if report.failures:
-                    self._close_publisher()
-        finally:
-            # Gathering a tensor is collective: finish the iterator also after an engine refused the update.
-            for _ in weights:
-                pass
-            self._release_gpu_cache()
-        return report
-
-    def _publish_shared(self, request: PublishRequest) -> PublishReport | None:
-        """Share the weights with engines on the ranks' GPUs."""
-        if self._host_group is None:  # waits as long as an engine may take to load a bucket
-            limit = timedelta(seconds=2 * request.config.weight_sync_timeout + 60)
-            self._host_group = torch.distributed.new_group(backend="gloo", timeout=limit)
-        gather = partial(_gather, self._host_group)
-        shared = SharedBuckets(gather, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
-        weights, report = self._model.export_weights(every_rank=True), None
-        if self._ranks.rank == 0:
-            publisher = self._open_publisher(request)
-            report = publisher.publish(weights, request.version, shared=shared, gpus=request.gpus)
-            if report.failures:
-                self._close_publisher()
-        else:
-            deque(shared_buckets(weights, self._model.model_spec, request.config, self._model.device, shared), maxlen=0)
-        shared.close()
-        self._release_gpu_cache()
-        return report
-
-    def _release_gpu_cache(self) -> None:
-        """Return torch's cached GPU memory, which an engine on the same GPU needs (``engine.colocate``)."""
-        if self._request.config.engine.colocate:
-            torch.cuda.empty_cache()
-
-    def _open_publisher(self, request: PublishRequest) -> WeightPublisher:
-        if self._publisher is None or not self._publisher.serves(request):
-            self._close_publisher()
-            model = self._model
-            self._publisher = WeightPublisher(
-                request.urls, model.device, model.model_spec, request.config, headers=request.headers
-            )
-        return self._publisher
-
-    def _close_publisher(self) -> None:
-        publisher, self._publisher = self._publisher, None
-        if publisher is not None:
-            publisher.close()
+        """As :meth:`.weight_senders.WeightSenders.publish`."""
+        return self._senders.publish(request)
 
     def close(self) -> None:
         """Leave the process groups. Idempotent."""
         self._writer.close()
-        self._close_publisher()
+        self._senders.close()
         self._balancer.close()
         destroy_parallel()
-
-
-def _gather(group: Any, item: Any) -> list[Any]:
-    """What all ranks of ``group`` gave, by rank. Collective."""
-    items: list[Any] = [None] * torch.distributed.get_world_size(group)
-    torch.distributed.all_gather_object(items, item, group=group)
-    return items
 
 
 def device_of(kind: WorkerDevice) -> torch.device:

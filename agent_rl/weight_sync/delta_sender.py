@@ -22,9 +22,10 @@ from agent_rl.engine.server.delta_codec import DeltaWriter, state_digest, tensor
 from agent_rl.errors import WeightSyncError
 from agent_rl.models.spec import ModelSpec
 from agent_rl.models.tensors import fill_buckets, joined_tensors
+from agent_rl.weight_sync.bucket_sender import StageTimer
 from agent_rl.weight_sync.buckets import sent_dtype
 from agent_rl.weight_sync.digests import Digests
-from agent_rl.weight_sync.publisher import StageTimer, WeightPublisher
+from agent_rl.weight_sync.publisher import WeightPublisher
 from agent_rl.weight_sync.requests import PublishReport, PublishRequest
 
 

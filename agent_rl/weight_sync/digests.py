@@ -120,6 +120,10 @@ class Digests:
         self._in_float32 = model_spec.family.served_in_float32
         self._hashes: dict[DigestKind, list[dict[str, Any]]] = {kind: [{} for _ in range(kind.ranks)] for kind in kinds}
 
+    @property
+    def kinds(self) -> frozenset[DigestKind]:
+        return frozenset(self._hashes)
+
     def add(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], size: int, data: NDArray[np.uint8]) -> None:
         """Add a bucket. ``data`` ``[bytes]``: the bytes of its tensors, concatenated."""
         start = 0

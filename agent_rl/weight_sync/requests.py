@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from agent_rl.config import EngineConfig
 from agent_rl.weight_sync.digests import DigestKind, RankDigests
 
+PUBLISH_SECONDS = 900.0
+"""The longest weight update."""
+
 
 @dataclass(frozen=True, slots=True)
 class PublishRequest:

@@ -81,10 +81,11 @@ def sent_bytes(model: Path, kind: str) -> int:
     "kind",
     [
         "weights",
-        "deltas",
-        "adapters",
+        pytest.param("deltas", marks=pytest.mark.long),
+        pytest.param("adapters", marks=pytest.mark.long),
         pytest.param("adapters, merged for a server of others", marks=pytest.mark.exhaustive),
-        *(pytest.param(layout, marks=pytest.mark.exhaustive) for layout in LAYOUTS),
+        pytest.param("pipeline", marks=pytest.mark.long),
+        *(pytest.param(layout, marks=pytest.mark.exhaustive) for layout in LAYOUTS if layout != "pipeline"),
     ],
 )
 async def test_the_engine_takes_what_the_trainer_learned(

@@ -40,7 +40,7 @@ from r3.routing import SpanKind
 torch = pytest.importorskip("torch", reason="needs the trainer environment")
 from safetensors.torch import load_file  # noqa: E402
 
-from agent_rl.weight_sync import publisher  # noqa: E402
+from agent_rl.weight_sync import bucket_sender  # noqa: E402
 from agent_rl.weight_sync.buckets import Bucket  # noqa: E402
 from agent_rl.weight_sync.digests import (  # noqa: E402
     engine_difference,
@@ -223,7 +223,7 @@ async def setting_of(
 @pytest.fixture(autouse=True)
 def short_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that waits for a dead sender's broadcast cannot reply, so leaving it takes the whole limit."""
-    monkeypatch.setattr(publisher, "_LEAVE_SECONDS", 1.0)
+    monkeypatch.setattr(bucket_sender, "_LEAVE_SECONDS", 1.0)
 
 
 @pytest.mark.parametrize(
@@ -380,7 +380,9 @@ class TestOneEngine:
             assert "does not hold the bytes that were sent" in setting.notes[-1]
             await setting.holds(engine, setting.new, "3")
 
-    @pytest.mark.parametrize("mode", [None, "retract", "in_place"])
+    @pytest.mark.parametrize(
+        "mode", [None, *(pytest.param(mode, marks=pytest.mark.long) for mode in ("retract", "in_place"))]
+    )
     async def test_pause_modes_decide_what_becomes_of_a_running_request(
         self, setting: Setting, engine: SGLangEngine, connect: Any, mode: str | None, model: Path
     ) -> None:

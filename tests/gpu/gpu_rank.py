@@ -34,8 +34,8 @@ from agent_rl.train.megatron.parallel import destroy_parallel, init_parallel
 from agent_rl.train.requests import OptimizerSpec, StepRequest, WorkerRequest
 from agent_rl.train.route_sharding import shard_routes
 from agent_rl.train.worker import TrainerWorker, device_of
+from agent_rl.weight_sync.bucket_sender import join_group
 from agent_rl.weight_sync.buckets import Bucket
-from agent_rl.weight_sync.publisher import join_group
 from agent_rl.weight_sync.shared_buckets import SharedBuckets
 
 HANGING_SECONDS = 5.0

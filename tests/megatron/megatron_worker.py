@@ -144,7 +144,7 @@ def exported(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             parameter.data = tensors[f"{index}.{name}"]
     found = {name: tensor.clone() for name, tensor in model.export_weights()}
     everywhere = [None] * torch.distributed.get_world_size()
-    sums = {name: float(tensor.double().sum()) for name, tensor in model.export_weights(every_rank=True)}
+    sums = {name: float(tensor.double().sum()) for name, tensor in model.export_weights("every rank")}
     torch.distributed.all_gather_object(everywhere, sums)
     assert everywhere == [sums] * len(everywhere)
     assert sums.keys() >= found.keys()

@@ -107,7 +107,7 @@ async def test_a_key_may_begin_with_a_dash(tmp_path: Path, monkeypatch: pytest.M
 GLOO = """
 import os, sys
 sys.path[:0] = sys.argv[1:]
-from agent_rl.weight_sync.publisher import join_group
+from agent_rl.weight_sync.bucket_sender import join_group
 from agent_rl.utils.sockets import LOOPBACK_INTERFACE
 from support.listeners import listeners_of
 os.environ.update(LOOPBACK_INTERFACE)

@@ -25,14 +25,10 @@ from agent_rl.models.tensors import fill_buckets
 torch = pytest.importorskip("torch", reason="needs the trainer environment")
 
 from agent_rl.train.ray_launch import cuda_environment  # noqa: E402
+from agent_rl.weight_sync.bucket_sender import InFlightBucket, StageTimer, collective_seconds  # noqa: E402
 from agent_rl.weight_sync.buckets import Bucket, buckets  # noqa: E402
 from agent_rl.weight_sync.digests import DigestKind, Digests, rank_difference  # noqa: E402
-from agent_rl.weight_sync.publisher import (  # noqa: E402
-    InFlightBucket,
-    StageTimer,
-    WeightPublisher,
-    collective_seconds,
-)
+from agent_rl.weight_sync.publisher import WeightPublisher  # noqa: E402
 from agent_rl.weight_sync.receivers import PendingReplies  # noqa: E402
 
 

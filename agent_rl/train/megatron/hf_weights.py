@@ -2,8 +2,8 @@
 
 Every parameter of this rank has a :class:`ParamMapping` with its description (:mod:`agent_rl.models.tensors`): the
 Hugging Face tensors that it is made of, and its cut. Reading copies slices of the tensors into the parameter. Exporting
-gathers the parameters of all tensor or expert ranks, copies the same slices the other way, then sends the tensors of
-every pipeline stage to rank 0.
+gathers the parameters of all tensor or expert ranks, copies the same slices the other way, then brings the tensors
+of every pipeline stage to the ranks that receive them (:data:`Receivers`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from megatron.core import parallel_state
@@ -69,6 +69,10 @@ class ParamMapping:
         for piece in self.described.cut.pieces(self.described.tensors, self.place(ranks)):
             yield TensorSlice.of(piece, parameter)
 
+
+Receivers = Literal["rank 0", "stage leaders", "every rank"]
+"""The ranks to which an export yields: rank 0 and every rank get all tensors, the first rank of each pipeline stage
+those of its stage."""
 
 ExpertOrder = Mapping[int, Sequence[int]]
 """By layer (from 0): the expert at each position over the expert ranks. Layers that are absent have experts in
@@ -131,48 +135,46 @@ def own_experts(mapping: ParamMapping, ranks: ParallelState) -> tuple[int, ...]:
 
 
 def export_weights(
-    mappings: Iterable[ParamMapping], model_spec: ModelSpec, ranks: ParallelState, *, every_rank: bool = False
+    mappings: Iterable[ParamMapping], model_spec: ModelSpec, ranks: ParallelState, to: Receivers = "rank 0"
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every Hugging Face name with its full tensor, without adapters. Collective; only rank 0 yields, or
-    ``every_rank``.
+    """Every Hugging Face name with its full tensor, without adapters. Collective; only the receivers yield.
 
     A tied output projection is exported as ``lm_head.weight``, because SGLang's Qwen3-MoE never ties and would sample
     from uniform probabilities without it.
     """
     embedding = embedding_tensor(model_spec).name
     own = [mapping for mapping in mappings if not mapping.adapter and not mapping.described.copied]
-    for tensors in _full_tensors(own, ranks, every_rank=every_rank):
+    for tensors in _full_tensors(own, ranks, to):
         yield from tensors.items()
         if model_spec.tied and embedding in tensors:
             yield OUTPUT, tensors[embedding].clone()
 
 
 def export_adapters(
-    mappings: Iterable[ParamMapping], ranks: ParallelState, *, every_rank: bool = False
+    mappings: Iterable[ParamMapping], ranks: ParallelState, to: Receivers = "rank 0"
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """The Hugging Face name of every adapted weight, its A ``[r, in]`` and its B ``[out, r]``. Collective; only rank 0
-    yields, or ``every_rank``."""
-    halves = _full_tensors([mapping for mapping in mappings if mapping.adapter], ranks, every_rank=every_rank)
+    """The Hugging Face name of every adapted weight, its A ``[r, in]`` and its B ``[out, r]``. Collective; only the
+    receivers yield."""
+    halves = _full_tensors([mapping for mapping in mappings if mapping.adapter], ranks, to)
     for first, second in zip(halves, halves, strict=True):
         shared = [a for a in first.values() for _ in range(len(second) // len(first))]
         for a, (name, b) in zip(shared, second.items(), strict=True):
             yield adapted_weight(name), a, b
 
 
-def _full_tensors(
-    local: Sequence[ParamMapping], ranks: ParallelState, *, every_rank: bool
-) -> Iterator[dict[str, Tensor]]:
-    """The Hugging Face tensors of each mapping of every stage; ``local``: those of this stage. Collective; only rank 0
-    yields, or ``every_rank``. For rank 0 alone, the other stages of its pipeline group send it theirs, and the other
-    pipeline groups transfer nothing."""
+def _full_tensors(local: Sequence[ParamMapping], ranks: ParallelState, to: Receivers) -> Iterator[dict[str, Tensor]]:
+    """The Hugging Face tensors of each mapping, stage by stage; ``local``: those of this stage. Collective; only the
+    receivers yield. For rank 0 alone, the other stages of its pipeline group send it theirs, and the other pipeline
+    groups transfer nothing; to the first rank of each stage nothing is transferred between stages."""
     group = parallel_state.get_pipeline_model_parallel_group()
     own, device = ranks.pipeline_rank, local[0].parameter.device
-    plans: list[Any] = [None] * ranks.pipeline_size
     plan = [(mapping.described.tensors, mapping.parameter.dtype) for mapping in local]
-    torch.distributed.all_gather_object(plans, plan, group=group)
-    leads = 0 in torch.distributed.get_process_group_ranks(group)
-    receivers = range(ranks.pipeline_size if every_rank else int(leads))
+    plans: list[Any] = [()] * ranks.pipeline_size
+    plans[own] = plan
+    if to != "stage leaders":
+        torch.distributed.all_gather_object(plans, plan, group=group)
     for stage, entries in enumerate(plans):
+        receivers = _receiving(stage, to, group)
         if own not in receivers and own != stage:
             continue
         moves = any(receiver != stage for receiver in receivers)
@@ -184,6 +186,15 @@ def _full_tensors(
                 _transfer(flat, stage, own, receivers, group)
             if own in receivers:
                 yield {tensor.name: full[tensor.name] for tensor in tensors}
+
+
+def _receiving(stage: int, to: Receivers, group: Any) -> range:
+    """The pipeline ranks of ``group`` that receive the tensors of a stage."""
+    if to == "every rank":
+        return range(group.size())
+    if 0 not in torch.distributed.get_process_group_ranks(group):
+        return range(0)
+    return range(stage, stage + 1) if to == "stage leaders" else range(1)
 
 
 def _empty(tensors: Sequence[HfTensor], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, dict[str, Tensor]]:

@@ -197,20 +197,20 @@ class PolicyModel(ForwardBackward):
         missing tensor, TrainerError for a file that cannot be read."""
         hf.load_weights(self.param_mappings(), directory, self.ranks, progress or LoadProgress())
 
-    def export_weights(self, *, every_rank: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Hugging Face names and full tensors with adapters merged. Only rank 0 yields, or ``every_rank``; every rank
-        must exhaust the iterator."""
-        changes = dict(self.export_changes(every_rank=every_rank)) if self.lora else {}
+    def export_weights(self, to: hf.Receivers = "rank 0") -> Iterator[tuple[str, Tensor]]:
+        """Hugging Face names and full tensors with adapters merged. Only the receivers yield; every rank must exhaust
+        the iterator."""
+        changes = dict(self.export_changes(to)) if self.lora else {}
         mappings = self.param_mappings()
-        for name, weight in hf.export_weights(mappings, self.model_spec, self.ranks, every_rank=every_rank):
+        for name, weight in hf.export_weights(mappings, self.model_spec, self.ranks, to):
             change = changes.get(name + SUFFIX)
             yield name, weight if change is None else merge(weight, change)
 
-    def export_changes(self, *, every_rank: bool = False) -> Iterator[tuple[str, Tensor]]:
+    def export_changes(self, to: hf.Receivers = "rank 0") -> Iterator[tuple[str, Tensor]]:
         """The packed adapters, which engines merge into the base checkpoint (:mod:`agent_rl.engine.server.lora_merge`).
         Iterates as :meth:`export_weights`."""
         assert self.lora is not None
-        for name, a, b in hf.export_adapters(self.param_mappings(), self.ranks, every_rank=every_rank):
+        for name, a, b in hf.export_adapters(self.param_mappings(), self.ranks, to):
             yield name + SUFFIX, pack(a, b, self.lora.scale)
 
     def save_hf(self, directory: Path, *, dtype: torch.dtype | None = None) -> None:
