@@ -1,10 +1,10 @@
 # `make quickstart` and `make test` include all setup steps.
 PYTHON ?= python3
 VENV := .venv/bin
-FAST := not (exhaustive or slow or cuda_release or docker or podman or sglang or megatron or browser or slurm)
+FAST := not (exhaustive or long or slow or cuda_release or docker or podman or sglang or megatron or browser or slurm)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup prepare image real-tasks agents quickstart test test-fast check docs bench view-build
+.PHONY: help setup prepare image real-tasks agents quickstart test test-long test-fast check docs bench view-build
 
 help: ## Show this help
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -27,8 +27,12 @@ agents: setup ## Install what only tests need: mini-swe-agent, and SGLang's rele
 quickstart: prepare ## Train a small MoE agent end to end on this machine
 	@$(VENV)/agent-rl train configs/quickstart.yaml
 
-test: prepare image agents ## Run the whole test suite in two processes
+test: prepare image agents ## Run the test suite in two processes, at most 12 minutes on two free cores
 	@OMP_NUM_THREADS=1 $(VENV)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
+	@echo "==> test: tests that take long were left out: make test-long"
+
+test-long: prepare image agents ## Run the tests that take long: further whole runs, kills, model families, attacks
+	@OMP_NUM_THREADS=1 $(VENV)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder -m "long and not exhaustive" $(PYTEST_ARGS)
 
 test-fast: prepare ## Run the tests that need no server, container engine, browser or full run
 	@# tests/megatron has no such test, and its imports take seconds.

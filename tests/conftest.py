@@ -77,11 +77,14 @@ WHOLE_DIRS = ("engine", "envs", "rollout", "sandbox")
 
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep tests of one group in one process of pytest-xdist, and start the long groups first."""
+    """Keep tests of one group in one process of pytest-xdist, and start the slow groups first. Both container engines
+    share one backend, so the ordinary suite has docker's tests alone."""
     for item in items:
         item.add_marker(pytest.mark.xdist_group(_group(item)))
-    long = {_group(item) for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: _group(item) not in long)
+        if item.get_closest_marker("podman"):
+            item.add_marker(pytest.mark.long)
+    slow = {_group(item) for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: _group(item) not in slow)
 
 
 def pytest_collection_finish() -> None:

@@ -89,6 +89,7 @@ def test_the_wheel_holds_what_the_commands_need(wheel: Path) -> None:
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == set(PACKAGES)
 
 
+@pytest.mark.long
 @pytest.mark.bubblewrap
 def test_a_project_is_begun_checked_and_evaluated(agent_rl: Command, tmp_path: Path) -> None:
     assert agent_rl("--version").stdout.startswith("agent-rl ")
@@ -105,6 +106,7 @@ def test_a_project_is_begun_checked_and_evaluated(agent_rl: Command, tmp_path: P
     assert away.returncode == 0, away.stderr
 
 
+@pytest.mark.long
 @pytest.mark.bubblewrap
 def test_the_engine_environment_belongs_beside_the_one_of_the_command(agent_rl: Command, installed: Path) -> None:
     engine = installed / ".venv-engine"

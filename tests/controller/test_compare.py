@@ -154,6 +154,7 @@ async def test_a_dense_model_on_the_real_engine_and_trainer(tmp_path: Path, monk
     assert not (out / "routers.png").exists()
 
 
+@pytest.mark.long
 @pytest.mark.sglang
 @pytest.mark.megatron
 @pytest.mark.bubblewrap

@@ -23,6 +23,7 @@ from tools.formats import tool_format
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("backend", "count", "kills"),
     [

@@ -101,6 +101,7 @@ def remade(run: Path) -> dict[str, bytes]:
     return found | {HISTORY: re.sub(rb'"time":[\d.]+', b"", found[HISTORY])}
 
 
+@pytest.mark.long
 async def test_fork_killed_at_each_change_of_a_file_is_absent_or_complete(tmp_path: Path) -> None:
     config = await half_a_run(tmp_path)
     arguments = (config.run_dir, "6", "forked", ["train.lr=1e-5"])

@@ -105,6 +105,7 @@ async def fetched(name: str, url: str, home: Path, **more: str) -> tuple[int, st
     return process.returncode, out.decode().strip(), error.decode().strip()
 
 
+@pytest.mark.long
 async def test_a_download_resumes_after_a_broken_connection_and_is_found_offline(tmp_path: Path) -> None:
     async with hub({"model.safetensors"}) as served:
         code, _, error = await fetched("acme/tiny", served.url, tmp_path)

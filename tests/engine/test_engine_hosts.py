@@ -119,6 +119,7 @@ async def none_of(directory: Path) -> None:
             await asyncio.sleep(0.05)
 
 
+@pytest.mark.long
 async def test_the_engine_of_a_lost_node_is_started_on_the_next_that_joins(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,6 +164,7 @@ async def test_a_killed_actor_ends_its_server_and_is_started_again(configure: Co
     await none_of(tmp_path)
 
 
+@pytest.mark.long
 async def test_an_engine_on_two_nodes_is_restarted_as_a_whole(configure: Configure, tmp_path: Path) -> None:
     notes = list[str]()
     async with opened(configure(nodes=2, gpus=2), notes) as engine:
@@ -185,6 +187,7 @@ async def test_an_engine_on_two_nodes_is_restarted_as_a_whole(configure: Configu
     assert (tmp_path / "logs/engine-0.1.log").exists()
 
 
+@pytest.mark.long
 async def test_a_log_that_cannot_be_kept_frees_the_reservation(configure: Configure, tmp_path: Path) -> None:
     config = configure()
     async with open_reservations(ClusterRequest.of(config), ranks=False) as reserved, asyncio.timeout(60):
@@ -313,6 +316,7 @@ _RUN = """
 """
 
 
+@pytest.mark.long
 async def test_servers_end_with_a_run_that_is_killed(configure: Configure, tmp_path: Path) -> None:
     import ray
 

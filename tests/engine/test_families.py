@@ -45,8 +45,16 @@ that are equal up to rounding change places (1 of 632 routers was seen). A corre
 OTHER_SEEDS = {"glm_moe_dsa": 2}
 """Seeds of models in other sizes, by default 1. With seed 1, two keys of GLM-5's indexer have almost equal scores:
 rounding chooses the one or the other, and log-probs differ by 6e-4."""
+
+
+def _marks(kind: str, *, other_sizes: bool) -> list[pytest.MarkDecorator]:
+    if kind not in ORDINARY or other_sizes:
+        return [pytest.mark.exhaustive]
+    return [] if kind == "gpt_oss" else [pytest.mark.long]
+
+
 CASES = [
-    pytest.param(kind, other, marks=() if kind in ORDINARY and not other else pytest.mark.exhaustive)
+    pytest.param(kind, other, marks=_marks(kind, other_sizes=other))
     for kind in FAMILIES
     for other in (False, True)
     if kind not in ("qwen3_moe", "mixtral")

@@ -39,6 +39,7 @@ class Lent:
             await self._server.stop()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "kills",
     [

@@ -188,6 +188,7 @@ async def test_unusable_repository_is_reported_with_a_reason(tmp_path: Path, con
     assert "missing in a shallow or partial clone" in synthesis.report()["from-git partial"]["notes"][0]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 async def test_bugs_are_injected_where_tests_detect_them_and_the_fix_is_unique(
     tmp_path: Path, context: EnvContext

@@ -128,6 +128,7 @@ def on_cpus(directory: Path, gpus: int, checks: Any) -> list[Row]:
     return list(run(Site("cpu", gpus, directory, 64, time.monotonic() + 900, 800.0), checks))
 
 
+@pytest.mark.long
 @pytest.mark.megatron
 @pytest.mark.timeout(300)
 def test_a_check_of_each_kind_passes_on_a_cpu(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ def begun(project: Path) -> Path:
     return project
 
 
+@pytest.mark.long
 def test_a_run_trains_on_custom_environments(start: Callable[..., Run], tmp_path: Path) -> None:
     project = begun(tmp_path / "project")
     page = (ROOT / "docs/reference/environments.md").read_text()

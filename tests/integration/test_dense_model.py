@@ -21,6 +21,7 @@ LUCKY = ("env.name=lucky_env:Lucky", "env.options={}", "eval.tasks=0", "train.st
 SHORT = ("rollout.max_turns=2", "rollout.max_new_tokens=24")
 
 
+@pytest.mark.long
 @pytest.mark.sglang
 @pytest.mark.megatron
 @pytest.mark.bubblewrap

@@ -96,6 +96,7 @@ def test_a_killed_run_resumes_bit_for_bit(
     assert [left for life in lives for left in life.left()] == []
 
 
+@pytest.mark.long
 def test_a_dead_rank_is_restarted_within_the_run(
     live: Callable[..., Life], reference: dict[int, dict[str, float]]
 ) -> None:
@@ -111,6 +112,7 @@ def test_a_dead_rank_is_restarted_within_the_run(
     assert life.left() == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("at", "steps"), [pytest.param(2, STEPS, id="2-of-4"), pytest.param(10, 20, id="10-of-20", marks=EXHAUSTIVE)]
 )
@@ -238,6 +240,7 @@ def writing(run: Path) -> bool:
     return bool(list((run / "checkpoints").glob(".step-*.partial")))
 
 
+@pytest.mark.long
 def test_a_collapsed_run_saves_and_stops(live: Callable[..., Life]) -> None:
     """The recorded log-probs are random, so trainer and engine differ in every token."""
     life = live("collapsed", "guard.action=stop", "guard.patience=2", "train.checkpoint_every=5")

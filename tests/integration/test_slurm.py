@@ -109,6 +109,7 @@ def test_preempted_job_requeues_itself_and_resumes(cluster: SlurmCluster, tmp_pa
     assert re.search(r"resumes after [1-9]", log(tmp_path))
 
 
+@pytest.mark.long
 def test_requeued_job_resumes(cluster: SlurmCluster, tmp_path: Path) -> None:
     job = cluster.submit(saves(tmp_path, 20))
     wait_for("resumes after 0", tmp_path)
@@ -127,6 +128,7 @@ def test_cancelled_job_saves_and_stays_cancelled(cluster: SlurmCluster, tmp_path
     assert (tmp_path / "state.json").exists(), log(tmp_path)
 
 
+@pytest.mark.long
 def test_job_requeues_itself_before_its_time_limit(cluster: SlurmCluster, limited: tuple[str, Path]) -> None:
     job, directory = limited
     ended = cluster.ended(job, 240)

@@ -19,6 +19,7 @@ FIXES = "{env: mini, options: {train_tasks: 16, heldout_tasks: 8}, %s}"
 SUMS = "{env: math, options: {train_tasks: 16, heldout_tasks: 8, levels: [1]}, %s}"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_a_run_trains_on_two_sources_and_evaluates_on_three(start: Callable[..., Run], tmp_path: Path) -> None:
     run = start(

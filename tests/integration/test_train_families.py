@@ -40,6 +40,7 @@ TEMPLATE = (
 )
 
 
+@pytest.mark.long
 def test_turns_with_closed_thoughts_train_without_mismatch(start: Start, tmp_path: Path) -> None:
     """``rollout.max_thinking_tokens`` and ``r3.audit``."""
     limits = ("rollout.max_thinking_tokens=8", "r3.audit=1")

@@ -27,6 +27,7 @@ pytestmark = [*REAL, pytest.mark.timeout(600)]
 Start = Callable[..., Run]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("weight_sync", ["full", pytest.param("delta", marks=pytest.mark.exhaustive)])
 def test_a_run_killed_within_a_step_resumes_without_loss(start: Start, tmp_path: Path, weight_sync: str) -> None:
     """Killed in step 4, with a checkpoint of step 2: step 3 is learned again from the journal, bit for bit, and of step
@@ -136,6 +137,7 @@ def assert_detail(run: Path, row: Mapping[str, float]) -> None:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stop", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.exhaustive)])
 def test_a_run_stopped_in_a_rollout_leaves_nothing_behind(start: Start, tmp_path: Path, stop: signal.Signals) -> None:
     run = start("eval.tasks=0")

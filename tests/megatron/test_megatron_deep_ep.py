@@ -27,6 +27,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [torch.load(results / f"{rank}.pt") for rank in range(2)]
 
 
+@pytest.mark.long
 def test_a_correct_deep_ep_is_used(ranks: list[dict[str, Any]]) -> None:
     assert [rank[""] for rank in ranks] == [("flex", ())] * 2
 

@@ -128,6 +128,7 @@ def test_memory_of_inputs_is_reused() -> None:
     assert torch.equal(memory.fetch(other), first)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("length", "limit"), [(4096, 160), pytest.param(8192, 300, marks=pytest.mark.exhaustive)])

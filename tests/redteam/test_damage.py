@@ -159,6 +159,7 @@ async def test_regressions_end_with_a_grade(backend: str, kind: str) -> None:
     await check_damage(backend, kind, [[name] for name in REGRESSIONS])
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @on_backends(("bubblewrap", "local"), ("bubblewrap", "calls"), ("docker", "image"))
 def test_no_sequence_of_damage_is_an_infrastructure_failure(backend: str, kind: str) -> None:

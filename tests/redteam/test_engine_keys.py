@@ -24,6 +24,7 @@ PAGE_PATHS = ("/generate", "/pause_generation", "/flush_cache", "/v1/realtime", 
 CONTROL = ("/update_weights_from_tensor", "/init_weights_update_group", "/update_weights_from_disk")
 
 
+@pytest.mark.long
 async def test_every_route_of_a_launched_engine_needs_the_key(tmp_path: Path) -> None:
     install_model(tmp_path / "model")
     config = EngineConfig(device="cpu", max_total_tokens=8192)

@@ -18,6 +18,7 @@ async def check(backend: str, count: int, capsys: pytest.CaptureFixture[str]) ->
     report_stopped(f"{count} fuzzed episodes on {backend}", f"each has a grade: {dict(endings)}")
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("backend", "count"),

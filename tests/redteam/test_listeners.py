@@ -123,6 +123,7 @@ def quickstart(tmp_path: Path) -> Iterator[Running]:
         process.wait(60)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_no_socket_of_a_run_is_open_to_the_network_or_serves_without_its_key(quickstart: Running) -> None:
     run = quickstart

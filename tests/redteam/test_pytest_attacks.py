@@ -163,6 +163,7 @@ open("sitecustomize.py", "w").write(text)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("command", COMMANDS)
 async def test_attack_in_several_processes_gets_no_reward(context: EnvContext, command: str) -> None:
     files = {**BROKEN, "build.py": "print('built')\n"}

@@ -66,6 +66,7 @@ def assert_close(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
         torch.testing.assert_close(found[name], weight, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pair", PAIRS)
 def test_balanced_steps_equal_unbalanced_ones(results: Path, pair: str) -> None:
     plain, balanced = loaded(results, pair), loaded(results, f"{pair}-balanced")
@@ -117,6 +118,7 @@ def test_a_renewed_placement_changes_only_where_experts_are(results: Path, layou
         assert after["balance/bytes_moved"] > 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 async def test_checkpoints_move_between_balanced_and_unbalanced_runs(tmp_path: Path, ranks: int) -> None:
     """Through Ray, with renewed expert placements in the balanced run. R3 traces hold and rows are written. With four

@@ -212,6 +212,7 @@ from pathlib import Path
 from agent_rl.train.hf_index import LoadProgress
 from agent_rl.train.quantized.convert import Conversion
 left = int(sys.argv[3])
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 def report():
     global left
     left -= 1

@@ -32,6 +32,7 @@ def numbers(metrics: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if not name.startswith("time/")}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["expert", pytest.param("context", marks=pytest.mark.exhaustive)])
 async def test_several_ranks_learn_what_one_rank_learns(
     run_config: Config, make_sample: Make, tiny_moe: Path, tmp_path: Path, kind: str

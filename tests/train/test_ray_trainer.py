@@ -307,6 +307,7 @@ class Stopping(Display):
             raise InterruptedError
 
 
+@pytest.mark.long
 async def test_supervised_training_learns_and_reports(trainer: RayTrainer) -> None:
     """On sequences that count up."""
     weights = np.where(np.arange(30) < 4, 0.2, 1).astype(np.float32)

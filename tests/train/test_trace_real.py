@@ -191,6 +191,7 @@ def exchanged_ranks(shard_routes: Cut) -> Cut:
     return lambda data, ids, spec: shard_routes(data, ids, replace(spec, context_rank=1 - spec.context_rank))
 
 
+@pytest.mark.long
 async def test_spoiled_routes_are_found(
     run_config: Config, make_sample: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,6 +55,7 @@ def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.long
 async def test_rewarded_tokens_become_likely(run_config: Config) -> None:
     """A contextual bandit: after token c, every token congruent to c + 1 modulo 4 is rewarded."""
     contexts, generator = np.arange(8), np.random.default_rng(0)
@@ -193,6 +194,7 @@ async def assert_broken_updates_change_nothing(trainer: RayTrainer, data: list[S
     assert following["train/updates"] == 2
 
 
+@pytest.mark.long
 async def test_two_data_ranks_equal_one(run_config: Config, tmp_path: Path) -> None:
     """With a KL in the reward, an entropy bonus and a mean over sequences."""
     data = samples()

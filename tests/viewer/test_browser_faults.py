@@ -238,6 +238,7 @@ def test_a_page_whose_server_is_cut_off_goes_on_with_the_next(window: Page) -> N
         expect(page.get_by_role("status").filter(has_text="live")).to_be_visible()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tabs", [8, pytest.param(50, marks=pytest.mark.exhaustive)])
 def test_many_tabs_hear_of_a_change(context: BrowserContext, tabs: int) -> None:
     """More than the six connections that a browser opens to one server."""
