@@ -63,6 +63,7 @@ def test_stopped_command_prints_a_message_and_exits(number: signal.Signals, wait
         assert error.splitlines()[-1] == "stopped; start again to resume"
 
 
+@pytest.mark.long
 @pytest.mark.megatron
 @pytest.mark.parametrize("source", [RAY_SESSION, RAY_WORKERS], ids=["session", "workers"])
 def test_sigterm_after_ray_started_is_as_clean_as_ctrl_c(source: str) -> None:

@@ -121,6 +121,7 @@ def test_the_engine_environment_belongs_beside_the_one_of_the_command(agent_rl: 
     assert f"{engine}/bin/pip install" in refused.stderr.splitlines()[-1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("torch", TORCHES)
 def test_the_trainer_s_packages_are_those_of_the_extra(torch: str, installed: Path) -> None:
     code = f"from agent_rl.bootstrap import trainer_packages as found; print(*found('{torch}'))"
@@ -129,6 +130,7 @@ def test_the_trainer_s_packages_are_those_of_the_extra(torch: str, installed: Pa
     assert listed == project["optional-dependencies"][train_extra(torch)]
 
 
+@pytest.mark.long
 def test_without_the_trainer_s_packages_the_command_that_installs_them_is_told(tmp_path: Path) -> None:
     lacking = "import sys; sys.modules.update(dict.fromkeys(('torch', 'megatron', 'ray')));"
     for command in (["train", "quickstart"], ["r3", "compare", "quickstart"]):

@@ -87,6 +87,7 @@ def imported(python: Path, releases: Iterable[str], path: str = "") -> dict[str,
     return dict(json.loads(done.stdout))
 
 
+@pytest.mark.long
 @pytest.mark.sglang
 @pytest.mark.timeout(300)
 def test_the_server_of_torch_2_14_imports_on_a_gpu_with_its_packages_and_only_with_them() -> None:

@@ -37,6 +37,7 @@ def server(engine_config: EngineConfig, model: Path, tmp_path_factory: pytest.Te
     yield from serving(EngineServer(config, model, tmp_path_factory.mktemp("cuda_release") / "engine.log"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["minimax_m2", "mixtral"])
 async def test_routers_that_do_not_know_their_layer_are_captured(
     kind: str, engine_config: EngineConfig, tmp_path: Path

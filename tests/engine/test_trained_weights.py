@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -61,8 +62,24 @@ async def sampled(engine: SGLangEngine, number: int) -> Sample:
     return Sample(tokens, loss_mask, logprobs, (-1.0) ** number, routing, kept=kept)
 
 
+@pytest.fixture(scope="module")
+def one_ray(ray_connection_is_closed: None) -> Iterator[None]:
+    """A local Ray for the trainers of this module, which have up to four ranks."""
+    from agent_rl.train.ray_session import ray_cluster
+
+    with ray_cluster(None, cpus=4):
+        yield
+
+
 RANK = 8
-LAYOUTS = ("tensor", "pipeline", "context")
+LAYOUTS = {
+    "tensor": {"world_size": 2, "tensor": 2},
+    "pipeline": {"world_size": 2, "pipeline": 2},
+    "context": {"world_size": 2, "context": 2},
+    "tensor and pipeline": {"world_size": 4, "tensor": 2, "pipeline": 2},
+    "data and pipeline": {"world_size": 4, "pipeline": 2},
+    "experts and pipeline": {"world_size": 4, "pipeline": 2, "expert": 2},
+}
 
 
 def sent_bytes(model: Path, kind: str) -> int:
@@ -96,7 +113,7 @@ async def test_the_engine_takes_what_the_trainer_learned(
         "microbatch_tokens": 256,
         "lr": 1e-2,
         "lora": {"rank": RANK} if kind.startswith("adapters") else None,
-        "parallel": {"world_size": 2, kind: 2} if kind in LAYOUTS else {},
+        "parallel": LAYOUTS.get(kind, {}),
     }
     others = {"urls": engine.urls} if "others" in kind else {"weight_sync": "delta"} if kind == "deltas" else {}
     config = RunConfig.model_validate(

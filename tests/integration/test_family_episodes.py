@@ -122,7 +122,8 @@ def world(megatron_shim: None) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("kind", [pytest.param("gpt_oss", marks=pytest.mark.long), "qwen3_moe"])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ORDINARY)
 @pytest.mark.usefixtures("world")
 async def test_scripted_episodes_are_trained_as_sampled(kind: str, env: Any, tmp_path: Path) -> None:
     await check_family(kind, env, tmp_path)

@@ -130,6 +130,7 @@ def test_a_pool_larger_than_free_memory_is_refused_on_every_rank(results: Any) -
         assert re.match(line, found["too large"]), found["too large"]
 
 
+@pytest.mark.long
 @pytest.mark.bubblewrap
 def test_killed_ranks_leave_nothing_and_a_small_dev_shm_is_enough(tmp_path: Path) -> None:
     """In a sandbox whose ``/dev/shm`` has 64 KiB, less than the pool."""

@@ -87,7 +87,9 @@ def with_code(code: str) -> str:
     return diff_files(BROKEN, {"calc.py": f"{BROKEN['calc.py']}\n\n{COMMON}\n{code}"})
 
 
-@pytest.mark.parametrize("name", ATTACKS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long) if name in ENDLESS else name for name in ATTACKS]
+)
 async def test_attack_on_pytest_gets_no_reward(context: EnvContext, name: str) -> None:
     if name in ENDLESS:
         context = EnvContext(context.backend, limits=context.limits, grade_timeout=15.0)

@@ -22,7 +22,7 @@ from agent_rl.train.ray_session import ray_cluster
 from agent_rl.train.ray_trainer import RayTrainer
 from r3.trace.check import check_dir
 
-pytestmark = [pytest.mark.megatron, pytest.mark.slow]
+pytestmark = [pytest.mark.long, pytest.mark.megatron, pytest.mark.slow]
 
 BALANCED = {"enabled": True, "slots": 2}
 LAYOUTS: dict[str, dict[str, Any]] = {"ep4": {"expert": 4}, "ep2": {"expert": 2}}
@@ -66,7 +66,6 @@ def assert_close(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
         torch.testing.assert_close(found[name], weight, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("pair", PAIRS)
 def test_balanced_steps_equal_unbalanced_ones(results: Path, pair: str) -> None:
     plain, balanced = loaded(results, pair), loaded(results, f"{pair}-balanced")
@@ -118,7 +117,6 @@ def test_a_renewed_placement_changes_only_where_experts_are(results: Path, layou
         assert after["balance/bytes_moved"] > 0
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 async def test_checkpoints_move_between_balanced_and_unbalanced_runs(tmp_path: Path, ranks: int) -> None:
     """Through Ray, with renewed expert placements in the balanced run. R3 traces hold and rows are written. With four

@@ -123,6 +123,7 @@ def test_a_local_rays_processes_are_few_and_die_with_a_killed_owner(short_dir: P
     assert not list(short_dir.iterdir())
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.megatron
 def test_threads_that_outlive_a_session_have_distinct_object_ids_in_the_next(short_dir: Path) -> None:

@@ -68,6 +68,7 @@ async def test_several_ranks_learn_what_one_rank_learns(
             assert_same_tensors(tmp_path / f"{name}-offline" / file, tmp_path / name / file)
 
 
+@pytest.mark.long
 async def test_adapters_from_a_checkpoint_go_on_bit_for_bit(
     run_config: Config, make_sample: Make, tmp_path: Path
 ) -> None:

@@ -253,6 +253,7 @@ async def test_supervised_updates_are_equal_in_every_layout(run_config: Config) 
     assert adapters[1]["sft/loss"] < adapters[0]["sft/loss"]
 
 
+@pytest.mark.long
 async def test_ranks_replay_and_report_their_own_share_of_the_routes(run_config: Config) -> None:
     """Two pipeline stages of one layer each. A cancelled ``close`` returns when the ranks have ended."""
     data = samples()

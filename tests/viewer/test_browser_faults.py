@@ -142,6 +142,7 @@ def fragment(name: str, place: str) -> str:
     return f"#/{kind}/{number}/{first or rest}{mark}{query}" if page else "#/"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name, (_, shown) in FAULTS.items() if shown])
 def test_what_a_directory_lacks_is_a_line(page: Page, served: str, name: str) -> None:
     for place, text in FAULTS[name][1].items():

@@ -95,6 +95,7 @@ def check_page(page: Page, address: str, name: str, fragment: str) -> None:
                 page.screenshot(path=SCREENSHOTS / f"{name}-light.png")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", RUN_PAGES)
 def test_page_of_a_run_fits_and_is_readable(page: Page, captured: str, name: str) -> None:
     check_page(page, captured, name, RUN_PAGES[name])
