@@ -1,8 +1,8 @@
 """A worker's part in weight updates: which ranks send which weights, and how.
 
-By process group the first rank of each pipeline stage sends the weights of its stage
-(:mod:`agent_rl.weight_sync.stage_turns`).
-Rank 0 alone sends adapters, and deltas. On GPUs that engines share, every rank shares all weights with them.
+By process group, the first rank of each pipeline stage sends the weights of its stage
+(:mod:`agent_rl.weight_sync.stage_turns`). Rank 0 alone sends adapters and deltas. On GPUs that engines share with the
+trainer, every rank shares all weights with them.
 """
 
 from __future__ import annotations

@@ -177,21 +177,23 @@ class BucketSender:
         """Prepare the first bucket, ``begin`` when it is this stage's turn, and send all buckets. Returns when the
         engines have loaded those of every stage. Raises WeightSyncError where an engine refuses one of any stage."""
         preparing = timer if turns.stage == 0 else StageTimer()  # later stages prepare while others send
-        first = self._next(weight_buckets, preparing)
-        assert first is not None, "buckets() yields at least one"
+        prepared = [self._next(weight_buckets, preparing)]
 
         def send() -> PendingReplies:
             begin()
-            return self._send_all(first, weight_buckets, version, timer)
+            return self._send_all(prepared, weight_buckets, version, timer)
 
         loading = turns.run(send)
         with timer.stage("load") if turns.stage == 0 else nullcontext():
             turns.together(loading.wait)
 
-    def _send_all(self, first: Bucket, further: Iterator[Bucket], version: str, timer: StageTimer) -> PendingReplies:
-        """Send all buckets; returns when the engines have received them, with the replies to the last one, which come
-        when it is loaded."""
-        bucket: Bucket | None = first
+    def _send_all(
+        self, prepared: list[Bucket | None], further: Iterator[Bucket], version: str, timer: StageTimer
+    ) -> PendingReplies:
+        """Send the ``prepared`` bucket, which is taken from the list so that its memory is freed early, and all
+        ``further`` ones. Returns when the engines have received them, with the replies to the last one, which come when
+        it is loaded."""
+        bucket = prepared.pop()
         previous: InFlightBucket | None = None
         while bucket is not None:
             with timer.stage("broadcast"):
@@ -202,7 +204,7 @@ class BucketSender:
                 if previous is not None:
                     previous.replies.wait()  # an engine accepts a bucket after loading the previous one
             previous = sending
-        assert previous is not None
+        assert previous is not None, "buckets() yields at least one"
         return previous.replies
 
     @staticmethod
