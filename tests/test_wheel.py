@@ -10,9 +10,11 @@ import sysconfig
 import tomllib
 import zipfile
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 from agent_rl.bootstrap import TORCHES, train_extra
 from agent_rl.config.loader import MODELS, shipped_configs
@@ -139,3 +141,13 @@ def test_without_the_trainer_s_packages_the_command_that_installs_them_is_told(t
         assert told.returncode == 2
         missing = "torch, megatron-core, ray"
         assert told.stderr == f"error: not installed: {missing}; `agent-rl install trainer` installs them\n"
+
+
+def test_the_installed_packages_accept_the_python_of_debian_12() -> None:
+    """An environment of a later Python 3.11 may hold versions that 3.11.2 cannot install."""
+    refused = {
+        f"{package.name} {package.version}": requires
+        for package in metadata.distributions()
+        if (requires := package.metadata["Requires-Python"]) and not SpecifierSet(requires).contains("3.11.2")
+    }
+    assert not refused
