@@ -29,7 +29,7 @@ quickstart: prepare ## Train a small MoE agent end to end on this machine
 
 test: prepare image agents ## Run the test suite in two processes, at most 12 minutes on two free cores
 	@OMP_NUM_THREADS=1 $(VENV)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
-	@echo "==> test: tests that take long were left out: make test-long"
+	$(if $(findstring -m ,$(PYTEST_ARGS)),,@echo "==> test: tests that take long were left out: make test-long")
 
 test-long: prepare image agents ## Run the tests that take long: further whole runs, kills, model families, attacks
 	@OMP_NUM_THREADS=1 $(VENV)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder -m "long and not exhaustive" $(PYTEST_ARGS)

@@ -86,7 +86,7 @@ class WeightSenders:
                 publisher = self._open(WeightPublisher, request)
                 report = publisher.publish(weights, request.version, base, turns=turns)
                 self._close_after(report.failures)
-            elif self._ranks.rank in self._stage_leaders:
+            elif self._ranks.rank in self._ranks.stage_leaders:
                 self._close_after(self._open(StageSender, request).publish(weights, request.version, turns))
         finally:
             # Gathering a tensor is collective: finish the iterator also after an engine refused the update.
@@ -116,18 +116,13 @@ class WeightSenders:
         if self._request.config.engine.colocate:
             torch.cuda.empty_cache()
 
-    @property
-    def _stage_leaders(self) -> range:
-        """The first rank of each pipeline stage."""
-        return range(0, self._ranks.world_size, self._ranks.world_size // self._ranks.pipeline_size)
-
     def _stage_turns(self) -> StageTurns:
         """The turns of the first ranks of the pipeline stages. Collective."""
         if self._ranks.pipeline_size == 1:
             return ALONE
         if self._stage_group is None:
             limit = timedelta(seconds=PUBLISH_SECONDS)
-            self._stage_group = torch.distributed.new_group([*self._stage_leaders], backend="gloo", timeout=limit)
+            self._stage_group = torch.distributed.new_group([*self._ranks.stage_leaders], backend="gloo", timeout=limit)
         gather = partial(_gather, self._stage_group)
         return StageTurns(gather, self._ranks.pipeline_rank, self._ranks.pipeline_size)
 

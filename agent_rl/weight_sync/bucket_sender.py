@@ -54,8 +54,8 @@ class InFlightBucket:
     replies: PendingReplies
 
 
-class StageTimer:
-    """Adds up seconds by stage of an update."""
+class PhaseTimer:
+    """Adds up seconds by phase of an update."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -64,7 +64,7 @@ class StageTimer:
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
     @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> Iterator[None]:
         started = time.perf_counter()
         try:
             yield
@@ -91,10 +91,10 @@ class BucketSender:
     """One rank's connection to a set of engines; all its updates use one process group.
 
     ``model_spec``: the architecture, needed for checksums and for the tensors that must share a bucket. Settings in
-    ``config``: the weights are sent in ``dtype``, in buckets of about ``weight_bucket_mb``; ``server_pause`` is
-    SGLang's pause mode; ``weight_sync_timeout`` limits each call, rendezvous and broadcast; with ``colocate`` a group
-    goes through host memory by gloo, because NCCL accepts each GPU once per group. ``headers`` go with each call. Close
-    it after an update that an engine did not take.
+    ``config``: the weights are sent in ``dtype``, in buckets of about ``weight_bucket_mb``; ``pause_mode`` says what
+    happens to running requests; ``weight_sync_timeout`` limits each call, rendezvous and broadcast; with ``colocate`` a
+    group goes through host memory by gloo, because NCCL accepts each GPU once per group. ``headers`` go with each call.
+    Close it after an update that an engine did not take.
     """
 
     def __init__(
@@ -170,13 +170,13 @@ class BucketSender:
         self,
         weight_buckets: Iterator[Bucket],
         version: str,
-        timer: StageTimer,
+        timer: PhaseTimer,
         turns: StageTurns,
         begin: Callable[[], None] = lambda: None,
     ) -> None:
         """Prepare the first bucket, ``begin`` when it is this stage's turn, and send all buckets. Returns when the
         engines have loaded those of every stage. Raises WeightSyncError where an engine refuses one of any stage."""
-        preparing = timer if turns.stage == 0 else StageTimer()  # later stages prepare while others send
+        preparing = timer if turns.stage == 0 else PhaseTimer()  # later stages prepare while others send
         prepared = [self._next(weight_buckets, preparing)]
 
         def send() -> PendingReplies:
@@ -184,11 +184,11 @@ class BucketSender:
             return self._send_all(prepared, weight_buckets, version, timer)
 
         loading = turns.run(send)
-        with timer.stage("load") if turns.stage == 0 else nullcontext():
+        with timer.phase("load") if turns.stage == 0 else nullcontext():
             turns.together(loading.wait)
 
     def _send_all(
-        self, prepared: list[Bucket | None], further: Iterator[Bucket], version: str, timer: StageTimer
+        self, prepared: list[Bucket | None], further: Iterator[Bucket], version: str, timer: PhaseTimer
     ) -> PendingReplies:
         """Send the ``prepared`` bucket, which is taken from the list so that its memory is freed early, and all
         ``further`` ones. Returns when the engines have received them, with the replies to the last one, which come when
@@ -196,10 +196,10 @@ class BucketSender:
         bucket = prepared.pop()
         previous: InFlightBucket | None = None
         while bucket is not None:
-            with timer.stage("broadcast"):
+            with timer.phase("broadcast"):
                 sending = self._send(bucket, version)
             bucket = self._next(further, timer)
-            with timer.stage("broadcast"):
+            with timer.phase("broadcast"):
                 self._wait_received(sending)
                 if previous is not None:
                     previous.replies.wait()  # an engine accepts a bucket after loading the previous one
@@ -208,8 +208,8 @@ class BucketSender:
         return previous.replies
 
     @staticmethod
-    def _next(weight_buckets: Iterator[Bucket], timer: StageTimer) -> Bucket | None:
-        with timer.stage("prepare"):
+    def _next(weight_buckets: Iterator[Bucket], timer: PhaseTimer) -> Bucket | None:
+        with timer.phase("prepare"):
             return next(weight_buckets, None)
 
     def _send(self, bucket: Bucket, version: str) -> InFlightBucket:
@@ -228,7 +228,7 @@ class BucketSender:
         return InFlightBucket(begin.result(), replies)
 
     def _version_of(self, bucket: Bucket, version: str) -> dict[str, Any]:
-        """What an engine is told of the version: one with a part of the weights must not report it."""
+        """The options of a bucket's announcement. An engine with a part of the weights must not report the version."""
         flush = bucket.last and self._config.pause_mode != "in_place"
         return {"weight_version": version if bucket.last else f"{version}-partial", "flush_cache": flush}
 

@@ -22,7 +22,7 @@ from agent_rl.engine.server.delta_codec import DeltaWriter, state_digest, tensor
 from agent_rl.errors import WeightSyncError
 from agent_rl.models.spec import ModelSpec
 from agent_rl.models.tensors import fill_buckets, joined_tensors
-from agent_rl.weight_sync.bucket_sender import StageTimer
+from agent_rl.weight_sync.bucket_sender import PhaseTimer
 from agent_rl.weight_sync.buckets import sent_dtype
 from agent_rl.weight_sync.digests import Digests
 from agent_rl.weight_sync.publisher import WeightPublisher
@@ -37,7 +37,7 @@ class StagedDelta:
     urls: tuple[str, ...]
     size: int
     digests: Digests
-    timer: StageTimer
+    timer: PhaseTimer
 
 
 class DeltaSender:
@@ -58,9 +58,9 @@ class DeltaSender:
     def stage(self, request: PublishRequest, weights: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
         """Take ``weights`` (Hugging Face names), and send what changed to those engines of ``request`` that hold the
         weights before. Returns the reason by URL of each that refused it and will receive all weights."""
-        self._staged, timer, base = None, StageTimer(), state_digest(self._digests)
+        self._staged, timer, base = None, PhaseTimer(), state_digest(self._digests)
         urls = tuple(url for url in request.urls if self._held.get(url) == base)
-        with timer.stage("prepare"):
+        with timer.phase("prepare"):
             delta = self._take(weights, base, getattr(torch, request.config.dtype))
         if not urls:
             return {}
@@ -117,7 +117,7 @@ class DeltaSender:
 
 def _combined(reports: Sequence[tuple[int, PublishReport]]) -> PublishReport:
     """One report of several, each with its number of engines; bytes are the mean over the engines."""
-    total, seconds = sum(count for count, _ in reports), StageTimer().seconds
+    total, seconds = sum(count for count, _ in reports), dict[str, float]()
     for _, report in reports:
         for stage, value in report.seconds.items():
             seconds[stage] = seconds.get(stage, 0.0) + value

@@ -20,7 +20,7 @@ from torch import Tensor
 from agent_rl.engine.server.lora_merge import SUFFIX, BaseWeights
 from agent_rl.errors import WeightSyncError
 from agent_rl.weight_sync.adapters import add_merged
-from agent_rl.weight_sync.bucket_sender import BucketSender, InFlightBucket, StageTimer, UpdateProgress
+from agent_rl.weight_sync.bucket_sender import BucketSender, InFlightBucket, PhaseTimer, UpdateProgress
 from agent_rl.weight_sync.buckets import Bucket, buckets
 from agent_rl.weight_sync.digests import (
     DigestKind,
@@ -63,7 +63,7 @@ class WeightPublisher(BucketSender):
         :class:`.stage_sender.StageSender` sends those of the others. The report has a one-line reason for every engine
         that failed.
         """
-        timer = StageTimer()
+        timer = PhaseTimer()
         failure = self._connect(timer, shared, gpus, turns)
         progress = UpdateProgress(self._new_digests())
         turns.gather(progress.digests.kinds)
@@ -94,11 +94,11 @@ class WeightPublisher(BucketSender):
         return report
 
     def stage(
-        self, delta: bytes, weights: Iterable[tuple[str, Tensor]], timer: StageTimer
+        self, delta: bytes, weights: Iterable[tuple[str, Tensor]], timer: PhaseTimer
     ) -> tuple[dict[str, str], Digests]:
         """Send a packed delta to the engines, which prove it while they sample. Returns the reason by URL of each
         engine that refused it, and the checksums that ``weights``, all as they are sent, will have in the others."""
-        with timer.stage("stage"):
+        with timer.phase("stage"):
             if not self._checksums:
                 self._query()
             digests = self._new_digests()
@@ -107,16 +107,16 @@ class WeightPublisher(BucketSender):
             hashing.result()
         return refusals, digests
 
-    def load_staged(self, state: str, size: int, version: str, digests: Digests, timer: StageTimer) -> PublishReport:
+    def load_staged(self, state: str, size: int, version: str, digests: Digests, timer: PhaseTimer) -> PublishReport:
         """Let the engines load the staged delta of ``size`` bytes that makes ``state``, as ``version``; compare their
         checksums with ``digests``."""
 
         def load() -> int:
-            with timer.stage("pause"):
+            with timer.phase("pause"):
                 if not self._checksums:
                     self._query()
                 self._receivers.begin_paused(self._config.sglang_pause_mode).wait()
-            with timer.stage("load"):
+            with timer.phase("load"):
                 flush = self._config.pause_mode != "in_place"
                 self._receivers.load_staged(state, weight_version=version, flush_cache=flush).wait()
                 return self._end()
@@ -124,14 +124,14 @@ class WeightPublisher(BucketSender):
         return self._run(load, version, timer, lambda: StagePart(size, digests.expected()))
 
     def _run(
-        self, update: Callable[[], int], version: str, timer: StageTimer, sent: Callable[[], StagePart]
+        self, update: Callable[[], int], version: str, timer: PhaseTimer, sent: Callable[[], StagePart]
     ) -> PublishReport:
         """Run ``update``, which returns the number of engines that kept old prefixes; compare checksums and resume.
         ``sent``: what all stages sent."""
         stale = 0
         try:
             stale = update()
-            with timer.stage("check"):
+            with timer.phase("check"):
                 failures = self._check(version, sent)
                 self._receivers.resume([url for url in self.urls if url not in failures])
         except WeightSyncError as error:
@@ -149,7 +149,7 @@ class WeightPublisher(BucketSender):
         return Digests(self._model_spec, {DigestKind.of(self._checksums[url].ranks) for url in self._predictable})
 
     def _connect(
-        self, timer: StageTimer, shared: SharedBuckets | None, gpus: Sequence[Sequence[str]], turns: StageTurns
+        self, timer: PhaseTimer, shared: SharedBuckets | None, gpus: Sequence[Sequence[str]], turns: StageTurns
     ) -> WeightSyncError | None:
         """Create the process groups unless they exist or no one needs them. Returns the failure, if any."""
         connected = bool(self._checksums) and (shared is not None or self._group is not None)
@@ -161,7 +161,7 @@ class WeightPublisher(BucketSender):
                 self._join()
 
         try:
-            with timer.stage("join"):
+            with timer.phase("join"):
                 if not all(turns.gather(connected)):
                     turns.run(connect)
                 if shared is not None:
@@ -174,17 +174,17 @@ class WeightPublisher(BucketSender):
         return zip(self.urls, self._receivers.ranks, strict=True)
 
     def _update(
-        self, weight_buckets: Iterator[Bucket], version: str, timer: StageTimer, turns: StageTurns = ALONE
+        self, weight_buckets: Iterator[Bucket], version: str, timer: PhaseTimer, turns: StageTurns = ALONE
     ) -> int:
         """Pause, begin, send every bucket, end. Returns the number of engines that kept old prefixes."""
         begun = self._receivers.begin_paused(self._config.sglang_pause_mode)
 
         def begin() -> None:
-            with timer.stage("pause"):  # the rest of the pause, after preparing the first bucket
+            with timer.phase("pause"):  # the rest of the pause, after preparing the first bucket
                 begun.wait()
 
         self._send_in_turn(weight_buckets, version, timer, turns, begin)
-        with timer.stage("load"):
+        with timer.phase("load"):
             return self._end()
 
     def _end(self) -> int:

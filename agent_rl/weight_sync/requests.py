@@ -34,7 +34,7 @@ class PublishReport:
 
     ``digests``: by engine kind, the expected checksum of every parameter on each rank; empty where none can be
     predicted (:func:`.digests.predictable`). ``verified``: the share of engines compared with them. ``stale_caches``:
-    number of engines that kept prefixes of the old weights (only with ``in_place``). ``seconds``: by stage of the
+    number of engines that kept prefixes of the old weights (only with ``in_place``). ``seconds``: by phase of the
     update. ``bytes``: sent to each engine, of ``full_bytes`` of all weights where an update may be a delta.
     """
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from torch import Tensor
 
 from agent_rl.errors import WeightSyncError
-from agent_rl.weight_sync.bucket_sender import BucketSender, StageTimer, UpdateProgress
+from agent_rl.weight_sync.bucket_sender import BucketSender, PhaseTimer, UpdateProgress
 from agent_rl.weight_sync.digests import DigestKind, Digests
 from agent_rl.weight_sync.stage_turns import StagePart, StageTurns
 
@@ -19,7 +19,7 @@ class StageSender(BucketSender):
     def publish(self, weights: Iterable[tuple[str, Tensor]], version: str, turns: StageTurns) -> Mapping[str, str]:
         """Send the stage's ``weights`` (Hugging Face names) when it is its turn. Returns the failures that rank 0
         reports (:class:`.requests.PublishReport`)."""
-        timer, connected = StageTimer(), False
+        timer, connected = PhaseTimer(), False
         with suppress(WeightSyncError):  # rank 0 reports it
             if not all(turns.gather(self._group is not None)):
                 turns.run(self._connect)

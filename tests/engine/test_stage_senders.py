@@ -47,9 +47,13 @@ def test_stages_act_in_order_and_each_has_its_result() -> None:
     order: list[int] = []
 
     def act(turns: StageTurns) -> int:
-        return turns.run(lambda: order.append(turns.stage) or turns.stage)
+        def action() -> int:
+            order.append(turns.stage)
+            return 10 * turns.stage
 
-    assert in_stages(3, act) == [0, 1, 2]
+        return turns.run(action)
+
+    assert in_stages(3, act) == [0, 10, 20]
     assert order == [0, 1, 2]
 
 

@@ -25,7 +25,7 @@ from agent_rl.models.tensors import fill_buckets
 torch = pytest.importorskip("torch", reason="needs the trainer environment")
 
 from agent_rl.train.ray_launch import cuda_environment  # noqa: E402
-from agent_rl.weight_sync.bucket_sender import InFlightBucket, StageTimer, collective_seconds  # noqa: E402
+from agent_rl.weight_sync.bucket_sender import InFlightBucket, PhaseTimer, collective_seconds  # noqa: E402
 from agent_rl.weight_sync.buckets import Bucket, buckets  # noqa: E402
 from agent_rl.weight_sync.digests import DigestKind, Digests, rank_difference  # noqa: E402
 from agent_rl.weight_sync.publisher import WeightPublisher  # noqa: E402
@@ -166,7 +166,7 @@ class Recording(WeightPublisher):
 
 def test_a_bucket_is_prepared_while_the_previous_one_is_sent() -> None:
     link = Recording()
-    link._update(link.prepared(), "1", StageTimer())
+    link._update(link.prepared(), "1", PhaseTimer())
     assert link.notes == [
         "pause abort", "prepare a",
         "send a", "prepare b", "a arrived",

@@ -174,7 +174,7 @@ def _full_tensors(local: Sequence[ParamMapping], ranks: ParallelState, to: Recei
     if to != "stage leaders":
         torch.distributed.all_gather_object(plans, plan, group=group)
     for stage, entries in enumerate(plans):
-        receivers = _receiving(stage, to, group)
+        receivers = _receiving(stage, to, ranks)
         if own not in receivers and own != stage:
             continue
         moves = any(receiver != stage for receiver in receivers)
@@ -188,11 +188,11 @@ def _full_tensors(local: Sequence[ParamMapping], ranks: ParallelState, to: Recei
                 yield {tensor.name: full[tensor.name] for tensor in tensors}
 
 
-def _receiving(stage: int, to: Receivers, group: Any) -> range:
-    """The pipeline ranks of ``group`` that receive the tensors of a stage."""
+def _receiving(stage: int, to: Receivers, ranks: ParallelState) -> range:
+    """The ranks of this pipeline group that receive the tensors of a stage."""
     if to == "every rank":
-        return range(group.size())
-    if 0 not in torch.distributed.get_process_group_ranks(group):
+        return range(ranks.pipeline_size)
+    if ranks.rank not in ranks.stage_leaders:
         return range(0)
     return range(stage, stage + 1) if to == "stage leaders" else range(1)
 

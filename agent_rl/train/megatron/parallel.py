@@ -36,6 +36,12 @@ class ParallelState:
     expert_size: int
 
     @property
+    def stage_leaders(self) -> range:
+        """The first rank of each pipeline stage. They are the pipeline group of rank 0, because Megatron numbers the
+        ranks stage by stage."""
+        return range(0, self.world_size, self.world_size // self.pipeline_size)
+
+    @property
     def last_stage(self) -> bool:
         return self.pipeline_rank == self.pipeline_size - 1
 
